@@ -32,7 +32,7 @@ from everstep.restore.start.report import Recovery, describe
 from everstep.seams import Seams
 from everstep.state.image import State
 from everstep.state.owners import DeclaredUpdate
-from everstep.state.survey import Survey
+from everstep.state.survey.survey import Survey
 from everstep.tiers.options import PeerOptions, TierOptions, split_peers, validate_tiers
 from everstep.trainer.attach.keeper import Keeper
 from everstep.trainer.base.calls import Calls, not_within, one_at_a_time

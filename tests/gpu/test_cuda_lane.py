@@ -24,7 +24,7 @@ from everstep.capture.lane import CpuLane
 from everstep.capture.pinned import PinnedMemory
 from everstep.errors import StateError, UnavailableError
 from everstep.state.layout import plan_shards
-from everstep.state.tensors import byte_view, stored_form
+from everstep.state.values.tensors import byte_view, stored_form
 from tests.gpu.world import DEVICE, ENVIRONMENT, NEEDS_CUDA
 from tests.unit.world import TIMEOUT_S
 
@@ -264,7 +264,7 @@ from everstep.arena.memory import Arena
 from everstep.capture.batches import Batch
 from everstep.capture.cuda import CudaLane
 from everstep.capture.lane import CpuLane
-from everstep.state.tensors import byte_view
+from everstep.state.values.tensors import byte_view
 lane, block = CudaLane(CpuLane()), torch.frombuffer(Arena.create(1 << 20).view, dtype=torch.uint8)
 tensor = torch.ones(1000, device="cuda:1")
 lane.warm([tensor], block)

@@ -27,7 +27,7 @@ from everstep.seams import PosixFileSystem
 from everstep.seams.progress import silent
 from everstep.state.body import Body
 from everstep.state.image import OBJECT_PREFIX
-from everstep.state.tensors import empty_like_entry, host_bytes
+from everstep.state.values.tensors import empty_like_entry, host_bytes
 from everstep.tiers.slots import SlotStore
 from tests.unit.world import TIMEOUT_S
 

@@ -27,7 +27,7 @@ from everstep.format.writer import ChunkRing
 from everstep.run.segments import read_segment, scan_log
 from everstep.seams import PosixFileSystem
 from everstep.state.log import PART_OBJECT, UPDATE_OBJECT
-from everstep.state.objects import decode
+from everstep.state.values.objects import decode
 from tests.unit import ranks
 
 __all__ = ["CASES", "DIES", "QUICK", "RELAID", "STEPS", "WORLD", "main"]

@@ -23,14 +23,14 @@ from everstep.restore.relaid.redo_others import redo_of_others
 from everstep.restore.start.forward import Restored
 from everstep.run.scan import BaseFound
 from everstep.seams.fingerprint import fingerprint
-from everstep.state.dtensors import box_of, is_dtensor, local_of
 from everstep.state.image import State
 from everstep.state.layout import ShardLayout
-from everstep.state.log_parts import updated_elsewhere
-from everstep.state.objects import encode
-from everstep.state.placing import Box
-from everstep.state.ranks import RankInfo
-from everstep.state.tensors import host_bytes
+from everstep.state.ranks.dtensors import box_of, is_dtensor, local_of
+from everstep.state.ranks.log_parts import updated_elsewhere
+from everstep.state.ranks.placing import Box
+from everstep.state.ranks.ranks import RankInfo
+from everstep.state.values.objects import encode
+from everstep.state.values.tensors import host_bytes
 from everstep.trainer.log.consumed import Consumed, Consumption
 from everstep.trainer.log.log_part import LogPart
 from tests.unit.sharding import STEP, Values, as_rank, build, found, load, open_all, write

@@ -28,7 +28,7 @@ from everstep.run.audits import audit_in_words, audit_of
 from everstep.run.scan import Inventory, scan_run
 from everstep.seams import FileSystem, ManualClock, PosixFileSystem, Seams, SystemClock
 from everstep.seams.children import Ended
-from everstep.state.tensors import byte_view
+from everstep.state.values.tensors import byte_view
 from tests.unit.logged import (
     World,
     document,

@@ -28,7 +28,7 @@ from everstep.capture.emulated import EmulatedLink
 from everstep.capture.lane import CpuLane
 from everstep.config.options import Method
 from everstep.errors import UnavailableError
-from everstep.state.tensors import byte_view
+from everstep.state.values.tensors import byte_view
 from tests.unit.stalls import ideal_of, interval_of, invoke, report_of, row_of, saved
 
 TIMEOUT_S = 60.0

@@ -11,7 +11,7 @@ import everstep
 from everstep.config.options import Budget
 from everstep.errors import OutOfSpaceError
 from everstep.state.image import State
-from everstep.state.ranks import RankInfo
+from everstep.state.ranks.ranks import RankInfo
 from everstep.tiers.options import TierOptions
 from everstep.trainer.budget.bounds import Bounds, bounds_of, copies_announcement
 from tests.unit.test_options import options

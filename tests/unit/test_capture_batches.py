@@ -35,7 +35,7 @@ from everstep.seams.filesystem import WriteFile
 from everstep.seams.progress import silent
 from everstep.state.entries import Entry
 from everstep.state.layout import ShardLayout, plan_shards
-from everstep.state.tensors import DTYPE_CODES, byte_view, stored_form
+from everstep.state.values.tensors import DTYPE_CODES, byte_view, stored_form
 from tests.unit.elsewhere import elsewhere
 from tests.unit.world import TIMEOUT_S
 

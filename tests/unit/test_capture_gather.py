@@ -10,7 +10,7 @@ from everstep.capture.audit import SpotCheck
 from everstep.capture.batches import plan_batches, run_batch
 from everstep.seams.gather import Gather
 from everstep.state.layout import plan_shards
-from everstep.state.tensors import stored_form
+from everstep.state.values.tensors import stored_form
 
 
 @pytest.mark.parametrize("kind", ["i1", "i2", "i4", "i8"])

@@ -17,7 +17,7 @@ from torch.nn.utils import parametrizations
 from everstep import Checkpointer, KeeperOptions, LogOptions, Recovery
 from everstep.errors import MismatchError, RecoveryError
 from everstep.format.names import base_dir
-from everstep.state.tensors import DTYPE_CODES
+from everstep.state.values.tensors import DTYPE_CODES
 from tests.unit.world import assert_same, opened, seed_everything
 
 Build = Callable[[int], nn.Module]

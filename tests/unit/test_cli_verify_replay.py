@@ -14,8 +14,8 @@ import torch
 
 import everstep.run.segments
 from everstep.restore.offline.offline import OfflineState
-from everstep.state.objects import decode, encode
-from everstep.state.tensors import byte_view
+from everstep.state.values.objects import decode, encode
+from everstep.state.values.tensors import byte_view
 from tests.unit.logged import (
     World,
     document,

@@ -30,7 +30,7 @@ from everstep.commit.messages import Command
 from everstep.commit.offers import Choice, Offer, Source
 from everstep.format.digests import digest
 from everstep.format.records import TimelineRecord, manifest_of
-from everstep.state.in_common import in_common
+from everstep.state.ranks.in_common import in_common
 from tests.unit.test_commit_offers import marker, offer, own
 
 

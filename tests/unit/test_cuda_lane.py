@@ -44,7 +44,7 @@ from everstep.errors import (
 )
 from everstep.seams import driver as driver_module
 from everstep.state.layout import plan_shards
-from everstep.state.tensors import stored_form
+from everstep.state.values.tensors import stored_form
 from tests.unit.fakecuda import POISON, FakeCuda, FakeEvent, FakeHost, Token, cuda_device
 from tests.unit.world import TIMEOUT_S, freeze, opened
 

@@ -54,7 +54,7 @@ from everstep.bench.demo.verdict import (
 from everstep.bench.workloads import Training
 from everstep.cli import app
 from everstep.errors import FormatError, KeeperError, OptionError, RecoveryError
-from everstep.state.objects import encode
+from everstep.state.values.objects import encode
 from tests.leftovers import MARK, processes_marked
 from tests.trainers import start_trainer
 

@@ -13,7 +13,7 @@ from torch import nn
 import everstep
 from everstep.errors import OutOfSpaceError
 from everstep.state.image import State
-from everstep.state.survey import Shape
+from everstep.state.survey.survey import Shape
 from everstep.trainer.budget.expected import behind_first_update
 from tests.unit.sharding import as_rank, build
 

@@ -21,10 +21,11 @@ from everstep.format.records import (
     manifest_of,
 )
 from everstep.seams import filesystem
-from everstep.state import entries, image, layout, tensors
+from everstep.state import entries, image, layout
 from everstep.state.entries import Entry
-from everstep.state.in_common import InCommon
-from everstep.state.tensors import stored_form
+from everstep.state.ranks.in_common import InCommon
+from everstep.state.values import tensors
+from everstep.state.values.tensors import stored_form
 
 DOCUMENT = (Path(__file__).parents[2] / "docs" / "FORMAT.md").read_text()
 

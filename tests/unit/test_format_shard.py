@@ -35,7 +35,7 @@ from everstep.seams import PosixFileSystem
 from everstep.seams.progress import silent
 from everstep.state.entries import DTYPE_BYTES, Entry
 from everstep.state.layout import Placed, plan_shards
-from everstep.state.tensors import DTYPE_CODES, byte_view
+from everstep.state.values.tensors import DTYPE_CODES, byte_view
 from tests.unit.world import TIMEOUT_S, assert_same, base_folder, flip, inventory_of, opened
 
 IDENTITY = ShardIdentity("run", 1, 2, 3, 0, 1, True)

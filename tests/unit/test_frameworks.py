@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 import everstep
 from everstep.errors import MismatchError, UnsupportedStateError
-from everstep.state.optimizers import unwrapped
+from everstep.state.providers.optimizers import unwrapped
 from tests.unit.oracle import State, check_resume, model_of, train
 from tests.unit.world import opened
 

@@ -26,7 +26,7 @@ from everstep.seams import PosixFileSystem
 from everstep.seams.progress import silent
 from everstep.state.image import State
 from everstep.state.layout import ShardLayout
-from everstep.state.ranks import RankInfo
+from everstep.state.ranks.ranks import RankInfo
 from tests.unit.fuzzy_ranks import (
     LAST,
     PARTS,

@@ -40,7 +40,7 @@ from everstep.seams.posix import PosixFileSystem
 from everstep.seams.progress import silent
 from everstep.state.body import Seen
 from everstep.state.entries import Entry
-from everstep.state.ranks import RankInfo
+from everstep.state.ranks.ranks import RankInfo
 from everstep.testing.peer_conformance import BodyOfBytes
 from everstep.tiers.options import PeerOptions
 from everstep.trainer.attach.remote import RemoteKeeper

@@ -15,9 +15,9 @@ from everstep import KeeperOptions, LogOptions
 from everstep.config.options import Every
 from everstep.errors import EverstepError, KeeperError, NonFiniteError, StorageError
 from everstep.seams import Seams, SystemClock
-from everstep.state import common
-from everstep.state.log_parts import log_parts
-from everstep.state.optimizers import OptimizerProvider
+from everstep.state.providers.optimizers import OptimizerProvider
+from everstep.state.ranks import common
+from everstep.state.ranks.log_parts import log_parts
 from everstep.trainer.session.cadence import ASK_EVERY, FIRST_STEPS
 from tests.keepers import end_keepers
 from tests.unit.test_log_parts import Replica, layers, replicas, take

@@ -18,7 +18,7 @@ from everstep import LogOptions, checkpointer
 from everstep.errors import EverstepError, MismatchError, RecoveryError
 from everstep.run.scan import scan_run
 from everstep.seams import PosixFileSystem
-from everstep.state import common
+from everstep.state.ranks import common
 from tests.unit.test_log_together import die
 from tests.unit.together import on_all, rank_seams
 

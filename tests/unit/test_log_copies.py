@@ -34,7 +34,7 @@ from everstep.restore.start import together
 from everstep.run import small_files
 from everstep.seams import PosixFileSystem, ReadFile, SystemClock
 from everstep.state.image import State
-from everstep.state.log_parts import recorded_by_several
+from everstep.state.ranks.log_parts import recorded_by_several
 from everstep.tiers.folder import DiskTier
 from everstep.tiers.memory import MemoryFile, MemoryTier
 from everstep.tiers.options import PeerOptions, TierOptions

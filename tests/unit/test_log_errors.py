@@ -16,7 +16,7 @@ import torch
 import everstep
 from everstep.config.options import LogOptions
 from everstep.errors import EverstepError, RecoveryError, StorageError
-from everstep.state.objects import encode
+from everstep.state.values.objects import encode
 from everstep.trainer.log import recorder as recording
 from everstep.trainer.log.recorder import Recorder
 from tests.unit.test_log import DENSE, World

@@ -14,7 +14,7 @@ from everstep.errors import DamageError, FormatError
 from everstep.format.header import ShardIdentity
 from everstep.format.log import heads_of, index_of_segment, record_digest, records_of_pack
 from everstep.run.tensors import tensor_of
-from everstep.state.objects import decode, encode
+from everstep.state.values.objects import decode, encode
 
 PATH = PurePath("segment")
 IDENTITY = ShardIdentity("r" * 32, 1, 2, 2, 0, 1, True)

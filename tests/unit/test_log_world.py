@@ -27,7 +27,7 @@ from everstep.restore.start import log_post
 from everstep.run.scan import scan_run
 from everstep.seams import PosixFileSystem, Seams
 from everstep.state.image import State
-from everstep.state.ranks import RankInfo
+from everstep.state.ranks.ranks import RankInfo
 from tests.unit import relogged
 from tests.unit.relogged import Logs, logged, redone, train
 from tests.unit.sharding import STEP, Values, as_rank, build, load, locals_of

@@ -35,7 +35,7 @@ from everstep.restore.redo.updates import update_of
 from everstep.run.segments import read_segment
 from everstep.seams import PosixFileSystem
 from everstep.state.log import GRADIENT, UPDATE_OBJECT
-from everstep.state.objects import decode, encode
+from everstep.state.values.objects import decode, encode
 from tests.unit.logged import opened, rewrite_segment, segments_of
 from tests.unit.world import TIMEOUT_S
 

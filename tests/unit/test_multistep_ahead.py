@@ -22,7 +22,7 @@ from everstep.plan import multistep_cut
 from everstep.plan.multistep import Pipeline
 from everstep.state.image import State
 from everstep.state.layout import ShardLayout, plan_shards
-from everstep.state.tensors import stored_form
+from everstep.state.values.tensors import stored_form
 from everstep.trainer.log.consumed import Consumption
 from everstep.trainer.multistep import multistep_planner as planner_module
 from everstep.trainer.multistep.multistep_choice import Choice

@@ -31,7 +31,7 @@ from everstep.run.scan import BaseFound
 from everstep.seams import PosixFileSystem, SystemClock
 from everstep.seams.filesystem import ReadFile
 from everstep.state.image import State
-from everstep.state.ranks import RankInfo
+from everstep.state.ranks.ranks import RankInfo
 from everstep.trainer.job.job import Job
 from tests.unit.sharding import Values, as_rank, build, locals_of, save
 from tests.unit.together import on_all, rank_seams, trained, trainings

@@ -29,9 +29,9 @@ from hypothesis.extra import numpy as hnp
 from torch.optim import SGD, lr_scheduler
 
 from everstep.errors import FormatError, UnsupportedStateError
-from everstep.state import objects
-from everstep.state.generators import GeneratorState
-from everstep.state.objects import (
+from everstep.state.values import objects
+from everstep.state.values.generators import GeneratorState
+from everstep.state.values.objects import (
     MAX_DEPTH,
     TAGS,
     TensorRef,
@@ -40,7 +40,7 @@ from everstep.state.objects import (
     join_path,
     unsupported_leaves,
 )
-from everstep.state.plain import CROWD
+from everstep.state.values.plain import CROWD
 
 
 def image(value: Any) -> str:

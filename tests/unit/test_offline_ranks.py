@@ -43,8 +43,8 @@ from everstep.seams import ManualClock, PosixFileSystem, Seams
 from everstep.seams.progress import silent
 from everstep.state.image import OBJECT_PREFIX
 from everstep.state.log import GRADIENT
-from everstep.state.objects import decode, encode
-from everstep.state.tensors import byte_view, empty_like_entry, host_bytes
+from everstep.state.values.objects import decode, encode
+from everstep.state.values.tensors import byte_view, empty_like_entry, host_bytes
 from everstep.tiers.slots import SlotStore
 from tests.keepers import end_keepers
 from tests.trainers import finish_trainer, start_trainer, whole_lines

@@ -22,9 +22,9 @@ from everstep.run.scan import BaseFound, scan_base
 from everstep.seams import PosixFileSystem
 from everstep.seams.progress import silent
 from everstep.state.image import OBJECT_PREFIX, State
-from everstep.state.objects import decode, encode
-from everstep.state.ranks import RankInfo
-from everstep.state.zero import PARTITIONED
+from everstep.state.ranks.ranks import RankInfo
+from everstep.state.ranks.zero import PARTITIONED
+from everstep.state.values.objects import decode, encode
 from tests.unit.relogged import Logs, logged, train
 from tests.unit.sharding import (
     STEP,

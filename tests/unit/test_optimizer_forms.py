@@ -14,7 +14,7 @@ from torch import nn
 
 import everstep
 from everstep.errors import EverstepError, UnsupportedStateError
-from everstep.state.encodings import Encodings
+from everstep.state.providers.encodings import Encodings
 from tests.unit.following import opened as following
 from tests.unit.serving import serving
 from tests.unit.world import freeze, opened

@@ -22,7 +22,7 @@ from everstep.replay import exactness
 from everstep.restore.redo import redo
 from everstep.restore.redo.updates import update_of
 from everstep.state.log import UPDATE_OBJECT
-from everstep.state.objects import decode, encode
+from everstep.state.values.objects import decode, encode
 from tests.unit import following
 from tests.unit.logged import opened, rewrite_segment, segments_of
 from tests.unit.relogged import logged, redone

@@ -23,9 +23,9 @@ from everstep.restore.load.pieces import PieceReads, fills
 from everstep.restore.load.reshard import Piece
 from everstep.state.entries import Entry
 from everstep.state.layout import plan_shards
-from everstep.state.placing import Box, Cut, Placement, box_on_mesh, replicas_on_mesh
-from everstep.state.ranks import RankInfo
-from everstep.state.sharing import Common, Sharing
+from everstep.state.ranks.placing import Box, Cut, Placement, box_on_mesh, replicas_on_mesh
+from everstep.state.ranks.ranks import RankInfo
+from everstep.state.ranks.sharing import Common, Sharing
 
 Layout = tuple[tuple[int, ...], tuple[Cut, ...]]
 """Shape of a mesh, and a cut for each of its dimensions."""

@@ -18,7 +18,7 @@ from everstep.plan.devices import DEVICES, device, seconds_of
 from everstep.plan.groundtruth import missed_writes
 from everstep.plan.recorder import _UNMARKED_WRITES
 from everstep.plan.trace import Operator, StepTrace, trace_training
-from everstep.state.tensors import host_bytes
+from everstep.state.values.tensors import host_bytes
 
 Training = tuple[nn.Module, Callable[[], Tensor]]
 

@@ -28,7 +28,7 @@ from everstep.format.names import MANIFEST
 from everstep.format.records import Manifest, Marker
 from everstep.run.scan import newest_timeline
 from everstep.seams import PosixFileSystem
-from everstep.state.objects import TensorRef, encode
+from everstep.state.values.objects import TensorRef, encode
 from tests.unit.world import base_folder, inventory_of, opened, verdict_of
 
 ROOM = 8192

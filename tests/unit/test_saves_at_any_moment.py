@@ -17,7 +17,7 @@ from torch import nn
 from everstep import Checkpointer
 from everstep.capture.lane import CpuTransfer
 from everstep.errors import AuditError, DamageError, EverstepError, StateError
-from everstep.state import optimizers
+from everstep.state.providers import optimizers
 from everstep.trainer.base import calls as calls_module
 from everstep.trainer.base import prepared
 from everstep.trainer.base.calls import Calls

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from everstep.state.entries import DTYPE_BYTES, Entry
-from everstep.state.tensors import (
+from everstep.state.values.tensors import (
     DTYPE_CODES,
     byte_view,
     dtype_code,

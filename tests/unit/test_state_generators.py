@@ -13,11 +13,11 @@ import pytest
 import torch
 
 from everstep.errors import FormatError, MismatchError, UnavailableError
-from everstep.state import generators
-from everstep.state.generators import GeneratorState, is_generator, new_generator
 from everstep.state.image import OBJECT_PREFIX, State
-from everstep.state.objects import decode, encode
-from everstep.state.tree import join
+from everstep.state.values import generators
+from everstep.state.values.generators import GeneratorState, is_generator, new_generator
+from everstep.state.values.objects import decode, encode
+from everstep.state.values.tree import join
 from tests.trainers import run_trainer
 from tests.unit.world import opened
 

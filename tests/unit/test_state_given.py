@@ -23,9 +23,9 @@ from everstep.errors import (
     UnsupportedStateError,
 )
 from everstep.state.image import State
-from everstep.state.objects import decode
-from everstep.state.optimizers import CLASS
-from everstep.state.ranks import RankInfo
+from everstep.state.providers.optimizers import CLASS
+from everstep.state.ranks.ranks import RankInfo
+from everstep.state.values.objects import decode
 from tests.unit.world import opened
 
 Make = Callable[[list[nn.Parameter]], Optimizer]

@@ -15,8 +15,8 @@ from torch import nn
 
 import everstep
 from everstep.errors import OptionError, UnsupportedStateError
-from everstep.state import survey as survey_module
 from everstep.state.image import OBJECT_PREFIX, RNG_SECTION, State
+from everstep.state.survey import survey as survey_module
 
 Pair = namedtuple("Pair", "a b")
 

@@ -12,9 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from everstep.state.objects import _Walker, decode, encode
-from everstep.state.plain import is_fixed, is_plain
-from everstep.state.tree import split
+from everstep.state.values.objects import _Walker, decode, encode
+from everstep.state.values.plain import is_fixed, is_plain
+from everstep.state.values.tree import split
 
 
 class Text(str):

@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch import nn
 
-from everstep.state import tags
 from everstep.state.image import State
-from everstep.state.proofs import _Containers
-from everstep.state.tags import dict_tags, keep_order
+from everstep.state.survey import tags
+from everstep.state.survey.proofs import _Containers
+from everstep.state.survey.tags import dict_tags, keep_order
 from tests.unit.state_changes import CHANGES, Values, outcome, world
 
 needs_tags = pytest.mark.skipif(tags._tag is None, reason="dicts have no version tags here")

@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from everstep.errors import UnsupportedStateError
-from everstep.state.objects import MAX_DEPTH, TensorRef
-from everstep.state.tree import join, references, split
+from everstep.state.values.objects import MAX_DEPTH, TensorRef
+from everstep.state.values.tree import join, references, split
 from tests.unit.world import assert_same
 
 leaves = st.one_of(

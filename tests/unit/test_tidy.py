@@ -112,8 +112,8 @@ def module(name: str, source: str, *, is_package: bool = False) -> Module:
         ("everstep.errors", "import everstep.config.options"),
         ("everstep.seams.posix", "from everstep import state"),
         ("everstep.seams.posix", "from everstep import Checkpointer"),
-        ("everstep.state.tree", "import everstep"),
-        ("everstep.state.tree", "from ..commit import machine"),
+        ("everstep.state.values.tree", "import everstep"),
+        ("everstep.state.values.tree", "from ..commit import machine"),
         ("everstep.commit.machine", "def f():\n    from everstep.run.scan import scan"),
         ("everstep.commit.machine", "from everstep.keeper.persist.local import Keeper"),
         ("everstep.keeper.persist.local", "import everstep.bench.demo as d"),
@@ -132,8 +132,8 @@ def test_import_against_the_order(name: str, source: str) -> None:
     ("name", "source"),
     [
         ("everstep.config.options", "from everstep.errors import OptionError"),
-        ("everstep.state.tree", "from everstep.state.entries import Entry\nimport os.path"),
-        ("everstep.state.tree", "from .entries import Entry"),
+        ("everstep.state.values.tree", "from everstep.state.entries import Entry\nimport os.path"),
+        ("everstep.state.values.tree", "from .entries import Entry"),
         ("everstep.checkpointer", "from everstep.keeper.persist.local import Keeper"),
         ("everstep.cli.demo", "import everstep\nfrom everstep import Checkpointer, bench"),
         ("everstep.__main__", "from everstep.cli import main"),
@@ -257,14 +257,14 @@ def test_io_through_the_seam(source: str) -> None:
     ],
 )
 def test_pickle(source: str) -> None:
-    for name in ("everstep.state.objects", "everstep.seams.posix", "everstep.testing.simfs"):
+    for name in ("everstep.state.values.objects", "everstep.seams.posix", "everstep.testing.simfs"):
         assert tidy.check_pickle(module(name, source))
     assert not tidy.check_pickle(module("everstep.bench.arms", source))
 
 
 def test_no_pickle() -> None:
     source = "import torch\ntorch.frombuffer(b'')\nmodel.load_state_dict(state)\nckpt.save()"
-    assert not tidy.check_pickle(module("everstep.state.objects", source))
+    assert not tidy.check_pickle(module("everstep.state.values.objects", source))
 
 
 @pytest.mark.parametrize(

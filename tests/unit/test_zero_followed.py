@@ -21,8 +21,8 @@ from everstep.link.capture import shard_offsets
 from everstep.seams.fingerprint import fingerprint
 from everstep.state.image import State
 from everstep.state.log import UPDATE_OBJECT
-from everstep.state.log_parts import log_parts, updated_elsewhere
-from everstep.state.tensors import host_bytes
+from everstep.state.ranks.log_parts import log_parts, updated_elsewhere
+from everstep.state.values.tensors import host_bytes
 from everstep.trainer.log.consumed import Consumed, Consumption
 from everstep.trainer.multistep.multistep_plan import units_of
 from everstep.trainer.session.standby import refuse_unfollowable, refuse_unrepeatable

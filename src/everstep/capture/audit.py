@@ -22,7 +22,7 @@ import torch
 
 from everstep.seams.gather import Gather
 from everstep.state.layout import ShardLayout
-from everstep.state.tensors import byte_view, host_bytes
+from everstep.state.values.tensors import byte_view, host_bytes
 
 __all__ = ["Sample", "SpotCheck"]
 

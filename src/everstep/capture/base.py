@@ -14,7 +14,7 @@ from everstep.capture.lane import Lane
 from everstep.seams.memory import copy_view
 from everstep.state.body import Seen, pieces
 from everstep.state.layout import Placed, ShardLayout, append_objects, overlaps
-from everstep.state.tensors import host_bytes
+from everstep.state.values.tensors import host_bytes
 
 __all__ = ["LiveBody"]
 

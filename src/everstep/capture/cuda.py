@@ -45,7 +45,7 @@ from everstep.capture.lane import CpuLane, CpuTransfer, Progress, Take, Transfer
 from everstep.capture.pinned import PinnedAhead, PinnedMemory
 from everstep.errors import OutOfSpaceError
 from everstep.seams.conditions import is_over
-from everstep.state.tensors import byte_view
+from everstep.state.values.tensors import byte_view
 
 __all__ = ["CudaLane", "CudaTransfer", "moment_on", "on_cuda"]
 

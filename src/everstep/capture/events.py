@@ -22,7 +22,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from everstep.state.recent import Recent
+from everstep.state.survey.recent import Recent
 
 __all__ = ["Observed", "StepEvents"]
 

@@ -9,8 +9,8 @@ import torch
 from everstep.capture.audit import SpotCheck
 from everstep.state.layout import plan_shards
 from everstep.state.log import SAMPLE
-from everstep.state.survey import Survey, same_objects
-from everstep.state.tensors import stored_form
+from everstep.state.survey.survey import Survey, same_objects
+from everstep.state.values.tensors import stored_form
 
 __all__ = ["Probe"]
 

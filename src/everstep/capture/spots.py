@@ -24,7 +24,7 @@ from everstep.errors import FormatError
 from everstep.seams.gather import Gather
 from everstep.seams.memory import memory_at
 from everstep.state.log import SPOT
-from everstep.state.survey import same_objects
+from everstep.state.survey.survey import same_objects
 
 __all__ = ["PHASES", "Comparison", "Spots", "marked", "spots_of", "which_of"]
 
@@ -209,7 +209,7 @@ def _is_looked_at(tensor: torch.Tensor) -> bool:
 
 def _array(tensor: torch.Tensor) -> npt.NDArray[Any]:
     """The memory of a tensor as integers: not by ``Tensor.numpy()``, see
-    :func:`~everstep.state.tensors.host_bytes`."""
+    :func:`~everstep.state.values.tensors.host_bytes`."""
     if tensor.element_size() not in _INTEGERS:
         tensor = torch.view_as_real(tensor)
     whole = tensor.view(_INTEGERS[tensor.element_size()])

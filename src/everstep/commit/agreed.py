@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from everstep.commit.messages import Message
 from everstep.commit.offers import Choice, Offer, Source
 from everstep.format.records import TimelineRecord
-from everstep.state.in_common import InCommon
+from everstep.state.ranks.in_common import InCommon
 
 __all__ = [
     "AgreementEvent",

@@ -53,7 +53,7 @@ from everstep.commit.offers_wire import (
 )
 from everstep.errors import RecoveryError
 from everstep.format.records import TimelineRecord
-from everstep.state.in_common import parted
+from everstep.state.ranks.in_common import parted
 
 __all__ = ["NO_WAY_BACK", "NO_WAY_BACK_HINT", "Agreement"]
 

@@ -23,7 +23,7 @@ import numpy.typing as npt
 import torch
 
 from everstep.compress.floats import FORMATS, FloatFormat
-from everstep.state.tensors import host_bytes
+from everstep.state.values.tensors import host_bytes
 
 __all__ = [
     "SAMPLE_NUMEL",

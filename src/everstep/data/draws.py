@@ -20,7 +20,7 @@ import numpy as np
 import torch
 
 from everstep.seams.fingerprint import cuda_in_use
-from everstep.state.generators import set_state, state_of
+from everstep.state.values.generators import set_state, state_of
 
 __all__ = ["Draws", "Held", "accelerators_kept", "generators_in", "number"]
 

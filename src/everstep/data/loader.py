@@ -24,7 +24,7 @@ from everstep.data.fetching import (
 )
 from everstep.data.orders import Order, Place, Samplers, set_epoch_of
 from everstep.errors import OptionError, StateError
-from everstep.state.positions import MOVED, POSITIONS, shuffles_in_a_buffer
+from everstep.state.loaders.positions import MOVED, POSITIONS, shuffles_in_a_buffer
 
 __all__ = ["ResumableLoader"]
 

@@ -20,8 +20,8 @@ from everstep.format.digests import DIGEST_CHARS
 from everstep.format.names import FORMAT_VERSION
 from everstep.seams.filesystem import DIRECT_ALIGNMENT_BYTES
 from everstep.state.entries import DTYPE_BYTES, Entry
-from everstep.state.in_common import InCommon
 from everstep.state.layout import Placed, ShardLayout, at_lsn
+from everstep.state.ranks.in_common import InCommon
 
 __all__ = [
     "HEADER_ROOM_BYTES_MAX",

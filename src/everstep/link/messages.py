@@ -30,8 +30,8 @@ from everstep.format.header import ShardIdentity
 from everstep.format.plan import BasePlan, ShardPlan
 from everstep.link.capture import Capture
 from everstep.state.entries import Entry
-from everstep.state.in_common import InCommon
 from everstep.state.layout import Placed, ShardLayout
+from everstep.state.ranks.in_common import InCommon
 
 __all__ = [
     "OBJECT_PART_BYTES",

@@ -22,12 +22,12 @@ from everstep.state.entries import Entry
 from everstep.state.image import State
 from everstep.state.layout import ShardLayout, plan_shards
 from everstep.state.log import INDICES, INT8, SCALES, VALUES
-from everstep.state.optimizers import OptimizerProvider
-from everstep.state.recent import Recent
+from everstep.state.providers.optimizers import OptimizerProvider
+from everstep.state.ranks.zero import acting
 from everstep.state.shapes import shape_digest
-from everstep.state.survey import Shape, Survey, same_objects
-from everstep.state.tensors import stored_form
-from everstep.state.zero import acting
+from everstep.state.survey.recent import Recent
+from everstep.state.survey.survey import Shape, Survey, same_objects
+from everstep.state.values.tensors import stored_form
 
 if TYPE_CHECKING:
     from everstep.compress.ddp import DDPCompression

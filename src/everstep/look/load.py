@@ -36,10 +36,10 @@ from everstep.seams import PosixFileSystem
 from everstep.seams.filesystem import FileSystem
 from everstep.seams.processes import available_cores
 from everstep.state.image import OBJECT_PREFIX, State
-from everstep.state.objects import decode
-from everstep.state.optimizers import OptimizerProvider
-from everstep.state.providers import ModuleProvider
-from everstep.state.tree import join, references
+from everstep.state.providers.optimizers import OptimizerProvider
+from everstep.state.providers.providers import ModuleProvider
+from everstep.state.values.objects import decode
+from everstep.state.values.tree import join, references
 from everstep.tiers.disk import storage_errors
 from everstep.tiers.files import TierFileSystem
 from everstep.tiers.options import TierOptions

@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from everstep.plan.recorder import address_of, parts_of
 from everstep.plan.steps import Operator, StepTrace
 from everstep.plan.trace import state_of, trace_training
-from everstep.state.tensors import host_bytes
+from everstep.state.values.tensors import host_bytes
 
 __all__ = ["Missed", "missed_writes"]
 

@@ -14,7 +14,7 @@ from everstep.replay.cuts import has_gaps
 from everstep.replay.exactness import options_refusal
 from everstep.replay.packed import Gradient
 from everstep.replay.updates import Update
-from everstep.state.tensors import same_strides
+from everstep.state.values.tensors import same_strides
 
 __all__ = ["Checks", "check_order", "widens"]
 

@@ -17,7 +17,7 @@ from everstep.run.scan import BaseFound
 from everstep.seams.filesystem import FileSystem, ReadFile
 from everstep.state.entries import Entry
 from everstep.state.layout import Placed, ShardLayout, at_lsn
-from everstep.state.placing import Placement
+from everstep.state.ranks.placing import Placement
 
 __all__ = ["OpenBase", "Opened", "check_identity", "open_ranks"]
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from everstep.state.image import OBJECT_PREFIX
 from everstep.state.layout import Placed
-from everstep.state.optimizers import OptimizerProvider
+from everstep.state.providers.optimizers import OptimizerProvider
 from everstep.state.shapes import shape_digest
 
 __all__ = ["shape_of_base"]

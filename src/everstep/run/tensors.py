@@ -10,7 +10,7 @@ from everstep.errors import DamageError, FormatError
 from everstep.format.log import LogRecord
 from everstep.seams.machine import memory_available_bytes
 from everstep.state.layout import Placed
-from everstep.state.tensors import torch_dtype
+from everstep.state.values.tensors import torch_dtype
 
 __all__ = ["as_complex", "as_it_lay", "tensor_of", "write_into"]
 

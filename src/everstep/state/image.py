@@ -28,17 +28,13 @@ from torch.optim import Optimizer
 
 from everstep.errors import FormatError, OptionError, StateError, UnsupportedStateError
 from everstep.seams.memory import copy_memory
-from everstep.state.buckets import BUCKETS_SECTION, Buckets
-from everstep.state.dtensors import local_of
 from everstep.state.entries import Entry
-from everstep.state.in_common import InCommon
-from everstep.state.loader_provider import LoaderProvider
-from everstep.state.objects import TensorRef, join_path
-from everstep.state.optimizers import OptimizerProvider, lost_inside, unwrapped
+from everstep.state.loaders.loader_provider import LoaderProvider
+from everstep.state.loaders.positions import POSITIONS, is_followed, loader_within
 from everstep.state.owners import DeclaredUpdate, Holding, Memory, Told, memory_of
-from everstep.state.plain_provider import Places, PlainProvider
-from everstep.state.positions import POSITIONS, is_followed, loader_within
-from everstep.state.providers import (
+from everstep.state.providers.optimizers import OptimizerProvider, lost_inside, unwrapped
+from everstep.state.providers.plain_provider import Places, PlainProvider
+from everstep.state.providers.providers import (
     ModuleProvider,
     ParameterNames,
     Provider,
@@ -46,13 +42,16 @@ from everstep.state.providers import (
     StatefulProvider,
     Unproven,
 )
-from everstep.state.ranks import ONE_RANK, RankInfo
-from everstep.state.refusals import snapshot
-from everstep.state.restoring import RestorePlan, Saved
-from everstep.state.rng import RngStates, collect_rng, other_generator, restore_rng
-from everstep.state.share import OwnShare
-from everstep.state.sharing import Sharing
-from everstep.state.survey import (
+from everstep.state.providers.restoring import RestorePlan, Saved
+from everstep.state.providers.rng import RngStates, collect_rng, other_generator, restore_rng
+from everstep.state.ranks.buckets import BUCKETS_SECTION, Buckets
+from everstep.state.ranks.dtensors import local_of
+from everstep.state.ranks.in_common import InCommon
+from everstep.state.ranks.ranks import ONE_RANK, RankInfo
+from everstep.state.ranks.share import OwnShare
+from everstep.state.ranks.sharing import Sharing
+from everstep.state.ranks.zero import ZeroProvider, acting, is_zero
+from everstep.state.survey.survey import (
     OBJECT_BYTES_MAX,
     OBJECT_PREFIX,
     RESERVED,
@@ -65,8 +64,9 @@ from everstep.state.survey import (
     same_objects,
     unsupported,
 )
-from everstep.state.tree import references, split
-from everstep.state.zero import ZeroProvider, acting, is_zero
+from everstep.state.values.objects import TensorRef, join_path
+from everstep.state.values.refusals import snapshot
+from everstep.state.values.tree import references, split
 
 __all__ = [
     "NOT_IN_STATE",

@@ -27,9 +27,9 @@ import torch
 from torch.optim import Optimizer
 
 from everstep.errors import OptionError, StateError
-from everstep.state.dtensors import local_of
-from everstep.state.objects import MAX_DEPTH
-from everstep.state.tensors import why_not_storable
+from everstep.state.ranks.dtensors import local_of
+from everstep.state.values.objects import MAX_DEPTH
+from everstep.state.values.tensors import why_not_storable
 
 __all__ = [
     "Claims",

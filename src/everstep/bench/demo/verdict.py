@@ -15,7 +15,7 @@ import safetensors
 
 from everstep.errors import FormatError
 from everstep.state.entries import DTYPE_BYTES
-from everstep.state.objects import decode
+from everstep.state.values.objects import decode
 
 __all__ = [
     "Difference",

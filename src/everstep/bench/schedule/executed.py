@@ -32,7 +32,7 @@ from everstep.checkpointer import Checkpointer
 from everstep.errors import EverstepError
 from everstep.restore.fetch.held import HeldBase
 from everstep.seams import Seams
-from everstep.state.tensors import host_bytes
+from everstep.state.values.tensors import host_bytes
 from everstep.trainer.schedule.schedule_stats import ScheduleStats
 
 __all__ = ["ExecutedOptions", "ExecutedReport", "ExecutedRow", "run_executed"]

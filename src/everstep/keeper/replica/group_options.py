@@ -13,9 +13,9 @@ from everstep.link.capture import shard_offsets
 from everstep.state.entries import Entry
 from everstep.state.image import OBJECT_PREFIX
 from everstep.state.layout import Placed, ShardLayout, plan_shards
-from everstep.state.objects import decode
-from everstep.state.optimizers import OptimizerProvider
-from everstep.state.tree import references
+from everstep.state.providers.optimizers import OptimizerProvider
+from everstep.state.values.objects import decode
+from everstep.state.values.tree import references
 
 __all__ = ["laid_out", "options_of_groups"]
 

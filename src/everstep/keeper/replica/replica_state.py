@@ -23,8 +23,8 @@ from everstep.run.shape import shape_of_base
 from everstep.run.tensors import as_complex
 from everstep.state.entries import Entry
 from everstep.state.image import OBJECT_PREFIX
-from everstep.state.objects import decode
-from everstep.state.tensors import torch_dtype
+from everstep.state.values.objects import decode
+from everstep.state.values.tensors import torch_dtype
 
 __all__ = ["ReplicaState"]
 

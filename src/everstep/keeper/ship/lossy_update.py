@@ -20,8 +20,8 @@ from everstep.link.recordable import lossy_entries, record_layout
 from everstep.run.tensors import tensor_of
 from everstep.state.layout import Placed, ShardLayout
 from everstep.state.log import GRADIENT, PART_OBJECT, UPDATE_OBJECT
-from everstep.state.objects import decode, encode
-from everstep.state.tensors import host_bytes, stored_form
+from everstep.state.values.objects import decode, encode
+from everstep.state.values.tensors import host_bytes, stored_form
 
 __all__ = ["lossy_update"]
 

@@ -20,7 +20,7 @@ from everstep.run.scan import BaseFound
 from everstep.seams.filesystem import FileSystem, ReadFile
 from everstep.state.image import OBJECT_PREFIX
 from everstep.state.layout import Placed
-from everstep.state.placing import Placement, replicas_on_mesh
+from everstep.state.ranks.placing import Placement, replicas_on_mesh
 
 __all__ = [
     "Covers",

@@ -32,15 +32,15 @@ from everstep.run.shape import shape_of_base
 from everstep.seams.filesystem import FileSystem
 from everstep.seams.machine import memory_available_bytes
 from everstep.seams.progress import ProgressSink
-from everstep.state.dtensors import local_of
 from everstep.state.entries import Entry
 from everstep.state.image import NOT_IN_STATE, OBJECT_PREFIX, State
-from everstep.state.left_out import LeftOut
-from everstep.state.placing import Box
-from everstep.state.restoring import RestorePlan
-from everstep.state.tensors import host_bytes
-from everstep.state.tree import join, references
-from everstep.state.within import forget_gradients
+from everstep.state.providers.restoring import RestorePlan
+from everstep.state.providers.within import forget_gradients
+from everstep.state.ranks.dtensors import local_of
+from everstep.state.ranks.left_out import LeftOut
+from everstep.state.ranks.placing import Box
+from everstep.state.values.tensors import host_bytes
+from everstep.state.values.tree import join, references
 
 __all__ = [
     "LoadedBase",

@@ -12,7 +12,7 @@ from everstep.run.opened import OpenBase
 from everstep.run.shape import shape_of_base
 from everstep.state.entries import Entry
 from everstep.state.image import OBJECT_PREFIX
-from everstep.state.optimizers import OptimizerProvider
+from everstep.state.providers.optimizers import OptimizerProvider
 
 __all__ = ["OldLayout"]
 

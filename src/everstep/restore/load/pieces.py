@@ -17,7 +17,7 @@ from everstep.format.header import ShardHeader
 from everstep.restore.load.reshard import Piece, SavedRanks
 from everstep.state.entries import DTYPE_BYTES
 from everstep.state.layout import overlaps
-from everstep.state.placing import Box
+from everstep.state.ranks.placing import Box
 
 __all__ = ["Fill", "PieceReads", "fills", "fills_by_file"]
 

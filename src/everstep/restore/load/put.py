@@ -12,9 +12,9 @@ from everstep.restore.load.targets import Targets
 from everstep.restore.load.ties import sharing_values
 from everstep.state.entries import Entry
 from everstep.state.image import State
-from everstep.state.providers import ModuleProvider
-from everstep.state.tree import join
-from everstep.state.within import forget_gradients
+from everstep.state.providers.providers import ModuleProvider
+from everstep.state.providers.within import forget_gradients
+from everstep.state.values.tree import join
 
 __all__ = ["put_into"]
 

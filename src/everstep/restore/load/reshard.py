@@ -20,16 +20,16 @@ from everstep.format.header import ShardHeader
 from everstep.format.records import FileRecord, Manifest, Marker
 from everstep.run.opened import OpenBase
 from everstep.seams.filesystem import ReadFile
-from everstep.state.buckets import BUCKETS_SECTION
 from everstep.state.entries import Entry
 from everstep.state.image import OBJECT_BYTES_MAX, OBJECT_PREFIX, RNG_SECTION, State
-from everstep.state.objects import decode
-from everstep.state.optimizers import OptimizerProvider
-from everstep.state.placing import Box, Placement
-from everstep.state.providers import ModuleProvider
-from everstep.state.ranks import RankInfo
-from everstep.state.tree import references
-from everstep.state.zero import PARTITIONED, ZeroProvider
+from everstep.state.providers.optimizers import OptimizerProvider
+from everstep.state.providers.providers import ModuleProvider
+from everstep.state.ranks.buckets import BUCKETS_SECTION
+from everstep.state.ranks.placing import Box, Placement
+from everstep.state.ranks.ranks import RankInfo
+from everstep.state.ranks.zero import PARTITIONED, ZeroProvider
+from everstep.state.values.objects import decode
+from everstep.state.values.tree import references
 
 __all__ = ["HoleError", "Piece", "SavedRanks", "View", "needs_of", "read_object"]
 

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 from everstep.errors import RecoveryError
 from everstep.restore.load.reshard import Piece, SavedRanks, View
 from everstep.state.image import State
-from everstep.state.placing import Box, Placement
+from everstep.state.ranks.placing import Box, Placement
 
 __all__ = ["unclear"]
 

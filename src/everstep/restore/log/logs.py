@@ -25,7 +25,7 @@ from everstep.run.scan import Inventory
 from everstep.run.segments import SegmentFound, scan_log, vetted
 from everstep.seams.filesystem import FileSystem
 from everstep.state.log import PART_OBJECT, UPDATE_OBJECT
-from everstep.state.objects import decode
+from everstep.state.values.objects import decode
 
 __all__ = ["LogFound"]
 

@@ -38,11 +38,11 @@ from everstep.state.entries import Entry
 from everstep.state.image import OBJECT_PREFIX
 from everstep.state.layout import Placed
 from everstep.state.log import PART_OBJECT, SAMPLE, UPDATE_OBJECT
-from everstep.state.objects import TensorRef, decode, encode
-from everstep.state.optimizers import OptimizerProvider
-from everstep.state.tensors import host_bytes
-from everstep.state.tree import join, references
-from everstep.state.zero import PARTITIONED
+from everstep.state.providers.optimizers import OptimizerProvider
+from everstep.state.ranks.zero import PARTITIONED
+from everstep.state.values.objects import TensorRef, decode, encode
+from everstep.state.values.tensors import host_bytes
+from everstep.state.values.tree import join, references
 
 __all__ = ["OfflineState"]
 

@@ -25,7 +25,7 @@ from everstep.seams.progress import ProgressSink, silent
 from everstep.state.entries import Entry
 from everstep.state.image import OBJECT_PREFIX
 from everstep.state.layout import Placed, overlaps
-from everstep.state.tensors import empty_like_entry, host_bytes
+from everstep.state.values.tensors import empty_like_entry, host_bytes
 
 __all__ = ["load_offline", "read_fuzzy"]
 

@@ -32,10 +32,10 @@ from everstep.state.entries import Entry
 from everstep.state.image import OBJECT_PREFIX
 from everstep.state.layout import Placed
 from everstep.state.log import HYPER, PART_OBJECT, SAMPLE
-from everstep.state.objects import decode, encode
-from everstep.state.placing import Box, Placement
-from everstep.state.tensors import empty_like_entry, host_bytes
-from everstep.state.tree import references
+from everstep.state.ranks.placing import Box, Placement
+from everstep.state.values.objects import decode, encode
+from everstep.state.values.tensors import empty_like_entry, host_bytes
+from everstep.state.values.tree import references
 
 __all__ = ["JobState", "JobStep", "Key", "Resting", "key_of", "name_of_rank"]
 

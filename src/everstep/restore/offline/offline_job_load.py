@@ -27,11 +27,11 @@ from everstep.seams.machine import memory_available_bytes
 from everstep.seams.progress import ProgressSink
 from everstep.state.entries import Entry
 from everstep.state.image import OBJECT_PREFIX
-from everstep.state.objects import decode
-from everstep.state.optimizers import OptimizerProvider
-from everstep.state.placing import Box, Placement, box_on_mesh
-from everstep.state.tensors import empty_like_entry, host_bytes
-from everstep.state.zero import PARTITIONED
+from everstep.state.providers.optimizers import OptimizerProvider
+from everstep.state.ranks.placing import Box, Placement, box_on_mesh
+from everstep.state.ranks.zero import PARTITIONED
+from everstep.state.values.objects import decode
+from everstep.state.values.tensors import empty_like_entry, host_bytes
 
 __all__ = ["load_job"]
 

@@ -24,8 +24,8 @@ from everstep.run.redo_file import RedoRecords, read_redo_file
 from everstep.seams.progress import ProgressSink
 from everstep.state.image import State
 from everstep.state.log import GRADIENT
-from everstep.state.optimizers import OptimizerProvider
-from everstep.state.tree import references
+from everstep.state.providers.optimizers import OptimizerProvider
+from everstep.state.values.tree import references
 
 __all__ = ["make_live_whole", "make_offline_whole"]
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from everstep.state.objects import TensorRef
-from everstep.state.optimizers import OptimizerProvider
-from everstep.state.tree import references
+from everstep.state.providers.optimizers import OptimizerProvider
+from everstep.state.values.objects import TensorRef
+from everstep.state.values.tree import references
 
 __all__ = ["owned_entries", "parameter_names"]
 

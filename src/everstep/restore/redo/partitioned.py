@@ -9,9 +9,9 @@ from typing import Any
 from everstep.errors import FormatError
 from everstep.format.log import LogRecord
 from everstep.state.image import OBJECT_PREFIX
-from everstep.state.objects import decode, encode
-from everstep.state.placing import Placement
-from everstep.state.zero import PARTITIONED
+from everstep.state.ranks.placing import Placement
+from everstep.state.ranks.zero import PARTITIONED
+from everstep.state.values.objects import decode, encode
 
 __all__ = ["Parts", "is_partitioned", "whole_object", "whole_objects"]
 

@@ -32,17 +32,17 @@ from everstep.run.tensors import tensor_of, write_into
 from everstep.seams.fingerprint import fingerprint, number_settled
 from everstep.seams.machine import memory_available_bytes
 from everstep.seams.processes import available_cores
-from everstep.state.dtensors import like, local_of
 from everstep.state.entries import Entry
 from everstep.state.image import OBJECT_PREFIX, State
 from everstep.state.log import SPOT
-from everstep.state.objects import decode
-from everstep.state.optimizers import OptimizerProvider
-from everstep.state.restoring import RestorePlan
-from everstep.state.survey import same_objects
-from everstep.state.tensors import stored_form
-from everstep.state.tree import join, references, split
-from everstep.state.zero import acting
+from everstep.state.providers.optimizers import OptimizerProvider
+from everstep.state.providers.restoring import RestorePlan
+from everstep.state.ranks.dtensors import like, local_of
+from everstep.state.ranks.zero import acting
+from everstep.state.survey.survey import same_objects
+from everstep.state.values.objects import decode
+from everstep.state.values.tensors import stored_form
+from everstep.state.values.tree import join, references, split
 
 __all__ = [
     "STEPS_AT_ONCE",

@@ -15,9 +15,9 @@ from everstep.restore.redo.gradients import gradients_of
 from everstep.restore.redo.parts import gradients_of_others
 from everstep.run.tensors import tensor_of
 from everstep.state.log import HYPER, PART_OBJECT, UPDATE_OBJECT
-from everstep.state.objects import decode
-from everstep.state.tensors import torch_dtype
-from everstep.state.tree import join
+from everstep.state.values.objects import decode
+from everstep.state.values.tensors import torch_dtype
+from everstep.state.values.tree import join
 
 __all__ = ["class_for", "update_of"]
 

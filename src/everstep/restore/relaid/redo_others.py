@@ -25,7 +25,7 @@ from everstep.restore.start.forward import Restored
 from everstep.run.decide import Skipped
 from everstep.seams.progress import progress
 from everstep.state.image import State
-from everstep.state.log_parts import updated_elsewhere
+from everstep.state.ranks.log_parts import updated_elsewhere
 
 __all__ = ["Fetch", "redo_of_others"]
 

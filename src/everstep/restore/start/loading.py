@@ -23,7 +23,7 @@ from everstep.run.opened import OpenBase
 from everstep.run.scan import BaseFound
 from everstep.seams.progress import ProgressSink, progress, silent
 from everstep.state.image import State
-from everstep.state.left_out import LeftOut
+from everstep.state.ranks.left_out import LeftOut
 
 __all__ = ["Compares", "Load", "LoadWithNode", "comparer", "layout_in", "loader", "needs_here"]
 

@@ -42,8 +42,8 @@ from everstep.run.scan import BaseFound, Inventory
 from everstep.run.segments import SegmentFound
 from everstep.seams import FileSystem, Seams
 from everstep.state.image import State
-from everstep.state.log_parts import others_of
-from everstep.state.optimizers import OptimizerProvider
+from everstep.state.providers.optimizers import OptimizerProvider
+from everstep.state.ranks.log_parts import others_of
 from everstep.state.shapes import shape_digest
 
 __all__ = ["RankLog", "Redone"]

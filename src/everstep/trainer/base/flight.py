@@ -10,7 +10,7 @@ from everstep.capture.lane import Transfer
 from everstep.capture.versions import Versions
 from everstep.link.capture import Capture
 from everstep.link.pool import CapturePool, Room
-from everstep.state.survey import Survey
+from everstep.state.survey.survey import Survey
 from everstep.trainer.attach.keeper import Keeper
 from everstep.trainer.base.prepared import Copies, Prepared
 

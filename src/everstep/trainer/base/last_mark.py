@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 
 from everstep.seams.memory import copy_memory
-from everstep.state.survey import Survey
+from everstep.state.survey.survey import Survey
 
 __all__ = ["FreshStart", "LastMark", "Tag", "tag_of"]
 

@@ -18,7 +18,7 @@ from everstep.capture.versions import Versions
 from everstep.format.header import ShardIdentity
 from everstep.format.plan import BasePlan, ShardPlan, plan_files
 from everstep.link.capture import shard_offsets
-from everstep.state.survey import Shape, Survey
+from everstep.state.survey.survey import Shape, Survey
 
 __all__ = ["Copies", "Prepared", "prepare"]
 

@@ -33,7 +33,7 @@ from everstep.seams import Clock
 from everstep.seams.conditions import is_over
 from everstep.seams.failpoints import failpoint
 from everstep.state.image import State
-from everstep.state.survey import Survey
+from everstep.state.survey.survey import Survey
 from everstep.trainer.attach.keeper import Keeper
 from everstep.trainer.attach.remote import RemoteKeeper
 from everstep.trainer.base.flight import Flight

@@ -17,10 +17,10 @@ from everstep.config.options import History, Options
 from everstep.errors import OutOfSpaceError
 from everstep.link.record_memory import RECORD_BYTES
 from everstep.seams.machine import file_bytes_max, memory_available_bytes
-from everstep.state.dtensors import local_of
 from everstep.state.entries import Entry
 from everstep.state.layout import plan_shards
-from everstep.state.survey import Shape, is_reserved
+from everstep.state.ranks.dtensors import local_of
+from everstep.state.survey.survey import Shape, is_reserved
 
 __all__ = [
     "DAY_S",

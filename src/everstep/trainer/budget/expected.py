@@ -15,15 +15,15 @@ import torch
 from torch.optim import Optimizer
 
 from everstep.replay.own import build, own_step
-from everstep.state.dtensors import local_of
 from everstep.state.entries import Entry
 from everstep.state.image import State
-from everstep.state.objects import join_path
-from everstep.state.optimizers import OptimizerProvider
-from everstep.state.providers import ModuleProvider
-from everstep.state.survey import Shape
-from everstep.state.tensors import stored_form
-from everstep.state.zero import acting
+from everstep.state.providers.optimizers import OptimizerProvider
+from everstep.state.providers.providers import ModuleProvider
+from everstep.state.ranks.dtensors import local_of
+from everstep.state.ranks.zero import acting
+from everstep.state.survey.survey import Shape
+from everstep.state.values.objects import join_path
+from everstep.state.values.tensors import stored_form
 
 __all__ = ["behind_first_update"]
 

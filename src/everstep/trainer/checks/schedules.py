@@ -17,8 +17,8 @@ from torch.optim.lr_scheduler import LRScheduler
 from everstep.errors import StateError
 from everstep.state.holders import holders_of
 from everstep.state.image import State
-from everstep.state.optimizers import unwrapped
-from everstep.state.providers import StatefulProvider
+from everstep.state.providers.optimizers import unwrapped
+from everstep.state.providers.providers import StatefulProvider
 from everstep.trainer.checks.strangers import is_held, is_ours, kind_of
 
 __all__ = ["Schedules"]

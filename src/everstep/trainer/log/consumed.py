@@ -33,13 +33,13 @@ from everstep.replay.checks import widens
 from everstep.replay.cuts import has_gaps
 from everstep.replay.exactness import kind_name
 from everstep.replay.own import writes_gradients
-from everstep.state.dtensors import is_dtensor, local_of
 from everstep.state.image import State
 from everstep.state.layout import ShardLayout, overlaps
 from everstep.state.log import GRADIENT, HYPER
-from everstep.state.tensors import byte_view, dtype_code
-from everstep.state.tree import split
-from everstep.state.zero import acting
+from everstep.state.ranks.dtensors import is_dtensor, local_of
+from everstep.state.ranks.zero import acting
+from everstep.state.values.tensors import byte_view, dtype_code
+from everstep.state.values.tree import split
 
 __all__ = ["Consumed", "Consumption"]
 

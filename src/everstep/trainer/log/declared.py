@@ -20,7 +20,7 @@ from everstep.format.log import RecordHead
 from everstep.state.image import State
 from everstep.state.layout import ShardLayout
 from everstep.state.log import SAMPLE, SPOT
-from everstep.state.survey import Shape, Survey
+from everstep.state.survey.survey import Shape, Survey
 
 __all__ = ["DeclaredLog"]
 

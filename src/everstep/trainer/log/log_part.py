@@ -8,8 +8,8 @@ from typing import Any
 from everstep.link.recordable import Grouping
 from everstep.state.image import State
 from everstep.state.log import GRADIENT, PART_OBJECT, UPDATE_OBJECT
-from everstep.state.log_parts import Part, digest_of_names, log_parts
-from everstep.state.zero import ZeroProvider
+from everstep.state.ranks.log_parts import Part, digest_of_names, log_parts
+from everstep.state.ranks.zero import ZeroProvider
 from everstep.trainer.log.consumed import Consumed, Consumption
 
 __all__ = ["LogPart"]

@@ -11,7 +11,7 @@ from everstep.format.log import RecordHead
 from everstep.link.channel import BackgroundChannel
 from everstep.state.layout import ShardLayout
 from everstep.state.log import GRADIENT
-from everstep.state.tensors import torch_dtype
+from everstep.state.values.tensors import torch_dtype
 
 __all__ = ["NonFinite", "nonfinite_error"]
 

@@ -32,8 +32,8 @@ from everstep.seams.failpoints import failpoint
 from everstep.seams.fingerprint import Opened
 from everstep.state.image import State
 from everstep.state.layout import ShardLayout
-from everstep.state.objects import encode
-from everstep.state.survey import Survey
+from everstep.state.survey.survey import Survey
+from everstep.state.values.objects import encode
 from everstep.trainer.budget.log_limits import gave_way, too_large
 from everstep.trainer.job.peering import let_go_early
 from everstep.trainer.log.consumed import Consumption

@@ -16,7 +16,7 @@ from torch import nn
 from everstep.compress.training import Compressor
 from everstep.link.recordable import compressors_of, exchanges_of
 from everstep.state.image import State
-from everstep.state.providers import ModuleProvider
+from everstep.state.providers.providers import ModuleProvider
 
 __all__ = ["residual_bytes", "tell_of_lost_residuals"]
 

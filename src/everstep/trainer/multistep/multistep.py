@@ -34,7 +34,7 @@ from everstep.seams import Clock
 from everstep.seams.failpoints import failpoint
 from everstep.seams.fingerprint import Opened
 from everstep.state.image import State
-from everstep.state.survey import Shape, Survey
+from everstep.state.survey.survey import Shape, Survey
 from everstep.trainer.attach.remote import RemoteKeeper
 from everstep.trainer.base.saver import Saver
 from everstep.trainer.budget.budget import check_disk_budget

@@ -36,8 +36,8 @@ from everstep.seams.gather import Gather
 from everstep.state.image import State
 from everstep.state.layout import ShardLayout
 from everstep.state.log import GRADIENT
-from everstep.state.providers import unwrap
-from everstep.state.recent import RecentLayouts
+from everstep.state.providers.providers import unwrap
+from everstep.state.survey.recent import RecentLayouts
 
 __all__ = ["GradientCheck", "GradientPlaces", "GraphMemory", "HeldGradients", "are_alone"]
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from everstep.link.assembly import Assembly
 from everstep.link.capture import Capture
 from everstep.seams.failpoints import failpoint
-from everstep.state.survey import Survey
+from everstep.state.survey.survey import Survey
 from everstep.trainer.multistep.multistep_choice import Timed
 from everstep.trainer.multistep.multistep_fuzzy import fuzzy_parts, spots_at_mark
 from everstep.trainer.multistep.multistep_window import Window

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 
 import torch
 
-from everstep.state.survey import Survey
-from everstep.state.tensors import host_bytes
+from everstep.state.survey.survey import Survey
+from everstep.state.values.tensors import host_bytes
 from everstep.trainer.base.last_mark import Tag, tag_of
 
 __all__ = ["AtMark"]

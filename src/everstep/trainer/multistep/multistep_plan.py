@@ -23,13 +23,13 @@ from everstep.link.samples import Samples
 from everstep.restore.redo.owned import parameter_names
 from everstep.state.image import State
 from everstep.state.layout import ShardLayout
-from everstep.state.log_parts import updated_elsewhere
-from everstep.state.objects import TensorRef
-from everstep.state.optimizers import OptimizerProvider
 from everstep.state.owners import Owner
-from everstep.state.providers import ModuleProvider
-from everstep.state.survey import Shape, same_objects
-from everstep.state.tree import references, split
+from everstep.state.providers.optimizers import OptimizerProvider
+from everstep.state.providers.providers import ModuleProvider
+from everstep.state.ranks.log_parts import updated_elsewhere
+from everstep.state.survey.survey import Shape, same_objects
+from everstep.state.values.objects import TensorRef
+from everstep.state.values.tree import references, split
 from everstep.trainer.base.prepared import Copies, Prepared
 from everstep.trainer.log.untold import Owned
 

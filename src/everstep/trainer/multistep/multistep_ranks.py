@@ -16,7 +16,7 @@ from everstep.format.header import ShardIdentity
 from everstep.link.pool import CapturePool
 from everstep.link.save import Save
 from everstep.seams.conditions import is_over
-from everstep.state.survey import Survey
+from everstep.state.survey.survey import Survey
 from everstep.trainer.job.job import Job
 from everstep.trainer.multistep.multistep import VOID_MAX, Multistep
 from everstep.trainer.multistep.multistep_mark import AtMark

@@ -18,10 +18,10 @@ from everstep.errors import AuditError, DeadlineError, EverstepError
 from everstep.link.pool import Room
 from everstep.link.save import as_ours
 from everstep.seams import Clock
-from everstep.state.dtensors import is_dtensor
 from everstep.state.image import State
 from everstep.state.log import GRADIENT, UPDATE_OBJECT
-from everstep.state.objects import encode
+from everstep.state.ranks.dtensors import is_dtensor
+from everstep.state.values.objects import encode
 from everstep.trainer.log.consumed import Consumption
 from everstep.trainer.multistep.multistep_choice import Choice
 from everstep.trainer.multistep.multistep_gradients import (

@@ -16,7 +16,7 @@ from everstep.link.assembly import PartialUpdate
 from everstep.link.pool import CapturePool, Room
 from everstep.link.save import Save
 from everstep.state.layout import ShardLayout
-from everstep.state.survey import Shape, Survey
+from everstep.state.survey.survey import Shape, Survey
 from everstep.trainer.attach.remote import RemoteKeeper
 from everstep.trainer.log.consumed import Consumed
 from everstep.trainer.multistep.multistep_choice import Timed

@@ -12,11 +12,11 @@ from torch.optim import Optimizer
 
 from everstep.capture.updates import UpdateHooks
 from everstep.errors import StateError
-from everstep.state.common import ddp_in, reduced_in
-from everstep.state.dtensors import is_dtensor, local_of
-from everstep.state.fsdp import unreduced_gradients
 from everstep.state.image import State
-from everstep.state.providers import ModuleProvider
+from everstep.state.providers.providers import ModuleProvider
+from everstep.state.ranks.common import ddp_in, reduced_in
+from everstep.state.ranks.dtensors import is_dtensor, local_of
+from everstep.state.ranks.fsdp import unreduced_gradients
 
 __all__ = ["Accumulated"]
 

@@ -24,7 +24,7 @@ from everstep.link.save import Save
 from everstep.restore.load.nonfinite import nonfinite_parameter
 from everstep.seams.messages import say, say_to
 from everstep.state.image import State
-from everstep.state.survey import Survey
+from everstep.state.survey.survey import Survey
 from everstep.trainer.attach.keeper import Keeper
 from everstep.trainer.attach.keepers import let_go
 from everstep.trainer.attach.remote import RemoteKeeper

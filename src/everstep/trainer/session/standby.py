@@ -19,11 +19,11 @@ from everstep.replay.exactness import exactness, is_elementwise, kind_name
 from everstep.seams import Clock
 from everstep.seams.conditions import all_over, is_over
 from everstep.state.image import State
-from everstep.state.log_parts import written_apart
-from everstep.state.optimizers import OptimizerProvider
-from everstep.state.providers import ModuleProvider
-from everstep.state.survey import Survey
-from everstep.state.zero import acting
+from everstep.state.providers.optimizers import OptimizerProvider
+from everstep.state.providers.providers import ModuleProvider
+from everstep.state.ranks.log_parts import written_apart
+from everstep.state.ranks.zero import acting
+from everstep.state.survey.survey import Survey
 from everstep.trainer.attach.remote import RemoteKeeper
 from everstep.trainer.base.prepared import Prepared
 from everstep.trainer.base.saver import Saver

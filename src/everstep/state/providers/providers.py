@@ -16,15 +16,15 @@ from torch import nn
 from torch.amp.grad_scaler import OptState
 from torch.optim.lr_scheduler import LRScheduler
 
-from everstep.state.dtensors import is_dtensor, local_of
 from everstep.state.entries import Entry
-from everstep.state.fsdp import forget_iteration
-from everstep.state.objects import TensorRef
-from everstep.state.positions import POSITIONS, holds_position, same_values
-from everstep.state.proofs import ModuleProof, canonical_key
-from everstep.state.restoring import RestorePlan, Saved
-from everstep.state.survey import Block, Part, look_at, same_objects
-from everstep.state.tensors import stored_form
+from everstep.state.loaders.positions import POSITIONS, holds_position, same_values
+from everstep.state.providers.restoring import RestorePlan, Saved
+from everstep.state.ranks.dtensors import is_dtensor, local_of
+from everstep.state.ranks.fsdp import forget_iteration
+from everstep.state.survey.proofs import ModuleProof, canonical_key
+from everstep.state.survey.survey import Block, Part, look_at, same_objects
+from everstep.state.values.objects import TensorRef
+from everstep.state.values.tensors import stored_form
 
 __all__ = [
     "ModuleProvider",

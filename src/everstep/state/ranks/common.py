@@ -10,12 +10,12 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import nn
 
-from everstep.state.objects import join_path
-from everstep.state.optimizers import OptimizerProvider
-from everstep.state.proofs import canonical_key
-from everstep.state.providers import ModuleProvider, Provider
-from everstep.state.sharing import Common
-from everstep.state.zero import ZeroProvider
+from everstep.state.providers.optimizers import OptimizerProvider
+from everstep.state.providers.providers import ModuleProvider, Provider
+from everstep.state.ranks.sharing import Common
+from everstep.state.ranks.zero import ZeroProvider
+from everstep.state.survey.proofs import canonical_key
+from everstep.state.values.objects import join_path
 
 __all__ = ["common_of", "ddp_in", "frozen_for_ddp", "ranks_of_ddp", "reduced_in", "why_not_shared"]
 

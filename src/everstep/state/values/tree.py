@@ -10,8 +10,8 @@ import torch
 from torch.nn.parameter import is_lazy
 
 from everstep.errors import UnsupportedStateError
-from everstep.state.dtensors import is_dtensor
-from everstep.state.generators import (
+from everstep.state.ranks.dtensors import is_dtensor
+from everstep.state.values.generators import (
     GeneratorState,
     is_generator,
     kind_of,
@@ -19,7 +19,7 @@ from everstep.state.generators import (
     set_state,
     state_of,
 )
-from everstep.state.objects import MAX_DEPTH, TensorRef, decode, encode, join_path
+from everstep.state.values.objects import MAX_DEPTH, TensorRef, decode, encode, join_path
 
 __all__ = ["join", "references", "split"]
 

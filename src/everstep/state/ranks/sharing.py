@@ -17,9 +17,9 @@ from dataclasses import dataclass, field, replace
 import xxhash
 
 from everstep.state.entries import Entry
-from everstep.state.in_common import InCommon, in_common
-from everstep.state.placing import Placement, replicas_on_mesh
-from everstep.state.ranks import RankInfo
+from everstep.state.ranks.in_common import InCommon, in_common
+from everstep.state.ranks.placing import Placement, replicas_on_mesh
+from everstep.state.ranks.ranks import RankInfo
 
 __all__ = ["Common", "Share", "Sharing", "spread"]
 

@@ -18,7 +18,9 @@ from torch.nn.parameter import is_lazy
 
 from everstep.seams.memory import WritableMemory
 from everstep.state.entries import Entry
-from everstep.state.generators import (
+from everstep.state.providers.providers import Unproven, difference, same_memory
+from everstep.state.providers.restoring import RestorePlan, Saved
+from everstep.state.values.generators import (
     GeneratorState,
     is_generator,
     kind_of,
@@ -26,9 +28,7 @@ from everstep.state.generators import (
     state_of,
     why_not_made,
 )
-from everstep.state.objects import MAX_DEPTH, join_path
-from everstep.state.providers import Unproven, difference, same_memory
-from everstep.state.restoring import RestorePlan, Saved
+from everstep.state.values.objects import MAX_DEPTH, join_path
 
 __all__ = ["Places", "PlainProvider"]
 

@@ -65,9 +65,9 @@ import numpy as np
 import torch
 
 from everstep.errors import FormatError, UnsupportedStateError
-from everstep.state.generators import GeneratorState
-from everstep.state.plain import CROWD, FIXED, is_crowded, is_plain
-from everstep.state.refusals import refusal
+from everstep.state.values.generators import GeneratorState
+from everstep.state.values.plain import CROWD, FIXED, is_crowded, is_plain
+from everstep.state.values.refusals import refusal
 
 __all__ = [
     "MAX_DEPTH",

@@ -7,8 +7,8 @@ from typing import Any
 from torch.utils.data import DataLoader
 
 from everstep.errors import OptionError
-from everstep.state.positions import KEY, POSITIONS, adopt, is_followed, loader_within
-from everstep.state.providers import StatefulProvider
+from everstep.state.loaders.positions import KEY, POSITIONS, adopt, is_followed, loader_within
+from everstep.state.providers.providers import StatefulProvider
 
 __all__ = ["LoaderProvider"]
 

@@ -13,12 +13,12 @@ from dataclasses import dataclass
 import torch
 from torch.optim.lr_scheduler import LRScheduler
 
-from everstep.state.in_common import InCommon, in_common
-from everstep.state.objects import join_path
-from everstep.state.optimizers import OptimizerProvider, unwrapped
-from everstep.state.providers import ModuleProvider, Provider, StatefulProvider
-from everstep.state.restoring import RestorePlan
-from everstep.state.sharing import Sharing
+from everstep.state.providers.optimizers import OptimizerProvider, unwrapped
+from everstep.state.providers.providers import ModuleProvider, Provider, StatefulProvider
+from everstep.state.providers.restoring import RestorePlan
+from everstep.state.ranks.in_common import InCommon, in_common
+from everstep.state.ranks.sharing import Sharing
+from everstep.state.values.objects import join_path
 
 __all__ = ["LeftOut", "left_out_in_common"]
 

@@ -35,10 +35,10 @@ import torch
 from torch import distributed, nn
 
 from everstep.state.holders import holders_of
-from everstep.state.objects import Encoded, encode, join_path
-from everstep.state.providers import ModuleProvider, Provider, Unproven
-from everstep.state.restoring import RestorePlan, Saved
-from everstep.state.survey import RESERVED, Part
+from everstep.state.providers.providers import ModuleProvider, Provider, Unproven
+from everstep.state.providers.restoring import RestorePlan, Saved
+from everstep.state.survey.survey import RESERVED, Part
+from everstep.state.values.objects import Encoded, encode, join_path
 
 __all__ = ["BUCKETS_SECTION", "Buckets"]
 

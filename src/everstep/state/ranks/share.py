@@ -8,18 +8,18 @@ from types import MappingProxyType
 
 import torch
 
-from everstep.state.apart import Apart
-from everstep.state.common import common_of, frozen_for_ddp, why_not_shared
-from everstep.state.in_common import InCommon
-from everstep.state.left_out import left_out_in_common
-from everstep.state.objects import join_path
-from everstep.state.optimizers import OptimizerProvider
-from everstep.state.placing import WHOLE, Placement
-from everstep.state.providers import ModuleProvider, Provider
-from everstep.state.ranks import RankInfo
-from everstep.state.restoring import RestorePlan
-from everstep.state.sharing import Sharing
-from everstep.state.survey import Shape, Survey, unsupported
+from everstep.state.providers.optimizers import OptimizerProvider
+from everstep.state.providers.providers import ModuleProvider, Provider
+from everstep.state.providers.restoring import RestorePlan
+from everstep.state.ranks.apart import Apart
+from everstep.state.ranks.common import common_of, frozen_for_ddp, why_not_shared
+from everstep.state.ranks.in_common import InCommon
+from everstep.state.ranks.left_out import left_out_in_common
+from everstep.state.ranks.placing import WHOLE, Placement
+from everstep.state.ranks.ranks import RankInfo
+from everstep.state.ranks.sharing import Sharing
+from everstep.state.survey.survey import Shape, Survey, unsupported
+from everstep.state.values.objects import join_path
 
 __all__ = ["OwnShare"]
 

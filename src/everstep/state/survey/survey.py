@@ -16,13 +16,13 @@ from types import MappingProxyType
 import torch
 
 from everstep.errors import OptionError, StateError, UnsupportedStateError
-from everstep.state.dtensors import LocalPart, is_dtensor, sharded_form
 from everstep.state.entries import Entry
-from everstep.state.in_common import InCommon
-from everstep.state.objects import Encoded, encode, unsupported_leaves
 from everstep.state.owners import Claims, Holding, Memory, Owner, Told, memory_of, owners_of
-from everstep.state.tensors import stored_form, why_not_storable
-from everstep.state.tree import split
+from everstep.state.ranks.dtensors import LocalPart, is_dtensor, sharded_form
+from everstep.state.ranks.in_common import InCommon
+from everstep.state.values.objects import Encoded, encode, unsupported_leaves
+from everstep.state.values.tensors import stored_form, why_not_storable
+from everstep.state.values.tree import split
 
 __all__ = [
     "OBJECT_BYTES_MAX",

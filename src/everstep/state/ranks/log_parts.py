@@ -13,13 +13,13 @@ from typing import NamedTuple
 import torch
 import xxhash
 
-from everstep.state.common import common_of
-from everstep.state.dtensors import LocalPart, is_dtensor
 from everstep.state.image import State
-from everstep.state.objects import join_path
-from everstep.state.optimizers import OptimizerProvider
-from everstep.state.sharing import Sharing, spread
-from everstep.state.zero import ZeroProvider
+from everstep.state.providers.optimizers import OptimizerProvider
+from everstep.state.ranks.common import common_of
+from everstep.state.ranks.dtensors import LocalPart, is_dtensor
+from everstep.state.ranks.sharing import Sharing, spread
+from everstep.state.ranks.zero import ZeroProvider
+from everstep.state.values.objects import join_path
 
 __all__ = [
     "Part",

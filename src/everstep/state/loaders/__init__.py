@@ -1,0 +1,3 @@
+"""loaders."""
+
+__all__: list[str] = []

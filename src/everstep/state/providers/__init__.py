@@ -1,0 +1,3 @@
+"""providers."""
+
+__all__: list[str] = []

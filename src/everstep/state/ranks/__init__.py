@@ -1,0 +1,3 @@
+"""ranks."""
+
+__all__: list[str] = []

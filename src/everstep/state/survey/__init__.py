@@ -1,0 +1,3 @@
+"""survey."""
+
+__all__: list[str] = []

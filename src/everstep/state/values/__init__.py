@@ -1,0 +1,3 @@
+"""values."""
+
+__all__: list[str] = []
