@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 
 from everstep.link.registry import list_keepers
-from everstep.seams.processes import PidWatch
+from everstep.seams.processes.processes import PidWatch
 from tests.leftovers import MARK, processes_marked
 
 __all__ = ["end_keepers"]

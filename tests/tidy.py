@@ -303,7 +303,7 @@ def check_waits(module: Module) -> list[str]:
     ]
 
 
-_CONDITIONS = "everstep.seams.conditions"
+_CONDITIONS = "everstep.seams.processes.conditions"
 _TORN = (
     "threading.Condition",
     "concurrent.futures.Future",

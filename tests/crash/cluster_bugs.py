@@ -11,18 +11,19 @@ from typing import Any
 
 import pytest
 
-from everstep.commit import agreement, lineage, messages, offers
-from everstep.commit.agreement import Agreement
-from everstep.commit.cluster import COORDINATOR
-from everstep.commit.coordinator import Coordinator
+from everstep.commit import lineage
 from everstep.commit.deletion import BaseDeletion
+from everstep.commit.job import agreement, messages, offers
+from everstep.commit.job.agreement import Agreement
+from everstep.commit.job.cluster import COORDINATOR
+from everstep.commit.job.coordinator import Coordinator
+from everstep.commit.job.member import Member
+from everstep.commit.job.messages import Envelope, MarkerTold
+from everstep.commit.job.offers import Choice, Offer
+from everstep.commit.job.steps import Do, Send
 from everstep.commit.lineage import BaseId, Branch
 from everstep.commit.machine import Action, BaseCommit, WriteMarker
-from everstep.commit.member import Member
-from everstep.commit.messages import Envelope, MarkerTold
-from everstep.commit.offers import Choice, Offer
 from everstep.commit.retention import RetentionPlan
-from everstep.commit.steps import Do, Send
 from everstep.commit.watermark import Watermark
 from everstep.keeper.persist import ranks
 from everstep.keeper.persist.ranks import RankDisk
@@ -189,7 +190,7 @@ def swept_before_it_is_rolled_forward(patch: pytest.MonkeyPatch) -> None:
 
 def nothing_is_verified(patch: pytest.MonkeyPatch) -> None:
     """Bases are deleted although nothing that stays was read back (``adr/005``)."""
-    from everstep.commit import coordinator
+    from everstep.commit.job import coordinator
 
     real = coordinator.plan_retention
 

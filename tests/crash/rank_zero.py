@@ -12,10 +12,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
-from everstep.commit.cluster import COORDINATOR
+from everstep.commit.job.cluster import COORDINATOR
+from everstep.commit.job.messages import MarkerTold, decode_message
+from everstep.commit.job.offers import Choice
 from everstep.commit.lineage import BaseId
-from everstep.commit.messages import MarkerTold, decode_message
-from everstep.commit.offers import Choice
 from everstep.format.names import MANIFEST, base_dir, marker_name, shard_name
 from everstep.testing.faults import SimulatedCrash
 from everstep.testing.simjob import Job, Plan

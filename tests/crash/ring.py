@@ -13,12 +13,12 @@ from dataclasses import dataclass, field
 from pathlib import PurePath
 from typing import Any, Literal
 
-from everstep.commit.cluster import COORDINATOR
+from everstep.commit.job.cluster import COORDINATOR
+from everstep.commit.job.messages import PeerRound
+from everstep.commit.job.offers import Choice, Source
+from everstep.commit.job.steps import Send
 from everstep.commit.lineage import BaseId
-from everstep.commit.messages import PeerRound
-from everstep.commit.offers import Choice, Source
 from everstep.commit.peers import Rounds, Shelf, peer_of
-from everstep.commit.steps import Send
 from everstep.format.names import base_dir, marker_name, shard_name
 from everstep.format.records import Marker
 from everstep.testing.simhost import Disk

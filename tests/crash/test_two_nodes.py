@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from everstep.commit import offers
+from everstep.commit.job import offers
 from everstep.testing.simcluster import SimViolationError
 from tests.crash.ring import Pair, Ring
 

@@ -13,7 +13,7 @@ import torch
 
 import everstep
 from everstep.link.registry import list_keepers
-from everstep.seams.processes import process_gone
+from everstep.seams.processes.processes import process_gone
 from everstep.trainer.multistep.multistep_gradients import GraphMemory, HeldGradients, are_alone
 from tests.gpu.world import DEVICE, NEEDS_CUDA, World, warm_up
 from tests.unit.world import TIMEOUT_S, forget

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from everstep.bench.workloads.published import published
-from everstep.plan.devices import times_of
-from everstep.plan.groundtruth import missed_writes
-from everstep.plan.tracing import trace_of
+from everstep.plan.schedule.devices import times_of
+from everstep.plan.schedule.groundtruth import missed_writes
+from everstep.plan.schedule.tracing import trace_of
 from tests.gpu.world import DEVICE, NEEDS_CUDA
 
 pytestmark = NEEDS_CUDA

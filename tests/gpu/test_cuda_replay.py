@@ -14,9 +14,9 @@ from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from everstep.compress.quantized import BLOCK_NUMEL
 from everstep.replay import engine, proof
-from everstep.replay.alike import slice_elements
 from everstep.replay.exactness import MATRIX
-from everstep.replay.slices import Sliced
+from everstep.replay.fused.alike import slice_elements
+from everstep.replay.fused.slices import Sliced
 from everstep.replay.updates import Update
 from tests.gpu.world import DEVICE, NEEDS_CUDA
 from tests.unit.replays import Run, assert_same_bits, record, replayed, replayer_at

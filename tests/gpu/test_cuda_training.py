@@ -17,11 +17,11 @@ import torch
 
 import everstep
 from everstep.capture.audit import SpotCheck
-from everstep.capture.cuda import CudaLane, CudaTransfer
-from everstep.capture.devices import DeviceLane
+from everstep.capture.lanes.cuda import CudaLane, CudaTransfer
+from everstep.capture.lanes.devices import DeviceLane
 from everstep.errors import AuditError, StateError
 from everstep.link.registry import list_keepers
-from everstep.seams.processes import process_gone
+from everstep.seams.processes.processes import process_gone
 from tests.gpu.world import DEVICE, ENVIRONMENT, NEEDS_CUDA, World, opened, restored, warm_up
 from tests.unit.test_keeper_process import finish
 from tests.unit.world import TIMEOUT_S

@@ -22,7 +22,7 @@ from typing import Any
 from everstep.link.registry import KeeperInfo, Registration, find_keeper
 from everstep.link.spawn import SpawnOptions, begin, connect
 from everstep.link.wire import Connection, accept
-from everstep.seams.processes import PidWatch, portable_environment
+from everstep.seams.processes.processes import PidWatch, portable_environment
 
 __all__ = ["PROGRAM", "STATUS", "TIMEOUT_S", "end", "info_of", "planned", "running", "started"]
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import everstep
 from everstep.capture.base import LiveBody
-from everstep.capture.lane import CpuLane
+from everstep.capture.lanes.lane import CpuLane
 from everstep.commit.lineage import BaseId
 from everstep.format.header import ShardHeader, ShardIdentity
 from everstep.format.log import LogRecord, plan_segment

@@ -16,7 +16,7 @@ from typer.testing import CliRunner, Result
 
 import everstep
 from everstep.capture.base import LiveBody
-from everstep.capture.lane import CpuLane
+from everstep.capture.lanes.lane import CpuLane
 from everstep.cli import app
 from everstep.commit.lineage import BaseId
 from everstep.config.options import LogOptions

@@ -7,8 +7,7 @@ import itertools
 from collections import deque
 from collections.abc import Callable
 
-from everstep.commit.lineage import BaseId
-from everstep.commit.messages import (
+from everstep.commit.job.messages import (
     Envelope,
     Message,
     PeerLogPart,
@@ -17,6 +16,7 @@ from everstep.commit.messages import (
     decode_message,
     encode_message,
 )
+from everstep.commit.lineage import BaseId
 from everstep.errors import EverstepError
 from everstep.format.header import ShardIdentity
 from everstep.format.plan import plan_files

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
+from everstep.commit.job.messages import CopyMessage, CopyTold, CopyWanted
 from everstep.commit.lineage import BaseId
-from everstep.commit.messages import CopyMessage, CopyTold, CopyWanted
 from everstep.errors import EverstepError
 from everstep.format.writer import ChunkRing
 from everstep.keeper.ship.place import ROOT

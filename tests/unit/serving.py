@@ -29,7 +29,7 @@ from everstep.restore.start.folder import open_run_folder
 from everstep.restore.start.resume import open_timeline
 from everstep.run.scan import scan_run
 from everstep.seams import Clock, FileSystem, PosixFileSystem, Seams, SystemClock
-from everstep.seams.sockets import close_descriptors, connect_stream, listen_at
+from everstep.seams.network.sockets import close_descriptors, connect_stream, listen_at
 from everstep.state.entries import Entry
 from tests.unit.world import TIMEOUT_S
 

@@ -15,8 +15,8 @@ from everstep.bench.stall.figures import Block, Ideal, Interval, Row
 from everstep.bench.stall.loop import Step
 from everstep.bench.stall.options import StallOptions
 from everstep.bench.stall.report import StallReport
-from everstep.cli._common import EverstepGroup
 from everstep.cli.bench import app
+from everstep.cli.common._common import EverstepGroup
 
 __all__ = [
     "block_of",

@@ -20,8 +20,8 @@ from everstep.errors import AuditError
 from everstep.format.names import AUDIT_RECORD
 from everstep.format.records import AuditRecord
 from everstep.link.registry import list_keepers
-from everstep.seams.children import Child
-from everstep.seams.processes import process_gone
+from everstep.seams.processes.children import Child
+from everstep.seams.processes.processes import process_gone
 from everstep.trainer.log import untold
 from tests.unit.logged import World, train
 from tests.unit.world import TIMEOUT_S, files_below, forget
@@ -30,7 +30,7 @@ AUDIT_TIMEOUT_S = 4 * TIMEOUT_S
 
 WAITS = """
 import argparse, os, signal, sys
-from everstep.seams.children import yield_to_all
+from everstep.seams.processes.children import yield_to_all
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--parent", type=int)

@@ -27,7 +27,7 @@ from everstep.restore.start.resume import open_timeline
 from everstep.run.audits import audit_in_words, audit_of
 from everstep.run.scan import Inventory, scan_run
 from everstep.seams import FileSystem, ManualClock, PosixFileSystem, Seams, SystemClock
-from everstep.seams.children import Ended
+from everstep.seams.processes.children import Ended
 from everstep.state.values.tensors import byte_view
 from tests.unit.logged import (
     World,

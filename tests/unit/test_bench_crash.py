@@ -37,7 +37,7 @@ from everstep.bench.stall.running import keepers_of
 from everstep.bench.step.arms import Recovered, StepArm, TorchSave
 from everstep.bench.step.options import NONE, Setting, Training
 from everstep.bench.workloads import make_deterministic
-from everstep.capture.emulated import EmulatedLink
+from everstep.capture.lanes.emulated import EmulatedLink
 from everstep.errors import EverstepError, OptionError
 from tests.unit.stalls import block_of, ideal_of, invoke, row_of
 from tests.unit.stalls import interval_of as rounds_of

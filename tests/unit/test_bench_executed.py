@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 from everstep.bench.schedule import executed
 from everstep.bench.schedule.executed import ExecutedOptions, ExecutedRow, run_executed
 from everstep.cli import app
-from everstep.cli._common import ExitCode
+from everstep.cli.common._common import ExitCode
 
 TINY = ExecutedOptions(layers=2, width=32, layer_s=1e-3, steps=3, checked_steps=2)
 

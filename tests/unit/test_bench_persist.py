@@ -30,8 +30,8 @@ from everstep.bench.persist.report import PersistReport, Row
 from everstep.bench.persist.run import PersistOptions, run_persist
 from everstep.bench.persist.state import SIZE_BYTES_MIN, BenchState, flatten, shape_of
 from everstep.bench.workloads.gpt import GPT, GPTConfig
-from everstep.cli._common import EverstepGroup
 from everstep.cli.bench import app
+from everstep.cli.common._common import EverstepGroup
 from everstep.errors import (
     EverstepError,
     OptionError,

@@ -23,9 +23,9 @@ from everstep.bench.stall.ours import ours_arm
 from everstep.bench.stall.recording import Copied, Copies, CpuSample, Curve, Sampler, recorded
 from everstep.bench.stall.report import StallReport
 from everstep.bench.stall.timeline import Event
-from everstep.capture.batches import Batch
-from everstep.capture.emulated import EmulatedLink
-from everstep.capture.lane import CpuLane
+from everstep.capture.lanes.batches import Batch
+from everstep.capture.lanes.emulated import EmulatedLink
+from everstep.capture.lanes.lane import CpuLane
 from everstep.config.options import Method
 from everstep.errors import UnavailableError
 from everstep.state.values.tensors import byte_view

@@ -14,9 +14,9 @@ from everstep.bench.schedule.report import LAUNCH_S, SHORT, ScheduleOptions
 from everstep.bench.schedule.tables import run_schedule
 from everstep.bench.workloads.published import PUBLISHED
 from everstep.cli import app
-from everstep.cli._common import ExitCode
-from everstep.plan.devices import device
-from everstep.plan.planned import every_steps
+from everstep.cli.common._common import ExitCode
+from everstep.plan.schedule.devices import device
+from everstep.plan.schedule.planned import every_steps
 
 
 class Nowhere:

@@ -33,10 +33,10 @@ from everstep.bench.stall.options import (
 from everstep.bench.stall.ours import Buffered, ours_arm
 from everstep.bench.stall.run import run_stall
 from everstep.bench.stall.writers import Writers
-from everstep.capture.batches import Batch
-from everstep.capture.devices import DeviceLane
-from everstep.capture.emulated import EmulatedLink
-from everstep.capture.lane import CpuLane
+from everstep.capture.lanes.batches import Batch
+from everstep.capture.lanes.devices import DeviceLane
+from everstep.capture.lanes.emulated import EmulatedLink
+from everstep.capture.lanes.lane import CpuLane
 from everstep.errors import (
     DeadlineError,
     EverstepError,

@@ -16,12 +16,12 @@ from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from everstep.arena.memory import Arena
-from everstep.capture import batches
-from everstep.capture import lane as lane_module
 from everstep.capture.audit import SpotCheck
-from everstep.capture.batches import Batch, Chunks, Runs, in_chunks, plan_batches, run_batch
-from everstep.capture.devices import DeviceLane
-from everstep.capture.lane import CpuLane, Lane, Transfer
+from everstep.capture.lanes import batches
+from everstep.capture.lanes import lane as lane_module
+from everstep.capture.lanes.batches import Batch, Chunks, Runs, in_chunks, plan_batches, run_batch
+from everstep.capture.lanes.devices import DeviceLane
+from everstep.capture.lanes.lane import CpuLane, Lane, Transfer
 from everstep.errors import DeadlineError, KeeperError
 from everstep.format.digests import digest
 from everstep.format.header import ShardIdentity
@@ -31,7 +31,7 @@ from everstep.format.writer import ChunkRing, digest_shard, write_shard
 from everstep.link.capture import Capture, Incoming, shard_offsets
 from everstep.link.save import Save
 from everstep.seams import PosixFileSystem
-from everstep.seams.filesystem import WriteFile
+from everstep.seams.files.filesystem import WriteFile
 from everstep.seams.progress import silent
 from everstep.state.entries import Entry
 from everstep.state.layout import ShardLayout, plan_shards

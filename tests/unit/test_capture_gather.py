@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from everstep.capture.audit import SpotCheck
-from everstep.capture.batches import plan_batches, run_batch
+from everstep.capture.lanes.batches import plan_batches, run_batch
 from everstep.seams.gather import Gather
 from everstep.state.layout import plan_shards
 from everstep.state.values.tensors import stored_form

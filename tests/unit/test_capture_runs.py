@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 import torch
 
-from everstep.capture import batches, lane
-from everstep.capture.batches import Batch, Runs
-from everstep.capture.devices import DeviceLane
-from everstep.capture.emulated import EmulatedLink
-from everstep.capture.lane import CpuLane, CpuTransfer
+from everstep.capture.lanes import batches, lane
+from everstep.capture.lanes.batches import Batch, Runs
+from everstep.capture.lanes.devices import DeviceLane
+from everstep.capture.lanes.emulated import EmulatedLink
+from everstep.capture.lanes.lane import CpuLane, CpuTransfer
 from everstep.seams.memory import copy_memory
 from tests.unit.world import TIMEOUT_S, Gate, opened
 

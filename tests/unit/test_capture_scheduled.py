@@ -16,9 +16,9 @@ import pytest
 import torch
 from torch import nn
 
-from everstep.capture.batches import Batch, run_batch
 from everstep.capture.events import Observed, StepEvents
-from everstep.capture.lane import CpuTransfer, Progress, Transfer
+from everstep.capture.lanes.batches import Batch, run_batch
+from everstep.capture.lanes.lane import CpuTransfer, Progress, Transfer
 from everstep.capture.scheduled import Dispatch, Duplicates, Unit
 from everstep.errors import DeadlineError, StateError
 from everstep.trainer.schedule.scheduled import Scheduler

@@ -15,8 +15,13 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner, Result
 
 from everstep.cli import app
-from everstep.cli._common import ExitCode
-from everstep.cli._units import parse_bytes, parse_bytes_per_s, parse_seconds, seconds_in_words
+from everstep.cli.common._common import ExitCode
+from everstep.cli.common._units import (
+    parse_bytes,
+    parse_bytes_per_s,
+    parse_seconds,
+    seconds_in_words,
+)
 from everstep.errors import OptionError
 from everstep.plan.costs import Costs
 from everstep.plan.interval import optimum

@@ -14,7 +14,7 @@ import torch
 from typer.testing import CliRunner, Result
 
 from everstep.cli import app
-from everstep.cli._common import ExitCode
+from everstep.cli.common._common import ExitCode
 from everstep.cli.schedule import _MODULE
 
 
@@ -168,13 +168,15 @@ def test_our_own_faults_stay_what_they_are(tmp_path: Path, monkeypatch: pytest.M
     def broken(*_: Any, **__: Any) -> Any:
         raise AssertionError("ours")
 
-    monkeypatch.setattr("everstep.plan.trace.state_of", broken)
+    monkeypatch.setattr("everstep.plan.schedule.trace.state_of", broken)
     model = factory(tmp_path, "model(x).sum()")
     # The innermost frame is this test's, which is not of everstep: as if a file had raised it.
     result = CliRunner().invoke(app, ["plan", "schedule", "--model", model])
     assert result.exit_code == ExitCode.USAGE
     monkeypatch.undo()
-    monkeypatch.setattr("everstep.plan.tracing.difference", None)  # called by everstep itself
+    monkeypatch.setattr(
+        "everstep.plan.schedule.tracing.difference", None
+    )  # called by everstep itself
     result = CliRunner().invoke(app, ["plan", "schedule", "--model", model])
     assert isinstance(result.exception, TypeError)
 
@@ -252,7 +254,7 @@ def test_where_data_decide_is_said(tmp_path: Path) -> None:
 
 def test_without_a_solver_the_greedy_plan_stands(monkeypatch: pytest.MonkeyPatch) -> None:
     words = ("--model", "alexnet", "--link", "63GB/s", "--mode", "paper", "--exact")
-    monkeypatch.setattr("everstep.plan.planned.has_solver", lambda: False)
+    monkeypatch.setattr("everstep.plan.schedule.planned.has_solver", lambda: False)
     found = document(*words)
     assert "PySCIPOpt" in found["method"]
     assert "greedy" in found["method"]

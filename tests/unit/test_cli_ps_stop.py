@@ -17,15 +17,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from everstep.cli._common import ExitCode
+from everstep.cli.common._common import ExitCode
 from everstep.cli.ps import Status, in_time, steps_of
 from everstep.errors import KeeperError
 from everstep.link import registry
 from everstep.link.registry import Registration, find_keeper, list_keepers
 from everstep.link.spawn import SpawnOptions
 from everstep.link.wire import error_to_wire
-from everstep.seams.processes import PidWatch
-from everstep.seams.runtime import runtime_folder
+from everstep.seams.processes.processes import PidWatch
+from everstep.seams.processes.runtime import runtime_folder
 from tests.unit.fakekeeper import STATUS, TIMEOUT_S, info_of, running
 from tests.unit.logged import document, invoke
 

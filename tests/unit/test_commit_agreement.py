@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from everstep.commit.agreed import (
+from everstep.commit.job.agreed import (
     Compare,
     Compared,
     Go,
@@ -23,11 +23,11 @@ from everstep.commit.agreed import (
     TakeInventory,
     Tell,
 )
-from everstep.commit.agreement import Agreement
+from everstep.commit.job.agreement import Agreement
+from everstep.commit.job.messages import Command
+from everstep.commit.job.offers import Choice, Offer, Source
 from everstep.commit.lineage import BaseId
 from everstep.commit.logs import LogRun
-from everstep.commit.messages import Command
-from everstep.commit.offers import Choice, Offer, Source
 from everstep.format.digests import digest
 from everstep.format.records import TimelineRecord, manifest_of
 from everstep.state.ranks.in_common import in_common

@@ -8,26 +8,12 @@ from typing import Any
 
 import pytest
 
-from everstep.commit.cluster import COORDINATOR, Cluster
-from everstep.commit.coordinator import Coordinator
 from everstep.commit.deletion import BaseGone, Condemn, Condemned, DeleteFiles, FilesDeleted
-from everstep.commit.lineage import BaseId, Branch
-from everstep.commit.machine import (
-    CheckFence,
-    FenceSeen,
-    FilesDurable,
-    GatherMarkers,
-    ManifestDurable,
-    MarkerDurable,
-    MarkersSeen,
-    WriteFiles,
-    WriteManifest,
-    WriteMarker,
-)
-from everstep.commit.member import Member
-from everstep.commit.messages import DiskMoves, ManifestTold, Message, WatermarkTold
-from everstep.commit.reclaim import reclaimable_bases
-from everstep.commit.steps import (
+from everstep.commit.job.cluster import COORDINATOR, Cluster
+from everstep.commit.job.coordinator import Coordinator
+from everstep.commit.job.member import Member
+from everstep.commit.job.messages import DiskMoves, ManifestTold, Message, WatermarkTold
+from everstep.commit.job.steps import (
     BasesSeen,
     Delete,
     Do,
@@ -45,6 +31,20 @@ from everstep.commit.steps import (
     Withdraw,
     Withdrawn,
 )
+from everstep.commit.lineage import BaseId, Branch
+from everstep.commit.machine import (
+    CheckFence,
+    FenceSeen,
+    FilesDurable,
+    GatherMarkers,
+    ManifestDurable,
+    MarkerDurable,
+    MarkersSeen,
+    WriteFiles,
+    WriteManifest,
+    WriteMarker,
+)
+from everstep.commit.reclaim import reclaimable_bases
 from everstep.commit.watermark import Watermark
 from everstep.format.header import ShardIdentity
 from everstep.format.names import shard_name

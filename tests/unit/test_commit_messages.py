@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from everstep.commit.lineage import BaseId
-from everstep.commit.messages import (
+from everstep.commit.job.messages import (
     Answer,
     Command,
     DiskMoves,
@@ -25,6 +24,7 @@ from everstep.commit.messages import (
     decode_message,
     encode_message,
 )
+from everstep.commit.lineage import BaseId
 from everstep.errors import DamageError, EverstepError, FormatError
 from everstep.format.names import shard_name
 from everstep.format.records import FileRecord, Manifest, Marker

@@ -21,10 +21,10 @@ from everstep.errors import KeeperError, KeeperTimeoutError
 from everstep.link.registry import find_keeper, keeper_files, kill_keeper
 from everstep.link.spawn import SpawnOptions, connect, spawn_keeper
 from everstep.restore.start.folder import open_run_folder
-from everstep.seams.locks import lock_file
-from everstep.seams.posix import PosixFileSystem
-from everstep.seams.processes import process_gone
-from everstep.seams.runtime import runtime_folder
+from everstep.seams.files.locks import lock_file
+from everstep.seams.files.posix import PosixFileSystem
+from everstep.seams.processes.processes import process_gone
+from everstep.seams.processes.runtime import runtime_folder
 from tests.leftovers import MARK, processes_marked
 from tests.unit.fakekeeper import PROGRAM, TIMEOUT_S, end, planned, running, started
 

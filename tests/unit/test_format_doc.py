@@ -20,7 +20,7 @@ from everstep.format.records import (
     TimelineRecord,
     manifest_of,
 )
-from everstep.seams import filesystem
+from everstep.seams.files import filesystem
 from everstep.state import entries, image, layout
 from everstep.state.entries import Entry
 from everstep.state.ranks.in_common import InCommon

@@ -14,9 +14,9 @@ import torch
 
 import everstep
 from everstep import Method
+from everstep.commit.job.messages import PeerRound
+from everstep.commit.job.offers import BaseOffer, Offer, Piece, choose
 from everstep.commit.lineage import BaseId
-from everstep.commit.messages import PeerRound
-from everstep.commit.offers import BaseOffer, Offer, Piece, choose
 from everstep.config.options import Options, validate_options
 from everstep.errors import (
     AuditError,
@@ -36,7 +36,7 @@ from everstep.keeper.ship.replicator import Pace
 from everstep.restore.fetch.peer_copy import size_of
 from everstep.run.scan import scan_run
 from everstep.seams import ManualClock
-from everstep.seams.posix import PosixFileSystem
+from everstep.seams.files.posix import PosixFileSystem
 from everstep.seams.progress import silent
 from everstep.state.body import Seen
 from everstep.state.entries import Entry

@@ -15,7 +15,7 @@ import pytest
 
 from everstep.link.registry import list_keepers
 from everstep.run.scan import scan_run
-from everstep.seams.posix import PosixFileSystem
+from everstep.seams.files.posix import PosixFileSystem
 from tests.keepers import end_keepers
 from tests.trainers import Trainer, finish_trainer, start_trainer
 from tests.unit.test_peers_processes import STEPS, TRAINING, WORLD, Nodes, check, lines_of

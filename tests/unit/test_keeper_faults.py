@@ -33,7 +33,7 @@ from everstep.link.registry import list_keepers
 from everstep.restore.load.load import all_contents
 from everstep.run.verify import verify_base
 from everstep.seams import PosixFileSystem, SystemClock
-from everstep.seams.processes import PidWatch, process_gone
+from everstep.seams.processes.processes import PidWatch, process_gone
 from everstep.seams.progress import silent
 from tests.leftovers import MARK, processes_marked
 from tests.unit.serving import die, serving

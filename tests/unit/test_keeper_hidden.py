@@ -26,8 +26,8 @@ from everstep.link.registry import (
 from everstep.link.spawn import SpawnOptions, connect
 from everstep.link.wire import error_from_wire
 from everstep.seams import ManualClock
-from everstep.seams.locks import file_identity
-from everstep.seams.sockets import listen_at
+from everstep.seams.files.locks import file_identity
+from everstep.seams.network.sockets import listen_at
 from tests.unit.fakekeeper import TIMEOUT_S, info_of
 from tests.unit.following import until
 from tests.unit.serving import Bench, Hand, bench, die

@@ -14,7 +14,7 @@ import pytest
 
 from everstep.link.registry import list_keepers
 from everstep.seams import failpoints
-from everstep.seams.processes import process_gone
+from everstep.seams.processes.processes import process_gone
 from tests.trainers import Popen, Trainer, finish_trainer, start_trainer
 from tests.unit.world import TIMEOUT_S
 

@@ -7,6 +7,17 @@ from pathlib import PurePath
 
 import pytest
 
+from everstep.commit.job.offers import Choice, Offer, choose
+from everstep.commit.job.steps import (
+    BasesSeen,
+    Delete,
+    Do,
+    LookAtBases,
+    ReadBack,
+    ReadBackDone,
+    Withdraw,
+    Withdrawn,
+)
 from everstep.commit.lineage import BaseId
 from everstep.commit.machine import (
     CheckFence,
@@ -16,17 +27,6 @@ from everstep.commit.machine import (
     MarkersSeen,
     WriteManifest,
     WriteMarker,
-)
-from everstep.commit.offers import Choice, Offer, choose
-from everstep.commit.steps import (
-    BasesSeen,
-    Delete,
-    Do,
-    LookAtBases,
-    ReadBack,
-    ReadBackDone,
-    Withdraw,
-    Withdrawn,
 )
 from everstep.errors import FencedError
 from everstep.format.digests import digest

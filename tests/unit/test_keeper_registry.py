@@ -30,10 +30,11 @@ from everstep.link.registry import (
     read_tail,
 )
 from everstep.link.spawn import SpawnOptions
-from everstep.seams import locks, processes
-from everstep.seams.locks import lock_file
-from everstep.seams.processes import PidWatch, has_open, open_pidfd, process_gone
-from everstep.seams.runtime import runtime_folder
+from everstep.seams.files import locks
+from everstep.seams.files.locks import lock_file
+from everstep.seams.processes import processes
+from everstep.seams.processes.processes import PidWatch, has_open, open_pidfd, process_gone
+from everstep.seams.processes.runtime import runtime_folder
 from tests.unit.fakekeeper import TIMEOUT_S, info_of, running
 
 OPTIONS = SpawnOptions("/runs/a", "id-a", 0, detach=False)
@@ -589,7 +590,7 @@ def test_who_has_a_file_open(tmp_path: Path) -> None:
 def test_affinity() -> None:
     code = """
 import os
-from everstep.seams.processes import available_cores, set_affinity
+from everstep.seams.processes.processes import available_cores, set_affinity
 first = available_cores()[0]
 assert set_affinity([first, 4000]) == [first] == available_cores()
 for cores in ([4000], [], [-1], [1 << 40]):

@@ -27,7 +27,7 @@ from everstep.link.wire import Connection, error_from_wire, error_to_wire
 from everstep.restore.start.resume import open_timeline
 from everstep.run.scan import scan_run
 from everstep.seams import ManualClock, PosixFileSystem, Seams, failpoints
-from everstep.seams.sockets import close_descriptors, connect_stream
+from everstep.seams.network.sockets import close_descriptors, connect_stream
 from tests.unit.serving import OBJECT, Bench, Hand, bench, contents_of, oracle
 from tests.unit.world import Gate, HookedFileSystem
 

@@ -24,9 +24,9 @@ from everstep.errors import KeeperError, KeeperTimeoutError
 from everstep.link import spawn
 from everstep.link.registry import Registration, find_keeper, keeper_files, list_keepers
 from everstep.link.spawn import SpawnOptions, connect, spawn_keeper
-from everstep.seams import processes
-from everstep.seams.locks import lock_file
-from everstep.seams.processes import PidWatch, available_cores, process_gone
+from everstep.seams.files.locks import lock_file
+from everstep.seams.processes import processes
+from everstep.seams.processes.processes import PidWatch, available_cores, process_gone
 from tests.unit.fakekeeper import (
     PROGRAM,
     STATUS,
@@ -271,7 +271,7 @@ def test_a_keeper_that_never_listens() -> None:
 PID_FIRST = """
 import os, runpy, sys
 sys.argv = sys.argv[1:]
-import everstep.seams.processes as p
+import everstep.seams.processes.processes as p
 real = os.fork
 def fork():
     child = real()

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
+from everstep.commit.job.offers import BaseOffer, Offer, Piece
 from everstep.commit.lineage import BaseId
-from everstep.commit.offers import BaseOffer, Offer, Piece
 from everstep.errors import RecoveryError
 from everstep.format.digests import digest
 from everstep.format.names import base_dir, marker_name, shard_name

@@ -17,8 +17,8 @@ from typer.testing import CliRunner
 import everstep
 from everstep import LogOptions
 from everstep.cli import app
+from everstep.commit.job.offers_wire import decode_offer, encode_offer
 from everstep.commit.lineage import BaseId
-from everstep.commit.offers_wire import decode_offer, encode_offer
 from everstep.errors import OptionError
 from everstep.format.header import ShardIdentity
 from everstep.format.names import LOG_DIR

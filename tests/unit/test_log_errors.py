@@ -82,11 +82,11 @@ def check(run: Path, states: dict[int, Any], without: set[int], world: World) ->
 PLACES = {
     "looking at gradients": "everstep.trainer.log.consumed:Consumption.look",
     "taking pages": "everstep.link.pool:CapturePool.populate",
-    "copying an update": "everstep.capture.devices:DeviceLane.submit",
-    "in the lane": "everstep.capture.lane:run_batch",
-    "waiting for copies": "everstep.capture.lane:CpuTransfer.gate",
+    "copying an update": "everstep.capture.lanes.devices:DeviceLane.submit",
+    "in the lane": "everstep.capture.lanes.lane:run_batch",
+    "waiting for copies": "everstep.capture.lanes.lane:CpuTransfer.gate",
     "encoding": "everstep.trainer.log.recorder:encode",
-    "copying a mark": "everstep.capture.devices:DeviceLane.mark",
+    "copying a mark": "everstep.capture.lanes.devices:DeviceLane.mark",
     "telling the keeper": "everstep.keeper.persist.local:LocalKeeper.log",
     "a mark": "everstep.trainer.log.declared:DeclaredLog.samples",
 }

@@ -23,7 +23,7 @@ from everstep.run.log_reads import LogReads
 from everstep.run.segment_reads import ReadRoom, SegmentReads
 from everstep.run.segments import SegmentFound
 from everstep.seams import PosixFileSystem
-from everstep.seams.filesystem import ReadFile
+from everstep.seams.files.filesystem import ReadFile
 from everstep.state.entries import Entry
 from everstep.state.layout import plan_shards
 from tests.unit.logged import segments_of, write_segment

@@ -16,7 +16,7 @@ import torch
 import everstep
 from everstep.link.registry import find_keeper, list_keepers
 from everstep.look import memory as looking
-from everstep.seams.processes import PidWatch
+from everstep.seams.processes.processes import PidWatch
 from tests.keepers import end_keepers
 from tests.trainers import finish_trainer, start_trainer, whole_lines
 from tests.unit.world import forget

@@ -14,8 +14,8 @@ import pytest
 import torch
 
 import everstep
-from everstep.capture.batches import Batch, run_batch
-from everstep.capture.lane import CpuLane, CpuTransfer, Progress, Transfer
+from everstep.capture.lanes.batches import Batch, run_batch
+from everstep.capture.lanes.lane import CpuLane, CpuTransfer, Progress, Transfer
 from everstep.seams import Seams
 from tests.conftest import SEED
 from tests.keepers import end_keepers

@@ -19,7 +19,7 @@ import everstep
 from everstep.config.options import KeeperOptions
 from everstep.link.capture import Capture
 from everstep.seams import memory
-from everstep.seams.sockets import UnixStream
+from everstep.seams.network.sockets import UnixStream
 from everstep.trainer.attach.remote import RemoteKeeper
 from tests.unit.following import until
 from tests.unit.world import TIMEOUT_S

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from everstep.cli._common import ExitCode
+from everstep.cli.common._common import ExitCode
 from everstep.errors import EverstepError, RecoveryError, StateError
 from everstep.format.names import (
     BASE_DIR,
@@ -21,7 +21,7 @@ from everstep.format.names import (
     timeline_dir,
 )
 from everstep.run.scan import scan_run
-from everstep.seams.posix import PosixFileSystem
+from everstep.seams.files.posix import PosixFileSystem
 from tests.unit import logged
 from tests.unit.logged import World, invoke
 from tests.unit.test_log_together import ON_DISK

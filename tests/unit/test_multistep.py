@@ -12,7 +12,7 @@ from torch import nn
 
 import everstep
 from everstep.capture.multistep import Unit, cut_parts
-from everstep.replay.blocked import Blocked
+from everstep.replay.fused.blocked import Blocked
 from everstep.seams import Seams
 from tests.unit.following import opened, run_steps, steps_on_disk
 from tests.unit.matrix import CASES, LOOPS, snapshot_of

@@ -18,8 +18,8 @@ from torch import nn
 from typer.testing import CliRunner
 
 import everstep
-from everstep.capture.batches import Batch
-from everstep.capture.lane import CpuLane, Progress, Transfer
+from everstep.capture.lanes.batches import Batch
+from everstep.capture.lanes.lane import CpuLane, Progress, Transfer
 from everstep.capture.multistep import Unit, cut_as, cut_parts
 from everstep.cli import app
 from everstep.plan.multistep import Pipeline

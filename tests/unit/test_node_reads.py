@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch import nn
 
-from everstep.commit.offers import Needs, Source, all_ranks
+from everstep.commit.job.offers import Needs, Source, all_ranks
 from everstep.commit.reclaim import TIERS
 from everstep.errors import DamageError
 from everstep.format.reader import _chunks
@@ -29,7 +29,7 @@ from everstep.restore.load.load import LoadedBase
 from everstep.restore.start.loading import loader
 from everstep.run.scan import BaseFound
 from everstep.seams import PosixFileSystem, SystemClock
-from everstep.seams.filesystem import ReadFile
+from everstep.seams.files.filesystem import ReadFile
 from everstep.state.image import State
 from everstep.state.ranks.ranks import RankInfo
 from everstep.trainer.job.job import Job

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
+from everstep.commit.job.offers import BaseOffer, Offer, choose
 from everstep.commit.lineage import BaseId, had_steps, of_no_use
-from everstep.commit.offers import BaseOffer, Offer, choose
 from everstep.errors import EverstepError, RecoveryError, StateError
 from everstep.format.names import BASE_DIR, TIMELINE_RECORD, timeline_dir
 from tests.unit import logged

@@ -18,7 +18,7 @@ import torch
 
 import everstep
 from everstep.capture.base import LiveBody
-from everstep.capture.lane import CpuLane
+from everstep.capture.lanes.lane import CpuLane
 from everstep.format.header import ShardIdentity
 from everstep.format.log import LogRecord, record_digest
 from everstep.format.names import (

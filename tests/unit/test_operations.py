@@ -19,8 +19,8 @@ from everstep.config.options import ANNOUNCING
 from everstep.errors import KeeperError
 from everstep.link.registry import find_keeper, keeper_files
 from everstep.link.spawn import SpawnOptions, connect, spawn_keeper
-from everstep.seams.processes import process_gone
-from everstep.seams.runtime import RUNTIME_DIR_VARIABLE, runtime_folder
+from everstep.seams.processes.processes import process_gone
+from everstep.seams.processes.runtime import RUNTIME_DIR_VARIABLE, runtime_folder
 from tests.trainers import Popen, finish_trainer, start_trainer
 from tests.unit.logged import invoke
 from tests.unit.test_preemption import PRELUDE, saved_at

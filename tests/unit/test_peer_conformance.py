@@ -8,8 +8,8 @@ from collections.abc import Collection
 import pytest
 
 from everstep.arena.memory import Arena
+from everstep.commit.job.messages import PeerAt, PeerBegun, PeerPart
 from everstep.commit.lineage import BaseId
-from everstep.commit.messages import PeerAt, PeerBegun, PeerPart
 from everstep.commit.peers import Copy
 from everstep.keeper.held import peer_store
 from everstep.keeper.held.peer_store import PeerStore

@@ -14,8 +14,9 @@ from typing import Any
 import pytest
 
 from everstep.config.options import validate_options
-from everstep.seams import Seams, peers
-from everstep.seams.peers import HeldPort, PeerMailbox
+from everstep.seams import Seams
+from everstep.seams.network import peers
+from everstep.seams.network.peers import HeldPort, PeerMailbox
 from everstep.trainer.attach.keepers import Keepers
 
 HOST = "127.0.0.1"

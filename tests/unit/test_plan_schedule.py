@@ -1,4 +1,4 @@
-"""``plan/schedule.py``: against all plans there are, the paper's equations read literally."""
+"""``plan/schedule/schedule.py``: against all plans there are, the paper's equations read literally."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from hypothesis import strategies as st
 
 from everstep.bench.workloads.published import published
 from everstep.errors import InfeasibleError, OptionError, UnavailableError
-from everstep.plan.devices import device, seconds_of
-from everstep.plan.exact import exact
-from everstep.plan.literal import literal
-from everstep.plan.schedule import (
+from everstep.plan.schedule.devices import device, seconds_of
+from everstep.plan.schedule.exact import exact
+from everstep.plan.schedule.literal import literal
+from everstep.plan.schedule.schedule import (
     Chunk,
     Item,
     Mode,
@@ -32,7 +32,7 @@ from everstep.plan.schedule import (
     schedule,
     validate,
 )
-from everstep.plan.trace import trace_training
+from everstep.plan.schedule.trace import trace_training
 
 
 @st.composite
@@ -423,7 +423,7 @@ def test_exact_beats_greedy() -> None:
 
 
 def test_without_a_solver(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("everstep.plan.exact.has_solver", lambda: False)
+    monkeypatch.setattr("everstep.plan.schedule.exact.has_solver", lambda: False)
     problem = traced("alexnet", 32, 63e9)
     with pytest.raises(UnavailableError, match="PySCIPOpt"):
         exact(problem, "paper", 4 << 20, limit_s=60)

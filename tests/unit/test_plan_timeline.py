@@ -8,8 +8,8 @@ import random
 
 import pytest
 
-from everstep.plan.schedule import Item, Problem, Schedule, bound, peak_of, validate
-from everstep.plan.timeline import Leaving, StepPlan, place, plan_departures
+from everstep.plan.schedule.schedule import Item, Problem, Schedule, bound, peak_of, validate
+from everstep.plan.schedule.timeline import Leaving, StepPlan, place, plan_departures
 
 MB = 1 << 20
 

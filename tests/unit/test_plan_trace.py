@@ -1,4 +1,4 @@
-"""``plan/trace.py``: against what operators have really written, and what is really freed."""
+"""``plan/schedule/trace.py``: against what operators have really written, and what is really freed."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from torch import Tensor, library, nn
 from everstep.bench.workloads.gpt import GPT, GPTConfig
 from everstep.bench.workloads.published import published
 from everstep.errors import OptionError, UnsupportedStateError
-from everstep.plan.devices import DEVICES, device, seconds_of
-from everstep.plan.groundtruth import missed_writes
-from everstep.plan.recorder import _UNMARKED_WRITES
-from everstep.plan.trace import Operator, StepTrace, trace_training
+from everstep.plan.schedule.devices import DEVICES, device, seconds_of
+from everstep.plan.schedule.groundtruth import missed_writes
+from everstep.plan.schedule.recorder import _UNMARKED_WRITES
+from everstep.plan.schedule.trace import Operator, StepTrace, trace_training
 from everstep.state.values.tensors import host_bytes
 
 Training = tuple[nn.Module, Callable[[], Tensor]]
@@ -244,7 +244,7 @@ def test_sparse_gradients() -> None:
 
 
 def test_batch_norm_writes_what_its_schema_does_not_mark(monkeypatch: Any) -> None:
-    monkeypatch.setattr("everstep.plan.recorder._UNMARKED_WRITES", {})
+    monkeypatch.setattr("everstep.plan.schedule.recorder._UNMARKED_WRITES", {})
     model, loss = mlp()
     trace = trace_training(model, torch.optim.SGD(model.parameters(), 0.1), loss)
     writes = {tensor.name: tensor.first_write for tensor in trace.state}

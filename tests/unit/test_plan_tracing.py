@@ -1,4 +1,4 @@
-"""``plan/tracing.py``, ``plan/parallel.py``: where a step is traced, and what is said of it."""
+"""``plan/schedule/tracing.py``, ``plan/schedule/parallel.py``: where a step is traced, and what is said of it."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from torch.nn.parallel import DistributedDataParallel
 from everstep.bench.workloads.gpt import GPT, GPTConfig
 from everstep.bench.workloads.published import published
 from everstep.errors import OptionError, UnsupportedStateError
-from everstep.plan.devices import device, seconds_of, times_of
-from everstep.plan.groundtruth import missed_writes
-from everstep.plan.parallel import Buckets
-from everstep.plan.schedule import Mode, problem_of, schedule, validate
-from everstep.plan.steps import WAIT, Operator, StepTrace, difference
-from everstep.plan.trace import trace_training
-from everstep.plan.tracing import drawn_out, trace_of
+from everstep.plan.schedule.devices import device, seconds_of, times_of
+from everstep.plan.schedule.groundtruth import missed_writes
+from everstep.plan.schedule.parallel import Buckets
+from everstep.plan.schedule.schedule import Mode, problem_of, schedule, validate
+from everstep.plan.schedule.steps import WAIT, Operator, StepTrace, difference
+from everstep.plan.schedule.trace import trace_training
+from everstep.plan.schedule.tracing import drawn_out, trace_of
 
 Made = tuple[nn.Module, Callable[[], Tensor]]
 MODES: tuple[Mode, ...] = ("paper", "direct")

@@ -16,7 +16,7 @@ import torch
 from everstep.config.options import Preemption
 from everstep.errors import DeadlineError, EverstepError, OptionError, OutOfSpaceError
 from everstep.seams import ManualClock
-from everstep.seams.signals import SAME_S, SignalWatch
+from everstep.seams.processes.signals import SAME_S, SignalWatch
 from everstep.trainer.session.preemption import Preempting, any_rank, asks_ranks
 from tests.trainers import Trainer, finish_trainer, start_trainer
 from tests.unit.world import TIMEOUT_S, opened

@@ -8,7 +8,7 @@ from pathlib import PurePath
 
 import pytest
 
-from everstep.commit.messages import (
+from everstep.commit.job.messages import (
     Answer,
     Command,
     Envelope,

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
+from everstep.commit.job.offers import BaseOffer, Offer, Piece, choose
 from everstep.commit.lineage import BaseId
 from everstep.commit.logs import LogRun
-from everstep.commit.offers import BaseOffer, Offer, Piece, choose
 from everstep.commit.peerlog import run_of
 from everstep.restore.fetch import peers
 from everstep.restore.fetch.peer_copy import PeerCopy

@@ -12,8 +12,7 @@ from typing import Any
 
 import pytest
 
-from everstep.commit.lineage import BaseId
-from everstep.commit.messages import (
+from everstep.commit.job.messages import (
     Envelope,
     Message,
     PartTold,
@@ -22,7 +21,8 @@ from everstep.commit.messages import (
     decode_message,
     encode_message,
 )
-from everstep.commit.offers import BaseOffer, Needs, Offer, Piece
+from everstep.commit.job.offers import BaseOffer, Needs, Offer, Piece
+from everstep.commit.lineage import BaseId
 from everstep.errors import DeadlineError, RecoveryError
 from everstep.format.records import Manifest, TimelineRecord
 from everstep.restore.fetch import peers

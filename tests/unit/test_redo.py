@@ -23,8 +23,9 @@ from everstep.config.options import LogOptions
 from everstep.errors import RecoveryError, ReplayError, StateError
 from everstep.format.log import LogRecord
 from everstep.format.names import base_dir
-from everstep.replay import blocked, engine
-from everstep.replay.blocked import Blocked
+from everstep.replay import engine
+from everstep.replay.fused import blocked
+from everstep.replay.fused.blocked import Blocked
 from everstep.restore.redo import redo
 from everstep.restore.redo.redo import Redo
 from everstep.restore.start.report import Recovery

@@ -22,8 +22,8 @@ from torch.optim import SGD, Adam, AdamW
 from everstep.compress.quantized import BLOCK_NUMEL
 from everstep.config.options import LogOptions
 from everstep.replay import engine, proof
-from everstep.replay.passes import numbers, program
-from everstep.replay.slices import Sliced
+from everstep.replay.fused.passes import numbers, program
+from everstep.replay.fused.slices import Sliced
 from everstep.replay.trial import SMALL
 from everstep.replay.updates import Update
 from tests.unit.logged import World, opened, train
@@ -51,9 +51,9 @@ UPDATES, NUMEL = 4, 2500  # three programs, the last one with a part of its elem
 def kernels(monkeypatch: pytest.MonkeyPatch) -> Any:
     """The module, for the interpreter."""
     monkeypatch.setenv("TRITON_INTERPRET", "1")
-    monkeypatch.delitem(sys.modules, "everstep.replay.kernels", raising=False)
-    module = importlib.import_module("everstep.replay.kernels")
-    monkeypatch.delitem(sys.modules, "everstep.replay.kernels")
+    monkeypatch.delitem(sys.modules, "everstep.replay.fused.kernels", raising=False)
+    module = importlib.import_module("everstep.replay.fused.kernels")
+    monkeypatch.delitem(sys.modules, "everstep.replay.fused.kernels")
     (parameters, _), gradients, rows, _, _ = trained("SGD", {"foreach": True})
     try:
         module.flavours(SGD, "foreach")[0](parameters, [], gradients, rows)

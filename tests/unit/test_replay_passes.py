@@ -13,8 +13,9 @@ import torch
 from torch.optim import SGD, Adam, AdamW
 
 from everstep.errors import ReplayError
-from everstep.replay import blocked, passes, proof, trial
-from everstep.replay.blocked import Blocked
+from everstep.replay import proof, trial
+from everstep.replay.fused import blocked, passes
+from everstep.replay.fused.blocked import Blocked
 from everstep.replay.updates import Update
 from tests.unit.replays import Run, record, replayed, replayer_at, tensors_of
 

@@ -19,12 +19,13 @@ from torch.optim import SGD, Adam, AdamW
 
 from everstep.compress.quantized import BLOCK_NUMEL, int8
 from everstep.compress.sparse import topk
-from everstep.replay import alike, engine, forms, proof, slices, uploads
-from everstep.replay.alike import Alike, cut_alike, slice_elements
+from everstep.replay import engine, forms, proof
+from everstep.replay.fused import alike, slices, uploads
+from everstep.replay.fused.alike import Alike, cut_alike, slice_elements
+from everstep.replay.fused.slices import UPDATES_MAX, Sliced
+from everstep.replay.fused.uploads import Uploads
 from everstep.replay.packed import Packed
-from everstep.replay.slices import UPDATES_MAX, Sliced
 from everstep.replay.updates import Update
-from everstep.replay.uploads import Uploads
 from tests.unit.fakecuda import FakeCuda, FakeEvent, FakeStream, cuda_device
 from tests.unit.replays import (
     SHAPES,

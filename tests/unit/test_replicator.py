@@ -6,8 +6,8 @@ import random
 
 import pytest
 
+from everstep.commit.job.messages import Message, PeerAt, PeerBegun, PeerPart, PeerRound, PeerSaid
 from everstep.commit.lineage import BaseId
-from everstep.commit.messages import Message, PeerAt, PeerBegun, PeerPart, PeerRound, PeerSaid
 from everstep.commit.peers import NEEDED_MAX
 from everstep.errors import DamageError
 from everstep.keeper.held.peer_store import PeerStore, memory_bytes

@@ -15,7 +15,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.optim import SGD, Adam, AdamW
 
 from everstep.replay import engine
-from everstep.replay.blocked import Blocked
+from everstep.replay.fused.blocked import Blocked
 from everstep.restore.fetch.peers import Brought
 from everstep.restore.redo import redo
 from everstep.restore.start import together

@@ -18,8 +18,8 @@ from torch import nn
 
 import everstep
 from everstep.capture.audit import SpotCheck
-from everstep.capture.emulated import EmulatedLink
-from everstep.capture.lane import Lane
+from everstep.capture.lanes.emulated import EmulatedLink
+from everstep.capture.lanes.lane import Lane
 from everstep.capture.scheduled import Dispatch, Unit
 from everstep.config.options import Budget, Method, presets
 from everstep.errors import AuditError, EverstepError, KeeperError, OptionError, OutOfSpaceError

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from everstep.capture.audit import SpotCheck
-from everstep.capture.cuda import CudaLane, CudaTransfer
-from everstep.capture.devices import DeviceLane
+from everstep.capture.lanes.cuda import CudaLane, CudaTransfer
+from everstep.capture.lanes.devices import DeviceLane
 from tests.unit import test_cuda_lane
 from tests.unit.test_cuda_lane import World, restored
 from tests.unit.world import opened

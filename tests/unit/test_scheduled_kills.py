@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 import everstep
-from everstep.seams.processes import process_gone
+from everstep.seams.processes.processes import process_gone
 from everstep.trainer.attach.remote import RemoteKeeper
 from tests.trainers import run_trainer, whole_lines
 from tests.unit.test_scheduled import Loop
@@ -25,7 +25,7 @@ EVERY = 5
 TRAIN = """
 import hashlib, os, signal, sys, torch
 import everstep
-from everstep.capture.emulated import EmulatedLink
+from everstep.capture.lanes.emulated import EmulatedLink
 from everstep.seams import Seams
 from tests.unit.test_scheduled import Loop
 

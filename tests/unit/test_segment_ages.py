@@ -15,7 +15,7 @@ from everstep.keeper.retain.retain_history import promises
 from everstep.keeper.retain.segment_ages import SegmentAges, _ages
 from everstep.run.scan import Inventory, scan_run
 from everstep.seams import ManualClock, PosixFileSystem, Seams
-from everstep.seams.filesystem import DirEntry
+from everstep.seams.files.filesystem import DirEntry
 from tests.unit.test_log_budget import Trained
 from tests.unit.world import HookedFileSystem
 

@@ -32,7 +32,7 @@ from everstep.keeper.ship.mirrors import Mirrors
 from everstep.link.pool import CapturePool
 from everstep.link.save import Save, done
 from everstep.seams import ManualClock, PosixFileSystem, Seams
-from everstep.seams.moving import Standstill, is_over
+from everstep.seams.files.moving import Standstill, is_over
 from everstep.trainer.attach.replies import Replies
 from everstep.trainer.log.disklog import DiskLog
 from tests.unit.peer_logs import Log

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from everstep.commit.offers import Offer
+from everstep.commit.job.offers import Offer
 from everstep.format.names import TIMELINE_RECORD, timeline_dir
 from everstep.format.reader import read_record_bytes
 from everstep.format.records import TimelineRecord

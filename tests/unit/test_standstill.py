@@ -16,7 +16,7 @@ import pytest
 
 from everstep.arena import PAGE_BYTES
 from everstep.arena.memory import Arena
-from everstep.capture.lane import CpuTransfer
+from everstep.capture.lanes.lane import CpuTransfer
 from everstep.capture.scheduled import Dispatch
 from everstep.errors import DeadlineError
 from everstep.format.reader import read_result
@@ -24,9 +24,10 @@ from everstep.format.writer import CHUNK_BYTES, ChunkRing, _wait
 from everstep.link.channel import BackgroundChannel
 from everstep.link.pool import CapturePool
 from everstep.link.waiting import Moves
-from everstep.seams import ManualClock, SystemClock, running
-from everstep.seams.conditions import Condition, Outcome, all_over, is_over
-from everstep.seams.running import Allowance, RunningTime
+from everstep.seams import ManualClock, SystemClock
+from everstep.seams.processes import running
+from everstep.seams.processes.conditions import Condition, Outcome, all_over, is_over
+from everstep.seams.processes.running import Allowance, RunningTime
 from everstep.tiers.memory import MemoryTier
 from everstep.tiers.watched import WatchedTier
 from tests.unit.following import until
@@ -297,7 +298,7 @@ CHILD = """
 import sys, threading
 from everstep.link.channel import BackgroundChannel
 from everstep.seams import SystemClock
-from everstep.seams.conditions import Outcome, is_over
+from everstep.seams.processes.conditions import Outcome, is_over
 
 clock, future = SystemClock(), Outcome()
 channel = BackgroundChannel("raise", clock, progress_timeout_s=float(sys.argv[1]))

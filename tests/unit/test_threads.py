@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from everstep.seams.threads import IoThreads
+from everstep.seams.processes.threads import IoThreads
 from tests.unit.interrupts import interrupted_at
 
 TIMEOUT_S = 10.0

@@ -28,7 +28,7 @@ def complaints(rule: Rule, modules: list[Module]) -> list[str]:
 
 def test_sources_were_found() -> None:
     names = {module.name for module in SOURCES}
-    assert {"everstep", "everstep.errors", "everstep.seams.posix"} <= names
+    assert {"everstep", "everstep.errors", "everstep.seams.files.posix"} <= names
     assert "tests.unit.test_tidy" in {module.name for module in TESTS}
 
 
@@ -110,8 +110,8 @@ def module(name: str, source: str, *, is_package: bool = False) -> Module:
     [
         ("everstep.errors", "from everstep.config.options import Method"),
         ("everstep.errors", "import everstep.config.options"),
-        ("everstep.seams.posix", "from everstep import state"),
-        ("everstep.seams.posix", "from everstep import Checkpointer"),
+        ("everstep.seams.files.posix", "from everstep import state"),
+        ("everstep.seams.files.posix", "from everstep import Checkpointer"),
         ("everstep.state.values.tree", "import everstep"),
         ("everstep.state.values.tree", "from ..commit import machine"),
         ("everstep.commit.machine", "def f():\n    from everstep.run.scan import scan"),
@@ -225,7 +225,7 @@ def test_public_names_that_cannot_be_counted() -> None:
 )
 def test_io_past_the_seam(source: str) -> None:
     assert tidy.check_io(module("everstep.format.writer", source))
-    assert not tidy.check_io(module("everstep.seams.posix", source))
+    assert not tidy.check_io(module("everstep.seams.files.posix", source))
 
 
 @pytest.mark.parametrize(
@@ -257,7 +257,11 @@ def test_io_through_the_seam(source: str) -> None:
     ],
 )
 def test_pickle(source: str) -> None:
-    for name in ("everstep.state.values.objects", "everstep.seams.posix", "everstep.testing.simfs"):
+    for name in (
+        "everstep.state.values.objects",
+        "everstep.seams.files.posix",
+        "everstep.testing.simfs",
+    ):
         assert tidy.check_pickle(module(name, source))
     assert not tidy.check_pickle(module("everstep.bench.arms", source))
 
@@ -289,7 +293,7 @@ def test_sleep(source: str) -> None:
 def test_wait(source: str) -> None:
     assert tidy.check_waits(module("everstep.keeper.a", source))
     assert not tidy.check_waits(module("everstep.bench.a", source))
-    known = "import threading\nfrom everstep.seams.conditions import Condition\n"
+    known = "import threading\nfrom everstep.seams.processes.conditions import Condition\n"
     assert not tidy.check_waits(
         module("everstep.keeper.a", known + "Condition()\nthreading.Lock()")
     )

@@ -15,9 +15,9 @@ import pytest
 import torch
 
 import everstep
+from everstep.commit.job.offers import all_ranks
+from everstep.commit.job.steps import IsLate
 from everstep.commit.lineage import BaseId
-from everstep.commit.offers import all_ranks
-from everstep.commit.steps import IsLate
 from everstep.errors import (
     DeadlineError,
     FencedError,
@@ -32,7 +32,7 @@ from everstep.restore.start import together
 from everstep.restore.start.together import Meeting, resume_together
 from everstep.run.scan import scan_run
 from everstep.seams import FileSystem, ManualClock, PosixFileSystem, Seams
-from everstep.seams.peers import PeerMailbox
+from everstep.seams.network.peers import PeerMailbox
 from everstep.state.image import State
 from everstep.trainer.job.job import Job
 from tests.unit.together import RankTraining, on_all, rank_seams, trained, trainings

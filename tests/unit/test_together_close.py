@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from everstep.commit.member import Member
-from everstep.commit.messages import WatermarkTold
+from everstep.commit.job.member import Member
+from everstep.commit.job.messages import WatermarkTold
 from everstep.keeper.persist.commits import RankCommits
 from everstep.run.scan import scan_run
 from everstep.seams import PosixFileSystem

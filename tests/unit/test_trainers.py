@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from everstep.seams.processes import process_gone
+from everstep.seams.processes.processes import process_gone
 from tests import trainers
 from tests.leftovers import MARK, processes_marked
 from tests.trainers import end_server, run_trainer, start_trainer

@@ -9,8 +9,8 @@ from dataclasses import replace
 
 import pytest
 
+from everstep.commit.job.offers import BaseOffer, Choice, Offer, Piece, choose
 from everstep.commit.lineage import BaseId
-from everstep.commit.offers import BaseOffer, Choice, Offer, Piece, choose
 from everstep.commit.reclaim import TIERS
 from everstep.restore.fetch.peers import Told, plan_of
 from tests.unit.peering import RUN, piece, record_of

@@ -23,7 +23,7 @@ process writes it, others read it, without a lock. That is right because
   lock, given back and taken again, which is one on ARM and POWER.
 
 Copies that a device makes are outside this: whoever has waited for them in this process sets the
-word (:mod:`everstep.capture.cuda`), or the device itself does, with a fence before it
+word (:mod:`everstep.capture.lanes.cuda`), or the device itself does, with a fence before it
 (:meth:`Arena.progress_address`).
 """
 

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 
 import torch
 
-from everstep.capture.lane import Lane
+from everstep.capture.lanes.lane import Lane
 from everstep.seams.memory import copy_view
 from everstep.state.body import Seen, pieces
 from everstep.state.layout import Placed, ShardLayout, append_objects, overlaps

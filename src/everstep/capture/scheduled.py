@@ -21,8 +21,8 @@ from dataclasses import dataclass, field
 
 import torch
 
-from everstep.capture.batches import Batch, run_batch
-from everstep.capture.lane import Lane, Transfer
+from everstep.capture.lanes.batches import Batch, run_batch
+from everstep.capture.lanes.lane import Lane, Transfer
 from everstep.errors import StateError
 
 __all__ = ["Dispatch", "Duplicates", "Unit"]

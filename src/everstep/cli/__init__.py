@@ -24,8 +24,8 @@ from typing import Annotated
 
 import typer
 
-from everstep.cli._common import EXIT_STATUS, EverstepGroup, ExitCode
-from everstep.cli._output import OutputLostError, guarded_output
+from everstep.cli.common._common import EXIT_STATUS, EverstepGroup, ExitCode
+from everstep.cli.common._output import OutputLostError, guarded_output
 from everstep.cli.demo import demo
 from everstep.cli.doctor import doctor
 from everstep.cli.drill import drill

@@ -19,8 +19,8 @@ from everstep.cli._bench import (
     measured,
     tell,
 )
-from everstep.cli._common import JsonFlag
-from everstep.cli._units import parse_bytes, parse_bytes_per_s, parse_seconds
+from everstep.cli.common._common import JsonFlag
+from everstep.cli.common._units import parse_bytes, parse_bytes_per_s, parse_seconds
 
 __all__ = ["crash_interval", "multistep"]
 

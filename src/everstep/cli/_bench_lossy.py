@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from everstep.cli._bench import Folder, Seed, measured, tell
-from everstep.cli._common import JsonFlag
+from everstep.cli.common._common import JsonFlag
 
 __all__ = ["lossy_recovery"]
 

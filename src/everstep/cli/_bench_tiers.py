@@ -8,8 +8,8 @@ from typing import Annotated
 import typer
 
 from everstep.cli._bench import Batch, Check, Folder, Params, Seed, measured, tell
-from everstep.cli._common import JsonFlag
-from everstep.cli._paths import looked_at
+from everstep.cli.common._common import JsonFlag
+from everstep.cli.common._paths import looked_at
 
 __all__ = ["tiers"]
 

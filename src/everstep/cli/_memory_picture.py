@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from everstep.plan.planned import Planned
+    from everstep.plan.schedule.planned import Planned
 
 __all__ = ["draw"]
 
@@ -18,7 +18,7 @@ _DPI = 150
 
 def draw(found: Planned, title: str, path: Path) -> None:
     """Bytes over the time of the step: its own, and with the plan's snapshots."""
-    from everstep.plan.schedule import memory_of
+    from everstep.plan.schedule.schedule import memory_of
 
     assert found.schedule is not None
     agg: Any = importlib.import_module("matplotlib.backends.backend_agg")

@@ -23,9 +23,9 @@ from everstep.cli._bench import (
 from everstep.cli._bench_gockpt import crash_interval, multistep
 from everstep.cli._bench_lossy import lossy_recovery
 from everstep.cli._bench_tiers import tiers
-from everstep.cli._common import EverstepGroup, JsonFlag
-from everstep.cli._paths import looked_at
-from everstep.cli._units import parse_bytes, parse_bytes_per_s
+from everstep.cli.common._common import EverstepGroup, JsonFlag
+from everstep.cli.common._paths import looked_at
+from everstep.cli.common._units import parse_bytes, parse_bytes_per_s
 
 __all__ = [
     "app",

@@ -26,8 +26,8 @@ from typing import Annotated, Literal
 import typer
 from rich.console import Console
 
-from everstep.cli._common import ExitCode, JsonFlag, console, emit, in_words, label, plain
-from everstep.cli._paths import absolute, kind_of
+from everstep.cli.common._common import ExitCode, JsonFlag, console, emit, in_words, label, plain
+from everstep.cli.common._paths import absolute, kind_of
 from everstep.errors import OptionError
 from everstep.version import is_too_old
 
@@ -167,7 +167,7 @@ def _libraries() -> Check:
 
 
 def _cores() -> Check:
-    from everstep.seams.processes import available_cores
+    from everstep.seams.processes.processes import available_cores
 
     cores = float(len(available_cores()))
     quota, _, period = _text(Path("/sys/fs/cgroup/cpu.max")).partition(" ")

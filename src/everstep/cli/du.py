@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from rich.console import Console
 
-from everstep.cli._common import (
+from everstep.cli.common._common import (
     RUN_ARGUMENT,
     JsonFlag,
     console,
@@ -25,7 +25,7 @@ from everstep.cli.ls import STATUS_WORDS
 
 if TYPE_CHECKING:
     from everstep.run.scan import BaseFound, Inventory
-    from everstep.seams.filesystem import DirEntry, FileSystem
+    from everstep.seams.files.filesystem import DirEntry, FileSystem
 
 __all__ = ["du"]
 

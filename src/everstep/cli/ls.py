@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
-from everstep.cli._audit import AUDIT_WORDS, record_as_json
-from everstep.cli._common import (
+from everstep.cli.common._audit import AUDIT_WORDS, record_as_json
+from everstep.cli.common._common import (
     LINE_CHARS_MAX,
     RUN_ARGUMENT,
     ExitCode,
@@ -26,14 +26,14 @@ from everstep.cli._common import (
     table,
     when,
 )
-from everstep.cli._log import as_json, in_line, is_deleted, run_log
+from everstep.cli.common._log import as_json, in_line, is_deleted, run_log
 from everstep.errors import DamageError, FormatError, NewerFormatError
 
 if TYPE_CHECKING:
     from everstep.commit.lineage import BaseId
     from everstep.restore.offline.logged import Reach
     from everstep.run.scan import BaseFound, Inventory
-    from everstep.seams.filesystem import FileSystem
+    from everstep.seams.files.filesystem import FileSystem
 
 __all__ = [
     "ATTEMPTS",

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
-from everstep.cli._common import (
+from everstep.cli.common._common import (
     LINE_CHARS_MAX,
     JsonFlag,
     console,
@@ -122,7 +122,7 @@ def ps(json_output: JsonFlag = False) -> None:
     that does not answer within a second is busy, or hangs; its log may tell.
     """
     with keeper_trouble():
-        from everstep.seams.runtime import runtime_folder
+        from everstep.seams.processes.runtime import runtime_folder
 
         folder = runtime_folder(create=False)
         keepers = living_keepers()
@@ -180,7 +180,7 @@ def ask_statuses(keepers: Sequence[KeeperInfo]) -> list[Status | None]:
 def ask_status(info: KeeperInfo) -> Status | None:
     """What a keeper says; None if it does not answer in time, or not in words that we know."""
     from everstep.link.spawn import connect
-    from everstep.seams.sockets import close_descriptors
+    from everstep.seams.network.sockets import close_descriptors
 
     deadline_s = time.monotonic() + _ANSWER_S
     try:

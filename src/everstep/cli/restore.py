@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from everstep.cli._common import (
+from everstep.cli.common._common import (
     RUN_ARGUMENT,
     JsonFlag,
     console,
@@ -25,7 +25,7 @@ from everstep.cli._common import (
     open_run,
     reading,
 )
-from everstep.cli._paths import absolute, kind_of
+from everstep.cli.common._paths import absolute, kind_of
 from everstep.commit.lineage import BaseId, left_at
 from everstep.errors import OptionError, StorageError
 
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from everstep.format.writer import ChunkRing
     from everstep.restore.offline.rebuild import Rebuilder, Rebuilt
     from everstep.run.scan import Inventory
-    from everstep.seams.filesystem import FileSystem
+    from everstep.seams.files.filesystem import FileSystem
 
 __all__ = ["check_out", "given_up", "rebuilding", "restore", "write_run"]
 
@@ -134,7 +134,7 @@ def rebuilding(
     from everstep.keeper.persist.local import CHUNKS, WRITERS
     from everstep.restore.offline.logged import RunLog
     from everstep.restore.offline.rebuild import Rebuilder
-    from everstep.seams.processes import available_cores
+    from everstep.seams.processes.processes import available_cores
 
     with reading(inventory.path):
         log = RunLog.of(filesystem, inventory)
@@ -201,7 +201,7 @@ def write_run(filesystem: FileSystem, out: PurePath, rebuilt: Rebuilt, ring: Chu
 
 def _write(filesystem: FileSystem, run: PurePath, rebuilt: Rebuilt, ring: ChunkRing) -> str:
     from everstep.capture.base import LiveBody
-    from everstep.capture.lane import CpuLane
+    from everstep.capture.lanes.lane import CpuLane
     from everstep.commit.lineage import BaseId
     from everstep.format.header import ShardIdentity
     from everstep.format.names import SLOTS_DIR, timeline_dir

@@ -16,17 +16,17 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
-from everstep.cli._common import ExitCode, JsonFlag, console, emit, in_words
-from everstep.cli._paths import absolute, kind_of, looked_at
-from everstep.cli._units import parse_bytes_per_s, seconds_in_words
+from everstep.cli.common._common import ExitCode, JsonFlag, console, emit, in_words
+from everstep.cli.common._paths import absolute, kind_of, looked_at
+from everstep.cli.common._units import parse_bytes_per_s, seconds_in_words
 from everstep.errors import EverstepError, OptionError, UnavailableError
 
 if TYPE_CHECKING:
     import torch
 
-    from everstep.plan.devices import Device
-    from everstep.plan.planned import Planned
-    from everstep.plan.tracing import Optimizers, Training
+    from everstep.plan.schedule.devices import Device
+    from everstep.plan.schedule.planned import Planned
+    from everstep.plan.schedule.tracing import Optimizers, Training
 
 __all__ = ["schedule"]
 
@@ -108,8 +108,8 @@ def schedule(
     and a function that gives its loss. Exit status 3 when the link is too slow, with the
     bandwidth that would do, or when the step of a model cannot be told from smaller ones.
     """
-    from everstep.plan.planned import plan_step
-    from everstep.plan.tracing import trace_of
+    from everstep.plan.schedule.planned import plan_step
+    from everstep.plan.schedule.tracing import trace_of
 
     on = _device(gpu, flops, half_flops, memory)
     disk_bytes_per_s = parse_bytes_per_s("--disk", disk)
@@ -180,7 +180,7 @@ def _device(
     """Of that name, with what is given put in its place; None: measured on this machine."""
     import torch
 
-    from everstep.plan.devices import device
+    from everstep.plan.schedule.devices import device
 
     given = {
         "flops_per_s": None if flops is None else parse_bytes_per_s("--flops", flops),

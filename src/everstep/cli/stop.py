@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
-from everstep.cli._common import (
+from everstep.cli.common._common import (
     LINE_CHARS_MAX,
     ExitCode,
     JsonFlag,
@@ -22,14 +22,14 @@ from everstep.cli._common import (
     label,
     plain,
 )
-from everstep.cli._paths import absolute, kind_of
+from everstep.cli.common._paths import absolute, kind_of
 from everstep.cli.ps import Status, ask_statuses, in_time, keeper_trouble, living_keepers, steps_of
 from everstep.errors import KeeperError, KeeperTimeoutError, OptionError
 
 if TYPE_CHECKING:
     from everstep.link.registry import KeeperInfo
     from everstep.link.wire import Connection
-    from everstep.seams.processes import PidWatch
+    from everstep.seams.processes.processes import PidWatch
 
 __all__ = ["stop"]
 
@@ -141,7 +141,7 @@ def _hint(keepers: Sequence[KeeperInfo]) -> str:
 def _stop(
     chosen: Sequence[KeeperInfo], *, now: bool, force: bool, timeout_s: float
 ) -> list[_Stopping]:
-    from everstep.seams.processes import PidWatch
+    from everstep.seams.processes.processes import PidWatch
 
     statuses = ask_statuses(chosen)
     if not force:
@@ -251,7 +251,7 @@ def _is_gone(one: _Stopping) -> bool:
 def _refusal(one: _Stopping) -> str | None:
     """Why it does not want to end, if it has said so."""
     from everstep.link.wire import error_from_wire
-    from everstep.seams.sockets import close_descriptors
+    from everstep.seams.network.sockets import close_descriptors
 
     if one.connection is None:
         return None

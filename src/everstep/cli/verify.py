@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
-from everstep.cli._audit import (
+from everstep.cli.common._audit import (
     audit_as_json,
     check_replay,
     check_segments,
     record_as_json,
     show_audits,
 )
-from everstep.cli._common import (
+from everstep.cli.common._common import (
     LINE_CHARS_MAX,
     RUN_ARGUMENT,
     ExitCode,
@@ -33,7 +33,7 @@ from everstep.cli._common import (
     select_bases,
     table,
 )
-from everstep.cli._log import count_segments, run_log, segment_as_json
+from everstep.cli.common._log import count_segments, run_log, segment_as_json
 from everstep.cli.ls import STATUS_WORDS, is_leaving, look
 from everstep.errors import EverstepError, NewerFormatError
 
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from everstep.run.scan import BaseFound, Inventory
     from everstep.run.segments import SegmentFound
     from everstep.run.verify import Damage
-    from everstep.seams.filesystem import FileSystem
+    from everstep.seams.files.filesystem import FileSystem
     from everstep.seams.progress import ProgressSink
 
 __all__ = ["Checked", "check_base", "verify"]

@@ -12,9 +12,9 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
+from everstep.commit.job.messages import PeerRound
+from everstep.commit.job.steps import Send
 from everstep.commit.lineage import BaseId
-from everstep.commit.messages import PeerRound
-from everstep.commit.steps import Send
 
 __all__ = ["NEEDED_MAX", "Copy", "Rounds", "Shelf", "nodes_of", "peer_of"]
 

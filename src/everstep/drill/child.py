@@ -34,7 +34,7 @@ from everstep.bench.workloads import (
 from everstep.compress.training import Compressor
 from everstep.config.options import LogOptions
 from everstep.errors import EverstepError, OptionError, UnavailableError
-from everstep.seams.processes import PidWatch
+from everstep.seams.processes.processes import PidWatch
 from everstep.tiers.options import PeerOptions, TierOptions
 
 __all__ = ["main", "trained"]

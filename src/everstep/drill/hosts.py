@@ -11,8 +11,8 @@ from everstep.bench.demo.process import child_environment
 from everstep.drill.network import Network
 from everstep.drill.processes import MARK, DrillError, Marked, end_marked, find_marked, mark_of
 from everstep.drill.store import Store
-from everstep.seams.runtime import RUNTIME_DIR_VARIABLE
-from everstep.seams.sockets import SOCKET_PATH_BYTES_MAX
+from everstep.seams.network.sockets import SOCKET_PATH_BYTES_MAX
+from everstep.seams.processes.runtime import RUNTIME_DIR_VARIABLE
 
 __all__ = ["Hosts"]
 

@@ -18,7 +18,7 @@ from everstep.drill.arms import Arm, Consumes
 from everstep.drill.hosts import Hosts
 from everstep.drill.plan import DrillPlan
 from everstep.drill.processes import DrillError
-from everstep.seams.processes import PidWatch
+from everstep.seams.processes.processes import PidWatch
 
 __all__ = ["CHILD", "Start", "order_of"]
 

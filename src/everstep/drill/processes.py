@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from everstep.errors import EverstepError
-from everstep.seams.processes import PidWatch
+from everstep.seams.processes.processes import PidWatch
 
 __all__ = ["MARK", "DrillError", "Marked", "end_marked", "find_marked", "mark_of"]
 

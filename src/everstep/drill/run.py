@@ -24,7 +24,7 @@ from everstep.drill.scenario import Drill, median_step_s
 from everstep.drill.show import Display, introduce
 from everstep.drill.store import Store, weed
 from everstep.errors import UnavailableError
-from everstep.seams.processes import available_cores
+from everstep.seams.processes.processes import available_cores
 from everstep.version import __version__
 
 __all__ = ["run_drill"]

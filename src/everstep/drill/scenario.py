@@ -17,7 +17,7 @@ from everstep.drill.plan import DrillPlan, Kill
 from everstep.drill.processes import DrillError
 from everstep.drill.report import Outcome
 from everstep.drill.show import Display
-from everstep.seams.processes import PidWatch
+from everstep.seams.processes.processes import PidWatch
 
 __all__ = ["Drill", "compare", "median_step_s"]
 

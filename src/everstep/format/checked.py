@@ -8,7 +8,7 @@ from everstep.errors import DamageError, StorageError
 from everstep.format.digests import Digester, digest
 from everstep.format.header import ShardHeader
 from everstep.format.records import FileRecord
-from everstep.seams.filesystem import ReadFile
+from everstep.seams.files.filesystem import ReadFile
 
 __all__ = ["CheckedFile"]
 

@@ -18,7 +18,7 @@ from typing import Any
 from everstep.errors import FormatError, NewerFormatError
 from everstep.format.digests import DIGEST_CHARS
 from everstep.format.names import FORMAT_VERSION
-from everstep.seams.filesystem import DIRECT_ALIGNMENT_BYTES
+from everstep.seams.files.filesystem import DIRECT_ALIGNMENT_BYTES
 from everstep.state.entries import DTYPE_BYTES, Entry
 from everstep.state.layout import Placed, ShardLayout, at_lsn
 from everstep.state.ranks.in_common import InCommon

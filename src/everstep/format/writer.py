@@ -19,12 +19,12 @@ from everstep.format.digests import Digester, digest, digest_of_file
 from everstep.format.header import ShardIdentity, encode_header
 from everstep.format.plan import ShardPlan
 from everstep.format.records import FileRecord
-from everstep.seams.conditions import Condition, all_over
 from everstep.seams.failpoints import failpoint
-from everstep.seams.filesystem import DIRECT_ALIGNMENT_BYTES, WriteFile
-from everstep.seams.moving import is_over
+from everstep.seams.files.filesystem import DIRECT_ALIGNMENT_BYTES, WriteFile
+from everstep.seams.files.moving import is_over
+from everstep.seams.processes.conditions import Condition, all_over
+from everstep.seams.processes.threads import IoThreads
 from everstep.seams.progress import ProgressSink, silent
-from everstep.seams.threads import IoThreads
 from everstep.state.body import Body, pieces
 from everstep.state.layout import Placed, append_objects, at_lsn
 

@@ -12,9 +12,9 @@ from everstep.format.log import SegmentBody
 from everstep.format.plan import BasePlan, ShardPlan
 from everstep.format.writer import Written
 from everstep.link.save import Save
-from everstep.seams.conditions import Condition
-from everstep.seams.filesystem import DIRECT_ALIGNMENT_BYTES
+from everstep.seams.files.filesystem import DIRECT_ALIGNMENT_BYTES
 from everstep.seams.memory import copy_view
+from everstep.seams.processes.conditions import Condition
 from everstep.state.body import Body, Seen, pieces
 
 __all__ = ["ArenaBody", "Capture", "Incoming", "RedoFile", "shard_offsets"]

@@ -28,12 +28,12 @@ from typing import Any
 import xxhash
 
 from everstep.errors import KeeperError, KeeperTimeoutError
-from everstep.seams.locks import LockedFile, file_identity, held_alone, lock_file, same_file
+from everstep.seams.files.locks import LockedFile, file_identity, held_alone, lock_file, same_file
+from everstep.seams.files.posix import PosixFileSystem
 from everstep.seams.machine import leads_to
-from everstep.seams.posix import PosixFileSystem
-from everstep.seams.processes import PidWatch, has_open
-from everstep.seams.runtime import RUNTIME_DIR_VARIABLE, runtime_folder, still_used
-from everstep.seams.sockets import SOCKET_PATH_BYTES_MAX, listen_at
+from everstep.seams.network.sockets import SOCKET_PATH_BYTES_MAX, listen_at
+from everstep.seams.processes.processes import PidWatch, has_open
+from everstep.seams.processes.runtime import RUNTIME_DIR_VARIABLE, runtime_folder, still_used
 
 __all__ = [
     "KeeperFiles",

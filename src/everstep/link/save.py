@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import TypeVar
 
 from everstep.errors import AuditError, EverstepError
-from everstep.seams.conditions import Outcome
+from everstep.seams.processes.conditions import Outcome
 
 __all__ = ["Save", "as_ours", "changed_while_copied", "done", "failed", "follow", "telling"]
 

@@ -27,17 +27,17 @@ from everstep.link.registry import (
     read_tail,
 )
 from everstep.link.wire import SEND_TIMEOUT_S, Connection
-from everstep.seams.locks import LockedFile, lock_file
+from everstep.seams.files.locks import LockedFile, lock_file
 from everstep.seams.messages import say
-from everstep.seams.processes import (
+from everstep.seams.network.sockets import UnixStream, connect_stream, own_uid
+from everstep.seams.processes.processes import (
     detach_from_parent,
     portable_environment,
     raise_descriptor_limit,
     set_affinity,
     start_detached,
 )
-from everstep.seams.runtime import RUNTIME_DIR_VARIABLE
-from everstep.seams.sockets import UnixStream, connect_stream, own_uid
+from everstep.seams.processes.runtime import RUNTIME_DIR_VARIABLE
 
 __all__ = ["LINGER_S", "WRITERS", "SpawnOptions", "begin", "connect", "spawn_keeper"]
 

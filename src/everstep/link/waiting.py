@@ -8,7 +8,7 @@ from typing import Protocol
 
 from everstep.errors import DeadlineError, EverstepError, KeeperError
 from everstep.seams import Clock
-from everstep.seams.moving import Standstill
+from everstep.seams.files.moving import Standstill
 
 __all__ = ["Moves", "Patience", "keeper_gone", "storage_hangs", "unless_gone"]
 

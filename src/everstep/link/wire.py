@@ -23,8 +23,7 @@ import msgpack
 
 from everstep import errors
 from everstep.errors import EverstepError, KeeperError, KeeperTimeoutError
-from everstep.seams.running import Allowance
-from everstep.seams.sockets import (
+from everstep.seams.network.sockets import (
     FDS_MAX,
     Peer,
     UnixStream,
@@ -33,6 +32,7 @@ from everstep.seams.sockets import (
     own_uid,
     stream_pair,
 )
+from everstep.seams.processes.running import Allowance
 
 __all__ = [
     "MESSAGE_BYTES_MAX",

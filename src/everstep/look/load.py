@@ -33,8 +33,8 @@ from everstep.run.audits import audit_in_words
 from everstep.run.decide import Skipped
 from everstep.run.scan import scan_run
 from everstep.seams import PosixFileSystem
-from everstep.seams.filesystem import FileSystem
-from everstep.seams.processes import available_cores
+from everstep.seams.files.filesystem import FileSystem
+from everstep.seams.processes.processes import available_cores
 from everstep.state.image import OBJECT_PREFIX, State
 from everstep.state.providers.optimizers import OptimizerProvider
 from everstep.state.providers.providers import ModuleProvider

@@ -22,8 +22,8 @@ from everstep.link.registry import KeeperInfo, keepers_of
 from everstep.link.spawn import connect
 from everstep.link.wire import Connection
 from everstep.restore.fetch.held import Recalled
-from everstep.seams.filesystem import FileSystem
-from everstep.seams.sockets import close_descriptors
+from everstep.seams.files.filesystem import FileSystem
+from everstep.seams.network.sockets import close_descriptors
 
 __all__ = ["InMemory", "look_in_memory"]
 

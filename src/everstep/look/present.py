@@ -35,7 +35,7 @@ from everstep.run.audits import audit_in_words, audit_of
 from everstep.run.chain import Chain
 from everstep.run.decide import Candidates, Skipped
 from everstep.run.scan import BaseFound, Inventory, scan_base, scan_run
-from everstep.seams.filesystem import DirEntry, FileSystem, ReadFile
+from everstep.seams.files.filesystem import DirEntry, FileSystem, ReadFile
 from everstep.tiers.files import ReadingFileSystem
 
 __all__ = ["GoneError", "Present", "Way"]

@@ -10,8 +10,8 @@ import torch
 from torch.optim import SGD, Optimizer, SparseAdam
 
 from everstep.errors import ReplayError
-from everstep.replay.cuts import has_gaps
 from everstep.replay.exactness import options_refusal
+from everstep.replay.fused.cuts import has_gaps
 from everstep.replay.packed import Gradient
 from everstep.replay.updates import Update
 from everstep.state.values.tensors import same_strides

@@ -13,8 +13,6 @@ import torch
 from torch.optim import Optimizer
 
 from everstep.errors import ReplayError, UnsupportedStateError
-from everstep.replay.alike import Kernel
-from everstep.replay.blocked import Blocked
 from everstep.replay.checks import Checks, check_order
 from everstep.replay.exactness import (
     HALVES,
@@ -29,6 +27,9 @@ from everstep.replay.exactness import (
     variant_of,
 )
 from everstep.replay.forms import KINDS
+from everstep.replay.fused.alike import Kernel
+from everstep.replay.fused.blocked import Blocked
+from everstep.replay.fused.slices import Sliced
 from everstep.replay.own import build, set_options, step_over
 from everstep.replay.proof import (
     blocked_is_exact,
@@ -36,7 +37,6 @@ from everstep.replay.proof import (
     kernel_for,
     sliced_is_exact,
 )
-from everstep.replay.slices import Sliced
 from everstep.replay.updates import Update
 
 __all__ = ["BLOCKS_PAY_ELEMENTS", "KERNELS_PAY_ELEMENTS", "Replayer"]

@@ -23,7 +23,7 @@ import torch
 from torch.optim import Optimizer
 
 from everstep.errors import OptionError
-from everstep.replay.cuts import has_gaps
+from everstep.replay.fused.cuts import has_gaps
 from everstep.state.ranks.dtensors import local_of
 
 __all__ = [

@@ -17,10 +17,10 @@ import torch
 from torch.optim import Optimizer
 
 from everstep.compress.quantized import BLOCK_NUMEL
-from everstep.replay.alike import Kernel
-from everstep.replay.blocked import ALIGNMENT_ELEMENTS, Blocked
 from everstep.replay.exactness import variant_of
-from everstep.replay.slices import Sliced
+from everstep.replay.fused.alike import Kernel
+from everstep.replay.fused.blocked import ALIGNMENT_ELEMENTS, Blocked
+from everstep.replay.fused.slices import Sliced
 from everstep.replay.trial import (
     LARGE,
     LONG,
@@ -156,7 +156,7 @@ def _kernels_on(device: torch.device) -> ModuleType | None:
     if device.type != "cuda" or importlib.util.find_spec("triton") is None:
         return None
     try:
-        return importlib.import_module("everstep.replay.kernels")
+        return importlib.import_module("everstep.replay.fused.kernels")
     except Exception as error:  # of a triton that does not fit what is installed
         _log.debug("replay: no kernels: %r", error)
         return None

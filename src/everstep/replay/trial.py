@@ -11,10 +11,10 @@ from typing import Any, NamedTuple
 import torch
 from torch.optim import Optimizer
 
-from everstep.replay.blocked import ALIGNMENT_ELEMENTS, UNFUSED_ELEMENTS, Blocked
 from everstep.replay.exactness import HALVES
+from everstep.replay.fused.blocked import ALIGNMENT_ELEMENTS, UNFUSED_ELEMENTS, Blocked
+from everstep.replay.fused.slices import Sliced
 from everstep.replay.own import build, step_over
-from everstep.replay.slices import Sliced
 from everstep.replay.updates import Update
 
 __all__ = [

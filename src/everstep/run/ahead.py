@@ -12,7 +12,7 @@ from collections.abc import Callable, Generator
 from types import TracebackType
 from typing import Generic, TypeVar
 
-from everstep.seams.conditions import Condition
+from everstep.seams.processes.conditions import Condition
 
 __all__ = ["Ahead"]
 

@@ -6,7 +6,7 @@ import contextlib
 from pathlib import PurePath
 
 from everstep.format.names import CONDEMNED, MANIFEST
-from everstep.seams.filesystem import FileSystem
+from everstep.seams.files.filesystem import FileSystem
 from everstep.tiers.contract import Tier
 from everstep.tiers.streams import read_record
 

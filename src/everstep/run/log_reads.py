@@ -16,7 +16,7 @@ from everstep.format.log import LogRecord
 from everstep.format.writer import ChunkRing
 from everstep.run.segment_reads import ReadRoom, SegmentReads
 from everstep.run.segments import SegmentFound
-from everstep.seams.filesystem import FileSystem
+from everstep.seams.files.filesystem import FileSystem
 
 __all__ = ["LogReads"]
 

@@ -14,7 +14,7 @@ from everstep.format.reader import read_header
 from everstep.format.records import FileRecord, Marker
 from everstep.run.redo_file import check_redo_file, is_redo_file
 from everstep.run.scan import BaseFound
-from everstep.seams.filesystem import FileSystem, ReadFile
+from everstep.seams.files.filesystem import FileSystem, ReadFile
 from everstep.state.entries import Entry
 from everstep.state.layout import Placed, ShardLayout, at_lsn
 from everstep.state.ranks.placing import Placement

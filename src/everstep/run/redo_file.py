@@ -18,7 +18,7 @@ from everstep.format.log import LOG_OBJECT, LogRecord, RecordHead
 from everstep.format.records import FileRecord, Marker
 from everstep.format.writer import ChunkRing
 from everstep.run.segments import read_heads, read_records
-from everstep.seams.filesystem import ReadFile
+from everstep.seams.files.filesystem import ReadFile
 from everstep.seams.progress import ProgressSink
 
 __all__ = ["RedoRecords", "check_redo_file", "is_redo_file", "read_redo_file"]

@@ -51,7 +51,7 @@ from everstep.format.records import (
     TimelineRecord,
     manifest_of,
 )
-from everstep.seams.filesystem import DirEntry, FileSystem
+from everstep.seams.files.filesystem import DirEntry, FileSystem
 
 __all__ = [
     "BaseFound",

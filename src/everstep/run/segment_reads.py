@@ -19,9 +19,9 @@ from everstep.format.log import LogRecord, RecordIndex, gathered, index_of_segme
 from everstep.format.reader import read_result
 from everstep.format.writer import ChunkRing
 from everstep.run.segments import SegmentFound, open_segment, read_index
-from everstep.seams.conditions import all_over
-from everstep.seams.filesystem import DIRECT_ALIGNMENT_BYTES, FileSystem
+from everstep.seams.files.filesystem import DIRECT_ALIGNMENT_BYTES, FileSystem
 from everstep.seams.machine import memory_available_bytes
+from everstep.seams.processes.conditions import all_over
 
 __all__ = ["ReadRoom", "SegmentReads"]
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from pathlib import PurePath
 
-from everstep.seams.filesystem import DirEntry, FileSystem, ReadFile
+from everstep.seams.files.filesystem import DirEntry, FileSystem, ReadFile
 from everstep.tiers.files import ReadingFileSystem
 from everstep.tiers.memory import MemoryFile
 

@@ -12,7 +12,7 @@ from everstep.format.reader import read_body, read_record_bytes
 from everstep.format.writer import ChunkRing
 from everstep.run.opened import OpenBase
 from everstep.run.scan import BaseFound
-from everstep.seams.filesystem import FileSystem
+from everstep.seams.files.filesystem import FileSystem
 from everstep.seams.progress import ProgressSink
 
 __all__ = ["Damage", "Verdict", "verify_base"]

@@ -30,8 +30,8 @@ from typing import Any
 from everstep.errors import OptionError
 from everstep.seams.clock import Clock, ManualClock, SystemClock
 from everstep.seams.failpoints import failpoint
-from everstep.seams.filesystem import DirEntry, FileSystem, ReadFile, WriteFile
-from everstep.seams.posix import PosixFileSystem
+from everstep.seams.files.filesystem import DirEntry, FileSystem, ReadFile, WriteFile
+from everstep.seams.files.posix import PosixFileSystem
 
 __all__ = [
     "Clock",

@@ -6,7 +6,7 @@ import time
 from contextlib import AbstractContextManager, nullcontext
 from typing import Protocol
 
-from everstep.seams.running import RunningTime
+from everstep.seams.processes.running import RunningTime
 
 __all__ = ["Clock", "ManualClock", "SystemClock"]
 

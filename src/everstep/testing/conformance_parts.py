@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable
 from typing import TypeVar
 
-from everstep.seams.filesystem import ReadFile
+from everstep.seams.files.filesystem import ReadFile
 from everstep.tiers.contract import Tier
 from everstep.tiers.memory import MemoryFile
 from everstep.tiers.streams import read_whole

@@ -19,8 +19,8 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from everstep.arena.memory import Arena
+from everstep.commit.job.messages import PeerAt, PeerBegun, PeerPart
 from everstep.commit.lineage import BaseId
-from everstep.commit.messages import PeerAt, PeerBegun, PeerPart
 from everstep.format.header import ShardIdentity
 from everstep.format.plan import plan_files
 from everstep.format.records import Marker, TimelineRecord

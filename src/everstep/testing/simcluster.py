@@ -29,9 +29,9 @@ from pathlib import PurePath
 from typing import Any
 from unittest import mock
 
-from everstep.commit.cluster import COORDINATOR, Cluster
+from everstep.commit.job.cluster import COORDINATOR, Cluster
+from everstep.commit.job.offers import Choice
 from everstep.commit.lineage import BaseId
-from everstep.commit.offers import Choice
 from everstep.format.records import Manifest, Marker, RunRecord, TimelineRecord
 from everstep.testing.simfaults import Faults
 from everstep.testing.simhost import Disk

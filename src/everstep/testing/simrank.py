@@ -11,7 +11,8 @@ from collections import deque
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
-from everstep.commit.agreed import (
+from everstep.commit.deletion import Condemn, DeleteFiles, FilesDeleted
+from everstep.commit.job.agreed import (
     Go,
     InventorySeen,
     IsSilent,
@@ -23,17 +24,13 @@ from everstep.commit.agreed import (
     TakeInventory,
     Tell,
 )
-from everstep.commit.agreement import Agreement
-from everstep.commit.cluster import COORDINATOR
-from everstep.commit.coordinator import Coordinator
-from everstep.commit.deletion import Condemn, DeleteFiles, FilesDeleted
-from everstep.commit.lineage import BaseId
-from everstep.commit.machine import WriteFiles, WriteMarker
-from everstep.commit.member import Member
-from everstep.commit.messages import Envelope, Message, accept, encode_message
-from everstep.commit.offers import Choice, Needs, Source, all_ranks
-from everstep.commit.reclaim import reclaimable_bases
-from everstep.commit.steps import (
+from everstep.commit.job.agreement import Agreement
+from everstep.commit.job.cluster import COORDINATOR
+from everstep.commit.job.coordinator import Coordinator
+from everstep.commit.job.member import Member
+from everstep.commit.job.messages import Envelope, Message, accept, encode_message
+from everstep.commit.job.offers import Choice, Needs, Source, all_ranks
+from everstep.commit.job.steps import (
     Delete,
     Do,
     Event,
@@ -46,6 +43,9 @@ from everstep.commit.steps import (
     Send,
     WatermarkMoved,
 )
+from everstep.commit.lineage import BaseId
+from everstep.commit.machine import WriteFiles, WriteMarker
+from everstep.commit.reclaim import reclaimable_bases
 from everstep.errors import EverstepError, FencedError
 from everstep.format.digests import digest
 from everstep.format.header import ShardIdentity

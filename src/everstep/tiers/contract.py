@@ -31,7 +31,7 @@ from typing import Literal, Protocol
 
 from everstep.errors import OptionError
 from everstep.format.names import TEMPORARY_SUFFIX
-from everstep.seams.filesystem import ReadFile
+from everstep.seams.files.filesystem import ReadFile
 
 __all__ = ["NAME_BYTES_MAX", "PART_BYTES_MAX", "Item", "Loss", "Tier", "Traits", "check_name"]
 

@@ -13,7 +13,7 @@ from pathlib import PurePath
 
 from everstep.errors import OutOfSpaceError, PermissionDeniedError, StorageError
 from everstep.format.names import TEMPORARY_SUFFIX, parse_timeline
-from everstep.seams.filesystem import FileSystem, WriteFile
+from everstep.seams.files.filesystem import FileSystem, WriteFile
 from everstep.seams.machine import first_missing
 
 __all__ = [

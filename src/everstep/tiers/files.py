@@ -15,14 +15,14 @@ from everstep.errors import (
     OptionError,
     PermissionDeniedError,
 )
-from everstep.seams.filesystem import DirEntry, ReadFile, WriteFile
+from everstep.seams.files.filesystem import DirEntry, ReadFile, WriteFile
 from everstep.tiers.contract import Item, Tier
 
 __all__ = ["ReadingFileSystem", "TierFileSystem"]
 
 
 class ReadingFileSystem:
-    """The half of :class:`everstep.seams.filesystem.FileSystem` that writes: each raises EROFS."""
+    """The half of :class:`everstep.seams.files.filesystem.FileSystem` that writes: each raises EROFS."""
 
     def free_bytes(self, path: PurePath) -> int:
         """Nothing can be written here."""
@@ -54,7 +54,7 @@ class ReadingFileSystem:
 
 
 class TierFileSystem(ReadingFileSystem):
-    """Implements the reading half of :class:`everstep.seams.filesystem.FileSystem` on a tier.
+    """Implements the reading half of :class:`everstep.seams.files.filesystem.FileSystem` on a tier.
 
     Errors are the ``OSError`` that a file system would raise, with the tier's own words; whatever
     would write raises EROFS.

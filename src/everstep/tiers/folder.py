@@ -17,7 +17,7 @@ from pathlib import PurePath
 from typing import TypeVar
 
 from everstep.format.names import TEMPORARY_SUFFIX
-from everstep.seams.filesystem import DirEntry, FileSystem, ReadFile
+from everstep.seams.files.filesystem import DirEntry, FileSystem, ReadFile
 from everstep.tiers.contract import Item, Loss, Traits, check_name
 from everstep.tiers.disk import (
     create_exclusive,

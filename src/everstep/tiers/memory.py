@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from everstep.errors import OutOfSpaceError
 from everstep.seams.clock import Clock, SystemClock
-from everstep.seams.filesystem import ReadFile
+from everstep.seams.files.filesystem import ReadFile
 from everstep.seams.memory import copy_view
 from everstep.tiers.contract import Item, Loss, Traits, check_name
 from everstep.tiers.streams import read_whole

@@ -23,7 +23,7 @@ from everstep.errors import (
     UnavailableError,
     UnreachableError,
 )
-from everstep.seams.filesystem import ReadFile
+from everstep.seams.files.filesystem import ReadFile
 from everstep.tiers.contract import Item, Traits, check_name
 from everstep.tiers.object_errors import in_our_words
 from everstep.tiers.streams import pieces_of, read_whole

@@ -23,7 +23,7 @@ from everstep.errors import (
     UnreachableError,
 )
 from everstep.seams.clock import Clock, SystemClock
-from everstep.seams.filesystem import ReadFile
+from everstep.seams.files.filesystem import ReadFile
 from everstep.tiers.contract import Item, Tier, Traits
 from everstep.tiers.streams import read_whole
 

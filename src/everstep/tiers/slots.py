@@ -15,7 +15,7 @@ from pathlib import PurePath
 
 from everstep.errors import StorageError
 from everstep.format.names import SLOTS_DIR
-from everstep.seams.filesystem import DIRECT_ALIGNMENT_BYTES, FileSystem, WriteFile
+from everstep.seams.files.filesystem import DIRECT_ALIGNMENT_BYTES, FileSystem, WriteFile
 from everstep.tiers.disk import ensure_dir, remove_if_there
 
 __all__ = ["SlotStore"]

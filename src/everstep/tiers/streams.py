@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from everstep.errors import DamageError, FormatError
 from everstep.format.records import RECORD_BYTES_MAX
-from everstep.seams.filesystem import ReadFile
+from everstep.seams.files.filesystem import ReadFile
 
 __all__ = ["pieces_of", "read_record", "read_whole"]
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from everstep.errors import OptionError
 from everstep.seams.clock import Clock
-from everstep.seams.filesystem import FileSystem
+from everstep.seams.files.filesystem import FileSystem
 from everstep.tiers.contract import Tier
 from everstep.tiers.folder import DiskTier
 from everstep.tiers.object import ObjectTier

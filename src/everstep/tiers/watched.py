@@ -11,7 +11,7 @@ import threading
 from collections.abc import Callable, Iterator
 
 from everstep.seams.clock import Clock
-from everstep.seams.filesystem import ReadFile
+from everstep.seams.files.filesystem import ReadFile
 from everstep.tiers.contract import Item, Tier, Traits
 
 __all__ = ["WatchedTier"]

@@ -14,7 +14,7 @@ from everstep.bench.stall.loop import Loop
 from everstep.bench.step.arms import Recovered, StepArm, TorchSave, generators, set_generators, tied
 from everstep.bench.step.options import NONE, Setting
 from everstep.bench.step.ours import Ours
-from everstep.capture.emulated import EmulatedLink
+from everstep.capture.lanes.emulated import EmulatedLink
 from everstep.config.options import LogOptions
 from everstep.seams import Seams
 

@@ -22,7 +22,7 @@ from everstep.bench.step.arms import Recovered
 from everstep.bench.step.options import Setting
 from everstep.errors import DeadlineError, EverstepError
 from everstep.link.registry import kill_keeper, list_keepers
-from everstep.seams.processes import process_gone
+from everstep.seams.processes.processes import process_gone
 
 __all__ = ["Life", "Lives", "Losses", "lived"]
 

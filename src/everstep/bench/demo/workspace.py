@@ -14,8 +14,8 @@ from pathlib import Path
 from types import FrameType
 
 from everstep.errors import OptionError
-from everstep.seams.runtime import RUNTIME_DIR_VARIABLE
-from everstep.seams.sockets import SOCKET_PATH_BYTES_MAX, listen_at
+from everstep.seams.network.sockets import SOCKET_PATH_BYTES_MAX, listen_at
+from everstep.seams.processes.runtime import RUNTIME_DIR_VARIABLE
 
 __all__ = ["interruptible", "private_keepers", "workspace"]
 

@@ -14,7 +14,7 @@ from everstep.bench.multistep.training import Lengths, TimedStep, TimedTraining
 from everstep.bench.stall.arms import TIMEOUT_S
 from everstep.bench.stall.cores import Placement
 from everstep.bench.stall.running import LINGER_S, close_run, keepers_of, quiet, take_due
-from everstep.capture.emulated import EmulatedLink
+from everstep.capture.lanes.emulated import EmulatedLink
 from everstep.checkpointer import Checkpointer
 from everstep.config.options import Budget, KeeperOptions, Method
 from everstep.errors import DeadlineError

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from everstep.seams.machine import memory_available_bytes
-from everstep.seams.processes import available_cores
+from everstep.seams.processes.processes import available_cores
 
 __all__ = ["Machine", "direct_works", "drop_cache", "look_at", "sync_folder"]
 

@@ -19,8 +19,8 @@ from everstep.bench.persist.arms import Column, Role
 from everstep.bench.persist.machine import drop_cache
 from everstep.bench.persist.meter import Sample, now
 from everstep.errors import StorageError
-from everstep.seams.filesystem import DIRECT_ALIGNMENT_BYTES
-from everstep.seams.threads import IoThreads
+from everstep.seams.files.filesystem import DIRECT_ALIGNMENT_BYTES
+from everstep.seams.processes.threads import IoThreads
 
 __all__ = ["BLOCKS_BYTES", "RING_BYTES", "THREADS", "RawArm", "Setting", "make_ring", "settings"]
 

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 
 from everstep.bench.persist.show import Display
 from everstep.bench.persist.workspace import interruptible, workspace
-from everstep.capture.emulated import EmulatedLink
+from everstep.capture.lanes.emulated import EmulatedLink
 from everstep.checkpointer import Checkpointer
 from everstep.errors import EverstepError
 from everstep.restore.fetch.held import HeldBase

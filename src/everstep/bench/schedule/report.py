@@ -7,8 +7,8 @@ from typing import Any
 
 from everstep.bench.persist.report import Verdict
 from everstep.bench.schedule.solving import Solved
-from everstep.plan.planned import every_steps
-from everstep.plan.schedule import Mode
+from everstep.plan.schedule.planned import every_steps
+from everstep.plan.schedule.schedule import Mode
 
 __all__ = [
     "FIGURE",

@@ -10,7 +10,7 @@ from rich.table import Table
 from everstep.bench.schedule.report import FIGURE, LAUNCH_S, Cell, Column, ScheduleReport
 from everstep.bench.schedule.solving import Solved
 from everstep.bench.stall.show import print_verdicts
-from everstep.plan.planned import every_steps
+from everstep.plan.schedule.planned import every_steps
 
 __all__ = ["present"]
 

@@ -16,10 +16,10 @@ import torch
 from everstep.bench.persist.show import Display
 from everstep.bench.workloads.published import PUBLISHED, published
 from everstep.errors import InfeasibleError
-from everstep.plan.devices import Device, seconds_of
-from everstep.plan.exact import exact
-from everstep.plan.schedule import Mode, Problem, Schedule, problem_of, schedule
-from everstep.plan.tracing import trace_of
+from everstep.plan.schedule.devices import Device, seconds_of
+from everstep.plan.schedule.exact import exact
+from everstep.plan.schedule.schedule import Mode, Problem, Schedule, problem_of, schedule
+from everstep.plan.schedule.tracing import trace_of
 
 __all__ = ["Solved", "solve_all"]
 

@@ -28,10 +28,10 @@ from everstep.bench.schedule.report import (
 from everstep.bench.schedule.solving import solve_all
 from everstep.bench.workloads.published import PUBLISHED, published, sentences
 from everstep.errors import InfeasibleError
-from everstep.plan.devices import Device, device, seconds_of
-from everstep.plan.schedule import Mode, Problem, problem_of, schedule
-from everstep.plan.steps import StepTrace
-from everstep.plan.tracing import Optimizers, Training, trace_of
+from everstep.plan.schedule.devices import Device, device, seconds_of
+from everstep.plan.schedule.schedule import Mode, Problem, problem_of, schedule
+from everstep.plan.schedule.steps import StepTrace
+from everstep.plan.schedule.tracing import Optimizers, Training, trace_of
 
 __all__ = ["TABLE", "run_schedule"]
 

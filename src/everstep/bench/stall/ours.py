@@ -13,10 +13,10 @@ from everstep.bench.stall.cores import Placement
 from everstep.bench.stall.loop import Loop
 from everstep.bench.stall.recording import Copied, Copies, recorded
 from everstep.bench.stall.running import LINGER_S, close_run, keepers_of, quiet, take_due
-from everstep.capture.batches import Batch
-from everstep.capture.devices import DeviceLane
-from everstep.capture.emulated import EmulatedLink
-from everstep.capture.lane import CpuLane, Lane, Progress, Transfer
+from everstep.capture.lanes.batches import Batch
+from everstep.capture.lanes.devices import DeviceLane
+from everstep.capture.lanes.emulated import EmulatedLink
+from everstep.capture.lanes.lane import CpuLane, Lane, Progress, Transfer
 from everstep.checkpointer import Checkpointer
 from everstep.config.method import Method
 from everstep.config.options import Budget, KeeperOptions

@@ -12,8 +12,8 @@ import torch
 
 from everstep.bench.stall.gauges import cpu_s
 from everstep.bench.stall.loop import Step
-from everstep.capture.batches import Batch
-from everstep.capture.lane import CpuLane, CpuTransfer, Progress
+from everstep.capture.lanes.batches import Batch
+from everstep.capture.lanes.lane import CpuLane, CpuTransfer, Progress
 
 __all__ = ["Copied", "Copies", "CpuSample", "Curve", "Sampler", "recorded"]
 

@@ -11,7 +11,7 @@ from everstep.checkpointer import Checkpointer
 from everstep.errors import KeeperTimeoutError
 from everstep.link.registry import list_keepers
 from everstep.link.save import Save
-from everstep.seams.processes import process_gone
+from everstep.seams.processes.processes import process_gone
 
 __all__ = ["LINGER_S", "close_run", "keepers_of", "quiet", "take_due"]
 

@@ -23,7 +23,7 @@ from everstep.bench.tiers.report import Occupied, TiersReport, Trained
 from everstep.bench.tiers.sampling import COPIES, DISK, MEMORY, PEER, Sampler, place_bytes
 from everstep.errors import DeadlineError, EverstepError, OptionError
 from everstep.link.registry import kill_keeper, list_keepers
-from everstep.seams.processes import process_gone
+from everstep.seams.processes.processes import process_gone
 
 __all__ = ["run_tiers"]
 

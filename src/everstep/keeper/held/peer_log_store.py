@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 from everstep.arena.allocator import Allocator
 from everstep.arena.memory import CONTROL_BYTES, Arena
+from everstep.commit.job.messages import PeerLogAt, PeerLogBegun, PeerLogPart
 from everstep.commit.lineage import BaseId
-from everstep.commit.messages import PeerLogAt, PeerLogBegun, PeerLogPart
 from everstep.commit.peerlog import LogCopy, LogShelf
 from everstep.errors import DamageError, EverstepError, FormatError
 from everstep.format.digests import digest

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 from everstep.arena import PAGE_BYTES
 from everstep.arena.memory import CONTROL_BYTES, Arena
+from everstep.commit.job.messages import PeerAt, PeerBegun, PeerPart
 from everstep.commit.lineage import BaseId
-from everstep.commit.messages import PeerAt, PeerBegun, PeerPart
 from everstep.commit.peers import Copy, Shelf
 from everstep.errors import DamageError, EverstepError, FormatError, OutOfSpaceError
 from everstep.format.records import Marker

@@ -8,7 +8,7 @@ from everstep.arena.memory import Arena
 from everstep.errors import EverstepError
 from everstep.link.capture import Capture
 from everstep.link.wire import Connection
-from everstep.seams.processes import PidWatch
+from everstep.seams.processes.processes import PidWatch
 from everstep.state.layout import ShardLayout
 
 __all__ = ["Attached"]

@@ -38,8 +38,8 @@ from everstep.keeper.log.log_writer import SegmentWriter
 from everstep.link.record_memory import memory_bytes
 from everstep.seams import Seams
 from everstep.seams.failpoints import failpoint
-from everstep.seams.moving import is_over
-from everstep.seams.threads import IoThreads
+from everstep.seams.files.moving import is_over
+from everstep.seams.processes.threads import IoThreads
 from everstep.state.layout import ShardLayout
 
 if TYPE_CHECKING:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 from pathlib import PurePath
 from typing import Any
 
-from everstep.commit.steps import GaveUp, IsDamaged, IsDurable, IsLate
+from everstep.commit.job.steps import GaveUp, IsDamaged, IsDurable, IsLate
 from everstep.errors import DamageError, DeadlineError, EverstepError, StorageError
 
 __all__ = ["damaged_behind_commit", "why_not_durable"]

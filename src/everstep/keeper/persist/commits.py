@@ -1,6 +1,6 @@
 """Commits of one rank's bases together with those of the other ranks.
 
-Drives a :class:`~everstep.commit.member.Member` over disk and mailbox. Whoever persists a base
+Drives a :class:`~everstep.commit.job.member.Member` over disk and mailbox. Whoever persists a base
 waits here until every rank has its part of it; a thread answers the others meanwhile. What one rank
 cannot write exists on none, and a rank that is silent is named, and not waited for.
 """
@@ -16,12 +16,10 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import PurePath
 
-from everstep.commit.cluster import COORDINATOR, Cluster
-from everstep.commit.coordinator import Coordinator
-from everstep.commit.lineage import BaseId
-from everstep.commit.machine import WriteFiles, WriteManifest, WriteMarker
-from everstep.commit.member import Member
-from everstep.commit.messages import (
+from everstep.commit.job.cluster import COORDINATOR, Cluster
+from everstep.commit.job.coordinator import Coordinator
+from everstep.commit.job.member import Member
+from everstep.commit.job.messages import (
     CopyMessage,
     DiskMoves,
     Envelope,
@@ -30,7 +28,7 @@ from everstep.commit.messages import (
     accept,
     encode_message,
 )
-from everstep.commit.steps import (
+from everstep.commit.job.steps import (
     Do,
     Fenced,
     GaveUp,
@@ -42,6 +40,8 @@ from everstep.commit.steps import (
     Send,
     Withdraw,
 )
+from everstep.commit.lineage import BaseId
+from everstep.commit.machine import WriteFiles, WriteManifest, WriteMarker
 from everstep.errors import (
     DeadlineError,
     EverstepError,
@@ -62,9 +62,9 @@ from everstep.restore.fetch.ranks import verify_rank
 from everstep.run.fence import Fence
 from everstep.run.scan import scan_base, scan_run
 from everstep.seams import Seams
-from everstep.seams.conditions import Condition
 from everstep.seams.failpoints import failpoint
-from everstep.seams.mailbox import Mailbox
+from everstep.seams.network.mailbox import Mailbox
+from everstep.seams.processes.conditions import Condition
 from everstep.seams.progress import ProgressSink
 from everstep.state.body import Body
 from everstep.tiers.disk import storage_errors

@@ -41,11 +41,11 @@ from everstep.link.seat import Seat
 from everstep.link.waiting import Patience, storage_hangs
 from everstep.run.fence import Fence
 from everstep.seams import Seams
-from everstep.seams.conditions import Condition
 from everstep.seams.failpoints import failpoint
-from everstep.seams.filesystem import FileSystem
-from everstep.seams.mailbox import Mailbox
-from everstep.seams.moving import MovingFileSystem
+from everstep.seams.files.filesystem import FileSystem
+from everstep.seams.files.moving import MovingFileSystem
+from everstep.seams.network.mailbox import Mailbox
+from everstep.seams.processes.conditions import Condition
 from everstep.seams.progress import Counted, ProgressSink, progress, silent
 from everstep.state.body import Body
 from everstep.state.layout import ShardLayout

@@ -31,7 +31,7 @@ from everstep.keeper.persist.static_files import StaticFiles
 from everstep.run.fence import Fence
 from everstep.run.scan import newest_timeline, scan_base
 from everstep.seams.failpoints import failpoint
-from everstep.seams.filesystem import FileSystem, WriteFile
+from everstep.seams.files.filesystem import FileSystem, WriteFile
 from everstep.seams.progress import ProgressSink
 from everstep.state.body import Body
 from everstep.tiers.disk import (

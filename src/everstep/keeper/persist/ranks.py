@@ -1,6 +1,6 @@
 """What one rank's keeper does on its disk for the commits of several ranks.
 
-The decisions are in :mod:`everstep.commit.member`; here they are carried out, one at a time, and
+The decisions are in :mod:`everstep.commit.job.member`; here they are carried out, one at a time, and
 each is an operation (or a few) that a crash may interrupt anywhere.
 """
 
@@ -10,6 +10,17 @@ from collections.abc import Callable, Collection
 from functools import partial
 from pathlib import PurePath
 
+from everstep.commit.job.steps import (
+    BasesSeen,
+    Delete,
+    Do,
+    Event,
+    LookAtBases,
+    ReadBack,
+    ReadBackDone,
+    Withdraw,
+    Withdrawn,
+)
 from everstep.commit.lineage import BaseId
 from everstep.commit.logs import needed_by
 from everstep.commit.machine import (
@@ -23,17 +34,6 @@ from everstep.commit.machine import (
     WriteFiles,
     WriteManifest,
     WriteMarker,
-)
-from everstep.commit.steps import (
-    BasesSeen,
-    Delete,
-    Do,
-    Event,
-    LookAtBases,
-    ReadBack,
-    ReadBackDone,
-    Withdraw,
-    Withdrawn,
 )
 from everstep.errors import EverstepError, FencedError
 from everstep.format.names import (
@@ -60,7 +60,7 @@ from everstep.run.scan import (
     newest_timeline,
     scan_run,
 )
-from everstep.seams.filesystem import FileSystem
+from everstep.seams.files.filesystem import FileSystem
 from everstep.tiers.disk import remove_if_there, temporary, write_durably
 
 __all__ = ["RankDisk"]
@@ -105,7 +105,7 @@ class RankDisk:
         self._timelines = KnownTimelines()
 
     def perform(self, do: Do) -> Event:
-        """Does what a :class:`~everstep.commit.member.Member` asks for.
+        """Does what a :class:`~everstep.commit.job.member.Member` asks for.
 
         Raises:
             FencedError: a newer timeline has swept the base up.

@@ -21,7 +21,7 @@ from everstep.format.records import FileRecord
 from everstep.format.writer import ChunkRing, Written, digest_shard
 from everstep.run.opened import OpenBase
 from everstep.run.scan import scan_run
-from everstep.seams.filesystem import FileSystem
+from everstep.seams.files.filesystem import FileSystem
 from everstep.seams.progress import ProgressSink
 from everstep.state.body import Body
 from everstep.state.layout import ShardLayout, at_lsn

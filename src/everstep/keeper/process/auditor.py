@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from pathlib import PurePath
 from typing import Protocol
 
-from everstep.commit.cluster import COORDINATOR
+from everstep.commit.job.cluster import COORDINATOR
 from everstep.commit.lineage import split_by_history
 from everstep.errors import AuditError, DeadlineError, EverstepError
 from everstep.format.names import AUDIT_RECORD, base_dir
@@ -23,9 +23,9 @@ from everstep.link.seat import Seat
 from everstep.run.audits import audit_in_words
 from everstep.run.scan import newest_timeline, scan_run
 from everstep.seams import Clock, Seams
-from everstep.seams.children import Child, Ended
-from everstep.seams.conditions import Condition
-from everstep.seams.filesystem import FileSystem
+from everstep.seams.files.filesystem import FileSystem
+from everstep.seams.processes.children import Child, Ended
+from everstep.seams.processes.conditions import Condition
 from everstep.tiers.disk import write_durably
 
 __all__ = ["CPU_SHARE", "AuditedElsewhere", "Auditor", "auditor_of"]

@@ -42,7 +42,7 @@ from everstep.link.seat import Seat, no_mailbox
 from everstep.link.wire import error_from_wire, error_to_wire
 from everstep.seams import Seams
 from everstep.seams.failpoints import failpoint
-from everstep.seams.peers import PeerMailbox
+from everstep.seams.network.peers import PeerMailbox
 
 # What most runs do not need is loaded with its first use: training waits for a keeper to start.
 if TYPE_CHECKING:

@@ -26,8 +26,8 @@ from everstep.keeper.process.duties import HANDLERS, Duties
 from everstep.link.messages import PROTOCOL
 from everstep.link.wire import Connection, accept, error_to_wire
 from everstep.seams import Seams
-from everstep.seams.processes import descriptors_max
-from everstep.seams.sockets import close_descriptors
+from everstep.seams.network.sockets import close_descriptors
+from everstep.seams.processes.processes import descriptors_max
 
 __all__ = ["Server"]
 

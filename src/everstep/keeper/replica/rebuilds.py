@@ -26,8 +26,8 @@ from everstep.keeper.replica.fuzzy import leave_fuzzy
 from everstep.link.assembly import Assembly, PartialUpdate, assembly_from_wire
 from everstep.link.capture import Capture
 from everstep.seams.failpoints import failpoint
-from everstep.seams.filesystem import FileSystem
-from everstep.seams.threads import IoThreads
+from everstep.seams.files.filesystem import FileSystem
+from everstep.seams.processes.threads import IoThreads
 
 __all__ = ["Rebuilds"]
 

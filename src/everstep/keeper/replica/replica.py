@@ -23,9 +23,9 @@ from everstep.keeper.persist.local import LocalKeeper
 from everstep.link.capture import Capture, Incoming, shard_offsets
 from everstep.link.samples import Samples, check_samples
 from everstep.link.save import Save, done
-from everstep.seams.conditions import Condition
 from everstep.seams.failpoints import failpoint
 from everstep.seams.memory import copy_view
+from everstep.seams.processes.conditions import Condition
 from everstep.state.body import pieces
 
 __all__ = ["Ask", "Replica", "ReplicaEvents", "ReplicaLimits"]

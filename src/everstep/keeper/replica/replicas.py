@@ -21,7 +21,7 @@ from everstep.keeper.replica.replica import Ask, Replica, ReplicaLimits
 from everstep.link.capture import Capture
 from everstep.link.samples import Samples
 from everstep.link.wire import error_to_wire
-from everstep.seams.filesystem import FileSystem
+from everstep.seams.files.filesystem import FileSystem
 
 if TYPE_CHECKING:  # one rank does without
     from everstep.keeper.persist.commits import RankCommits

@@ -14,7 +14,7 @@ from everstep.errors import DamageError, StorageError
 from everstep.format.writer import ChunkRing
 from everstep.run.scan import BaseFound
 from everstep.run.verify import verify_base
-from everstep.seams.filesystem import FileSystem
+from everstep.seams.files.filesystem import FileSystem
 from everstep.seams.progress import silent
 
 __all__ = ["ReadBack"]

@@ -59,7 +59,7 @@ from everstep.run.scan import (
 from everstep.run.segments import KnownSegments
 from everstep.seams.clock import Clock
 from everstep.seams.failpoints import failpoint
-from everstep.seams.filesystem import FileSystem
+from everstep.seams.files.filesystem import FileSystem
 from everstep.tiers.disk import remove_if_there, storage_errors
 from everstep.tiers.slots import SlotStore
 

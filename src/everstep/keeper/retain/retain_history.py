@@ -20,7 +20,7 @@ from everstep.run.chain import LogIndex, chains, common_heads, path_of
 from everstep.run.scan import Inventory
 from everstep.run.segments import KnownSegments, SegmentFound, scan_logs, vetted
 from everstep.seams import Seams
-from everstep.seams.filesystem import FileSystem
+from everstep.seams.files.filesystem import FileSystem
 
 __all__ = ["Promise", "promises"]
 

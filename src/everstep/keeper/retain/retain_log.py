@@ -16,7 +16,7 @@ from everstep.format.names import (
     timeline_dir,
 )
 from everstep.seams.failpoints import failpoint
-from everstep.seams.filesystem import FileSystem
+from everstep.seams.files.filesystem import FileSystem
 from everstep.tiers.disk import remove_if_there
 
 __all__ = ["delete_segments"]

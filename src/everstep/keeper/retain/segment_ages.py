@@ -17,7 +17,7 @@ from pathlib import PurePath
 from everstep.format.names import LOG_DIR, LOSSY_DIR, parse_segment, timeline_dir
 from everstep.run.scan import Inventory
 from everstep.seams.clock import Clock
-from everstep.seams.filesystem import FileSystem
+from everstep.seams.files.filesystem import FileSystem
 
 __all__ = ["SegmentAges"]
 

@@ -48,8 +48,8 @@ from everstep.keeper.ship.place import ROOT, CopyPlace, own_errors
 from everstep.restore.fetch.peer_log import copied
 from everstep.run.scan import bases_with_a_log
 from everstep.seams.clock import Clock
-from everstep.seams.conditions import Condition
 from everstep.seams.failpoints import failpoint
+from everstep.seams.processes.conditions import Condition
 from everstep.tiers.memory import MemoryFile
 from everstep.tiers.rate import SEGMENT_OBJECTS, pace_s
 

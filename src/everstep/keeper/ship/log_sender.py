@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from everstep.commit.job.messages import Message, PeerLogAt, PeerLogBegun, PeerLogPart
 from everstep.commit.lineage import BaseId
-from everstep.commit.messages import Message, PeerLogAt, PeerLogBegun, PeerLogPart
 from everstep.errors import DamageError, EverstepError, FormatError, KeeperError
 from everstep.format.log import LogRecord
 from everstep.keeper.log.log import LogStore

@@ -42,8 +42,8 @@ from everstep.keeper.ship.place import CopyPlace
 from everstep.keeper.ship.retain_copies import CopyRetention
 from everstep.run.scan import BaseFound, Inventory, KnownTimelines, scan_run
 from everstep.seams.clock import Clock
-from everstep.seams.conditions import Condition
-from everstep.seams.filesystem import FileSystem, ReadFile
+from everstep.seams.files.filesystem import FileSystem, ReadFile
+from everstep.seams.processes.conditions import Condition
 from everstep.tiers.contract import Tier
 from everstep.tiers.rate import ObjectRate
 from everstep.tiers.streams import read_record

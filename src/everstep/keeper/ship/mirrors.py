@@ -7,9 +7,9 @@ from functools import partial
 from pathlib import PurePath
 from typing import Any
 
-from everstep.commit.cluster import COORDINATOR
+from everstep.commit.job.cluster import COORDINATOR
+from everstep.commit.job.messages import CopyMessage, CopyTold, CopyWanted
 from everstep.commit.lineage import BaseId
-from everstep.commit.messages import CopyMessage, CopyTold, CopyWanted
 from everstep.errors import DeadlineError, EverstepError
 from everstep.format.header import ShardIdentity
 from everstep.keeper.log.log import LogStore
@@ -22,7 +22,7 @@ from everstep.keeper.ship.rank_mirror import Followed, FollowingMirror, LeadingM
 from everstep.link.keeper_stats import KeeperStats
 from everstep.link.seat import Seat
 from everstep.seams import Seams
-from everstep.seams.moving import MovingFileSystem
+from everstep.seams.files.moving import MovingFileSystem
 from everstep.tiers.options import TierOptions
 from everstep.tiers.rate import ObjectRate
 from everstep.tiers.urls import open_tier

@@ -12,16 +12,16 @@ from __future__ import annotations
 import logging
 from typing import Any, Protocol
 
-from everstep.commit.cluster import COORDINATOR
 from everstep.commit.copying import CopyRound
-from everstep.commit.lineage import BaseId
-from everstep.commit.messages import (
+from everstep.commit.job.cluster import COORDINATOR
+from everstep.commit.job.messages import (
     CopyGoesOn,
     CopyMessage,
     CopySettled,
     CopyTold,
     CopyWanted,
 )
+from everstep.commit.lineage import BaseId
 from everstep.errors import DeadlineError, EverstepError, InfeasibleError, StorageError
 from everstep.format.names import MANIFEST, base_dir
 from everstep.format.records import Manifest
@@ -30,7 +30,7 @@ from everstep.keeper.ship.place import ROOT
 from everstep.keeper.ship.retain_copies import CopyRetention
 from everstep.run.scan import BaseFound, Inventory
 from everstep.seams.failpoints import failpoint
-from everstep.seams.filesystem import ReadFile
+from everstep.seams.files.filesystem import ReadFile
 
 __all__ = ["Followed", "FollowingMirror", "LeadingMirror", "Others", "RankRetention"]
 

@@ -14,9 +14,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from everstep.commit.cluster import COORDINATOR
-from everstep.commit.lineage import BaseId
-from everstep.commit.messages import (
+from everstep.commit.job.cluster import COORDINATOR
+from everstep.commit.job.messages import (
     Message,
     PeerAt,
     PeerBegun,
@@ -28,8 +27,9 @@ from everstep.commit.messages import (
     PeerRound,
     PeerSaid,
 )
+from everstep.commit.job.steps import Send
+from everstep.commit.lineage import BaseId
 from everstep.commit.peers import Rounds
-from everstep.commit.steps import Send
 from everstep.errors import EverstepError, KeeperError
 from everstep.keeper.held.peer_log_store import PeerLogStore
 from everstep.keeper.held.peer_store import PeerStore

@@ -34,7 +34,7 @@ from everstep.format.names import (
 from everstep.format.reader import read_record_bytes
 from everstep.format.records import TimelineRecord
 from everstep.run.lift import lift_mark_in
-from everstep.seams.filesystem import DirEntry, FileSystem, ReadFile, WriteFile
+from everstep.seams.files.filesystem import DirEntry, FileSystem, ReadFile, WriteFile
 from everstep.tiers.contract import Tier
 from everstep.tiers.disk import temporary
 from everstep.tiers.files import TierFileSystem
@@ -48,7 +48,7 @@ _LOOKS = 8  # at a time
 
 
 class RunWithCopies:
-    """Implements :class:`everstep.seams.filesystem.FileSystem` on a disk and tiers.
+    """Implements :class:`everstep.seams.files.filesystem.FileSystem` on a disk and tiers.
 
     Args:
         run: the run folder on ``local``.

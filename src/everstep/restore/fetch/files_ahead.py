@@ -13,17 +13,17 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from pathlib import PurePath
 
+from everstep.commit.job.offers import Choice, Needs
 from everstep.commit.lineage import BaseId
-from everstep.commit.offers import Choice, Needs
 from everstep.commit.reclaim import COPY_TIERS
 from everstep.format.names import base_dir
 from everstep.format.records import Manifest
 from everstep.format.writer import CHUNK_BYTES
 from everstep.restore.fetch.rank_copies import CopyOfRun
 from everstep.run.segments import SegmentFound
-from everstep.seams.filesystem import DirEntry, FileSystem, ReadFile
+from everstep.seams.files.filesystem import DirEntry, FileSystem, ReadFile
 from everstep.seams.machine import memory_available_bytes
-from everstep.seams.threads import IoThreads
+from everstep.seams.processes.threads import IoThreads
 from everstep.tiers.files import ReadingFileSystem
 
 __all__ = ["Apart", "CopiesAhead", "FilesAhead"]

@@ -9,15 +9,15 @@ from functools import partial
 from pathlib import PurePath
 from typing import Any
 
+from everstep.commit.job.messages import plain_base, to_base
 from everstep.commit.lineage import BaseId
-from everstep.commit.messages import plain_base, to_base
 from everstep.errors import EverstepError
 from everstep.format.names import base_dir
 from everstep.format.records import Marker
 from everstep.restore.fetch.peer_copy import size_of
 from everstep.run.opened import OpenBase
 from everstep.run.scan import BaseFound
-from everstep.seams.filesystem import FileSystem, ReadFile
+from everstep.seams.files.filesystem import FileSystem, ReadFile
 from everstep.state.image import OBJECT_PREFIX
 from everstep.state.layout import Placed
 from everstep.state.ranks.placing import Placement, replicas_on_mesh

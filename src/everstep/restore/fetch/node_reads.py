@@ -1,7 +1,7 @@
 """Files of a base that several ranks of one node need are read once on that node.
 
 Which ranks share a node they say when they start; what each of them needs all can tell
-(:data:`everstep.commit.offers.Needs`). So each knows which files it has in common with a neighbour,
+(:data:`everstep.commit.job.offers.Needs`). So each knows which files it has in common with a neighbour,
 and reads those through the memory that they share (:mod:`.node_window`), if it reads them from the
 same place. Headers and what only one rank needs are read as ever.
 """
@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import PurePath
 from typing import Any
 
-from everstep.commit.offers import Needs
+from everstep.commit.job.offers import Needs
 from everstep.errors import EverstepError
 from everstep.format.digests import digest
 from everstep.format.records import Manifest
@@ -22,9 +22,9 @@ from everstep.restore.fetch.node_window import CELL_BYTES, RANKS_MAX, NodeWindow
 from everstep.restore.fetch.sources import Place
 from everstep.run.opened import OpenBase
 from everstep.run.scan import BaseFound
-from everstep.seams.claims import namespaces
 from everstep.seams.clock import Clock
-from everstep.seams.filesystem import DIRECT_ALIGNMENT_BYTES, ReadFile
+from everstep.seams.files.claims import namespaces
+from everstep.seams.files.filesystem import DIRECT_ALIGNMENT_BYTES, ReadFile
 from everstep.seams.machine import launcher, machine_name
 
 __all__ = ["NodeReads", "NodeStart", "memory_name"]

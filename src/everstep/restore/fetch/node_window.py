@@ -36,9 +36,9 @@ import numpy.typing as npt
 from everstep.arena import PAGE_BYTES
 from everstep.arena.memory import Arena
 from everstep.errors import StateError, UnavailableError
-from everstep.seams.claims import Claims, descriptor_of
 from everstep.seams.clock import Clock
-from everstep.seams.sockets import close_descriptors
+from everstep.seams.files.claims import Claims, descriptor_of
+from everstep.seams.network.sockets import close_descriptors
 
 __all__ = ["CELL_BYTES", "RANKS_MAX", "SLOTS", "NodeWindow"]
 

@@ -13,8 +13,8 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import PurePath
 
-from everstep.commit.cluster import COORDINATOR
-from everstep.commit.messages import (
+from everstep.commit.job.cluster import COORDINATOR
+from everstep.commit.job.messages import (
     Answer,
     Command,
     Envelope,
@@ -25,7 +25,7 @@ from everstep.commit.messages import (
 )
 from everstep.errors import DeadlineError, EverstepError, FormatError, RecoveryError
 from everstep.seams import Clock
-from everstep.seams.mailbox import Mailbox
+from everstep.seams.network.mailbox import Mailbox
 
 __all__ = ["Meeting", "Others", "failed_there", "in_words"]
 

@@ -2,7 +2,7 @@
 
 Before the ranks agree on what to restore, each of them says what it can read, and what its keeper
 holds for others. From all of that every rank finds out alike what would be chosen if those copies
-counted (:func:`everstep.commit.offers.choose`), and fetches the parts of it that it has not, from
+counted (:func:`everstep.commit.job.offers.choose`), and fetches the parts of it that it has not, from
 the training process beside the keeper that holds them. What has arrived is compared with its
 digests, and is offered in the agreement like anything else that a rank can read; what is damaged
 is named, and all look once more without it.
@@ -17,8 +17,7 @@ from dataclasses import replace
 from pathlib import PurePath
 from typing import Any, Protocol
 
-from everstep.commit.lineage import BaseId
-from everstep.commit.messages import (
+from everstep.commit.job.messages import (
     Envelope,
     Fetching,
     Message,
@@ -28,8 +27,9 @@ from everstep.commit.messages import (
     accept,
     encode_message,
 )
-from everstep.commit.offers import Choice, Needs, Offer, Piece
-from everstep.commit.offers_wire import decode_offer, encode_offer
+from everstep.commit.job.offers import Choice, Needs, Offer, Piece
+from everstep.commit.job.offers_wire import decode_offer, encode_offer
+from everstep.commit.lineage import BaseId
 from everstep.errors import DamageError, DeadlineError, FormatError
 from everstep.format.records import Marker, TimelineRecord
 from everstep.restore.fetch.held import HeldBase
@@ -47,7 +47,7 @@ from everstep.restore.fetch.peer_log_plan import LogTold
 from everstep.restore.fetch.peer_plan import Plan, on_disks, plan_of, proven, with_proven
 from everstep.restore.fetch.told import Brought, Fetched, Lent, Told
 from everstep.seams.clock import Clock
-from everstep.seams.mailbox import Mailbox
+from everstep.seams.network.mailbox import Mailbox
 
 __all__ = [
     "Brought",

@@ -13,8 +13,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import PurePath
 
+from everstep.commit.job.offers import BaseOffer, Choice, Offer, Piece
 from everstep.commit.lineage import BaseId
-from everstep.commit.offers import BaseOffer, Choice, Offer, Piece
 from everstep.errors import EverstepError, ForeignDirectoryError, RecoveryError, StorageError
 from everstep.format.names import MANIFEST, RUN_RECORD, TIMELINE_RECORD, base_dir, timeline_dir
 from everstep.format.reader import read_record_bytes
@@ -23,7 +23,7 @@ from everstep.restore.fetch.ranks import base_offer_of
 from everstep.run.lift import lift_mark_in
 from everstep.run.scan import Inventory, scan_run
 from everstep.run.small_files import SmallFiles
-from everstep.seams.filesystem import FileSystem
+from everstep.seams.files.filesystem import FileSystem
 from everstep.tiers.contract import Tier
 from everstep.tiers.files import TierFileSystem
 from everstep.tiers.streams import read_record

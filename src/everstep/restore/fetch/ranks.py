@@ -1,6 +1,6 @@
 """What one rank of a job that starts does on its disk: says what it can read, opens timelines.
 
-The decisions are in :mod:`everstep.commit.offers` and :mod:`everstep.commit.agreement`; here they
+The decisions are in :mod:`everstep.commit.job.offers` and :mod:`everstep.commit.job.agreement`; here they
 are carried out.
 """
 
@@ -11,9 +11,9 @@ from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import PurePath
 
+from everstep.commit.job.offers import BaseOffer, Choice, Offer, Piece
 from everstep.commit.lineage import BaseId
 from everstep.commit.logs import LogRun
-from everstep.commit.offers import BaseOffer, Choice, Offer, Piece
 from everstep.errors import EverstepError
 from everstep.format.digests import digest
 from everstep.format.names import (
@@ -31,7 +31,7 @@ from everstep.format.writer import ChunkRing
 from everstep.run.lift import lift_mark
 from everstep.run.opened import OpenBase
 from everstep.run.scan import BaseFound, Inventory, scan_base
-from everstep.seams.filesystem import FileSystem
+from everstep.seams.files.filesystem import FileSystem
 from everstep.seams.progress import silent
 from everstep.tiers.disk import create_exclusive, ensure_dir, ensure_dirs
 

@@ -7,11 +7,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import PurePath
 
-from everstep.commit.offers import Source
+from everstep.commit.job.offers import Source
 from everstep.commit.reclaim import COPY_TIERS
 from everstep.format.names import parse_marker, parse_shard
 from everstep.restore.fetch.held import HeldBase
-from everstep.seams.filesystem import FileSystem
+from everstep.seams.files.filesystem import FileSystem
 
 __all__ = ["Place", "Places", "RankBack", "RankRead", "name_of", "rank_of"]
 

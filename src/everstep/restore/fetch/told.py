@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from everstep.commit.job.offers import Offer
 from everstep.commit.lineage import BaseId
-from everstep.commit.offers import Offer
 from everstep.format.records import Marker, TimelineRecord
 from everstep.restore.fetch.held import HeldBase
 from everstep.restore.fetch.lent_files import Covers

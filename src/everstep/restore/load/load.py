@@ -29,7 +29,7 @@ from everstep.restore.offline.whole_ranks import MakeWhole
 from everstep.run.opened import OpenBase, open_ranks
 from everstep.run.scan import BaseFound
 from everstep.run.shape import shape_of_base
-from everstep.seams.filesystem import FileSystem
+from everstep.seams.files.filesystem import FileSystem
 from everstep.seams.machine import memory_available_bytes
 from everstep.seams.progress import ProgressSink
 from everstep.state.entries import Entry

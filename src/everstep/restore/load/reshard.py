@@ -13,13 +13,13 @@ from dataclasses import dataclass, field, replace
 from pathlib import PurePath
 from typing import Any
 
-from everstep.commit.offers import Needs
+from everstep.commit.job.offers import Needs
 from everstep.errors import DamageError, FormatError, RecoveryError
 from everstep.format.digests import digest
 from everstep.format.header import ShardHeader
 from everstep.format.records import FileRecord, Manifest, Marker
 from everstep.run.opened import OpenBase
-from everstep.seams.filesystem import ReadFile
+from everstep.seams.files.filesystem import ReadFile
 from everstep.state.entries import Entry
 from everstep.state.image import OBJECT_BYTES_MAX, OBJECT_PREFIX, RNG_SECTION, State
 from everstep.state.providers.optimizers import OptimizerProvider

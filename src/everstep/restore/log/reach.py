@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from everstep.commit.job.nothing import way_back
 from everstep.commit.lineage import BaseId, had_steps
-from everstep.commit.nothing import way_back
 from everstep.errors import RecoveryError
 from everstep.run.chain import Chain, LogIndex, chains, path_of
 from everstep.run.decide import Candidates, Skipped, candidates, first_unreachable

@@ -17,7 +17,7 @@ from everstep.run.audits import NAMES_MAX
 from everstep.run.scan import newest_timeline, scan_base, scan_run
 from everstep.run.segments import SegmentFound
 from everstep.seams import Clock
-from everstep.seams.filesystem import FileSystem
+from everstep.seams.files.filesystem import FileSystem
 from everstep.seams.fingerprint import fingerprint
 from everstep.seams.machine import memory_available_bytes
 from everstep.version import __version__

@@ -25,7 +25,7 @@ from everstep.run.opened import OpenBase, open_ranks
 from everstep.run.scan import BaseFound, Inventory
 from everstep.run.segments import SegmentFound, scan_logs, vetted
 from everstep.run.shape import shape_of_base
-from everstep.seams.filesystem import FileSystem
+from everstep.seams.files.filesystem import FileSystem
 from everstep.state.shapes import shape_of_all
 
 __all__ = ["Reach", "RunLog", "spans"]

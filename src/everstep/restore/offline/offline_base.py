@@ -19,7 +19,7 @@ from everstep.restore.redo.conditions import conditions
 from everstep.run.opened import OpenBase
 from everstep.run.scan import BaseFound
 from everstep.run.shape import shape_of_base
-from everstep.seams.filesystem import FileSystem
+from everstep.seams.files.filesystem import FileSystem
 from everstep.seams.machine import memory_available_bytes
 from everstep.seams.progress import ProgressSink, silent
 from everstep.state.entries import Entry

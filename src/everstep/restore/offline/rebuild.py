@@ -42,7 +42,7 @@ from everstep.run.audits import audit_in_words, audit_of
 from everstep.run.chain import Chain
 from everstep.run.decide import Skipped
 from everstep.run.scan import BaseFound
-from everstep.seams.filesystem import FileSystem
+from everstep.seams.files.filesystem import FileSystem
 from everstep.seams.progress import progress
 
 __all__ = [

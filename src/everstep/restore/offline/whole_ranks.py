@@ -18,7 +18,7 @@ from everstep.format.records import TimelineRecord
 from everstep.format.writer import ChunkRing
 from everstep.restore.load.pieces import Fill
 from everstep.run.opened import OpenBase
-from everstep.seams.processes import available_cores
+from everstep.seams.processes.processes import available_cores
 from everstep.seams.progress import ProgressSink
 
 if TYPE_CHECKING:

@@ -31,7 +31,7 @@ from everstep.restore.redo.updates import class_for, update_of
 from everstep.run.tensors import tensor_of, write_into
 from everstep.seams.fingerprint import fingerprint, number_settled
 from everstep.seams.machine import memory_available_bytes
-from everstep.seams.processes import available_cores
+from everstep.seams.processes.processes import available_cores
 from everstep.state.entries import Entry
 from everstep.state.image import OBJECT_PREFIX, State
 from everstep.state.log import SPOT

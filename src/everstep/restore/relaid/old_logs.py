@@ -21,7 +21,7 @@ from everstep.restore.fetch.peer_log import PeerLog, unpacked
 from everstep.restore.log.logs import LogFound
 from everstep.run.decide import Skipped
 from everstep.run.scan import Inventory
-from everstep.seams.filesystem import FileSystem
+from everstep.seams.files.filesystem import FileSystem
 
 __all__ = ["InMemory", "OldLogs"]
 

@@ -14,7 +14,7 @@ from everstep.commit.lineage import BaseId
 from everstep.errors import EverstepError, RecoveryError
 from everstep.restore.load.load import parts_of
 from everstep.run.scan import BaseFound
-from everstep.seams.filesystem import FileSystem
+from everstep.seams.files.filesystem import FileSystem
 from everstep.state.survey.survey import is_reserved
 
 __all__ = ["lacking_parts", "refuse_to_lose"]

@@ -8,15 +8,15 @@ import re
 import uuid
 from pathlib import PurePath
 
+from everstep.commit.job.nothing import way_back
 from everstep.commit.lineage import had_steps
-from everstep.commit.nothing import way_back
 from everstep.errors import OptionError, StateError
 from everstep.format.names import RUN_RECORD
 from everstep.format.records import RunRecord
 from everstep.restore.fetch.held import HeldBase
 from everstep.run.decide import first_unreachable
 from everstep.run.scan import Inventory, scan_run
-from everstep.seams.filesystem import FileSystem
+from everstep.seams.files.filesystem import FileSystem
 from everstep.seams.machine import real_path, with_home
 from everstep.tiers.disk import create_exclusive, ensure_dirs, storage_errors
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from typing import Any, Protocol
 
-from everstep.commit.offers import Needs
+from everstep.commit.job.offers import Needs
 from everstep.errors import DamageError, FormatError
 from everstep.format.records import Manifest, TimelineRecord
 from everstep.format.writer import ChunkRing

@@ -13,8 +13,8 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 
+from everstep.commit.job.messages import Message, PartTold, PartWanted
 from everstep.commit.lineage import BaseId
-from everstep.commit.messages import Message, PartTold, PartWanted
 from everstep.errors import DamageError, FormatError
 from everstep.format.digests import digest
 from everstep.format.log import LogRecord

@@ -7,9 +7,9 @@ from dataclasses import astuple, dataclass, field, replace
 from pathlib import PurePath
 from typing import Any
 
-from everstep.commit.agreed import Go, Refuse, Restored
+from everstep.commit.job.agreed import Go, Refuse, Restored
+from everstep.commit.job.offers import Choice, Source
 from everstep.commit.lineage import BaseId
-from everstep.commit.offers import Choice, Source
 from everstep.errors import MismatchError, RecoveryError
 from everstep.format.records import AuditRecord, Manifest, TimelineRecord
 from everstep.restore.fetch.others import Meeting

@@ -13,9 +13,9 @@ from dataclasses import dataclass, replace
 from pathlib import PurePath
 from typing import Any
 
+from everstep.commit.job.offers import Choice
 from everstep.commit.lineage import BaseId
 from everstep.commit.logs import LogRun, Path, Reach, runs_of, timeline_of
-from everstep.commit.offers import Choice
 from everstep.errors import (
     AuditError,
     DamageError,

@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import PurePath
 
-from everstep.commit.agreement import NO_WAY_BACK, NO_WAY_BACK_HINT
+from everstep.commit.job.agreement import NO_WAY_BACK, NO_WAY_BACK_HINT
 from everstep.commit.lineage import BaseId, left_at, lost_behind, of_no_use
 from everstep.errors import (
     DamageError,

@@ -1,6 +1,6 @@
 """Resuming of several ranks: all restore the same base, and open one timeline.
 
-Drives an :class:`~everstep.commit.agreement.Agreement` over this rank's disk, and a mailbox to the
+Drives an :class:`~everstep.commit.job.agreement.Agreement` over this rank's disk, and a mailbox to the
 :class:`~everstep.restore.fetch.others.Others`.
 """
 
@@ -15,7 +15,7 @@ from functools import partial
 from pathlib import PurePath
 from typing import Any, TypeVar
 
-from everstep.commit.agreed import (
+from everstep.commit.job.agreed import (
     AgreementOut,
     Compare,
     Compared,
@@ -30,11 +30,11 @@ from everstep.commit.agreed import (
     TakeInventory,
     Tell,
 )
-from everstep.commit.agreement import Agreement
-from everstep.commit.cluster import COORDINATOR
+from everstep.commit.job.agreement import Agreement
+from everstep.commit.job.cluster import COORDINATOR
+from everstep.commit.job.offers import Choice, Needs, Offer, Source
 from everstep.commit.lineage import BaseId
 from everstep.commit.logs import LogRun
-from everstep.commit.offers import Choice, Needs, Offer, Source
 from everstep.commit.reclaim import VOLATILE_TIERS
 from everstep.errors import FormatError, MismatchError, StateError
 from everstep.format.names import base_dir

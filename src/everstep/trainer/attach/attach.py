@@ -23,8 +23,8 @@ from everstep.link.registry import KeeperInfo, find_keeper, keeper_files, keeper
 from everstep.link.spawn import SpawnOptions, connect, spawn_keeper
 from everstep.link.wire import Connection, error_from_wire
 from everstep.seams import Clock
-from everstep.seams.locks import file_identity
-from everstep.seams.sockets import close_descriptors
+from everstep.seams.files.locks import file_identity
+from everstep.seams.network.sockets import close_descriptors
 from everstep.trainer.attach.remote import RemoteKeeper
 
 __all__ = ["attach", "attach_to", "is_there"]

@@ -31,8 +31,8 @@ from everstep.link.waiting import unless_gone
 from everstep.restore.fetch.held import Recalled
 from everstep.run.fence import Fence
 from everstep.seams import PosixFileSystem, Seams, SystemClock
-from everstep.seams.peers import HeldPort, PeerMailbox
-from everstep.seams.processes import available_cores
+from everstep.seams.network.peers import HeldPort, PeerMailbox
+from everstep.seams.processes.processes import available_cores
 from everstep.state.ranks.ranks import ONE_RANK, RankInfo
 from everstep.tiers.disk import storage_errors
 from everstep.tiers.options import PeerOptions, TierOptions

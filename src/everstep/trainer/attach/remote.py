@@ -29,9 +29,9 @@ from everstep.link.waiting import Moves, Patience, keeper_gone, storage_hangs
 from everstep.link.wire import Connection, error_from_wire, error_to_wire
 from everstep.restore.fetch.held import Recalled
 from everstep.seams import Clock
-from everstep.seams.conditions import Condition
+from everstep.seams.network.sockets import close_descriptors
+from everstep.seams.processes.conditions import Condition
 from everstep.seams.progress import progress
-from everstep.seams.sockets import close_descriptors
 from everstep.state.layout import ShardLayout
 from everstep.trainer.attach.asked import Asked, ask_to_wire
 from everstep.trainer.attach.replies import Replies

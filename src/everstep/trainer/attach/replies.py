@@ -7,8 +7,8 @@ from typing import Any, Protocol
 
 from everstep.errors import DeadlineError, EverstepError
 from everstep.seams import Clock
-from everstep.seams.moving import Standstill
-from everstep.seams.sockets import close_descriptors
+from everstep.seams.files.moving import Standstill
+from everstep.seams.network.sockets import close_descriptors
 
 __all__ = ["Replies"]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 
-from everstep.seams.conditions import Outcome
+from everstep.seams.processes.conditions import Outcome
 from everstep.trainer.attach.remote import RemoteKeeper
 
 __all__ = ["StartingKeeper"]

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from everstep.capture.audit import Sample
-from everstep.capture.lane import Transfer
+from everstep.capture.lanes.lane import Transfer
 from everstep.capture.versions import Versions
 from everstep.link.capture import Capture
 from everstep.link.pool import CapturePool, Room

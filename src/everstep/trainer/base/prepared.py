@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from everstep.capture.audit import SpotCheck
-from everstep.capture.batches import Batch, Chunks, Runs, plan_batches
+from everstep.capture.lanes.batches import Batch, Chunks, Runs, plan_batches
 from everstep.capture.versions import Versions
 from everstep.format.header import ShardIdentity
 from everstep.format.plan import BasePlan, ShardPlan, plan_files

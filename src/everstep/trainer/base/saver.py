@@ -13,7 +13,7 @@ import torch
 
 from everstep.capture.base import LiveBody
 from everstep.capture.graphs import refuse_graph_capture
-from everstep.capture.lane import Lane
+from everstep.capture.lanes.lane import Lane
 from everstep.config.options import Options
 from everstep.errors import (
     AuditError,
@@ -30,8 +30,8 @@ from everstep.link.channel import BackgroundChannel
 from everstep.link.pool import CapturePool, Room
 from everstep.link.save import Save, as_ours, changed_while_copied, done, failed, telling
 from everstep.seams import Clock
-from everstep.seams.conditions import is_over
 from everstep.seams.failpoints import failpoint
+from everstep.seams.processes.conditions import is_over
 from everstep.state.image import State
 from everstep.state.survey.survey import Survey
 from everstep.trainer.attach.keeper import Keeper

@@ -8,7 +8,7 @@ from rich.filesize import decimal
 
 from everstep.config.options import Options
 from everstep.keeper.log.log_room import folder_bytes
-from everstep.seams.filesystem import FileSystem
+from everstep.seams.files.filesystem import FileSystem
 from everstep.state.ranks.ranks import RankInfo
 from everstep.tiers.disk import storage_errors
 from everstep.trainer.budget.bounds import Bounds

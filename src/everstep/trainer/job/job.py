@@ -15,9 +15,9 @@ from typing import Any, Protocol, TypeVar
 
 import msgpack
 
-from everstep.commit.cluster import COORDINATOR
-from everstep.commit.messages import StartFailed
-from everstep.commit.offers import Choice, Offer
+from everstep.commit.job.cluster import COORDINATOR
+from everstep.commit.job.messages import StartFailed
+from everstep.commit.job.offers import Choice, Offer
 from everstep.config.options import Options
 from everstep.errors import (
     DeadlineError,
@@ -45,9 +45,9 @@ from everstep.run.decide import refuse_unreachable
 from everstep.run.scan import scan_run
 from everstep.seams import Seams
 from everstep.seams.fingerprint import fingerprint
-from everstep.seams.group import Group, group_of_job, keeps_store_over_restarts
 from everstep.seams.machine import memory_available_bytes, on_own_device
-from everstep.seams.peers import PeerMailbox
+from everstep.seams.network.group import Group, group_of_job, keeps_store_over_restarts
+from everstep.seams.network.peers import PeerMailbox
 from everstep.state.image import State
 from everstep.state.ranks.apart import Apart
 from everstep.state.ranks.ranks import ONE_RANK, RankInfo

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.optim import SGD, Optimizer
 
-from everstep.capture.batches import Batch, plan_batches
+from everstep.capture.lanes.batches import Batch, plan_batches
 from everstep.compress.lossy import Lossy, lossy_copies
 from everstep.errors import UnsupportedStateError
 from everstep.link.recordable import (
@@ -30,8 +30,8 @@ from everstep.link.recordable import (
     refuse_options,
 )
 from everstep.replay.checks import widens
-from everstep.replay.cuts import has_gaps
 from everstep.replay.exactness import kind_name
+from everstep.replay.fused.cuts import has_gaps
 from everstep.replay.own import writes_gradients
 from everstep.state.image import State
 from everstep.state.layout import ShardLayout, overlaps

@@ -10,8 +10,8 @@ from everstep.keeper.log.log_batch import ENDED
 from everstep.link.channel import BackgroundChannel
 from everstep.link.recordable import LogKeeper
 from everstep.link.save import Save
-from everstep.seams.conditions import Condition, is_over
-from everstep.seams.moving import Standstill
+from everstep.seams.files.moving import Standstill
+from everstep.seams.processes.conditions import Condition, is_over
 
 __all__ = ["DiskLog"]
 

@@ -6,9 +6,9 @@ from collections.abc import Callable, Mapping
 
 import torch
 
-from everstep.capture.batches import plan_batches
-from everstep.capture.cuda import on_cuda
-from everstep.capture.lane import Lane
+from everstep.capture.lanes.batches import plan_batches
+from everstep.capture.lanes.cuda import on_cuda
+from everstep.capture.lanes.lane import Lane
 from everstep.errors import DeadlineError, EverstepError
 from everstep.state.layout import ShardLayout
 

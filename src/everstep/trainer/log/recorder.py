@@ -18,7 +18,7 @@ from typing import Any, Literal
 
 import torch
 
-from everstep.capture.lane import Lane
+from everstep.capture.lanes.lane import Lane
 from everstep.config.options import Options
 from everstep.errors import DeadlineError, EverstepError
 from everstep.format.log import RecordHead
@@ -27,9 +27,9 @@ from everstep.link.pool import CapturePool
 from everstep.link.recordable import Layouts, LogKeeper, Replaced, digest_of
 from everstep.link.save import Save, as_ours
 from everstep.seams import Clock
-from everstep.seams.conditions import is_over
 from everstep.seams.failpoints import failpoint
 from everstep.seams.fingerprint import Opened
+from everstep.seams.processes.conditions import is_over
 from everstep.state.image import State
 from everstep.state.layout import ShardLayout
 from everstep.state.survey.survey import Survey

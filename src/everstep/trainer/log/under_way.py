@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from everstep.capture.lane import Transfer
+from everstep.capture.lanes.lane import Transfer
 from everstep.trainer.log.rooms import Loan
 
 __all__ = ["UnderWay"]

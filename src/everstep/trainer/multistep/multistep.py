@@ -22,7 +22,7 @@ from concurrent.futures import Future
 from functools import partial
 from pathlib import PurePath
 
-from everstep.capture.lane import Lane
+from everstep.capture.lanes.lane import Lane
 from everstep.config.options import Options
 from everstep.errors import EverstepError, StateError
 from everstep.format.header import ShardIdentity

@@ -30,8 +30,8 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from everstep.capture.cuda import on_cuda
-from everstep.capture.lane import Transfer
+from everstep.capture.lanes.cuda import on_cuda
+from everstep.capture.lanes.lane import Transfer
 from everstep.seams.gather import Gather
 from everstep.state.image import State
 from everstep.state.layout import ShardLayout

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from everstep.capture.lane import Lane
+from everstep.capture.lanes.lane import Lane
 from everstep.config.options import Options
 from everstep.errors import DeadlineError, EverstepError
 from everstep.link.save import as_ours, changed_while_copied

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from everstep.capture.batches import Batch, Chunks, plan_batches
+from everstep.capture.lanes.batches import Batch, Chunks, plan_batches
 from everstep.capture.multistep import Unit
 from everstep.capture.versions import Versions
 from everstep.link.samples import Samples

@@ -15,7 +15,7 @@ from everstep.errors import DeadlineError, EverstepError
 from everstep.format.header import ShardIdentity
 from everstep.link.pool import CapturePool
 from everstep.link.save import Save
-from everstep.seams.conditions import is_over
+from everstep.seams.processes.conditions import is_over
 from everstep.state.survey.survey import Survey
 from everstep.trainer.job.job import Job
 from everstep.trainer.multistep.multistep import VOID_MAX, Multistep

@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from everstep.capture.cuda import moment_on
+from everstep.capture.lanes.cuda import moment_on
 from everstep.seams import Clock
 from everstep.state.image import State
 

@@ -11,8 +11,8 @@ from collections.abc import Callable
 
 import torch
 
-from everstep.capture.batches import Chunks, plan_batches
-from everstep.capture.lane import Lane, Transfer
+from everstep.capture.lanes.batches import Chunks, plan_batches
+from everstep.capture.lanes.lane import Lane, Transfer
 from everstep.config.options import Options
 from everstep.errors import AuditError, DeadlineError, EverstepError
 from everstep.link.pool import Room

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from everstep.capture.lane import Transfer
+from everstep.capture.lanes.lane import Transfer
 from everstep.errors import EverstepError
 from everstep.format.header import ShardIdentity
 from everstep.format.log import RecordHead

@@ -9,10 +9,10 @@ from typing import NamedTuple
 
 import torch
 
-from everstep.capture.batches import Batch, plan_batches
 from everstep.capture.events import Observed
+from everstep.capture.lanes.batches import Batch, plan_batches
 from everstep.capture.scheduled import Duplicates, Unit
-from everstep.plan.timeline import StepPlan
+from everstep.plan.schedule.timeline import StepPlan
 from everstep.trainer.base.prepared import Prepared
 
 __all__ = ["Program", "Source", "lazily", "memory_of", "sources_of", "units_of"]

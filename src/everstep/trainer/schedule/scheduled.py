@@ -1,7 +1,7 @@
 """Captures of every step by a plan: learnt from the steps themselves, kept to, made anew.
 
 The first captures are lazy: everything is issued at the step mark. When two steps have had the same
-events, their times and the link that was measured make a plan (:mod:`everstep.plan.timeline`), and
+events, their times and the link that was measured make a plan (:mod:`everstep.plan.schedule.timeline`), and
 from then on copies are issued where it says. A step that goes another way is captured lazily from
 where it strays; two that go the same other way make a plan of their own, and of several plans the
 one is followed whose steps have mostly come behind a step like the last one. A plan is made anew
@@ -24,9 +24,9 @@ from rich.filesize import decimal
 from torch import nn
 
 from everstep.capture.events import Observed, StepEvents
-from everstep.capture.lane import Lane
+from everstep.capture.lanes.lane import Lane
 from everstep.capture.scheduled import Dispatch, Duplicates
-from everstep.plan.timeline import Leaving, StepPlan, plan_departures
+from everstep.plan.schedule.timeline import Leaving, StepPlan, plan_departures
 from everstep.seams.messages import say
 from everstep.state.image import State
 from everstep.trainer.base.prepared import Prepared

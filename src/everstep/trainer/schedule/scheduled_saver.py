@@ -19,8 +19,8 @@ from pathlib import PurePath
 
 import torch
 
-from everstep.capture.batches import Batch
-from everstep.capture.lane import Lane, Progress, Take, Transfer
+from everstep.capture.lanes.batches import Batch
+from everstep.capture.lanes.lane import Lane, Progress, Take, Transfer
 from everstep.capture.scheduled import Dispatch
 from everstep.config.options import Options
 from everstep.errors import DeadlineError, KeeperError, StateError
@@ -31,7 +31,7 @@ from everstep.link.channel import BackgroundChannel
 from everstep.link.pool import CapturePool
 from everstep.link.save import Save, failed, telling
 from everstep.seams import Clock
-from everstep.seams.conditions import Outcome
+from everstep.seams.processes.conditions import Outcome
 from everstep.state.image import State
 from everstep.state.survey.survey import Survey
 from everstep.trainer.attach.keeper import Keeper

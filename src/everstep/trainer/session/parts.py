@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import PurePath
 
-from everstep.capture.devices import DeviceLane
-from everstep.capture.lane import CpuLane, Lane
+from everstep.capture.lanes.devices import DeviceLane
+from everstep.capture.lanes.lane import CpuLane, Lane
 from everstep.capture.updates import UpdateHooks
 from everstep.config.options import Options
 from everstep.errors import OptionError

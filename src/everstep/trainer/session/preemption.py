@@ -20,7 +20,7 @@ import torch.distributed
 from everstep.config.options import Preemption
 from everstep.errors import DeadlineError
 from everstep.seams.clock import Clock
-from everstep.seams.signals import SignalWatch
+from everstep.seams.processes.signals import SignalWatch
 
 __all__ = ["Preempting", "any_rank", "asks_ranks"]
 

@@ -17,7 +17,7 @@ from everstep.link.samples import Samples
 from everstep.link.save import Save, done
 from everstep.replay.exactness import exactness, is_elementwise, kind_name
 from everstep.seams import Clock
-from everstep.seams.conditions import all_over, is_over
+from everstep.seams.processes.conditions import all_over, is_over
 from everstep.state.image import State
 from everstep.state.providers.optimizers import OptimizerProvider
 from everstep.state.providers.providers import ModuleProvider

@@ -1,0 +1,3 @@
+"""lanes."""
+
+__all__: list[str] = []

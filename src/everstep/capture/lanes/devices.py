@@ -1,0 +1,87 @@
+"""The engine's own lane: which one copies is decided by where the tensors are.
+
+Decided when something is to be copied, not at construction: a model may be moved to a device
+after its Checkpointer was made.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future
+
+import torch
+
+from everstep.capture.lanes.batches import Batch, Chunks
+from everstep.capture.lanes.cuda import CudaLane, on_cuda
+from everstep.capture.lanes.lane import CpuLane, Lane, Progress, Take, Transfer
+
+__all__ = ["DeviceLane"]
+
+
+class DeviceLane:
+    """The lane of host memory, until the first tensor on a CUDA device is seen: then a
+    :class:`.cuda.CudaLane`, which copies host memory through it. Without such tensors no CUDA
+    function is called.
+
+    Args:
+        host: closed with this lane.
+    """
+
+    def __init__(self, host: CpuLane) -> None:
+        self._host = host
+        self._lane: Lane = host
+        self._in_host_memory: list[Sequence[Batch]] = []  # seen last
+
+    def warm(
+        self, tensors: Iterable[torch.Tensor], block: torch.Tensor, take: Take | None = None
+    ) -> None:
+        found = list(tensors)
+        self._for(found).warm(found, block, take)
+
+    def ready_bytes(self, tensors: Iterable[torch.Tensor], block: torch.Tensor) -> int:
+        found = list(tensors)
+        return self._for(found).ready_bytes(found, block)
+
+    def leave(self) -> None:
+        self._lane.leave()
+
+    def mark(self, batches: Sequence[Batch], block: torch.Tensor) -> None:
+        self._for_batches(batches).mark(batches, block)
+
+    def submit(self, batches: Sequence[Batch], block: torch.Tensor, progress: Progress) -> Transfer:
+        return self._for_batches(batches).submit(batches, block, progress)
+
+    def submit_yielding(
+        self, batches: Sequence[Batch], block: torch.Tensor, progress: Progress
+    ) -> Transfer:
+        return self._for_batches(batches).submit_yielding(batches, block, progress)
+
+    def in_host_memory(self, tensor: torch.Tensor) -> torch.Tensor:
+        return self._lane.in_host_memory(tensor)
+
+    def run(self, job: Callable[[], None]) -> Future[None]:
+        return self._lane.run(job)
+
+    def close(self) -> None:
+        self._lane.close()
+
+    def _for_batches(self, batches: Sequence[Batch]) -> Lane:
+        if isinstance(batches, Chunks):  # to go through it is to cut it
+            batches = batches.whole
+        if any(seen is batches for seen in self._in_host_memory):
+            return self._lane
+        lane = self._for(_one_of_each(batches))
+        if lane is self._host and isinstance(batches, tuple):  # which stays what it is
+            self._in_host_memory = [*self._in_host_memory[-1:], batches]
+        return lane
+
+    def _for(self, tensors: Iterable[torch.Tensor]) -> Lane:
+        if self._lane is self._host and any(map(on_cuda, tensors)):
+            self._lane = CudaLane(self._host)
+        return self._lane
+
+
+def _one_of_each(batches: Sequence[Batch]) -> Iterable[torch.Tensor]:
+    """A tensor of each batch, which are all on one device."""
+    for batch in batches:
+        yield batch.sources[0] if batch.rearranged is None else batch.rearranged

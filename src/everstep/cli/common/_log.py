@@ -1,0 +1,191 @@
+"""What verbs say of the gradient log of a run: its segments, and the steps that it adds."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from pathlib import PurePath
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+
+from everstep.cli.common._common import count_of, in_words, label, reading, table
+from everstep.errors import DamageError
+
+if TYPE_CHECKING:
+    from everstep.format.header import ShardHeader
+    from everstep.format.log import RecordHead
+    from everstep.restore.offline.logged import Reach, RunLog
+    from everstep.run.scan import Inventory
+    from everstep.run.segments import SegmentFound
+    from everstep.seams.files.filesystem import FileSystem
+
+__all__ = [
+    "as_json",
+    "count_segments",
+    "in_line",
+    "is_deleted",
+    "records_in",
+    "run_log",
+    "segment_as_json",
+    "show_records",
+    "show_segments",
+    "steps_in_words",
+]
+
+_SPANS_MAX = 6
+_ROWS_MAX = 100
+
+
+def run_log(filesystem: FileSystem, inventory: Inventory) -> RunLog | None:
+    """The log of a run on disk; None, found out at little cost, if there is none."""
+    from everstep.format.names import LOG_DIR, LOSSY_DIR, parse_segment, timeline_dir
+
+    def has_segments(timeline: int, kind: str) -> bool:
+        if not inventory.may_hold(timeline, kind):
+            return False
+        try:
+            entries = filesystem.scan(timeline_dir(inventory.path, timeline) / kind)
+        except (FileNotFoundError, NotADirectoryError):
+            return False
+        return any(parse_segment(entry.name) is not None for entry in entries)
+
+    with reading(inventory.path):
+        kinds = (LOG_DIR, LOSSY_DIR)
+        if not any(has_segments(number, kind) for number in inventory.timelines for kind in kinds):
+            return None
+        from everstep.restore.offline.logged import RunLog
+
+        return RunLog.of(filesystem, inventory)
+
+
+def count_segments(segments: Iterable[SegmentFound]) -> int:
+    """How many there are in the folder: one, where several ranks have written the same steps."""
+    return len({segment.path for segment in segments})
+
+
+def steps_in_words(steps: Iterable[int]) -> str:
+    """``"steps 2 to 10, 14"``; ``"no step"``."""
+    from everstep.restore.offline.logged import spans
+
+    return _spans_in_words(spans(steps))
+
+
+def _spans_in_words(found: Sequence[tuple[int, int]]) -> str:
+    if not found:
+        return "no step"
+    words = [f"{a}" if a == b else f"{a} to {b}" for a, b in found]
+    if len(words) > _SPANS_MAX:
+        words = [*words[: _SPANS_MAX // 2], "...", *words[-_SPANS_MAX // 2 :]]
+    one = len(found) == 1 and found[0][0] == found[0][1]
+    return ("step " if one else "steps ") + ", ".join(words)
+
+
+def in_line(reach: Reach) -> str:
+    """What the log of one timeline adds, in one line."""
+    lossy = count_segments(segment for segment in reach.segments if segment.lossy)
+    of_which = f", {lossy} of them lossy" if lossy else ""
+    gaps = f"; missing: {_spans_in_words(reach.gaps)}" if reach.gaps else ""
+    return (
+        f"log of timeline {reach.timeline}: {steps_in_words(reach.steps)} by replay "
+        f"({count_of(count_segments(reach.segments), 'segment')}{of_which}, "
+        f"{count_of(reach.records, 'record')}, "
+        f"{in_words(reach.size_bytes)}){gaps}"
+    )
+
+
+def as_json(reach: Reach | None) -> dict[str, Any] | None:
+    """The same as plain data; None of a timeline without segments."""
+    if reach is None:
+        return None
+    from everstep.restore.offline.logged import spans
+
+    return {
+        "segments": count_segments(reach.segments),
+        "records": reach.records,
+        "size_bytes": reach.size_bytes,
+        "steps": [list(span) for span in spans(reach.steps)],
+        "gaps": [list(span) for span in reach.gaps],
+        "stopped": reach.stopped,
+        "problems": [s.problem for s in reach.segments if s.problem is not None],
+    }
+
+
+def segment_as_json(segment: SegmentFound) -> dict[str, Any]:
+    """One segment as plain data."""
+    return {
+        "timeline": segment.timeline,
+        "first": segment.after + 1,
+        "last": segment.last,
+        "records": len(segment.heads),
+        "size_bytes": segment.size_bytes,
+        "lossy": segment.lossy,
+        "path": str(segment.path),
+        "problem": segment.problem,
+    }
+
+
+def is_deleted(filesystem: FileSystem, segment: SegmentFound) -> bool:
+    """Whether a process at work has deleted a segment while it was looked at: its markers go
+    first."""
+    from everstep.format.names import parse_marker
+
+    try:
+        kinds = {one.name: one.kind for one in filesystem.scan(segment.path.parent)}
+        if (kind := kinds.get(segment.path.name)) != "dir":
+            return kind is None
+        names = [entry.name for entry in filesystem.scan(segment.path)]
+    except FileNotFoundError:
+        return True
+    except OSError:
+        return False
+    return not any(parse_marker(name) is not None for name in names)
+
+
+def records_in(file: Any, header: ShardHeader, path: PurePath) -> tuple[RecordHead, ...]:
+    """What the records of a segment are; none of any other file."""
+    from everstep.format.digests import digest
+    from everstep.format.log import LOG_OBJECT, heads_of
+
+    for place, expected in zip(header.placed, header.digests, strict=True):
+        if place.entry.name == LOG_OBJECT:
+            data = bytearray(place.end - place.begin)
+            got = file.read_into(memoryview(data), header.room_bytes + place.begin)
+            if got != len(data) or digest(memoryview(data)) != expected:
+                raise DamageError(f"{path}: its index is damaged", path=path, entry=LOG_OBJECT)
+            return heads_of(header.identity.timeline, bytes(data), path)
+    return ()
+
+
+def show_segments(out: Console, segments: Sequence[SegmentFound]) -> None:
+    """The segments of a run, one line each."""
+    if not segments:
+        return
+    columns = ("log", "timeline", "records", "size", "note")
+    made = table(*columns, right=("timeline", "records", "size"))
+    for segment in segments[-_ROWS_MAX:]:
+        made.add_row(
+            f"steps {segment.after + 1} to {segment.last}",
+            str(segment.timeline),
+            str(len(segment.heads)),
+            in_words(segment.size_bytes),
+            label(segment.problem or ("lossy" if segment.lossy else ""), "yellow"),
+        )
+    out.print(made)
+    _left_out(out, len(segments))
+
+
+def show_records(out: Console, records: Sequence[RecordHead]) -> None:
+    """The records of a segment, one line each."""
+    if not records:
+        return
+    made = table("record", "step", "update", right=("step", "update"))
+    for head in records[:_ROWS_MAX]:
+        what = f"update of {head.declared}" if head.declared else str(head.kind)
+        made.add_row(label(what), str(head.step), str(head.lsn))
+    out.print(made)
+    _left_out(out, len(records))
+
+
+def _left_out(out: Console, count: int) -> None:
+    if count > _ROWS_MAX:
+        out.print(f"... and {count - _ROWS_MAX:,} more; --json has them all")

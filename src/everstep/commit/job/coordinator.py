@@ -1,0 +1,242 @@
+"""Rank 0's part in a timeline of several ranks, as a state machine without I/O.
+
+Besides its own bases, it
+
+1. tells every rank of a manifest, until every disk has it; then the watermark moves;
+2. asks what the disks hold, and plans retention over all of it;
+3. has a base read back by all ranks before anything is deleted (``adr/005``);
+4. tells what may go, until no disk holds it any more.
+
+What it knows is gone with it, and nothing is lost: each disk says what it holds, and the next
+start of the job begins at 1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Mapping
+
+from everstep.commit.job.cluster import COORDINATOR, Cluster
+from everstep.commit.job.member import Member
+from everstep.commit.job.messages import (
+    ManifestKept,
+    ManifestTold,
+    Message,
+    ReadBackTold,
+    ReadBackWanted,
+    WatermarkKept,
+    WatermarkTold,
+)
+from everstep.commit.job.steps import (
+    BasesSeen,
+    Do,
+    IsDamaged,
+    Out,
+    Pace,
+    ReadBack,
+    Send,
+)
+from everstep.commit.lineage import BaseId, Branch
+from everstep.commit.retention import plan_retention
+from everstep.format.records import Manifest, Marker
+
+__all__ = ["Coordinator"]
+
+
+class Coordinator(Member):
+    """Rank 0 of a timeline.
+
+    Args:
+        keep: bases to keep, at least 1.
+        recovered: what the timeline began with; durable on all ranks.
+        unread: not all of it was read from their disks, and so nothing rests on it.
+        unreadable: bases that have a manifest, and that the ranks cannot read all of.
+        spared: bases that stay on the disks, however old: asked before each deletion.
+    """
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        timeline: int,
+        *,
+        keep: int,
+        recovered: BaseId | None = None,
+        unread: bool = False,
+        unreadable: Collection[BaseId] = (),
+        pace: Pace | None = None,
+        kept: Mapping[BaseId, Marker] | None = None,
+        spared: Callable[[], Iterable[BaseId]] = tuple,
+    ) -> None:
+        super().__init__(cluster, COORDINATOR, timeline, recovered=recovered, pace=pace, kept=kept)
+        self._keep, self._spared = keep, spared
+        self.verified: set[BaseId] = set() if recovered is None or unread else {recovered}
+        self.damaged: set[BaseId] = set(unreadable)
+        self._kept: dict[BaseId, set[int]] = {}  # by leader
+        self._told: dict[BaseId, Manifest] = {}
+        self._knows: set[int] = {COORDINATOR}  # ranks that know of the watermark
+        self._held: dict[int, tuple[BaseId, ...]] = {}  # by leader, since the last telling
+        self._needed: dict[int, tuple[BaseId, ...]] = {}  # likewise
+        self._branches: Mapping[int, Branch] = {}
+        self._to_delete: tuple[BaseId, ...] = ()
+        self._reading: BaseId | None = None
+        self._read: dict[int, str] = {}
+        self._repeated_s = 0.0
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether nothing is being told, read back or deleted: no rank is waited for."""
+        return not self._deletions and not self.awaited
+
+    @property
+    def awaited(self) -> set[int]:
+        """Ranks that have not answered what they were told or asked; this one is among them."""
+        leaders = set(self.cluster.leaders)
+        found = {rank for rank in leaders if self._owes(rank)}
+        for kept in self._kept.values():
+            found |= leaders - kept
+        if self._reading is not None:
+            found |= set(range(self.cluster.world)) - self._read.keys()
+        return found
+
+    def heard(self, sender: int, message: Message) -> list[Out]:
+        """A message of this session has come from ``sender``."""
+        if self.fenced:
+            return []
+        if isinstance(message, ManifestKept):
+            return self._on_kept(sender, message.base)
+        if isinstance(message, ReadBackTold):
+            return self._on_read(sender, message.base, message.problem)
+        if isinstance(message, WatermarkKept):
+            return self._on_watermark_kept(sender, message)
+        return super().heard(sender, message)
+
+    def tick(self, now_s: float) -> list[Out]:
+        """Some time has passed: repeats what may have been lost, takes over, reports."""
+        out = super().tick(now_s)
+        if self.fenced or now_s - self._repeated_s < self.pace.repeat_s:
+            return out
+        self._repeated_s = now_s
+        for base, kept in self._kept.items():
+            missing = [rank for rank in self.cluster.leaders if rank not in kept]
+            out += [Send(rank, ManifestTold(self._told[base])) for rank in missing]
+        if self._reading is not None:
+            missing = [r for r in self.cluster.others(self.rank) if r not in self._read]
+            out += [Send(rank, ReadBackWanted(self._reading)) for rank in missing]
+        if self.watermark.base is not None and self._reading is None:
+            silent = set(range(self.cluster.world)) - self._knows
+            silent |= {rank for rank in self.cluster.leaders if self._owes(rank)}
+            out += [Send(rank, self._told_now()) for rank in sorted(silent - {self.rank})]
+        return out
+
+    def _told_now(self) -> WatermarkTold:
+        assert self.watermark.base is not None
+        return WatermarkTold(self.watermark.base, self._to_delete, tuple(sorted(self.damaged)))
+
+    def _owes(self, leader: int) -> bool:
+        """Whether what is known of a disk is not what was asked for."""
+        held = self._held.get(leader)
+        if held is None:
+            return self.rank in self._held  # it was asked
+        return any(base in held for base in self._to_delete)
+
+    # The watermark.
+
+    def _tell_committed(self, base: BaseId, manifest: Manifest) -> list[Out]:
+        if self.watermark.base is not None and base <= self.watermark.base:
+            return []
+        self._told[base] = manifest
+        self._kept.setdefault(base, set()).add(self.rank)
+        others = self.cluster.others(self.rank)
+        tell: list[Out] = [Send(rank, ManifestTold(manifest)) for rank in others]
+        return tell + self._moved(base)
+
+    def _on_kept(self, sender: int, base: BaseId) -> list[Out]:
+        if base not in self._kept:
+            return []
+        self._kept[base].add(sender)
+        return self._moved(base)
+
+    def _moved(self, base: BaseId) -> list[Out]:
+        if not self._kept[base].issuperset(self.cluster.leaders):
+            return []
+        for done in [other for other in self._kept if other <= base]:
+            del self._kept[done], self._told[done]
+        out = self._advance(base)
+        self._knows, self._held, self._to_delete, self._reading = {self.rank}, {}, (), None
+        return out + self._tell_watermark()
+
+    def _tell_watermark(self) -> list[Out]:
+        told = self._told_now()
+        out: list[Out] = [Send(rank, told) for rank in self.cluster.others(self.rank)]
+        self._of_no_use = told.damaged
+        return out + self._delete(self._to_delete)
+
+    def _on_bases(self, seen: BasesSeen) -> list[Out]:
+        self._branches = seen.branches
+        return self._on_held(self.rank, seen.committed, seen.needed)
+
+    def _on_watermark_kept(self, sender: int, message: WatermarkKept) -> list[Out]:
+        if message.base != self.watermark.base:
+            return []
+        self._knows.add(sender)
+        if sender not in self.cluster.leaders:
+            return []
+        return self._on_held(sender, message.held, message.needed)
+
+    # Retention.
+
+    def _on_held(
+        self, leader: int, held: tuple[BaseId, ...], needed: tuple[BaseId, ...]
+    ) -> list[Out]:
+        self._held[leader], self._needed[leader] = held, needed
+        if self._reading is not None or self._held.keys() < set(self.cluster.leaders):
+            return []
+        if any(self._owes(rank) for rank in self.cluster.leaders):
+            return []
+        return self._plan()
+
+    def _plan(self) -> list[Out]:
+        watermark = self.watermark.base
+        assert watermark is not None
+        everything = {base for held in self._held.values() for base in held if base <= watermark}
+        plan = plan_retention(
+            sorted(everything),
+            self._branches,
+            keep=self._keep,
+            verified=self.verified,
+            damaged=self.damaged,
+            spared=set(self._spared()),
+            needed={base for needed in self._needed.values() for base in needed},
+        )
+        if plan.verify is not None:
+            return self._read_back(plan.verify)
+        delete = tuple(base for base in plan.delete if base < watermark)
+        if not delete:
+            return []
+        self._to_delete = delete
+        return self._tell_watermark()
+
+    def _read_back(self, base: BaseId) -> list[Out]:
+        if base.timeline != self.timeline:
+            return []  # not written by these ranks: they cannot say; nothing is deleted then
+        self._reading, self._read = base, {}
+        others = self.cluster.others(self.rank)
+        tell: list[Out] = [Send(rank, ReadBackWanted(base)) for rank in others]
+        return [*tell, Do(base, ReadBack())]
+
+    def _on_read_back(self, base: BaseId, problem: str) -> list[Out]:
+        return self._on_read(self.rank, base, problem)
+
+    def _on_read(self, sender: int, base: BaseId, problem: str) -> list[Out]:
+        if base != self._reading:
+            return []
+        self._read[sender] = problem
+        if len(self._read) < self.cluster.world:
+            return []
+        self._reading = None
+        found = [(rank, text) for rank, text in sorted(self._read.items()) if text]
+        (self.damaged if found else self.verified).add(base)
+        if not found:
+            return self._plan()
+        # What the logs need was said without knowing of it: each disk is asked once more.
+        self._held, self._to_delete = {}, ()
+        return [*(IsDamaged(base, rank, text) for rank, text in found), *self._tell_watermark()]

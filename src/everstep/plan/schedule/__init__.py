@@ -1,0 +1,3 @@
+"""schedule."""
+
+__all__: list[str] = []

@@ -1,0 +1,141 @@
+"""The lowest peak for chunks of a given size, by integer programming (Checkflow section III-A).
+
+The literal program has a binary for every item and operator (BERT: 562 000). Here items of equal
+size and deadline are interchangeable, so one integer for each such group and operator says how many
+leave there; when they are created follows (:mod:`.schedule`); operators behind which none fits are
+left out. The bound of divisible items and the greedy plan enclose the optimum from the beginning,
+and where they meet there is nothing to solve.
+
+Needs PySCIPOpt (``pip install "everstep[plan]"``).
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import time
+from typing import Any
+
+from everstep.errors import UnavailableError
+from everstep.plan.schedule.schedule import (
+    Group,
+    Mode,
+    Placement,
+    Problem,
+    Schedule,
+    bound,
+    greedy,
+    groups_of,
+    peak_of,
+)
+
+__all__ = ["exact", "has_solver"]
+
+
+def has_solver() -> bool:
+    """Whether PySCIPOpt is installed."""
+    return importlib.util.find_spec("pyscipopt") is not None
+
+
+def exact(problem: Problem, mode: Mode, chunk_bytes: int, *, limit_s: float) -> Schedule | None:
+    """The best plan of chunks of at most ``chunk_bytes``.
+
+    Args:
+        limit_s: for making the program and solving it; :attr:`.Schedule.bound_bytes` is what has
+            been proved until then.
+
+    Returns:
+        None if these chunks do not fit behind the operators, or none was found in time.
+
+    Raises:
+        InfeasibleError: no plan exists, whatever the chunks.
+        UnavailableError: there is no solver.
+    """
+    deadline_s = time.monotonic() + limit_s
+    lowest, start = bound(problem, mode), greedy(problem, mode, chunk_bytes)
+    if start is not None and start.peak_bytes == lowest:
+        return start
+    if not has_solver():
+        raise UnavailableError(
+            "an exact plan needs PySCIPOpt, which is not installed",
+            hint='pip install "everstep[plan]"; the greedy plan states its gap',
+        )
+    program = _Program(problem, mode, groups_of(problem, chunk_bytes), lowest)
+    found = program.solve(start, deadline_s - time.monotonic())
+    if found is None:
+        return start
+    placements, proved = found
+    peak = peak_of(problem, placements)
+    if start is not None and start.peak_bytes <= peak:
+        placements, peak = list(start.placements), start.peak_bytes
+    return Schedule(mode, tuple(placements), peak, min(peak, max(lowest, proved)), chunk_bytes)
+
+
+class _Program:
+    def __init__(self, problem: Problem, mode: Mode, groups: list[Group], lowest: int) -> None:
+        scip: Any = importlib.import_module("pyscipopt")
+        self._problem, self._groups, self._paper = problem, groups, mode == "paper"
+        self._model = model = scip.Model()
+        model.hideOutput()
+        most = problem.peak_bytes + problem.size_bytes
+        self._peak = model.addVar("peak", lb=lowest, ub=most)
+        model.setObjective(self._peak)
+        capacities = problem.capacities(mode)
+        count = len(capacities)
+        self._moved: list[list[Any]] = [[] for _ in range(count)]
+        self._kept: list[list[Any]] = [[] for _ in range(count)]
+        self._leaves = [self._group(number, capacities) for number in range(len(groups))]
+        for number, capacity in enumerate(capacities):
+            if self._moved[number]:
+                model.addCons(scip.quicksum(self._moved[number]) <= capacity)
+            if self._kept[number]:
+                kept = scip.quicksum(self._kept[number])
+                model.addCons(kept <= self._peak - problem.live_bytes[number])
+
+    def _group(self, number: int, capacities: list[int]) -> dict[int, Any]:
+        """The variables of a group: how many leave at each operator."""
+        group, model, count = self._groups[number], self._model, len(capacities)
+        leaves = {
+            at: model.addVar(f"x{number}.{at}", "I", lb=0, ub=group.count)
+            for at, capacity in enumerate(capacities)
+            if capacity >= group.size_bytes
+        }
+        for at, variable in leaves.items():
+            self._moved[at].append(group.size_bytes * variable)
+            if self._paper and at < group.update - 1:  # its snapshot, here and one before
+                self._kept[at].append(group.size_bytes * variable)
+            if self._paper and at < group.update:
+                self._kept[at - 1].append(group.size_bytes * variable)
+        # What is left over, from the last operator on at which it may be duplicated.
+        left: Any = group.count - sum(v for at, v in leaves.items() if at < group.update - 1)
+        for at in range(group.update - 1, count):
+            rest = model.addVar(lb=0, ub=group.count)
+            model.addCons(rest == left)
+            after = rest - leaves[at] if at in leaves else rest
+            here = rest if self._paper or at >= group.update else after
+            self._kept[at].append(group.size_bytes * here)
+            left = after
+        model.addCons(left == 0)
+        return leaves
+
+    def solve(self, start: Schedule | None, limit_s: float) -> tuple[list[Placement], int] | None:
+        """Placements, and the peak below which it has proved that there is no plan."""
+        if limit_s <= 0:
+            return None
+        self._model.setParam("limits/time", limit_s)
+        if start is not None:
+            self._model.setObjlimit(start.peak_bytes + 1)
+        self._model.optimize()
+        if not self._model.getNSols():
+            return None
+        placements = []
+        for number, leaves in enumerate(self._leaves):
+            group = self._groups[number]
+            chunks = iter(group.chunks())
+            for at, variable in leaves.items():
+                for _ in range(round(self._model.getVal(variable))):
+                    snapshot = min(group.update, at) - 1 if self._paper else None
+                    if at >= group.update:
+                        snapshot = group.update - 1
+                    placements.append(Placement(next(chunks), snapshot, at))
+        return placements, int(self._model.getDualbound() + 1 - 1e-6)

@@ -1,0 +1,102 @@
+"""Whether a trace tells the truth: what of the state has really changed, behind every operator.
+
+A step is traced for real, and behind each operator everything that a checkpoint holds is digested.
+Schemas can leave writes out (:mod:`.recorder` has a table of torch's own), and libraries write
+past the dispatcher: a plan would let such a tensor leave too late. For tests, and before a plan
+for a model with operators of its own is believed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import xxhash
+from torch import Tensor, nn
+from torch.amp.grad_scaler import GradScaler
+from torch.optim import Optimizer
+
+from everstep.plan.schedule.recorder import address_of, parts_of
+from everstep.plan.schedule.steps import Operator, StepTrace
+from everstep.plan.schedule.trace import state_of, trace_training
+from everstep.state.values.tensors import host_bytes
+
+__all__ = ["Missed", "missed_writes"]
+
+_Value = tuple[tuple[int, ...], str]  # where it lies, digest
+
+
+@dataclass(frozen=True, slots=True)
+class Missed:
+    """A change that the trace does not have.
+
+    Attributes:
+        name: of the state.
+        number: of the operator behind which it was found; that of the last one also for what
+            changed after it.
+        operator: its name.
+    """
+
+    name: str
+    number: int
+    operator: str
+
+
+def missed_writes(
+    model: nn.Module,
+    optimizer: Optimizer | Mapping[nn.Parameter, Optimizer],
+    loss: Callable[[], Tensor],
+    scaler: GradScaler | None = None,
+) -> tuple[StepTrace, list[Missed]]:
+    """Traces a real step as :func:`.trace_training` does, and digests the state as it goes.
+
+    Returns:
+        The trace, and all changes of the state that no operator in it makes by then.
+
+    Raises:
+        OptionError, UnsupportedStateError: as of :func:`.trace_training`.
+    """
+    optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer.values())
+    watch = _Watch(lambda: {n: t for _, n, t in state_of(model, optimizers, scaler) if n})
+    trace = trace_training(model, optimizer, loss, look=watch, scaler=scaler)
+    last = len(trace.operators) - 1
+    watch.behind(last, trace.operators[-1], frozenset())
+    known = {name: tensor for tensor in trace.state for name in tensor.names}
+    for name, number in watch.moved:  # known of by the end of the memory that it left
+        write = known[name].first_write if name in known else None
+        if write is None or write > number + 1:
+            watch.missed.append(Missed(name, number, trace.operators[number].name))
+    return trace, watch.missed
+
+
+class _Watch:
+    def __init__(self, state: Callable[[], dict[str, Tensor]]) -> None:
+        self._state = state
+        self._before: dict[str, _Value] = {}
+        self.missed: list[Missed] = []
+        self.moved: list[tuple[str, int]] = []
+
+    def begin(self) -> None:
+        self._before = {name: _value(tensor) for name, tensor in self._state().items()}
+
+    def behind(self, number: int, operator: Operator, written: frozenset[str]) -> None:
+        for name, tensor in self._state().items():
+            found = _value(tensor)
+            before = self._before.get(name)
+            self._before[name] = found
+            if before == found:
+                continue
+            if before is None or before[0] != found[0]:
+                self.moved.append((name, number))
+            elif name not in written:
+                self.missed.append(Missed(name, number, operator.name))
+
+
+def _value(tensor: Tensor) -> _Value:
+    tensor = tensor.detach()
+    parts = list(parts_of(tensor))
+    digest = xxhash.xxh3_128()
+    for part in parts:
+        copy = part.contiguous().cpu()  # host_bytes() does not keep it alive
+        digest.update(host_bytes(copy))
+    return tuple(map(address_of, parts)), digest.hexdigest()

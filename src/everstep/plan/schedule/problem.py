@@ -1,0 +1,251 @@
+"""A step and what must leave the device while it runs; a plan of that, and what a plan violates.
+
+The model is Checkflow's (section III-A), as :mod:`.schedule` says; nothing here plans.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from everstep.errors import OptionError
+from everstep.plan.schedule.steps import StepTrace
+
+__all__ = [
+    "Chunk",
+    "Item",
+    "Mode",
+    "Placement",
+    "Problem",
+    "Schedule",
+    "memory_of",
+    "peak_of",
+    "problem_of",
+    "validate",
+]
+
+Mode = Literal["paper", "direct"]
+
+
+@dataclass(frozen=True, slots=True)
+class Item:
+    """A tensor of the state.
+
+    Attributes:
+        update: the operator that first writes to it; the number of operators if none does.
+    """
+
+    name: str
+    size_bytes: int
+    update: int
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """A step, and what must leave the device while it runs.
+
+    Attributes:
+        seconds: of each operator.
+        live_bytes: of the step itself while each operator runs.
+        items: what is to be offloaded.
+        link_bytes_per_s: from device to host.
+
+    Raises:
+        OptionError: parts do not fit each other.
+    """
+
+    seconds: tuple[float, ...]
+    live_bytes: tuple[int, ...]
+    items: tuple[Item, ...]
+    link_bytes_per_s: float
+
+    def __post_init__(self) -> None:
+        count = len(self.seconds)
+        if not count or len(self.live_bytes) != count:
+            raise OptionError("a problem needs times and memory of at least one operator")
+        if not 0 < self.link_bytes_per_s < math.inf:
+            raise OptionError("times and bandwidth must be positive, and finite")
+        if any(not 0 <= s < math.inf for s in self.seconds):
+            raise OptionError("times and bandwidth must be positive, and finite")
+        if any(not 0 <= item.update <= count or item.size_bytes < 0 for item in self.items):
+            raise OptionError("an item is written by an operator that is not there")
+
+    @property
+    def size_bytes(self) -> int:
+        """Of a checkpoint."""
+        return sum(item.size_bytes for item in self.items)
+
+    @property
+    def step_s(self) -> float:
+        """Of the step."""
+        return sum(self.seconds)
+
+    @property
+    def peak_bytes(self) -> int:
+        """Of the step alone."""
+        return max(self.live_bytes)
+
+    def capacities(self, mode: Mode) -> list[int]:
+        """Bytes that the link moves behind each operator."""
+        found = [int(self.link_bytes_per_s * s) for s in self.seconds]
+        return [0, *found[1:]] if mode == "paper" else found
+
+    def needed_bytes_per_s(self, mode: Mode) -> float:
+        """The bandwidth that moves all items within the step, were bytes divisible."""
+        usable_s = self.step_s - (self.seconds[0] if mode == "paper" else 0.0)
+        return self.size_bytes / usable_s if usable_s else float("inf")
+
+    def written_before(self) -> list[int]:
+        """Bytes of items whose first write is by operator ``t`` or before, for each ``t``, and for
+        all of them at last."""
+        found = [0] * (len(self.seconds) + 1)
+        for item in self.items:
+            found[item.update] += item.size_bytes
+        for number in range(1, len(found)):
+            found[number] += found[number - 1]
+        return found
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """A part of an item that leaves in one piece."""
+
+    item: int
+    begin: int
+    end: int
+
+    @property
+    def size_bytes(self) -> int:
+        return self.end - self.begin
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """When a chunk leaves.
+
+    Attributes:
+        snapshot: behind which operator it is duplicated; None: it leaves as it lies.
+        offload: the operator behind which it leaves.
+    """
+
+    chunk: Chunk
+    snapshot: int | None
+    offload: int
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """A plan.
+
+    Attributes:
+        peak_bytes: of memory, the step's own included.
+        bound_bytes: no plan of any chunks has a lower peak.
+        chunk_bytes: largest chunk.
+    """
+
+    mode: Mode
+    placements: tuple[Placement, ...]
+    peak_bytes: int
+    bound_bytes: int
+    chunk_bytes: int
+
+    @property
+    def gap(self) -> float:
+        """How far the peak is from the bound, as a share of it."""
+        return self.peak_bytes / self.bound_bytes - 1 if self.bound_bytes else 0.0
+
+
+def problem_of(trace: StepTrace, seconds: Sequence[float], link_bytes_per_s: float) -> Problem:
+    """The problem of a traced step.
+
+    Where the first operator writes to the state, as a model does that begins with a BatchNorm (its
+    count of batches), the step mark stands before it as an operator that takes no time: what is
+    written first is duplicated there, as a running training does. The paper has no place for it
+    (its Eq. 8 skips the first operator).
+
+    Args:
+        seconds: of each operator (see :func:`everstep.plan.schedule.devices.seconds_of`).
+    """
+    marked = any(tensor.first_write == 0 for tensor in trace.state)
+    seconds, live_bytes = list(seconds), trace.live_bytes()
+    if marked:
+        seconds.insert(0, 0.0)
+        live_bytes.insert(0, sum(x.size_bytes for x in trace.tensors if x.begin < 0))
+    writes = [len(trace.operators) if (w := x.first_write) is None else w for x in trace.state]
+    items = tuple(
+        Item(tensor.name, tensor.size_bytes, write + marked)
+        for tensor, write in zip(trace.state, writes, strict=True)
+    )
+    return Problem(tuple(seconds), tuple(live_bytes), items, link_bytes_per_s)
+
+
+def validate(problem: Problem, plan: Schedule) -> list[str]:
+    """What a plan violates, in words, from the constraints themselves and no solver."""
+    found = _unreadable(problem, plan)
+    if found:
+        return found
+    carried = [0] * len(problem.seconds)
+    covered: dict[int, list[tuple[int, int]]] = {}
+    for place in plan.placements:
+        item = problem.items[place.chunk.item]
+        covered.setdefault(place.chunk.item, []).append((place.chunk.begin, place.chunk.end))
+        carried[place.offload] += place.chunk.size_bytes
+        if place.snapshot is None:
+            if plan.mode == "paper" or place.offload >= item.update:
+                found.append(f"{item.name}: leaves as it lies, after it was written")
+        elif not 0 <= place.snapshot < min(item.update, place.offload):
+            found.append(f"{item.name}: its snapshot comes too late")
+    for number, size in enumerate(carried):
+        if size > problem.link_bytes_per_s * problem.seconds[number]:
+            found.append(f"operator {number}: the link is asked for more than it moves")
+    for number, item in enumerate(problem.items):
+        position = 0
+        for begin, end in sorted(covered.get(number, [])):
+            if begin != position:
+                found.append(f"{item.name}: byte {position} leaves not once")
+            position = end
+        if position != item.size_bytes:
+            found.append(f"{item.name}: not all of it leaves")
+    if peak_of(problem, plan.placements) != plan.peak_bytes:
+        found.append("the peak is not as stated")
+    if plan.bound_bytes > plan.peak_bytes:
+        found.append("the peak is below what is said to be its bound")
+    if any(place.chunk.size_bytes > plan.chunk_bytes for place in plan.placements):
+        found.append("a chunk is larger than stated")
+    return found
+
+
+def _unreadable(problem: Problem, plan: Schedule) -> list[str]:
+    """Placements of what is not there: no operator, no item, no bytes."""
+    found = []
+    for place in plan.placements:
+        chunk = place.chunk
+        if not 0 <= chunk.item < len(problem.items):
+            found.append(f"there is no item {chunk.item}")
+        elif not 0 <= chunk.begin < chunk.end <= problem.items[chunk.item].size_bytes:
+            name = problem.items[chunk.item].name
+            found.append(f"{name}: it has no bytes {chunk.begin} to {chunk.end}")
+        if not 0 <= place.offload < len(problem.seconds):
+            found.append(f"there is no operator {place.offload} to leave behind")
+    return found
+
+
+def peak_of(problem: Problem, placements: Sequence[Placement]) -> int:
+    """Most bytes at any operator."""
+    return max(memory_of(problem, placements))
+
+
+def memory_of(problem: Problem, placements: Sequence[Placement]) -> list[int]:
+    """Bytes while each operator runs: the step's own and all snapshots."""
+    change = [0] * (len(problem.seconds) + 1)
+    for place in placements:
+        if place.snapshot is not None:
+            change[place.snapshot] += place.chunk.size_bytes
+            change[place.offload + 1] -= place.chunk.size_bytes
+    found, extra = [], 0
+    for number, live in enumerate(problem.live_bytes):
+        extra += change[number]
+        found.append(live + extra)
+    return found

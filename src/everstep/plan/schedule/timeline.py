@@ -1,0 +1,295 @@
+"""A capture plan from what a step shows while it runs: events, and the seconds between them.
+
+In production no operators are seen, and no tensor's life: only *events* (a module begins, a
+gradient is there, an optimizer is about to update), numbered from the step mark, event 0. The time
+from one event to the next is an operator of :class:`.schedule.Problem`. What leaves the device is
+divisible but for tensors that do not lie as they are stored, so the fluid plan itself is carried
+out: at each interval the link is filled, first with what the next update would overwrite, then the
+earliest deadline first. It needs as few duplicates as any plan does (:func:`.schedule.bound`,
+Checkflow section III-A with tensors that leave as they lie).
+
+A link that is too slow makes training wait. The plan then is that of a step that is longer by the
+missing time, in front of its first update; how long each update waits is predicted.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import chain, islice
+
+from everstep.plan.schedule.schedule import Chunk, Item, Placement, Problem
+
+__all__ = ["Departure", "Leaving", "StepPlan", "place", "plan_departures"]
+
+_INTERVALS = 32  # of a step, about: each is a place where copies may be issued
+_UNIT_BYTES = (512, 64 << 10)  # of the cuts through what leaves: least and most
+_UNITS = 4096  # in a step, about
+_STRETCHES = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Leaving:
+    """What is copied in each step.
+
+    Attributes:
+        update: number of the event that begins its first update; that of all events if none does.
+        divisible: whether a part of it can leave alone.
+    """
+
+    size_bytes: int
+    update: int
+    divisible: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Departure:
+    """A part of what leaves.
+
+    Attributes:
+        chunk: which part of which.
+        event: at which its copy is issued.
+        duplicated: just before the update: what is copied is the duplicate.
+        start_s, end_s: of the copy, behind the step mark, as predicted.
+    """
+
+    chunk: Chunk
+    event: int
+    duplicated: bool
+    start_s: float = 0.0
+    end_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlan:
+    """When what leaves.
+
+    Attributes:
+        departures: in the order of the link.
+        waits_s: how long training waits at an event, as predicted, by event; without those that
+            do not wait.
+        step_s: of the step itself.
+        duplicated_bytes: of memory on the device.
+        link_bytes_per_s: that it was made for.
+        needed_bytes_per_s: below which training waits in any plan; infinite if no time is left
+            before the first update.
+        problem: what was solved, its last interval before the first update perhaps stretched.
+        placements: its solution.
+    """
+
+    departures: tuple[Departure, ...]
+    waits_s: dict[int, float]
+    step_s: float
+    duplicated_bytes: int
+    link_bytes_per_s: float
+    needed_bytes_per_s: float
+    problem: Problem
+    placements: tuple[Placement, ...]
+
+    @property
+    def wait_s(self) -> float:
+        """Of the whole step."""
+        return sum(self.waits_s.values())
+
+
+def plan_departures(
+    seconds: Sequence[float],
+    leaving: Sequence[Leaving],
+    link_bytes_per_s: float,
+    *,
+    duplicates: bool = True,
+    duplicate_bytes_per_s: float = float("inf"),
+) -> StepPlan:
+    """Plans a step.
+
+    Args:
+        seconds: from each event to the next, and from the last one to the next mark.
+        leaving: nothing of it may be updated by event 0.
+        duplicates: whether there is memory for them; without, updates wait instead.
+        duplicate_bytes_per_s: how fast they are made.
+    """
+    firsts = _intervals(seconds, {item.update for item in leaving})
+    number_of = {event: number for number, event in enumerate(firsts)}
+    ends = (*firsts[1:], len(seconds))
+    lengths = tuple(sum(seconds[a:b]) for a, b in zip(firsts, ends, strict=True))
+    items = tuple(
+        Item(str(number), item.size_bytes, number_of.get(item.update, len(firsts)))
+        for number, item in enumerate(leaving)
+    )
+    problem = Problem(lengths, (0,) * len(lengths), items, link_bytes_per_s)
+    needed = problem.needed_bytes_per_s("direct")
+    problem, placements = _stretched(problem)
+    planned = _departures(placements, leaving, items, len(lengths), duplicates=duplicates)
+    times_s, waits_s = _predict(lengths, planned, items, link_bytes_per_s, duplicate_bytes_per_s)
+    departures = tuple(
+        replace(departure, event=firsts[departure.event], start_s=start_s, end_s=end_s)
+        for departure, (start_s, end_s) in zip(planned, times_s, strict=True)
+    )
+    return StepPlan(
+        departures,
+        {firsts[number]: wait_s for number, wait_s in enumerate(waits_s) if wait_s > 0},
+        sum(lengths),
+        sum(departure.chunk.size_bytes for departure in planned if departure.duplicated),
+        link_bytes_per_s,
+        needed,
+        problem,
+        tuple(placements),
+    )
+
+
+def place(problem: Problem) -> tuple[list[Placement], int]:
+    """The fluid plan, in the order of the link, and the bytes that do not fit into the step.
+
+    What leaves late was duplicated before its update (``snapshot``).
+    """
+    items = problem.items
+    capacities = problem.capacities("direct")
+    unit = _unit_bytes(sum(capacities))
+    order = sorted(range(len(items)), key=lambda number: items[number].update)
+    due: dict[int, list[int]] = defaultdict(list)
+    for number in order:
+        due[items[number].update].append(number)
+    gone = [0] * len(items)
+    first = 0  # whatever is before it in the order has gone
+    found: list[Placement] = []
+    for interval, room in enumerate(capacities):
+        for number in chain(due.get(interval + 1, ()), islice(order, first, None)):
+            left = items[number].size_bytes - gone[number]
+            size = left if left <= room else room // unit * unit
+            if size:
+                late = items[number].update <= interval
+                chunk = Chunk(number, gone[number], gone[number] + size)
+                found.append(Placement(chunk, items[number].update - 1 if late else None, interval))
+                gone[number] += size
+                room -= size
+            if room < unit:
+                break
+        while first < len(order) and gone[order[first]] == items[order[first]].size_bytes:
+            first += 1
+    return found, problem.size_bytes - sum(gone)
+
+
+def _intervals(seconds: Sequence[float], updates: set[int]) -> list[int]:
+    """First events of intervals: at each update one begins, and about so many more."""
+    least_s = sum(seconds) / _INTERVALS
+    found, since_s = [0], 0.0
+    for event, before_s in enumerate(seconds[:-1], start=1):
+        since_s += before_s
+        if event in updates or since_s >= least_s:
+            found.append(event)
+            since_s = 0.0
+    return found
+
+
+def _unit_bytes(capacity: int) -> int:
+    least, most = _UNIT_BYTES
+    unit = least
+    while unit < most and unit * _UNITS < capacity:
+        unit *= 2
+    return unit
+
+
+def _stretched(problem: Problem) -> tuple[Problem, list[Placement]]:
+    """The problem with as much time before its first update as it takes, and its plan."""
+    placements, left = place(problem)
+    first = min((item.update for item in problem.items if item.size_bytes), default=1)
+    for _ in range(_STRETCHES):
+        if not left:
+            break
+        lengths = list(problem.seconds)
+        lengths[first - 1] += left / problem.link_bytes_per_s
+        problem = replace(problem, seconds=tuple(lengths))
+        placements, left = place(problem)
+    if left:  # by the rest of a cut in each interval: it leaves behind the step
+        placements += _rest(problem, placements)
+    return problem, placements
+
+
+def _rest(problem: Problem, placements: Sequence[Placement]) -> list[Placement]:
+    gone = [0] * len(problem.items)
+    for placement in placements:
+        gone[placement.chunk.item] = placement.chunk.end
+    last = len(problem.seconds) - 1
+    return [
+        Placement(Chunk(number, gone[number], item.size_bytes), _snapshot(item, last), last)
+        for number, item in enumerate(problem.items)
+        if gone[number] < item.size_bytes
+    ]
+
+
+def _snapshot(item: Item, interval: int) -> int | None:
+    return item.update - 1 if item.update <= interval else None
+
+
+def _departures(
+    placements: Sequence[Placement],
+    leaving: Sequence[Leaving],
+    items: Sequence[Item],
+    intervals: int,
+    *,
+    duplicates: bool,
+) -> list[Departure]:
+    """Placements as copies: neighbours in one; what cannot be cut is late as a whole."""
+    whole: dict[int, Placement] = {}  # by item, the one that decides
+    for placement in placements:
+        number = placement.chunk.item
+        if not leaving[number].divisible:
+            before = whole.get(number)
+            if before is None or (before.snapshot is None and placement.snapshot is not None):
+                whole[number] = placement
+    found: list[Departure] = []
+    for placement in placements:
+        number, late = placement.chunk.item, placement.snapshot is not None
+        chunk, interval = placement.chunk, placement.offload
+        if number in whole:
+            if placement is not whole[number]:
+                continue
+            chunk = Chunk(number, 0, items[number].size_bytes)
+        if late and not duplicates:  # at the last moment, and the update waits
+            late, interval = False, min(items[number].update, intervals) - 1
+        last = found[-1] if found else None
+        if (
+            last is not None
+            and last.chunk.item == number
+            and last.chunk.end == chunk.begin
+            and last.duplicated == late
+        ):
+            found[-1] = replace(last, chunk=Chunk(number, last.chunk.begin, chunk.end))
+            continue
+        found.append(Departure(chunk, interval, late))
+    return found if duplicates else sorted(found, key=lambda departure: departure.event)
+
+
+def _predict(
+    lengths: Sequence[float],
+    departures: Sequence[Departure],
+    items: Sequence[Item],
+    link_bytes_per_s: float,
+    duplicate_bytes_per_s: float,
+) -> tuple[list[tuple[float, float]], list[float]]:
+    """When each copy starts and ends on one queue, and how long each interval's event waits."""
+    issued: dict[int, list[int]] = defaultdict(list)
+    awaited: dict[int, list[int]] = defaultdict(list)
+    duplicated = [0] * (len(lengths) + 1)
+    for number, departure in enumerate(departures):
+        issued[departure.event].append(number)
+        update = items[departure.chunk.item].update
+        if departure.duplicated:
+            duplicated[update] += departure.chunk.size_bytes
+        else:
+            awaited[update].append(number)
+    times_s = [(0.0, 0.0)] * len(departures)
+    waits_s = []
+    now_s = free_s = 0.0
+    for interval, length_s in enumerate(lengths):
+        copied_s = max((times_s[number][1] for number in awaited[interval]), default=now_s)
+        wait_s = max(0.0, copied_s - now_s) + duplicated[interval] / duplicate_bytes_per_s
+        waits_s.append(wait_s)
+        now_s += wait_s
+        for number in issued[interval]:
+            start_s = max(free_s, now_s)
+            free_s = start_s + departures[number].chunk.size_bytes / link_bytes_per_s
+            times_s[number] = start_s, free_s
+        now_s += length_s
+    return times_s, waits_s

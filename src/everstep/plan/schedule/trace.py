@@ -1,0 +1,237 @@
+"""What one training step does, operator by operator: which tensors live when, which are written.
+
+Any model, optimizer and loss in plain Python can be traced, on the meta device without memory or
+computation, or for real, then with measured times. Tracers of programs (symbolic_trace, make_fx,
+torch.export) each fail on some models; a dispatch mode sees what runs (:mod:`.recorder`).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.amp.grad_scaler import GradScaler
+from torch.optim import Optimizer
+from torch.utils._pytree import tree_flatten_with_path
+
+from everstep.errors import EverstepError, OptionError, UnsupportedStateError
+from everstep.plan.schedule.recorder import Look, Recorder
+from everstep.plan.schedule.steps import Kind, Operator, Phase, StepTrace, Traced, difference
+
+__all__ = [
+    "Kind",
+    "Look",
+    "Operator",
+    "Parallel",
+    "Phase",
+    "StepTrace",
+    "Traced",
+    "difference",
+    "state_of",
+    "trace_training",
+]
+
+
+class Parallel(Protocol):
+    """What several ranks do between the operators of one (:class:`.parallel.Buckets`)."""
+
+    warm_up_steps: int
+
+    def attach(self, launch: Callable[[str, Sequence[Tensor], int], None]) -> Callable[[], None]:
+        """Hooks in; ``launch`` takes name, tensors and ranks. Returns how to end it."""
+
+    def forward(self) -> None:
+        """Forward begins."""
+
+
+def trace_training(
+    model: nn.Module,
+    optimizer: Optimizer | Mapping[nn.Parameter, Optimizer],
+    loss: Callable[[], Tensor],
+    *,
+    warm_up: bool = True,
+    timed: bool = False,
+    look: Look | None = None,
+    parallel: Parallel | None = None,
+    scaler: GradScaler | None = None,
+) -> StepTrace:
+    """Traces one step: ``loss().backward()``, ``optimizer.step()``.
+
+    Steps are taken first without looking: one, which makes optimizer state that does not exist yet,
+    or two where DistributedDataParallel orders its buckets in the second. Gradients are set to None
+    before each. All are real steps of the model and the optimizer.
+
+    Args:
+        optimizer: or one for each parameter, which updates inside of backward, as soon as the
+            gradient is there, and frees it.
+        loss: forward and loss of one batch, whose inputs exist already.
+        warm_up: False directly behind another trace of the same.
+        timed: measure each operator, one at a time (of no use on the meta device).
+        look: looks on; for checks against what has really changed.
+        parallel: collectives to be seen that nobody runs.
+        scaler: scales the loss, and unscales the gradients; its scale and counter are a part of
+            the state. Where it leaves the update out, none is traced (:mod:`.scaling`).
+
+    Raises:
+        OptionError: a scaler, and updates inside of backward, where gradients are not unscaled yet;
+            or ``loss`` gives something else than a number that depends on a parameter.
+        UnsupportedStateError: an operator cannot run without data, by name; or a tensor of the
+            state is given other memory during the step.
+    """
+    if scaler is not None and not isinstance(optimizer, Optimizer):
+        raise OptionError("a GradScaler has not unscaled a gradient inside of backward")
+    if isinstance(model, nn.parallel.DistributedDataParallel):
+        model, warm_up_steps = model.module, 2
+    else:
+        warm_up_steps = parallel.warm_up_steps if parallel is not None else 1
+    recorder = Recorder(model, timed=timed, look=look)
+    apart = {} if isinstance(optimizer, Optimizer) else dict(optimizer)
+    optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(apart.values())
+
+    def update(parameter: Tensor) -> None:
+        recorder.gradients([parameter])
+        recorder.enter("update")
+        one = apart[parameter]  # type: ignore[index]
+        _update(one, None)
+        one.zero_grad(set_to_none=True)
+        recorder.enter("backward")
+
+    def step() -> None:
+        recorder.enter("forward")
+        if parallel is not None:
+            parallel.forward()
+        result = _checked(loss())
+        recorder.enter("backward")
+        if scaler is not None:
+            result = scaler.scale(result)
+        result.backward()  # type: ignore[no-untyped-call]
+        recorder.gradients(model.parameters())
+        del result
+        recorder.enter("update")
+        if not apart:
+            _update(optimizers[0], scaler)
+            optimizers[0].zero_grad(set_to_none=True)
+
+    for one in optimizers:
+        one.zero_grad(set_to_none=True)
+    step_s: float | None = None
+    with ExitStack() as stack:
+        for parameter in apart:
+            if not parameter.requires_grad:
+                continue  # frozen: no gradient comes
+            hook = parameter.register_post_accumulate_grad_hook(update)  # type: ignore[no-untyped-call]
+            stack.callback(hook.remove)
+        if parallel is not None:
+            stack.callback(parallel.attach(recorder.collective))
+        try:
+            with recorder:
+                for _ in range(warm_up_steps if warm_up else 0):
+                    step()
+            if timed:
+                step_s = _seconds(step, recorder.device)
+            recorder.begin(state_of(model, optimizers, scaler))
+            with recorder:
+                step()
+        except EverstepError:
+            raise
+        except (NotImplementedError, RuntimeError, TypeError) as error:  # the last: of numpy()
+            if not recorder.dry:
+                raise
+            what = f"operator {recorder.entered}" if recorder.entered else "the step"
+            raise UnsupportedStateError(
+                f"{what} cannot be traced without data: {error}",
+                leaves=((recorder.entered, "an operator that needs data"),),
+                hint="trace a small real batch on the CPU, or register a fake kernel for it",
+            ) from error
+    elsewhere = recorder.moved(state_of(model, optimizers, scaler))
+    if elsewhere:
+        raise UnsupportedStateError(
+            f"{elsewhere[0]!r} and in all {len(elsewhere)} tensors of the state are given other "
+            "memory during the step: a plan says when memory leaves",
+            leaves=tuple((name, "given other memory during the step") for name in elsewhere),
+            hint="change them in place, or method='lazy', which needs no plan",
+        )
+    operators, tensors = recorder.result()
+    if not operators:
+        raise EverstepError("a step without any operator cannot be planned")
+    return StepTrace(operators, tensors, str(recorder.device.type), step_s)
+
+
+def _checked(loss: Any) -> Tensor:
+    """A loss from which gradients come."""
+    if isinstance(loss, Tensor) and loss.numel() == 1 and loss.requires_grad:
+        return loss
+    found = type(loss).__name__
+    if isinstance(loss, Tensor):
+        found = f"a tensor of {loss.numel()}" if loss.numel() != 1 else "a number without gradient"
+    raise OptionError(
+        f"the loss is {found}", hint="a tensor of one number that depends on a parameter"
+    )
+
+
+def _update(optimizer: Optimizer, scaler: GradScaler | None) -> None:
+    # Counters of steps are numbers that are read: not on the meta device, should that be the
+    # default, where some versions of torch (2.11) would make them.
+    with torch.device("cpu"):
+        if scaler is None:
+            optimizer.step()
+            return
+        scaler.step(optimizer)
+        scaler.update()
+
+
+def state_of(
+    model: nn.Module, optimizers: Sequence[Optimizer], scaler: GradScaler | None = None
+) -> Iterator[tuple[Kind, str, Tensor]]:
+    """What a checkpoint holds, and the buffers that none does, as ``"activation"``."""
+    if isinstance(model, nn.parallel.DistributedDataParallel):
+        model = model.module
+    names: dict[Tensor, str] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(parameter, name)
+        yield "parameter", name, parameter
+    passing = {
+        f"{prefix}.{name}" if prefix else name
+        for prefix, module in model.named_modules()
+        for name in module._non_persistent_buffers_set
+    }
+    for name, buffer in model.named_buffers():
+        if name in passing:
+            yield "activation", "", buffer
+        else:
+            yield "buffer", name, buffer
+    for optimizer in optimizers:
+        for owner, values in optimizer.state.items():
+            owned = names.get(owner, "?") if isinstance(owner, Tensor) else str(owner)
+            for key, value in _tensors(values):
+                yield "state", f"{owned}/{key}", value
+        for number, group in enumerate(optimizer.param_groups):
+            options = {key: value for key, value in group.items() if key != "params"}
+            for key, value in _tensors(options):
+                yield "state", f"group {number}/{key}", value
+    if scaler is not None:
+        for key, value in _tensors([scaler._scale, scaler._growth_tracker]):
+            yield "state", f"scaler/{('scale', 'growth_tracker')[int(key)]}", value
+
+
+def _tensors(values: Any) -> Iterator[tuple[str, Tensor]]:
+    """The tensors in nested data, each with where it is."""
+    for path, value in tree_flatten_with_path(values)[0]:
+        if isinstance(value, Tensor):
+            keys = (str(getattr(key, "key", getattr(key, "idx", key))) for key in path)
+            yield "/".join(keys), value
+
+
+def _seconds(step: Callable[[], None], device: torch.device) -> float:
+    def now_s() -> float:
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        return time.perf_counter()
+
+    start_s = now_s()
+    step()
+    return now_s() - start_s

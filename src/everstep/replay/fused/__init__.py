@@ -1,0 +1,3 @@
+"""fused."""
+
+__all__: list[str] = []

@@ -1,0 +1,385 @@
+"""Several updates at once, a block at a time: SGD, Adam and AdamW on the CPU.
+
+A whole pass per update reads and writes the state from memory each time. Here a block of it
+stays in the cache for all the updates of a call. torch's own functions run on the blocks, in the
+variant (for-loop, foreach, fused) that the hyperparameters ask for, so that the bits are those
+of a whole pass: each element is updated on its own, and what differs between torch's vector
+code and its scalar code for the last elements of a tensor (fused kernels, half precision)
+stays the same, since blocks begin at multiples of every vector length and do not straddle
+tensors. ``proof`` checks that on the torch that is installed.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from everstep.replay.exactness import HALVES
+from everstep.replay.forms import Tensors, form_of, options_of
+from everstep.replay.fused.cuts import Block, Scratch, cut, line
+from everstep.replay.fused.passes import Numbers, Rooms, numbers, program, suits
+from everstep.replay.own import writes_gradients
+from everstep.replay.packed import Gradient, Packed
+from everstep.replay.updates import Update
+
+__all__ = ["ALIGNMENT_ELEMENTS", "BLOCK_ELEMENTS", "Blocked"]
+
+BLOCK_ELEMENTS = 512 * 1024
+"""Elements of a block: with fp32 moments 6 MB, which stay in the last-level cache; in smaller ones
+Python's part (some 15 us for each block and update) shows."""
+
+UNFUSED_ELEMENTS = 64 * 1024
+"""Where several passes are taken over a block (for-loop, foreach), at most so many: parameters,
+moments, a gradient and what lies between the passes are 1.3 MB then, in a core's own cache."""
+
+ALIGNMENT_ELEMENTS = 64
+"""Blocks are multiples of this. torch's CPU loops take two vectors at a time: 32 fp32 or 64
+bf16 elements with AVX-512; fused kernels share work out in cache lines."""
+
+SINGLE, SINGLE_SHARED = 64, 8
+"""Blocks are so many times larger where nothing is to be kept in the cache: for one thread, for
+several."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Batch:
+    """Several updates, made ready to be cut.
+
+    Attributes:
+        updates: in their order.
+        options: hyperparameters, for each update and group.
+        keys: names of the moments that they need, likewise.
+        parameters, moments, gradients: large tensors as flat views, but for compressed gradients;
+            moments by key and name, gradients for each update.
+        steps: step counters as they are before.
+        counted: step counters as they are after, as far as it is known.
+        compiled: groups whose blocks are updated by a program (``passes``).
+    """
+
+    updates: Sequence[Update]
+    options: Sequence[Sequence[Mapping[str, Any]]]
+    keys: Sequence[Sequence[tuple[str, ...]]]
+    parameters: Mapping[str, torch.Tensor]
+    moments: Mapping[str, Mapping[str, torch.Tensor]]
+    gradients: Sequence[Mapping[str, Gradient]]
+    steps: Mapping[str, torch.Tensor]
+    counted: dict[str, torch.Tensor]
+    compiled: Collection[int]
+
+    def of_group(
+        self, number: int
+    ) -> Iterator[tuple[Update, Mapping[str, Any], tuple[str, ...], Mapping[str, Gradient]]]:
+        """Update, hyperparameters, names of moments and gradients, one update at a time."""
+        for update, options, keys, gradients in zip(
+            self.updates, self.options, self.keys, self.gradients, strict=True
+        ):
+            yield update, options[number], keys[number], gradients
+
+
+class Blocked:
+    """Updates the parameters and the state of an optimizer in place, block by block.
+
+    Args:
+        optimizer: holds the state; of a class in :data:`KINDS`. Its ``step`` is not called.
+        names: parameter names of each group, in order.
+        threads: Python threads that share the blocks out, each with one thread of torch.
+        block_elements: a multiple of 64; None: :data:`BLOCK_ELEMENTS`.
+        compiled: whether a program (``passes``) may stand for torch's own functions, given an
+            update, the number of a group, and the dtype of its parameters.
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        names: Sequence[Sequence[str]],
+        *,
+        threads: int,
+        block_elements: int | None = None,
+        compiled: Callable[[Update, int, torch.dtype], bool] = lambda update, number, dtype: False,
+    ) -> None:
+        block_elements = BLOCK_ELEMENTS if block_elements is None else block_elements
+        assert block_elements > 0
+        assert block_elements % ALIGNMENT_ELEMENTS == 0
+        self._optimizer = optimizer
+        self._kind = type(optimizer)
+        self._form = form_of(self._kind)
+        self._names = names
+        self._parameters = {
+            name: parameter
+            for group, members in zip(optimizer.param_groups, names, strict=True)
+            for name, parameter in zip(members, group["params"], strict=True)
+        }
+        self._threads = threads
+        self._block_elements = block_elements
+        self._may_compile = compiled
+
+    def takes(self, update: Update) -> bool:
+        """Whether this update can be applied to the state as it is now.
+
+        Not where the optimizer would create state, nor where a gradient lies elsewhere, or one
+        that is large or updates halves in another memory order than its parameter: the optimizer's
+        own step does those.
+        """
+        for members, options in zip(self._names, options_of(self._kind, update), strict=True):
+            keys = self._form.moments(options)
+            for name in members:
+                if name in update.gradients and not self._ready(name, keys, update.gradients[name]):
+                    return False
+        return True
+
+    def _ready(self, name: str, keys: Iterable[str], gradient: Gradient) -> bool:
+        parameter, state = self._parameters[name], self._state(name)
+        moments: list[Any] = [state.get(key) for key in keys]
+        if gradient.device != parameter.device:
+            return False
+        if self._form.counts and not isinstance(state.get("step"), torch.Tensor):
+            return False
+        if not all(
+            isinstance(moment, torch.Tensor) and moment.shape == parameter.shape
+            for moment in moments
+        ):
+            return False
+        tensors = [parameter, *moments]
+        large = parameter.numel() > min(self._block_elements, UNFUSED_ELEMENTS)
+        # Where orders differ, torch takes scalar code, which rounds halves otherwise: what a
+        # program writes in between would have to lie as torch's would.
+        if not large and not any(tensor.dtype in HALVES for tensor in tensors):
+            return True
+        if not isinstance(gradient, Packed):
+            tensors.append(gradient)
+        elif not parameter.is_contiguous() or (
+            large and not gradient.splits_at(self._block_elements)
+        ):
+            return False
+        return all(line(tensor, parameter) is not None for tensor in tensors)
+
+    def run(self, updates: Sequence[Update]) -> None:
+        """Applies ``updates``, all of which :meth:`takes` has accepted, in their order."""
+        elements = self._elements_for(updates)
+        batch = self._prepare(updates, elements)
+        blocks = deque(cut(self._names, self._parameters, elements))
+
+        def work() -> None:
+            scratch, rooms = Scratch(self._block_elements), Rooms(elements)
+            while True:
+                try:
+                    block = blocks.popleft()
+                except IndexError:
+                    return
+                if block.group in batch.compiled:
+                    self._run_program(block, batch, scratch, rooms)
+                else:
+                    self._run_block(block, batch, scratch)
+
+        _in_threads(work, min(self._threads, len(blocks)), stop=blocks.clear)
+        for name, step in batch.counted.items():
+            self._state(name)["step"].copy_(step)
+
+    def _elements_for(self, updates: Sequence[Update]) -> int:
+        """Of a block. One fused update passes over the state once: cutting gains nothing then,
+        but for sharing out."""
+        update = updates[0]
+        if not all(options.get("fused") for one in updates for options in one.groups):
+            return min(self._block_elements, UNFUSED_ELEMENTS)
+        if len(updates) > 1 or update.grad_scale is not None:
+            return self._block_elements
+        for name, gradient in update.gradients.items():
+            if isinstance(gradient, Packed) or gradient.dtype != self._parameters[name].dtype:
+                return self._block_elements
+        return self._block_elements * (SINGLE if self._threads == 1 else SINGLE_SHARED)
+
+    def _prepare(self, updates: Sequence[Update], elements: int) -> _Batch:
+        options = [options_of(self._kind, update) for update in updates]
+        keys = [[self._form.moments(own) for own in every] for every in options]
+        wanted = sorted({key for every in keys for own in every for key in own})
+        states = {name: self._state(name) for name in self._parameters}
+        moments: dict[str, Mapping[str, torch.Tensor]] = {}
+        for key in wanted:
+            there = {n: state[key] for n, state in states.items() if state.get(key) is not None}
+            moments[key] = self._lines(there, elements)
+        return _Batch(
+            updates=updates,
+            options=options,
+            keys=keys,
+            parameters=self._lines(self._parameters, elements),
+            moments=moments,
+            gradients=[self._gradients(update, elements) for update in updates],
+            steps={n: state["step"] for n, state in states.items() if self._counted(state)},
+            counted={},
+            compiled=[
+                number
+                for number in range(len(self._names))
+                if self._compiles(updates, options, keys, number)
+            ],
+        )
+
+    def _compiles(
+        self,
+        updates: Sequence[Update],
+        options: Sequence[Sequence[Mapping[str, Any]]],
+        keys: Sequence[Sequence[tuple[str, ...]]],
+        number: int,
+    ) -> bool:
+        """Whether a program gives the bits of these updates for all blocks of a group."""
+        members = [n for n in self._names[number] if any(n in one.gradients for one in updates)]
+        dtypes = {self._parameters[name].dtype for name in members}
+        counts = [0.0]
+        for name in members:
+            state = self._state(name)
+            dtypes.update(state[key].dtype for own in keys for key in own[number])
+            if self._counted(state):
+                counts.append(float(state["step"]))
+        first, last = (
+            count + more for count, more in ((min(counts), 1), (max(counts), len(updates)))
+        )
+        return all(
+            suits(self._kind, own[number], dtypes, (first, last))
+            and update.grad_scale is None
+            and update.found_inf is None
+            and all(self._may_compile(update, number, dtype) for dtype in dtypes)
+            for update, own in zip(updates, options, strict=True)
+        )
+
+    def _counted(self, state: Mapping[str, Any]) -> bool:
+        return self._form.counts and "step" in state
+
+    def _lines(self, tensors: Mapping[str, torch.Tensor], elements: int) -> dict[str, torch.Tensor]:
+        """Large ones as flat views, in the memory order of their parameters."""
+        found = {}
+        for name, tensor in tensors.items():
+            found[name] = tensor.detach()
+            if tensor.numel() > elements:
+                whole = line(found[name], self._parameters[name])
+                # Of a parameter that has no gradient in these updates, it may have gaps.
+                found[name] = found[name] if whole is None else whole
+        return found
+
+    def _gradients(self, update: Update, elements: int) -> dict[str, Gradient]:
+        packed, plain = {}, {}
+        for name, gradient in update.gradients.items():
+            if isinstance(gradient, Packed):
+                packed[name] = gradient
+            else:
+                plain[name] = gradient
+        return {**packed, **self._lines(plain, elements)}
+
+    def _run_block(self, block: Block, batch: _Batch, scratch: Scratch) -> None:
+        # The same step counts for all blocks of a tensor: each block counts for itself.
+        steps = {name: batch.steps[name].clone() for name in block.names if name in batch.steps}
+        held: tuple[Sequence[str], Sequence[str], Tensors, dict[str, Tensors]] = ((), (), [], {})
+        for update, options, keys, gradients in batch.of_group(block.group):
+            names = [name for name in block.names if name in gradients]
+            if not names:
+                continue
+            if held[:2] != (names, keys):
+                own = {key: block.of(batch.moments[key], names) for key in keys}
+                held = (names, keys, block.of(batch.parameters, names), own)
+            _, _, parameters, moments = held
+            copies = update.grad_scale is not None or writes_gradients(self._kind, (options,))
+            scratch.clear()
+            self._form.call(
+                list(parameters),
+                [
+                    scratch.gradient(block.of_gradient(gradients[name]), parameter.dtype, copies)
+                    for name, parameter in zip(names, parameters, strict=True)
+                ],
+                {key: list(tensors) for key, tensors in moments.items()},
+                [steps[name] for name in names] if steps else [],
+                options,
+                update,
+            )
+        if block.elements is None or block.elements.start == 0:
+            batch.counted.update(steps)
+
+    def _run_program(self, block: Block, batch: _Batch, scratch: Scratch, rooms: Rooms) -> None:
+        """As :meth:`_run_block`, and as many updates in one call as there are alike."""
+        run = program(self._kind)
+        assert run is not None
+        counts = {name: float(batch.steps[name]) for name in block.names if name in batch.steps}
+        held: tuple[Sequence[str], Sequence[str], Tensors, list[Tensors]] = ((), (), [], [])
+        waiting: list[tuple[Tensors, list[Numbers]]] = []
+
+        def work_off() -> None:
+            if waiting:
+                gradients, known = map(list, zip(*waiting, strict=True))
+                run(held[2], held[3], gradients, known, *rooms.of(held[2][0].dtype))
+                waiting.clear()
+
+        for _, options, keys, gradients in batch.of_group(block.group):
+            names = [name for name in block.names if name in gradients]
+            if not names:
+                continue
+            if held[:2] != (names, keys):
+                work_off()
+                moments = [block.of(batch.moments[key], names) for key in keys]
+                held = (names, keys, block.of(batch.parameters, names), moments)
+            for name in names if counts else ():
+                counts[name] += 1
+            at = [counts.get(name, 0.0) for name in names]
+            known = {count: numbers(self._kind, options, count) for count in set(at)}
+            logged = [block.of_gradient(gradients[name]) for name in names]
+            packed = any(isinstance(gradient, Packed) for gradient in logged)
+            if packed:
+                work_off()
+                scratch.clear()
+            dtype = held[2][0].dtype
+            dense = [
+                one if isinstance(one, torch.Tensor) else scratch.gradient(one, dtype, False)
+                for one in logged
+            ]
+            waiting.append((dense, [known[count] for count in at]))
+            if packed:  # whose memory the next one is given
+                work_off()
+        work_off()
+        if block.elements is None or block.elements.start == 0:
+            batch.counted.update(
+                {n: torch.tensor(c, dtype=torch.float64, device="cpu") for n, c in counts.items()}
+            )
+
+    def _state(self, name: str) -> dict[str, Any]:
+        # Not by index: that would create an entry.
+        found: dict[str, Any] = self._optimizer.state.get(self._parameters[name], {})
+        return found
+
+
+def _in_threads(work: Callable[[], None], threads: int, stop: Callable[[], None]) -> None:
+    """Runs ``work`` in this thread and ``threads - 1`` others, with one torch thread each.
+
+    Raises:
+        the first error of any of them; ``stop`` has been called then, so that all end early.
+    """
+    errors: list[BaseException] = []
+
+    def guarded() -> None:
+        try:
+            with torch.no_grad():
+                work()
+        except BaseException as error:  # raised below
+            errors.append(error)
+            stop()
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)  # for this thread, and for those that are started from here on
+    others = [threading.Thread(target=guarded, name="replay") for _ in range(threads - 1)]
+    try:
+        for thread in others:
+            thread.start()
+        guarded()
+        for thread in others:
+            thread.join()
+    except BaseException:  # an interrupt while waiting: nobody may go on writing after this
+        stop()
+        for thread in others:
+            if thread.ident is not None:
+                thread.join()
+        raise
+    finally:
+        torch.set_num_threads(before)
+    if errors:
+        raise errors[0]

@@ -1,0 +1,343 @@
+"""Several updates at once, a slice at a time: SGD, Adam and AdamW on a CUDA device.
+
+On a device a call takes longer to launch than a small tensor takes to update, and gradients come
+from host memory. So tensors that are updated alike are laid end to end and cut into slices as
+large as the device's cache allows; a slice stays there for all the updates of a call, and the
+gradients of the next one are copied meanwhile (``uploads``). torch's own functions run on the
+slices, in the variant (for-loop, foreach, fused) that the hyperparameters ask for; ``proof``
+checks that the bits are those of whole tensors. A kernel that keeps a slice in registers
+(``kernels``) may stand for them.
+
+Nothing here is of CUDA but the memory that :mod:`everstep.replay.fused.uploads` takes: tests run it in
+host memory. It has not been measured on a device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from everstep.compress.quantized import BLOCK_NUMEL
+from everstep.replay.forms import Tensors, form_of, options_of
+from everstep.replay.fused.alike import Alike, Kernel, Slice, cut_alike, slice_elements
+from everstep.replay.fused.cuts import line
+from everstep.replay.fused.passes import describes, numbers
+from everstep.replay.fused.uploads import Uploads
+from everstep.replay.packed import Gradient, Packed
+from everstep.replay.updates import Update
+
+__all__ = ["UPDATES_MAX", "Sliced"]
+
+UPDATES_MAX = 8
+"""Updates of one pass over the state, at most: their gradients wait in pinned memory."""
+
+
+class Sliced:
+    """Updates the parameters and the state of an optimizer in place, slice by slice.
+
+    Args:
+        optimizer: holds the state; of a class in :data:`~everstep.replay.forms.KINDS`. Its
+            ``step`` is not called.
+        names: parameter names of each group, in order; all parameters lie on one device.
+        elements: of a slice, a multiple of 256; None: by the device's cache.
+        kernel: what may stand for torch's own functions, given an update and the number of a
+            group whose parameters and moments are float32; None: nothing.
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        names: Sequence[Sequence[str]],
+        *,
+        elements: int | None = None,
+        kernel: Callable[[Update, int], Kernel | None] = lambda update, number: None,
+    ) -> None:
+        assert elements is None or (elements > 0 and elements % BLOCK_NUMEL == 0)
+        self._optimizer = optimizer
+        self._kind = type(optimizer)
+        self._form = form_of(self._kind)
+        self._names = names
+        self._parameters = {
+            name: parameter
+            for group, members in zip(optimizer.param_groups, names, strict=True)
+            for name, parameter in zip(members, group["params"], strict=True)
+        }
+        self._elements = elements
+        self._kernel = kernel
+
+    def takes(self, update: Update) -> bool:
+        """Whether this update can be applied to the state as it is now.
+
+        Not where the optimizer would create state, where hyperparameters are tensors (which
+        code torch runs depends on their device), nor where gradients do not lie in host memory,
+        in the memory order of their parameters: the optimizer's own step does those.
+        """
+        for members, options in zip(self._names, options_of(self._kind, update), strict=True):
+            if any(_has_tensors(value) for value in options.values()):
+                return False
+            keys = self._form.moments(options)
+            for name in members:
+                if name in update.gradients and not self._ready(name, keys, update.gradients[name]):
+                    return False
+        return True
+
+    def _ready(self, name: str, keys: Sequence[str], gradient: Gradient) -> bool:
+        parameter, state = self._parameters[name], self._state(name)
+        if gradient.device.type != "cpu":
+            return False
+        if self._form.counts and not isinstance(state.get("step"), torch.Tensor):
+            return False
+        tensors = [parameter]
+        for key in keys:
+            moment = state.get(key)
+            if not isinstance(moment, torch.Tensor) or moment.device != parameter.device:
+                return False
+            if moment.shape != parameter.shape:
+                return False
+            tensors.append(moment)
+        if isinstance(gradient, Packed):
+            if not parameter.is_contiguous() or not gradient.splits_at(BLOCK_NUMEL):
+                return False
+        else:
+            tensors.append(gradient)
+        return all(line(tensor, parameter) is not None for tensor in tensors)
+
+    def run(self, updates: Sequence[Update]) -> None:
+        """Applies ``updates``, all of which :meth:`takes` has accepted, in their order."""
+        with torch.no_grad():
+            for begin in range(0, len(updates), UPDATES_MAX):
+                self._pass([self._here(one) for one in updates[begin : begin + UPDATES_MAX]])
+
+    def _here(self, update: Update) -> Update:
+        """With a scaler's tensors on the device."""
+        device = next(iter(self._parameters.values())).device
+        found = {
+            name: tensor.to(device)
+            for name in ("grad_scale", "found_inf")
+            if (tensor := getattr(update, name)) is not None
+        }
+        return replace(update, **found) if found else update
+
+    def _pass(self, updates: Sequence[Update]) -> None:
+        options = [options_of(self._kind, update) for update in updates]
+        every = self._grouped(updates, options)
+        slices = [one for alike in every for one in self._cut(alike)]
+        if not slices:
+            return
+        device = next(iter(self._parameters.values())).device
+        uploads = Uploads(device, max(one.size_bytes for one in slices))
+        uploads.send(0, partial(self._fill, slices[0], updates))
+        left: dict[int, torch.Tensor] = {}
+        for number, one in enumerate(slices):
+            step = self._run_slice(one, uploads.receive(number), updates, options)
+            uploads.release(number)
+            if number + 1 < len(slices):
+                uploads.send(number + 1, partial(self._fill, slices[number + 1], updates))
+            if step is not None:
+                left[id(one.alike)] = step  # of each slice the same
+        for alike in every:
+            for name in alike.names if id(alike) in left else ():
+                self._state(name)["step"].copy_(left[id(alike)])
+
+    # --- What goes together -----------------------------------------------------------------
+
+    def _grouped(
+        self, updates: Sequence[Update], options: Sequence[Sequence[Mapping[str, Any]]]
+    ) -> list[Alike]:
+        counts = self._counts()
+        found: dict[Any, Alike] = {}
+        for group, members in enumerate(self._names):
+            for name in members:
+                logged = [update.gradients.get(name) for update in updates]
+                dtypes = tuple(None if one is None else one.dtype for one in logged)
+                parameter, state = self._parameters[name], self._state(name)
+                wanted = {
+                    key
+                    for own, dtype in zip(options, dtypes, strict=True)
+                    if dtype is not None
+                    for key in self._form.moments(own[group])
+                }
+                if all(dtype is None for dtype in dtypes):
+                    continue
+                keys = tuple(sorted(wanted))
+                of_state = tuple(state[key].dtype for key in keys)
+                step = state.get("step")
+                where = None if step is None else (step.device, step.dtype)
+                key = (group, parameter.dtype, keys, of_state, dtypes, counts.get(name), where)
+                if key not in found:
+                    found[key] = Alike(group, keys, dtypes, counts.get(name))
+                found[key].names.append(name)
+        return [self._with_kernel(alike, updates, options) for alike in found.values()]
+
+    def _counts(self) -> dict[str, float]:
+        """Steps of the parameters, asked for together: to ask a device means to wait for it."""
+        steps: dict[Any, dict[str, torch.Tensor]] = {}
+        for name in self._parameters if self._form.counts else ():
+            step = self._state(name).get("step")
+            if step is not None:
+                steps.setdefault((step.device, step.dtype), {})[name] = step.detach().reshape(())
+        found: dict[str, float] = {}
+        for own in steps.values():
+            found.update(zip(own, torch.stack(list(own.values())).tolist(), strict=True))
+        return found
+
+    def _with_kernel(
+        self,
+        alike: Alike,
+        updates: Sequence[Update],
+        options: Sequence[Sequence[Mapping[str, Any]]],
+    ) -> Alike:
+        kernel = self._kernel_for(alike, updates, options)
+        if kernel is None:
+            return alike
+        rows = [
+            numbers(self._kind, options[number][alike.group], (alike.count or 0.0) + place)
+            for place, number in enumerate(alike.present, 1)
+        ]
+        device = self._parameters[alike.names[0]].device
+        table = torch.tensor(rows, dtype=torch.float32, device="cpu").to(device)
+        return replace(alike, kernel=kernel, rows=table)
+
+    def _kernel_for(
+        self,
+        alike: Alike,
+        updates: Sequence[Update],
+        options: Sequence[Sequence[Mapping[str, Any]]],
+    ) -> Kernel | None:
+        first = alike.names[0]
+        dtypes = {self._parameters[first].dtype}
+        dtypes.update(self._state(first)[key].dtype for key in alike.keys)
+        present = alike.present
+        counts = () if alike.count is None else (alike.count + 1, alike.count + len(present))
+        if dtypes != {torch.float32} or len({alike.dtypes[number] for number in present}) > 1:
+            return None
+        kernels = []
+        for number in present:
+            own, update = options[number][alike.group], updates[number]
+            if update.grad_scale is not None or update.found_inf is not None:
+                return None
+            if self._form.moments(own) != alike.keys or not describes(self._kind, own, counts):
+                return None
+            kernels.append(self._kernel(update, alike.group))
+        return kernels[0] if all(kernel is kernels[0] for kernel in kernels) else None
+
+    def _cut(self, alike: Alike) -> Iterator[Slice]:
+        first = alike.names[0]
+        moments = [self._state(first)[key] for key in alike.keys]
+        tensors = [self._parameters[first], *moments, self._parameters[first]]  # and a gradient
+        elements = self._elements or slice_elements(
+            tensors[0].device, sum(tensor.element_size() for tensor in tensors)
+        )
+        numels = {name: self._parameters[name].numel() for name in alike.names}
+        return cut_alike(alike, numels, elements)
+
+    # --- One slice --------------------------------------------------------------------------
+
+    def _fill(self, one: Slice, updates: Sequence[Update], memory: torch.Tensor) -> int:
+        """Writes the gradients of a slice to host memory; returns how many bytes."""
+        for number, dtype, place in one.places():
+            out, begin = memory[place].view(dtype), 0
+            for name, elements in one.pieces:
+                gradient = updates[number].gradients[name]
+                target = out[begin : begin + elements.stop - elements.start]
+                begin += target.numel()
+                if isinstance(gradient, Packed):
+                    gradient.part(elements).into(target)
+                else:
+                    target.copy_(self._line(gradient, name)[elements])
+        return one.size_bytes
+
+    def _run_slice(
+        self,
+        one: Slice,
+        memory: torch.Tensor,
+        updates: Sequence[Update],
+        options: Sequence[Sequence[Mapping[str, Any]]],
+    ) -> torch.Tensor | None:
+        """Returns the step that all of these parameters have then, if they count any."""
+        alike = one.alike
+        parameters = self._joined(one, lambda name: self._parameters[name])
+        moments = {
+            key: self._joined(one, lambda name, key=key: self._state(name)[key])  # type: ignore[misc]
+            for key in alike.keys
+        }
+        gradients = [memory[place].view(dtype) for _, dtype, place in one.places()]
+        step = None
+        if alike.count is not None:
+            step = self._state(alike.names[0])["step"].detach().clone()
+        if alike.kernel is None:
+            own = {key: joined.flat for key, joined in moments.items()}
+            self._call(one, parameters.flat, own, gradients, step, updates, options)
+        else:
+            assert alike.rows is not None
+            held = [moments[key].flat for key in alike.keys]
+            alike.kernel(parameters.flat, held, gradients, alike.rows)
+            if step is not None:
+                step += len(gradients)
+        for joined in (parameters, *moments.values()):
+            joined.put_back()
+        return step
+
+    def _call(
+        self,
+        one: Slice,
+        parameters: torch.Tensor,
+        moments: Mapping[str, torch.Tensor],
+        gradients: Tensors,
+        step: torch.Tensor | None,
+        updates: Sequence[Update],
+        options: Sequence[Sequence[Mapping[str, Any]]],
+    ) -> None:
+        """torch's own functions. They may write to the gradients, which are nobody else's."""
+        for number, gradient in zip(one.alike.present, gradients, strict=True):
+            own = options[number][one.alike.group]
+            self._form.call(
+                [parameters],
+                [gradient.to(parameters.dtype)],
+                {key: [moments[key]] for key in self._form.moments(own)},
+                [] if step is None else [step],
+                own,
+                updates[number],
+            )
+
+    def _joined(self, one: Slice, of: Callable[[str], torch.Tensor]) -> _Joined:
+        return _Joined([self._line(of(name), name)[part] for name, part in one.pieces])
+
+    def _line(self, tensor: torch.Tensor, name: str) -> torch.Tensor:
+        flat = line(tensor.detach(), self._parameters[name])
+        assert flat is not None  # `takes` has seen to it
+        return flat
+
+    def _state(self, name: str) -> dict[str, Any]:
+        # Not by index: that would create an entry.
+        found: dict[str, Any] = self._optimizer.state.get(self._parameters[name], {})
+        return found
+
+
+class _Joined:
+    """Pieces of tensors end to end: the one piece itself, or a copy of several.
+
+    Attributes:
+        flat: shape ``[n]``.
+    """
+
+    def __init__(self, pieces: Tensors) -> None:
+        self._pieces = pieces
+        self.flat = pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+
+    def put_back(self) -> None:
+        """Writes a copy to where it is from."""
+        if len(self._pieces) > 1:
+            parts = torch.split(self.flat, [piece.numel() for piece in self._pieces])
+            torch._foreach_copy_(self._pieces, list(parts))
+
+
+def _has_tensors(value: Any) -> bool:
+    if isinstance(value, (tuple, list)):
+        return any(map(_has_tensors, value))
+    return isinstance(value, torch.Tensor)

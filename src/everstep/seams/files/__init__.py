@@ -1,0 +1,3 @@
+"""files."""
+
+__all__: list[str] = []

@@ -1,0 +1,3 @@
+"""processes."""
+
+__all__: list[str] = []
