@@ -1,28 +1,32 @@
 """everstep: every training step, recoverable.
 
-What lives where, in the order in which data flows; imports go down this list, never up:
+The first thing to know of a line of this package is the process that it runs in. In the order in
+which data flows; imports go down this list, never up:
 
-======================  ====================================================================
-``errors``, ``given``   the exception tree; how what a user gave is checked
-``intervals``, ``method``, ``options``  what a user can choose
-``seams``               file system, clock, failpoints, progress: everything that tests replace
-``state``               WHAT is saved: providers, entries, objects, layout
-``data``                loaders whose position is part of the state
-``capture``             device to host: lanes, base captures, hooks on updates
-``compress``            gradients made small, as training consumes them
-``arena``               host memory for captured state
-``replay``              redo of an optimizer's own updates
-``format``              the bytes on disk
-``tiers``               where bytes live
-``commit``              markers, manifest, history, retention: decisions without I/O
-``recover``             what survives, and how it comes back
-``plan``                how often, from measured costs
-``keeper``              makes captured bases durable; sees every stage
-``checkpointer``        the trainer's side; sees every stage
-``look``                reads a run beside its trainer: ``load`` and ``peek``
-``bench``, ``cli``      measurements and the demo; the ``everstep`` command
-``testing``             a file system that loses what was not synced; crash enumeration
-======================  ====================================================================
+================  ================================================================================
+``errors``        the exceptions
+``seams``         file system, clock, processes, sockets: everything that tests replace
+``state``         the state that is saved: entries, providers, layout, shares of ranks
+``arena``         host memory for captured state
+``format``        bytes on disk
+``commit``        commit, history, retention, agreement of ranks: state machines without I/O
+``config``        options: what a user can choose; ``options`` has their public names
+``compress``      smaller gradients, as training consumes them
+``replay``        redo of an optimizer's own updates
+``link``          between the training process and the keeper: messages and shared memory
+``tiers``         places where bytes live: one contract
+``run``           the run folder: its bases, logs and timelines
+``capture``       device to host: copy lanes, hooks on updates
+``restore``       the way back: resume, replay, copies from elsewhere
+``plan``          cost models, intervals, capture plans
+``keeper``        runs in the keeper process
+``trainer``       runs in the training process
+``checkpointer``  the facade of the trainer
+``look``          reads a run without taking it over: ``load`` and ``peek``
+``data``          loaders whose position is part of the state
+``bench``, ``drill``, ``cli``  measurements; the ``everstep`` command
+``testing``       a tier that fails, failpoints, conformance suites
+================  ================================================================================
 """
 
 from __future__ import annotations
@@ -37,8 +41,8 @@ if TYPE_CHECKING:
     from everstep import compress as compress
     from everstep import data as data
     from everstep import errors
+    from everstep import options as options
     from everstep.checkpointer import Checkpointer
-    from everstep.config import options
     from everstep.config.options import Budget, KeeperOptions, LogOptions, Method, presets
     from everstep.errors import EverstepError
     from everstep.link.save import Save
@@ -65,18 +69,18 @@ __all__ = [
 
 # Imported when first used: the command line answers without waiting for torch.
 _WHERE = {
-    "Budget": "options",
+    "Budget": "config.options",
     "Checkpointer": "checkpointer",
     "EverstepError": "errors",
-    "KeeperOptions": "options",
-    "LogOptions": "options",
-    "Method": "options",
-    "Recovery": "recover.report",
-    "Save": "keeper.save",
-    "Stats": "keeper.stats",
-    "load": "look",
-    "peek": "look",
-    "presets": "options",
+    "KeeperOptions": "config.options",
+    "LogOptions": "config.options",
+    "Method": "config.options",
+    "Recovery": "restore.start.report",
+    "Save": "link.save",
+    "Stats": "trainer.session.stats",
+    "load": "look.load",
+    "peek": "look.load",
+    "presets": "config.options",
 }
 _MODULES = ("compress", "data", "errors", "options")
 

@@ -12,7 +12,7 @@ import torch
 
 import everstep
 from everstep.compress.training import Compressor
-from everstep.config.options import LogOptions
+from everstep.options import LogOptions
 from tests.gpu.world import NEEDS_CUDA, World, opened
 
 pytestmark = NEEDS_CUDA

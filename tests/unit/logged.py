@@ -19,7 +19,6 @@ from everstep.capture.base import LiveBody
 from everstep.capture.lanes.lane import CpuLane
 from everstep.cli import app
 from everstep.commit.lineage import BaseId
-from everstep.config.options import LogOptions
 from everstep.format.header import ShardIdentity
 from everstep.format.log import LogRecord, RecordHead
 from everstep.format.names import SLOTS_DIR, base_dir, timeline_dir
@@ -27,6 +26,7 @@ from everstep.format.plan import BasePlan, plan_files
 from everstep.format.writer import ChunkRing
 from everstep.keeper.log.log_writer import SegmentWriter
 from everstep.keeper.persist.persist import Persister
+from everstep.options import LogOptions
 from everstep.restore.offline.logged import RunLog
 from everstep.restore.offline.offline import OfflineState
 from everstep.restore.offline.offline_base import load_offline

@@ -18,9 +18,9 @@ from typer.testing import CliRunner
 import everstep
 from everstep import LogOptions, checkpointer
 from everstep.cli import app
-from everstep.config.options import validate_options
 from everstep.errors import EverstepError, OptionError, StorageError
 from everstep.format.names import base_dir, shard_name
+from everstep.options import validate_options
 from everstep.run.scan import scan_run
 from everstep.seams import PosixFileSystem
 from everstep.state.ranks import common

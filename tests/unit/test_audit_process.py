@@ -15,11 +15,11 @@ import pytest
 import torch
 
 import everstep
-from everstep.config.options import LogOptions
 from everstep.errors import AuditError
 from everstep.format.names import AUDIT_RECORD
 from everstep.format.records import AuditRecord
 from everstep.link.registry import list_keepers
+from everstep.options import LogOptions
 from everstep.seams.processes.children import Child
 from everstep.seams.processes.processes import process_gone
 from everstep.trainer.log import untold

@@ -15,12 +15,12 @@ import pytest
 
 import everstep
 from everstep.commit.lineage import BaseId
-from everstep.config.options import LogOptions
 from everstep.errors import AuditError, EverstepError
 from everstep.format.names import AUDIT_RECORD, base_dir
 from everstep.format.records import AuditRecord, TimelineRecord
 from everstep.keeper.process import auditor as auditor_module
 from everstep.keeper.process.auditor import CPU_SHARE, Auditor
+from everstep.options import LogOptions
 from everstep.restore.offline import audit_newest as newest_module
 from everstep.restore.offline.audit_newest import audit_newest
 from everstep.restore.start.resume import open_timeline

@@ -26,8 +26,8 @@ from everstep.bench.stall.timeline import Event
 from everstep.capture.lanes.batches import Batch
 from everstep.capture.lanes.emulated import EmulatedLink
 from everstep.capture.lanes.lane import CpuLane
-from everstep.config.options import Method
 from everstep.errors import UnavailableError
+from everstep.options import Method
 from everstep.state.values.tensors import byte_view
 from tests.unit.stalls import ideal_of, interval_of, invoke, report_of, row_of, saved
 

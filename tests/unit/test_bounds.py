@@ -8,8 +8,8 @@ import pytest
 import torch
 
 import everstep
-from everstep.config.options import Budget
 from everstep.errors import OutOfSpaceError
+from everstep.options import Budget
 from everstep.state.image import State
 from everstep.state.ranks.ranks import RankInfo
 from everstep.tiers.options import TierOptions

@@ -17,10 +17,10 @@ from hypothesis import strategies as st
 
 import everstep
 from everstep.commit.lineage import BaseId
-from everstep.config.options import Budget, Every, LogOptions, Options, presets, validate_options
 from everstep.errors import StorageError
 from everstep.link.keeper_stats import KeeperStats
 from everstep.link.save import Save
+from everstep.options import Budget, Every, LogOptions, Options, presets, validate_options
 from everstep.plan.costs import Costs, waste
 from everstep.plan.interval import best_choice, checkfreq_interval, without_log
 from everstep.plan.seldom import WASTE_OF_NO_ACCOUNT, seldom

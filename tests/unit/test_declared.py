@@ -16,13 +16,13 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import everstep
 from everstep.capture.probe import Probe
-from everstep.config.options import LogOptions
 from everstep.errors import (
     AuditError,
     MismatchError,
     OptionError,
     UnsupportedStateError,
 )
+from everstep.options import LogOptions
 from everstep.state.image import State
 from tests.unit import test_log as plain
 from tests.unit.serving import Bench, die, serving

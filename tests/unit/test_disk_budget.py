@@ -12,7 +12,6 @@ import pytest
 
 import everstep
 from everstep.arena.memory import Arena
-from everstep.config.options import Budget, KeeperOptions, LogOptions
 from everstep.errors import EverstepError, OptionError, OutOfSpaceError
 from everstep.format.header import ShardIdentity
 from everstep.format.names import base_dir, segment_dir, timeline_dir
@@ -21,6 +20,7 @@ from everstep.keeper.log.log import LogStore
 from everstep.keeper.log.log_batch import ENDED, Batch
 from everstep.keeper.log.log_room import LogRoom, folder_bytes
 from everstep.keeper.log.log_writer import SegmentWriter
+from everstep.options import Budget, KeeperOptions, LogOptions
 from everstep.seams import PosixFileSystem, Seams
 from everstep.trainer.budget.log_limits import LogLimits
 from tests.unit.logged import World, opened

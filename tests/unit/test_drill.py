@@ -21,7 +21,6 @@ from typer.testing import CliRunner
 from everstep.bench.demo.journal import Event, JournalWriter
 from everstep.bench.demo.verdict import Difference
 from everstep.cli import app
-from everstep.config.options import presets
 from everstep.drill import job as job_module
 from everstep.drill import run as run_module
 from everstep.drill import store as store_module
@@ -36,6 +35,7 @@ from everstep.drill.run import run_drill
 from everstep.drill.scenario import Drill, _into, compare, median_step_s
 from everstep.drill.show import introduce, present, progress_display
 from everstep.errors import OptionError, UnavailableError
+from everstep.options import presets
 from tests.unit.world import TIMEOUT_S
 
 # --- Options ----------------------------------------------------------------------------

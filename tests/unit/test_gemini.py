@@ -17,7 +17,6 @@ from everstep import Method
 from everstep.commit.job.messages import PeerRound
 from everstep.commit.job.offers import BaseOffer, Offer, Piece, choose
 from everstep.commit.lineage import BaseId
-from everstep.config.options import Options, validate_options
 from everstep.errors import (
     AuditError,
     DamageError,
@@ -33,6 +32,7 @@ from everstep.format.records import TimelineRecord
 from everstep.keeper.held.memory_bases import MemoryBases
 from everstep.keeper.held.peer_store import PeerStore, memory_bytes
 from everstep.keeper.ship.replicator import Pace
+from everstep.options import Options, validate_options
 from everstep.restore.fetch.peer_copy import size_of
 from everstep.run.scan import scan_run
 from everstep.seams import ManualClock

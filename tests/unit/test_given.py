@@ -15,8 +15,8 @@ import torch
 
 import everstep
 from everstep.config.given import checked, named, plain
-from everstep.config.options import Budget, Every, KeeperOptions, LogOptions, Method, Preemption
 from everstep.errors import OptionError, StateError
+from everstep.options import Budget, Every, KeeperOptions, LogOptions, Method, Preemption
 from everstep.tiers.options import PeerOptions, TierOptions, split_peers, validate_tiers
 
 CLASSES: list[Any] = [

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 import everstep
-from everstep.config.options import LogOptions
 from everstep.errors import MismatchError, RecoveryError
+from everstep.options import LogOptions
 from tests.unit.world import forget
 
 

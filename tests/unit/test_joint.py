@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from everstep import KeeperOptions, LogOptions
-from everstep.config.options import Every
 from everstep.errors import EverstepError, KeeperError, NonFiniteError, StorageError
+from everstep.options import Every
 from everstep.seams import Seams, SystemClock
 from everstep.state.providers.optimizers import OptimizerProvider
 from everstep.state.ranks import common

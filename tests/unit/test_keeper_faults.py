@@ -24,12 +24,12 @@ import torch
 from torch import nn
 
 import everstep
-from everstep.config.options import Budget
 from everstep.errors import DeadlineError
 from everstep.format.writer import ChunkRing
 from everstep.keeper.persist.local import CHUNKS, WRITERS
 from everstep.link.messages import OBJECT_PART_BYTES
 from everstep.link.registry import list_keepers
+from everstep.options import Budget
 from everstep.restore.load.load import all_contents
 from everstep.run.verify import verify_base
 from everstep.seams import PosixFileSystem, SystemClock
@@ -297,7 +297,7 @@ def test_a_child_that_outlives_the_trainer_does_not_hold_the_keeper(run_folder: 
     """The death of the trainer is noticed though a child of it lives on. The keeper waits for
     a new one for its time, then ends; its memory goes with it."""
     body = """
-    from everstep.config.options import KeeperOptions
+    from everstep.options import KeeperOptions
     ckpt = everstep.Checkpointer(run, state, every=None, keeper=KeeperOptions(linger_s=1.0))
     ckpt.resume()
     train_step(); ckpt.step(); ckpt.save()
@@ -381,7 +381,7 @@ def test_a_trainer_notices_the_death_of_its_keeper_within_a_second(run_folder: P
 def test_a_keeper_notices_the_death_of_its_trainer_within_a_second(run_folder: Path) -> None:
     """One that does not wait for another trainer has ended by then, too."""
     body = """
-    from everstep.config.options import KeeperOptions
+    from everstep.options import KeeperOptions
     ckpt = everstep.Checkpointer(run, state, every=None, keeper=KeeperOptions(linger_s=0.0))
     ckpt.resume()
     say(pid=os.getpid())

@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 import torch
 
-from everstep.config.options import LogOptions
 from everstep.errors import EverstepError, KeeperError
 from everstep.link.pool import CapturePool, Room
 from everstep.link.registry import list_keepers
+from everstep.options import LogOptions
 from everstep.seams.processes.processes import process_gone
 from tests.unit.following import until
 from tests.unit.test_log import World, opened, run_steps

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 
 import everstep
-from everstep.config.options import KeeperOptions, validate_options
 from everstep.errors import (
     EverstepError,
     KeeperError,
@@ -22,6 +21,7 @@ from everstep.errors import (
 from everstep.link.registry import keeper_files
 from everstep.link.spawn import SpawnOptions
 from everstep.link.wire import error_from_wire, error_to_wire
+from everstep.options import KeeperOptions, validate_options
 from everstep.restore.fetch.held import Recalled
 from everstep.seams import Seams, SystemClock
 from everstep.trainer.attach import keepers as keepers_module

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 import everstep
-from everstep.config.options import LogOptions
 from everstep.errors import EverstepError, KeeperError, KeeperTimeoutError
+from everstep.options import LogOptions
 from everstep.seams.clock import ManualClock
 from everstep.trainer.attach.attempts import Attempts
 from everstep.trainer.attach.keepers import Keepers

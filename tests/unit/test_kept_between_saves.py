@@ -10,9 +10,9 @@ import torch
 from torch import nn
 
 from everstep.arena.memory import Arena
-from everstep.config.options import Budget, LogOptions
 from everstep.errors import OutOfSpaceError
 from everstep.link.pool import CapturePool, Room
+from everstep.options import Budget, LogOptions
 from tests.unit.world import TIMEOUT_S, opened
 
 

@@ -429,7 +429,7 @@ def test_what_no_optimizer_owns_is_copied_at_the_mark(held: Gate, run_folder: Pa
 A_THOUSAND_SAVES = """
 import sys
 from pathlib import Path
-from everstep.config.options import Budget
+from everstep.options import Budget
 from tests.unit.test_lazy import World, opened
 
 world = World()

@@ -12,9 +12,9 @@ import torch
 from torch import nn
 
 import everstep
-from everstep.config.options import LogOptions
 from everstep.errors import NonFiniteError, RecoveryError, UnsupportedStateError
 from everstep.link.pool import CapturePool
+from everstep.options import LogOptions
 from everstep.seams.failpoints import arm
 from tests.unit.serving import Bench, die, serving
 from tests.unit.world import TIMEOUT_S, forget

@@ -15,8 +15,8 @@ from torch import nn
 import everstep
 from everstep.compress.lossy import lossy_copies, restored_values
 from everstep.compress.sparse import Sparse
-from everstep.config.options import LogOptions
 from everstep.errors import OptionError
+from everstep.options import LogOptions
 from tests.unit.logged import invoke
 from tests.unit.serving import Bench, die, serving
 from tests.unit.test_log import World, opened, run_steps

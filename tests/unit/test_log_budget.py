@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 
 import everstep
-from everstep.config.options import Budget, LogOptions
 from everstep.errors import (
     EverstepError,
     FencedError,
@@ -22,6 +21,7 @@ from everstep.errors import (
 )
 from everstep.keeper.log.log_batch import ENDED
 from everstep.keeper.persist.local import LocalKeeper
+from everstep.options import Budget, LogOptions
 from everstep.seams import ManualClock, PosixFileSystem, Seams
 from everstep.trainer.session.cadence import FIRST_STEPS
 from tests.unit.logged import World, invoke, opened, rebuilder_of, segments_of

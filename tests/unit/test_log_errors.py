@@ -14,8 +14,8 @@ import pytest
 import torch
 
 import everstep
-from everstep.config.options import LogOptions
 from everstep.errors import EverstepError, RecoveryError, StorageError
+from everstep.options import LogOptions
 from everstep.state.values.objects import encode
 from everstep.trainer.log import recorder as recording
 from everstep.trainer.log.recorder import Recorder

@@ -19,10 +19,10 @@ import everstep
 from everstep.capture.lanes.batches import Batch
 from everstep.capture.spots import Spots
 from everstep.commit.lineage import BaseId
-from everstep.config.options import Budget, LogOptions
 from everstep.errors import DeadlineError, MismatchError
 from everstep.format.log import RecordHead
 from everstep.format.records import TimelineRecord
+from everstep.options import Budget, LogOptions
 from everstep.run.chain import LogIndex, path_of
 from everstep.trainer.log.recorder import Recorder
 from tests.unit.lanes import HeldLane

@@ -6,8 +6,8 @@ import shutil
 from pathlib import Path
 
 import everstep
-from everstep.config.options import LogOptions
 from everstep.keeper.persist.local import LocalKeeper
+from everstep.options import LogOptions
 from tests.unit.test_log import World, opened, run_steps
 from tests.unit.world import TIMEOUT_S
 

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 import everstep
-from everstep.config.options import LogOptions
 from everstep.errors import DeadlineError, EverstepError
+from everstep.options import LogOptions
 from everstep.seams import Seams
 from tests.unit.test_log import World, opened
 from tests.unit.test_log_together import bases, resume, train

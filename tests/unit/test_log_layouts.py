@@ -16,9 +16,9 @@ import torch
 from torch import nn
 
 import everstep
-from everstep.config.options import KeeperOptions, LogOptions
 from everstep.link.log_layouts import LogLayouts, take_layout
 from everstep.link.recordable import Layouts, record_layout
+from everstep.options import KeeperOptions, LogOptions
 from everstep.state.entries import Entry
 from everstep.state.layout import ShardLayout
 from everstep.state.survey import recent

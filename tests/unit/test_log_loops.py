@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 import everstep
-from everstep.config.options import LogOptions
 from everstep.errors import UnsupportedStateError
+from everstep.options import LogOptions
 from tests.unit.world import forget
 
 STEPS = 6

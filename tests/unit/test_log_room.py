@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from everstep.config.options import LogOptions
 from everstep.errors import DeadlineError, EverstepError, OutOfSpaceError
 from everstep.format.names import TEMPORARY_SUFFIX, marker_name, segment_dir, shard_name
 from everstep.keeper.log import log_writer
 from everstep.keeper.retain.retain_log import delete_segments
+from everstep.options import LogOptions
 from everstep.run.fence import Fence
 from everstep.seams import PosixFileSystem
 from tests.unit.logged import segments_of

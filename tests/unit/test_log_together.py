@@ -16,7 +16,6 @@ from torch import nn
 import everstep
 from everstep import LogOptions
 from everstep.commit.lineage import BaseId
-from everstep.config.options import History
 from everstep.errors import OptionError
 from everstep.format.digests import digest
 from everstep.format.names import AUDIT_RECORD, marker_name, shard_name
@@ -24,6 +23,7 @@ from everstep.format.records import AuditRecord
 from everstep.keeper.retain.retain_history import Promise
 from everstep.keeper.retain.retain_log import delete_segments
 from everstep.keeper.retain.segment_ages import SegmentAges
+from everstep.options import History
 from everstep.run.audits import audit_in_words
 from everstep.run.scan import scan_run
 from everstep.seams import ManualClock, PosixFileSystem

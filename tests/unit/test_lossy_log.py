@@ -23,13 +23,13 @@ from everstep.compress import Compressor
 from everstep.compress.lossy import lossy_copies
 from everstep.compress.quantized import BLOCK_NUMEL, Int8
 from everstep.compress.sparse import Sparse
-from everstep.config.options import LogOptions
 from everstep.errors import FormatError, OptionError
 from everstep.format.log import LogRecord, RecordHead, record_digest
 from everstep.format.writer import ChunkRing
 from everstep.keeper.ship import lossy_update
 from everstep.keeper.ship.lossy_log import lossy_record
 from everstep.link.recordable import Layouts
+from everstep.options import LogOptions
 from everstep.replay.packed import Packed, dense
 from everstep.restore.redo.updates import update_of
 from everstep.run.segments import read_segment

@@ -16,8 +16,8 @@ import pytest
 import torch
 
 import everstep
-from everstep.config.options import KeeperOptions
 from everstep.link.capture import Capture
+from everstep.options import KeeperOptions
 from everstep.seams import memory
 from everstep.seams.network.sockets import UnixStream
 from everstep.trainer.attach.remote import RemoteKeeper

@@ -11,7 +11,7 @@ import torch
 
 import everstep
 from everstep.capture.multistep import Unit
-from everstep.config.options import Options, validate_options
+from everstep.options import Options, validate_options
 from everstep.plan.multistep import Pipeline
 from everstep.plan.multistep_cut import best_cut, best_parts, fewest
 from everstep.seams import ManualClock

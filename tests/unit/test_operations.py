@@ -15,10 +15,10 @@ import pytest
 import typer
 
 from everstep.cli import app
-from everstep.config.options import ANNOUNCING
 from everstep.errors import KeeperError
 from everstep.link.registry import find_keeper, keeper_files
 from everstep.link.spawn import SpawnOptions, connect, spawn_keeper
+from everstep.options import ANNOUNCING
 from everstep.seams.processes.processes import process_gone
 from everstep.seams.processes.runtime import RUNTIME_DIR_VARIABLE, runtime_folder
 from tests.trainers import Popen, finish_trainer, start_trainer

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 import everstep
 from everstep.config.given import nearest
-from everstep.config.options import Every, Method, Options, presets, validate_options
 from everstep.errors import EverstepError, OptionError
+from everstep.options import Every, Method, Options, presets, validate_options
 
 
 def options(**changes: Any) -> Options:

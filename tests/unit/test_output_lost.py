@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from everstep.config.options import Every
+from everstep.options import Every
 from everstep.seams import ManualClock
 from everstep.seams import progress as progress_module
 from everstep.seams.messages import Unfailing, say, say_to

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from everstep.config.options import validate_options
+from everstep.options import validate_options
 from everstep.seams import Seams
 from everstep.seams.network import peers
 from everstep.seams.network.peers import HeldPort, PeerMailbox

@@ -1,4 +1,5 @@
-"""``plan/schedule/schedule.py``: against all plans there are, the paper's equations read literally."""
+"""``plan/schedule/schedule.py``: against all plans there are, the paper's equations read
+literally."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""``plan/schedule/trace.py``: against what operators have really written, and what is really freed."""
+"""``plan/schedule/trace.py``: against what operators have really written, and what is really
+freed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""``plan/schedule/tracing.py``, ``plan/schedule/parallel.py``: where a step is traced, and what is said of it."""
+"""``plan/schedule/tracing.py``, ``plan/schedule/parallel.py``: where a step is traced, and what is
+said of it."""
 
 from __future__ import annotations
 

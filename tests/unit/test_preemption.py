@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 import torch
 
-from everstep.config.options import Preemption
 from everstep.errors import DeadlineError, EverstepError, OptionError, OutOfSpaceError
+from everstep.options import Preemption
 from everstep.seams import ManualClock
 from everstep.seams.processes.signals import SAME_S, SignalWatch
 from everstep.trainer.session.preemption import Preempting, any_rank, asks_ranks
@@ -25,7 +25,7 @@ PRELUDE = """
 import os, signal, sys, threading
 import torch
 import everstep
-from everstep.config.options import Preemption
+from everstep.options import Preemption
 run = sys.argv[1]
 state = {"n": [0], "t": torch.zeros(50_000)}
 def advance(ckpt):

@@ -19,10 +19,10 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.optim import SGD, Adam, AdamW
 
-from everstep.config.options import LogOptions
 from everstep.errors import RecoveryError, ReplayError, StateError
 from everstep.format.log import LogRecord
 from everstep.format.names import base_dir
+from everstep.options import LogOptions
 from everstep.replay import engine
 from everstep.replay.fused import blocked
 from everstep.replay.fused.blocked import Blocked

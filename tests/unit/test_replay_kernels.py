@@ -20,7 +20,7 @@ import torch
 from torch.optim import SGD, Adam, AdamW
 
 from everstep.compress.quantized import BLOCK_NUMEL
-from everstep.config.options import LogOptions
+from everstep.options import LogOptions
 from everstep.replay import engine, proof
 from everstep.replay.fused.passes import numbers, program
 from everstep.replay.fused.slices import Sliced

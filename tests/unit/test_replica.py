@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from everstep.config.options import KeeperOptions
+from everstep.options import KeeperOptions
 from everstep.seams.failpoints import arm
 from tests.unit.following import (
     base_of,

@@ -15,12 +15,12 @@ from hypothesis import strategies as st
 import everstep
 from everstep import LogOptions
 from everstep.commit.lineage import BaseId
-from everstep.config.options import History
 from everstep.errors import OptionError
 from everstep.format.log import RecordHead
 from everstep.format.records import TimelineRecord
 from everstep.keeper.retain.retain_history import Promise
 from everstep.keeper.retain.segment_ages import SegmentAges
+from everstep.options import History
 from everstep.run.chain import LogIndex, path_of
 from everstep.run.scan import scan_run
 from everstep.seams import ManualClock, PosixFileSystem

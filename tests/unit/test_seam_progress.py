@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import everstep
-from everstep.config.options import KeeperOptions
+from everstep.options import KeeperOptions
 from everstep.seams import progress as progress_module
 from everstep.seams.progress import progress
 from tests.unit.logged import invoke

@@ -18,7 +18,6 @@ import torch
 import everstep
 from everstep.arena import PAGE_BYTES
 from everstep.arena.memory import Arena
-from everstep.config.options import LogOptions
 from everstep.errors import DeadlineError, EverstepError
 from everstep.format.writer import ChunkRing
 from everstep.keeper.log.attached import Attached
@@ -31,6 +30,7 @@ from everstep.keeper.persist.promised import PromisedSteps
 from everstep.keeper.ship.mirrors import Mirrors
 from everstep.link.pool import CapturePool
 from everstep.link.save import Save, done
+from everstep.options import LogOptions
 from everstep.seams import ManualClock, PosixFileSystem, Seams
 from everstep.seams.files.moving import Standstill, is_over
 from everstep.trainer.attach.replies import Replies

@@ -108,12 +108,12 @@ def module(name: str, source: str, *, is_package: bool = False) -> Module:
 @pytest.mark.parametrize(
     ("name", "source"),
     [
-        ("everstep.errors", "from everstep.config.options import Method"),
-        ("everstep.errors", "import everstep.config.options"),
+        ("everstep.errors", "from everstep.options import Method"),
+        ("everstep.errors", "import everstep.options"),
         ("everstep.seams.files.posix", "from everstep import state"),
         ("everstep.seams.files.posix", "from everstep import Checkpointer"),
         ("everstep.state.values.tree", "import everstep"),
-        ("everstep.state.values.tree", "from ..commit import machine"),
+        ("everstep.state.values.tree", "from ...commit import machine"),
         ("everstep.commit.machine", "def f():\n    from everstep.run.scan import scan"),
         ("everstep.commit.machine", "from everstep.keeper.persist.local import Keeper"),
         ("everstep.keeper.persist.local", "import everstep.bench.demo as d"),
@@ -131,7 +131,7 @@ def test_import_against_the_order(name: str, source: str) -> None:
 @pytest.mark.parametrize(
     ("name", "source"),
     [
-        ("everstep.config.options", "from everstep.errors import OptionError"),
+        ("everstep.options", "from everstep.errors import OptionError"),
         ("everstep.state.values.tree", "from everstep.state.entries import Entry\nimport os.path"),
         ("everstep.state.values.tree", "from .entries import Entry"),
         ("everstep.checkpointer", "from everstep.keeper.persist.local import Keeper"),

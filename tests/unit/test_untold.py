@@ -19,8 +19,8 @@ from torch import nn
 import everstep
 from everstep.capture.spots import Spots
 from everstep.capture.versions import Versions
-from everstep.config.options import LogOptions
 from everstep.errors import AuditError, EverstepError, RecoveryError, StorageError
+from everstep.options import LogOptions
 from everstep.seams import Seams
 from everstep.trainer.log import untold as untold_module
 from everstep.trainer.log.untold import Owned

@@ -1,3 +1,5 @@
-"""config."""
+"""Options: everything that a user can choose, validated once.
 
-__all__: list[str] = []
+Read ``options`` first; users import its names from ``everstep.options``. ``method`` has the
+presets, ``intervals`` parses intervals, ``given`` checks names, types and numbers.
+"""

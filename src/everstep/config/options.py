@@ -1,7 +1,7 @@
 """What a user can choose, validated once: the method, policies and budgets.
 
-A :class:`~everstep.config.method.Method` is a point on four independent axes (base capture, log, apply,
-tiers); a preset is a name for such a point.
+A :class:`~everstep.config.method.Method` is a point on four independent axes (base capture, log,
+apply, tiers); a preset is a name for such a point.
 """
 
 from __future__ import annotations

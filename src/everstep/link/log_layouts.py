@@ -1,6 +1,7 @@
 """Layouts of records, of which a keeper is told once: from then on a number stands for each.
 
-Both sides forget those that were not used for longest (:mod:`everstep.state.survey.recent`), and their
+Both sides forget those that were not used for longest (:mod:`everstep.state.survey.recent`), and
+their
 numbers stand for others: messages of one connection arrive in their order, and what the keeper
 holds of a record refers to its layout.
 """

@@ -1,3 +1,4 @@
-"""look."""
+"""Reads a run without taking it over: :func:`everstep.load` and :func:`everstep.peek`.
 
-__all__: list[str] = []
+Read ``load`` first; ``present`` lists the states that exist, ``memory`` asks keepers for theirs.
+"""

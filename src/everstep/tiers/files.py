@@ -22,7 +22,8 @@ __all__ = ["ReadingFileSystem", "TierFileSystem"]
 
 
 class ReadingFileSystem:
-    """The half of :class:`everstep.seams.files.filesystem.FileSystem` that writes: each raises EROFS."""
+    """The half of :class:`everstep.seams.files.filesystem.FileSystem` that writes: each raises
+    EROFS."""
 
     def free_bytes(self, path: PurePath) -> int:
         """Nothing can be written here."""

@@ -1,3 +1,5 @@
-"""lanes."""
+"""Lanes: ordered copies from a device into host memory.
 
-__all__: list[str] = []
+Read ``lane`` first (the contract), then ``batches`` (grouping of tensors into copies), ``cuda`` and
+``pinned`` (side streams and pinned memory), ``emulated`` (a slow link, for experiments).
+"""

@@ -1,3 +1,1 @@
-"""common."""
-
-__all__: list[str] = []
+"""Parts that the verbs of the command share: paths, units, output, exit codes, finding a run."""

@@ -254,7 +254,8 @@ class PeerAt:
 
 @dataclass(frozen=True, slots=True)
 class PeerLogBegun:
-    """The sender is going to send steps of its log (:func:`everstep.restore.fetch.peer_log.packed`).
+    """The sender is going to send steps of its log
+    (:func:`everstep.restore.fetch.peer_log.packed`).
 
     Attributes:
         timeline, first, last: the steps.

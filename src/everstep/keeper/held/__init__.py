@@ -1,3 +1,2 @@
-"""held."""
-
-__all__: list[str] = []
+"""State that a keeper holds in memory: captures, peers' copies, and the view of them for
+readers."""

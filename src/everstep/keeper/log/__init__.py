@@ -1,3 +1,5 @@
-"""log."""
+"""The gradient log in the keeper: receives records and writes them to segments.
 
-__all__: list[str] = []
+Read ``logs`` first (the logs of a timeline), then ``log`` (one log) and ``log_writer`` (its
+segments).
+"""

@@ -5,22 +5,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from everstep.config.options import Options
 from everstep.plan.batch import BatchEstimator
 
-if TYPE_CHECKING:  # not in the keeper, which does without torch
-    from everstep.trainer.budget.log_limits import LogLimits
-
-__all__ = ["ENDED", "AutoBatch", "Batch", "SegmentTimes", "batch_of", "batch_to_wire"]
+__all__ = ["ENDED", "AutoBatch", "Batch", "SegmentTimes", "batch_of"]
 
 ENDED = 1 << 62
 """In the place of the number of the last record on disk: since a segment failed none follows."""
 
 _STEPS_MAX = 100_000
-_MEMORY_PART = 4  # of the memory of the log one segment has no more than
-_DISK_PART = 2  # nor of what may be on disk between two bases, where that is bound
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,30 +96,8 @@ class AutoBatch(Batch):
         self.steps = self._estimator.choose()
 
 
-def batch_to_wire(options: Options, limits: LogLimits) -> dict[str, Any]:
-    """What a training process wants, for :func:`batch_of`.
-
-    Args:
-        limits: of the log.
-    """
-    lag_steps = options.log.lag_steps
-    memory_max = limits.memory_bytes // _MEMORY_PART if limits.memory_bytes else None
-    parts = [] if memory_max is None else [memory_max]
-    if limits.disk_bytes is not None and limits.interval_bytes is not None:
-        parts.append(max(1, limits.interval_bytes // _DISK_PART))
-    return {
-        "auto": options.batch_auto,
-        "steps": options.log.batch_first,
-        "most": None if lag_steps is None else lag_steps + 1,
-        "bytes_max": min(parts) if parts else None,
-        "memory_max": memory_max,
-        "disk_bytes": limits.disk_bytes,
-        "bases_bytes": limits.bases_bytes,
-    }
-
-
 def batch_of(told: Mapping[str, Any]) -> Batch:
-    """As :func:`batch_to_wire` says."""
+    """Return the batch that a training process asked for, see ``LogLimits.batch_to_wire``."""
     if told["auto"]:
         return AutoBatch(told["steps"], told["most"], told["bytes_max"], told["memory_max"])
     return Batch(told["steps"], told["bytes_max"], told["memory_max"])

@@ -46,7 +46,7 @@ class LogRoom:
     def of(
         cls, filesystem: FileSystem, run: PurePath, rank: int, world: int, told: Mapping[str, Any]
     ) -> LogRoom | None:
-        """As :func:`.log_batch.batch_to_wire` says; None: there is no bound."""
+        """Return the bounds of the log on disk (``LogLimits.batch_to_wire``); None: unbounded."""
         if told.get("disk_bytes") is None:
             return None
         bounds = {"budget_bytes": told["disk_bytes"], "bases_bytes": told["bases_bytes"]}

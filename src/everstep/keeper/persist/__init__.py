@@ -1,3 +1,4 @@
-"""persist."""
+"""Makes captured bases durable: writes, commits and audits them.
 
-__all__: list[str] = []
+Read ``local`` first (one base after another), then ``persist`` (one base: files, marker, manifest).
+"""

@@ -1,7 +1,7 @@
 """What one rank's keeper does on its disk for the commits of several ranks.
 
-The decisions are in :mod:`everstep.commit.job.member`; here they are carried out, one at a time, and
-each is an operation (or a few) that a crash may interrupt anywhere.
+The decisions are in :mod:`everstep.commit.job.member`; here they are carried out, one at a time,
+and each is an operation (or a few) that a crash may interrupt anywhere.
 """
 
 from __future__ import annotations

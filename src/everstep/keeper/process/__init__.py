@@ -1,3 +1,4 @@
-"""process."""
+"""The keeper process: accepts trainers and dispatches their messages to duties.
 
-__all__: list[str] = []
+Read ``server`` first, then ``duties``.
+"""

@@ -1,3 +1,4 @@
-"""replica."""
+"""The replica: a copy of the state that the keeper updates from the log (LowDiff+).
 
-__all__: list[str] = []
+The only room of the keeper that imports torch. Read ``replicas`` first, then ``replica_state``.
+"""

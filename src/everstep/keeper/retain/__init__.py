@@ -1,3 +1,1 @@
-"""retain."""
-
-__all__: list[str] = []
+"""Retention: deletes bases and log segments that nothing needs any more."""

@@ -1,3 +1,1 @@
-"""ship."""
-
-__all__: list[str] = []
+"""Sends bases and log records to tiers and to the memory of peers."""

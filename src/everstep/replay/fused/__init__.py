@@ -1,3 +1,5 @@
-"""fused."""
+"""Several updates in one pass over the state: on the CPU by blocks, on CUDA by slices.
 
-__all__: list[str] = []
+``blocked``  SGD, Adam and AdamW on the CPU; ``cuts`` and ``passes`` are its parts
+``slices``   the same on a CUDA device; ``alike``, ``uploads`` and ``kernels`` are its parts
+"""

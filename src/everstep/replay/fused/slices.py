@@ -8,8 +8,8 @@ slices, in the variant (for-loop, foreach, fused) that the hyperparameters ask f
 checks that the bits are those of whole tensors. A kernel that keeps a slice in registers
 (``kernels``) may stand for them.
 
-Nothing here is of CUDA but the memory that :mod:`everstep.replay.fused.uploads` takes: tests run it in
-host memory. It has not been measured on a device.
+Nothing here is of CUDA but the memory that :mod:`everstep.replay.fused.uploads` takes: tests run
+it in host memory. It has not been measured on a device.
 """
 
 from __future__ import annotations

@@ -1,3 +1,1 @@
-"""fetch."""
-
-__all__: list[str] = []
+"""Fetches copies of bases and log segments: from keepers' memory, from peers, from tiers."""

@@ -1,7 +1,8 @@
 """Files of a base that several ranks of one node need are read once on that node.
 
 Which ranks share a node they say when they start; what each of them needs all can tell
-(:data:`everstep.commit.job.offers.Needs`). So each knows which files it has in common with a neighbour,
+(:data:`everstep.commit.job.offers.Needs`). So each knows which files it has in common with a
+neighbour,
 and reads those through the memory that they share (:mod:`.node_window`), if it reads them from the
 same place. Headers and what only one rank needs are read as ever.
 """

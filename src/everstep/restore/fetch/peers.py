@@ -2,8 +2,8 @@
 
 Before the ranks agree on what to restore, each of them says what it can read, and what its keeper
 holds for others. From all of that every rank finds out alike what would be chosen if those copies
-counted (:func:`everstep.commit.job.offers.choose`), and fetches the parts of it that it has not, from
-the training process beside the keeper that holds them. What has arrived is compared with its
+counted (:func:`everstep.commit.job.offers.choose`), and fetches the parts of it that it has not,
+from the training process beside the keeper that holds them. What has arrived is compared with its
 digests, and is offered in the agreement like anything else that a rank can read; what is damaged
 is named, and all look once more without it.
 """

@@ -1,7 +1,7 @@
 """What one rank of a job that starts does on its disk: says what it can read, opens timelines.
 
-The decisions are in :mod:`everstep.commit.job.offers` and :mod:`everstep.commit.job.agreement`; here they
-are carried out.
+The decisions are in :mod:`everstep.commit.job.offers` and :mod:`everstep.commit.job.agreement`;
+here they are carried out.
 """
 
 from __future__ import annotations

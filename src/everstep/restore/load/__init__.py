@@ -1,3 +1,1 @@
-"""load."""
-
-__all__: list[str] = []
+"""Reads a base into live objects, verified before anything is changed. Read ``load`` first."""

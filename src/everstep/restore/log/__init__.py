@@ -1,3 +1,1 @@
-"""log."""
-
-__all__: list[str] = []
+"""Finds how far the log of a run leads beyond its bases."""

@@ -1,3 +1,1 @@
-"""offline."""
-
-__all__: list[str] = []
+"""Rebuilds the state of a step in host memory, without the user's objects."""

@@ -1,3 +1,1 @@
-"""redo."""
-
-__all__: list[str] = []
+"""Replays log records onto restored state. Read ``redo`` first."""

@@ -1,3 +1,1 @@
-"""relaid."""
-
-__all__: list[str] = []
+"""Restores a log that was written by another number of ranks."""

@@ -1,3 +1,1 @@
-"""start."""
-
-__all__: list[str] = []
+"""Resumes a run: chooses the state to restore, restores it, reports it."""

@@ -1,7 +1,7 @@
 """Resuming of several ranks: all restore the same base, and open one timeline.
 
-Drives an :class:`~everstep.commit.job.agreement.Agreement` over this rank's disk, and a mailbox to the
-:class:`~everstep.restore.fetch.others.Others`.
+Drives an :class:`~everstep.commit.job.agreement.Agreement` over this rank's disk, and a mailbox to
+the :class:`~everstep.restore.fetch.others.Others`.
 """
 
 from __future__ import annotations

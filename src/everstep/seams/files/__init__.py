@@ -1,3 +1,4 @@
-"""files."""
+"""Files: the contract of a file system, Linux behind it, locks and claims.
 
-__all__: list[str] = []
+Read ``filesystem`` first (the contract), then ``posix``.
+"""

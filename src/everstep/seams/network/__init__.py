@@ -1,3 +1,1 @@
-"""network."""
-
-__all__: list[str] = []
+"""Messages between ranks and processes: mailboxes over TCP, Unix sockets, ``torch.distributed``."""

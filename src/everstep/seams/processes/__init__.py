@@ -1,3 +1,1 @@
-"""processes."""
-
-__all__: list[str] = []
+"""Processes, threads and signals: starting, watching and ending them."""

@@ -1,3 +1,1 @@
-"""loaders."""
-
-__all__: list[str] = []
+"""Data loaders with a position: those that save their own, and the generators of their workers."""

@@ -1,3 +1,4 @@
-"""providers."""
+"""State providers: how each kind of value in the user's state is collected and restored.
 
-__all__: list[str] = []
+Read ``providers`` first, then ``optimizers`` (state named by parameter).
+"""

@@ -1,3 +1,4 @@
-"""ranks."""
+"""State that is spread over ranks: DTensor, FSDP, DDP and ZeRO, and which rank writes what.
 
-__all__: list[str] = []
+Read ``sharing`` first, then ``placing`` (where a tensor lies over the ranks).
+"""

@@ -1,3 +1,1 @@
-"""survey."""
-
-__all__: list[str] = []
+"""The state at one moment, found without walking through what has not changed."""

@@ -1,3 +1,1 @@
-"""values."""
-
-__all__: list[str] = []
+"""Values: tensors, plain Python objects and nested containers as bytes. Never pickle."""

@@ -1,3 +1,1 @@
-"""attach."""
-
-__all__: list[str] = []
+"""Finds or starts a keeper, talks to it, and replaces it when it is lost."""

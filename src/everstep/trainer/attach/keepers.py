@@ -19,7 +19,6 @@ from everstep.errors import EverstepError, KeeperError, OptionError
 from everstep.format.header import ShardIdentity
 from everstep.format.writer import ChunkRing
 from everstep.keeper.log.log import open_log
-from everstep.keeper.log.log_batch import batch_to_wire
 from everstep.keeper.persist.local import LocalKeeper
 from everstep.keeper.persist.summed import summed
 from everstep.link.channel import BackgroundChannel
@@ -380,7 +379,7 @@ class Keepers:
         if not self._options.logs or not self._options.log.on_disk:
             return None
         return {
-            **batch_to_wire(self._options, self.log_limits),
+            **self.log_limits.batch_to_wire(self._options),
             "audit": self._options.audits and self._info.near is None,
         }
 

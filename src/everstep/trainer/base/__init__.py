@@ -1,3 +1,1 @@
-"""base."""
-
-__all__: list[str] = []
+"""Captures a base in one step. Read ``saver`` first, then ``flight`` (one base in flight)."""

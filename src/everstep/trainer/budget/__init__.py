@@ -1,3 +1,1 @@
-"""budget."""
-
-__all__: list[str] = []
+"""Memory and disk that a run will need: computed, checked, described."""

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 from everstep.config.options import Options
 from everstep.errors import OutOfSpaceError
 from everstep.trainer.budget.budget import log_budget_bytes
 
 __all__ = ["LogLimits", "gave_way", "too_large"]
+
+_MEMORY_SHARE = 4  # one segment takes at most this part of the memory of the log
+_DISK_SHARE = 2  # and at most this part of the bytes allowed between two bases
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +72,23 @@ class LogLimits:
             disk_bytes=disk_bytes,
             bases_bytes=bases_bytes,
         )
+
+    def batch_to_wire(self, options: Options) -> dict[str, Any]:
+        """Return the segment size to ask the keeper for (``log_batch.batch_of``)."""
+        lag_steps = options.log.lag_steps
+        memory_max = self.memory_bytes // _MEMORY_SHARE if self.memory_bytes else None
+        bounds = [] if memory_max is None else [memory_max]
+        if self.disk_bytes is not None and self.interval_bytes is not None:
+            bounds.append(max(1, self.interval_bytes // _DISK_SHARE))
+        return {
+            "auto": options.batch_auto,
+            "steps": options.log.batch_first,
+            "most": None if lag_steps is None else lag_steps + 1,
+            "bytes_max": min(bounds) if bounds else None,
+            "memory_max": memory_max,
+            "disk_bytes": self.disk_bytes,
+            "bases_bytes": self.bases_bytes,
+        }
 
     def check(self, mark_bytes: int) -> None:
         """Refuses a log of which no step fits into its memory.

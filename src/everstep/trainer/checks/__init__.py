@@ -1,3 +1,1 @@
-"""checks."""
-
-__all__: list[str] = []
+"""Checks on the training loop: optimizers and schedulers that are in no part of the state."""

@@ -1,3 +1,1 @@
-"""job."""
-
-__all__: list[str] = []
+"""Several ranks: their start, and agreement at step boundaries."""

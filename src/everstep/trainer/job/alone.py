@@ -61,7 +61,8 @@ def resume_behind_several(
     ready: Callable[[], None],
     trained: bool,
 ) -> tuple[Resumed, bool]:
-    """As :func:`everstep.restore.start.resume.resume`, with the logs of several ranks behind their base.
+    """As :func:`everstep.restore.start.resume.resume`, with the logs of several ranks behind their
+    base.
 
     Args:
         ready: returns when this process's keeper is there.

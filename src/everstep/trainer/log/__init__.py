@@ -1,3 +1,1 @@
-"""log."""
-
-__all__: list[str] = []
+"""Records gradients and step marks (LowDiff). Read ``recorder`` first."""

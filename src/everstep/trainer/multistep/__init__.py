@@ -1,3 +1,1 @@
-"""multistep."""
-
-__all__: list[str] = []
+"""Captures a base over several steps (GoCkpt). Read ``multistep`` first."""

@@ -7,7 +7,8 @@ is captured, for what has been measured by then. A base looks at the state again
 what has changed since is planned anew.
 
 Gradients of several steps may be more than all that was copied before. Where a device copies, their
-memory is made ready behind that step, too (:mod:`everstep.capture.lanes.pinned`), which may take longer
+memory is made ready behind that step, too (:mod:`everstep.capture.lanes.pinned`), which may take
+longer
 than until the next base is due. Bases are planned for what is ready, as long as that is not enough.
 """
 

@@ -1,3 +1,1 @@
-"""schedule."""
-
-__all__: list[str] = []
+"""Captures every step by a plan (Checkflow). Read ``scheduled`` first."""

@@ -1,7 +1,8 @@
 """Captures of every step by a plan: learnt from the steps themselves, kept to, made anew.
 
 The first captures are lazy: everything is issued at the step mark. When two steps have had the same
-events, their times and the link that was measured make a plan (:mod:`everstep.plan.schedule.timeline`), and
+events, their times and the link that was measured make a plan
+(:mod:`everstep.plan.schedule.timeline`), and
 from then on copies are issued where it says. A step that goes another way is captured lazily from
 where it strays; two that go the same other way make a plan of their own, and of several plans the
 one is followed whose steps have mostly come behind a step like the last one. A plan is made anew

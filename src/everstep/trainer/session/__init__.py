@@ -1,3 +1,1 @@
-"""session."""
-
-__all__: list[str] = []
+"""One life of a Checkpointer: start, step mark, close. Read ``parts`` and ``lifetime`` first."""

@@ -1,0 +1,33 @@
+"""Options that users choose: the public names of :mod:`everstep.config.options`."""
+
+from __future__ import annotations
+
+from everstep.config.options import (
+    ANNOUNCING,
+    Budget,
+    Every,
+    FailurePolicy,
+    History,
+    KeeperOptions,
+    LogOptions,
+    Method,
+    Options,
+    Preemption,
+    presets,
+    validate_options,
+)
+
+__all__ = [
+    "ANNOUNCING",
+    "Budget",
+    "Every",
+    "FailurePolicy",
+    "History",
+    "KeeperOptions",
+    "LogOptions",
+    "Method",
+    "Options",
+    "Preemption",
+    "presets",
+    "validate_options",
+]
