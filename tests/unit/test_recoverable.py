@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 import everstep
-from everstep.options import KeeperOptions, LogOptions
 from everstep.keeper.replica import replica
+from everstep.options import KeeperOptions, LogOptions
 from tests.trainers import run_trainer, whole_lines
 from tests.unit.following import opened, run_steps, steps_on_disk, taken_here, until, until_at
 from tests.unit.serving import die, serving
