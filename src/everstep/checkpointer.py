@@ -134,7 +134,8 @@ class Checkpointer:
         preempt: bool | Preemption = False,
         seams: Seams | None = None,
     ) -> None:
-        self._open, self._pid = False, os.getpid()
+        self._open = False
+        self._pid = os.getpid()
         check_platform()
         self._options: Options = validate_options(
             method=method,
@@ -156,20 +157,30 @@ class Checkpointer:
         self._info, open_run = open_together(job, *chosen)
         self._state = State(state, declared=declared, static=static, ranks=self._info)
         self._state.replays_fast = self._options.log.replay == "fast"
-        self._live_key, self._calls = (self._run, self._info.rank), Calls(progress_timeout_s)
+        self._live_key = (self._run, self._info.rank)
+        self._calls = Calls(progress_timeout_s)
         close_earlier(_live, self._live_key)
         reading = seams_with_copies(() if job else places, self._seams, self._run)
         made_of = self._options, self._run, open_run, self._state, self._seams, peers, places, job
         parts = assemble(*made_of)
         parts.keepers.copy_to(places)
-        self._parts, self._run_id = parts, parts.run_id
-        self._channel, self._ring, self._lane = parts.channel, parts.ring, parts.lane
-        self._keepers, self._saver, self._recorder = parts.keepers, parts.saver, parts.recorder
-        self._updates, self._cadence, self._standby = parts.updates, parts.cadence, parts.standby
+        self._parts = parts
+        self._run_id = parts.run_id
+        self._channel = parts.channel
+        self._ring = parts.ring
+        self._lane = parts.lane
+        self._keepers = parts.keepers
+        self._saver = parts.saver
+        self._recorder = parts.recorder
+        self._updates = parts.updates
+        self._cadence = parts.cadence
+        self._standby = parts.standby
         self._multistep, self._watched = parts.multistep, Watched(self._state, parts, self._options)
         self._watched.watch(self._consumed, self._calls.wait_for_others)
         self._keeper: Keeper | None = None
-        self._timeline, self._step, self._base_due = 0, 0, False
+        self._timeline = 0
+        self._step = 0
+        self._base_due = False
         self._overwritten, self._at_exit = Overwritten(), AtExit(self._calls)
         about = self._run, self._run_id, self._state, self._ring, self._overwritten
         self._starts = Starts(job, self._keepers, reading, *about, timeout_s=progress_timeout_s)
@@ -186,7 +197,8 @@ class Checkpointer:
     def __repr__(self) -> str:
         if not hasattr(self, "_live_key"):  # refused by its constructor
             return "<Checkpointer, not made>"
-        chosen, closed = self._options, "" if self._open else ", closed"
+        chosen = self._options
+        closed = "" if self._open else ", closed"
         what = f"{chosen.method_name}, {chosen.every.in_words}, keep {chosen.keep}"
         return f"<Checkpointer of {self._run}: {what}; at step {self._step}{closed}>"
 
@@ -221,7 +233,8 @@ class Checkpointer:
         self._begun()
         resumed, only_in_memory = self._starts.resume(step, **how)
         self._updates.restored(resumed.lsn)
-        self._step, base = resumed.step, resumed.base if resumed.source == "disk" else None
+        self._step = resumed.step
+        base = resumed.base if resumed.source == "disk" else None
         self._cadence.began(resumed, again=self._timeline > 0)
         survey = self._state.survey() if self._recorder or only_in_memory else None
         self._state.descends_from = resumed.descends_from
@@ -269,7 +282,8 @@ class Checkpointer:
         """
         self._check_open()
         # Counted whatever is raised: a caller that goes on has still taken this step.
-        self._step, self._state.trains_in = self._step + 1, threading.get_ident()
+        self._step = self._step + 1
+        self._state.trains_in = threading.get_ident()
         self._preempting.ask(self._step)
         self._begun()
         with self._joint.answering(self._step):
@@ -335,7 +349,8 @@ class Checkpointer:
         self, survey: Survey | None, *, show: bool, in_memory: bool = False, exact: bool = True
     ) -> Save:
         self._cadence.asked(self._step)
-        standby, due = self._standby, self._recorder is not None and self._recorder.needs_capture
+        standby = self._standby
+        due = self._recorder is not None and self._recorder.needs_capture
         identity = self._identity(exact)
         if standby is not None and not due and standby.gives(exact=show):
             save = standby.ask(identity, survey or self._state.survey(), exact=show)
@@ -421,7 +436,9 @@ class Checkpointer:
         """
         if not self._open or os.getpid() != self._pid:
             return
-        failed, stay, over = list[EverstepError](), False, False
+        failed = list[EverstepError]()
+        stay = False
+        over = False
         try:
             stay = self._take_last(failed)
             again = partial(take_failed, self._standby, self._watched, self._take_at, failed)
@@ -482,7 +499,8 @@ class Checkpointer:
         return logs or len(set(self._info.nodes)) > 1 or self._options.method.in_memory
 
     def _identity(self, exact: bool = True) -> ShardIdentity:
-        at, info = (self._timeline, self._step, self._updates.lsn), self._info
+        at = (self._timeline, self._step, self._updates.lsn)
+        info = self._info
         of_rank = self._run_id, *at, info.rank, info.world, exact and self._state.exact
         return ShardIdentity(*of_rank, inexact=self._state.why_inexact)
 
@@ -509,7 +527,8 @@ class Checkpointer:
     def _start_timeline(
         self, timeline: int, exact: bool, verified: BaseId | None = None, seen: Survey | None = None
     ) -> None:
-        self._timeline, self._state.descends_exactly = timeline, exact
+        self._timeline = timeline
+        self._state.descends_exactly = exact
         self._joint.began()
         self._keepers.serve(timeline, verified, self._starts.seat)
         self._take_over(seen)

@@ -126,7 +126,8 @@ class Allocator:
             )
         size_bytes = self._live.pop(offset)
         self._used_bytes -= size_bytes
-        start, stop = offset, offset + size_bytes
+        start = offset
+        stop = offset + size_bytes
         index = bisect_right(self._holes, (start, stop))
         if index < len(self._holes) and self._holes[index][0] == stop:
             stop = self._holes.pop(index)[1]

@@ -239,7 +239,9 @@ class Arena:
 
         The mapping ends with the last view of it: those that are still in use stay valid.
         """
-        memory, self._memory, self._view = self._memory, None, None
+        memory = self._memory
+        self._memory = None
+        self._view = None
         self._words = np.zeros(0, np.uint64)
         if memory is not None:
             memory.close_fd()

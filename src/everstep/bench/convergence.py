@@ -42,7 +42,8 @@ __all__ = ["ARMS", "LAST_STEPS", "ConvergenceOptions", "ConvergenceReport", "Lea
 OptimizerName = Literal["AdamW", "SGD"]
 
 _DEMO = GPTConfig(layers=4, width=128, heads=4, context=128)
-_TEXT_BYTES, _UNSEEN_BYTES = 4 << 20, 256 << 10
+_TEXT_BYTES = 4 << 20
+_UNSEEN_BYTES = 256 << 10
 _UNSEEN_BATCHES = 8
 LAST_STEPS = 20
 """Losses are means of so many."""
@@ -263,7 +264,8 @@ def _mean_difference(these: Sequence[float], those: Sequence[float]) -> float:
 
 
 def _cells(report: ConvergenceReport, one: Learned) -> list[str]:
-    loss, unseen = Spread.of(one.losses), Spread.of(one.unseen)
+    loss = Spread.of(one.losses)
+    unseen = Spread.of(one.unseen)
     assert loss is not None
     assert unseen is not None
     seen_behind, unseen_behind = report.behind_dense(one)

@@ -39,7 +39,8 @@ from everstep.errors import OptionError
 
 __all__ = ["ARMS", "Approximated", "LossyOptions", "LossyReport", "present", "run_lossy"]
 
-_TEXT_BYTES, _UNSEEN_BYTES = 1 << 20, 128 << 10
+_TEXT_BYTES = 1 << 20
+_UNSEEN_BYTES = 128 << 10
 _MODEL = GPTConfig(layers=2, width=192, heads=4, context=64)  # large tensors and small ones
 _HOST_BYTES = 1 << 30
 ARMS: Mapping[str, tuple[str, float] | None] = {

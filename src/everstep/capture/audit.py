@@ -26,7 +26,8 @@ from everstep.state.values.tensors import byte_view, host_bytes
 
 __all__ = ["Sample", "SpotCheck"]
 
-_SAMPLES, _SAMPLES_OF_SMALL = 4, 8  # of each tensor
+_SAMPLES = 4  # of each tensor
+_SAMPLES_OF_SMALL = 8
 _SMALL_BYTES = 4096  # in a page or two; each place in another takes its time to be found
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -61,11 +62,13 @@ class _Looked(NamedTuple):
             return cls(name, byte_view(tensor).view(_INTEGERS[width]), begin, 1)
         # However it lies: along its longest dimension, from the first element on.
         longest = max(range(tensor.dim()), key=tensor.shape.__getitem__)
-        line, apart = tensor.detach(), math.prod(tensor.shape[longest + 1 :])
+        line = tensor.detach()
+        apart = math.prod(tensor.shape[longest + 1 :])
         for dim in reversed(range(tensor.dim())):
             line = line if dim == longest else line.select(dim, 0)
         if tensor.element_size() > width:  # complex128: the real parts
-            line, apart = torch.view_as_real(line).select(-1, 0), 2 * apart
+            line = torch.view_as_real(line).select(-1, 0)
+            apart = 2 * apart
         return cls(name, line.view(_INTEGERS[width]), begin, apart)
 
 
@@ -142,7 +145,8 @@ class SpotCheck:
         found: dict[_Kind, list[_Looked]] = {}
         for layout, offset in layouts:
             for place in layout.placed:
-                name, size_bytes = place.entry.name, place.end - place.begin
+                name = place.entry.name
+                size_bytes = place.end - place.begin
                 if not size_bytes or name not in chosen:
                     continue
                 tensor = tensors[name]
@@ -182,7 +186,8 @@ class SpotCheck:
         int64, and the values."""
         found = []
         for kind, values in sample.values.items():
-            where, copy = self._elements[kind].where, values.cpu()  # kept as long as it is read
+            where = self._elements[kind].where  # kept as long as it is read
+            copy = values.cpu()
             found.append((kind[0], bytes(host_bytes(where)), bytes(host_bytes(copy))))
         return found
 

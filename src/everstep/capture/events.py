@@ -90,7 +90,8 @@ class StepEvents:
     def watch(self, roots: Iterable[nn.Module], optimizers: Mapping[str, Optimizer]) -> None:
         """From now on the events of these, and of no others."""
         self.close()
-        self._roots, self._optimizers = tuple(roots), optimizers
+        self._roots = tuple(roots)
+        self._optimizers = optimizers
         modules = {
             id(module): module
             for root in self._roots
@@ -119,10 +120,12 @@ class StepEvents:
             expected: the sequence of keys that a plan was made for, if there is one.
             asked: events of it that ``reached`` is called for.
         """
-        self._expected, self._asked = expected, asked
+        self._expected = expected
+        self._asked = asked
         self._follows = bool(expected)
         self._keys, self._times_s = [self._number("mark")], [self._now_s()]
-        self._waits_s, self._updates = {}, {}
+        self._waits_s = {}
+        self._updates = {}
         self._on = True
 
     def end(self) -> Observed | None:

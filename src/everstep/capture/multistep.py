@@ -75,7 +75,8 @@ def cut_as(units: Sequence[Unit], shares: Sequence[float]) -> list[list[Unit]]:
     for unit in units:
         ends.append(ends[-1] + unit.size_bytes)
     runs: list[list[Unit]] = []
-    begin, wanted = 0, 0.0
+    begin = 0
+    wanted = 0.0
     for number in range(count - 1):
         wanted += shares[number] * whole
         last = len(units) - (count - 1 - number)  # one is left for each of the others
@@ -102,7 +103,9 @@ def _runs(units: Sequence[Unit], size_bytes: int) -> list[list[Unit]]:
 
 def _halves(run: list[Unit]) -> list[list[Unit]]:
     """Two runs of which the larger is as small as it can be."""
-    whole, first, best = _size_bytes(run), 0, (float("inf"), 1)
+    whole = _size_bytes(run)
+    first = 0
+    best = (float("inf"), 1)
     for at in range(1, len(run)):
         first += run[at - 1].size_bytes
         best = min(best, (max(first, whole - first), at))

@@ -29,7 +29,8 @@ class Probe:
         covered = [(name, owner.update) for name, owner in owners.items() if owner.update]
         tensors = tuple(survey.tensors[name] for name, _ in covered)
         if not same_objects(tensors, self._tensors):
-            self._tensors, self._checks = tensors, _checks(covered, tensors)
+            self._tensors = tensors
+            self._checks = _checks(covered, tensors)
         return {
             f"{SAMPLE}{pattern}/{width}/{device}": values
             for pattern, check in self._checks.items()

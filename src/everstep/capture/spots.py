@@ -198,7 +198,8 @@ class Comparison:
             self._spots = Spots(chosen)
             if self._spots.names != chosen.keys():
                 raise FormatError("samples of tensors in host memory, which these are not")
-            self._bits, self._tensors = which.tobytes(), all_of_them
+            self._bits = which.tobytes()
+            self._tensors = all_of_them
         return self._spots.other(step, values)
 
 
@@ -215,7 +216,8 @@ def _array(tensor: torch.Tensor) -> npt.NDArray[Any]:
     whole = tensor.view(_INTEGERS[tensor.element_size()])
     if whole.is_contiguous() and whole.numel() <= _WHOLE:
         whole = whole.view(-1)  # in one piece
-    width, strides = whole.element_size(), whole.stride()
+    width = whole.element_size()
+    strides = whole.stride()
     span = 1 + sum((n - 1) * step for n, step in zip(whole.shape, strides, strict=True))
     memory = memory_at(whole.data_ptr(), span * width)
     kind = np.dtype(f"i{width}")

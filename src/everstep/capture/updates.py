@@ -119,14 +119,19 @@ class UpdateHooks:
     def _begin(self, key: str, caller: FrameType) -> None:
         """An outermost call begins, when none is under way in another thread: what updates consume
         is recorded one after another, and so are they made."""
-        me, since_s = threading.get_ident(), time.monotonic()
+        me = threading.get_ident()
+        since_s = time.monotonic()
         while True:
             with self._claim:
                 others = self.outermost is not None and self.thread != me
                 if not others or not in_thread(self.outermost, self.thread):
                     self.settle()
-                    self.outermost, self.depth, self.told = caller, 0, 0
-                    self.key, self.within, self.thread = key, False, me
+                    self.outermost = caller
+                    self.depth = 0
+                    self.told = 0
+                    self.key = key
+                    self.within = False
+                    self.thread = me
                     return
             if time.monotonic() - since_s > _TURN_S:
                 raise StateError(
@@ -142,7 +147,10 @@ class UpdateHooks:
 
     def restored(self, lsn: int) -> None:
         """The state is that behind an update of before, whatever has failed since."""
-        self.outermost, self.depth, self.failed, self.lsn = None, 0, False, lsn
+        self.outermost = None
+        self.depth = 0
+        self.failed = False
+        self.lsn = lsn
 
     def settle(self) -> None:
         """One that has not ended, and is on no stack, has failed, perhaps half-way."""
@@ -150,7 +158,9 @@ class UpdateHooks:
             return
         if self.thread != threading.get_ident() and in_thread(self.outermost, self.thread):
             return
-        self.outermost, self.depth, self.failed = None, 0, True
+        self.outermost = None
+        self.depth = 0
+        self.failed = True
         if self.lost is None and self.counts_failed:
             self.lsn += 1
         self._lose(f"an update of {self.key} has failed")

@@ -30,7 +30,8 @@ class Versions:
         self, tensors: Mapping[str, torch.Tensor], beside: Iterable[torch.Tensor] | None = None
     ) -> None:
         counted = _counted(tensors, beside)
-        self._names, self._tensors = tuple(counted), tuple(counted.values())
+        self._names = tuple(counted)
+        self._tensors = tuple(counted.values())
 
     def now(self) -> list[int]:
         """The counters."""

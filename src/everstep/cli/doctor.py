@@ -155,7 +155,8 @@ def _torch() -> Check:
 
 
 def _libraries() -> Check:
-    found, missing = [], []
+    found = []
+    missing = []
     for name in _LIBRARIES:
         try:
             found.append(f"{name} {importlib.metadata.version(name)}")
@@ -239,7 +240,8 @@ def _shm() -> Check:
     except OSError:
         advice = "DataLoader workers pass batches through it; everstep itself does not need it"
         return Check(name, "warn", "not there", advice)
-    size_bytes, free_bytes = info.f_blocks * info.f_frsize, info.f_bavail * info.f_frsize
+    size_bytes = info.f_blocks * info.f_frsize
+    free_bytes = info.f_bavail * info.f_frsize
     found = f"{in_words(size_bytes)}, {in_words(free_bytes)} free"
     if free_bytes < _SHM_WARN_BYTES:
         advice = (
@@ -349,7 +351,8 @@ def _direct(probe: PurePath) -> Check:
     flag = getattr(os, "O_DIRECT", 0)
     if not flag:
         return refused
-    written, read = mmap.mmap(-1, _PAGE_BYTES), mmap.mmap(-1, _PAGE_BYTES)
+    written = mmap.mmap(-1, _PAGE_BYTES)
+    read = mmap.mmap(-1, _PAGE_BYTES)
     written[:] = os.urandom(_PAGE_BYTES)
     try:
         with _opened(probe / "direct", os.O_RDWR | os.O_CREAT | os.O_EXCL | flag) as descriptor:
@@ -370,7 +373,8 @@ def _recycling(probe: PurePath) -> Check:
     """Files may be overwritten only when leases tell that nobody else has them open."""
     from everstep.seams import PosixFileSystem
 
-    name, filesystem = "recycling", PosixFileSystem()
+    name = "recycling"
+    filesystem = PosixFileSystem()
     path = probe / "slot"
     with _opened(path, os.O_RDWR | os.O_CREAT | os.O_EXCL) as descriptor:
         os.write(descriptor, bytes(_PAGE_BYTES))

@@ -124,7 +124,9 @@ def _measure(filesystem: FileSystem, inventory: Inventory) -> tuple[_Part, dict[
         parse_timeline,
     )
 
-    root, timelines, met = _Part(), {}, set[int]()
+    root = _Part()
+    timelines = {}
+    met = set[int]()
     for entry in filesystem.scan(inventory.path):
         number = parse_timeline(entry.name)
         if number is None or entry.kind != "dir":
@@ -217,7 +219,8 @@ def _add_file(
 
 def _below(filesystem: FileSystem, directory: PurePath) -> _Sum:
     """All files below ``directory``; links are counted, not followed."""
-    found, waiting = _Sum(), [directory]
+    found = _Sum()
+    waiting = [directory]
     while waiting:
         here = waiting.pop()
         for entry in _scan(filesystem, here):
@@ -300,7 +303,8 @@ def _show(out: Console, root: _Part, timelines: dict[int, _Part], free_bytes: in
     row("run folder", root.whole, "bold")
     _rows_besides(row, root)
     parts = [root, *timelines.values()]
-    whole, spare = _total(p.whole for p in parts), _total(p.reclaimable for p in parts)
+    whole = _total(p.whole for p in parts)
+    spare = _total(p.reclaimable for p in parts)
     row("all", whole, "bold")
     out.print(made)
     out.print(

@@ -152,7 +152,8 @@ def _show(out: Console, costs: Costs, found: Optimum, rows: list[Choice]) -> Non
     if costs.accelerators > 1:
         lost = costs.wasted_accelerator_s(best.waste, 1.0)
         out.print(f"of {costs.accelerators} accelerators that is the work of {lost:.3g}")
-    continuous, formula = found.continuous, found.closed_form
+    continuous = found.continuous
+    formula = found.closed_form
     out.print(
         f"as real numbers: {seconds_in_words(continuous.interval_s)} and "
         f"{seconds_in_words(continuous.batch_s)}, {_percent(continuous.waste.total)}"

@@ -126,7 +126,8 @@ def schedule(
         from everstep.bench.stall.timeline import check_picture
 
         check_picture(picture)
-    training, of_a_file = _training(model), ":" in model
+    training = _training(model)
+    of_a_file = ":" in model
     start_s = time.perf_counter()
     with _their_words(model) if of_a_file else nullcontext():
         trace = trace_of(
@@ -267,7 +268,9 @@ def _their_words(model: str) -> Iterator[None]:
 def _document(
     found: Planned, about: dict[str, Any], mode: str, disk_bytes_per_s: float
 ) -> dict[str, Any]:
-    problem, plan, needed = found.problem, found.schedule, found.needed_bytes_per_s
+    problem = found.problem
+    plan = found.schedule
+    needed = found.needed_bytes_per_s
     return {
         **about,
         "mode": mode,
@@ -306,7 +309,8 @@ def _duplicated(found: Planned) -> int:
 
 
 def _show(out: Console, found: Planned, document: dict[str, Any]) -> None:
-    problem, plan = found.problem, found.schedule
+    problem = found.problem
+    plan = found.schedule
     step = seconds_in_words(problem.step_s)
     out.print(
         f"{document['model']}, batch {document['batch']}, {document['optimizer']}: "
@@ -314,7 +318,8 @@ def _show(out: Console, found: Planned, document: dict[str, Any]) -> None:
     )
     for note in found.trace.notes:
         out.print(note)
-    needed, link = found.needed_bytes_per_s / 1e9, problem.link_bytes_per_s / 1e9
+    needed = found.needed_bytes_per_s / 1e9
+    link = problem.link_bytes_per_s / 1e9
     out.print(
         f"checkpoint of {in_words(problem.size_bytes)} each step: takes {needed:.1f} GB/s of the "
         f"link's {link:.1f} ({document['margin']:+.0%})"

@@ -223,7 +223,8 @@ def _wait(stopping: Sequence[_Stopping], timeout_s: float) -> None:
             for one in list(waiting):
                 one.watch.gone(min(max(0.0, left_s), _ROUND_S / len(waiting)))
                 if _is_gone(one):
-                    one.gone, one.problem = True, None
+                    one.gone = True
+                    one.problem = None
                 elif one.problem is None:
                     one.problem = _refusal(one)
                 if one.gone or one.problem is not None:
@@ -287,11 +288,14 @@ def _show(out: Console, stopping: Sequence[_Stopping], runs: Sequence[str]) -> N
     for one in stopping:
         who = f"keeper {one.info.pid} of {one.info.run}, rank {one.info.rank}"
         if not one.gone:
-            line, style = f"not stopped: {who}: {one.problem}", "yellow"
+            line = f"not stopped: {who}: {one.problem}"
+            style = "yellow"
         elif one.killed:
-            line, style = f"killed: {who}; {_loss(one)}", ""
+            line = f"killed: {who}; {_loss(one)}"
+            style = ""
         else:
-            line, style = f"stopped: {who}", ""
+            line = f"stopped: {who}"
+            style = ""
         out.print(label(line, style, LINE_CHARS_MAX), soft_wrap=True)
     if any(not one.gone and not one.killed for one in stopping):
         out.print("everstep ps shows what it does; --now ends it at once")

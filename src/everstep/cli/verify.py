@@ -207,7 +207,8 @@ def check_base(
                 progress=progress,
                 contents=all_contents,
             )
-        checked.entries, checked.size_bytes = verdict.entries, verdict.size_bytes
+        checked.entries = verdict.entries
+        checked.size_bytes = verdict.size_bytes
         # Damage to records is named one by one above; these are summaries and repetitions.
         markers = {str(base.path / marker_name(item.rank)) for item in base.manifest.markers}
         data = [

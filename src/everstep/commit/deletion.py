@@ -122,7 +122,8 @@ class BaseDeletion:
             self._advance(_Phase.LIFTING, _Phase.OVER)
             raise self._fenced()
         if isinstance(event, BaseGone):
-            self._phase, self._newest = _Phase.OVER, event.newest
+            self._phase = _Phase.OVER
+            self._newest = event.newest
             if self._is_fenced():
                 raise self._fenced()
             return None

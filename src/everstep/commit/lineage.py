@@ -104,7 +104,8 @@ def history(newest: int, branches: Mapping[int, Branch]) -> list[tuple[int, int 
         branch = branches.get(timeline)
         if branch is None or branch.parent is None or branch.parent >= timeline:
             break
-        timeline, limit = branch.parent, branch.fork_step
+        timeline = branch.parent
+        limit = branch.fork_step
     return found
 
 
@@ -150,7 +151,8 @@ def lost_behind(
         kept: how far the log leads behind that state, and why this start has not gone there; None:
             no further.
     """
-    said, known = list[str](), end.step
+    said = list[str]()
+    known = end.step
     if kept is not None and kept[0].step > known:
         last, why = kept
         said.append(

@@ -132,7 +132,8 @@ def runs_of(
         mark = marks[key]
         if before is None or not _continues(before, mark, updates):
             end()
-            begin, lsns = mark.lsn, []
+            begin = mark.lsn
+            lsns = []
             while (mark.timeline, begin) in updates:
                 begin -= 1
         lsns.append(mark.lsn)
@@ -194,7 +195,8 @@ def reach_of(
     found: list[tuple[int, int, int]] = []
     if not any(t == base.timeline and (end is None or base.step <= end) for t, end in path):
         return found
-    step, shape = base.step, None
+    step = base.step
+    shape = None
     while True:
         step += 1
         timeline = timeline_of(step, path)
@@ -203,7 +205,8 @@ def reach_of(
         one = next(fit, None)
         if one is None or (one.timeline, step) in spoilt or shape not in (None, one.shape):
             return found
-        lsn, shape = one.lsns[step - one.first], one.shape
+        lsn = one.lsns[step - one.first]
+        shape = one.shape
         found.append((one.timeline, step, lsn))
 
 
@@ -290,7 +293,9 @@ class JobLogs:
         others: Sequence[Mapping[int, Sequence[LogRun]]] = (),
         relaid: Collection[int] = (),
     ) -> None:
-        self._world, self._spoilt, self._relaid = len(runs), spoilt, relaid
+        self._world = len(runs)
+        self._spoilt = spoilt
+        self._relaid = relaid
         self._worlds = {n: record.world for n, record in records.items() if record is not None}
         self._runs = [
             [run for run in own if self._worlds.get(run.timeline) == len(runs)] for own in runs
@@ -322,7 +327,8 @@ class JobLogs:
         Args:
             until: no step behind this one.
         """
-        lsn, world = manifest.markers[0].lsn, len(manifest.markers)  # that of all
+        lsn = manifest.markers[0].lsn  # that of all
+        world = len(manifest.markers)
         if self._is_own(base, manifest):
             logs: Sequence[Collection[LogRun]] = self._runs
             spoilt = self._spoilt
@@ -338,7 +344,8 @@ class JobLogs:
         """Who reads which steps up to ``reach``, where another number of ranks has written them, or
         another layout: each step of each log is read once, mostly by who needs it; none where every
         rank reads its own."""
-        world, found = len(manifest.markers), list[LogReader]()
+        world = len(manifest.markers)
+        found = list[LogReader]()
         if self._is_own(base, manifest):
             return ()
         for source in range(world):
@@ -392,7 +399,8 @@ class JobLogs:
             end: timeline and step that are restored.
             manifest: of the base.
         """
-        world, found = len(manifest.markers), list[tuple[BaseId, str]]()
+        world = len(manifest.markers)
+        found = list[tuple[BaseId, str]]()
         for timeline, step in sorted(self._last.items()):
             if timeline < end.timeline or step <= end.step:
                 continue

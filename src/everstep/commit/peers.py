@@ -201,7 +201,9 @@ class Rounds:
     """
 
     def __init__(self, world: int, *, repeat_s: float = 2.0, late_s: float = 120.0) -> None:
-        self._world, self._repeat_s, self._late_s = world, repeat_s, late_s
+        self._world = world
+        self._repeat_s = repeat_s
+        self._late_s = late_s
         self.base: BaseId | None = None
         self.everywhere: BaseId | None = None
         self.passed_over = 0
@@ -218,7 +220,8 @@ class Rounds:
             held: what this rank holds whole for others: before the first base of this start is
                 whole with all peers, one of an earlier start may be.
         """
-        following, under_way = self._next, self.base  # in this order: one becomes the other
+        following = self._next  # in this order: one becomes the other
+        under_way = self.base
         whole = [self.everywhere] if self.everywhere is not None else sorted(held, reverse=True)
         found = [base for base in (under_way, *whole, following) if base is not None]
         return list(dict.fromkeys(found))[:NEEDED_MAX]
@@ -260,7 +263,8 @@ class Rounds:
     def _begin(self, now_s: float) -> list[Send]:
         if self.base is not None or self._next is None:
             return []
-        self.base, self._next = self._next, None
+        self.base = self._next
+        self._next = None
         self._whole = set()
         self._heard_s = now_s
         return self._tell_all(now_s)

@@ -33,5 +33,6 @@ class Watermark:
         """Takes note that ``base`` is durable on all ranks; whether that was news."""
         if self.base is not None and base <= self.base:
             return False
-        self.before, self.base = self.base, base
+        self.before = self.base
+        self.base = base
         return True

@@ -233,7 +233,8 @@ class DDPCompression:
         self._scale = scale
 
     def _parts(self, bucket: GradBucket) -> list[_Part]:
-        parts, begin = [], 0
+        parts = []
+        begin = 0
         both = [
             (parameter, _in_strides_of(parameter, grad))
             for parameter, grad in zip(bucket.parameters(), bucket.gradients(), strict=True)

@@ -157,7 +157,8 @@ def _largest_scaled(dtype: torch.dtype) -> float:
 
 
 def _scales(rows: torch.Tensor) -> torch.Tensor:
-    info, form = torch.finfo(rows.dtype), FORMATS[rows.dtype]
+    info = torch.finfo(rows.dtype)
+    form = FORMATS[rows.dtype]
     # By keys, of which NaN has the greatest; and ten times quicker than a norm.
     largest = (rows.view(form.signed) & form.mask).amax(dim=1).view(rows.dtype)
     limited = largest.clamp(max=_largest_scaled(rows.dtype))
@@ -181,7 +182,8 @@ def _rows(
     the rest as a shorter row. All at once where the tensor is not in host memory."""
     blocks = flat.numel() // BLOCK_NUMEL
     whole = blocks * BLOCK_NUMEL
-    tensor, values = flat[:whole].view(-1, BLOCK_NUMEL), form.values[:whole].view(-1, BLOCK_NUMEL)
+    tensor = flat[:whole].view(-1, BLOCK_NUMEL)
+    values = form.values[:whole].view(-1, BLOCK_NUMEL)
     step = _HOST_BLOCKS if flat.device.type == "cpu" else max(1, blocks)
     for begin in range(0, blocks, step):
         end = min(begin + step, blocks)

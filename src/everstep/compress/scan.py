@@ -134,7 +134,8 @@ class HostScan(DeviceScan):
         hits = np.empty(twice.shape, dtype=np.bool_)
         found = _Found(self.form)
         for begin, block in self._blocks():
-            doubled, hit = twice[: block.size], hits[: block.size]
+            doubled = twice[: block.size]
+            hit = hits[: block.size]
             np.add(block, block, out=doubled)
             np.greater_equal(doubled, low, out=hit)
             found.add(begin, block, np.flatnonzero(hit))
@@ -159,7 +160,8 @@ class HostScan(DeviceScan):
 
     def kth(self, count: int) -> int:
         """Digit by digit, from the top: counts how often each occurs below those found so far."""
-        prefix, missing = 0, count
+        prefix = 0
+        missing = count
         for shift in range(8 * self._bits.itemsize - _DIGIT_BITS, -1, -_DIGIT_BITS):
             counts = np.zeros(2**_DIGIT_BITS, dtype=np.int64)
             for _, block in self._blocks():
@@ -264,7 +266,8 @@ def _kernels_on(device: torch.device) -> ModuleType | None:
         about = torch.arange(-8.0, 9.0, dtype=torch.float32, device=device), FORMATS[torch.float32]
         reference = DeviceScan(*about)
         key = reference.kth(4)
-        wanted, found = reference.at_least(key, 4), module.TritonScan(*about).at_least(key, 4)
+        wanted = reference.at_least(key, 4)
+        found = module.TritonScan(*about).at_least(key, 4)
         if wanted is not None and found is not None and all(map(torch.equal, wanted, found)):
             return module
         why = "they do not find what torch finds"

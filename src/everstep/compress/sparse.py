@@ -100,7 +100,9 @@ class Sparse:
 
     def part(self, begin: int, end: int) -> Sparse:
         """Elements ``[begin, end)``, counted from ``begin``; the values are views of these."""
-        first, positions, values = 0, [], []
+        first = 0
+        positions = []
+        values = []
         for chunk, count in enumerate(self.counts):
             base = chunk * CHUNK_NUMEL
             if base < end and begin < base + CHUNK_NUMEL:

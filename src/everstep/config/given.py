@@ -197,7 +197,8 @@ def _refuse_misfits(where: str, values: Mapping[str, Any], hints: Mapping[str, A
     for name, hint in hints.items():
         if name not in values:
             continue
-        shown, value = where.format(name), values[name]
+        shown = where.format(name)
+        value = values[name]
         if is_int(value) and abs(value) > NUMBER_MAX:
             raise OptionError(f"{shown} must be at most {NUMBER_MAX}, not {value!r}")
         if not _fits(value, hint):

@@ -39,7 +39,8 @@ ANNOUNCING = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGUSR2", "S
 _TIMEOUT_S_MAX = 365 * 86400.0
 _GRACE_S_MAX = 86400.0
 _RATIO = 0.01
-_BATCH_STEPS, _BATCH_STEPS_MAX = 10, 100_000
+_BATCH_STEPS = 10
+_BATCH_STEPS_MAX = 100_000
 
 
 @checked
@@ -390,7 +391,8 @@ def validate_options(
     """
     if isinstance(method, str):
         one_of("method", method, presets)
-        name, method = method, presets[method]
+        name = method
+        method = presets[method]
     elif isinstance(method, Method):
         name = next((key for key, value in presets.items() if value == method), "custom")
     else:

@@ -165,7 +165,8 @@ class StreamData(_Data):
         by_state: bool,
     ) -> None:
         super().__init__(dataset, collate)
-        self._batch_size, self._drop_last = batch_size, drop_last
+        self._batch_size = batch_size
+        self._drop_last = drop_last
         self._by_state = by_state
         self._run: int | None = None
         self._held = Held()
@@ -211,7 +212,8 @@ class StreamData(_Data):
             self._held.put_back(before)
 
     def _open(self, task: Task, draws: Draws) -> None:
-        self._run, self._is_ended = task.run, False
+        self._run = task.run
+        self._is_ended = False
         info = get_worker_info()
         worker, workers = (0, 1) if info is None else (info.id, info.num_workers)
         self._held.rewind()

@@ -258,7 +258,8 @@ class ResumableLoader:
             return "it holds no position of a ResumableLoader"
         for name, mine in self._made.fixed.items():
             if fixed[name] != mine and not (name == "workers" and at.is_start):
-                saved, live = _words(name, fixed[name]), _words(name, mine)
+                saved = _words(name, fixed[name])
+                live = _words(name, mine)
                 return f"the position was saved with {saved}, here is {live}"
         here = self._made.place.world
         if at.world != here and not at.is_start and not self._made.is_dealt_here:
@@ -285,7 +286,8 @@ class ResumableLoader:
         return Place(0, 1)
 
     def _go_to(self, position: _Position) -> None:
-        self._position, self._is_fresh = position, True
+        self._position = position
+        self._is_fresh = True
         self._turn += 1
 
     def _begin(self) -> tuple[_Parts, int, _Position, Order | None]:
@@ -293,7 +295,8 @@ class ResumableLoader:
         if not self._is_fresh:  # after a break
             self._go_to(_Position(self.epoch + 1))
         self._turn += 1
-        at, made = self._position, self._made
+        at = self._position
+        made = self._made
         order = made.order(at.epoch)
         digest = None if order is None else order.digest
         if at.order is not None and digest != at.order:
@@ -348,7 +351,8 @@ class _Parts:
         samplers = None if stream else Samplers(loader, place)
         fixed = {"seed": seed, "batch_size": loader.batch_size}
         if samplers is None:
-            size, drop_last = loader.batch_size, loader.drop_last
+            size = loader.batch_size
+            drop_last = loader.drop_last
             data = StreamData(loader.dataset, loader.collate_fn, size, drop_last, by_state)
             fixed |= {"kind": "stream", "workers": max(1, loader.num_workers)}
         else:
@@ -361,7 +365,8 @@ class _Parts:
         if not loader.num_workers:
             data.prepare()
         parts = cls(seed, place, fixed, samplers, data)
-        parts.workers, parts.user_init = max(1, loader.num_workers), loader.worker_init_fn
+        parts.workers = max(1, loader.num_workers)
+        parts.user_init = loader.worker_init_fn
         parts.inner = DataLoader(
             data,
             batch_size=None,

@@ -81,7 +81,8 @@ class Samplers:
             self._drops = bool(batches.drop_last)
         else:
             self.sampler = loader.sampler if batches is None else batches
-            self._size, self._drops = None, False
+            self._size = None
+            self._drops = False
         self._evenly = self._drops  # no share is padded: all but whole rounds is left out
         self._told = (self.sampler, batches, getattr(batches, "sampler", None))
         self._spread = isinstance(self.sampler, DistributedSampler) and (
@@ -121,7 +122,9 @@ class Samplers:
         asked: Iterable[Any] = self.sampler
         if self._spread:
             whole: Any = copy.copy(self.sampler)
-            whole.num_replicas, whole.rank, whole.drop_last = 1, 0, False
+            whole.num_replicas = 1
+            whole.rank = 0
+            whole.drop_last = False
             whole.num_samples = whole.total_size = len(whole.dataset)
             asked = whole
         with Draws(self.sampler).under("order", seed, epoch):
@@ -229,7 +232,9 @@ class Order:
     def __init__(
         self, samplers: Samplers, units: Sequence[Any] | None, key: tuple[int | str, ...]
     ) -> None:
-        self._samplers, self._units, self._key = samplers, units, key
+        self._samplers = samplers
+        self._units = units
+        self._key = key
 
     @property
     def digest(self) -> str | None:

@@ -89,7 +89,8 @@ def _lost(journal: JournalWriter, error: Exception) -> NoReturn:
 
 def trained(order: dict[str, Any], rank: int) -> Training:
     """Model, optimizer and data of this rank; the same weights on all, other data and noise."""
-    seed, world = order["seed"], dist.get_world_size()
+    seed = order["seed"]
+    world = dist.get_world_size()
     make_deterministic(seed)
 
     def wrap(model: GPT) -> GPT:

@@ -42,8 +42,12 @@ class Hosts:
         end: Callable[[str, int | None], int] = end_marked,
         store: Store | None = None,
     ) -> None:
-        self.count, self.network, self.store = count, network, store
-        self._place, self._drill, self._end = place, drill, end
+        self.count = count
+        self.network = network
+        self.store = store
+        self._place = place
+        self._drill = drill
+        self._end = end
         longest = len(str(self._folder(count) / _KEEPER_SOCKET).encode())
         if longest > SOCKET_PATH_BYTES_MAX:
             raise DrillError(

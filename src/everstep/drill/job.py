@@ -123,7 +123,9 @@ class Start:
         progress: Callable[[str, int], None] = lambda name, step: None,
     ) -> None:
         self.name = str(order["name"])
-        self._hosts, self._folder, self._progress = hosts, folder, progress
+        self._hosts = hosts
+        self._folder = folder
+        self._progress = progress
         self._silence_s = _SILENCE_FACTOR * float(order["timeout_s"])
         self._order = path = folder / f"{self.name}.json"
         path.write_text(json.dumps(order))

@@ -25,8 +25,12 @@ from everstep.errors import UnavailableError
 __all__ = ["Groups", "Namespaces", "Network", "choose_network", "why_no_namespaces"]
 
 _TIMEOUT_S = 15.0
-_SUBNET, _STORE_SUBNET, _FREE_SUBNET = "10.231.7", "10.231.8", "10.231.9"
-_DEVICE, _STORE_DEVICE, _FREE_DEVICE = "eth0", "eth1", "eth2"
+_SUBNET = "10.231.7"
+_STORE_SUBNET = "10.231.8"
+_FREE_SUBNET = "10.231.9"
+_DEVICE = "eth0"
+_STORE_DEVICE = "eth1"
+_FREE_DEVICE = "eth2"
 _STORE_HOST = 250
 _BURST_BYTES = (32 * 1024, 512 * 1024)  # of slow links, and of fast ones
 _BURST_S = 0.005
@@ -139,8 +143,11 @@ class Namespaces:
         run: Command = lambda c: _run(c),
         store_bits_per_s: int | None = None,
     ) -> None:
-        self._hosts, self._rate, self._run = hosts, bits_per_s, run
-        self._store_rate, self._store = store_bits_per_s, f"es-{word}-st"
+        self._hosts = hosts
+        self._rate = bits_per_s
+        self._run = run
+        self._store_rate = store_bits_per_s
+        self._store = f"es-{word}-st"
         self._switch = f"es-{word}-sw"
         self._names = [f"es-{word}-{host}" for host in range(hosts)]
         self._made: list[str] = []
@@ -197,7 +204,8 @@ class Namespaces:
 
     def limit(self, bits_per_s: int, store_bits_per_s: int) -> None:
         """Other rates from now on; for replaced hosts, too."""
-        self._rate, self._store_rate = bits_per_s, store_bits_per_s
+        self._rate = bits_per_s
+        self._store_rate = store_bits_per_s
         for host in range(self._hosts):
             self._limit(host)
 

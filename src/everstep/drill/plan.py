@@ -259,7 +259,8 @@ def parse_every(value: int | str) -> tuple[int, dict[str, int]]:
     Raises:
         OptionError: for what is none.
     """
-    every, found = _EVERY, {}
+    every = _EVERY
+    found = {}
     for word in str(value).split(","):
         name, _, number = word.strip().rpartition("=")
         if not re.fullmatch(r"[0-9]{1,6}", number) or int(number) < 1:

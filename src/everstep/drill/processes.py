@@ -24,7 +24,8 @@ MARK = "EVERSTEP_DRILL"
 _PROC = Path("/proc")
 _KILL_S = 20.0
 _LOOK_AGAIN_S = 0.02
-_EXEC_TRIES, _EXEC_S = 5, 0.002
+_EXEC_TRIES = 5
+_EXEC_S = 0.002
 
 
 class DrillError(EverstepError):

@@ -42,8 +42,12 @@ class Drill:
         display: Display,
         child: Sequence[str] = CHILD,
     ) -> None:
-        self._plan, self._hosts, self._place, self._text = plan, hosts, place, text
-        self._display, self._child = display, child
+        self._plan = plan
+        self._hosts = hosts
+        self._place = place
+        self._text = text
+        self._display = display
+        self._child = child
 
     def replan(self, plan: DrillPlan) -> None:
         """Goes on with other rates."""
@@ -147,7 +151,8 @@ class Drill:
         )
 
     def _failpoints(self, arm: str) -> dict[int, str]:
-        plan, point = self._plan, self._plan.at_point
+        plan = self._plan
+        point = self._plan.at_point
         if point is None:
             return {}
         hit = plan.kill_step(arm) // plan.every_of(arm)  # a visit for each base
@@ -155,7 +160,8 @@ class Drill:
 
     def _train_to_the_kill(self, start: Start, arm: str) -> str | None:
         """Returns when the kill is due, or with why the arm is refused."""
-        plan, victim = self._plan, self._plan.victim
+        plan = self._plan
+        victim = self._plan.victim
         start.follow(
             lambda: start.all_found("resumed") or start.found(victim, "refused") is not None
         )
@@ -175,7 +181,8 @@ class Drill:
         Raises:
             DrillError: none did, an interval after the base.
         """
-        plan, victim = self._plan, self._plan.victim
+        plan = self._plan
+        victim = self._plan.victim
         keepers = [item.pid for item in self._hosts.processes(victim) if item.is_keeper]
         watches = [PidWatch(pid) for pid in (start.pid(victim), *keepers)]
         try:

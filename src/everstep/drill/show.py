@@ -179,7 +179,8 @@ def _scale(report: DrillReport) -> list[str]:
     """What links and intervals mean in steps, beside TierCheck's."""
     if report.scale is None:
         return []
-    plan, (store, peer) = report.plan, report.scale
+    plan = report.plan
+    (store, peer) = report.scale
     slower = [
         f"{arm} {statistics.median(times) / report.step_s:.2f}"
         for arm in plan.arms

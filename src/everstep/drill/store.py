@@ -73,8 +73,12 @@ class Store:
     """
 
     def __init__(self, folder: Path, drill: str, network: Namespaces) -> None:
-        self._folder, self._drill, self._network = folder, drill, network
-        self._program, self._key, self._secret = weed(), secrets.token_hex(8), secrets.token_hex(16)
+        self._folder = folder
+        self._drill = drill
+        self._network = network
+        self._program = weed()
+        self._key = secrets.token_hex(8)
+        self._secret = secrets.token_hex(16)
         self._started: list[subprocess.Popen[bytes]] = []
         (folder / "data").mkdir(parents=True)
         try:

@@ -27,7 +27,10 @@ class CheckedFile:
     def __init__(
         self, file: ReadFile, header: ShardHeader, record: FileRecord, path: PurePath
     ) -> None:
-        self._file, self._header, self._record, self._path = file, header, record, path
+        self._file = file
+        self._header = header
+        self._record = record
+        self._path = path
         self._begin()
 
     @property

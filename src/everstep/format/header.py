@@ -253,13 +253,15 @@ def _decode(
     aliases = {_text(key): _text(value) for key, value in metadata["aliases"].items()}
     _require(set(aliases.values()) <= set(fields), "an alias of an entry that is not there")
     _require(not set(aliases) & set(fields), "an alias with the name of an entry")
-    placed, digests = tuple(p for p, _ in found), tuple(d for _, d in found)
+    placed = tuple(p for p, _ in found)
+    digests = tuple(d for _, d in found)
     return ShardHeader(identity, placed, digests, aliases, room_bytes)
 
 
 def _entry(name: str, value: Mapping[str, Any], described: Mapping[str, Any]) -> Entry:
     _require(value["dtype"] in DTYPE_BYTES, f"{name}: unknown dtype")
-    shape, global_shape = _sizes(value["shape"]), _sizes(described["global_shape"])
+    shape = _sizes(value["shape"])
+    global_shape = _sizes(described["global_shape"])
     for sizes in (shape, global_shape):  # an empty one may claim much; strides are counted so
         widest = math.prod(size or 1 for size in sizes[1:])
         _require(widest <= _SIZE_MAX, f"{name}: no tensor is as large as {list(sizes)}")

@@ -168,7 +168,8 @@ def plan_segment(
     for number, record in enumerate(records):
         for dtype, group in groupby(record.layout.placed, lambda place: place.entry.dtype):
             run = list(group)
-            begin, end = run[0].begin, run[-1].end
+            begin = run[0].begin
+            end = run[-1].end
             if begin == end:
                 continue
             entry = Entry.whole(f"{number:06d}/{dtype}", dtype, ((end - begin) // _width(dtype),))
@@ -301,7 +302,8 @@ def records_of_pack(
         records = []
         for row, offset in zip(fields["records"], offsets, strict=True):
             number, objects, found = _rest(row)
-            layout, end = layouts[number], offset + layouts[number].size_bytes
+            layout = layouts[number]
+            end = offset + layouts[number].size_bytes
             if not 0 <= offset <= end <= data.nbytes:
                 raise FormatError(f"{path}: a record lies outside of it", path=path)
             head = _head(timeline, row)
@@ -357,9 +359,11 @@ def layout_from_index(fields: Sequence[Sequence[Any]]) -> ShardLayout:
     Raises:
         FormatError: for what is no layout.
     """
-    placed, position = [], 0
+    placed = []
+    position = 0
     for name, dtype, shape, stride, logical in fields:
-        sizes, twice = tuple(shape), logical is not None
+        sizes = tuple(shape)
+        twice = logical is not None
         whole = all(type(n) is int and 0 <= n < 1 << 48 for n in (*sizes, *(stride or ())))
         fits = stride is None or len(stride) == len(sizes) - twice
         known = not twice or (dtype, logical, sizes[-1:]) == ("F64", "complex128", (2,))

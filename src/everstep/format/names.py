@@ -112,7 +112,8 @@ def parse_segment(name: str) -> tuple[int, int] | None:
     match = _SEGMENT.fullmatch(name)
     if match is None:
         return None
-    after, last = int(match[1]), int(match[2])
+    after = int(match[1])
+    last = int(match[2])
     return (after, last) if name == f"{after:012d}-{last:012d}" and after < last else None
 
 
@@ -126,7 +127,8 @@ def parse_shard(name: str) -> tuple[int, int] | None:
     match = _SHARD.fullmatch(name)
     if match is None:
         return None
-    rank, part = int(match[1]), int(match[2] or 0)
+    rank = int(match[1])
+    part = int(match[2] or 0)
     return (rank, part) if shard_name(rank, part) == name else None
 
 

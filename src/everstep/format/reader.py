@@ -183,7 +183,10 @@ class ReadsAhead:
         timeout_s: float,
         wanted: Sequence[int] | None = None,
     ) -> None:
-        self._file, self._path, self._ring, self._timeout_s = file, path, ring, timeout_s
+        self._file = file
+        self._path = path
+        self._ring = ring
+        self._timeout_s = timeout_s
         self._room_bytes = header.room_bytes
         body = [(0, record.length - header.room_bytes)]
         self._left = deque(_chunks(body if wanted is None else _ranges(header, wanted)))
@@ -192,7 +195,8 @@ class ReadsAhead:
     def start(self) -> None:
         """Reads as far ahead as it ever does."""
         while self._left and len(self._under_way) < _READ_AHEAD_CHUNKS:
-            ring, first = self._ring, not self._under_way
+            ring = self._ring
+            first = not self._under_way
             block = ring.take(self._timeout_s) if first else ring.take_free()
             if block is None:
                 return

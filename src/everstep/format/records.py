@@ -262,10 +262,12 @@ class AuditRecord:
     @classmethod
     def decode(cls, data: bytes, path: PurePath) -> AuditRecord:
         fields = _decode("audit", data, path)
-        before, verdict = fields.pair("before"), fields.text("verdict")
+        before = fields.pair("before")
+        verdict = fields.text("verdict")
         if before is None or verdict not in VERDICTS:
             raise FormatError(f"{path}: an audit without a base before it, or without a verdict")
-        count, differing = fields.number("count"), fields.names("differing")
+        count = fields.number("count")
+        differing = fields.names("differing")
         if len(differing) > count or (count and verdict == "equal"):
             raise FormatError(f"{path}: an audit that contradicts itself")
         return cls(

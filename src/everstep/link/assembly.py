@@ -104,7 +104,8 @@ def assembly_from_wire(message: Mapping[str, Any], updates: Sequence[PartialUpda
         FormatError: for what is no layout.
     """
     samples = tuple(Samples(*some) for some in message["samples"])
-    left, fuzzy = message["fuzzy"], None
+    left = message["fuzzy"]
+    fuzzy = None
     if left is not None:
         seen = [(lsn, names) for lsn, names in left["seen"]]
         fuzzy = FuzzyParts(seen, layout_from_index(left["layout"]), left["data"])

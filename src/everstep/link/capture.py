@@ -25,7 +25,8 @@ _LOOK_AGAIN_S = 0.001
 def shard_offsets(plan: BasePlan) -> tuple[tuple[int, ...], int]:
     """Where the tensors of each shard begin in a base's block of memory, and its size; each
     begins at a page, so that the memory mirrors the files."""
-    offsets, position = [], 0
+    offsets = []
+    position = 0
     for shard in plan.shards:
         offsets.append(position)
         size = shard.layout.size_bytes
@@ -97,7 +98,8 @@ class Capture:
     @property
     def durable(self) -> bool:
         """Whether the base is committed."""
-        future, save = self.save.durable, self.save
+        future = self.save.durable
+        save = self.save
         over = future.done() and not future.cancelled() and not save.in_memory
         return over and future.exception() is None
 
@@ -189,7 +191,8 @@ class Incoming:
         return self._objects
 
     def _wait(self, there: Callable[[], bool]) -> None:
-        waited_s, seen = 0.0, self._progress()
+        waited_s = 0.0
+        seen = self._progress()
         with self._changed:
             while not there():
                 if self._lost is not None:
@@ -198,7 +201,8 @@ class Incoming:
                 waited_s += _LOOK_AGAIN_S
                 now = self._progress()
                 if now != seen:
-                    waited_s, seen = 0.0, now
+                    waited_s = 0.0
+                    seen = now
                 if waited_s > self._timeout_s:
                     raise DeadlineError(
                         f"a capture has made no progress for {self._timeout_s:g} s",
@@ -240,9 +244,11 @@ class ArenaBody:
         self._incoming.wait_for(self._begin + min(end, self._tensors_bytes))
         first = 0
         for part in self._parts():
-            start, stop = max(begin, first), min(end, first + part.nbytes)
+            start = max(begin, first)
+            stop = min(end, first + part.nbytes)
             if start < stop:
-                source, target = part[start - first : stop - first], chunk[start - begin :]
+                source = part[start - first : stop - first]
+                target = chunk[start - begin :]
                 for live, copied in zip(
                     pieces(source), pieces(target[: stop - start]), strict=True
                 ):

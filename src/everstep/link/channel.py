@@ -165,7 +165,8 @@ class BackgroundChannel:
         if not self._has_news:
             return  # mostly
         with self._lock:
-            notices, self._notices = self._notices, []
+            notices = self._notices
+            self._notices = []
         for notice in notices:
             if callable(self._policy):
                 self._policy(notice)
@@ -238,7 +239,9 @@ class WatchedProgress:
     """Progress of one base: feeds the deadline of the work and whatever is shown."""
 
     def __init__(self, channel: BackgroundChannel, work: Work, shown: ProgressSink) -> None:
-        self._channel, self._work, self._shown = channel, work, shown
+        self._channel = channel
+        self._work = work
+        self._shown = shown
 
     def advance(self, amount: int) -> None:
         self._channel.progressed(self._work)

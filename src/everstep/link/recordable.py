@@ -174,7 +174,8 @@ class Replaced:
     def since(self, survey: Survey) -> str | None:
         """The name of one that was replaced since the last call; None where the shape is another,
         too."""
-        shape, before = survey.shape, self._tensors
+        shape = survey.shape
+        before = self._tensors
         self._tensors = now = survey.tensors
         if shape.entries is not self._entries:
             self._entries = shape.entries
@@ -259,9 +260,11 @@ def form_entries(
         "stride": None if gradient.is_contiguous() else tuple(gradient.stride()),
     }
     if isinstance(form, Sparse):
-        named[INDICES + name], named[VALUES + name] = form.indices, form.values
+        named[INDICES + name] = form.indices
+        named[VALUES + name] = form.values
         return {**about, "counts": form.counts}
-    named[INT8 + name], named[SCALES + name] = form.values, form.scales
+    named[INT8 + name] = form.values
+    named[SCALES + name] = form.scales
     return {**about, "dtype": form.dtype}
 
 
@@ -338,7 +341,8 @@ def refuse_optimizers(state: State, log: str) -> None:
         )
     if log != "topk":
         return
-    exchanges, compressed = exchanges_of(state), compressors_of(state)
+    exchanges = exchanges_of(state)
+    compressed = compressors_of(state)
     dense = [
         key
         for key, optimizer in sorted(optimizers.items())

@@ -51,7 +51,8 @@ def check_samples(
     for some in samples:
         kind = np.dtype(f"i{some.width_bytes}")
         whole = np.frombuffer(memory[: memory.nbytes // kind.itemsize * kind.itemsize], kind)
-        where, values = np.frombuffer(some.where, np.int64), np.frombuffer(some.values, kind)
+        where = np.frombuffer(some.where, np.int64)
+        values = np.frombuffer(some.values, kind)
         inside = (where >= 0) & (where < whole.size)
         if where.size != values.size or not inside.all():
             raise FormatError("samples that lie outside of the state")

@@ -76,7 +76,8 @@ class Patience:
     """
 
     def __init__(self, clock: Clock, timeout_s: float | None) -> None:
-        self._clock, self._timeout_s = clock, timeout_s
+        self._clock = clock
+        self._timeout_s = timeout_s
         self._start_s = clock.monotonic_s()
 
     @property

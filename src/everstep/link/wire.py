@@ -265,8 +265,10 @@ class Connection:
         except KeeperError as error:
             self._break(error)
             raise
-        fds, self._fds = self._fds, []
-        self._header, self._body = bytearray(), bytearray()
+        fds = self._fds
+        self._fds = []
+        self._header = bytearray()
+        self._body = bytearray()
         return message, fds
 
     def _fill(
@@ -343,7 +345,8 @@ class Connection:
         if self._receive_failure is None:
             self._receive_failure = error.message
         self._moving = False
-        fds, self._fds = self._fds, []
+        fds = self._fds
+        self._fds = []
         close_descriptors(fds)
         return self._end_sending(error)
 

@@ -211,15 +211,22 @@ def peek(path: str | os.PathLike[str] | TierOptions) -> Peek:
         left = [base.id for base in present.inventory.bases]
         note = of_no_use(left, present.inventory.branches)
         problems += [] if note is None else [note]
-        base, end, exact, source = None, BaseId(0, 0), True, "fresh"
+        base = None
+        end = BaseId(0, 0)
+        exact = True
+        source = "fresh"
     else:
-        base, end = ways[0].base.id, BaseId(*ways[0].chain.end)
+        base = ways[0].base.id
+        end = BaseId(*ways[0].chain.end)
         problems += _of_parts(present, base)
-        exact, source = not present.why_not_exact(ways[0]), place.source_of(present, base)
+        exact = not present.why_not_exact(ways[0])
+        source = place.source_of(present, base)
     captured = {one.pending for one in memory.values()}  # of the ranks of a job that trains
     newest = captured.pop() if len(captured) == 1 else None
     if newest is not None and newest > end and len(memory) == present.world_of(newest.timeline):
-        base, end, source = newest, newest, "memory"
+        base = newest
+        end = newest
+        source = "memory"
     return Peek(
         end.step,
         exact,
@@ -348,7 +355,8 @@ class _Place:
 
         Keepers come first: what they are still writing is on the disk then.
         """
-        memory, problems = dict[int, InMemory](), list[str]()
+        memory = dict[int, InMemory]()
+        problems = list[str]()
         run = None if self.source == "object" else scan_run(self.filesystem, self.run).run
         if run is not None:
             memory, problems = look_in_memory(self.filesystem, self.run, run)
@@ -411,7 +419,8 @@ def _of_history(present: Present, rebuilt: Rebuilt, step: int | None, best: Way)
     if step is not None:
         note = left_at(BaseId(rebuilt.timeline, rebuilt.step), present.inventory.branches)
         return [] if note is None else [note]
-    found, chain = _of_parts(present, rebuilt.base), best.chain
+    found = _of_parts(present, rebuilt.base)
+    chain = best.chain
     if rebuilt.step < best.step:
         why = next((s.reason for s in reversed(present.skipped) if s.step > rebuilt.step), "")
         found.append(

@@ -56,7 +56,8 @@ def look_in_memory(
 
     What a killed process has left may still be on its way to the disk: that is waited for.
     """
-    found, problems = dict[int, InMemory](), list[str]()
+    found = dict[int, InMemory]()
+    problems = list[str]()
     try:
         keepers = keepers_of(run, run_id)
     except KeeperError as error:
@@ -82,7 +83,8 @@ def _asked(info: KeeperInfo, filesystem: FileSystem, run: PurePath) -> InMemory:
         while True:
             message, arenas = _answer(connection)
             if message["moves"] != seen:
-                seen, moved_s = message["moves"], time.monotonic()
+                seen = message["moves"]
+                moved_s = time.monotonic()
             if message["settled"] or time.monotonic() - moved_s > _STANDSTILL_S:
                 return _in_memory(message, arenas, filesystem, run)
             time.sleep(_LOOK_AGAIN_S)

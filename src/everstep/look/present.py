@@ -69,7 +69,8 @@ class _WithMemory(ReadingFileSystem):
     """
 
     def __init__(self, filesystem: FileSystem, held: Mapping[PurePath, ReadFile]) -> None:
-        self._filesystem, self._held = filesystem, held
+        self._filesystem = filesystem
+        self._held = held
 
     def open(self, path: PurePath, *, direct: bool = False) -> ReadFile:
         held = self._held.get(path)
@@ -134,7 +135,8 @@ class Present:
 
     def why_not_exact(self, way: Way) -> str:
         """Return why a state is not exact, as far as records tell; "" if it is."""
-        base, chain = way.base, way.chain
+        base = way.base
+        chain = way.chain
         if base.manifest is None or not base.manifest.exact:
             return f"the base of {base.id} is not called exact"
         if not all(self.log.index.marks[at].exact for at in chain.steps):
@@ -309,7 +311,9 @@ class _NotReplayedError(Exception):
 
     def __init__(self, cause: EverstepError, at: tuple[int, int], reached: int) -> None:
         super().__init__(cause.message)
-        self.cause, self.at, self.reached = cause, at, reached
+        self.cause = cause
+        self.at = at
+        self.reached = reached
 
 
 def _bases_in(
@@ -327,7 +331,8 @@ def _bases_in(
         for one in (*copies, *([] if recalled.base is None else [recalled.base])):
             if one.marker.run == inventory.run and one.id.timeline in inventory.timelines:
                 held.setdefault(one.id, {})[one.marker.rank] = one
-    found, files = list[BaseFound](), dict[PurePath, ReadFile]()
+    found = list[BaseFound]()
+    files = dict[PurePath, ReadFile]()
     for id_, parts in held.items():
         known = there.get(id_)
         if known is not None and known.is_usable:

@@ -35,8 +35,10 @@ LONGEST_S = 60.0
 """No batch holds more than so many seconds of training, however slow the disk is: at most so much
 (and what is being written) is lost with a node."""
 
-_WRITES_MIN, _STEPS_MIN = 5, 8  # samples before anything is chosen
-_WINDOW, _HALF_LIFE = 64, 16.0  # as in the other estimator
+_WRITES_MIN = 5  # samples before anything is chosen
+_STEPS_MIN = 8
+_WINDOW = 64  # as in the other estimator
+_HALF_LIFE = 16.0
 _NEAR = 0.25  # a batch whose price is so near to its share stays as it is
 _LEAST_S = 1e-9
 
@@ -53,7 +55,8 @@ def least_batch(
         step_s: of training.
         most: at least 1.
     """
-    low, high = 1, most
+    low = 1
+    high = most
     while low < high:
         middle = (low + high) // 2
         if price_s <= share * middle * (step_s - work_s):
@@ -85,7 +88,9 @@ class BatchEstimator:
     def __init__(self, first: int, most: int, bytes_max: int | None = None) -> None:
         if not 1 <= first <= most:
             raise OptionError(f"no batch: {first} steps at first, at most {most}")
-        self.steps, self._most, self._bytes_max = first, most, bytes_max
+        self.steps = first
+        self._most = most
+        self._bytes_max = bytes_max
         self._step_s = deque[float](maxlen=_WINDOW)
         self._price_s = deque[float](maxlen=_WINDOW)
         self._step_bytes = deque[float](maxlen=_WINDOW)
@@ -105,7 +110,8 @@ class BatchEstimator:
         """
         if steps < 1 or size_bytes < 1:
             raise OptionError(f"no batch: {steps} steps in {size_bytes} bytes")
-        price_s, work_s = _seconds("price_s", price_s), _seconds("work_s", work_s)
+        price_s = _seconds("price_s", price_s)
+        work_s = _seconds("work_s", work_s)
         self._price_s.append(price_s)
         self._step_bytes.append(size_bytes / steps)
         self._bytes_per_s.append(size_bytes / work_s)
@@ -124,7 +130,8 @@ class BatchEstimator:
         most = min(self._most, LONGEST_S / step_s)
         if self._bytes_max is not None:
             most = min(most, self._bytes_max / step_bytes)
-        costs, most = (price_s, step_bytes / bytes_per_s, step_s), max(1, int(most))
+        costs = (price_s, step_bytes / bytes_per_s, step_s)
+        most = max(1, int(most))
         low, high = (
             least_batch(*costs, most=most, share=PRICE_SHARE * near)
             for near in (1 + _NEAR, 1 - _NEAR)

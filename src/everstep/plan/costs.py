@@ -50,7 +50,9 @@ EQUAL = 1e-12
 """Values that differ by less, relatively, differ by rounding only."""
 
 # Wide enough for anything real, and products of four stay far from the ends of a float.
-_LEAST, _MOST, _SECONDS_MOST = 1e-9, 1e18, 1e12
+_LEAST = 1e-9
+_MOST = 1e18
+_SECONDS_MOST = 1e12
 _SECONDS = ("replay_s", "step_s", "merge_s", "batch_write_s", "base_cost_s")
 _MAY_BE_ZERO = ("replay_s", "merge_s", "batch_write_s")
 

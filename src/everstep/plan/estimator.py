@@ -227,7 +227,8 @@ class Estimator:
         Raises:
             OptionError: for samples that are beyond all reason.
         """
-        step_s, rate = self._median("step_s"), self._median("write_bytes_per_s")
+        step_s = self._median("step_s")
+        rate = self._median("write_bytes_per_s")
         replay_s = self._median("replay_s") if self._log else step_s
         if replay_s is None and step_s is not None and self._replay_share is not None:
             replay_s = step_s * self._replay_share
@@ -255,13 +256,16 @@ class Estimator:
         if costs is None:
             return None
         best = best_choice(costs) if self._log else without_log(costs)
-        chosen, wasted = best.interval_steps, best.waste
+        chosen = best.interval_steps
+        wasted = best.waste
         if self._held is not None and self._held >= interval_steps_min(costs):
             interval_s = self._held * costs.step_s
             held = waste(costs, interval_s, costs.step_s if self._log else interval_s)
             if wasted.total >= held.total * (1 - self._margin):
-                chosen, wasted = self._held, held
-        changed, self._held = chosen != self._held, chosen
+                chosen = self._held
+                wasted = held
+        changed = chosen != self._held
+        self._held = chosen
         return Recommendation(chosen, wasted, costs, changed)
 
     def _add(self, name: str, value: float) -> None:
@@ -313,7 +317,9 @@ class Estimator:
                 f"this is no state of an interval estimator: {reason}",
                 hint="what state_dict() returned; or begin without one",
             ) from error
-        self._series, self._held, self._state_bytes = series, held, size
+        self._series = series
+        self._held = held
+        self._state_bytes = size
         self._trained_s, self._seen_s, self._failures = numbers
 
 

@@ -96,7 +96,9 @@ def closed_form(costs: Costs) -> Point:
     the log is of no use.
     """
     costs = costs.summed()
-    write_s, merge_s, mtbf_s = costs.write_s, costs.merge_s, costs.mtbf_s
+    write_s = costs.write_s
+    merge_s = costs.merge_s
+    mtbf_s = costs.mtbf_s
     interval_s = (4 * write_s**2 * mtbf_s**2 / merge_s) ** (1 / 3)  # 1 / f*
     batch_s = (2 * write_s * merge_s * mtbf_s) ** (1 / 3)
     if batch_s > interval_s:
@@ -117,7 +119,9 @@ def continuous_optimum(costs: Costs, *, write_cost: bool = True) -> Point:
     """
     _check_replay(costs)
     base_s, batch_write_s = write_costs(costs, write_cost)
-    mtbf_s, merge_s, rate = costs.mtbf_s, costs.merge_s, costs.replay_s / costs.step_s
+    mtbf_s = costs.mtbf_s
+    merge_s = costs.merge_s
+    rate = costs.replay_s / costs.step_s
 
     def interval_for(batch_s: float) -> float:
         return math.sqrt(2 * mtbf_s * base_s / (merge_s / batch_s + rate))
@@ -130,7 +134,8 @@ def continuous_optimum(costs: Costs, *, write_cost: bool = True) -> Point:
     if merge_s == 0 and batch_write_s == 0:
         batch_s = min(costs.step_s, interval_for(costs.step_s))
     else:
-        low, high = math.log(1e-30), math.log(1e30)
+        low = math.log(1e-30)
+        high = math.log(1e30)
         while high - low > EQUAL:
             middle = (low + high) / 2
             if not low < middle < high:
@@ -269,7 +274,8 @@ class _Grid:
 
         For one k the value is convex in n, so the best n are next to the best real one.
         """
-        start, end = self._start(), self.batch_max
+        start = self._start()
+        end = self.batch_max
         upward = itertools.count(start) if end is None else range(start, end + 1)
         found: list[tuple[int, int, float]] = []
         least = math.inf
@@ -291,12 +297,14 @@ class _Grid:
 
         Not by differences of neighbours, which drown in rounding where k is large.
         """
-        low, high = 1, self.batch_max or 2
+        low = 1
+        high = self.batch_max or 2
         while self.batch_max is None and self.bound(high) < self.bound(high // 2):
             high *= 2
         while high - low > 2:
             third = (high - low) // 3
-            left, right = self.bound(low + third), self.bound(high - third)
+            left = self.bound(low + third)
+            right = self.bound(high - third)
             if left <= right:
                 high -= third
             if left >= right:
@@ -310,7 +318,8 @@ def _least(costs: Costs, batch_max: int | None, write_cost: bool) -> Choice:
 
 
 def _choice(costs: Costs, n: int, k: int, write_cost: bool) -> Choice:
-    interval_s, batch_s = n * costs.step_s, k * costs.step_s
+    interval_s = n * costs.step_s
+    batch_s = k * costs.step_s
     wasted = waste(costs, interval_s, batch_s, write_cost=write_cost)
     return Choice(n, k, interval_s, batch_s, wasted)
 
@@ -323,7 +332,8 @@ def without_log(costs: Costs, *, write_cost: bool = True) -> Choice:
     """
     costs = replace(costs, batch_write_s=0.0)
     base_s, _ = write_costs(costs, write_cost)
-    lost, base = costs.step_s / (2 * costs.mtbf_s), base_s / costs.step_s
+    lost = costs.step_s / (2 * costs.mtbf_s)
+    base = base_s / costs.step_s
     n = max(interval_steps_min(costs), math.floor(math.sqrt(base / lost)))
     if lost * (n + 1) + base / (n + 1) < (lost * n + base / n) * (1 - EQUAL):
         n += 1
@@ -354,7 +364,8 @@ def _mtbf_needed(costs: Costs, batch_max: int | None, write_cost: bool) -> float
 
     low = high = costs.mtbf_s
     while not enough(high):
-        low, high = high, 2 * high
+        low = high
+        high = 2 * high
     while high - low > 1e-6 * high:
         middle = (low + high) / 2
         low, high = (low, middle) if enough(middle) else (middle, high)

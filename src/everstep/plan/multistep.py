@@ -201,7 +201,9 @@ def overlap(
         raise OptionError(f"shares={shares!r} are not those of {parts} parts")
     if parts < 1 or (held_steps is not None and held_steps < 0):
         raise OptionError(f"no base has {parts} parts whose gradients are held {held_steps} steps")
-    link, waits_s, copied_s = _Link(), {False: 0.0, True: 0.0}, 0.0
+    link = _Link()
+    waits_s = {False: 0.0, True: 0.0}
+    copied_s = 0.0
 
     def wait(step: int, phase: _Phase) -> None:
         for gradients, seconds in link.wait((step, phase)):

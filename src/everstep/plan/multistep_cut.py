@@ -39,7 +39,8 @@ __all__ = [
 ]
 
 _HALVINGS = 24  # of how full windows are
-_NEAR, _NEAR_S = 0.02, 1e-6
+_NEAR = 0.02
+_NEAR_S = 1e-6
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +124,8 @@ def filling_shares(
 ) -> list[tuple[float, ...]]:
     """Shares of the state in parts that fill their windows: of several ways the best is to be
     taken."""
-    state_s, gradients_s = pipeline.state_s, pipeline.gradients_s
+    state_s = pipeline.state_s
+    gradients_s = pipeline.gradients_s
     if not state_s:
         return []
     worth = parts if not gradients_s else min(parts, 1 + int(state_s / gradients_s))
@@ -140,7 +142,8 @@ def filling_shares(
 def _late(pipeline: Pipeline, parts: int, worth: int) -> tuple[float, ...]:
     """The last windows are full."""
     window = (pipeline.forward_s + pipeline.backward_s) / pipeline.state_s
-    shares, left = [0.0] * parts, 1.0
+    shares = [0.0] * parts
+    left = 1.0
     for step in range(parts - 1, parts - 1 - worth, -1):
         shares[step] = min(left, window)
         left -= shares[step]
@@ -156,13 +159,15 @@ def _early(pipeline: Pipeline, parts: int, full: int, most: float) -> tuple[floa
             state is captured.
     """
     shares = _filled(pipeline, parts, full, most, 1.0)
-    least, fullness = 0.0, 1.0
+    least = 0.0
+    fullness = 1.0
     if sum(shares) >= 1:
         for _ in range(_HALVINGS):
             middle = (least + fullness) / 2
             tried = _filled(pipeline, parts, full, most, middle)
             if sum(tried) >= 1:
-                fullness, shares = middle, tried
+                fullness = middle
+                shares = tried
             else:
                 least = middle
     shares[-1] += 1 - sum(shares)
@@ -172,7 +177,8 @@ def _early(pipeline: Pipeline, parts: int, full: int, most: float) -> tuple[floa
 def _filled(pipeline: Pipeline, parts: int, full: int, most: float, fullness: float) -> list[float]:
     """Shares with which the link is busy for so much of each window, until there is no more."""
     window_s = fullness * (pipeline.forward_s + pipeline.backward_s)
-    captured, shares = 0.0, []
+    captured = 0.0
+    shares = []
     for step in range(parts):
         between_s = pipeline.update_s + pipeline.part_s / 2
         gradients_s = max(0.0, pipeline.gradients_s * captured - between_s)

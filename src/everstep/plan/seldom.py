@@ -30,9 +30,11 @@ def seldom(costs: Costs, best: Choice | Recommendation, *, log: bool) -> tuple[i
         return waste(costs, interval_s, batch_s).total
 
     allowed = max(best.waste.total, WASTE_OF_NO_ACCOUNT)
-    least, beyond = best.interval_steps, 2 * best.interval_steps
+    least = best.interval_steps
+    beyond = 2 * best.interval_steps
     while wasted(beyond) <= allowed:
-        least, beyond = beyond, 2 * beyond
+        least = beyond
+        beyond = 2 * beyond
     while beyond - least > 1:
         middle = (least + beyond) // 2
         least, beyond = (middle, beyond) if wasted(middle) <= allowed else (least, middle)

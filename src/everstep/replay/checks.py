@@ -35,7 +35,8 @@ def check_order(updates: Sequence[Update], *, after: int | None, key: str | None
             raise ReplayError(f"update {update.lsn} cannot follow update {after}")
         if key is not None and update.optimizer != key:
             raise ReplayError(f"update {update.lsn} is one of {update.optimizer!r}, not of {key!r}")
-        key, after = update.optimizer, update.lsn
+        key = update.optimizer
+        after = update.lsn
 
 
 @dataclass(frozen=True, slots=True)

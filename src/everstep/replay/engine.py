@@ -215,7 +215,8 @@ class Replayer:
         if len(self._parameters) != sum(map(len, names)):
             raise ReplayError("two parameters have the same name")
         self._training_threads = training_threads
-        self._fast, self._relaid = fast, relaid
+        self._fast = fast
+        self._relaid = relaid
         self._at_once = self._fast_path(threads)
         self._size = sum(parameter.numel() for parameter in self._parameters.values())
         self._work = 0  # elements times updates, up to now
@@ -301,7 +302,8 @@ class Replayer:
                 hint="load the base again and replay from there",
             ) from error
         self._broken = None
-        self._key, self._lsn = updates[-1].optimizer, updates[-1].lsn
+        self._key = updates[-1].optimizer
+        self._lsn = updates[-1].lsn
 
     def _apply(self, updates: Sequence[Update]) -> None:
         for update in updates:

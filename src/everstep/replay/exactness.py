@@ -168,7 +168,8 @@ def variant_of(options: Mapping[str, Any], device_type: str) -> str:
     torch decides so in each optimizer's function (``torch.optim.adam.adam`` and the like): a
     flag that is set wins; where none is given, native tensors on accelerators take foreach.
     """
-    foreach, fused = options.get("foreach"), options.get("fused")
+    foreach = options.get("foreach")
+    fused = options.get("fused")
     if foreach is None and fused is None and "foreach" in options:
         tensor_lr = isinstance(options.get("lr"), torch.Tensor)
         foreach = device_type in _FOREACH_DEVICES and (
@@ -348,7 +349,9 @@ def _fused_sgd_reads_astray(dtype: torch.dtype) -> bool:
     for behind in (0.0, 1.0):
         ones = torch.ones(64, dtype=dtype, device="cpu")
         memory = torch.cat([ones, torch.full_like(ones, behind)])
-        momentum, gradient, parameter = memory.clone(), ones.clone(), ones.clone()
+        momentum = memory.clone()
+        gradient = ones.clone()
+        parameter = ones.clone()
         torch._fused_sgd_(
             [parameter],
             [gradient],

@@ -59,7 +59,8 @@ class Packed:
         Args:
             elements: start and stop, in range; int8 forms begin at a multiple of 256.
         """
-        begin, end = elements.start, elements.stop
+        begin = elements.start
+        end = elements.stop
         return Packed(self.form.part(begin, end), (end - begin,))
 
     def into(self, out: torch.Tensor) -> torch.Tensor:

@@ -32,7 +32,9 @@ __all__ = [
 
 _log = logging.getLogger("everstep")
 
-_TURNED, _SPREAD, _MIXED = "turned", "line", "mixed"
+_TURNED = "turned"
+_SPREAD = "line"
+_MIXED = "mixed"
 Shapes = Mapping[str, tuple[int, ...]]
 SMALL: Shapes = {
     "scalar": (),

@@ -85,7 +85,8 @@ class Ahead(Generic[_T]):
 
     def __next__(self) -> _T:
         with self._changed:
-            self._held_bytes, self._wanted = self._kept_bytes, True
+            self._held_bytes = self._kept_bytes
+            self._wanted = True
             self._changed.notify_all()
             self._changed.wait_for(lambda: self._waiting or self._ended)
             self._wanted = False

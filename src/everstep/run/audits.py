@@ -34,7 +34,8 @@ def audit_of(inventory: Inventory, state: BaseId) -> AuditRecord | None:
 
 def audit_in_words(record: AuditRecord) -> str:
     """One line for people: which bases, how many steps, and whether they agree."""
-    before, steps = record.before[1], f"{record.steps} step{'' if record.steps == 1 else 's'}"
+    before = record.before[1]
+    steps = f"{record.steps} step{'' if record.steps == 1 else 's'}"
     if record.verdict == "unchecked":
         return f"not audited: base {record.step}: {record.reason}"
     log = f"base {before} + log of {steps}"

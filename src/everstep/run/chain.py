@@ -139,7 +139,8 @@ def common_heads(logs: Sequence[Iterable[RecordHead]]) -> list[RecordHead]:
     for key, first in by_key[0].items() if by_key else ():
         heads = [heads[key] for heads in by_key if key in heads]
         if len(heads) == len(by_key):
-            shape, exact = shape_of_all([head.shape for head in heads]), all(h.exact for h in heads)
+            shape = shape_of_all([head.shape for head in heads])
+            exact = all(h.exact for h in heads)
             declared = next((head.declared for head in heads if head.declared), "")
             found.append(replace(first, shape=shape, exact=exact, declared=declared))
     return found

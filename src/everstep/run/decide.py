@@ -94,7 +94,8 @@ def first_unreachable(inventory: Inventory) -> Unreachable | None:
     that a younger one forked from stays for ever, even where nothing is left in it."""
     found = {number: dict(parts) for number, parts in inventory.unreachable.items()}
     number: int | None = max(inventory.timelines, default=None)
-    history, before = set(), 0  # all timelines before the one whose record cannot be read count
+    history = set()  # all timelines before the one whose record cannot be read count
+    before = 0
     newest = number or 0
     while number is not None:
         history.add(number)

@@ -76,7 +76,8 @@ class Fence:
 
 def _opened_by(filesystem: FileSystem, run: PurePath, timeline: int) -> str:
     """Return which process has opened a timeline, as its record says; "" if it does not."""
-    data, path = timeline_bytes(filesystem, run, timeline), timeline_dir(run, timeline)
+    data = timeline_bytes(filesystem, run, timeline)
+    path = timeline_dir(run, timeline)
     try:
         record = None if data is None else TimelineRecord.decode(data, path)
     except EverstepError:

@@ -49,7 +49,9 @@ class LogReads:
         timeout_s: float,
         expected: Iterable[tuple[SegmentFound, int]] = (),
     ) -> None:
-        self._filesystem, self._ring, self._timeout_s = filesystem, ring, timeout_s
+        self._filesystem = filesystem
+        self._ring = ring
+        self._timeout_s = timeout_s
         self._room = ReadRoom()
         self._runs = _runs(expected)  # that are not open yet
         self._open: deque[SegmentReads] = deque()  # the one that is being read first

@@ -337,7 +337,8 @@ def scan_base(filesystem: FileSystem, run: PurePath, base: BaseId) -> BaseFound:
         status = "damaged" if problems else "incomplete"
         problems.append(_how_many_markers(names))
     problem = "; ".join(problems) or None
-    audit, why = None, ""
+    audit = None
+    why = ""
     if manifest is not None and AUDIT_RECORD in names:
         audit, why = _audit(filesystem, path, manifest)
     found = tuple(markers[rank] for rank in sorted(markers))
@@ -348,7 +349,8 @@ def _scan_condemned(
     filesystem: FileSystem, base: BaseId, path: PurePath, files: tuple[DirEntry, ...]
 ) -> BaseFound:
     """Its manifest still counts for something until a deleter says that it removes files now."""
-    manifest, names = None, {entry.name for entry in files if entry.kind == "file"}
+    manifest = None
+    names = {entry.name for entry in files if entry.kind == "file"}
     if DELETING not in names:
         manifest = _try(filesystem, path / CONDEMNED, Manifest, [])
     if manifest is None or _claims(manifest.markers[0]) != base:
@@ -390,7 +392,8 @@ def _scan_timeline(
             continue
         base = BaseId(number, step)
         if entry.kind != "dir":
-            path, reason = directory / BASE_DIR / entry.name, not_a_directory(entry.kind)
+            path = directory / BASE_DIR / entry.name
+            reason = not_a_directory(entry.kind)
             inventory.bases.append(BaseFound(base, path, "damaged", None, f"{path} {reason}", ()))
             continue
         try:

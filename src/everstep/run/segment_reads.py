@@ -139,7 +139,9 @@ class SegmentReads:
     ) -> None:
         self.segment = segment
         self.next = first
-        self._ring, self._room, self._timeout_s = ring, room, timeout_s
+        self._ring = ring
+        self._room = room
+        self._timeout_s = timeout_s
         self._meanwhile = meanwhile
         self._file, _, header, self._path = open_segment(filesystem, segment)
         try:
@@ -202,7 +204,8 @@ class SegmentReads:
                 self._send(coming)
         while self._left:
             index = self._left[0]
-            size_bytes, step_bytes = self._size_bytes(index), self._step_bytes[index.head.step]
+            size_bytes = self._size_bytes(index)
+            step_bytes = self._step_bytes[index.head.step]
             if not self._room.takes_reads or not self._room.allows(size_bytes, step_bytes):
                 return False
             try:

@@ -57,7 +57,8 @@ class SmallFiles(ReadingFileSystem):
         the place of an older one."""
         found = self._files.scan(path)
         for entry in found:
-            name, stamp = path / entry.name, (entry.size_bytes, entry.mtime_s)
+            name = path / entry.name
+            stamp = (entry.size_bytes, entry.mtime_s)
             if self._listed.setdefault(name, stamp) == stamp:
                 continue
             self._listed[name] = stamp

@@ -62,7 +62,8 @@ def write_into(live: torch.Tensor, source: torch.Tensor) -> None:
     with torch.no_grad():
         for dim, stride in enumerate(live.stride()):
             if stride == 0 and live.shape[dim] > 1:
-                live, source = live.narrow(dim, 0, 1), source.narrow(dim, 0, 1)
+                live = live.narrow(dim, 0, 1)
+                source = source.narrow(dim, 0, 1)
         live.copy_(source)
 
 

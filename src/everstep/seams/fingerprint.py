@@ -33,7 +33,8 @@ _DENORMAL_BITS = 1 << 16  # of a float32; the value itself is flushed before tor
 _GRAIN_ELEMENTS = 32768  # of at::parallel_for: for so many of each, all of torch's threads work
 _MIXED = "mixed"
 _forked = False
-_SMALLEST_NORMAL, _HALF = sys.float_info.min, 0.5  # names, or Python multiplies them once
+_SMALLEST_NORMAL = sys.float_info.min  # names, or Python multiplies them once
+_HALF = 0.5
 
 
 def cuda_in_use() -> bool:
@@ -103,13 +104,15 @@ class Opened:
 
     def __init__(self, optimizers: Mapping[str, Optimizer]) -> None:
         self._optimizers = optimizers
-        self._timeline, self._then = 0, changeable()
+        self._timeline = 0
+        self._then = changeable()
         self._on: tuple[str, ...] = ()
 
     def began(self, timeline: int) -> None:
         """``timeline`` is opened; or a keeper of it comes into service, which is no new record."""
         if timeline != self._timeline:
-            self._timeline, self._then = timeline, changeable()
+            self._timeline = timeline
+            self._then = changeable()
             self._on = device_types(self._optimizers.values())
 
     @property

@@ -38,11 +38,13 @@ class Gather:
         return gather
 
     def _place(self, addresses: npt.NDArray[np.int64], kind: np.dtype[Any]) -> None:
-        self._kind, width = kind, kind.itemsize
+        self._kind = kind
+        width = kind.itemsize
         if width > 1 and (addresses % width).any():
             # Elements that begin anywhere, byte by byte: NumPy would copy all between.
             addresses = (addresses[:, None] + np.arange(width)).ravel()
-            kind, width = np.dtype(np.uint8), 1
+            kind = np.dtype(np.uint8)
+            width = 1
         first = int(addresses.min()) if addresses.size else 0
         last = int(addresses.max()) if addresses.size else -width
         self._where = (addresses - first) // width

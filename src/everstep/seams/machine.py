@@ -40,7 +40,8 @@ def memory_available_bytes() -> int:
     for line in _text(Path("/proc/meminfo")).splitlines():
         if line.startswith("MemAvailable:"):
             found.append(int(line.split()[1]) * 1024)
-    limit, used = _text(_CGROUP / "memory.max"), _text(_CGROUP / "memory.current")
+    limit = _text(_CGROUP / "memory.max")
+    used = _text(_CGROUP / "memory.current")
     if limit.isdigit() and used.isdigit():
         found.append(max(0, int(limit) - int(used)))
     return min(found)

@@ -52,13 +52,22 @@ _SLICE_BYTES = 256 << 20  # per call, so that signals are seen in between
 _LINUX = sys.platform == "linux"
 
 # Linux's; Python names some of them only where it was built against a recent C library.
-_MFD_CLOEXEC, _MFD_ALLOW_SEALING, _MFD_NOEXEC_SEAL = 1, 2, 8
-_F_ADD_SEALS, _F_GET_SEALS = 1033, 1034
-_F_SEAL_SEAL, _F_SEAL_SHRINK, _F_SEAL_GROW = 1, 2, 4
+_MFD_CLOEXEC = 1
+_MFD_ALLOW_SEALING = 2
+_MFD_NOEXEC_SEAL = 8
+_F_ADD_SEALS = 1033
+_F_GET_SEALS = 1034
+_F_SEAL_SEAL = 1
+_F_SEAL_SHRINK = 2
+_F_SEAL_GROW = 4
 _SEALS = _F_SEAL_SEAL | _F_SEAL_SHRINK | _F_SEAL_GROW
-_MADV_REMOVE, _MADV_DONTFORK, _MADV_HUGEPAGE, _MADV_DONTDUMP = 9, 10, 14, 16
+_MADV_REMOVE = 9
+_MADV_DONTFORK = 10
+_MADV_HUGEPAGE = 14
+_MADV_DONTDUMP = 16
 _MADV_POPULATE_WRITE = 23
-_MAP_FIXED, _MAP_FIXED_NOREPLACE = 0x10, 0x100000
+_MAP_FIXED = 0x10
+_MAP_FIXED_NOREPLACE = 0x100000
 _MAP_NORESERVE = 0x4000 if _LINUX else 0
 _PROT_NONE = 0
 
@@ -376,7 +385,8 @@ def _release(held: _Held) -> None:
 
 
 def _close_fd(held: _Held) -> None:
-    fd, held.fd = held.fd, -1
+    fd = held.fd
+    held.fd = -1
     if fd >= 0:
         os.close(fd)
 

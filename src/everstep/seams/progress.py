@@ -19,7 +19,8 @@ if TYPE_CHECKING:
 __all__ = ["Counted", "ProgressSink", "progress", "silent"]
 
 _QUIET_S = 0.5
-_LINE_FIRST_S, _LINE_EVERY_S = 1.0, 3.0
+_LINE_FIRST_S = 1.0
+_LINE_EVERY_S = 3.0
 
 
 class ProgressSink(Protocol):
@@ -51,7 +52,9 @@ silent: ProgressSink = _Silent()
 
 class _Bar:
     def __init__(self, label: str, total: int, unit: Literal["bytes", "items"]) -> None:
-        self._label, self._total, self._unit = label, total, unit
+        self._label = label
+        self._total = total
+        self._unit = unit
         self._start_s = time.monotonic()
         self._bar: Progress | None = None
         self._done = 0
@@ -69,7 +72,8 @@ class _Bar:
         from rich import progress as bars
         from rich.console import Console
 
-        label, bar = bars.TextColumn("{task.description}"), bars.BarColumn()
+        label = bars.TextColumn("{task.description}")
+        bar = bars.BarColumn()
         columns: list[bars.ProgressColumn] = [label, bar]
         if self._unit == "bytes":
             columns += [bars.DownloadColumn(), bars.TransferSpeedColumn()]
@@ -89,7 +93,9 @@ class _Bar:
 
 class _Lines:
     def __init__(self, label: str, total: int, unit: Literal["bytes", "items"]) -> None:
-        self._label, self._total, self._unit = label, total, unit
+        self._label = label
+        self._total = total
+        self._unit = unit
         self._start_s = self._last_s = time.monotonic()
         self._done = 0
         self._spoke = False
@@ -98,7 +104,8 @@ class _Lines:
         self._done += amount
         now_s = time.monotonic()
         if now_s - self._last_s > (_LINE_EVERY_S if self._spoke else _LINE_FIRST_S):
-            self._last_s, self._spoke = now_s, True
+            self._last_s = now_s
+            self._spoke = True
             far = f"{now_s - self._start_s:.0f} s"
             if self._total:  # there may be more behind it, of which nobody knew
                 far = f"{min(100, 100 * self._done // self._total)} %"

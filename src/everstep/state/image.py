@@ -204,7 +204,8 @@ class State:
             self.providers[BUCKETS_SECTION] = self.buckets
         if rng:
             self.providers[RNG_SECTION] = _RngProvider()
-        self._values, self._places = values, Places()
+        self._values = values
+        self._places = Places()
         self._objects = {
             key: value
             for key, value in values.items()
@@ -237,7 +238,8 @@ class State:
         """Say why what was restored is not what training had; nothing that descends from it is
         called exact."""
         self.say(f"{why}; what is saved from here on is not called exact", hint)
-        self.descends_exactly, self.descends_from = False, why
+        self.descends_exactly = False
+        self.descends_from = why
 
     def say(self, what: str, hint: str) -> None:
         """Warn of something about the data, once after each resume."""
@@ -303,7 +305,8 @@ class State:
     def _tell_of_apart(self, survey: Survey) -> list[str]:
         """Tensors in plain data may lie in the memory of others: each comes back in its own, and
         what training writes to one of them the others do not get. Return which do, in words."""
-        held, places = self._held(), dict[str, Memory]()
+        held = self._held()
+        places = dict[str, Memory]()
         for name, tensor in survey.tensors.items():
             memory = memory_of(tensor) if self.is_plain(name) else None
             if memory is not None and not held(tensor):
@@ -311,7 +314,8 @@ class State:
         found: list[str] = []
         reached = ""  # whose end is the largest so far
         for name in sorted(places, key=lambda name: (str(places[name].device), places[name].begin)):
-            mine, other = places[name], places.get(reached)
+            mine = places[name]
+            other = places.get(reached)
             meet = other is not None and mine.device == other.device and mine.begin < other.end
             if meet and "/" in name + reached:  # two tensors of the state itself are read in place
                 found.append(f"{name} in {reached}")
@@ -339,7 +343,9 @@ class State:
             return  # mostly
         copied = (_where(parameter) for *_, parameter in self._copied(survey))
         saved = {0, *copied, *map(_where, survey.tensors.values())}
-        self._frozen, self.unsaved_frozen, unsaved = [], {}, dict[str, list[str]]()
+        self._frozen = []
+        self.unsaved_frozen = {}
+        unsaved = dict[str, list[str]]()
         for provider in self._optimizer_providers:
             state = acting(provider.optimizer).state
             for name, tensor in provider.named():
@@ -361,7 +367,8 @@ class State:
                     len(lost),
                     some_of(lost),
                 )
-        self.unsaved, self._holdings = unsaved, holdings
+        self.unsaved = unsaved
+        self._holdings = holdings
 
     def _tell_of_inside(self) -> list[str]:
         """Return, in words, which optimizers hold another one (SAM does) whose state is in no part
@@ -484,12 +491,14 @@ class State:
         survey = self._assembler.survey({section: found[section] for section in self.providers})
         holdings = tuple(part.holding for part in found.values() if part.holding is not None)
         self._look_for_unsaved(survey, holdings)
-        self.layout, self._tensors = survey.shape.entries, survey.tensors
+        self.layout = survey.shape.entries
+        self._tensors = survey.tensors
         return survey
 
     def _check_unchanged(self) -> None:
         """The dict may get new plain values, but no other keys, and no other objects."""
-        values, objects = self._values, self._objects
+        values = self._values
+        objects = self._objects
         if values.keys() == self._keys and all(
             map(is_, map(values.get, objects), objects.values())
         ):
@@ -621,7 +630,8 @@ def _where(tensor: torch.Tensor) -> int:
 
 def _same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
     """Whether two tensors of one dtype have the same bits; as far as they lie here."""
-    mine, theirs = local_of(one).detach(), local_of(other).detach()
+    mine = local_of(one).detach()
+    theirs = local_of(other).detach()
     if mine.shape != theirs.shape or mine.device != theirs.device:
         return True  # what is stored is another part of it, as sharding has it
     parts = (t.contiguous().reshape(-1).view(torch.uint8) for t in (mine, theirs) if t.numel())

@@ -74,7 +74,8 @@ def append_objects(
     layout: ShardLayout, objects_bytes: Mapping[str, int], *, lsn: int = 0
 ) -> ShardLayout:
     """The layout with one ``U8`` entry per object, as of update ``lsn``, after the tensors."""
-    placed, position = list(layout.placed), layout.size_bytes
+    placed = list(layout.placed)
+    position = layout.size_bytes
     for name, size in objects_bytes.items():
         entry = Entry.whole(name, "U8", (size,), lsn=lsn)
         placed.append(Placed(entry, position, position + size))
@@ -114,7 +115,8 @@ def overlaps(
 
 
 def _lay_out(entries: Sequence[Entry]) -> ShardLayout:
-    placed, position = [], 0
+    placed = []
+    position = 0
     for entry in sorted(entries, key=lambda entry: -DTYPE_BYTES[entry.dtype]):
         placed.append(Placed(entry, position, position + entry.size_bytes))
         position += entry.size_bytes

@@ -18,10 +18,12 @@ __all__ = [
 GRADIENT = "gradient/"
 """Entries of an update under this prefix are gradients, by name of the parameter."""
 
-INDICES, VALUES = "indices/", "values/"
+INDICES = "indices/"
+VALUES = "values/"
 """Of a gradient that training consumed in a sparse form (:mod:`everstep.compress.sparse`)."""
 
-INT8, SCALES = "int8/", "scales/"
+INT8 = "int8/"
+SCALES = "scales/"
 """Of a gradient that training consumed in eight bits (:mod:`everstep.compress.quantized`)."""
 
 HYPER = "hyper"

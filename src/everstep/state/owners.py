@@ -143,7 +143,8 @@ class Holding:
 
 def holding_of(section: str, optimizer: Optimizer) -> Holding:
     """What ``optimizer`` owns, whatever its ``state_dict`` makes of it."""
-    slots, shared = slots_of(optimizer), list[torch.Tensor]()
+    slots = slots_of(optimizer)
+    shared = list[torch.Tensor]()
     for group in optimizer.param_groups:
         for key, value in group.items():
             if key != "params":
@@ -180,7 +181,8 @@ class Spans:
         self._begins: dict[torch.device, list[int]] = defaultdict(list)
         self._ends: dict[torch.device, list[int]] = defaultdict(list)
         for memory in sorted(found, key=lambda memory: memory.begin):
-            begins, ends = self._begins[memory.device], self._ends[memory.device]
+            begins = self._begins[memory.device]
+            ends = self._ends[memory.device]
             if ends and memory.begin <= ends[-1]:
                 ends[-1] = max(memory.end, ends[-1])
             else:

@@ -185,7 +185,8 @@ def put_replaces(place: Place) -> None:
 def a_source_that_breaks_leaves_nothing(place: Place) -> None:
     """Its own error comes back; the name has what it had before."""
     tier, prefix = _open(place)
-    name, kept = f"{prefix}/broken", bytes_of(1000)
+    name = f"{prefix}/broken"
+    kept = bytes_of(1000)
     for size in (100_000, place.large_bytes):
         for before in (None, kept):
             if before is not None:
@@ -375,7 +376,8 @@ def what_is_no_name_is_refused(place: Place) -> None:
 def other_handles_see_it(place: Place) -> None:
     """As soon as the call has returned, and after the writer's handle is closed."""
     prefix = _prefix()
-    writer, reader = place.open(), place.open()
+    writer = place.open()
+    reader = place.open()
     writer.put(f"{prefix}/shared", source_of(b"shared"))
     assert read_object(reader, f"{prefix}/shared") == b"shared"
     assert writer.create(f"{prefix}/record", b"record")

@@ -128,7 +128,9 @@ class FaultyTier:
         than two of them in a row. Behind two new credentials others last for a while: of several
         threads each would find those expired that another has refreshed."""
         drawn = random.Random(seed)
-        faults, row, expired = [], 0, [-_LASTING] * 2
+        faults = []
+        row = 0
+        expired = [-_LASTING] * 2
         for number in range(1, operations + 1):
             row = row + 1 if row < 2 and drawn.random() < share else 0
             if not row:
@@ -243,7 +245,8 @@ class FaultyTier:
 
     def begin(self, op: str, name: str) -> FaultKind | None:
         """The fault that acts on the next operation; those that stop it are raised."""
-        late, self._late = self._late, []
+        late = self._late
+        self._late = []
         for what, where, data in late:
             self._apply(what, where, data)
         fault = self._next(op, name)
@@ -293,7 +296,9 @@ class _Operation:
     """One operation at a time: the story is the same each time."""
 
     def __init__(self, tier: FaultyTier, op: str, name: str) -> None:
-        self._tier, self._op, self._name = tier, op, name
+        self._tier = tier
+        self._op = op
+        self._name = name
 
     def __enter__(self) -> FaultKind | None:
         self._tier._lock.acquire()
@@ -309,7 +314,9 @@ class _Operation:
 
 class _FaultyFile:
     def __init__(self, tier: FaultyTier, name: str, file: ReadFile) -> None:
-        self._tier, self._name, self._file = tier, name, file
+        self._tier = tier
+        self._name = name
+        self._file = file
 
     @property
     def size_bytes(self) -> int:

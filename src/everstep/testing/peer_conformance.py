@@ -56,7 +56,9 @@ _RUN = "0" * 32
 _PART_BYTES = 1000
 _SIZE_BYTES = 20_000
 _BOUND_BYTES = 1 << 26
-_A, _B, _C = BaseId(1, 10), BaseId(1, 20), BaseId(1, 30)
+_A = BaseId(1, 10)
+_B = BaseId(1, 20)
+_C = BaseId(1, 30)
 
 
 class Store(Protocol):
@@ -158,7 +160,8 @@ def _one(files: _Files) -> dict[tuple[int, BaseId], bytes]:
 
 def what_was_sent_is_held(make: Make) -> None:
     """Byte by byte, with its marker and the record of its timeline; and begun again it is there."""
-    store, files = _opened(make), _files(1, _A)
+    store = _opened(make)
+    files = _files(1, _A)
     at = files.send(store)
     assert (at.whole, at.problem) == (True, ""), at
     assert _held(store) == _one(files)
@@ -171,7 +174,8 @@ def what_was_sent_is_held(make: Make) -> None:
 
 def a_cut_off_copy_is_no_copy(make: Make) -> None:
     """Up to its last byte; and goes on from where it was cut off."""
-    store, files = _opened(make), _files(1, _A)
+    store = _opened(make)
+    files = _files(1, _A)
     store.begun(1, files.begun)
     last = len(files.data) - 1
     for part in files.parts()[:-1]:
@@ -187,7 +191,8 @@ def a_cut_off_copy_is_no_copy(make: Make) -> None:
 
 def lost_parts_are_asked_for_again(make: Make) -> None:
     """Whatever is missing, the answer says from where."""
-    store, files = _opened(make), _files(1, _A)
+    store = _opened(make)
+    files = _files(1, _A)
     store.begun(1, files.begun)
     parts = files.parts()
     for lost in range(0, len(parts), 5):
@@ -201,7 +206,8 @@ def lost_parts_are_asked_for_again(make: Make) -> None:
 
 def doubled_parts_do_no_harm(make: Make) -> None:
     """Nor does a message that comes late, with what was sent before."""
-    store, files = _opened(make), _files(1, _A)
+    store = _opened(make)
+    files = _files(1, _A)
     store.begun(1, files.begun)
     parts = files.parts()
     for number, part in enumerate(parts):
@@ -214,7 +220,8 @@ def doubled_parts_do_no_harm(make: Make) -> None:
 
 def parts_out_of_order_are_not_taken(make: Make) -> None:
     """The last first: nothing of it stays where it does not belong."""
-    store, files = _opened(make), _files(1, _A)
+    store = _opened(make)
+    files = _files(1, _A)
     store.begun(1, files.begun)
     for part in reversed(files.parts()[1:]):
         assert store.part(1, part).received_bytes == 0
@@ -225,7 +232,8 @@ def parts_out_of_order_are_not_taken(make: Make) -> None:
 
 def what_is_no_part_of_it_is_not_taken(make: Make) -> None:
     """Behind its end, over its end, of nothing, or of a base that was never begun."""
-    store, files = _opened(make), _files(1, _A)
+    store = _opened(make)
+    files = _files(1, _A)
     assert store.part(1, files.parts()[0]).problem, "of a base that was never begun"
     store.begun(1, files.begun)
     first = files.parts()[0]
@@ -240,7 +248,9 @@ def what_is_no_part_of_it_is_not_taken(make: Make) -> None:
 
 def damaged_bytes_are_no_copy(make: Make) -> None:
     """One bit of header or data: said, let go, and what was there before stays."""
-    store, old, files = _opened(make), _files(1, _A), _files(1, _B)
+    store = _opened(make)
+    old = _files(1, _A)
+    files = _files(1, _B)
     old.send(store)
     used_bytes = store.used_bytes
     for at in (3, len(files.data) // 2, len(files.data) - 1):
@@ -257,7 +267,9 @@ def damaged_bytes_are_no_copy(make: Make) -> None:
 
 def another_attempt_is_not_mixed_in(make: Make) -> None:
     """The same base of the same rank, in other bytes: from its first byte on."""
-    store, first, other = _opened(make), _files(1, _A), _files(1, _A, salt=1)
+    store = _opened(make)
+    first = _files(1, _A)
+    other = _files(1, _A, salt=1)
     store.begun(1, first.begun)
     for part in first.parts()[:7]:
         store.part(1, part)
@@ -268,7 +280,8 @@ def another_attempt_is_not_mixed_in(make: Make) -> None:
 
 def nobody_sends_for_another(make: Make) -> None:
     """Files are taken from the rank whose they are."""
-    store, files = _opened(make), _files(1, _A)
+    store = _opened(make)
+    files = _files(1, _A)
     assert store.begun(2, files.begun).problem
     store.begun(1, files.begun)
     assert store.part(2, files.parts()[0]).problem
@@ -301,7 +314,8 @@ def older_copies_stay_until_a_newer_one_is_whole_everywhere(make: Make) -> None:
 
 def the_bound_is_kept(make: Make) -> None:
     """What does not fit is refused, and nothing is let go for it."""
-    a, large = _files(1, _A), _files(2, _A, size_bytes=1 << 20)
+    a = _files(1, _A)
+    large = _files(2, _A, size_bytes=1 << 20)
     measured = _opened(make)
     a.send(measured)
     bound_bytes = 2 * measured.used_bytes
@@ -319,7 +333,9 @@ def the_bound_is_kept(make: Make) -> None:
 
 def halves_end_with_the_start(make: Make) -> None:
     """At a new start of the job what is whole stays, and what is not is gone."""
-    store, whole, half = _opened(make), _files(1, _A), _files(1, _B)
+    store = _opened(make)
+    whole = _files(1, _A)
+    half = _files(1, _B)
     whole.send(store)
     used_bytes = store.used_bytes
     store.begun(1, half.begun)
@@ -350,10 +366,12 @@ def many_send_at_once(make: Make) -> None:
 
 def readers_keep_what_they_have_opened(make: Make) -> None:
     """While newer bases come and older ones go, whoever has a copy reads its bytes."""
-    store, files = _opened(make), _files(1, _A)
+    store = _opened(make)
+    files = _files(1, _A)
     files.send(store)
     store.passed(_A)
-    opened, over = threading.Barrier(8, timeout=60.0), threading.Event()
+    opened = threading.Barrier(8, timeout=60.0)
+    over = threading.Event()
 
     def work(number: int) -> None:
         if number == 0:

@@ -59,7 +59,9 @@ class SimViolationError(AssertionError):
     def __init__(self, plan: Plan, problem: str, trace: list[str]) -> None:
         shown = "\n".join(trace[-_TRACE_LINES:])
         super().__init__(f"{problem}\n{plan}\n{shown}\n{problem}; again with seed {plan.seed}")
-        self.plan, self.problem, self.trace = plan, problem, trace
+        self.plan = plan
+        self.problem = problem
+        self.trace = trace
 
 
 @dataclass(slots=True)
@@ -189,7 +191,8 @@ class SimCluster:
         base = choice.base
         if rank.rank == COORDINATOR:
             self.counts.recoveries += 1
-            job.key, job.number = key, number
+            job.key = key
+            job.number = number
             disks = self._seen_by(job)
             contents = [process.restored for process in job.ranks]
             pair = None if base is None else (base.timeline, base.step)
@@ -198,7 +201,8 @@ class SimCluster:
             )
             if base is not None:
                 restored = contents[0][0]
-                job.step, job.state = restored.step, restored.state
+                job.step = restored.step
+                job.state = restored.state
                 if choice.durable:
                     job.recovered = pair
                     self.truth.timelines[restored.timeline].durable.add(restored.step)
@@ -246,7 +250,8 @@ class SimCluster:
             return
         durable = self.truth.timelines[newest.key].durable
         needed = (newest.number, max(durable)) if durable else newest.recovered
-        own, pair = rank.job, (base.timeline, base.step)
+        own = rank.job
+        pair = (base.timeline, base.step)
         good = {one for one, ranks in own.read.items() if len(ranks) == len(own.ranks)}
         own.deleted.add(pair)
         if not (good | ({own.recovered} if own.recovered else set())) - own.deleted:
@@ -414,7 +419,8 @@ def _records_once() -> Iterator[None]:
 
 
 def _once(kind: Any) -> tuple[Any, Any]:
-    encode, decode = kind.encode, kind.decode
+    encode = kind.encode
+    decode = kind.decode
     known: dict[bytes, Any] = {}
     data_of: dict[int, tuple[Any, bytes]] = {}
 

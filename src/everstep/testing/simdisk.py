@@ -135,7 +135,8 @@ class FileNode:
     def change(self, effect: DataEffect) -> None:
         """Applies a write or truncation, which is from now on pending."""
         if self.shared:  # with a clone, since the last change
-            self.content, self.shared = bytearray(self.content), False
+            self.content = bytearray(self.content)
+            self.shared = False
         effect.apply(self.content)
         self.pending.append(effect)
         if effect.data is None:
@@ -151,7 +152,8 @@ class FileNode:
         """Makes every pending effect certain, but for those that an earlier sync lost."""
         self.pending = [e if e.poisoned else replace(e, certain=True) for e in self.pending]
         if all(effect.certain for effect in self.pending):
-            self.durable, self.pending = bytes(self.content), []
+            self.durable = bytes(self.content)
+            self.pending = []
 
     def poison(self) -> None:
         """A sync has failed: what was pending will never be certain."""
@@ -194,7 +196,8 @@ class Disk:
         return node
 
     def add(self, node: FileNode | DirNode) -> int:
-        number, self._next_number = self._next_number, self._next_number + 1
+        number = self._next_number
+        self._next_number = self._next_number + 1
         self.nodes[number] = node
         return number
 
@@ -220,7 +223,8 @@ class Disk:
     def clone(self: _D) -> _D:
         """The same disk and page cache; nothing is open in the copy."""
         copy = type(self)()
-        copy.names, copy._next_number = list(self.names), self._next_number
+        copy.names = list(self.names)
+        copy._next_number = self._next_number
         for number, node in self.nodes.items():
             copied = copy.nodes[number] = node.clone()
             if isinstance(copied, FileNode):

@@ -34,7 +34,8 @@ class Faults:
 
     def happen(self, fault: str) -> None:
         """One of :data:`everstep.testing.simjob.FAULTS` happens."""
-        cluster, nodes = self._cluster, self._cluster.plan.nodes
+        cluster = self._cluster
+        nodes = self._cluster.plan.nodes
         cluster.note("fault", fault)
         job = cluster.jobs[-1]
         acts: dict[str, Callable[[], object]] = {
@@ -58,11 +59,13 @@ class Faults:
 
     def power_off(self, nodes: Iterable[int]) -> None:
         """Nodes lose power: their processes, and what their disks had not synced."""
-        cluster, off = self._cluster, set(nodes)
+        cluster = self._cluster
+        off = set(nodes)
         for process in cluster.processes:
             if process.node in off:
                 process.die("power")
-        seed, choice = self._rng.randrange(1 << 30), self._rng.randrange(8)
+        seed = self._rng.randrange(1 << 30)
+        choice = self._rng.randrange(8)
         if not cluster.plan.shared:
             for node in sorted(off):
                 cluster.disks[node].lose_power(seed, choice)
@@ -92,7 +95,8 @@ class Faults:
         process.disk.after = self._rng.random() < 0.5
 
     def _lose_node(self) -> None:
-        cluster, node = self._cluster, self._rng.randrange(self._cluster.plan.nodes)
+        cluster = self._cluster
+        node = self._rng.randrange(self._cluster.plan.nodes)
         self.power_off([node])
         if cluster.plan.shared:
             return
@@ -111,7 +115,8 @@ class Faults:
 
     def _part(self) -> None:
         one, two = self._rng.sample(range(self._cluster.plan.nodes), 2)
-        pair, parted = (min(one, two), max(one, two)), self._cluster.network.parted
+        pair = (min(one, two), max(one, two))
+        parted = self._cluster.network.parted
         parted.add(pair)
         self._cluster.later(self._rng.uniform(3, 15), lambda: parted.discard(pair))
 
@@ -122,7 +127,8 @@ class Faults:
             return
         path = self._rng.choice(found)
         try:
-            contents, rank = Contents.decode(disk.fs.read_bytes(path)), parse_shard(path.name)
+            contents = Contents.decode(disk.fs.read_bytes(path))
+            rank = parse_shard(path.name)
         except ValueError:
             return  # damaged already, or never written
         assert rank is not None

@@ -198,7 +198,9 @@ class SimFileSystem:
             node = self._disk.regular(path)
             damaged = bytearray(node.content)
             damaged[offset] ^= mask
-            node.content, node.shared, node.pending = damaged, False, []
+            node.content = damaged
+            node.shared = False
+            node.pending = []
             node.durable = bytes(damaged)
 
     def paths(self) -> dict[str, Literal["file", "dir"]]:
@@ -244,7 +246,8 @@ class SimFileSystem:
 
     def _successor(self, disk: Tree, origin: str) -> SimFileSystem:
         fs = SimFileSystem(capacity_bytes=self.capacity_bytes, read_only=self.read_only)
-        fs._disk, fs.origin = disk, origin
+        fs._disk = disk
+        fs.origin = origin
         return fs
 
     def _now_s(self) -> float:
@@ -312,7 +315,8 @@ class _Handle:
     """An open file; keeps its node alive, whatever becomes of the name."""
 
     def __init__(self, fs: SimFileSystem, path: PurePath, node: FileNode) -> None:
-        self.fs, self.path = fs, path
+        self.fs = fs
+        self.path = path
         self._node: FileNode | None = node
         node.handles += 1
 
@@ -359,7 +363,9 @@ class MappedFile:
     """A mapping of a file: sees every change; keeps the file from being reused until closed."""
 
     def __init__(self, fs: SimFileSystem, node: FileNode) -> None:
-        self._fs, self._node, self._open = fs, node, True
+        self._fs = fs
+        self._node = node
+        self._open = True
         node.mappings += 1
 
     def read(self) -> bytes:
@@ -395,7 +401,8 @@ def _fates(
         most, one = (Fate.KEPT, Fate.LOST) if index == len(_FIXED) else (Fate.LOST, Fate.KEPT)
         kind = f"one {one.value}, the others {most.value}"
         return kind, [one if i == seed % count else most for i in range(count)]
-    odds_kept, odds_torn = rng.choice((0.1, 0.5, 0.9)), rng.choice((0.0, 0.3, 1.0))
+    odds_kept = rng.choice((0.1, 0.5, 0.9))
+    odds_torn = rng.choice((0.0, 0.3, 1.0))
     fates = [Fate.KEPT if rng.random() < odds_kept else Fate.LOST for _ in is_data]
     for position, is_it in enumerate(is_data):
         if is_it and rng.random() < odds_torn:

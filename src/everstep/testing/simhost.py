@@ -46,7 +46,9 @@ class Disk:
     def lose_client(self, node: int) -> None:
         """One node that wrote here lost power: its bytes that were not synced never came."""
         for file in self.unsynced.pop(node, {}).values():
-            file.content, file.shared, file.pending = bytearray(file.durable), False, []
+            file.content = bytearray(file.durable)
+            file.shared = False
+            file.pending = []
 
 
 class ProcessDisk:
@@ -142,7 +144,8 @@ class ProcessDisk:
 
 class _ProcessFile:
     def __init__(self, disk: ProcessDisk, file: WriteFile) -> None:
-        self._disk, self._file = disk, file
+        self._disk = disk
+        self._file = file
 
     def write(self, data: memoryview, offset: int) -> None:
         self._disk.write(self._file, data, offset)

@@ -78,7 +78,8 @@ class Plan:
             )
         allowed = [name for name in FAULTS if fetch or name not in FAULTS[-2:]]
         weights = [4 if name in likely else 1 for name in allowed]
-        when_s, faults = 3.0, []
+        when_s = 3.0
+        faults = []
         for _ in range(rng.randint(1, 4)):
             when_s += rng.choice((0.5, 3.0, 8.0, 14.0)) * rng.uniform(0.5, 1.5)
             faults.append((when_s, rng.choices(allowed, weights)[0]))

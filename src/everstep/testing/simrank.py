@@ -80,7 +80,10 @@ class SimRank:
     """
 
     def __init__(self, cluster: SimCluster, job: Job, rank: int, node: int) -> None:
-        self.cluster, self.job, self.rank, self.node = cluster, job, rank, node
+        self.cluster = cluster
+        self.job = job
+        self.rank = rank
+        self.node = node
         self.name = f"{job.session}.{rank}"
         self.alive = True
         self.asleep_until_s = 0.0
@@ -356,7 +359,8 @@ class SimRank:
         )
 
     def _restore(self, choice: Choice) -> tuple[tuple[int, Source], ...]:
-        self.restored, damaged = [], []
+        self.restored = []
+        damaged = []
         if choice.base is None or choice.manifest is None:
             return ()
         for rank in self._needs()(self.rank, choice.manifest):

@@ -88,7 +88,8 @@ class Tree(Disk):
 
     def check_replaceable(self, number: int, replaced: int, target: PurePath) -> None:
         """Whether a rename may put ``number`` in the place of ``replaced``."""
-        new, old = self.nodes[number], self.nodes[replaced]
+        new = self.nodes[number]
+        old = self.nodes[replaced]
         if isinstance(new, DirNode) and not isinstance(old, DirNode):
             raise os_error(errno.ENOTDIR, target)
         if isinstance(old, DirNode) and not isinstance(new, DirNode):

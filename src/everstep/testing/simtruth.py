@@ -208,7 +208,8 @@ class Truth:
         while key is not None:
             timeline = self.timelines[key]
             chain.append((timeline, fork))
-            key, fork = timeline.parent, timeline.fork_step
+            key = timeline.parent
+            fork = timeline.fork_step
         return chain
 
     def _is_void(self, timeline: Timeline, disks: Sequence[Disk]) -> bool:
@@ -236,7 +237,8 @@ class Truth:
     ) -> list[tuple[Timeline, int | None]]:
         """The chain, but behind a timeline without bases all of its parent counts."""
         paths = {path for disk in disks for path in disk.fs.paths()}
-        relaxed, empty = [], False
+        relaxed = []
+        empty = False
         for timeline, limit in chain:
             relaxed.append((timeline, None if empty else limit))
             prefix = str(base_dir(RUN, timeline.number, 0).parent) + "/"

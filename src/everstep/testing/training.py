@@ -122,10 +122,13 @@ class TrainingScenario(Scenario):
         crash_first: Fault | None = None,
         thorough: bool = False,
     ) -> None:
-        self._bases, self._saves = done, saves
-        self._crash_first, self._thorough = crash_first, thorough
+        self._bases = done
+        self._saves = saves
+        self._crash_first = crash_first
+        self._thorough = thorough
         self._done = self._floor = done
-        self._method, self._keep = method, keep
+        self._method = method
+        self._keep = keep
         self._wrap: Callable[[SimFileSystem], FileSystem] = wrap or (lambda fs: fs)
         self._begun = done
         self._names = random.Random()
@@ -163,7 +166,9 @@ class TrainingScenario(Scenario):
         self._act(fs, "act")
 
     def _act(self, fs: SimFileSystem, process: str) -> None:
-        self._begun, self._last, self._live = self._done, None, None
+        self._begun = self._done
+        self._last = None
+        self._live = None
         training, checkpointer = self._start(self._wrap(fs), seed=1, process=process)
         self._last = checkpointer
         try:
@@ -183,7 +188,8 @@ class TrainingScenario(Scenario):
     def go_on(self, fs: SimFileSystem) -> None:
         if self._live is None:
             return
-        (training, checkpointer), self._live = self._live, None
+        (training, checkpointer) = self._live
+        self._live = None
         for _ in range(_ERRORS_MAX):  # what a future carried is told once more at the next call
             with contextlib.suppress(EverstepError):
                 checkpointer.wait(_TIMEOUT_S)
@@ -253,7 +259,8 @@ class TrainingScenario(Scenario):
         step = recovery.step
         skipped = f"; passed over: {recovery.skipped}" if recovery.skipped else ""
         assert step in allowed, f"resumed at step {step}, not at one of {sorted(allowed)}{skipped}"
-        found, wanted = training.snapshot(), allowed[step]
+        found = training.snapshot()
+        wanted = allowed[step]
         wrong = [part for part in wanted if found[part] != wanted[part]]
         assert not wrong, f"resumed at step {step}, but {', '.join(wrong)} came back changed"
         return step

@@ -68,7 +68,8 @@ def storage_errors(
                     "lives has the old one, and everstep stop ends it"
                 )
         elif error.errno in _NO_PERMISSION:
-            kind, hint = PermissionDeniedError, "choose a directory that this user may write"
+            kind = PermissionDeniedError
+            hint = "choose a directory that this user may write"
             if error.errno == errno.EROFS:
                 hint = (
                     "the file system is read-only, since an error perhaps (dmesg, mount): make it "

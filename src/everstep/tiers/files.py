@@ -85,7 +85,8 @@ class TierFileSystem(ReadingFileSystem):
 
 class _File:
     def __init__(self, file: ReadFile, path: PurePath) -> None:
-        self._file, self._path = file, path
+        self._file = file
+        self._path = path
 
     @property
     def size_bytes(self) -> int:

@@ -225,7 +225,8 @@ class _DiskReadFile:
     """A file whose errors are those of the contract."""
 
     def __init__(self, file: ReadFile, path: PurePath) -> None:
-        self._file, self._path = file, path
+        self._file = file
+        self._path = path
 
     @property
     def size_bytes(self) -> int:

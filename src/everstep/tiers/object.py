@@ -119,7 +119,8 @@ class ObjectTier:
 
     def create(self, name: str, data: bytes) -> bool:
         check_name(name)
-        failure, there = None, False
+        failure = None
+        there = False
         try:
             self._obstore.put(self._here(), name, data, mode="create", use_multipart=False)
         except Exception as error:
@@ -251,7 +252,9 @@ class _ObjectFile:
     """One version of an object, read by ranges."""
 
     def __init__(self, tier: ObjectTier, name: str, size_bytes: int, e_tag: str | None) -> None:
-        self._tier, self._name, self._e_tag = tier, name, e_tag
+        self._tier = tier
+        self._name = name
+        self._e_tag = e_tag
         self.size_bytes = size_bytes
 
     def read_into(self, buffer: memoryview, offset: int) -> int:

@@ -52,7 +52,8 @@ def in_our_words(error: BaseException, what: str, address: str) -> Exception:
         ``FileNotFoundError``, or a :class:`StorageError` with tier, path and hint.
     """
     text = str(error)
-    status, code = _status(text), _first(_CODE, text)
+    status = _status(text)
+    code = _first(_CODE, text)
     kind = type(error).__name__
     said = f"status {status} {code}".rstrip() if status else code or _transport(text)
     where: dict[str, Any] = {"tier": "object", "path": address}

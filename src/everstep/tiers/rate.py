@@ -138,7 +138,8 @@ class ObjectRate:
                 needed=count,
                 hint=f"objects_per_hour={count} at least",
             )
-        now_s, free_s = self._clock.monotonic_s(), 0.0
+        now_s = self._clock.monotonic_s()
+        free_s = 0.0
         with self._lock:
             while self._written and self._written[0][0] <= now_s - HOUR_S:
                 self._written.popleft()

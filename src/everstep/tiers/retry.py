@@ -193,7 +193,8 @@ class RetryingTier:
 
     def _try(self, what: str, name: str, operation: Callable[[], _T]) -> _T:
         began_s = self._clock.monotonic_s()
-        denied, attempt = 0, 1
+        denied = 0
+        attempt = 1
         while True:
             try:
                 return operation()
@@ -217,7 +218,9 @@ class RetryingTier:
 
 class _RetryingFile:
     def __init__(self, tier: RetryingTier, name: str, file: ReadFile) -> None:
-        self._tier, self._name, self._file = tier, name, file
+        self._tier = tier
+        self._name = name
+        self._file = file
 
     @property
     def size_bytes(self) -> int:

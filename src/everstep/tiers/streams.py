@@ -17,7 +17,8 @@ def pieces_of(source: ReadFile, name: str, piece_bytes: int) -> Iterator[memoryv
     Raises:
         DamageError: it ends before its size.
     """
-    at, size_bytes = 0, source.size_bytes
+    at = 0
+    size_bytes = source.size_bytes
     while at < size_bytes:
         piece = memoryview(bytearray(min(piece_bytes, size_bytes - at)))
         got = source.read_into(piece, at)

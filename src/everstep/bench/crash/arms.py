@@ -130,7 +130,8 @@ class DcpWarm(StepArm):
 
     def settle(self) -> None:
         """Waits for the save under way."""
-        pending, self._pending = self._pending, None
+        pending = self._pending
+        self._pending = None
         if pending is not None:
             pending.wait(TIMEOUT_S)
 

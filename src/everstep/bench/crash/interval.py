@@ -41,7 +41,8 @@ def costs_of(interval: Interval, row: Row) -> SaveCosts | None:
     A save takes what the training thread spends in the library, or what it slows steps down by
     (they share cores, memory and disk with it), where in the median of the rounds this is more.
     """
-    step, slowdown = interval.step_s(), interval.slowdown_s(row)
+    step = interval.step_s()
+    slowdown = interval.slowdown_s(row)
     stall = row.spread(lambda block: block.stall_s)
     durable = row.spread(lambda block: block.durable_s)
     if step is None or stall is None or durable is None:

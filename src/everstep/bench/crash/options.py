@@ -28,7 +28,8 @@ ARMS = (
 )
 """All arms that are killed, in the order in which they are shown."""
 
-_CRASH_S_MIN, _CRASH_S_MAX = 0.5, 86_400.0
+_CRASH_S_MIN = 0.5
+_CRASH_S_MAX = 86_400.0
 _CRASHES_MAX = 1000
 _JITTER = 0.5
 

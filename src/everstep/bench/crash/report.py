@@ -84,7 +84,8 @@ class CrashReport:
 
     def modelled_share(self, table: CrashTable, lives: Lives) -> float | None:
         """What the formula says that :meth:`CrashTable.share` is."""
-        costs, loads_s = self.costs.get(lives.arm), lives.loads_s()
+        costs = self.costs.get(lives.arm)
+        loads_s = lives.loads_s()
         if not isinstance(costs, SaveCosts) or not loads_s:
             return None
         return share_of(costs, lives.every, table.mtbf_s, statistics.mean(loads_s))
@@ -124,7 +125,8 @@ class CrashReport:
 
     def _same_verdict(self) -> Verdict:
         what = "a step that is trained again has the same loss, bit for bit, whichever arm"
-        again, different = self.losses.again, self.losses.different
+        again = self.losses.again
+        different = self.losses.different
         figure = f"{again} step(s) trained again, {len(different)} with another loss"
         if different:
             arm, step = different[0]
@@ -141,7 +143,8 @@ class CrashReport:
         peers = [one for one in found if one[1] in PEERS]
         if not ours or not peers:
             return Verdict(what, "-", None)
-        (mine, arm), (other, peer) = max(ours), max(peers)
+        (mine, arm) = max(ours)
+        (other, peer) = max(peers)
         figure = f"{mine:.2f} a second ({arm}) next to {other:.2f} ({peer})"
         return Verdict(what, figure, mine > other)
 

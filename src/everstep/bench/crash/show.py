@@ -57,8 +57,10 @@ def _cells(report: CrashReport, table: CrashTable, lives: Lives) -> tuple[str | 
         return name, lives.error, *[""] * (len(_COLUMNS) - 2)
     costs = report.costs.get(lives.arm)
     known = isinstance(costs, SaveCosts)
-    share, model = table.share(lives), report.modelled_share(table, lives)
-    lost, loads_s = lives.lost(), lives.loads_s()
+    share = table.share(lives)
+    model = report.modelled_share(table, lives)
+    lost = lives.lost()
+    loads_s = lives.loads_s()
     sources = sorted({life.recovered.source for life in lives.lives[1:]})
     return (
         name,

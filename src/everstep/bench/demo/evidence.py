@@ -121,9 +121,11 @@ def survey(run: Path, *, held: int | None = None) -> Survey:
             continue
         if marker_name(0) in names:
             complete = max(complete, step)
-        unfinished, files = step, names
+        unfinished = step
+        files = names
     if unfinished is not None and unfinished <= committed:
-        unfinished, files = None, ()  # given up when a newer one was begun, or being deleted
+        unfinished = None  # given up when a newer one was begun, or being deleted
+        files = ()
     return Survey(committed, complete, unfinished, files, held, _logged(run))
 
 

@@ -253,7 +253,8 @@ class _Run:
     def _start(
         self, run: str, *, every: int, keeper: str, failpoints: str = "", number: int = 1
     ) -> Child:
-        plan, model = self._plan, self._plan.model
+        plan = self._plan
+        model = self._plan.model
         options = {
             "run": self._workspace / run,
             "text": self._text,
@@ -315,7 +316,8 @@ def _broken_promises(kills: Sequence[KillReport], method: str) -> list[Differenc
 
 
 def _broken_promise(report: KillReport, method: str) -> str | None:
-    kill, left = report.kill, report.left
+    kill = report.kill
+    left = report.left
     back = f"step {report.recovered} came back, from {report.source}"
     if left.held is None and report.source == "memory":
         return f"{back}, but nobody was left who had it in memory"

@@ -179,7 +179,8 @@ def _first_leaf(path: str, a: object, b: object) -> str | None:
     elif isinstance(a, (list, tuple)) and isinstance(b, (list, tuple)) and len(a) == len(b):
         parts = [(index, *pair) for index, pair in enumerate(zip(a, b, strict=True))]
     else:
-        left, right = repr(a), repr(b)
+        left = repr(a)
+        right = repr(b)
         return None if left == right else f"{path or 'value'}: {left[:60]} != {right[:60]}"
     found = (_first_leaf(f"{path}/{key}", left, right) for key, left, right in parts)
     return next((text for text in found if text is not None), None)

@@ -22,9 +22,12 @@ __all__ = [
 WAYS = ("gockpt", "gockpt_o")
 """Updates wait for copies of gradients; they do not."""
 
-_STATE_BYTES_MIN, _STATE_BYTES_MAX = 1_000_000, 10**12
-_STEP_S_MIN, _STEP_S_MAX = 0.005, 60.0
-_COPY_MIN, _COPY_MAX = 0.1, 64.0
+_STATE_BYTES_MIN = 1_000_000
+_STATE_BYTES_MAX = 10**12
+_STEP_S_MIN = 0.005
+_STEP_S_MAX = 60.0
+_COPY_MIN = 0.1
+_COPY_MAX = 64.0
 _RATIO_MAX = 1 / 3
 _LAYERS_MAX = 100_000
 

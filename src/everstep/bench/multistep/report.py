@@ -40,11 +40,13 @@ class _Compared:
     @classmethod
     def of(cls, measurement: Measurement, row: Row) -> _Compared | None:
         """None where own work was not measured."""
-        expected, stall = measurement.expected(row), row.stall_s()
+        expected = measurement.expected(row)
+        stall = row.stall_s()
         waits = row.spread(lambda save: save.stall_s - save.other_s)
         if expected is None or stall is None or waits is None:
             return None
-        model_s, copies_s = expected.lost_s, measurement.modelled_s(row)
+        model_s = expected.lost_s
+        copies_s = measurement.modelled_s(row)
         return cls(
             row.parts,
             stall.median,
@@ -117,7 +119,8 @@ class MultistepReport:
             *(v for v in self._zero_verdicts(measurement) if v.target.startswith(f"{way} in")),
         ]
         what = f"{way}, a copy of {measurement.copy_steps:g} steps, gradients {measurement.ratio}"
-        best, auto = measurement.best_measured(way), measurement.row(way, AUTO)
+        best = measurement.best_measured(way)
+        auto = measurement.row(way, AUTO)
         words = [own[0].figure.split(";")[0] + " rows as modelled"]
         if best is not None:
             row = measurement.row(way, best[0])
@@ -207,7 +210,8 @@ class MultistepReport:
 
     def _auto_verdict(self, measurement: Measurement, way: str) -> Verdict:
         what = f'{way}: parts="auto" within 5 % (or 2 ms) of the best, measured and modelled'
-        row, best = measurement.row(way, AUTO), measurement.best_measured(way)
+        row = measurement.row(way, AUTO)
+        best = measurement.best_measured(way)
         stall = None if row is None else row.stall_s()
         modelled = measurement.best_modelled(way)
         if row is None or stall is None or best is None or modelled is None:

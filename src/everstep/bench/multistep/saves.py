@@ -23,7 +23,8 @@ from everstep.seams import Seams
 
 __all__ = ["about_s", "measure_row", "warm_ups_of"]
 
-_IDLE_STEPS, _IDLE_STEPS_WARMING_UP = 4, 1  # before each save; nothing is under way in these
+_IDLE_STEPS = 4  # before each save; nothing is under way in these
+_IDLE_STEPS_WARMING_UP = 1
 _SLACK_BYTES = 64 << 20
 _OPEN_S = 3.0  # a keeper process begins, and ends; bases become durable
 _STEPS_UNTIL_DURABLE = 3
@@ -131,7 +132,9 @@ class _Idle:
 
 
 def _idle(training: TimedTraining, checkpointer: Checkpointer, count: int) -> _Idle:
-    steps, calls_s, walls_s = [], [], []
+    steps = []
+    calls_s = []
+    walls_s = []
     for _ in range(count):
         begin_s = time.monotonic()
         steps.append(training.step())
@@ -153,7 +156,9 @@ def _save(training: TimedTraining, checkpointer: Checkpointer, idle: _Idle) -> M
     begin_s = time.monotonic()
     save = take_due(checkpointer)
     calls_s = time.monotonic() - begin_s
-    steps, within_s, last_s = list[TimedStep](), 0.0, sum(stalls().values())
+    steps = list[TimedStep]()
+    within_s = 0.0
+    last_s = sum(stalls().values())
     while not save.staged.done():
         steps.append(training.step())
         within_s += sum(stalls().values()) - last_s

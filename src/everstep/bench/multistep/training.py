@@ -23,7 +23,8 @@ from everstep.plan.multistep import Pipeline
 
 __all__ = ["Lengths", "TimedStep", "TimedTraining"]
 
-_ELEMENT_BYTES, _STATE_BYTES = 4, 12  # of a parameter; with its moments
+_ELEMENT_BYTES = 4  # of a parameter; with its moments
+_STATE_BYTES = 12
 _MATRIX = 128
 _FORWARD = 1 / 3  # of a step without its update
 _CALIBRATE = 5

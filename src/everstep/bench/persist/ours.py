@@ -51,7 +51,8 @@ class CommitWatch(PosixFileSystem):
         """Makes names durable; with that of a commit record the base is committed."""
         super().sync_dir(path)
         if path == self._written:
-            self.committed, self._written = now(), None
+            self.committed = now()
+            self._written = None
 
     def reuse(self, path: PurePath, *, direct: bool = False) -> WriteFile | None:
         """Opens a file for overwriting, and counts it."""

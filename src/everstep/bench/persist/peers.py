@@ -63,7 +63,9 @@ class PeerWrite:
     def __init__(self, peer: Peer, state: BenchState, path: Path) -> None:
         self.name = peer.name
         self.detail = peer.save_detail
-        self._peer, self._state, self._path = peer, state, path
+        self._peer = peer
+        self._state = state
+        self._path = path
 
     def open(self) -> None:
         """Nothing is needed."""
@@ -95,7 +97,9 @@ class PeerRead:
     def __init__(self, peer: Peer, state: BenchState, path: Path) -> None:
         self.name = peer.name
         self.detail = peer.load_detail
-        self._peer, self._state, self._path = peer, state, path
+        self._peer = peer
+        self._state = state
+        self._path = path
 
     def open(self) -> None:
         """Saves, while the live state is still what it was."""

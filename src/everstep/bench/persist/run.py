@@ -137,7 +137,8 @@ class _Bench:
 
     def saving(self, best: dict[Column, list[Setting]]) -> list[Row]:
         """All arms that write, one round that does not count and then those that do."""
-        state, folder = self._state, self._folder
+        state = self._state
+        folder = self._folder
         arms: list[Arm] = []
         columns: tuple[Column, ...] = ("fresh", "recycled")
         for column in columns:
@@ -156,7 +157,8 @@ class _Bench:
 
     def loading(self, best: dict[Column, list[Setting]]) -> list[Row]:
         """All arms that read."""
-        state, folder = self._state, self._folder
+        state = self._state
+        folder = self._folder
         shutil.rmtree(folder / "everstep-fresh", ignore_errors=True)
         arms: list[Arm] = [self._raw("read", s, state.size_bytes, "raw") for s in best["read"]]
         arms.append(OursRead(state, folder / "everstep-recycled"))

@@ -55,10 +55,14 @@ class _Bars:
 class _Lines:
     def __init__(self) -> None:
         self._start_s = self._last_s = time.monotonic()
-        self._what, self._total, self._done = "", 0, 0
+        self._what = ""
+        self._total = 0
+        self._done = 0
 
     def begin(self, what: str, total: int) -> None:
-        self._what, self._total, self._done = what, total, 0
+        self._what = what
+        self._total = total
+        self._done = 0
         self._say(f"{what}: {total} runs" if total > 1 else what)
 
     def advance(self, what: str) -> None:

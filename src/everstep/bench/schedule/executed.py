@@ -231,12 +231,14 @@ def _row(run: Path, options: ExecutedOptions, order: str, factor: float) -> Exec
         run, training.state, method="checkflow", every=None, seams=seams
     ) as checkpointer:
         checkpointer.resume()
-        learnt, steps_s = 0, list[float]()
+        learnt = 0
+        steps_s = list[float]()
         while len(steps_s) < options.steps:
             steps_s.append(_timed(training, checkpointer))
             found = _schedule_of(checkpointer)
             if found.plans != learnt:
-                learnt, steps_s = found.plans, []
+                learnt = found.plans
+                steps_s = []
             if found.captures > 10 * options.steps:
                 raise EverstepError(f"no plan holds for {options.steps} steps")
         compared, torn = _compare(training, checkpointer, options.checked_steps)

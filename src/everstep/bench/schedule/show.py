@@ -91,7 +91,9 @@ def _figure(report: ScheduleReport, batch: int, order: str) -> Table:
     chosen = [c for c in report.columns if (c.batch, c.order) == (batch, order)]
     for model, group in groupby(chosen, key=lambda column: column.model):
         by = {(column.mode, column.least_s): column for column in group}
-        paper, direct, slow = by["paper", 0.0], by["direct", 0.0], by["paper", LAUNCH_S]
+        paper = by["paper", 0.0]
+        direct = by["direct", 0.0]
+        slow = by["paper", LAUNCH_S]
         made.add_row(
             *(model, _mb(paper.peak_bytes), _mb(paper.at_once_bytes)),
             *(_mb(paper.planned_bytes), _less(paper), _share(paper.overhead_reduction)),

@@ -12,7 +12,8 @@ __all__ = ["present"]
 
 def present(report: ExecutedReport, console: Console) -> None:
     """Prints everything."""
-    options, first = report.options, report.rows[0]
+    options = report.options
+    first = report.rows[0]
     pace = "as fast as this machine computes them"
     if not options.compute:
         pace = f"PACED: {options.layer_s * 1e3:g} ms forward, twice as long backward"

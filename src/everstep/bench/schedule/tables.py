@@ -123,7 +123,8 @@ def _holds_from(problem: Problem) -> float | None:
         return 0.0
     if not enough(_LEAST_S_MAX):
         return None
-    low, high = 0.0, _LEAST_S_MAX
+    low = 0.0
+    high = _LEAST_S_MAX
     for _ in range(40):
         middle = (low + high) / 2
         low, high = (low, middle) if enough(middle) else (middle, high)
@@ -146,7 +147,8 @@ def _columns(name: str, batch: int, order: str, trace: StepTrace, on: Device) ->
             planned = gap = None
             try:
                 plan = schedule(problem, mode)
-                planned, gap = plan.peak_bytes, plan.gap
+                planned = plan.peak_bytes
+                gap = plan.gap
             except InfeasibleError:
                 pass
             found.append(

@@ -109,7 +109,8 @@ class Dcp(SavingArm):
             self.clean()
 
     def _gate(self, *_: Any) -> None:
-        staging, self._staging = self._staging, None
+        staging = self._staging
+        self._staging = None
         if staging is not None:
             begin_s = time.monotonic()
             staging.result()

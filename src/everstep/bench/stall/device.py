@@ -33,7 +33,8 @@ class DeviceClock:
 
     def taken_s(self) -> float:
         """Seconds between the pairs since this was last asked; the device has come so far."""
-        pairs, self._pairs = self._pairs, []
+        pairs = self._pairs
+        self._pairs = []
         taken_ms: float = sum(begun.elapsed_time(ended) for begun, ended in pairs)
         return taken_ms / 1e3
 

@@ -94,7 +94,8 @@ class SavingArm(Arm):
 
     def clean(self) -> None:
         """Removes what was saved; a save that goes on, after an interruption, is awaited."""
-        pending, self._pending = self._pending, None
+        pending = self._pending
+        self._pending = None
         if pending is not None and not pending.over:
             with contextlib.suppress(BaseException):  # what it says no longer matters
                 pending.wait(_PATIENCE_S)

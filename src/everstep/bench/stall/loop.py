@@ -147,7 +147,8 @@ class Loop:
     def watch_hooks(self) -> None:
         """From now on steps say when forward ended, and when the hooks before and behind the
         update ran: all that are there."""
-        optimizer, clock = self.training.optimizer, self._clock
+        optimizer = self.training.optimizer
+        clock = self._clock
         begin_s = dict.fromkeys(("before", "behind"), 0.0)
 
         def first(where: str) -> Callable[..., None]:
@@ -234,7 +235,8 @@ def seeded_single_thread(seed: int) -> Iterator[None]:
 
 def _churn(data: bytes, rounds: int) -> int:
     """What a tokenizer or a metric in plain Python does to the interpreter."""
-    state, size = 0, len(data)
+    state = 0
+    size = len(data)
     for number in range(rounds):
         state = (state * 31 + data[number % size]) & 0xFFFFFFFF
     return state

@@ -86,7 +86,8 @@ def main(arguments: list[str], words: IO[str] = sys.stdin) -> int:
     import xxhash
 
     size_bytes = int(arguments[0])
-    source, target = np.ones(size_bytes, np.uint8), np.zeros(size_bytes, np.uint8)
+    source = np.ones(size_bytes, np.uint8)
+    target = np.zeros(size_bytes, np.uint8)
     print("ready", flush=True)
     for _ in words:
         digest = xxhash.xxh3_128()

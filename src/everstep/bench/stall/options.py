@@ -78,7 +78,8 @@ compared with the arm that has none either."""
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 _ONE_CORE = "lazy-one-core"
 _SCALES = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "b": 10**9}
-_PARAMS_MIN, _PARAMS_MAX = 100_000, 10_000_000_000
+_PARAMS_MIN = 100_000
+_PARAMS_MAX = 10_000_000_000
 _WRITERS_MAX = 64
 
 

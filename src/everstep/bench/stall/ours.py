@@ -219,7 +219,8 @@ def ours_arm(
     """
     method = name.split("-", 1)[0]
     detail = _DETAILS[method]
-    run, copies = folder / f"everstep-{name}", Copies()
+    run = folder / f"everstep-{name}"
+    copies = Copies()
     if link_bytes_per_s is not None:
         detail += f"; EMULATED link of {link_bytes_per_s / 1e9:g} GB/s"
 

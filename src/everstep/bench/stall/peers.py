@@ -163,7 +163,8 @@ class TorchCheckpointing(SavingArm):
         self._stalls["gate"] += time.monotonic() - begin_s
 
     def _unlock(self, *_: Any) -> None:
-        held, self._held = self._held, None
+        held = self._held
+        self._held = None
         if held is not None:
             held.close()
 

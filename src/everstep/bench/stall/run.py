@@ -233,7 +233,8 @@ class _Bench:
             absent = Arm(name, "")
             return _Opened(absent, "not installed")
         give_back_free_memory()
-        before_bytes, before = own_resident_bytes(), descendants()
+        before_bytes = own_resident_bytes()
+        before = descendants()
         try:
             arm = _make(name, self._options, self._loop, folder, self._placement)
         except UnavailableError as error:
@@ -269,14 +270,16 @@ class _Bench:
             arm.clean()
 
     def _timed(self, opened: _Opened, every: int) -> Block:
-        arm, saves = opened.arm, opened.arm.role != "ideal"
+        arm = opened.arm
+        saves = opened.arm.role != "ideal"
         stalls, persist_s = (arm.stalls(), arm.persist_s()) if saves else ({}, None)
         helpers = opened.helpers() if saves else set()
         helpers_s = sum(map(cpu_s, helpers))
         resident_bytes = own_resident_bytes() if reset_peak() else None
         if saves:
             self._writers.flush()
-        others_s, cpu_begin_s = busy_s(), time.process_time()
+        others_s = busy_s()
+        cpu_begin_s = time.process_time()
         begin_s = time.monotonic()
         pending = arm.save()
         called_s = time.monotonic()
@@ -326,7 +329,9 @@ class _Bench:
         """
         steps: list[Step] = []
         looks = pending is not None and arm.captures_in_steps
-        after_s, within_s, deadline_s = 0.0, 0.0, time.monotonic() + TIMEOUT_S
+        after_s = 0.0
+        within_s = 0.0
+        deadline_s = time.monotonic() + TIMEOUT_S
         while len(steps) < every or not (pending is None or pending.over):
             if looks:
                 within_s -= sum(arm.stalls().values())
@@ -370,7 +375,9 @@ def _in_a_line(error: BaseException) -> str:
 
 def _row(opened: _Opened) -> Row:
     row = Row.of(opened.arm)
-    row.error, row.held_bytes, row.probe_s = opened.error, opened.held_bytes, opened.probe_s
+    row.error = opened.error
+    row.held_bytes = opened.held_bytes
+    row.probe_s = opened.probe_s
     return row
 
 

@@ -82,7 +82,8 @@ def _facts(report: StallReport) -> list[str]:
 
 def _rounds(report: StallReport) -> str:
     """How many there are, and why they are not as many as were asked for."""
-    asked, within_s = report.options.repeats, report.options.within_s
+    asked = report.options.repeats
+    within_s = report.options.within_s
     made = [len(interval.ideals) for interval in report.intervals]
     if within_s is None or min(made) == asked:
         return f"{asked} rounds"
@@ -99,7 +100,8 @@ def _cost(report: StallReport, interval: Interval) -> tuple[str, Table]:
         if not row.blocks:
             made.add_row(row.name, "-", *[""] * (len(_COST) - 2))
             continue
-        slowdown, share = interval.slowdown_s(row), interval.share(row)
+        slowdown = interval.slowdown_s(row)
+        share = interval.share(row)
         causes = [
             row.spread(lambda block, cause=cause: block.causes.get(cause))  # type: ignore[misc]
             for cause in CAUSES
@@ -131,7 +133,9 @@ def _behind(report: StallReport, interval: Interval) -> tuple[str, Table]:
     for row in interval.rows:
         if not row.blocks:
             continue
-        rate, split, memory = interval.loop_rate(row), row.split(), row.memory_bytes
+        rate = interval.loop_rate(row)
+        split = row.split()
+        memory = row.memory_bytes
         cells = [
             _ms(row.spread(lambda block: block.durable_s)),
             _plain(rate, 3),
@@ -150,7 +154,8 @@ def _behind(report: StallReport, interval: Interval) -> tuple[str, Table]:
 def _ablations(report: StallReport, interval: Interval) -> tuple[str, Table]:
     columns = ("mechanism", "without", "stall", "slow-down", "loop rate", "with", "stall",
                "slow-down", "loop rate")  # fmt: skip
-    title, made = f"Each mechanism off in turn, ms; {_steps(interval)}", plain_table(columns)
+    title = f"Each mechanism off in turn, ms; {_steps(interval)}"
+    made = plain_table(columns)
     for ablation in ABLATIONS if report.options.ablate else ():
         cells: list[str] = [ablation.mechanism]
         for name in (ablation.without, ablation.with_it):
@@ -159,7 +164,8 @@ def _ablations(report: StallReport, interval: Interval) -> tuple[str, Table]:
                 cells += [name, "-", "-", "-"]
                 continue
             stall = row.spread(lambda block: block.stall_s)
-            slowdown, rate = interval.slowdown_s(row), interval.loop_rate(row)
+            slowdown = interval.slowdown_s(row)
+            rate = interval.loop_rate(row)
             cells += [name, _ms(stall, 2), _ms(slowdown), _plain(rate, 3)]
         made.add_row(*cells)
     return title, made

@@ -109,10 +109,12 @@ def _phases(number: int, step: Step) -> Iterator[Event]:
         ("gate", step.hooks, "update"),
         ("gradients", step.applied, "update"),
     ]
-    at_s, name = step.begin_s, f"step {number}"
+    at_s = step.begin_s
+    name = f"step {number}"
     if step.forward_end_s is not None:
         yield Event("compute", f"{name}, forward", at_s, step.forward_end_s)
-        at_s, name = step.forward_end_s, f"{name}, backward"
+        at_s = step.forward_end_s
+        name = f"{name}, backward"
     for what, span, phase in borders:
         if span is None:
             continue
@@ -122,7 +124,8 @@ def _phases(number: int, step: Step) -> Iterator[Event]:
         yield Event("compute", name, at_s, span.begin_s)
         if waited:
             yield Event("waits", what, span.begin_s, span.end_s)
-        at_s, name = span.end_s, f"step {number}, {phase}"
+        at_s = span.end_s
+        name = f"step {number}, {phase}"
     yield Event("compute", name, at_s, step.end_s)
 
 

@@ -27,7 +27,8 @@ def main(arguments: list[str]) -> int:
     from everstep.bench.persist.state import SIZE_BYTES_MIN, BenchState
     from everstep.checkpointer import Checkpointer
 
-    run, size_bytes = Path(arguments[0]), max(SIZE_BYTES_MIN, int(arguments[1]))
+    run = Path(arguments[0])
+    size_bytes = max(SIZE_BYTES_MIN, int(arguments[1]))
     torch.set_num_threads(1)
     state = BenchState(size_bytes, seed=0)
     with open(os.devnull, "w") as nowhere, contextlib.redirect_stderr(nowhere):

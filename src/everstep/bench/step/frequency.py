@@ -125,11 +125,13 @@ class FrequencyReport:
 def smallest(within: Callable[[int], bool], most: int) -> int | None:
     """The smallest number for which ``within`` holds, if it holds for all above: by doubling,
     then bisection; None if it does not for ``most`` either."""
-    failed, good = 0, 1
+    failed = 0
+    good = 1
     while not within(good):
         if good >= most:
             return None
-        failed, good = good, min(2 * good, most)
+        failed = good
+        good = min(2 * good, most)
     while good - failed > 1:
         middle = (good + failed) // 2
         if within(middle):

@@ -124,7 +124,8 @@ class Kills:
     def _kill(self, setting: Setting) -> Kill:
         reference = self._reference(setting)
         folder = self._folder / "killed"
-        at, into = self._random.randint(self._least, self._most), self._random.random()
+        at = self._random.randint(self._least, self._most)
+        into = self._random.random()
         try:
             with self._child(setting, folder) as process:
                 steps_s = [_until(process, "step", at)["seconds"] for at in range(1, at + 1)]

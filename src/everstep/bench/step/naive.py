@@ -64,7 +64,8 @@ class NaiveDiff(StepArm):
 
     def open(self) -> None:
         """Begins, or goes on with, both runs."""
-        training, every = self._loop.training, self.setting.every
+        training = self._loop.training
+        every = self.setting.every
         self._folder.mkdir(exist_ok=True)
         self._parameters = dict(training.model.named_parameters())
         self._stored = {n: p.detach().clone().view(-1) for n, p in self._parameters.items()}
@@ -108,7 +109,8 @@ class NaiveDiff(StepArm):
     def resume(self) -> Recovered:
         """The newest whole state, and the differences since, one after the other."""
         whole, differences = self._both
-        base, last = whole.resume(), differences.resume()
+        base = whole.resume()
+        last = differences.resume()
         # At the next whole state they begin anew.
         target = max(base.step, min(last.step, base.step + self.setting.every))
         if target != last.step and target > base.step:

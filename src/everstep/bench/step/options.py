@@ -177,7 +177,8 @@ class StepOptions(Training):
             chosen.add(COMPRESSED)
         found: dict[Setting, None] = {}
         for arm in (name for name in ARMS if name in chosen):
-            usual, uses = self.usual(arm), _USES.get(arm, ())
+            usual = self.usual(arm)
+            uses = _USES.get(arm, ())
             found[usual] = None
             if "ratio" in uses:
                 found |= dict.fromkeys(replace(usual, ratio=ratio) for ratio in self.ratio)

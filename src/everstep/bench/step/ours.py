@@ -132,7 +132,8 @@ class Ours(StepArm):
         """Closes the run, waits until its keeper has ended, behind the last copy, and removes its
         copies."""
         if self._checkpointer is not None:
-            closing, self._checkpointer = self._checkpointer, None
+            closing = self._checkpointer
+            self._checkpointer = None
             close_run(closing, self.processes(), self.setting.arm)
         for place in self._places:
             _empty(place, self.seams())

@@ -86,7 +86,8 @@ class _Updates(Ours):
         Raises:
             EverstepError: the replica has stopped.
         """
-        training, updates = self._loop.training, self._updates
+        training = self._loop.training
+        updates = self._updates
         params = training.model.config.params
         for parameter in training.model.parameters():
             parameter.grad = parameter.detach() * 1e-3

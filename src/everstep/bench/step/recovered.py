@@ -25,7 +25,8 @@ def main(arguments: list[str]) -> int:
     Args:
         arguments: ``train`` or ``resume``, and the order of :func:`.recovery.measure_recovery`.
     """
-    verb, order = arguments[0], json.loads(arguments[1])
+    verb = arguments[0]
+    order = json.loads(arguments[1])
     found = _train(order) if verb == "train" else _resume(order)
     # One write, in the kernel's hands when it returns.
     os.write(sys.stdout.fileno(), json.dumps(found).encode() + b"\n")
@@ -36,7 +37,8 @@ def main(arguments: list[str]) -> int:
 def _train(order: dict[str, Any]) -> dict[str, Any]:
     from everstep.bench.demo.fingerprint import fingerprint
 
-    loop, steps = _loop(order, order["seed"]), order["steps"]
+    loop = _loop(order, order["seed"])
+    steps = order["steps"]
     begin_s = time.monotonic()
     for _ in range(steps):
         loop.step()
@@ -61,7 +63,8 @@ def _train(order: dict[str, Any]) -> dict[str, Any]:
 def _resume(order: dict[str, Any]) -> dict[str, Any]:
     from everstep.bench.demo.fingerprint import fingerprint
 
-    loop, steps = _loop(order, order["seed"] + 1), order["steps"]
+    loop = _loop(order, order["seed"] + 1)
+    steps = order["steps"]
     ckpt = _checkpointer(order, loop)
     begin_s = time.monotonic()
     found = ckpt.resume()

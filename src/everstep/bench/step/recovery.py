@@ -40,12 +40,15 @@ __all__ = [
     "measure_replay",
 ]
 
-WHOLE, BLOCKED, EVERSTEP = "whole tensors", "torch, blocks", "everstep"
+WHOLE = "whole tensors"
+BLOCKED = "torch, blocks"
+EVERSTEP = "everstep"
 """The ways: an operator's call for each step; 256k elements and all steps at a time; ours."""
 
 _BLOCK_ELEMENTS = 256 * 1024
 _COPY_ELEMENTS = 64 << 20
-_STATE_BYTES, _GRADIENT_BYTES = 24, 2  # three float32 tensors, read and written; bfloat16, read
+_STATE_BYTES = 24  # three float32 tensors, read and written; bfloat16, read
+_GRADIENT_BYTES = 2
 _CHILD = "everstep.bench.step.recovered"
 _VARIANTS: Mapping[str, dict[str, Any]] = {"fused": {"fused": True}, "for-loop": {"foreach": False}}
 
@@ -292,7 +295,8 @@ def _fused(
 def _copy_s(threads: int) -> float:
     """Seconds that a copy from memory to memory takes, in memory that is there."""
     torch.set_num_threads(threads)
-    source, target = torch.zeros(_COPY_ELEMENTS), torch.zeros(_COPY_ELEMENTS)
+    source = torch.zeros(_COPY_ELEMENTS)
+    target = torch.zeros(_COPY_ELEMENTS)
     begin_s = time.perf_counter()
     target.copy_(source)
     return time.perf_counter() - begin_s

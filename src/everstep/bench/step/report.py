@@ -90,7 +90,8 @@ class StepReport:
 
     def host_bytes(self, row: Row) -> int | None:
         """Memory at most, beyond what training alone takes."""
-        alone, own = self.rows.dense(), row.spread(lambda block: block.host_bytes)
+        alone = self.rows.dense()
+        own = row.spread(lambda block: block.host_bytes)
         bare = None if alone is None else alone.spread(lambda block: block.host_bytes)
         return None if own is None or bare is None else max(0, int(own.high - bare.median))
 
@@ -126,7 +127,8 @@ class StepReport:
             )
             met: bool | None = found.median <= most
             if error > most and found.median <= most + error:
-                met, figure = None, f"cannot be told: {figure}"
+                met = None
+                figure = f"cannot be told: {figure}"
             yield self._on_a_free_core(Verdict(what, figure, met))
 
     def _peer_verdicts(self) -> Iterator[Verdict]:
@@ -144,7 +146,8 @@ class StepReport:
             figure = f"{mine.median:.1%} next to {theirs.median:.1%}, good to about {error:.1%}"
             met: bool | None = mine.median < _PEER_SHARE * theirs.median
             if theirs.median <= error:  # nothing to be a half of
-                met, figure = None, f"cannot be told: {figure}"
+                met = None
+                figure = f"cannot be told: {figure}"
             yield self._on_a_free_core(Verdict(what, figure, met))
 
     def _lost_verdicts(self) -> Iterator[Verdict]:
@@ -156,7 +159,8 @@ class StepReport:
             if killed.error is not None:
                 yield Verdict(what, killed.error, met=False)
                 continue
-            lost, same = killed.lost(), all(kill.identical for kill in killed.kills)
+            lost = killed.lost()
+            same = all(kill.identical for kill in killed.kills)
             yield Verdict(
                 what,
                 f"{lost} completed step(s) lost, {'every bit' if same else 'NOT every bit'} is "

@@ -125,13 +125,15 @@ class Bench:
 
     def _timed(self, arm: StepArm, steps: int, folder: Path, alone_bytes: int | None) -> Block:
         helpers = arm.processes()
-        helpers_s, written = sum(map(cpu_s, helpers)), _written_bytes(helpers)
+        helpers_s = sum(map(cpu_s, helpers))
+        written = _written_bytes(helpers)
         leading = int(arm.saves_each_step)  # a block begins among saves, where there are so many
         for _ in range(leading):
             self._loop.step()
             arm.after_step()
         memory = arm.memory_bytes()
-        others_s, own_s = busy_s(), time.process_time()
+        others_s = busy_s()
+        own_s = time.process_time()
         begin_s = time.monotonic()
         for _ in range(steps):
             self._loop.step()

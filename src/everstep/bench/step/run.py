@@ -59,7 +59,9 @@ def run_step(options: StepOptions, display: Display) -> StepReport:
             loop = Loop(options, batch=options.batch)
             bench = Bench(loop, folder, placement, display, seed=options.seed)
             rows = bench.measure(options.settings(), options.repeats)
-            size_bytes, tensors, workload = loop.size_bytes, loop.tensors, loop.description
+            size_bytes = loop.size_bytes
+            tensors = loop.tensors
+            workload = loop.description
             params = loop.training.model.config.params
             rate: ReplicaRate | str | None = None
             if any(row.setting.arm == "lowdiff_plus" and row.blocks for row in rows):

@@ -24,7 +24,8 @@ __all__ = ["main"]
 _TEXT_BYTES = 1 << 20
 _CONTEXT = 64
 _TIMEOUT_S = 120.0
-_MORE_SHARE, _MORE_BYTES = 64, 512 << 10  # headers, records and control areas, beside a state
+_MORE_SHARE = 64  # headers, records and control areas, beside a state
+_MORE_BYTES = 512 << 10
 
 
 def main(arguments: list[str]) -> int:
@@ -54,7 +55,8 @@ def main(arguments: list[str]) -> int:
             for step in range(1, order.options.steps + 1):
                 if order.is_orphaned:
                     return EXIT_ORPHANED
-                begin_s, thread_s = time.monotonic(), time.thread_time()
+                begin_s = time.monotonic()
+                thread_s = time.thread_time()
                 training.step()
                 trained_s = time.thread_time()
                 checkpointer.step()

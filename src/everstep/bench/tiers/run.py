@@ -43,7 +43,8 @@ def run_tiers(options: TiersOptions, display: Display) -> TiersReport:
         OutOfSpaceError: before anything is written, when disk or memory would not do.
         EverstepError: a rank fails, or is killed.
     """
-    begin_s, load = time.monotonic(), os.getloadavg()[0]
+    begin_s = time.monotonic()
+    load = os.getloadavg()[0]
     if options.place is not None and place_bytes(options.place):
         raise OptionError(f"{options.place} is not empty", hint="name a place with nothing in it")
     with interruptible(), workspace(options.folder) as folder:
@@ -83,7 +84,9 @@ class _Job:
     """
 
     def __init__(self, options: TiersOptions, folder: Path, tiers: bool) -> None:
-        self._options, self._folder, self._tiers = options, folder, tiers
+        self._options = options
+        self._folder = folder
+        self._tiers = tiers
         self._runs = [folder / f"host{rank}" / "run" for rank in range(options.ranks)]
         self._place: str | None = None
         if tiers:
@@ -112,7 +115,8 @@ class _Job:
         return Order(self._options, rank, str(self._runs[rank]), meet, self._place, os.getpid())
 
     def _follow(self, ranks: Sequence[Popen[bytes]], display: Display) -> None:
-        options, found = self._options, self.found
+        options = self._options
+        found = self.found
         ready = [_next(process, "ready") for process in ranks]
         self.state_bytes = ready[0]["state_bytes"]
         bounds = [one["bounds"] for one in ready]

@@ -26,7 +26,10 @@ __all__ = [
     "place_bytes",
 ]
 
-MEMORY, PEER, DISK, COPIES = "memory", "peer", "disk", "copies"
+MEMORY = "memory"
+PEER = "peer"
+DISK = "disk"
+COPIES = "copies"
 _BLOCK_BYTES = 512
 _ARENA = "everstep-arena"
 

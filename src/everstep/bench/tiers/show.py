@@ -14,7 +14,9 @@ from everstep.bench.tiers.report import TIERS, TiersReport, words_of
 
 __all__ = ["picture", "present"]
 
-_INCHES, _DPI, _MB = (10.0, 6.5), 150, 1e6
+_INCHES = (10.0, 6.5)
+_DPI = 150
+_MB = 1e6
 _COLUMNS = ("what", "announced", "at most", "share", "at the end", "steps above")
 
 

@@ -102,7 +102,8 @@ def _stages(
     convolution: Callable[..., nn.Module], normalise: Callable[[int], nn.Module]
 ) -> nn.Module:
     """Four stages of two residual blocks; each but the first halves the resolution."""
-    blocks, channels = [], 64
+    blocks = []
+    channels = 64
     for width in (64, 128, 256, 512):
         stride = 1 if width == channels else 2
         blocks.append(_Residual(convolution, normalise, channels, width, stride))

@@ -22,7 +22,8 @@ _MLP_FACTOR = 4
 _WIDTH_STEP = 32
 _WIDE = 256  # from here on heads are 64 wide instead of 32
 _ASPECT = 64  # width per layer of the published GPT-2 sizes
-_ASPECT_MIN, _ASPECT_MAX = 16, 128
+_ASPECT_MIN = 16
+_ASPECT_MAX = 128
 _CLOSE_ENOUGH = 0.02
 
 
@@ -156,7 +157,8 @@ def gpt_of(
     width = _WIDTH_STEP
     while True:
         # Half the smallest depth allowed at this width already overshoots: wider ones do too.
-        fewest, most = max(1, width // _ASPECT_MAX), max(1, width // _ASPECT_MIN)
+        fewest = max(1, width // _ASPECT_MAX)
+        most = max(1, width // _ASPECT_MIN)
         if layers is not None:
             fewest = most = layers
         if GPTConfig(fewest, width, 1, context).params > 2 * params:

@@ -47,7 +47,8 @@ class Published:
 
     def training(self, batch: int) -> tuple[nn.Module, Callable[[], Tensor]]:
         """A model on the default device, and its loss on a batch: random, with targets 0."""
-        model, inputs = self.make(), self.inputs(batch)
+        model = self.make()
+        inputs = self.inputs(batch)
 
         def loss() -> Tensor:
             logits = model(*inputs).flatten(0, -2)

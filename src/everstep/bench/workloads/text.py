@@ -104,7 +104,9 @@ class WindowLoader:
             "batch": batch,
             "seed": seed,
         }
-        self._context, self._batch, self._seed = context, batch, seed
+        self._context = context
+        self._batch = batch
+        self._seed = seed
         self._reach = np.arange(context + 1)
         self._go_to(epoch=0, position=0)
 
@@ -144,5 +146,6 @@ class WindowLoader:
         self._go_to(epoch=state["epoch"], position=state["position"])
 
     def _go_to(self, *, epoch: int, position: int) -> None:
-        self._epoch, self._position = epoch, position
+        self._epoch = epoch
+        self._position = position
         self._order = np.random.default_rng([self._seed, epoch]).permutation(self._windows)

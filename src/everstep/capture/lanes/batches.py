@@ -61,7 +61,8 @@ def plan_batches(
             packed.clear()
 
     for place in layout.placed:
-        name, size = place.entry.name, place.end - place.begin
+        name = place.entry.name
+        size = place.end - place.begin
         if size == 0 or name not in chosen:
             continue
         tensor = tensors[name]
@@ -195,7 +196,8 @@ def _pieces(batch: Batch, chunk_bytes: int) -> Iterator[Batch]:
             length = min(chunk_bytes, size - at)
             if packed and end - begin + length > chunk_bytes:
                 yield Batch(begin, end, tuple(packed))
-                packed, begin = [], end
+                packed = []
+                begin = end
             packed.append(source if length == size else source[at : at + length])
             end += length
     yield Batch(begin, end, tuple(packed))

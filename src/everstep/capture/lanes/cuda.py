@@ -117,7 +117,8 @@ class CudaLane:
     def leave(self) -> None:
         """Unpins it, and no longer keeps it mapped."""
         self._ahead.stop()
-        pinned, self._pinned = self._pinned, None
+        pinned = self._pinned
+        self._pinned = None
         if pinned is not None:
             self.run(pinned.release)
 
@@ -133,7 +134,8 @@ class CudaLane:
         refuse_graph_capture()
         pinned = self._pinned_of(block, split.devices[0])
         pinned.pin(block, at_once=True)
-        duplicates, others = [], []
+        duplicates = []
+        others = []
         room = _DUPLICATES_BYTES_MAX
         for batch in split.ours:
             size = batch.end - batch.begin
@@ -178,7 +180,8 @@ class CudaLane:
         submit = self._host.submit_yielding if yielding else self._host.submit
         hosted = submit(large, block, lambda end: None) if large else None
         transfer = CudaTransfer(issued, hosted, large)
-        end, here = batches[-1].end if batches else 0, self._here()
+        end = batches[-1].end if batches else 0
+        here = self._here()
 
         def watch() -> None:
             beside_graph_captures()
@@ -214,7 +217,8 @@ class CudaLane:
         """Behind all copies that were begun, whether or not anybody waits for them; what
         ``job`` itself fetches from a device comes on the side streams, not behind whatever
         training has enqueued meanwhile."""
-        streams, here = list(self._streams.values()), self._here()
+        streams = list(self._streams.values())
+        here = self._here()
         issued = self._issuer.under_way()  # asked first: what is over then is behind `begun`
         begun: list[Any] = []
         # A device that has failed copies no more, and its transfers say what happened; the job,
@@ -404,7 +408,9 @@ def _runs(
         since_bytes += end - batch.begin
         if since_bytes >= _EVENT_BYTES:
             yield end, parts, targets
-            parts, targets, since_bytes = [], [], 0
+            parts = []
+            targets = []
+            since_bytes = 0
     if parts:
         yield end, parts, targets
 

@@ -202,7 +202,8 @@ class CpuLane:
                 run_batch(batch, block)
 
     def submit(self, batches: Sequence[Batch], block: torch.Tensor, progress: Progress) -> Transfer:
-        transfer, issued_s = CpuTransfer(), self._now()
+        transfer = CpuTransfer()
+        issued_s = self._now()
 
         def copy(tell: Progress) -> None:
             self._issued_s = issued_s
@@ -228,7 +229,8 @@ class CpuLane:
     def submit_yielding(
         self, batches: Sequence[Batch], block: torch.Tensor, progress: Progress
     ) -> Transfer:
-        transfer, issued_s = CpuTransfer(), self._now()
+        transfer = CpuTransfer()
+        issued_s = self._now()
 
         def copy(tell: Progress) -> None:
             for batch in batches:

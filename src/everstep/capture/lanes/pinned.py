@@ -201,7 +201,8 @@ class PinnedAhead:
         """Pins ``block``. What it fails with is logged, once."""
         about = block.data_ptr(), block.numel()
         with self._lock:
-            before, self._pinned = self._under_way, pinned
+            before = self._under_way
+            self._pinned = pinned
             if before is not None and before[0] == about[0] and before[1] >= about[1]:
                 return
             self._under_way = about

@@ -73,7 +73,8 @@ RUN_ARGUMENT = typer.Argument(metavar="RUN", help="The run folder.", show_defaul
 LINE_CHARS_MAX = 4000
 _NAME_CHARS_MAX = 240
 _PIPE_COLUMNS = 10_000  # nothing is folded for a program that reads lines
-_JSON_ASKED, _ARGUMENTS = "everstep.json", "everstep.arguments"
+_JSON_ASKED = "everstep.json"
+_ARGUMENTS = "everstep.arguments"
 _USAGE_ERROR: Any = typer.BadParameter.__base__  # of whichever click typer brings along
 _LOOK_AGAIN = 5
 _NEIGHBOURS_MAX = 1000

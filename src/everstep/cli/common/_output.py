@@ -38,7 +38,9 @@ class _Stream(io.RawIOBase):
 
     def __init__(self, descriptor: int | None, *, tells: bool) -> None:
         super().__init__()
-        self._descriptor, self._tells, self._lost = descriptor, tells, False
+        self._descriptor = descriptor
+        self._tells = tells
+        self._lost = False
 
     def writable(self) -> bool:
         return True
@@ -87,11 +89,13 @@ def guarded_output() -> Iterator[None]:
 
 
 def _guarded(stream: TextIO | None, *, tells: bool) -> TextIO:
-    descriptor, encoding = None, "utf-8"
+    descriptor = None
+    encoding = "utf-8"
     if stream is not None:
         try:
             stream.flush()
-            descriptor, encoding = stream.fileno(), stream.encoding
+            descriptor = stream.fileno()
+            encoding = stream.encoding
         except (OSError, ValueError):  # no file, but something of whoever called
             if isinstance(stream, io.TextIOWrapper):
                 stream.reconfigure(errors="backslashreplace")

@@ -31,7 +31,8 @@ def absolute(text: PurePath | str, *, real: bool = False) -> PurePath:
         OptionError: it is relative to a directory that is gone.
     """
     try:
-        led, named = os.path.realpath(text), os.path.abspath(text)
+        led = os.path.realpath(text)
+        named = os.path.abspath(text)
         # Behind a link ".." is what the system takes it for, and not the name before.
         return PurePath(led if real or os.path.realpath(named) != led else named)
     except OSError as error:

@@ -58,7 +58,8 @@ def _parse(name: str, text: str, what: str, units: Mapping[str, float], example:
     match = _NUMBER.fullmatch(text)
     if match is None:
         raise OptionError(f"{name} {text!r} is not {what}", hint=f"like {example}")
-    number, unit = float(match[1]), match[2]
+    number = float(match[1])
+    unit = match[2]
     scale = units.get(unit, 1.0 if not unit else None)
     if scale is None:
         hint = _meant(match[1], unit, units) or f"like {example}"

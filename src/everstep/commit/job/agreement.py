@@ -66,7 +66,8 @@ NO_WAY_BACK_HINT = (
 )
 _ROUNDS_MAX = 16
 _WIRE = PurePath("message")
-_RELAID, _PARTLY = b"relaid", b"partly"
+_RELAID = b"relaid"
+_PARTLY = b"partly"
 
 
 RecordOf = Callable[[Choice, int], TimelineRecord]
@@ -100,11 +101,15 @@ class Agreement:
         repeat_s: float = 1.0,
         silent_s: float = 60.0,
     ) -> None:
-        self.rank, self.world = rank, world
+        self.rank = rank
+        self.world = world
         self.over = False  # this rank trains, or was refused
         self._record_of = record_of
-        self._step, self._needs, self._fetch = step, needs, fetch
-        self._repeat_s, self._silent_s = repeat_s, silent_s
+        self._step = step
+        self._needs = needs
+        self._fetch = fetch
+        self._repeat_s = repeat_s
+        self._silent_s = silent_s
         # What every rank knows: the command under way, and the answer to the last one.
         self._at = 0
         self._phase = ""
@@ -119,7 +124,8 @@ class Agreement:
         self._relaid: set[int] = set()  # timelines: their ranks had another layout
         self._partly = False  # nothing else is left
         self._exact = True
-        self._trained, self._compares = trained, compares
+        self._trained = trained
+        self._compares = compares
         self._loaded = False  # ranks were told to load a base: so their state is not, either
         self._opened: set[int] = set()
         self._taken = 0
@@ -186,7 +192,9 @@ class Agreement:
             return []
         if command.number == self._at:
             return [] if self._answer is None else [Tell(COORDINATOR, self._answer)]
-        self._at, self._phase, self._answer = command.number, command.phase, None
+        self._at = command.number
+        self._phase = command.phase
+        self._answer = None
         if command.phase in ("offer", "confirm"):
             asked = command.payload.split()
             return [TakeInventory(_RELAID in asked, _PARTLY in asked)]
@@ -221,7 +229,9 @@ class Agreement:
     def _lead(self, phase: str, payload: bytes) -> list[AgreementOut]:
         """Begins the next step on all ranks."""
         self._command = Command(self._at + 1, phase, payload)
-        self._answers, self._asked_s, self._told_silent = {}, None, False
+        self._answers = {}
+        self._asked_s = None
+        self._told_silent = False
         others = [rank for rank in range(self.world) if rank != self.rank]
         tell: list[AgreementOut] = [Tell(rank, self._command) for rank in others]
         return tell + self._obey(self._command)

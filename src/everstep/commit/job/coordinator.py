@@ -67,7 +67,8 @@ class Coordinator(Member):
         spared: Callable[[], Iterable[BaseId]] = tuple,
     ) -> None:
         super().__init__(cluster, COORDINATOR, timeline, recovered=recovered, pace=pace, kept=kept)
-        self._keep, self._spared = keep, spared
+        self._keep = keep
+        self._spared = spared
         self.verified: set[BaseId] = set() if recovered is None or unread else {recovered}
         self.damaged: set[BaseId] = set(unreadable)
         self._kept: dict[BaseId, set[int]] = {}  # by leader
@@ -161,7 +162,10 @@ class Coordinator(Member):
         for done in [other for other in self._kept if other <= base]:
             del self._kept[done], self._told[done]
         out = self._advance(base)
-        self._knows, self._held, self._to_delete, self._reading = {self.rank}, {}, (), None
+        self._knows = {self.rank}
+        self._held = {}
+        self._to_delete = ()
+        self._reading = None
         return out + self._tell_watermark()
 
     def _tell_watermark(self) -> list[Out]:
@@ -187,7 +191,8 @@ class Coordinator(Member):
     def _on_held(
         self, leader: int, held: tuple[BaseId, ...], needed: tuple[BaseId, ...]
     ) -> list[Out]:
-        self._held[leader], self._needed[leader] = held, needed
+        self._held[leader] = held
+        self._needed[leader] = needed
         if self._reading is not None or self._held.keys() < set(self.cluster.leaders):
             return []
         if any(self._owes(rank) for rank in self.cluster.leaders):
@@ -218,7 +223,8 @@ class Coordinator(Member):
     def _read_back(self, base: BaseId) -> list[Out]:
         if base.timeline != self.timeline:
             return []  # not written by these ranks: they cannot say; nothing is deleted then
-        self._reading, self._read = base, {}
+        self._reading = base
+        self._read = {}
         others = self.cluster.others(self.rank)
         tell: list[Out] = [Send(rank, ReadBackWanted(base)) for rank in others]
         return [*tell, Do(base, ReadBack())]
@@ -238,5 +244,6 @@ class Coordinator(Member):
         if not found:
             return self._plan()
         # What the logs need was said without knowing of it: each disk is asked once more.
-        self._held, self._to_delete = {}, ()
+        self._held = {}
+        self._to_delete = ()
         return [*(IsDamaged(base, rank, text) for rank, text in found), *self._tell_watermark()]

@@ -105,7 +105,9 @@ class Member:
         pace: Pace | None = None,
         kept: Mapping[BaseId, Marker] | None = None,
     ) -> None:
-        self.cluster, self.rank, self.timeline = cluster, rank, timeline
+        self.cluster = cluster
+        self.rank = rank
+        self.timeline = timeline
         self.watermark = Watermark(recovered)
         self.pace = pace or Pace()
         self.fenced: FencedError | None = None
@@ -212,7 +214,8 @@ class Member:
 
     def tick(self, now_s: float) -> list[Out]:
         """Some time has passed: repeats what may have been lost, takes over, reports."""
-        flight, (moving, self._moving) = self._flight, (self._moving, set())
+        flight = self._flight
+        (moving, self._moving) = (self._moving, set())
         if self.fenced or flight is None or not flight.waiting:
             return []
         base = flight.commit.base
@@ -220,7 +223,8 @@ class Member:
         if flight.since_s is None:
             flight.since_s = flight.repeated_s = now_s
             return []
-        waited_s, out = now_s - flight.since_s, []
+        waited_s = now_s - flight.since_s
+        out = []
         if now_s - flight.repeated_s >= self.pace.repeat_s:
             flight.repeated_s = now_s
             out += self._repeat(flight, taking_over=waited_s >= self.pace.take_over_s)
@@ -303,8 +307,10 @@ class Member:
     def _end(self, flight: _InFlight, why: str) -> list[Out]:
         """A base whose markers are all there, and are none of a base: nobody can commit it, so it
         is told before this rank's marker is gone."""
-        flight.waiting, flight.given_up = False, why
-        base, others = flight.commit.base, self.cluster.others(self.rank)
+        flight.waiting = False
+        flight.given_up = why
+        base = flight.commit.base
+        others = self.cluster.others(self.rank)
         return [*(Send(rank, GivenUp(base, why)) for rank in others), Do(base, Withdraw())]
 
     def _feed(self, flight: _InFlight) -> list[Out]:
@@ -327,7 +333,8 @@ class Member:
         return [Send(COORDINATOR, ManifestKept(base))] if self.leads else []
 
     def _repeat(self, flight: _InFlight, *, taking_over: bool) -> list[Out]:
-        base, out = flight.commit.base, []
+        base = flight.commit.base
+        out = []
         if flight.own is not None and self.rank != COORDINATOR:
             out.append(Send(COORDINATOR, MarkerTold(flight.own)))
         if taking_over or self.rank == COORDINATOR:

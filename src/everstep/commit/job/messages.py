@@ -408,7 +408,9 @@ def _same(value: Any) -> Any:
 
 _BASE = (plain_base, to_base)
 _BASES = (lambda bases: [plain_base(b) for b in bases], lambda v: tuple(to_base(b) for b in v))
-_TEXT, _NUMBER, _BYTES = (_same, _typed(str)), (_same, _typed(int)), (_same, _typed(bytes))
+_TEXT = (_same, _typed(str))
+_NUMBER = (_same, _typed(int))
+_BYTES = (_same, _typed(bytes))
 _FLAG = (_same, _typed(bool))
 _MAYBE = (
     lambda base: None if base is None else plain_base(base),

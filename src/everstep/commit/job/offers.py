@@ -269,7 +269,8 @@ def choose(
     base, reach = chosen[0] if chosen else (None, None)
     manifest = None if base is None else {**left, **readable}[base]
     newer = [other for other in bases if base is None or other > base]
-    leads, end = reach is not None and reach.count > 0, base if reach is None else reach.end
+    leads = reach is not None and reach.count > 0
+    end = base if reach is None else reach.end
     if end is not None and step is not None:
         note = left_at(end, branches)
     if step is None and end is not None and manifest is not None:

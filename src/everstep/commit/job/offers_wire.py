@@ -157,7 +157,8 @@ def decode_compared(data: bytes) -> _Compared:
 
     def make(found: Any) -> _Compared:
         files, spoilt, common, why = found
-        damaged, at = _damaged(files), _step(spoilt)
+        damaged = _damaged(files)
+        at = _step(spoilt)
         said = (InCommon(str(r), str(s), int(n), str(d)) for r, s, n, d in common)
         return damaged, at, tuple(said), tuple(map(str, why))
 

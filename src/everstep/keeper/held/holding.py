@@ -95,7 +95,8 @@ class Holding:
         with self._lock:
             if self._held is None:
                 return
-            capture, mine = self._held[0], self._held[1] is arena
+            capture = self._held[0]
+            mine = self._held[1] is arena
             if number is None:
                 forgets = not mine and capture.durable
             else:

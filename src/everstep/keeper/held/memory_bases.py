@@ -59,8 +59,12 @@ class MemoryBases:
         *,
         timeout_s: float,
     ) -> None:
-        self._filesystem, self._run, self._clock = filesystem, run, clock
-        self._store, self._is_past, self._whole = store, is_past, whole
+        self._filesystem = filesystem
+        self._run = run
+        self._clock = clock
+        self._store = store
+        self._is_past = is_past
+        self._whole = whole
         self._timeout_s = timeout_s
         self._last: BaseId | None = None
         self._released = threading.Event()
@@ -96,7 +100,8 @@ class MemoryBases:
         def fill(memory: memoryview) -> None:
             begin = 0
             for shard, body in zip(written, watched, strict=True):
-                header, end = shard.header, begin + shard.record.length
+                header = shard.header
+                end = begin + shard.record.length
                 memory[begin : begin + len(header)] = header
                 begin += len(header)
                 for at in range(begin, end, _PIECE_BYTES):
@@ -113,7 +118,8 @@ class MemoryBases:
 
     def _wait_for_room(self, base: BaseId, progress: ProgressSink) -> None:
         """Until the base before is whole with all ranks: then the one before that may go."""
-        last, is_past = self._last, self._is_past
+        last = self._last
+        is_past = self._is_past
         if last is None or is_past is None:
             return
         since_s = self._clock.running_s()
@@ -137,8 +143,10 @@ class _Watched:
     """A body of which it is seen how far it was read."""
 
     def __init__(self, body: Body, progress: ProgressSink) -> None:
-        self._body, self._progress = body, progress
-        self.objects_bytes, self.held = body.objects_bytes, body.held
+        self._body = body
+        self._progress = progress
+        self.objects_bytes = body.objects_bytes
+        self.held = body.held
 
     def fill(self, begin: int, chunk: memoryview, seen: Seen) -> None:
         """As of the body."""

@@ -122,7 +122,8 @@ class PeerLogStore:
             except EverstepError as error:
                 return _at(message, 0, "full", error.message)
             if offset is None:
-                held_bytes, bound_bytes = self._shelf.used_bytes, self._shelf.bound_bytes
+                held_bytes = self._shelf.used_bytes
+                bound_bytes = self._shelf.bound_bytes
                 why = (
                     f"they take {message.size_bytes} bytes, beside {held_bytes} that have to stay, "
                     f"and the bound for logs of other ranks is {bound_bytes}"
@@ -141,7 +142,8 @@ class PeerLogStore:
                 if known is not None:  # the last part once more
                     return _at(known[1], known[1].size_bytes, "whole")
                 return PeerLogAt(message.timeline, message.first, 0, "lost", "")
-            begun, arena = coming.begun, self._arena
+            begun = coming.begun
+            arena = self._arena
             assert arena is not None
             end = message.offset + len(message.data)
             if message.offset == coming.received_bytes and end <= begun.size_bytes:

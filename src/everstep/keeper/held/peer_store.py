@@ -132,7 +132,8 @@ class PeerStore:
 
     def part(self, source: int, message: PeerPart) -> PeerAt:
         """Bytes have come; those that were expected next are kept."""
-        base, data = message.base, message.data
+        base = message.base
+        data = message.data
         with self._lock:
             one = self._memories.get((source, base))
             if one is None:
@@ -157,7 +158,8 @@ class PeerStore:
             OutOfSpaceError: there is no room for it.
             DamageError: what was put there does not have its digests.
         """
-        source, base = marker.rank, BaseId(marker.timeline, marker.step)
+        source = marker.rank
+        base = BaseId(marker.timeline, marker.step)
         at = self.begun(source, PeerBegun(marker, record))
         what = f"the base of step {base.step} is not held in memory"
         if at.problem:
@@ -182,7 +184,8 @@ class PeerStore:
     def find(self, source: int, base: BaseId) -> PeerCopy | None:
         """The copy of a rank's files of a base, if all of it is there."""
         with self._lock:
-            copy, one = self._shelf.find(source, base), self._memories.get((source, base))
+            copy = self._shelf.find(source, base)
+            one = self._memories.get((source, base))
             if copy is None or one is None or not copy.whole:
                 return None
             return PeerCopy(one.marker, one.record, one.arena.view[: size_of(one.marker)])

@@ -73,7 +73,8 @@ def base_from_wire(
 
 def recalled_from_wire(fields: Mapping[str, Any], arenas: Sequence[Arena]) -> Recalled:
     """What a keeper has in memory: its answer to ``recall``, over the arenas that came with it."""
-    blobs, base = fields["blobs"], None
+    blobs = fields["blobs"]
+    base = None
     if fields["base"] is not None:
         base = base_from_wire(fields["base"], blobs, arenas[fields["base"]["arena"]])
     records: list[LogRecord] = []
@@ -91,7 +92,8 @@ def recalled_from_wire(fields: Mapping[str, Any], arenas: Sequence[Arena]) -> Re
 
 def log_to_wire(log: PeerLog, offset: int) -> dict[str, Any]:
     """Steps of another rank's log that are held, and lie at ``offset`` of an arena."""
-    run, steps = log.steps.run, log.steps
+    run = log.steps.run
+    steps = log.steps
     return {
         "source": log.source,
         "record": log.record,

@@ -27,7 +27,8 @@ class Histories:
     def begins(self, timeline: int) -> bool:
         """A timeline is served from now on; returns whether what there is of it and of those behind
         it is of another history."""
-        known, record = self._records, timeline_bytes(self._filesystem, self._run, timeline)
+        known = self._records
+        record = timeline_bytes(self._filesystem, self._run, timeline)
         other = known.get(timeline) not in (None, record) or any(n > timeline for n in known)
         self._records = {number: known[number] for number in known if number < timeline}
         if record is not None:

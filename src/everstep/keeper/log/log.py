@@ -107,7 +107,9 @@ class LogStore:
         self.listeners: list[Callable[[], None]] = []
         self.reliefs: list[Callable[[], bool]] = []
         self.arena = arena
-        self._writer, self._post, self._on_disk = writer, post, on_disk
+        self._writer = writer
+        self._post = post
+        self._on_disk = on_disk
         self._lock = threading.Lock()
         self._items: list[_Item] = []
         self.forgotten = self._digested = 0
@@ -134,7 +136,8 @@ class LogStore:
     def add_to(self, stats: KeeperStats) -> None:
         """Notes what is on disk so far, and how much goes there at a time."""
         if self._writer is not None:
-            stats.log_bytes, stats.log_batch_steps = self._writer.written_bytes, self._batch.steps
+            stats.log_bytes = self._writer.written_bytes
+            stats.log_batch_steps = self._batch.steps
 
     def add(
         self,
@@ -167,7 +170,8 @@ class LogStore:
             begin = bisect_right(items, step, key=lambda item: item.head.step)
         for place in range(begin, len(items)):
             item = items[place]
-            head, record = item.head, item.record
+            head = item.head
+            record = item.record
             if record is None or len(found) == at_most:
                 break
             if head.kind != "mark":
@@ -179,7 +183,9 @@ class LogStore:
             if head.step != step + 1 or numbers != list(range(lsn + 1, head.lsn + 1)):
                 break
             found.append(LoggedStep(tuple(updates), record, first if updates else item.number))
-            step, lsn, updates = head.step, head.lsn, []
+            step = head.step
+            lsn = head.lsn
+            updates = []
         return found
 
     def steps_from(self, number: int, beyond: int, size_bytes: int) -> tuple[list[LogRecord], int]:
@@ -216,7 +222,8 @@ class LogStore:
                     break
             else:
                 found += records
-            number, step = item.number, []
+            number = item.number
+            step = []
         return found, number
 
     @property
@@ -338,7 +345,8 @@ class LogStore:
 
     def _fail(self, error: EverstepError) -> None:
         """No more segments: behind a hole they would be of no use. Nobody waits for them."""
-        self._failed, self._fenced = True, self._fenced or isinstance(error, FencedError)
+        self._failed = True
+        self._fenced = self._fenced or isinstance(error, FencedError)
         self._held = False
         self._pending.clear()
         said = "the log on disk ends there, and goes on behind the next base"
@@ -350,7 +358,8 @@ class LogStore:
     def _gather(self, items: Sequence[_Item] = ()) -> None:
         """What begins the next segment: of a step that is not over."""
         self._pending = list(items)
-        self._steps, self._bytes = 0, sum(item.layout.size_bytes for item in items)
+        self._steps = 0
+        self._bytes = sum(item.layout.size_bytes for item in items)
         self._memory_bytes = sum(item.memory_bytes for item in items)
         self._digest_s = 0.0
 
@@ -390,7 +399,8 @@ class LogStore:
 
     def _catch_up(self) -> None:
         """Writes what had no room, in segments as it would have become."""
-        items, self._held = self._pending, False
+        items = self._pending
+        self._held = False
         self._gather()
         for item in items:
             self._pending.append(item)
@@ -409,7 +419,8 @@ class LogStore:
         if self._held:
             self._fail(OutOfSpaceError("the log has no room on disk", step=self.after))
         self._gather()
-        self.after, self._off = None, not on
+        self.after = None
+        self._off = not on
         self._failed = self._failed and (self._fenced or not on)
         self._on_disk(ENDED if self._failed else last)
 
@@ -423,7 +434,8 @@ class LogStore:
             whole -= 1
         if self._writer is None or self._failed or not whole:
             return
-        rest, self._pending = self._pending[whole:], self._pending[:whole]
+        rest = self._pending[whole:]
+        self._pending = self._pending[:whole]
 
         def write() -> None:
             self._write()

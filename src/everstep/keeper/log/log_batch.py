@@ -46,7 +46,9 @@ class Batch:
     def __init__(
         self, steps: int, bytes_max: int | None = None, memory_max: int | None = None
     ) -> None:
-        self.steps, self._bytes_max, self._memory_max = steps, bytes_max, memory_max
+        self.steps = steps
+        self._bytes_max = bytes_max
+        self._memory_max = memory_max
 
     def is_full(self, steps: int, size_bytes: int, memory_bytes: int) -> bool:
         """Whether what has come is a segment.

@@ -38,8 +38,11 @@ class LogRoom:
         budget_bytes: int,
         bases_bytes: int,
     ) -> None:
-        self._filesystem, self._run, self._whose = filesystem, run, (rank, world)
-        self._budget_bytes, self._bases_bytes = budget_bytes, bases_bytes
+        self._filesystem = filesystem
+        self._run = run
+        self._whose = (rank, world)
+        self._budget_bytes = budget_bytes
+        self._bases_bytes = bases_bytes
         self._taken_bytes: int | None = None
 
     @classmethod

@@ -153,7 +153,8 @@ class SegmentWriter:
         """Leaves nothing of a segment that failed: its room may be the last of the disk. One with
         its marker is whole, and stays: somebody may have read it. What was taken over is the new
         timeline's to judge and to delete."""
-        filesystem, marker = self._filesystem, directory / marker_name(self._identity.rank)
+        filesystem = self._filesystem
+        marker = directory / marker_name(self._identity.rank)
         with contextlib.suppress(OSError):  # the disk that failed the segment may fail this, too
             names = {entry.name for entry in filesystem.scan(directory)}
             if marker.name in names or self._fence.seen() != self._identity.timeline:

@@ -56,7 +56,9 @@ class DigestAudit:
                         hint="call before_update() and after_update() around updates that go past "
                         'optimizer.step(), CUDA graphs among them, or use method="async"',
                     )
-            self._lsn, self._digests, self._forms = plan.identity.lsn, digests, forms
+            self._lsn = plan.identity.lsn
+            self._digests = digests
+            self._forms = forms
 
         return audit
 

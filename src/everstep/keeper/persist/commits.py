@@ -126,15 +126,21 @@ class RankCommits:
         post: Callable[[EverstepError], None],
         timeout_s: float,
     ) -> None:
-        self._filesystem, self._clock = seams.filesystem, seams.clock
-        self._run, self._seat, self._mailbox = run, seat, mailbox
-        self._persister, self._ring = persister, ring
-        self._post, self._timeout_s = post, timeout_s
+        self._filesystem = seams.filesystem
+        self._clock = seams.clock
+        self._run = run
+        self._seat = seat
+        self._mailbox = mailbox
+        self._persister = persister
+        self._ring = ring
+        self._post = post
+        self._timeout_s = timeout_s
         self.spared: Callable[[], Iterable[BaseId]] = tuple
         # Whoever waits asks who has a marker before it says who is late.
         pace = Pace(take_over_s=min(_TAKE_OVER_S, timeout_s / 2), late_s=timeout_s)
         self._cluster = cluster = Cluster(seat.disks)
-        self._beat_s, self._beat_not_before_s = timeout_s / _BEATS, -math.inf
+        self._beat_s = timeout_s / _BEATS
+        self._beat_not_before_s = -math.inf
         kept = self._markers_of(timeline) if seat.again else {}
         self._member = (
             Coordinator(
@@ -371,7 +377,8 @@ class RankCommits:
         self._mailbox.send(rank, encode_message(envelope))
 
     def _try_again(self) -> None:
-        again, self._again = self._again, []
+        again = self._again
+        self._again = []
         self._absorb(again)
         for base, reason in list(self._withdrawing.items()):
             self._absorb(self._withdraw(base, reason))
@@ -406,7 +413,8 @@ class RankCommits:
             return self._failed(do, internal)
         work = self._works.get(do.base)
         if isinstance(do.action, WriteMarker) and work is not None:
-            work.marked, work.since_s = True, self._clock.running_s()
+            work.marked = True
+            work.since_s = self._clock.running_s()
         elif isinstance(do.action, WriteManifest):
             failpoint("save.after_manifest")
         elif isinstance(do.action, Withdraw):

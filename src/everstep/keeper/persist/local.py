@@ -101,8 +101,10 @@ class LocalKeeper:
         self._written = Counted()
         self._commits: RankCommits | None = None
         filesystem: FileSystem = MovingFileSystem(seams.filesystem, self._moved)
-        self._filesystem, seams = filesystem, dataclasses.replace(seams, filesystem=filesystem)
-        self._clock, self._timeout_s = seams.clock, timeout_s
+        self._filesystem = filesystem
+        seams = dataclasses.replace(seams, filesystem=filesystem)
+        self._clock = seams.clock
+        self._timeout_s = timeout_s
         self._run = run
         self._channel = channel
         self._arena = arena
@@ -332,7 +334,8 @@ class LocalKeeper:
             except DeadlineError as error:
                 self._channel.post(error)
             self.records.close()
-        thread, self._thread = self._thread, None
+        thread = self._thread
+        self._thread = None
         if thread is not None:
             self._jobs.put(None)
             thread.join(timeout=_LOOK_AGAIN_S if self._waiting else self._timeout_s)

@@ -112,7 +112,8 @@ class RankDisk:
             OSError, EverstepError: of the disk. Where files or a marker could not be written,
                 :meth:`withdraw` removes what there is.
         """
-        action, base = do.action, do.base
+        action = do.action
+        base = do.base
         directory = base_dir(self._run, base.timeline, base.step)
         if isinstance(action, CheckFence):
             return FenceSeen(self._newest() if self._fence is None else self._fence.newest())

@@ -42,7 +42,8 @@ class _Source:
 
     def has_layout_of(self, shard: ShardPlan, identity: ShardIdentity) -> bool:
         """Return whether it is what would be written for a shard, but for base and digests."""
-        mine, theirs = self.header.identity, shard.identity_in(identity)
+        mine = self.header.identity
+        theirs = shard.identity_in(identity)
         theirs = replace(theirs, timeline=mine.timeline, step=mine.step, lsn=mine.lsn)
         theirs = replace(theirs, common=(), inexact="")  # of markers only
         return (
@@ -64,8 +65,10 @@ class StaticFiles:
     def __init__(
         self, filesystem: FileSystem, run: PurePath, ring: ChunkRing, *, timeout_s: float
     ) -> None:
-        self._filesystem, self._run = filesystem, run
-        self._ring, self._timeout_s = ring, timeout_s
+        self._filesystem = filesystem
+        self._run = run
+        self._ring = ring
+        self._timeout_s = timeout_s
         self._sources: list[_Source] = []
         self.refused = ""
 
@@ -117,7 +120,8 @@ class StaticFiles:
 
     def _link(self, source: _Source, target: PurePath) -> bytes | None:
         """Return the header of the file that has the name now."""
-        filesystem, staged = self._filesystem, temporary(target)
+        filesystem = self._filesystem
+        staged = temporary(target)
         remove_if_there(filesystem, staged)
         try:
             filesystem.link(source.path, staged)

@@ -98,7 +98,8 @@ class Duties:
         if self.mirrors is not None:
             self.mirrors.close()
         self.peers.close()
-        mailbox, self.mailbox = self.mailbox, None
+        mailbox = self.mailbox
+        self.mailbox = None
         if self.keeper is not None:
             if self.keeper.waiting:  # two that write at once would take each other's files away
                 raise KeeperError("earlier captures are still being written: settle first")
@@ -130,7 +131,9 @@ class Duties:
             seat=seat,
             mailbox=mailbox,
         )
-        self.timeline, self._bases_durable, self._arena = timeline, 0, trainer.arena
+        self.timeline = timeline
+        self._bases_durable = 0
+        self._arena = trainer.arena
         self.keeper.sweep_behind()
         if self.logs.serve(trainer, channel, message, self.timeout_s):
             self.holding.drop_from(self.timeline)
@@ -150,7 +153,8 @@ class Duties:
         self.keeper.bases = self.peers.bases
         self.replicas.serve(trainer, message, self.logs.current, self.keeper, self.timeout_s)
         self.rebuilds.serve(message)
-        before, self.mirrors = self.mirrors, None
+        before = self.mirrors
+        self.mirrors = None
         if message.get("tiers"):
             from everstep.keeper.ship.mirrors import Mirrors
 
@@ -203,7 +207,8 @@ class Duties:
         if self.rebuilds.take_whole() and not self.keeper.is_one_of_several:  # as in captured()
             self.logs.drop_older(self.timeline)
         identity = identity_from_wire(message["identity"])
-        arena, word = trainer.arena, message["word"]
+        arena = trainer.arena
+        word = message["word"]
         plan = layout_from_wire(trainer.layouts[message["layout"]], identity)
         capture = Capture(
             number=message["number"],
@@ -271,7 +276,8 @@ class Duties:
         """The rest of a capture will never come."""
         trainer.objects.pop(message["number"], None)
         self.rebuilds.forget(message["number"])
-        capture, why = trainer.captures.get(message["number"]), message["error"]
+        capture = trainer.captures.get(message["number"])
+        why = message["error"]
         if capture is not None and capture.parked:
             del trainer.captures[capture.number]  # nobody writes it, so nobody else says so
             if why is not None:
@@ -352,7 +358,8 @@ class Duties:
         arenas: list[Arena] = []
         if found is not None:
             base, blobs, arena = found
-            base["arena"], arenas = 0, [arena]
+            base["arena"] = 0
+            arenas = [arena]
         listed = []
         for arena, index in logs:
             if arena not in arenas:
@@ -485,7 +492,8 @@ class Duties:
     def _on_end(self, trainer: Attached, capture: Capture) -> None:
         """In the writing thread: a base is durable or has failed."""
         trainer.captures.pop(capture.number, None)
-        error, about = capture.save.durable.exception(), {"number": capture.number}
+        error = capture.save.durable.exception()
+        about = {"number": capture.number}
         if error is None:
             self._drop_older(capture.save.timeline)
             if self.mirrors is not None:

@@ -85,8 +85,10 @@ class Server:
         seams: Seams | None = None,
     ) -> None:
         self._listener = listener
-        self._found, self._again = found, again
-        self._leave, self._still_used = leave, still_used
+        self._found = found
+        self._again = again
+        self._leave = leave
+        self._still_used = still_used
         self._run = run
         self._version = version
         self._linger_s = linger_s
@@ -161,7 +163,8 @@ class Server:
             self._hang_up(guest)
         if self._listens_again_s is not None and now_s >= self._listens_again_s:
             self._listen_again()
-        keeper, trainer = self._keeper, self._trainer
+        keeper = self._keeper
+        trainer = self._trainer
         if now_s - self._used_s >= _USED_EVERY_S:
             self._used_s = now_s
             self._still_used()
@@ -218,7 +221,8 @@ class Server:
 
     def _has_only_copy(self) -> bool:
         """Whether somebody may come back for what is in memory."""
-        peers, logs = self._duties.peers, self._duties.logs
+        peers = self._duties.peers
+        logs = self._duties.logs
         held = self._holding.is_only_copy or bool(peers.store.held or peers.logs.held)
         if not held and logs.memory_step is None:
             return False
@@ -370,7 +374,8 @@ class Server:
             raise KeeperError("this keeper was asked to stop")  # hangs up
         if self._trainer is not None and self._trainer.connection is connection:
             raise KeeperError("it is attached already")
-        pid, timeout_s = connection.peer().pid, float(message["timeout_s"])
+        pid = connection.peer().pid
+        timeout_s = float(message["timeout_s"])
         try:
             arena = Arena.create(message["arena_bytes"])
         except EverstepError as error:
@@ -436,7 +441,9 @@ class Server:
                 self._on_message(trainer.connection, *received)
 
     def _status(self) -> dict[str, Any]:
-        keeper, trainer, logs = self._keeper, self._trainer, self._duties.logs
+        keeper = self._keeper
+        trainer = self._trainer
+        logs = self._duties.logs
         alone_s = self._clock.monotonic_s() - self._alone_since_s
         return {
             "kind": "status",

@@ -50,7 +50,8 @@ def rebuild(
         AuditError: what replay gives is not what the live state was.
         EverstepError: an update does not fit; the block is of no use then.
     """
-    plan, identity = capture.plan, capture.plan.identity
+    plan = capture.plan
+    identity = capture.plan.identity
     _, size_bytes = shard_offsets(plan)
     memory = arena.view[capture.offset : capture.offset + size_bytes]
     state = ReplicaState(plan, memory, objects, trained, threads=threads)

@@ -103,7 +103,8 @@ class Rebuilds:
 
     def take_whole(self) -> bool:
         """Whether a base has become whole since the last call."""
-        whole, self._whole = self._whole, False
+        whole = self._whole
+        self._whole = False
         return whole
 
     def close(self, *, timeout_s: float = 0.0) -> None:

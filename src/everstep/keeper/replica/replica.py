@@ -154,7 +154,8 @@ class Replica:
     @property
     def step(self) -> int | None:
         """Of the state that it holds; None: it holds none."""
-        state, base = self._state, self._base
+        state = self._state
+        base = self._base
         if state is not None:
             return int(state.step)
         return None if base is None else base.step
@@ -185,7 +186,8 @@ class Replica:
             source = arena.view[base.offset : base.offset + size_bytes]
             for part, copy in zip(pieces(source), pieces(memory[:size_bytes]), strict=True):
                 copy_view(copy, part)
-            self._base, self._objects = base, dict(base.incoming.objects())
+            self._base = base
+            self._objects = dict(base.incoming.objects())
             self._durable_step = base.step
             self._unchecked = [ask for ask in self._unchecked if ask.step > base.step]
             with self._changed:
@@ -254,14 +256,16 @@ class Replica:
         """Nobody waits any more for what was asked for and is not being written. What is to be
         durable at the end is found anew: that may have begun before who asked was gone."""
         with self._changed:
-            self._wanted, self._unchecked = _Wanted(), []
+            self._wanted = _Wanted()
+            self._unchecked = []
             self._finishing = False
 
     def finish(self) -> bool:
         """Has the newest step that has arrived made durable where nobody is there to ask for it;
         whether that is still to be waited for."""
         with self._changed:
-            step, newest = self.step, self._log.steps
+            step = self.step
+            newest = self._log.steps
             if self._off or step is None:
                 return False
             if self._frozen is not None:
@@ -306,7 +310,8 @@ class Replica:
             yield
         finally:
             with self._changed:
-                self._busy, self._stirred = False, True
+                self._busy = False
+                self._stirred = True
                 self._changed.notify_all()
 
     def _stir(self) -> None:
@@ -322,12 +327,14 @@ class Replica:
             )
             if self._closed:
                 return False
-            self._stirred, self._busy = False, True
+            self._stirred = False
+            self._busy = True
         return True
 
     def _done(self, *, more: bool) -> None:
         with self._changed:
-            self._busy, self._stirred = False, self._stirred or more
+            self._busy = False
+            self._stirred = self._stirred or more
             self._changed.notify_all()
 
     # --- The thread -----------------------------------------------------------------------
@@ -409,7 +416,9 @@ class Replica:
 
     def _check(self) -> None:
         """Compares with samples of this very step, where replay gives the bits of training."""
-        step, base, arena = int(self._state.step), self._base, self._arena
+        step = int(self._state.step)
+        base = self._base
+        arena = self._arena
         assert base is not None
         assert arena is not None
         with self._changed:
@@ -494,7 +503,8 @@ class Replica:
             stalled: what it holds is good all the same.
         """
         with self._changed:
-            asks, self._wanted = self._wanted.asks, _Wanted()
+            asks = self._wanted.asks
+            self._wanted = _Wanted()
             self._unchecked = []
             self._off = self._off or for_good
             if stalled:

@@ -62,7 +62,8 @@ class ReplicaState:
             aliases.update(shard.aliases)
             for place in shard.layout.placed:
                 entries[place.entry.name] = place.entry
-                name, data = place.entry.name, memory[offset + place.begin : offset + place.end]
+                name = place.entry.name
+                data = memory[offset + place.begin : offset + place.end]
                 plain = _tensor_over(data, place.entry)
                 twice = place.entry.logical_dtype is not None
                 tensors[name] = self._views[name] = as_complex(plain) if twice else plain

@@ -75,8 +75,11 @@ class Replicas:
     ) -> None:
         """A new timeline; ``message`` says whether it has a replica."""
         self.close()
-        self._trainer, timeline, limits = trainer, message["timeline"], message.get("replica")
-        self._commits, self._timeline = keeper.commits, timeline
+        self._trainer = trainer
+        timeline = message["timeline"]
+        limits = message.get("replica")
+        self._commits = keeper.commits
+        self._timeline = timeline
         asked = self._asked = set()
         if limits is None:
             return
@@ -138,7 +141,9 @@ class Replicas:
 
     def arrived(self) -> None:
         """A record of the log has come: whoever wanted the state as it was goes on with its own."""
-        frozen, self._frozen, self._frozen_for = self._frozen, None, None
+        frozen = self._frozen
+        self._frozen = None
+        self._frozen_for = None
         if frozen is not None and self._replica is not None:
             self._holding.drop(frozen)
             self._replica.thaw()
@@ -177,7 +182,9 @@ class _Told:
     def __init__(
         self, trainer: Attached, commits: RankCommits | None, timeline: int, asked: set[int]
     ) -> None:
-        self._trainer, self._commits, self._timeline = trainer, commits, timeline
+        self._trainer = trainer
+        self._commits = commits
+        self._timeline = timeline
         self._asked = asked
 
     def persisted(self, asks: Sequence[Ask], base: Capture) -> None:

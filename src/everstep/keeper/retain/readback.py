@@ -50,7 +50,8 @@ class ReadBack:
         self._ring = ring
         self._keep = keep
         self._timeout_s = timeout_s
-        self._tier, self._url = tier, url
+        self._tier = tier
+        self._url = url
         self.verified: set[BaseId] = set()
         self.damaged: set[BaseId] = set()
 

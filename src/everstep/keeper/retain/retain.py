@@ -91,7 +91,8 @@ class Retention:
     ) -> None:
         self._history = History.parse(history)
         self._ages = SegmentAges(filesystem, clock)
-        self._segments, self._timelines = KnownSegments(), KnownTimelines()
+        self._segments = KnownSegments()
+        self._timelines = KnownTimelines()
         self._filesystem = filesystem
         self._run = run
         self._timeline = timeline
@@ -170,7 +171,8 @@ class Retention:
             self.deleted += 1
 
     def _delete(self, base: BaseFound) -> None:
-        own, fence = self._timeline, self._fence
+        own = self._timeline
+        fence = self._fence
         try:
             delete_base(
                 self._filesystem, self._run, base, self._slots, timeline=own, newest=fence.seen

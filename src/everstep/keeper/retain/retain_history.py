@@ -138,7 +138,8 @@ def promises(seams: Seams, history: str) -> Callable[[Inventory], Promise] | Non
     found = History.parse(history)
     if not found.is_more:
         return None
-    files, known = seams.filesystem, KnownSegments()
+    files = seams.filesystem
+    known = KnownSegments()
     ages = SegmentAges(files, seams.clock)
 
     def promise(inventory: Inventory) -> Promise:
@@ -158,7 +159,8 @@ def _promised(
     history: History,
     ages: SegmentAges,
 ) -> list[SegmentFound]:
-    found, size_bytes = [], 0
+    found = []
+    size_bytes = 0
     for segment in sorted(segments, key=lambda s: (s.timeline, s.last), reverse=True):
         size_bytes += segment.size_bytes
         young = history.age_s and ages.of_s(segment.path) <= history.age_s

@@ -35,14 +35,16 @@ class SegmentAges:
     """
 
     def __init__(self, filesystem: FileSystem, clock: Clock) -> None:
-        self._filesystem, self._now_s = filesystem, clock.monotonic_s
+        self._filesystem = filesystem
+        self._now_s = clock.monotonic_s
         # When it got its last name (of its marker), by the disk: another one may take its place.
         self._written: dict[tuple[PurePath, float], float] | None = None
         self._since_s: dict[PurePath, float] = {}
 
     def look(self, inventory: Inventory) -> None:
         """Takes note of what is there."""
-        now_s, found = self._now_s(), self._found(inventory)
+        now_s = self._now_s()
+        found = self._found(inventory)
         if self._written is None:
             before = _ages([stamp for _, stamp in found])
             self._written = {one: now_s - age_s for one, age_s in zip(found, before, strict=True)}

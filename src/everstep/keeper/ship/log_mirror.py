@@ -107,10 +107,16 @@ class LogMirror:
         leads: bool = True,
         objects_per_hour: int | None = None,
     ) -> None:
-        self._place, self._log, self._identity = place, log, identity
-        self._clock, self._post, self._lossy = clock, post, lossy
-        self._batch_steps, self._leads = batch_steps, leads
-        self._every_s, self._capped = pace_s(objects_per_hour), objects_per_hour is not None
+        self._place = place
+        self._log = log
+        self._identity = identity
+        self._clock = clock
+        self._post = post
+        self._lossy = lossy
+        self._batch_steps = batch_steps
+        self._leads = leads
+        self._every_s = pace_s(objects_per_hour)
+        self._capped = objects_per_hour is not None
         self._changed = Condition()
         self._stirred = self._flushing = self._retains = self._paused = False
         self._at_work = self._closed = self._refused = False
@@ -120,7 +126,8 @@ class LogMirror:
         self._records: list[LogRecord] = []  # taken out, for the next segment
         self._last: int | None = None  # step that was taken out last
         self._tried = False  # to copy just these: once more, so that no other segment has them
-        self._base_step, self._missed_said = -1, False
+        self._base_step = -1
+        self._missed_said = False
         self._down = False
         self._thread: threading.Thread | None = None
         self.stats = LogMirrorStats()
@@ -148,7 +155,8 @@ class LogMirror:
     def flush(self) -> None:
         """No further step may come: what is left of a batch is copied, too; tried once."""
         with self._changed:
-            self._flushing, self._paused = True, False
+            self._flushing = True
+            self._paused = False
             self._changed.notify_all()
 
     def base_durable(self, base: BaseId | None = None) -> None:
@@ -198,7 +206,8 @@ class LogMirror:
 
     def _stir(self) -> None:
         with self._changed:
-            self._stirred, self._paused = True, False
+            self._stirred = True
+            self._paused = False
             self._changed.notify_all()
 
     def _work(self) -> None:
@@ -224,9 +233,12 @@ class LogMirror:
         """Waits until something may be due; False when nothing will be any more."""
         with self._changed:
             while not self._closed and not self._refused:
-                now_s, wake_s = self._clock.monotonic_s(), self._wake_s
+                now_s = self._clock.monotonic_s()
+                wake_s = self._wake_s
                 if self._flushing or self._stirred or (wake_s is not None and now_s >= wake_s):
-                    self._stirred, self._wake_s, self._at_work = False, None, True
+                    self._stirred = False
+                    self._wake_s = None
+                    self._at_work = True
                     return True
                 self._changed.wait(None if wake_s is None else wake_s - now_s)
             return False
@@ -272,7 +284,8 @@ class LogMirror:
             if not records:
                 self._number = max(self._number, number)
                 break
-            first, last = records[0].head.step, records[-1].head.step
+            first = records[0].head.step
+            last = records[-1].head.step
             if self._records and first != (self._last or 0) + 1:
                 return held_bytes, True  # behind a hole
             try:
@@ -280,7 +293,8 @@ class LogMirror:
                 if self._lossy is not None:
                     found = [self._lossy(record) for record in found]
             except (DamageError, FormatError) as error:  # never tried again: it would stay so
-                self._number, self._last = number, last
+                self._number = number
+                self._last = last
                 self._miss(first, last, None if isinstance(error, DamageError) else error.message)
                 continue
             del records
@@ -290,13 +304,16 @@ class LogMirror:
             if let_go and self._last is not None and first > self._last + 1:
                 self._miss(self._last + 1, first - 1)
             self._records += found
-            self._number, self._last = number, last
+            self._number = number
+            self._last = last
             held_bytes += sum(record.size_bytes for record in found)
         return held_bytes, False
 
     def _copy(self) -> None:
         """Makes a segment of what was taken out."""
-        records, place, lossy = self._records, self._place, self._lossy is not None
+        records = self._records
+        place = self._place
+        lossy = self._lossy is not None
         first = next(record for record in records if record.head.kind == "mark").head
         last = records[-1].head
         identity = replace(
@@ -315,7 +332,9 @@ class LogMirror:
         failpoint("log_copy.before_marker")
         marker = Marker.of(identity, (written.record,))
         place.create(f"{directory}/{marker_name(identity.rank)}", marker.encode())
-        self._records, self._tried, self._down = [], False, False
+        self._records = []
+        self._tried = False
+        self._down = False
         self._not_before_s = self._clock.monotonic_s() + self._every_s
         self.stats.steps += last.step - first.step + 1
         self.stats.copied_bytes += plan.size_bytes
@@ -324,7 +343,8 @@ class LogMirror:
     def _retain(self) -> None:
         """Deletes segments that no base there could be brought further by, each with its marker
         first: without it nobody reads the rest."""
-        place, own = self._place, self._identity
+        place = self._place
+        own = self._identity
         inventory = place.inventory()
         bases = bases_with_a_log(inventory.bases)
         committed = [base.id for base in inventory.bases if base.status == "committed"]
@@ -411,7 +431,8 @@ class LogMirror:
             self.stats.failed += 1
             self._not_before_s = self._clock.monotonic_s() + max(_AGAIN_S, self._every_s)
             self._wake_s = self._not_before_s
-            was_down, self._down = self._down, True
+            was_down = self._down
+            self._down = True
         if for_good or not was_down:  # of an outage that lasts the log tells the rest
             self._post(error)
         else:

@@ -95,9 +95,15 @@ class LogSender:
         shrink: Callable[[LogRecord], LogRecord] | None = None,
         timeout_s: float,
     ) -> None:
-        self._rank, self._peer, self._rate, self._clock = rank, peer, bytes_per_s, clock
-        self._record_of, self._send, self._complain = record_of, send, complain
-        self._timeout_s, self._shrink = timeout_s, shrink
+        self._rank = rank
+        self._peer = peer
+        self._rate = bytes_per_s
+        self._clock = clock
+        self._record_of = record_of
+        self._send = send
+        self._complain = complain
+        self._timeout_s = timeout_s
+        self._shrink = shrink
         self.stats = LogSenderStats()
         self.on_step: Callable[[int], None] = lambda step: None
         self._log: LogStore | None = None
@@ -117,7 +123,8 @@ class LogSender:
 
     def follow(self, log: LogStore, timeline: int) -> None:
         """From now on the steps of this log are sent."""
-        self._log, self._timeline = log, timeline
+        self._log = log
+        self._timeline = timeline
 
     def passed(self, everywhere: BaseId) -> None:
         """A base is whole with all peers: steps up to it need not be sent any more."""
@@ -148,11 +155,13 @@ class LogSender:
 
     def heard(self, message: PeerLogAt) -> None:
         """The peer says how far it has come."""
-        one, now_s = self._batch, self._clock.monotonic_s()
+        one = self._batch
+        now_s = self._clock.monotonic_s()
         ours = None if one is None else (one.begun.timeline, one.begun.first)
         if one is None or ours != (message.timeline, message.first):
             return
-        was_full, one.full = one.full, message.state == "full"
+        was_full = one.full
+        one.full = message.state == "full"
         if message.state == "whole":
             self._there(one)
         elif message.state == "full":
@@ -170,7 +179,8 @@ class LogSender:
             # As in the replicator: parts behind the one that this answers may be on their way.
             if message.received_bytes > one.sent_bytes or not (one.answered or further):
                 one.sent_bytes = message.received_bytes
-            one.answered, one.heard_s = True, now_s
+            one.answered = True
+            one.heard_s = now_s
             one.acked_bytes = message.received_bytes
 
     def _begin(self, now_s: float) -> None:
@@ -184,7 +194,8 @@ class LogSender:
         records, upto = self._log.steps_from(self._number, self._everywhere_step, _BATCH_BYTES)
         if not records:
             return
-        first, last = records[0].head.step, records[-1].head.step
+        first = records[0].head.step
+        last = records[-1].head.step
         try:
             steps = packed(records)
             if self._shrink is not None:
@@ -209,18 +220,21 @@ class LogSender:
 
     def _look_for_hole(self, steps: Packed) -> None:
         """Whether these steps follow those before them, or a base that the peers hold."""
-        before, run = self._before, steps.run
+        before = self._before
+        run = steps.run
         if before is None or run.first - 1 <= self._everywhere_step:
             return
         if not run.follows(run.first, before.run.lsns[-1]) or run.first != before.run.last + 1:
             self._miss(before.run.last + 1, run.first - 1, "the log has a hole before them")
 
     def _ask(self, one: _Batch, now_s: float) -> None:
-        one.answered, one.asked_s = False, now_s
+        one.answered = False
+        one.asked_s = now_s
         self._send(one.begun)
 
     def _send_parts(self, one: _Batch, now_s: float) -> int:
-        size_bytes, sent = one.begun.size_bytes, 0
+        size_bytes = one.begun.size_bytes
+        sent = 0
         while (
             one.sent_bytes < size_bytes
             and one.sent_bytes - one.acked_bytes < _UNANSWERED_MAX * _PART_BYTES
@@ -247,7 +261,9 @@ class LogSender:
         self.on_step(run.last)
 
     def _over(self, one: _Batch) -> None:
-        self._batch, self._number, self._tries = None, one.upto, 0
+        self._batch = None
+        self._number = one.upto
+        self._tries = 0
 
     def _refused(self, one: _Batch, problem: str) -> None:
         """They are taken out of the log once more, and sent anew; a few times."""

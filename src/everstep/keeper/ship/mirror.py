@@ -135,7 +135,8 @@ class Mirror:
             if self._closed or self._refused:
                 return
             self.stats.passed_over += self._due
-            self._due, self._paused = True, False
+            self._due = True
+            self._paused = False
             self._begin()
 
     def pause(self) -> None:
@@ -234,7 +235,8 @@ class Mirror:
             while not self._closed and not self._refused:
                 early_s = self._not_before_s - self._clock.monotonic_s()
                 if self._due and early_s <= 0:
-                    self._due, self._at_work = False, True
+                    self._due = False
+                    self._at_work = True
                     self._not_before_s = self._clock.monotonic_s() + self._every_s
                     return True
                 self._changed.wait(early_s if self._due else None)

@@ -42,9 +42,12 @@ class Peers:
     """
 
     def __init__(self, filesystem: FileSystem, run: PurePath, holding: Holding) -> None:
-        self._filesystem, self._run, self._holding = filesystem, run, holding
+        self._filesystem = filesystem
+        self._run = run
+        self._holding = holding
         self._rank = 0
-        self.store, self.logs = PeerStore(), PeerLogStore()
+        self.store = PeerStore()
+        self.logs = PeerLogStore()
         self.replicator: Replicator | None = None
         self.bases: MemoryBases | None = None  # of this rank, if they live in memory
 
@@ -85,7 +88,8 @@ class Peers:
             return
         sends = seat is not None and seat.peer is not None
         if told is None or seat is None or commits is None or not (sends or holds):
-            self.store, self.logs = PeerStore(), PeerLogStore()
+            self.store = PeerStore()
+            self.logs = PeerLogStore()
             return
         from everstep.keeper.ship.log_sender import LogSender
         from everstep.keeper.ship.lossy_log import shrinking
@@ -94,7 +98,8 @@ class Peers:
         self._rank = seat.rank
         recovered = seat.recovered
         mine = (seat.rank,) if holds and recovered is None else ()
-        sources, spare = (*seat.sources, *mine), seat.spare if holds else None
+        sources = (*seat.sources, *mine)
+        spare = seat.spare if holds else None
         self.store.new_start(told["bound_bytes"], sources, recovered, spare)
         self.logs.new_start(told["log_bytes"], seat.sources)
         self.replicator = replicator = Replicator(
@@ -107,7 +112,8 @@ class Peers:
             tell,
             timeout_s=timeout_s,
         )
-        replicator.logs, replicator.on_everywhere = self.logs, on_everywhere
+        replicator.logs = self.logs
+        replicator.on_everywhere = on_everywhere
         if told["sends_log"]:
             replicator.log = sender = LogSender(
                 seat.rank,
@@ -145,7 +151,8 @@ class Peers:
 
     def recall(self) -> tuple[list[dict[str, Any]], list[Arena]]:
         """What is held for other ranks, as messages hold it; and the memory it lies in."""
-        found, arenas = [], []
+        found = []
+        arenas = []
         for copy, arena in self.store.whole():
             found.append({"marker": copy.marker.encode(), "record": copy.record})
             arenas.append(arena)
@@ -178,17 +185,22 @@ class Peers:
 
     def add_to(self, stats: KeeperStats) -> None:
         """Notes what was sent since the timeline began."""
-        sent, logged = self.stats, self.log_stats
-        stats.peered, stats.peered_bytes = sent.sent, sent.sent_bytes
+        sent = self.stats
+        logged = self.log_stats
+        stats.peered = sent.sent
+        stats.peered_bytes = sent.sent_bytes
         stats.peers_passed_over = sent.passed_over
-        stats.peered_steps, stats.peer_missed = logged.steps, logged.missed
+        stats.peered_steps = logged.steps
+        stats.peer_missed = logged.missed
 
     def close(self) -> None:
         """Sends no more; what is held stays."""
-        bases, self.bases = self.bases, None
+        bases = self.bases
+        self.bases = None
         if bases is not None:
             bases.release()
-        replicator, self.replicator = self.replicator, None
+        replicator = self.replicator
+        self.replicator = None
         if replicator is not None:
             replicator.close()
 
@@ -257,7 +269,9 @@ class _Twofold:
     def __init__(
         self, memory: ReadFile, is_there: Callable[[], bool], open_file: Callable[[], ReadFile]
     ) -> None:
-        self._memory, self._is_there, self._open = memory, is_there, open_file
+        self._memory = memory
+        self._is_there = is_there
+        self._open = open_file
         self._disk: ReadFile | None = None
 
     @property

@@ -66,7 +66,10 @@ class _RankMirror(Mirror):
         self, *about: Any, others: Others, number: int, rank: int, world: int, **more: Any
     ) -> None:
         super().__init__(*about, **more)
-        self._others, self._number, self._rank, self._world = others, number, rank, world
+        self._others = others
+        self._number = number
+        self._rank = rank
+        self._world = world
         self._silent_s = float(more.get("timeout_s", 120.0))
         self._beat_s = max(_LOOK_S, self._silent_s / 10)
         self._beat_not_before_s = 0.0
@@ -327,7 +330,8 @@ class FollowingMirror(_RankMirror):
         elif len(manifest.markers) != self._world:
             self._tell(base, "it was saved by other ranks")
         else:
-            self._wanted, self._due = manifest, True
+            self._wanted = manifest
+            self._due = True
             self._begin()
 
     def _next(self) -> bool:
@@ -335,7 +339,8 @@ class FollowingMirror(_RankMirror):
         with self._changed:
             while not self._closed and not self._refused:
                 if self._due and self._wanted is not None:
-                    self._due, self._at_work = False, True
+                    self._due = False
+                    self._at_work = True
                     self._under_way = _base_of(self._wanted)
                     return True
                 self._changed.wait(self._beat_s if self._owed is not None else None)
@@ -346,7 +351,8 @@ class FollowingMirror(_RankMirror):
     def _turn(self) -> None:
         manifest = self._wanted
         assert manifest is not None
-        base, problem = _base_of(manifest), ""
+        base = _base_of(manifest)
+        problem = ""
         try:
             self.copy_part(manifest)
             self.stats.copied += 1
@@ -438,7 +444,8 @@ class _Beating:
     """A file that is copied; each piece that is read is a sign of life."""
 
     def __init__(self, file: ReadFile, mirror: _RankMirror) -> None:
-        self._file, self._mirror = file, mirror
+        self._file = file
+        self._mirror = mirror
 
     @property
     def size_bytes(self) -> int:

@@ -160,8 +160,13 @@ class Replicator:
         # Itself: there is none, and it is enough that all ranks have a base (in memory).
         self.peer = seat.rank if peer is None else peer
         self.stats = ReplicatorStats()
-        self._seat, self._store, self._pace, self._clock = seat, store, pace, clock
-        self._find, self._send, self._tell = find, send, tell
+        self._seat = seat
+        self._store = store
+        self._pace = pace
+        self._clock = clock
+        self._find = find
+        self._send = send
+        self._tell = tell
         self._timeout_s = timeout_s
         self._rounds = None
         if seat.rank == COORDINATOR:
@@ -207,7 +212,8 @@ class Replicator:
 
     def is_past(self, base: BaseId) -> bool:
         """Whether a base is whole with all peers, or will not be."""
-        over, now = self._over, self._round
+        over = self._over
+        now = self._round
         return (over is not None and base <= over) or (now is not None and base < now)
 
     def needed(self) -> list[BaseId]:
@@ -329,7 +335,8 @@ class Replicator:
         over = [one for one in (self._over, message.everywhere) if one is not None]
         if self._round is not None and self._round != message.base:
             over.append(self._round)
-        self._over, self._round = max(over, default=None), message.base
+        self._over = max(over, default=None)
+        self._round = message.base
         if message.everywhere is not None:
             self._pass(message.everywhere)
             if message.base is None:
@@ -345,7 +352,8 @@ class Replicator:
             if self._waiting is not None and self._waiting <= message.base:
                 self._waiting = None
             self._to(COORDINATOR, PeerSaid(message.base, "sending"))
-        early, self._early = self._early, {}
+        early = self._early
+        self._early = {}
         for sender, begun in early.items():  # what is of another round is asked again
             if BaseId(begun.marker.timeline, begun.marker.step) == message.base:
                 self._on_begun(sender, begun)
@@ -363,7 +371,8 @@ class Replicator:
     # Sending.
 
     def _go_on(self) -> None:
-        one, now_s = self._sending, self._now_s
+        one = self._sending
+        now_s = self._now_s
         if one is None:
             return
         if now_s - one.said_s >= _SAY_AGAIN_S:
@@ -399,7 +408,8 @@ class Replicator:
     def _ask(self, one: _Sending, now_s: float) -> None:
         assert one.source is not None
         held, record = one.source
-        one.answered, one.asked_s = False, now_s
+        one.answered = False
+        one.asked_s = now_s
         self._send(self.peer, PeerBegun(held.marker, record))
 
     def _send_parts(self, one: _Sending, now_s: float) -> None:
@@ -422,7 +432,8 @@ class Replicator:
             one.paced_bytes += len(data)
 
     def _on_at(self, message: PeerAt) -> None:
-        one, now_s = self._sending, self._now_s
+        one = self._sending
+        now_s = self._now_s
         if one is None or one.told or one.base != message.base or one.source is None:
             return
         if message.problem:
@@ -435,7 +446,8 @@ class Replicator:
         # their way. What is sent again meanwhile would only make a slow link slower, without end.
         if message.received_bytes > one.sent_bytes or not (one.answered or further):
             one.sent_bytes = message.received_bytes
-        one.answered, one.heard_s = True, now_s
+        one.answered = True
+        one.heard_s = now_s
         one.acked_bytes = message.received_bytes
         if message.whole:
             self.stats.sent += 1
@@ -460,7 +472,8 @@ class Replicator:
 
     def _ended(self, one: _Sending, state: str) -> None:
         _close(one)
-        one.told, one.said_s = state, self._now_s
+        one.told = state
+        one.said_s = self._now_s
         self._to(COORDINATOR, PeerSaid(one.base, state))
 
 
@@ -472,7 +485,8 @@ def _read(held: HeldBase, offset: int, buffer: memoryview) -> None:
     """
     begin = done = 0
     for file, _ in held.files:
-        at, end = offset + done, begin + file.size_bytes
+        at = offset + done
+        end = begin + file.size_bytes
         if begin <= at < end and done < buffer.nbytes:
             want = min(buffer.nbytes - done, end - at)
             if file.read_into(buffer[done : done + want], at - begin) != want:

@@ -21,7 +21,8 @@ from everstep.run.scan import BaseFound, Inventory
 
 __all__ = ["CopyRetention"]
 
-_CHUNKS, _READERS = 3, 1
+_CHUNKS = 3
+_READERS = 1
 
 
 class CopyRetention:

@@ -141,7 +141,8 @@ def times_of(
     found = seconds_of(trace.operators, on, network_bytes_per_s)
     if on is not None:
         return found, f"roofline of {on.name} ({on.source})"
-    words, total_s = f"measured on {trace.device}, each operator by itself", sum(found)
+    words = f"measured on {trace.device}, each operator by itself"
+    total_s = sum(found)
     if trace.step_s is not None and total_s > trace.step_s:
         share = trace.step_s / total_s
         found = [seconds * share for seconds in found]

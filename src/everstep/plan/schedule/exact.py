@@ -52,7 +52,8 @@ def exact(problem: Problem, mode: Mode, chunk_bytes: int, *, limit_s: float) -> 
         UnavailableError: there is no solver.
     """
     deadline_s = time.monotonic() + limit_s
-    lowest, start = bound(problem, mode), greedy(problem, mode, chunk_bytes)
+    lowest = bound(problem, mode)
+    start = greedy(problem, mode, chunk_bytes)
     if start is not None and start.peak_bytes == lowest:
         return start
     if not has_solver():
@@ -67,14 +68,17 @@ def exact(problem: Problem, mode: Mode, chunk_bytes: int, *, limit_s: float) -> 
     placements, proved = found
     peak = peak_of(problem, placements)
     if start is not None and start.peak_bytes <= peak:
-        placements, peak = list(start.placements), start.peak_bytes
+        placements = list(start.placements)
+        peak = start.peak_bytes
     return Schedule(mode, tuple(placements), peak, min(peak, max(lowest, proved)), chunk_bytes)
 
 
 class _Program:
     def __init__(self, problem: Problem, mode: Mode, groups: list[Group], lowest: int) -> None:
         scip: Any = importlib.import_module("pyscipopt")
-        self._problem, self._groups, self._paper = problem, groups, mode == "paper"
+        self._problem = problem
+        self._groups = groups
+        self._paper = mode == "paper"
         self._model = model = scip.Model()
         model.hideOutput()
         most = problem.peak_bytes + problem.size_bytes
@@ -94,7 +98,9 @@ class _Program:
 
     def _group(self, number: int, capacities: list[int]) -> dict[int, Any]:
         """The variables of a group: how many leave at each operator."""
-        group, model, count = self._groups[number], self._model, len(capacities)
+        group = self._groups[number]
+        model = self._model
+        count = len(capacities)
         leaves = {
             at: model.addVar(f"x{number}.{at}", "I", lb=0, ub=group.count)
             for at, capacity in enumerate(capacities)

@@ -28,7 +28,8 @@ def literal(problem: Problem, *, limit_s: float = 60.0) -> int | None:
         Bytes; None if there is no plan.
     """
     scip: Any = importlib.import_module("pyscipopt")
-    items, steps = problem.items, range(len(problem.seconds))
+    items = problem.items
+    steps = range(len(problem.seconds))
     assert 3 * len(items) * len(steps) <= _STEPS_MAX, "for small problems"
     model = scip.Model()
     model.hideOutput()
@@ -40,7 +41,9 @@ def literal(problem: Problem, *, limit_s: float = 60.0) -> int | None:
     create, preserve, offload, held = map(binaries, ("C", "P", "S", "alpha"))  # Eq. 1
     peak_mem = model.addVar("peak_mem", lb=0, ub=problem.peak_bytes + problem.size_bytes)
     for e, item in enumerate(items):
-        c, p, s = create[e], preserve[e], offload[e]
+        c = create[e]
+        p = preserve[e]
+        s = offload[e]
         for t in steps:
             model.addCons(c[t] + p[t] + s[t] <= 1)  # Eq. 2
             # Eq. 6: what is checkpointed is there all the time.

@@ -55,7 +55,9 @@ class Buckets:
             raise OptionError(f"{ranks} ranks reduce nothing", hint="at least 2")
         if not torch.distributed.is_available():
             raise UnavailableError("this torch has no torch.distributed, which cuts the buckets")
-        self._model, self._ranks, self._views = model, ranks, views
+        self._model = model
+        self._ranks = ranks
+        self._views = views
         self._limits = list(_BUCKETS_BYTES) if bucket_bytes is None else [bucket_bytes]
         self._came: list[nn.Parameter] = []
         self._buckets: list[_Bucket] = []
@@ -122,7 +124,8 @@ class Buckets:
         if not self._buckets:
             self._came.append(parameter)
             return
-        bucket, gradient = self._of[parameter], parameter.grad
+        bucket = self._of[parameter]
+        gradient = parameter.grad
         assert gradient is not None
         place = bucket.places[bucket.number_of(parameter)]
         view = bucket.memory[place].view_as(parameter)
@@ -140,7 +143,8 @@ class _Bucket:
     def __init__(self, parameters: list[nn.Parameter]) -> None:
         self.parameters = parameters
         self.missing = len(parameters)
-        self.places, position = [], 0
+        self.places = []
+        position = 0
         for parameter in parameters:
             self.places.append(slice(position, position + parameter.numel()))
             position += parameter.numel()

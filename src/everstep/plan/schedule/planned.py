@@ -92,7 +92,8 @@ def plan_step(
         found = schedule(problem, mode)
         if exact_s is not None and found.peak_bytes > found.bound_bytes:
             if has_solver():
-                found, method = _better(problem, found, exact_s), "integer program (SCIP)"
+                found = _better(problem, found, exact_s)
+                method = "integer program (SCIP)"
             else:
                 method = "greedy: PySCIPOpt, which an exact plan needs, is not installed"
         elif exact_s is not None:

@@ -169,7 +169,8 @@ def problem_of(trace: StepTrace, seconds: Sequence[float], link_bytes_per_s: flo
         seconds: of each operator (see :func:`everstep.plan.schedule.devices.seconds_of`).
     """
     marked = any(tensor.first_write == 0 for tensor in trace.state)
-    seconds, live_bytes = list(seconds), trace.live_bytes()
+    seconds = list(seconds)
+    live_bytes = trace.live_bytes()
     if marked:
         seconds.insert(0, 0.0)
         live_bytes.insert(0, sum(x.size_bytes for x in trace.tensors if x.begin < 0))
@@ -244,7 +245,8 @@ def memory_of(problem: Problem, placements: Sequence[Placement]) -> list[int]:
         if place.snapshot is not None:
             change[place.snapshot] += place.chunk.size_bytes
             change[place.offload + 1] -= place.chunk.size_bytes
-    found, extra = [], 0
+    found = []
+    extra = 0
     for number, live in enumerate(problem.live_bytes):
         extra += change[number]
         found.append(live + extra)

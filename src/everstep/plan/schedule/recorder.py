@@ -244,7 +244,8 @@ class Recorder(TorchDispatchMode):
             seen = self._live[address_of(tensor)]
             if seen.reduced is None:
                 continue
-            number, seen.reduced = seen.reduced, None
+            number = seen.reduced
+            seen.reduced = None
             for other in self._live.values():
                 if other.reduced == number:
                     other.reduced = None
@@ -254,7 +255,8 @@ class Recorder(TorchDispatchMode):
             )
 
     def _note(self, tensor: Tensor, kind: Kind, name: str, *, begin: int) -> None:
-        steps, address = self._recorded(), address_of(tensor)
+        steps = self._recorded()
+        address = address_of(tensor)
         if address in self._live:
             names = self._live[address].traced.names
             if name and name not in names:

@@ -77,18 +77,21 @@ def bound(problem: Problem, mode: Mode) -> int:
         InfeasibleError: the link is too slow; with the bandwidth that would be needed.
     """
     _check(problem, mode)
-    written, capacities = problem.written_before(), problem.capacities(mode)
+    written = problem.written_before()
+    capacities = problem.capacities(mode)
     if mode == "direct":
         left = peak = 0
         for number, live in enumerate(problem.live_bytes):
-            late, soon = written[number], written[number + 1]
+            late = written[number]
+            soon = written[number + 1]
             kept = max(0, late - left)
             # What the next operator writes goes first: late ones take memory here all the same.
             duplicated = max(0, soon - max(late, left) - capacities[number])
             peak = max(peak, live + kept + duplicated)
             left = min(problem.size_bytes, left + capacities[number])
         return peak
-    low, high = problem.peak_bytes, problem.peak_bytes + problem.size_bytes
+    low = problem.peak_bytes
+    high = problem.peak_bytes + problem.size_bytes
     while low < high:
         middle = (low + high) // 2
         if _fits(problem, written, capacities, middle):
@@ -132,7 +135,8 @@ def _fits(problem: Problem, written: list[int], capacities: list[int], peak: int
     on ``Y_t`` grows with the ones before, so taking the most at each operator is best.
     """
     before = earlier = 0  # Y_{t-1}, Y_{t-2}
-    room_before, size_bytes = peak, problem.size_bytes
+    room_before = peak
+    size_bytes = problem.size_bytes
     for number, live in enumerate(problem.live_bytes):
         room = peak - live
         if room < 0 or written[min(number + 1, len(written) - 2)] - before > room:
@@ -142,7 +146,9 @@ def _fits(problem: Problem, written: list[int], capacities: list[int], peak: int
             before + min(capacities[number], room),
             earlier + room_before,
         )
-        earlier, before, room_before = before, max(before, now), room
+        earlier = before
+        before = max(before, now)
+        room_before = room
     return before >= size_bytes
 
 
@@ -198,7 +204,8 @@ def greedy(problem: Problem, mode: Mode, chunk_bytes: int) -> Schedule | None:
             if found is None:
                 low = middle + 1
             else:
-                best, high = found, middle
+                best = found
+                high = middle
     chunks = {id(group): group.chunks() for group in groups}
     placements = [
         Placement(chunk, leaving.snapshot, leaving.offload)
@@ -262,7 +269,8 @@ def _least(problem: Problem, enough: Callable[[Problem], bool]) -> float:
 
     low = high = problem.link_bytes_per_s
     while not fits(high):
-        low, high = high, 2 * high
+        low = high
+        high = 2 * high
         if high > _LINK_BYTES_PER_S_MAX:
             return float("inf")
     while high > 1.001 * low:
@@ -350,7 +358,9 @@ class _Greedy:
 
     def _offload(self, number: int, room_before: int, room: int) -> int:
         """Fills the link behind an operator; returns the memory that is left at it."""
-        capacity, least, paper = self._capacities[number], self._least, self._paper
+        capacity = self._capacities[number]
+        least = self._least
+        paper = self._paper
         if capacity < least:
             return room
         order = self._rests
@@ -360,7 +370,8 @@ class _Greedy:
         for rest in order:
             if capacity < least:
                 break
-            size, late = rest.size_bytes, rest.update <= number
+            size = rest.size_bytes
+            late = rest.update <= number
             count = min(rest.count, capacity // size)
             if paper and not late:
                 count = min(count, room_before // size)

@@ -135,7 +135,8 @@ class StepTrace:
         for tensor in self.tensors:
             change[max(0, tensor.begin)] += tensor.size_bytes
             change[tensor.end + 1] -= tensor.size_bytes
-        found, now = [], 0
+        found = []
+        now = 0
         for step in change[:-1]:
             now += step
             found.append(now)

@@ -173,7 +173,8 @@ def place(problem: Problem) -> tuple[list[Placement], int]:
 def _intervals(seconds: Sequence[float], updates: set[int]) -> list[int]:
     """First events of intervals: at each update one begins, and about so many more."""
     least_s = sum(seconds) / _INTERVALS
-    found, since_s = [0], 0.0
+    found = [0]
+    since_s = 0.0
     for event, before_s in enumerate(seconds[:-1], start=1):
         since_s += before_s
         if event in updates or since_s >= least_s:
@@ -240,14 +241,17 @@ def _departures(
                 whole[number] = placement
     found: list[Departure] = []
     for placement in placements:
-        number, late = placement.chunk.item, placement.snapshot is not None
-        chunk, interval = placement.chunk, placement.offload
+        number = placement.chunk.item
+        late = placement.snapshot is not None
+        chunk = placement.chunk
+        interval = placement.offload
         if number in whole:
             if placement is not whole[number]:
                 continue
             chunk = Chunk(number, 0, items[number].size_bytes)
         if late and not duplicates:  # at the last moment, and the update waits
-            late, interval = False, min(items[number].update, intervals) - 1
+            late = False
+            interval = min(items[number].update, intervals) - 1
         last = found[-1] if found else None
         if (
             last is not None

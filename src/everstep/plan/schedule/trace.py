@@ -85,7 +85,8 @@ def trace_training(
     if scaler is not None and not isinstance(optimizer, Optimizer):
         raise OptionError("a GradScaler has not unscaled a gradient inside of backward")
     if isinstance(model, nn.parallel.DistributedDataParallel):
-        model, warm_up_steps = model.module, 2
+        model = model.module
+        warm_up_steps = 2
     else:
         warm_up_steps = parallel.warm_up_steps if parallel is not None else 1
     recorder = Recorder(model, timed=timed, look=look)

@@ -96,7 +96,8 @@ def trace_of(
             except UnsupportedStateError as error:
                 why = error.message
         if batch <= _SMALL[-1]:
-            found, how = _alike(asked, batch, "cpu"), "traced on the CPU"
+            found = _alike(asked, batch, "cpu")
+            how = "traced on the CPU"
         else:
             found = drawn_out({size: _alike(asked, size, "cpu") for size in _SMALL}, batch)
             how = f"drawn out from batches of {', '.join(map(str, _SMALL))} on the CPU"
@@ -138,7 +139,8 @@ def _line(one: StepTrace, two: StepTrace, x: int, y: int, to: int) -> StepTrace:
             return a
         shapes = tuple(tuple(map(at, s, t)) for s, t in zip(a.shapes, b.shapes, strict=True))
         sent = None if a.sent_bytes is None else at(a.sent_bytes, b.sent_bytes or 0)
-        flops, moved = at(a.flops, b.flops), at(a.moved_bytes, b.moved_bytes)
+        flops = at(a.flops, b.flops)
+        moved = at(a.moved_bytes, b.moved_bytes)
         return replace(
             a, seconds=None, shapes=shapes, flops=flops, moved_bytes=moved, sent_bytes=sent
         )
@@ -196,7 +198,8 @@ def _alike(asked: _Asked, batch: int, device: str) -> StepTrace:
 
 def _steps(asked: _Asked, batch: int, device: str, count: int) -> list[StepTrace]:
     """So many steps of one model, one behind the other."""
-    fake, where = device == _FAKE, _fake_device() if device == _FAKE else device
+    fake = device == _FAKE
+    where = _fake_device() if device == _FAKE else device
     with ExitStack() as stack:
         stack.enter_context(warnings.catch_warnings())
         # Else it is as if autocast had not been asked for.
@@ -221,7 +224,8 @@ def _steps(asked: _Asked, batch: int, device: str, count: int) -> list[StepTrace
 
             scaler = UpdatingScaler(torch.device(where).type) if asked.scaled else None
             buckets = None if asked.ranks is None else Buckets(model, asked.ranks)
-            timed, found = device not in (_FAKE, "meta"), []
+            timed = device not in (_FAKE, "meta")
+            found = []
             for number in range(count):
                 first = not number
                 found.append(

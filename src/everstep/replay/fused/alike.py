@@ -12,7 +12,8 @@ from everstep.replay.forms import Tensors
 
 __all__ = ["Alike", "Kernel", "Slice", "cut_alike", "slice_elements"]
 
-ELEMENTS_MIN, ELEMENTS_MAX = 64 * 1024, 4 * 1024 * 1024
+ELEMENTS_MIN = 64 * 1024
+ELEMENTS_MAX = 4 * 1024 * 1024
 """Of a slice. In smaller ones, launching shows; in larger ones, gradients take too much memory."""
 
 _CACHE_SHARE = 2  # of the cache one half: what streams through it, too, wants room
@@ -88,7 +89,8 @@ class Slice:
 
     def places(self) -> list[tuple[int, torch.dtype, slice]]:
         """Where gradients lie in memory: update, dtype, bytes."""
-        found, begin = [], 0
+        found = []
+        begin = 0
         for number in self.alike.present:
             dtype = self.alike.dtypes[number]
             assert dtype is not None
@@ -108,17 +110,20 @@ def cut_alike(alike: Alike, numels: Mapping[str, int], elements: int) -> Iterato
     pieces: list[Piece] = []
     room = elements
     for name in alike.names:
-        begin, numel = 0, numels[name]
+        begin = 0
+        numel = numels[name]
         while True:
             part = numel - begin
             if part > room:
                 part = room // BLOCK_NUMEL * BLOCK_NUMEL
             if part or not numel:  # an empty one counts its steps, too
                 pieces.append((name, slice(begin, begin + part)))
-            begin, room = begin + part, room - part
+            begin = begin + part
+            room = room - part
             if begin == numel:
                 break
             yield Slice(alike, pieces, elements - room)
-            pieces, room = [], elements
+            pieces = []
+            room = elements
     if pieces:
         yield Slice(alike, pieces, elements - room)

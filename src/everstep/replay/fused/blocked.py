@@ -42,7 +42,8 @@ ALIGNMENT_ELEMENTS = 64
 """Blocks are multiples of this. torch's CPU loops take two vectors at a time: 32 fp32 or 64
 bf16 elements with AVX-512; fused kernels share work out in cache lines."""
 
-SINGLE, SINGLE_SHARED = 64, 8
+SINGLE = 64
+SINGLE_SHARED = 8
 """Blocks are so many times larger where nothing is to be kept in the cache: for one thread, for
 several."""
 
@@ -134,7 +135,8 @@ class Blocked:
         return True
 
     def _ready(self, name: str, keys: Iterable[str], gradient: Gradient) -> bool:
-        parameter, state = self._parameters[name], self._state(name)
+        parameter = self._parameters[name]
+        state = self._state(name)
         moments: list[Any] = [state.get(key) for key in keys]
         if gradient.device != parameter.device:
             return False
@@ -166,7 +168,8 @@ class Blocked:
         blocks = deque(cut(self._names, self._parameters, elements))
 
         def work() -> None:
-            scratch, rooms = Scratch(self._block_elements), Rooms(elements)
+            scratch = Scratch(self._block_elements)
+            rooms = Rooms(elements)
             while True:
                 try:
                     block = blocks.popleft()
@@ -261,7 +264,8 @@ class Blocked:
         return found
 
     def _gradients(self, update: Update, elements: int) -> dict[str, Gradient]:
-        packed, plain = {}, {}
+        packed = {}
+        plain = {}
         for name, gradient in update.gradients.items():
             if isinstance(gradient, Packed):
                 packed[name] = gradient

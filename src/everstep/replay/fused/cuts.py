@@ -75,7 +75,8 @@ def cut(
                 continue
             if small and (filled + numel > elements or len(small) == MAX_TENSORS):
                 yield Block(number, tuple(small))
-                small, filled = [], 0
+                small = []
+                filled = 0
             small.append(name)
             filled += numel
         if small:
@@ -124,7 +125,8 @@ def copied(
 ) -> torch.Tensor:
     """A copy that lies as the tensor does. torch's own closes gaps, and kernels that find none
     take another way, by which halves are rounded otherwise."""
-    shape, strides = tensor.shape, tensor.stride()
+    shape = tensor.shape
+    strides = tensor.stride()
     for dim, step in enumerate(strides):
         if step == 0:  # expanded: one element in memory
             tensor = tensor.narrow(dim, 0, min(1, shape[dim]))

@@ -50,7 +50,8 @@ def flavours(kind: type[Optimizer], variant: str) -> list[Kernel]:
 @functools.cache
 def _flavour(is_sgd: bool, loops: bool, fuses: bool) -> Kernel:
     def run(parameters: torch.Tensor, moments: Tensors, gradients: Tensors, rows: Any) -> None:
-        first, numel = gradients[0], parameters.numel()
+        first = gradients[0]
+        numel = parameters.numel()
         stride = 0
         if len(gradients) > 1:
             stride = (gradients[1].data_ptr() - first.data_ptr()) // first.element_size()
@@ -94,9 +95,14 @@ def _adam(
     v = tl.load(squares + at, mask=inside, other=0.0)
     for update in range(updates):
         row = rows + update * 8  # see passes._adam_numbers
-        decays, decay, weight = tl.load(row), tl.load(row + 1), tl.load(row + 2)
-        beta2, weight2, root = tl.load(row + 3), tl.load(row + 4), tl.load(row + 5)
-        eps, size = tl.load(row + 6), tl.load(row + 7)
+        decays = tl.load(row)
+        decay = tl.load(row + 1)
+        weight = tl.load(row + 2)
+        beta2 = tl.load(row + 3)
+        weight2 = tl.load(row + 4)
+        root = tl.load(row + 5)
+        eps = tl.load(row + 6)
+        size = tl.load(row + 7)
         g = tl.load(gradients + update * stride + at, mask=inside, other=0.0)
         g = g.to(tl.float32)
         p = tl.where(decays == 1.0, p * decay, p)
@@ -131,8 +137,11 @@ def _sgd(
     b = tl.load(buffers + at, mask=inside, other=0.0)
     for update in range(updates):
         row = rows + update * 5  # see passes._sgd_numbers
-        decay, momentum, weight = tl.load(row), tl.load(row + 1), tl.load(row + 2)
-        nesterov, size = tl.load(row + 3), tl.load(row + 4)
+        decay = tl.load(row)
+        momentum = tl.load(row + 1)
+        weight = tl.load(row + 2)
+        nesterov = tl.load(row + 3)
+        size = tl.load(row + 4)
         g = tl.load(gradients + update * stride + at, mask=inside, other=0.0)
         g = g.to(tl.float32)
         g = tl.where(decay != 0.0, _plus(p, decay, g, FUSES), g)

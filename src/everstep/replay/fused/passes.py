@@ -69,10 +69,14 @@ def _adam(
     room: torch.Tensor,
     wide: torch.Tensor,
 ) -> None:
-    means, squares = moments[0], moments[1]
+    means = moments[0]
+    squares = moments[1]
     for logged, known in zip(gradients, numbers):  # noqa: B905 - TorchScript's has no `strict`
         for i in range(len(parameters)):
-            parameter, mean, square, own = parameters[i], means[i], squares[i], known[i]
+            parameter = parameters[i]
+            mean = means[i]
+            square = squares[i]
+            own = known[i]
             line = parameter.dim() == 1
             work = room[: parameter.numel()] if line else torch.empty_like(square)
             gradient = _widened(logged[i], parameter, wide)
@@ -90,7 +94,9 @@ def _adam(
 
 def _adam_numbers(options: Mapping[str, Any], count: float) -> Numbers:
     """As ``torch.optim.adam`` computes them; the first says how weights decay."""
-    rate, decay, (beta1, beta2) = options["lr"], options["weight_decay"], options["betas"]
+    rate = options["lr"]
+    decay = options["weight_decay"]
+    (beta1, beta2) = options["betas"]
     decoupled = options["decoupled_weight_decay"]
     size = rate / (1 - beta1**count)
     return [
@@ -115,7 +121,8 @@ def _sgd(
 ) -> None:
     for logged, known in zip(gradients, numbers):  # noqa: B905 - TorchScript's has no `strict`
         for i in range(len(parameters)):
-            parameter, own = parameters[i], known[i]
+            parameter = parameters[i]
+            own = known[i]
             line = parameter.dim() == 1
             work = room[: parameter.numel()] if line else torch.empty_like(parameter)
             gradient = _widened(logged[i], parameter, wide)

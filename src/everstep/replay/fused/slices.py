@@ -87,7 +87,8 @@ class Sliced:
         return True
 
     def _ready(self, name: str, keys: Sequence[str], gradient: Gradient) -> bool:
-        parameter, state = self._parameters[name], self._state(name)
+        parameter = self._parameters[name]
+        state = self._state(name)
         if gradient.device.type != "cpu":
             return False
         if self._form.counts and not isinstance(state.get("step"), torch.Tensor):
@@ -155,7 +156,8 @@ class Sliced:
             for name in members:
                 logged = [update.gradients.get(name) for update in updates]
                 dtypes = tuple(None if one is None else one.dtype for one in logged)
-                parameter, state = self._parameters[name], self._state(name)
+                parameter = self._parameters[name]
+                state = self._state(name)
                 wanted = {
                     key
                     for own, dtype in zip(options, dtypes, strict=True)
@@ -218,7 +220,8 @@ class Sliced:
             return None
         kernels = []
         for number in present:
-            own, update = options[number][alike.group], updates[number]
+            own = options[number][alike.group]
+            update = updates[number]
             if update.grad_scale is not None or update.found_inf is not None:
                 return None
             if self._form.moments(own) != alike.keys or not describes(self._kind, own, counts):
@@ -241,7 +244,8 @@ class Sliced:
     def _fill(self, one: Slice, updates: Sequence[Update], memory: torch.Tensor) -> int:
         """Writes the gradients of a slice to host memory; returns how many bytes."""
         for number, dtype, place in one.places():
-            out, begin = memory[place].view(dtype), 0
+            out = memory[place].view(dtype)
+            begin = 0
             for name, elements in one.pieces:
                 gradient = updates[number].gradients[name]
                 target = out[begin : begin + elements.stop - elements.start]

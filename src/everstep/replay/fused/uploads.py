@@ -31,7 +31,8 @@ class _Slot:
     def __init__(self, device: torch.device, size_bytes: int) -> None:
         self.host, self.there = _memory(device, size_bytes)
         if device.type == "cuda":
-            self.sent, self.free = _cuda.Event(blocking=True), _cuda.Event(blocking=True)
+            self.sent = _cuda.Event(blocking=True)
+            self.free = _cuda.Event(blocking=True)
 
 
 class Uploads:

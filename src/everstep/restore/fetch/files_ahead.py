@@ -46,7 +46,10 @@ class CopiesAhead:
     """
 
     def __init__(self, run: PurePath, rank: int, needs: Needs, apart: Apart) -> None:
-        self._run, self._rank, self._needs, self._apart = run, rank, needs, apart
+        self._run = run
+        self._rank = rank
+        self._needs = needs
+        self._apart = apart
         self._base: BaseId | None = None
         self._ahead: dict[CopyOfRun, FilesAhead] = {}
         self._logs: dict[FileSystem, FilesAhead] = {}
@@ -55,7 +58,8 @@ class CopiesAhead:
         """From now on, what this rank would read of a choice comes from these places, as far as
         nothing nearer has it."""
         self.close()
-        base, manifest = choice.base, choice.manifest
+        base = choice.base
+        manifest = choice.manifest
         if base is None or manifest is None:
             return
         self._base = base
@@ -109,7 +113,9 @@ class CopiesAhead:
     def close(self) -> None:
         """Ends what is under way, and lets go of the memory. Idempotent."""
         ahead = [*self._ahead.values(), *self._logs.values()]
-        self._ahead, self._logs, self._base = {}, {}, None
+        self._ahead = {}
+        self._logs = {}
+        self._base = None
         for files in ahead:
             files.close()
 
@@ -155,7 +161,8 @@ class FilesAhead(ReadingFileSystem):
         """Ends what is under way, and lets go of the memory. Idempotent."""
         self._stopped.set()
         self._threads.close()
-        begun, self._begun = self._begun, {}
+        begun = self._begun
+        self._begun = {}
         for coming in begun.values():
             if coming.opened.done() and coming.opened.exception() is None:
                 coming.opened.result().close()
@@ -177,7 +184,8 @@ class _Coming:
         threads: IoThreads,
         stopped: threading.Event,
     ) -> None:
-        self._size_bytes, self._stopped = size_bytes, stopped
+        self._size_bytes = size_bytes
+        self._stopped = stopped
         self._memory = memoryview(bytearray(size_bytes))
         # First in the queue: the threads that read parts wait for it.
         self.opened: Future[ReadFile] = threads.submit(lambda: files.open(path, direct=False))
@@ -197,7 +205,8 @@ class _File:
     """A file as whoever reads it sees it."""
 
     def __init__(self, file: ReadFile, parts: list[Future[memoryview]]) -> None:
-        self._file, self._parts = file, parts
+        self._file = file
+        self._parts = parts
 
     @property
     def size_bytes(self) -> int:

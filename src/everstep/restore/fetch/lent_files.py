@@ -56,7 +56,9 @@ class LentFiles:
     are opened when they are first asked for, and are verified by who has asked."""
 
     def __init__(self, opens: Open, base: BaseId, marker: Marker) -> None:
-        self._opens, self._base, self._marker = opens, base, marker
+        self._opens = opens
+        self._base = base
+        self._marker = marker
         self._files: dict[str, ReadFile] = {}
 
     def read(self, offset: int, size_bytes: int) -> bytes:
@@ -72,7 +74,8 @@ class LentFiles:
     def _read_into(self, data: memoryview, offset: int) -> None:
         begin = 0
         for record in self._marker.files:
-            first, last = max(offset, begin), min(offset + data.nbytes, begin + record.length)
+            first = max(offset, begin)
+            last = min(offset + data.nbytes, begin + record.length)
             if first < last:
                 file = self._files.get(record.name)
                 if file is None:
@@ -84,7 +87,8 @@ class LentFiles:
 
     def close(self) -> None:
         """Idempotent."""
-        files, self._files = self._files, {}
+        files = self._files
+        self._files = {}
         for file in files.values():
             file.close()
 
@@ -120,7 +124,8 @@ class _Common:
             opened.close()
 
     def _count(self, place: Placed, writer: int, world: int) -> None:
-        placement, name = Placement.parse(place.entry.placement), place.entry.name
+        placement = Placement.parse(place.entry.placement)
+        name = place.entry.name
         if name.startswith(OBJECT_PREFIX):
             return  # each rank writes its own
         ranks = tuple(range(world)) if placement.ranks is None else placement.ranks

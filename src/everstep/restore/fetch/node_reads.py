@@ -59,7 +59,9 @@ class NodeStart:
     ) -> None:
         alike = [other for other, name in enumerate(names) if name and name == names[rank]]
         self._ranks = alike[:RANKS_MAX]
-        self._rank, self._clock, self._local = rank, clock, local
+        self._rank = rank
+        self._clock = clock
+        self._local = local
         self._wait_s = min(_WAIT_S_MAX, timeout_s / 4)
         self._window: NodeWindow | None = None
 
@@ -90,7 +92,8 @@ class NodeStart:
         if first["window"] is None:
             return None
         if self._window is None:
-            (fd, name), place = first["window"], self._ranks.index(self._rank)
+            (fd, name) = first["window"]
+            place = self._ranks.index(self._rank)
             about = name, int(first["pid"]), int(fd), place, len(self._ranks)
             try:
                 self._window = NodeWindow.join(*about, self._clock, self._wait_s)
@@ -117,7 +120,10 @@ class NodeReads:
     def __init__(
         self, window: NodeWindow, ranks: Sequence[int], needs: Needs, *, local: bool
     ) -> None:
-        self._window, self._ranks, self._needs, self._local = window, ranks, needs, local
+        self._window = window
+        self._ranks = ranks
+        self._needs = needs
+        self._local = local
         self._cells: dict[str, int] = {}
         self._common: set[int] = set()
 
@@ -142,7 +148,8 @@ class NodeReads:
             and not (self._local and place.source.tier == "disk")
             and sum(number in one for one in wanted) > 1
         }
-        self._cells, cells = {}, 0
+        self._cells = {}
+        cells = 0
         for marker in manifest.markers:
             for record in marker.files:
                 self._cells[record.name] = cells
@@ -181,8 +188,11 @@ class _NodeFile:
     def __init__(
         self, file: ReadFile, window: NodeWindow, source: bytes, body_at: int, first: int
     ) -> None:
-        self._file, self._window, self._source = file, window, source
-        self._body_at, self._first = body_at, first
+        self._file = file
+        self._window = window
+        self._source = source
+        self._body_at = body_at
+        self._first = first
 
     @property
     def size_bytes(self) -> int:

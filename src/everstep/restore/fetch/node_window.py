@@ -53,9 +53,12 @@ _IDLE = (1 << 64) - 1
 _LATE_CELLS = 4  # threads of one rank may overtake each other by so many
 _SOURCE = struct.Struct("<16sII")
 _SOURCE_STRIDE_BYTES = 64
-_NAME_AT, _NAME_BYTES = PAGE_BYTES, 32
+_NAME_AT = PAGE_BYTES
+_NAME_BYTES = 32
 _HEAD_BYTES = 2 * PAGE_BYTES
-_LOOK_S, _TURN_S, _LOOK_S_MAX = 0.0005, 0.001, 0.008
+_LOOK_S = 0.0005
+_TURN_S = 0.001
+_LOOK_S_MAX = 0.008
 
 assert SLOTS * _SOURCE_STRIDE_BYTES <= PAGE_BYTES, "all slots are described on one page"
 
@@ -76,8 +79,12 @@ class NodeWindow:
     def __init__(
         self, arena: Arena, claims: Claims, place: int, count: int, clock: Clock, wait_s: float
     ) -> None:
-        self._arena, self._claims, self._clock = arena, claims, clock
-        self._place, self._count, self._wait_s = place, count, wait_s
+        self._arena = arena
+        self._claims = claims
+        self._clock = clock
+        self._place = place
+        self._count = count
+        self._wait_s = wait_s
         self._slots = (arena.size_bytes - _HEAD_BYTES) // CELL_BYTES
         self._bytes = np.frombuffer(arena.view, np.uint8)
         self._others = self._all_others = frozenset(range(count)) - {place}
@@ -144,7 +151,8 @@ class NodeWindow:
         they may have been damaged."""
         with self._lock:
             self._attempt += 1
-            self._under_way, self._past = [], 0
+            self._under_way = []
+            self._past = 0
             self._others = self._all_others
             self._stuck.clear()
             self._tell()
@@ -197,7 +205,8 @@ class NodeWindow:
         """Waits for a cell: true when the buffer has what was wanted of it; false when the slot is
         claimed, and this rank has to read; None where it reads for itself."""
         slot = at % self._slots
-        deadline_s, look_s = self._clock.monotonic_s() + self._wait_s, _LOOK_S
+        deadline_s = self._clock.monotonic_s() + self._wait_s
+        look_s = _LOOK_S
         while not self._closed.is_set():
             held = self._arena.progress(RANKS_MAX + slot) - 1
             if held == at:

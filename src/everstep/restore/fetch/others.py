@@ -74,9 +74,12 @@ class Others:
     """
 
     def __init__(self, meeting: Meeting, clock: Clock, run: PurePath, *, timeout_s: float) -> None:
-        self._meeting, self._clock, self._run = meeting, clock, run
+        self._meeting = meeting
+        self._clock = clock
+        self._run = run
         self._timeout_s = timeout_s
-        self._listened_s, self._looked_s = 0.0, clock.monotonic_s()
+        self._listened_s = 0.0
+        self._looked_s = clock.monotonic_s()
         self._heard_s = dict.fromkeys(range(meeting.world), 0.0)  # by what was listened then
         self._does: dict[int, str] = {}
         self._failed: StartFailed | None = None
@@ -100,7 +103,8 @@ class Others:
         """Looks at one message, if one comes within ``timeout_s``; what is of the agreement waits
         until somebody listens. Returns whether one has come."""
         data = self._meeting.mailbox.receive(timeout_s)
-        before_s, self._looked_s = self._looked_s, self._clock.monotonic_s()
+        before_s = self._looked_s
+        self._looked_s = self._clock.monotonic_s()
         self._listened_s += min(_LISTENED_S_MAX, self._looked_s - before_s)
         try:
             envelope = None if data is None else accept(data, self._meeting.session)
@@ -109,7 +113,8 @@ class Others:
             return True
         if envelope is None:
             return data is not None
-        sender, message = envelope.sender, envelope.message
+        sender = envelope.sender
+        message = envelope.message
         self._heard_s[sender] = self._listened_s
         if isinstance(message, StartFailed):
             self._failed = message
@@ -166,9 +171,11 @@ class Others:
         silent = [rank for rank in waits if self._silent_s(rank) > self._timeout_s]
         if not gone and not silent:
             return
-        which, what = gone, "have hung up, and are not back"
+        which = gone
+        what = "have hung up, and are not back"
         if silent:
-            which, what = silent, f"have said nothing for {self._timeout_s:g} s"
+            which = silent
+            what = f"have said nothing for {self._timeout_s:g} s"
         raise DeadlineError(
             f"rank(s) {', '.join(map(str, which))} {what} while the ranks agreed on what to "
             f"restore; {'; '.join(map(self._last, which))}",

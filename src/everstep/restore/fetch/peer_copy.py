@@ -44,7 +44,8 @@ def size_of(marker: Marker) -> int:
 
 def files_over(marker: Marker, memory: memoryview) -> tuple[tuple[MemoryFile, FileRecord], ...]:
     """The files of a marker, which lie one after the other in ``memory``."""
-    found, begin = [], 0
+    found = []
+    begin = 0
     for record in marker.files:
         found.append((MemoryFile([memory[begin : begin + record.length]]), record))
         begin += record.length

@@ -111,7 +111,8 @@ def copied(records: Sequence[LogRecord]) -> list[LogRecord]:
 
 def laid_out(records: Sequence[LogRecord]) -> tuple[memoryview, int]:
     """A copy of records in one piece of memory, and the bytes of the index at its end."""
-    offsets, end = [], 0
+    offsets = []
+    end = 0
     for record in records:
         offsets.append(end)
         end += -(-record.data.nbytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
@@ -164,7 +165,8 @@ def records_in(
     """
     if not 0 < index_bytes <= memory.nbytes:
         raise FormatError(f"{_PATH}: no index")
-    data, index = memory[:-index_bytes], bytes(memory[-index_bytes:])
+    data = memory[:-index_bytes]
+    index = bytes(memory[-index_bytes:])
     if digest(index) != index_digest:
         raise DamageError(f"{_PATH}: the digest of its index does not match", tier="peer")
     count = int.from_bytes(index[:_OFFSET_BYTES], "little")

@@ -90,7 +90,8 @@ def logs_needed(
     offers: Sequence[Offer], logs: Sequence[LogTold], choice: Choice
 ) -> dict[int, list[LogTold]]:
     """What each rank fetches to reach the step of ``choice``: that of :func:`with_logs`."""
-    base, reach = choice.base, choice.reach
+    base = choice.base
+    reach = choice.reach
     if base is None or reach is None:
         return {}
     found: dict[int, list[LogTold]] = {}

@@ -124,7 +124,8 @@ def _lacks(offer: Offer, copy: Told, needs: Needs) -> bool:
 
 def _with(offer: Offer, copies: Sequence[Told], tier: str = "peer") -> Offer:
     """What a rank could offer if it had these copies."""
-    bases, timelines = dict(offer.bases), dict(offer.timelines)
+    bases = dict(offer.bases)
+    timelines = dict(offer.timelines)
     for copy in copies:
         old = bases.get(copy.base, BaseOffer({}))
         known = old.pieces.get(copy.marker.rank)
@@ -182,7 +183,8 @@ def proven(offers: Sequence[Offer], markers: Mapping[int, Marker]) -> dict[int, 
             if one is not None:
                 all_of_them |= {r: p.marker for r, p in one.pieces.items() if r not in all_of_them}
                 manifests |= {one.manifest} - {None}
-        manifest, record = manifest_of(all_of_them), known.get(base.timeline)
+        manifest = manifest_of(all_of_them)
+        record = known.get(base.timeline)
         if manifest is not None and record and manifests == {digest(manifest.encode())}:
             found[rank] = record
     return found

@@ -217,7 +217,9 @@ class _Exchange:
         world: int,
         timeout_s: float,
     ) -> None:
-        self._meeting, self._clock, self._attempt = meeting, clock, attempt
+        self._meeting = meeting
+        self._clock = clock
+        self._attempt = attempt
         self._timeout_s = timeout_s
         self._held = held
         self._todo = list(plan.get(meeting.rank, ()))
@@ -267,7 +269,8 @@ class _Exchange:
 
     def _take_own(self) -> None:
         """What this rank's own keeper holds of other ranks' files takes no messages."""
-        todo, self._todo = self._todo, []
+        todo = self._todo
+        self._todo = []
         for one in todo:
             memory = self._held.get(one.place)
             if one.holder != self._meeting.rank or not isinstance(memory, memoryview):
@@ -293,7 +296,8 @@ class _Exchange:
         may be on their way over a slow link, and are sent as often as they are asked for."""
         if not self._todo:
             return
-        now_s, one = self._clock.monotonic_s(), self._todo[0]
+        now_s = self._clock.monotonic_s()
+        one = self._todo[0]
         if self._asked > self._there and now_s - self._asked_s > self._again_s:
             self._asked, self._again_s = self._there, min(2 * self._again_s, _AGAIN_MAX_S)
         while (
@@ -348,7 +352,8 @@ class _Exchange:
             self._tell(now=True)
 
     def _finish(self, one: Told | LogTold) -> None:
-        memory, self._memory = memoryview(self._memory), bytearray()
+        memory = memoryview(self._memory)
+        self._memory = bytearray()
         try:
             record = TimelineRecord.decode(one.record, _WIRE)
             if isinstance(one, LogTold):

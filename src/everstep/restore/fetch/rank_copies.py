@@ -30,7 +30,8 @@ from everstep.tiers.streams import read_record
 
 __all__ = ["Copies", "CopyOfRun", "own_words"]
 
-_LOOKS, _LOOK_AGAIN_S = 20, 0.02
+_LOOKS = 20
+_LOOK_AGAIN_S = 0.02
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,7 +184,8 @@ class Copies:
         Raises:
             StorageError: a place cannot be written.
         """
-        name, data = self._name(record.timeline), record.encode()
+        name = self._name(record.timeline)
+        data = record.encode()
         return all(
             (not leads and _appears(place.tier, name, data)) or place.tier.create(name, data)
             for place in self.places
@@ -275,7 +277,8 @@ def _joined(mine: BaseOffer | None, theirs: BaseOffer, kind: str) -> BaseOffer:
     if mine is None:
         pieces = {rank: Piece(piece.marker, (kind,)) for rank, piece in theirs.pieces.items()}
         return BaseOffer(pieces, theirs.manifest)
-    pieces, manifest = dict(mine.pieces), mine.manifest or theirs.manifest
+    pieces = dict(mine.pieces)
+    manifest = mine.manifest or theirs.manifest
     for rank, piece in theirs.pieces.items():
         old = pieces.get(rank)
         if old is None:

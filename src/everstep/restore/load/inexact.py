@@ -45,9 +45,11 @@ def _more(count: int, where: str) -> str:
 
 def _lineage(base: BaseId, timelines: Iterable[TimelineRecord | None]) -> str:
     records = {one.timeline: one for one in timelines if one is not None}
-    since, record = None, records.get(base.timeline)
+    since = None
+    record = records.get(base.timeline)
     while record is not None and not record.exact:
-        since, parent = record, record.parent
+        since = record
+        parent = record.parent
         # A forged record may have a timeline descend from a later one, or from itself.
         record = records.get(parent) if parent is not None and parent < since.timeline else None
     if since is None:

@@ -147,9 +147,11 @@ def all_contents(opened: Sequence[OpenBase]) -> None:
     if opened[0].marker.world == 1:
         contents(opened[0])
         return
-    saved, used = SavedRanks(opened), set[str]()
+    saved = SavedRanks(opened)
+    used = set[str]()
     for rank in saved.ranks:
-        view, holes = saved.view_of_all(rank), dict[str, str]()
+        view = saved.view_of_all(rank)
+        holes = dict[str, str]()
         for name, pieces in view.pieces.items():
             shape = view.entries[name].global_shape
             box = Box((0,) * len(shape), shape)
@@ -286,7 +288,9 @@ def _load(
     whole: MakeWhole | None,
 ) -> LoadedBase:
     planned = _plan(saved, opened, state, strict, whole)
-    view, plans, fuzzy = planned.view, planned.plans, planned.fuzzy
+    view = planned.view
+    plans = planned.plans
+    fuzzy = planned.fuzzy
     targets = Targets.of(plans, view.entries)
     shared = sharing_memory(view, targets)
     memory = targets.memory.items()
@@ -316,7 +320,8 @@ def _load(
     notes += state.beside  # is not restored, and so nothing is exact, on any rank
     placed = {name: pieces[0].placement.ranks for name, pieces in view.pieces.items()}
     state.apart.restored(placed, saved.world, state.ranks.world)
-    shape, names = "", list[str]()
+    shape = ""
+    names = list[str]()
     if saved.world == 1:
         aliases = {k: v for _, _, header, _ in opened[0].shards for k, v in header.aliases.items()}
         shape = shape_of_base(opened[0].placed(), aliases, view.trees)
@@ -474,7 +479,8 @@ def _read(
     Args:
         made: what was read already.
     """
-    entries, rank_bytes = made.entries, made.rank_bytes
+    entries = made.entries
+    rank_bytes = made.rank_bytes
     for number, (file, record, header, path) in enumerate(saved.files):
         if number in made.numbers:
             continue

@@ -40,13 +40,15 @@ class Fill:
     def run(self) -> tuple[int, int, int] | None:
         """``(begin, end, at)``: bytes of the piece that are one run there and in the memory, from
         ``at`` on; None where they are not."""
-        mine, theirs = self.part.shape[1:], self.piece.box
+        mine = self.part.shape[1:]
+        theirs = self.piece.box
         if not mine == theirs.shape[1:] == self.box.shape[1:]:
             return None
         row = math.prod(mine) * DTYPE_BYTES[self.piece.entry.dtype]
         if not self.part.shape:
             return 0, row, 0
-        first, rows = self.part.offset[0], self.part.shape[0]
+        first = self.part.offset[0]
+        rows = self.part.shape[0]
         begin = (first - theirs.offset[0]) * row
         return begin, begin + rows * row, (first - self.box.offset[0]) * row
 
@@ -155,7 +157,8 @@ class PieceReads:
                     staged = self._staged[index] = bytearray(size_bytes)
                 staged[at:end] = data
                 continue
-            begin, stop = max(at, run[0]), min(end, run[1])
+            begin = max(at, run[0])
+            stop = min(end, run[1])
             if begin < stop:
                 to = begin - run[0] + run[2]
                 fill.memory[to : to + stop - begin] = data[begin - at : stop - at]

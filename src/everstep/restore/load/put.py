@@ -73,9 +73,11 @@ def put_into(
             whole = whole.narrow(dim, begin, size)
         with torch.no_grad():
             memory.copy_(whole)
-    made, notes = targets.finish(), list[str]()
+    made = targets.finish()
+    notes = list[str]()
     for section in state.restore_order():
-        plan, provider = plans[section], state.providers[section]
+        plan = plans[section]
+        provider = state.providers[section]
         partly = section in modules and len(plan.tree) < len(trees[section])
         notes += provider.restore(join(plan.tree, made), strict=not partly)
     return notes + forget_gradients(state.stateful, state.optimizers.values())

@@ -111,7 +111,8 @@ def read_object(file: ReadFile, header: ShardHeader, index: int, path: PurePath)
 
 
 def _object_bytes(file: ReadFile, header: ShardHeader, index: int, path: PurePath) -> bytes:
-    place, expected = header.placed[index], header.digests[index]
+    place = header.placed[index]
+    expected = header.digests[index]
     name = place.entry.name
     if place.end - place.begin > OBJECT_BYTES_MAX:
         raise FormatError(f"{path}: {name!r} is too large for an object", path=path)
@@ -275,7 +276,8 @@ class SavedRanks:
         found.sort(key=lambda piece: (not piece.box.size, piece.rank != rank))
         boxes: dict[Box, Piece] = {}
         for piece in found:
-            first, entry = found[0], piece.entry
+            first = found[0]
+            entry = piece.entry
             same = (
                 set(piece.placement.ranks or ()) == set(first.placement.ranks or ())
                 and entry.global_shape == first.entry.global_shape
@@ -371,7 +373,8 @@ class SavedRanks:
             )
 
     def _for_a_new_rank(self, view: View, state: State) -> None:
-        mine, like = state.ranks.rank, self._like(state)
+        mine = state.ranks.rank
+        like = self._like(state)
         sections = list(dict.fromkeys(s for rank in self.ranks for s in self._objects[rank]))
         for section in sections:
             ranks = [rank for rank in self.ranks if section in self._objects[rank]]
@@ -397,7 +400,8 @@ class SavedRanks:
     def _like(self, state: State) -> int | None:
         """The first rank, from r mod W' on, whose modules and optimizers fit those that this one
         has, which is new, and that had no other sections; None: there is none."""
-        first, known = state.ranks.rank % len(self.ranks), state.providers
+        first = state.ranks.rank % len(self.ranks)
+        known = state.providers
         wanted = [s for s, p in known.items() if isinstance(p, ModuleProvider | OptimizerProvider)]
         others = known.keys() - wanted
         for rank in (*self.ranks[first:], *self.ranks[:first]):

@@ -58,7 +58,8 @@ class Targets:
                     fresh[name] = plan.like.get(name)
                     continue
                 targets.tensors[name] = live
-                local, box = local_of(live), wanted_box(entries[name], live)
+                local = local_of(live)
+                box = wanted_box(entries[name], live)
                 if not _readable_in_place(local):
                     source = empty_like_entry(part_of(entries[name], box))
                     targets.copies.append((source, local))
@@ -114,7 +115,8 @@ def _apart(
         return {}
     live = {name: tensor for plan in plans.values() for name, tensor in plan.in_place.items()}
     pairs = {(_memory(tensor), entries[name].name) for name, tensor in live.items()}
-    here, there = Counter(memory for memory, _ in pairs), Counter(entry for _, entry in pairs)
+    here = Counter(memory for memory, _ in pairs)
+    there = Counter(entry for _, entry in pairs)
     made: dict[str, torch.Tensor] = {}  # what was one when it was saved is one
     return {
         name: made.setdefault(entries[name].name, torch.empty_like(live[name]))
@@ -186,7 +188,8 @@ def relaid(view: View, tensors: Mapping[str, torch.Tensor]) -> frozenset[str]:
         pieces = view.pieces[name]
         if len(pieces) != 1 or is_dtensor(tensor) or not tensor.numel():
             continue
-        entry, shape = pieces[0].entry, tuple(tensor.shape)
+        entry = pieces[0].entry
+        shape = tuple(tensor.shape)
         if entry.stride is None and tensor.is_contiguous():  # mostly
             continue
         if entry.shape != entry.global_shape or entry.shape[: len(shape)] != shape:

@@ -69,11 +69,13 @@ def _overlapping(live: Mapping[str, torch.Tensor]) -> list[list[str]]:
         if t.numel()
     )
     found: list[list[str]] = []
-    on, reach = "", 0
+    on = ""
+    reach = 0
     for device, begin, end, name in spans:
         if device != on or begin >= reach:
             found.append([])
-            on, reach = device, end
+            on = device
+            reach = end
         found[-1].append(name)
         reach = max(reach, end)
     return [cluster for cluster in found if len(cluster) > 1]

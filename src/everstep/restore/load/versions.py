@@ -34,7 +34,8 @@ def unclear(saved: SavedRanks, state: State, view: View) -> list[tuple[str, str]
     """
     if saved.world == 1:
         return []
-    here, found = state.holders(), list[tuple[str, str]]()
+    here = state.holders()
+    found = list[tuple[str, str]]()
     for name, pieces in view.pieces.items():
         held = here(name)
         if held is None:

@@ -264,7 +264,8 @@ class LogFound:
     def twin(self) -> LogFound:
         """The same records, for another thread to read."""
         found = copy(self)
-        found._reads, found.parts = None, {}
+        found._reads = None
+        found.parts = {}
         return found
 
     def close(self) -> None:
@@ -368,7 +369,8 @@ class LogFound:
             raise StorageError(f"{segment.path}: {reason}", path=segment.path) from error
 
     def _close(self) -> None:
-        reads, self._reads = self._reads, None
+        reads = self._reads
+        self._reads = None
         if reads is not None:
             reads.close()
 

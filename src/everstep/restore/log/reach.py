@@ -107,7 +107,8 @@ def nothing_restorable(
     what = "there are bases, but none can be used" if step is None else of_step
     if not chosen.ordered and not chosen.candidates.damaged:
         usable = (base.id for base in inventory.bases if base.is_usable)
-        what, hint = had or what, way_back(sorted(usable, reverse=True))
+        what = had or what
+        hint = way_back(sorted(usable, reverse=True))
     told = f"{what}:\n{listed}" if listed else what
     return RecoveryError(told, path=inventory.path, hint=hint)
 

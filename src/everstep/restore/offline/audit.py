@@ -79,7 +79,8 @@ class Audit:
 def pairs(rebuilder: Rebuilder) -> list[Pair]:
     """Consecutive bases of all histories, each pair once, in order."""
     log = rebuilder.log
-    branches, usable = log.inventory.branches, log.usable
+    branches = log.inventory.branches
+    usable = log.usable
     found: dict[tuple[BaseId, BaseId], Pair] = {}
     for number in sorted(branches):
         path = path_of(number, log.inventory.timelines)
@@ -111,7 +112,9 @@ def audit(
     Raises:
         NewerFormatError, UnavailableError, DeadlineError: nothing can be said at all.
     """
-    before, after, chain = pair.before.id, pair.after.id, pair.chain
+    before = pair.before.id
+    after = pair.after.id
+    chain = pair.chain
 
     def unchecked(why: str) -> Audit:
         return Audit(before, after, "unchecked", why)
@@ -202,7 +205,8 @@ def _digests(rebuilder: Rebuilder, base: BaseFound) -> tuple[dict[str, tuple[str
     several = len(every) > 1
     if any(one.redo is not None for one in every):  # its entries are of several updates
         state = rebuilder.load(base, Chain(base.id, (), ""))
-        objects, entries = Entry.whole("objects", "U8", (0,)), state.entries
+        objects = Entry.whole("objects", "U8", (0,))
+        entries = state.entries
         digests = state.digests().items()
         return {name: (hex_, entries.get(name, objects)) for name, hex_ in digests}, False
     headers = [(one.marker.rank, header) for one in every for _, _, header, _ in one.shards]

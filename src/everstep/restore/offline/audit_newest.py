@@ -24,12 +24,15 @@ from everstep.version import __version__
 
 __all__ = ["audit_newest"]
 
-_CHUNKS, _READERS = 4, 2
+_CHUNKS = 4
+_READERS = 2
 _TIMEOUT_S = 120.0
 # What replay takes, measured and rounded up: the state and what an update makes beside it;
 # segments that are read, and that updates keep which wait to be applied together.
 _TORCH_BYTES = 400 << 20
-_STATES, _SEGMENTS, _STEPS = 2, 6, 12
+_STATES = 2
+_SEGMENTS = 6
+_STEPS = 12
 _NAME_CHARS_MAX = 500
 _REASON_CHARS_MAX = 1000
 
@@ -115,7 +118,8 @@ def _audited(
     still_ours: Callable[[int], None],
 ) -> Audit:
     """The audit; none is tried where its outcome would prove nothing."""
-    before, after = pair.before.id, pair.after.id
+    before = pair.before.id
+    after = pair.after.id
     broken = [one.problem for one in segments if one.problem]
     if broken and not pair.whole:
         return Audit(before, after, "unchecked", f"the log is damaged: {broken[0]}")

@@ -86,7 +86,8 @@ class RunLog:
         heads: list[list[RecordHead]] = []
         told = {one.head.timeline for mine in records.values() for one in mine}
         for timeline in sorted(segments.keys() | told):
-            of_ranks, record = segments.get(timeline, {}), inventory.timelines.get(timeline)
+            of_ranks = segments.get(timeline, {})
+            record = inventory.timelines.get(timeline)
             good = {r: [vetted(s, inventory.run) for s in mine] for r, mine in of_ranks.items()}
             for rank, mine in good.items():
                 by_rank.setdefault(rank, []).extend(mine)
@@ -202,7 +203,8 @@ class RunLog:
 
     def why_not(self, step: int, timeline: int | None) -> str | None:
         """Why the log does not lead to a step that it has or had; None: it has never had it."""
-        branches, usable = self.inventory.branches, self.usable
+        branches = self.inventory.branches
+        usable = self.usable
         chosen = [number for number in branches if timeline in (None, number)]
         if damaged := self.damage_at(step, chosen):
             return damaged
@@ -305,7 +307,8 @@ class RunLog:
 
     def _chains(self, without: Collection[BaseId]) -> Iterator[tuple[int, Chain]]:
         """Chains along the history of each timeline, by its number; older bases first."""
-        branches, usable = self.inventory.branches, self.usable
+        branches = self.inventory.branches
+        usable = self.usable
         for number in sorted(branches) if self.index.marks else ():
             path = path_of(number, self.inventory.timelines)
             after: tuple[BaseFound, Chain] | None = None

@@ -67,7 +67,8 @@ class _Replayed:
 
     def work_off(self) -> None:
         """Applies what is waiting."""
-        waiting, self.waiting = self.waiting, []
+        waiting = self.waiting
+        self.waiting = []
         self.replayer.apply(waiting)
         self.last = waiting[-1] if waiting else self.last
 
@@ -110,15 +111,20 @@ class OfflineState:
         training_threads: int | None = None,
     ) -> None:
         self.marker = marker
-        self.entries, self.tensors, self.aliases = dict(entries), tensors, dict(aliases)
-        self.objects, self.shape = dict(objects), shape
-        self.step, self.lsn = marker.step, marker.lsn
+        self.entries = dict(entries)
+        self.tensors = tensors
+        self.aliases = dict(aliases)
+        self.objects = dict(objects)
+        self.shape = shape
+        self.step = marker.step
+        self.lsn = marker.lsn
         self.replayed: set[str] = set()
         self.unlogged: set[str] = set()
         self.surprises: list[str] = []
         self.doubt = ""
         self._trees = dict(trees)
-        self._threads, self._training_threads = threads, training_threads
+        self._threads = threads
+        self._training_threads = training_threads
         self._optimizers: dict[str, _Replayed] = {}
         self._last: LogRecord | None = None
         self._held: Held = []  # by the last step's marks, until it is put
@@ -204,8 +210,11 @@ class OfflineState:
                 optimizer.work_off()
         for one, place in doubtful:  # what two optimizers, or views, may have changed in turn
             self._put(one, place)
-        self._last, self.step, self.lsn = mark, mark.head.step, mark.head.lsn
-        self._held, self._marked = held, {place.entry.name for _, place in held}
+        self._last = mark
+        self.step = mark.head.step
+        self.lsn = mark.head.lsn
+        self._held = held
+        self._marked = {place.entry.name for _, place in held}
 
     def work_off(self) -> None:
         """Applies what is waiting: from now on no record of the steps taken so far is read.
@@ -235,7 +244,8 @@ class OfflineState:
             return
         for one, place in self._held:
             self._put(one, place)
-        self._held, logged = [], self._marked
+        self._held = []
+        logged = self._marked
         found = {**mark.objects, **(objects or {})}
         trees = {name.removeprefix(OBJECT_PREFIX): decode(data) for name, data in found.items()}
         for section, tree in trees.items():
@@ -247,7 +257,8 @@ class OfflineState:
                 self._settle(section, tree, optimizer, logged, counterfactual)
             if OptimizerProvider.groups_of(tree) is not None:
                 self._take_options(tree, None if optimizer is None else optimizer.last, logged)
-        self._trees, self.objects = trees, found
+        self._trees = trees
+        self.objects = found
         if counterfactual:
             for section in self._optimizers:
                 self.objects[OBJECT_PREFIX + section] = encode(trees[section], section)
@@ -395,7 +406,8 @@ class OfflineState:
     def _as_it_lay(self, name: str) -> None:
         """Gives a tensor the strides that it had, gaps and all: kernels choose their way by them,
         and some round otherwise."""
-        entry, tensor = self.entries[name], self.tensors[name]
+        entry = self.entries[name]
+        tensor = self.tensors[name]
         if entry.stride is None or len(entry.stride) != tensor.dim() or not tensor.numel():
             return
         if all(entry.stride):  # else nothing could have updated it in place
@@ -479,7 +491,8 @@ class _Lookup(Mapping[str, torch.Tensor]):
     """Tensors by every name, aliases included."""
 
     def __init__(self, tensors: Mapping[str, torch.Tensor], canonical: Any) -> None:
-        self._tensors, self._canonical = tensors, canonical
+        self._tensors = tensors
+        self._canonical = canonical
 
     def __getitem__(self, name: str) -> torch.Tensor:
         return self._tensors[self._canonical(name)]

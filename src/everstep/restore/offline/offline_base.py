@@ -128,7 +128,8 @@ def _read(
     wanted: Callable[[str], bool] | None = None,
 ) -> OfflineState:
     """What one rank's files hold, as it lies there."""
-    free_bytes, first = memory_available_bytes(), opened.shards[0][3]
+    free_bytes = memory_available_bytes()
+    first = opened.shards[0][3]
     chosen = [_chosen(header, wanted) for _, _, header, _ in opened.shards]
     need_bytes = 0
     for (_, _, header, _), some in zip(opened.shards, chosen, strict=True):

@@ -82,7 +82,8 @@ class Resting:
     def advance(self, mark: LogRecord, held: Held) -> None:
         """Takes one step: what marks of several ranks hold of it, as of its own one."""
         self._put(no_longer_held(self.held, held))
-        self.held, self.last = held, mark
+        self.held = held
+        self.last = mark
 
     def _put(self, held: Held) -> None:
         for mark, place in held:
@@ -132,10 +133,16 @@ class JobState:
         doubt: str = "",
     ) -> None:
         self.marker = replace(markers[0], exact=all(marker.exact for marker in markers))
-        self.step, self.lsn = self.marker.step, self.marker.lsn
-        self._saved, self._computed, self._resting = saved, computed, resting
-        self._written, self._keeper = written, keeper
-        self._parts, self._apart, self.doubt = parts, apart, doubt
+        self.step = self.marker.step
+        self.lsn = self.marker.lsn
+        self._saved = saved
+        self._computed = computed
+        self._resting = resting
+        self._written = written
+        self._keeper = keeper
+        self._parts = parts
+        self._apart = apart
+        self.doubt = doubt
         self._comparisons = {rank: Comparison() for rank in written}
         self._marks: dict[int, LogRecord] = {}
 
@@ -193,7 +200,8 @@ class JobState:
             one.advance(step[rank][1], held[rank])
         self._marks = {rank: mark for rank, (_, mark) in step.items()}
         any_mark = next(iter(self._marks.values()))
-        self.step, self.lsn = any_mark.head.step, any_mark.head.lsn
+        self.step = any_mark.head.step
+        self.lsn = any_mark.head.lsn
 
     def finish(self, *, counterfactual: bool = False) -> None:
         """Applies what is waiting, and puts everything else as the last marks have it.
@@ -272,20 +280,26 @@ class JobState:
         Raises:
             UnsupportedStateError: ranks had different parameters of one name.
         """
-        trees, objects, givers = dict[str, Any](), dict[str, bytes](), dict[str, int]()
+        trees = dict[str, Any]()
+        objects = dict[str, bytes]()
+        givers = dict[str, int]()
         for rank in self._saved.ranks:
             for name, data in self._objects(rank).items():
                 section = name.removeprefix(OBJECT_PREFIX)
                 if givers.setdefault(section, rank) == rank:
-                    trees[section], objects[name] = decode(data), data
-        entries, tensors, aliases = dict[str, Entry](), dict[str, torch.Tensor](), dict[str, str]()
+                    trees[section] = decode(data)
+                    objects[name] = data
+        entries = dict[str, Entry]()
+        tensors = dict[str, torch.Tensor]()
+        aliases = dict[str, str]()
         unclear: dict[str, str] = {}
         taken: dict[str, tuple[int, ...] | None] = {}
         for section, tree in trees.items():
             for name in references(tree):
                 pieces = self._saved.pieces_of(name, givers[section])
                 first = pieces[0]
-                canonical, ranks = first.entry.name, first.placement.ranks
+                canonical = first.entry.name
+                ranks = first.placement.ranks
                 if name != canonical:
                     aliases[name] = canonical
                 if taken.setdefault(canonical, ranks) != ranks:

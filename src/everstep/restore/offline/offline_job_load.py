@@ -100,10 +100,13 @@ def _load(
     timeout_s: float,
     progress: ProgressSink,
 ) -> JobState:
-    saved, keeper = SavedRanks(opened), dict[Key, int]()
-    parts, apart = dict[int, dict[str, bytes]](), list[str]()
+    saved = SavedRanks(opened)
+    keeper = dict[Key, int]()
+    parts = dict[int, dict[str, bytes]]()
+    apart = list[str]()
     plans = [_plan(saved, rank, keeper) for rank in saved.ranks]
-    need_bytes, free_bytes = sum(plan.size_bytes for plan in plans), memory_available_bytes()
+    need_bytes = sum(plan.size_bytes for plan in plans)
+    free_bytes = memory_available_bytes()
     if need_bytes > free_bytes:
         marker = opened[0].marker
         raise UnavailableError(
@@ -118,7 +121,9 @@ def _load(
             entry, pieces = plan.entries[name]
             box = Box(entry.global_offset, entry.shape)
             wanted.append((name, pieces, box, host_bytes(tensor)))
-    fills, doubt, done = fills_by_file(saved, wanted), "", set[int]()
+    fills = fills_by_file(saved, wanted)
+    doubt = ""
+    done = set[int]()
     for one in opened:
         if one.redo is not None:  # a base over several steps
             made = made_whole(one, ring, trained, timeout_s=timeout_s, progress=progress)
@@ -172,14 +177,16 @@ def _plan(saved: SavedRanks, rank: int, keeper: dict[Key, int]) -> _Plan:
     plan = _Plan(rank, view, held, aliases, new, False)
     owned = owned_entries(view.trees, plan.name_of)
     if not owned.isdisjoint(new):
-        plan.mine, plan.computes = list(held), True
+        plan.mine = list(held)
+        plan.computes = True
     return plan
 
 
 def _held(pieces: Sequence[Piece], rank: int) -> tuple[Entry, Sequence[Piece]]:
     """The part of a tensor that a rank held, by the name that those have for it that held it."""
     first = pieces[0]
-    shape, placement = first.entry.global_shape, first.placement
+    shape = first.entry.global_shape
+    placement = first.placement
     box = Box((0,) * len(shape), shape)
     if placement.cuts:
         box = box_on_mesh(shape, placement.mesh, placement.coordinate(rank), placement.cuts)
@@ -218,7 +225,8 @@ def _objects(saved: SavedRanks, plan: _Plan) -> tuple[dict[str, bytes], dict[str
     found: dict[str, bytes] = {}
     parts: dict[str, bytes] = {}
     for section, data in saved.objects_of(plan.rank).items():
-        name, tree = OBJECT_PREFIX + section, plan.view.trees[section]
+        name = OBJECT_PREFIX + section
+        tree = plan.view.trees[section]
         if is_partitioned(decode(data)):  # alike on all ranks, whoever had what
             parts[name], data = data, whole_object(tree, tree["state"], section)
         found[name] = data

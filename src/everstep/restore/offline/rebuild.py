@@ -211,7 +211,8 @@ class Rebuilder:
         audit = audit_of(self.log.inventory, BaseId(timeline, step))
         if audit is not None and audit.verdict == "different":  # as resume() says
             why = why or audit_in_words(audit)
-        inexact, why = why, why or next(iter(own.values()), "")  # as where fewer ranks go on (I9)
+        inexact = why  # as where fewer ranks go on (I9)
+        why = why or next(iter(own.values()), "")
         about = len(chain.steps), not why, why, tuple(skipped), own, inexact, audit
         return Rebuilt(alone, base.id, timeline, *about)
 
@@ -403,5 +404,6 @@ def _distance(one: torch.Tensor, other: torch.Tensor) -> tuple[float | None, flo
         return None, None
     norm = float(torch.linalg.vector_norm(first))
     size = float(torch.linalg.vector_norm(apart))
-    largest, share = float(apart.abs().max()), size / norm if norm else math.inf
+    largest = float(apart.abs().max())
+    share = size / norm if norm else math.inf
     return largest if math.isfinite(largest) else None, share if math.isfinite(share) else None

@@ -20,7 +20,8 @@ def conditions(records: Iterable[TimelineRecord | None]) -> tuple[int | None, st
         The number of torch's threads in training, None if it is not known or not always the
         same; and why replay on this machine need not give the same bits, ``""`` if it must.
     """
-    mine, threads = fingerprint(), set()
+    mine = fingerprint()
+    threads = set()
     for record in {id(record): record for record in records}.values():
         if record is None:
             return None, "the record that says where it was trained is damaged"
@@ -29,7 +30,8 @@ def conditions(records: Iterable[TimelineRecord | None]) -> tuple[int | None, st
             return None, why
         for key in ("torch", "machine", "processor", "system", "denormals"):
             if theirs.get(key) != mine.get(key):
-                found, here = theirs.get(key, "unknown"), mine.get(key, "kept")
+                found = theirs.get(key, "unknown")
+                here = mine.get(key, "kept")
                 return None, f"trained with {key} {found}, replayed with {here}"
         if "cuda" in theirs or "device" in theirs:
             device = theirs.get("device", "a GPU")

@@ -50,7 +50,8 @@ def _compressed(
 ) -> Gradient:
     """A gradient that training consumed compressed, as it consumed it; or a lossy copy of one."""
     form: Sparse | Int8
-    shape, stride = tuple(fields["shape"]), fields["stride"]
+    shape = tuple(fields["shape"])
+    stride = fields["stride"]
     if "counts" in fields:
         numel = math.prod(shape)
         values = tensors[VALUES + name]

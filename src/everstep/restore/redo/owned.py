@@ -15,7 +15,8 @@ __all__ = ["owned_entries", "parameter_names"]
 def owned_entries(trees: Mapping[str, Any], canonical: Callable[[str], str]) -> set[str]:
     """Entries that are a parameter or state of any optimizer; arguments as of
     :func:`parameter_names`."""
-    parameters, found = parameter_names(trees, canonical), set[str]()
+    parameters = parameter_names(trees, canonical)
+    found = set[str]()
     for tree in trees.values():
         groups = OptimizerProvider.groups_of(tree)
         if groups is not None:

@@ -51,7 +51,8 @@ def whole_objects(marks: Mapping[int, LogRecord]) -> tuple[Parts, Parts]:
     for rank, mark in marks.items():
         for name, data in mark.objects.items():
             if PARTITIONED.encode() in data and is_partitioned(tree := decode(data)):
-                trees[rank][name], parts[rank][name] = tree, data
+                trees[rank][name] = tree
+                parts[rank][name] = data
     states: dict[tuple[str, str], dict[str, Any]] = {}
     for rank, mine in trees.items():
         for name, tree in mine.items():

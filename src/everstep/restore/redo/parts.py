@@ -81,7 +81,8 @@ def _of_rank(
     record: LogRecord, part: LogRecord, rank: int, optimizer: str, ranks: Any, wanted: str
 ) -> OfOthers:
     """Of one rank's part."""
-    head, other = record.head, part.head
+    head = record.head
+    other = part.head
     if (other.kind, other.timeline, other.step, other.lsn) != (
         head.kind,
         head.timeline,

@@ -107,7 +107,8 @@ def checked(
             yield mark
             return
         try:
-            updates, mark = [sound(record) for record in updates], sound(mark)
+            updates = [sound(record) for record in updates]
+            mark = sound(mark)
         except DamageError as error:
             yield error
             return
@@ -143,7 +144,9 @@ class Redo:
         aliases: Mapping[str, str] = MappingProxyType({}),
         names: Sequence[str] = (),
     ) -> None:
-        self._state, self._relaid, self._aliases = state, relaid, aliases
+        self._state = state
+        self._relaid = relaid
+        self._aliases = aliases
         self._names = names
         self._replayers: dict[str, Replayer] = {}
         self._pending: dict[str, list[Update]] = {}
@@ -196,7 +199,8 @@ class Redo:
         self._turn_over(mark, self._changes_class(step))
         self._classes |= classes
         self._kinds |= {one.optimizer: one.kind for _, one in step.updates if one is not None}
-        doubtful, dtype = self._find_doubtful(mark), None
+        doubtful = self._find_doubtful(mark)
+        dtype = None
         for record, update in step.updates:
             if update is not None:
                 dtype = update.default_dtype
@@ -234,7 +238,8 @@ class Redo:
             MismatchError, FormatError: the mark does not fit the state.
             AuditError: replay gives something else than training had.
         """
-        mark, state = self._last, self._state
+        mark = self._last
+        state = self._state
         if mark is None:
             return self._notes
         self._apply()
@@ -252,7 +257,8 @@ class Redo:
             for name in references(tree):
                 first = self._aliases.get(name, name)
                 if name not in kept and first in kept:
-                    kept[name], logged[name] = kept[first], logged[first]
+                    kept[name] = kept[first]
+                    logged[name] = logged[first]
                 if name in kept:
                     entries[name] = as_live(kept[name], live.get(name))
                 elif name in live:
@@ -283,7 +289,8 @@ class Redo:
         """
         found: dict[str, type[torch.optim.Optimizer]] = {}
         for update in (one for _, one in step.updates if one is not None):
-            key, at = update.optimizer, step.mark.head.step
+            key = update.optimizer
+            at = step.mark.head.step
             optimizer = self._state.optimizers.get(key)
             if optimizer is None or self._kinds.get(key) == update.kind:
                 continue
@@ -315,9 +322,13 @@ class Redo:
 
     def _begin_anew(self) -> None:
         """Everything is as the last mark has it."""
-        self._inexact, self._replayers, self._surveyed = self.exactness, {}, None
-        self._doubtful, self._live = None, {}
-        self._kinds, self._classes = {}, {}
+        self._inexact = self.exactness
+        self._replayers = {}
+        self._surveyed = None
+        self._doubtful = None
+        self._live = {}
+        self._kinds = {}
+        self._classes = {}
 
     def _find_doubtful(self, mark: LogRecord) -> list[str]:
         """Logged entries that an optimizer updates, too: what two of them own, or views of one
@@ -346,7 +357,8 @@ class Redo:
     def _apply(self) -> None:
         """Several steps at once: the state is read once for all of them. Optimizers share
         nothing: what two of them own is logged."""
-        pending, self._pending = self._pending, {}
+        pending = self._pending
+        self._pending = {}
         self._waiting = self._waiting_bytes = 0
         for key, updates in pending.items():
             self._replayer(key).apply(updates)
@@ -354,7 +366,8 @@ class Redo:
 
     def _compare(self) -> None:
         """Compares with the last mark, to whose step everything has been applied."""
-        mark, done = self._last, self._compared
+        mark = self._last
+        done = self._compared
         if mark is not None and mark is not done and self.compares and self.exactness.exact:
             compare(self._comparison, mark, self._tensors(), self._names)
         self._compared = mark
@@ -493,7 +506,8 @@ def other_conditions(records: Iterable[TimelineRecord | None]) -> str:
         if why := uneven_denormals(record.fingerprint, mine):
             return why
         for key in sorted({*mine, *record.fingerprint} - {"process", "python", "session"}):
-            theirs, here = record.fingerprint.get(key, "none"), mine.get(key, "none")
+            theirs = record.fingerprint.get(key, "none")
+            here = mine.get(key, "none")
             if theirs != here:
                 return f"trained with {key} {theirs}, replayed with {here}"
         if not number_settled(record.fingerprint):

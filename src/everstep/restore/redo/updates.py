@@ -40,7 +40,8 @@ def update_of(record: LogRecord, *, own: bool = False) -> Update:
         hyper: dict[str, Any] = {
             name: t for name, t in tensors.items() if name.startswith(HYPER + "/")
         }
-        gradients, lossy = gradients_of(about, tensors), bool(about.get("lossy", False))
+        gradients = gradients_of(about, tensors)
+        lossy = bool(about.get("lossy", False))
         # What each rank updates by itself takes nothing else; in other parts it does (adr/033).
         own = own or (bool(about.get("spread", False)) and not record.parts)
         if in_parts and not own:
@@ -72,7 +73,8 @@ def class_for(update: Update, mine: type[Optimizer]) -> tuple[type[Optimizer] | 
     Args:
         mine: of the optimizer that is here.
     """
-    theirs, name = update.kind, kind_name(mine)
+    theirs = update.kind
+    name = kind_name(mine)
     found = replay_kind(theirs)
     if not theirs or theirs == name or found is mine:
         return mine, ""

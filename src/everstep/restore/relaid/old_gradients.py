@@ -132,7 +132,8 @@ class OldGradients:
     """
 
     def __init__(self, state: State, layout: OldLayout) -> None:
-        self._layout, self._optimizers = layout, state.optimizers
+        self._layout = layout
+        self._optimizers = state.optimizers
         self._cut: dict[str, str] = {}  # by optimizer a parameter that is in other parts now
         self.giver = giver_of(state.ranks.rank, layout)
         self.inexact = ""
@@ -175,7 +176,8 @@ class OldGradients:
             FormatError: they are not of one update, or parts are missing.
             ReplayError: it does not act element by element on what is in other parts now.
         """
-        mine, others = records[self.giver], {r: x for r, x in records.items() if r != self.giver}
+        mine = records[self.giver]
+        others = {r: x for r, x in records.items() if r != self.giver}
         head = mine.head
         for rank, record in others.items():
             if (record.head.step, record.head.lsn) != (head.step, head.lsn):
@@ -183,7 +185,8 @@ class OldGradients:
         found = update_of(replace(mine, parts=others))
         try:
             wanted = self._wanted[found.optimizer]
-            parts, lossy = {self.giver: found.gradients}, found.lossy
+            parts = {self.giver: found.gradients}
+            lossy = found.lossy
             for rank in {rank for one in wanted.values() for rank in one.boxes} - {self.giver}:
                 parts[rank], poor = _own(records[rank], found.optimizer)
                 lossy = lossy or poor
@@ -210,7 +213,9 @@ class OldGradients:
         pieces = self._layout.saved.pieces_of(entry, self.giver)
         if not pieces:
             raise ReplayError(f"{entry!r} is not in the base")
-        placement, box, shape = pieces[0].placement, box_of(parameter), tuple(parameter.shape)
+        placement = pieces[0].placement
+        box = box_of(parameter)
+        shape = tuple(parameter.shape)
         ranks = range(self._layout.world) if placement.ranks is None else placement.ranks
         if not placement.cuts:
             return set(ranks), _Wanted(box, shape, {})

@@ -85,8 +85,12 @@ class OldLogs:
         *,
         timeout_s: float,
     ) -> None:
-        self._filesystem, self._rank, self._world = filesystem, rank, world
-        self._memory, self._ring, self._timeout_s = memory, ring, timeout_s
+        self._filesystem = filesystem
+        self._rank = rank
+        self._world = world
+        self._memory = memory
+        self._ring = ring
+        self._timeout_s = timeout_s
         self._logs: dict[tuple[int, int], LogFound] = {}  # by the world that wrote it, and rank
         self._worlds: dict[int, int] = {}
         self._mended: list[Skipped] = []
@@ -112,7 +116,8 @@ class OldLogs:
             OSError: a directory cannot be read.
         """
         self.close()
-        self._logs, self._worlds = {}, {}
+        self._logs = {}
+        self._worlds = {}
         for known in (inventory, *(there for _, there in copies)):
             for number, record in known.timelines.items():
                 if record is not None and (relaid or record.world != self._world):

@@ -109,7 +109,8 @@ class _Mark:
 
     @classmethod
     def of(cls, layout: OldLayout, rank: int, mark: LogRecord) -> _Mark:
-        entries, base = layout.entries(rank), layout.opened[rank]
+        entries = layout.entries(rank)
+        base = layout.opened[rank]
         data: dict[str, memoryview] = {}
         for place in mark.layout.placed:
             name = place.entry.name
@@ -160,11 +161,13 @@ def _part(
         FormatError: they hold parts of it only.
     """
     # An empty part has no memory by which to tell whose it is, so it is in marks in any case.
-    pieces, entry = [p for p in view.pieces[name] if p.box.size], view.entries[name]
+    pieces = [p for p in view.pieces[name] if p.box.size]
+    entry = view.entries[name]
     held = [piece for piece in pieces if piece.entry.name in ranks[piece.rank].data]
     if not held:
         return None
-    live, template = plan.in_place.get(name), plan.like.get(name)
+    live = plan.in_place.get(name)
+    template = plan.like.get(name)
     box = wanted_box(entry, live if live is not None else template)
     part = empty_like_entry(part_of(entry, box))
     found, missing = fills(held, box, host_bytes(part))
@@ -184,7 +187,8 @@ class OldSamples:
     """
 
     def __init__(self, layout: OldLayout, giver: int) -> None:
-        self._layout, self._giver = layout, giver
+        self._layout = layout
+        self._giver = giver
         self._entries: dict[int, list[Entry]] = {}
 
     def other(
@@ -223,7 +227,8 @@ class OldSamples:
             return
         if rank not in self._entries:
             self._entries[rank] = [e for _, e in sorted(self._layout.entries(rank).items())]
-        entries, used = self._entries[rank], dict.fromkeys(logged, 0)
+        entries = self._entries[rank]
+        used = dict.fromkeys(logged, 0)
         if which.size != (len(entries) + 7) // 8:
             raise FormatError("samples of a state that consists of other tensors")
         bits = np.unpackbits(which)[: len(entries)]

@@ -48,7 +48,8 @@ class _Redo(Redo):
         self, state: State, layout: OldLayout, giver: int, relaid: Collection[str]
     ) -> None:
         super().__init__(state, relaid)
-        self._layout, self._samples = layout, OldSamples(layout, giver)
+        self._layout = layout
+        self._samples = OldSamples(layout, giver)
         self.marks: Mapping[int, LogRecord] = {}
         self._taken_bytes = 0
         self._looked = False
@@ -117,7 +118,8 @@ class _Redo(Redo):
         return []
 
     def _compare(self) -> None:
-        mark, done = self._last, self._compared
+        mark = self._last
+        done = self._compared
         if mark is not None and mark is not done and self.compares and self.exactness.exact:
             elsewhere = updated_elsewhere(self._state)
             live = live_tensors(self._state)
@@ -175,7 +177,8 @@ def redo_of_others(
     with progress("replay", len(steps), "items") as bar:
         for at in steps:
             alive()
-            before, marks = marks, {}
+            before = marks
+            marks = {}
             try:
                 # Of whoever's gradients are of no use here only the mark stays, one by one.
                 for rank in outside if at in {*turns, steps[-1]} else ():
@@ -193,7 +196,8 @@ def redo_of_others(
             redo.turn_over(before, step, marks)
             redo.take(step, {rank: marks[rank] for rank in asked})
             restored.replayed += 1
-            restored.end, restored.lsn = BaseId(*at), step.mark.head.lsn
+            restored.end = BaseId(*at)
+            restored.lsn = step.mark.head.lsn
             if not all(mark.head.exact for mark in marks.values()):
                 restored.inexact = NOT_EXACT
             bar.advance(1)

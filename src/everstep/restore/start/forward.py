@@ -79,7 +79,8 @@ class Loader:
         strict = self.strict or strict
         if marker.world != 1:
             return self._load_ranks(base, strict)
-        held, trained = self.held, inventory.timelines.get(marker.timeline)
+        held = self.held
+        trained = inventory.timelines.get(marker.timeline)
         if held is not None and held.marker == marker:
             self.source = "memory"
             try:
@@ -94,7 +95,8 @@ class Loader:
     def _load_ranks(self, base: BaseFound, strict: bool) -> LoadedBase:
         """A base that several ranks have saved, for a job of one."""
         assert base.manifest is not None
-        self.source, self.inexact = "disk", ""
+        self.source = "disk"
+        self.inexact = ""
         with contextlib.ExitStack() as stack:
             ranks: list[OpenBase] = []
             for marker in base.manifest.markers:
@@ -238,7 +240,8 @@ def _load(
     start_s = loader.seams.clock.monotonic_s()
     loaded = loader.load(inventory, base, strict=strict)
     load_s = loader.seams.clock.monotonic_s() - start_s
-    lsn, inexact = loaded.marker.lsn, loader.inexact
+    lsn = loaded.marker.lsn
+    inexact = loader.inexact
     return Restored(base, loaded, base.id, lsn, inexact=inexact, load_s=load_s)
 
 
@@ -311,7 +314,8 @@ def replay(
         redo.limit_bytes = 0
     redo.compares = not other_conditions(timelines.get(timeline) for timeline, _ in chain.steps)
     before = restored.replayed  # of other parts of the chain
-    files, wait_s = loader.seams.filesystem, loader.timeout_s
+    files = loader.seams.filesystem
+    wait_s = loader.timeout_s
     found = log.steps(chain, restored.lsn, files, loader.ring, wait_s)
     sound = partial(log.sound, filesystem=files, ring=loader.ring, timeout_s=wait_s)
     with (

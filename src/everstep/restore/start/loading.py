@@ -85,7 +85,8 @@ class _Alive:
     """Progress that others are told of, too."""
 
     def __init__(self, shown: ProgressSink, alive: Callable[[], None]) -> None:
-        self._shown, self._alive = shown, alive
+        self._shown = shown
+        self._alive = alive
 
     def advance(self, amount: int) -> None:
         self._alive()

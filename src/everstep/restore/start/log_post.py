@@ -58,7 +58,8 @@ def from_bytes(data: bytearray, timeline: int) -> list[LogRecord]:
         DamageError: they are other bytes.
         FormatError: they are no records.
     """
-    begin, end = 2 * _NUMBER_BYTES, len(data) - _DIGEST_BYTES
+    begin = 2 * _NUMBER_BYTES
+    end = len(data) - _DIGEST_BYTES
     index_bytes = int.from_bytes(data[_NUMBER_BYTES:begin], "little")
     index_digest = data[end:].decode("ascii", "replace")
     return records_in(timeline, memoryview(data)[begin:end], index_bytes, index_digest)
@@ -80,7 +81,8 @@ class _Coming:
         self.data: bytearray | None = bytearray()
         self.total_bytes: int | None = None
         self.asked_bytes = 0
-        self.asked_s, self.again_s = now_s, _AGAIN_S
+        self.asked_s = now_s
+        self.again_s = _AGAIN_S
 
     @property
     def is_there(self) -> bool:
@@ -96,7 +98,9 @@ class LogPost:
     """
 
     def __init__(self, others: Others, clock: Clock, own: Callable[[int, int, int], bytes]) -> None:
-        self._others, self._clock, self._own = others, clock, own
+        self._others = others
+        self._clock = clock
+        self._own = own
         self._kept: OrderedDict[tuple[int, int, int], bytes] = OrderedDict()
         self._coming: dict[int, _Coming] = {}
         self._wanted = BaseId(0, 0)
@@ -132,7 +136,8 @@ class LogPost:
             self._others.is_alive()
             self._others.raise_failed()
             self._others.check({self._coming[rank].reader for rank in missing})
-        came, self._coming = self._coming, {}
+        came = self._coming
+        self._coming = {}
         found = {}
         for rank, one in came.items():
             if one.data is None:
@@ -158,7 +163,8 @@ class LogPost:
     def _ask(self, rank: int, one: _Coming) -> None:
         """For the next bytes; anew, where nothing has come for long."""
         assert one.data is not None
-        now_s, there = self._clock.monotonic_s(), len(one.data)
+        now_s = self._clock.monotonic_s()
+        there = len(one.data)
         if one.asked_bytes > there and now_s - one.asked_s > one.again_s:
             one.asked_bytes, one.again_s = there, min(2 * one.again_s, _AGAIN_MAX_S)
         end = _PART_BYTES if one.total_bytes is None else one.total_bytes

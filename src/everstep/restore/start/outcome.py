@@ -168,8 +168,11 @@ def resumed_of(
         skipped: what could not be used, beside what all know of.
         damage: in words.
     """
-    choice, loaded, redone = go.choice, outcome.loaded, outcome.redone
-    end, lsn = choice.end, 0 if loaded is None else loaded.marker.lsn
+    choice = go.choice
+    loaded = outcome.loaded
+    redone = outcome.redone
+    end = choice.end
+    lsn = 0 if loaded is None else loaded.marker.lsn
     if choice.reach is not None:
         lsn = choice.reach.lsn
     if loaded is not None and redone.notes:

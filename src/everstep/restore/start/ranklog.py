@@ -101,7 +101,9 @@ class RankLog:
         timeout_s: float,
         left: InMemory | None = None,
     ) -> None:
-        self._seams, self._run, self._records = seams, run, records
+        self._seams = seams
+        self._run = run
+        self._records = records
         self._rank = state.ranks.rank
         self._loader = Loader(seams, state, ring, None, strict, timeout_s, lambda: None)
         self._log = LogFound((), ())
@@ -180,7 +182,8 @@ class RankLog:
 
     def with_lent(self, resumed: Resumed, choice: Choice) -> Resumed:
         """Says which of the steps that were replayed have come from other nodes."""
-        reach, base = choice.reach, choice.base
+        reach = choice.reach
+        base = choice.base
         if reach is None or base is None or not self.lent:
             return resumed
         steps = {
@@ -209,7 +212,8 @@ class RankLog:
             DeadlineError, RecoveryError: another rank is silent, or has failed.
             MismatchError: nothing may be left out, and this program lacks what steps of it need.
         """
-        reach, base = choice.reach, choice.base
+        reach = choice.reach
+        base = choice.base
         assert reach is not None
         assert base is not None
         clock = self._seams.clock
@@ -232,7 +236,8 @@ class RankLog:
             self._doubt = f"step {failed.step} is not what training had, perhaps others before"
         noted = () if restored.loaded is None else restored.loaded.notes[len(loaded.notes) :]
         notes = tuple(dict.fromkeys(noted))
-        inexact, skipped = restored.inexact or self._doubt, [*skipped, *restored.skipped]
+        inexact = restored.inexact or self._doubt
+        skipped = [*skipped, *restored.skipped]
         replay_s = clock.monotonic_s() - start_s
         touched = failed is not None or restored.replayed > 0
         there = restored.end == reach.end and restored.lsn == reach.lsn
@@ -259,7 +264,9 @@ class RankLog:
         post: LogPost,
     ) -> EverstepError | None:
         """By this rank's own log; returns why a step could not be redone."""
-        found, base, loaded = restored.base, choice.base, restored.loaded
+        found = restored.base
+        base = choice.base
+        loaded = restored.loaded
         assert found is not None
         assert base is not None
         assert loaded is not None
@@ -353,10 +360,12 @@ class RankLog:
         if not ranks:
             yield from (chain,) if chain.steps else ()
             return
-        place, spoilt = 0, None
+        place = 0
+        spoilt = None
         while place == restored.replayed < len(chain.steps) and spoilt is None:
             parts: dict[tuple[int, int], dict[int, LogRecord]] = {}
-            size_bytes, begin = 0, place
+            size_bytes = 0
+            begin = place
             while place < len(chain.steps) and size_bytes < _PARTS_BYTES_MAX:
                 try:
                     found = post.parts({rank: rank for rank in ranks}, *chain.steps[place])

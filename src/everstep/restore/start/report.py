@@ -108,7 +108,8 @@ def describe(resumed: Resumed, seconds: float, *, has_data: bool) -> Recovery:
     Args:
         has_data: a position in the data has come back, or begins.
     """
-    base, loaded = resumed.base, resumed.loaded
+    base = resumed.base
+    loaded = resumed.loaded
     audit = "" if resumed.audit is None else audit_in_words(resumed.audit)
     said = "nothing to restore"
     if loaded is not None:

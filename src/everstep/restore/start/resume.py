@@ -165,7 +165,8 @@ def resume(
                 raise OfSeveralError
             try:
                 loader = Loader(seams, state, ring, held, strict, timeout_s, on_touch)
-                files, records = seams.filesystem, recalled.records
+                files = seams.filesystem
+                records = recalled.records
                 threads = looks_at_a_time(files)
                 log = LogFound.of(files, inventory, records, world=1, threads=threads)
                 restored = Restored() if fresh else _restore(inventory, loader, log, step)
@@ -173,7 +174,8 @@ def resume(
                     raise _no_way_back(run)
             except _VanishedError:
                 continue
-            found, loaded = restored.base, restored.loaded
+            found = restored.base
+            loaded = restored.loaded
             audit = None if restored.end is None else audit_of(inventory, restored.end)
             if audit is not None and audit.verdict == "different":
                 restored.inexact = restored.inexact or audit_in_words(audit)
@@ -292,7 +294,8 @@ def _restore(inventory: Inventory, loader: Loader, log: LogFound, step: int | No
     filesystem = loader.seams.filesystem
     chosen = reachable(inventory, log.index, step=step)
     skipped = [*chosen.candidates.skipped, *log.skipped]
-    left, apart = list(reversed(chosen.ordered)), False
+    left = list(reversed(chosen.ordered))
+    apart = False
     fewer = dict[BaseId, str]()  # of a part of the state: not taken as long as there is another
     if not loader.strict:
         tried = [base for base, _ in chosen.ordered]

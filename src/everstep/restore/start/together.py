@@ -91,15 +91,21 @@ class _Start:
         timeout_s: float,
         compare: Compares | None,
     ) -> None:
-        self._copies, self._log, self._compare = copies, log, compare
+        self._copies = copies
+        self._log = log
+        self._compare = compare
         self.ahead = CopiesAhead(run, meeting.rank, needs, apart)
         self.ready: Callable[[], None] = lambda: None
         self.doubts: Callable[[LoadedBase | None], tuple[str, ...]] = lambda loaded: ()
         self.parts: Collection[str] = ()  # of the state
         self.fewer = ""  # why a newer base with fewer parts was passed over
         self._step = step
-        self._filesystem, self._clock, self._run = seams.filesystem, seams.clock, run
-        self._meeting, self._held, self._load = meeting, held, load
+        self._filesystem = seams.filesystem
+        self._clock = seams.clock
+        self._run = run
+        self._meeting = meeting
+        self._held = held
+        self._load = load
         self._needs = needs
         self._timelines = KnownTimelines()
         self.fetched: list[Fetched] = []
@@ -165,10 +171,12 @@ class _Start:
                 self._others.tell(out.rank, out.message)
             elif isinstance(out, TakeInventory):
                 self._others.begin("looks at what it can read")
-                self._relaid, self._partly = out.relaid, out.partly
+                self._relaid = out.relaid
+                self._partly = out.partly
                 self._only = self._only if self._in_order else None
                 self._in_order = False  # if ranks are asked again, what was chosen did not do
-                offer, self._looked = self._looked or self._offer(), None
+                offer = self._looked or self._offer()
+                self._looked = None
                 todo += self._agreement.done(InventorySeen(offer))
             elif isinstance(out, Compare):
                 self._others.begin(f"compares {out.choice.base} with its state")
@@ -216,7 +224,8 @@ class _Start:
         inventory = scan_run(self._filesystem, self._run, self._timelines)
         self.outcome.inventory = inventory
         rank = self._meeting.rank
-        disk, held = self._meeting.disks[rank], []
+        disk = self._meeting.disks[rank]
+        held = []
         if self._held is not None and self._held.id.timeline in inventory.timelines:
             held.append((self._held.marker, "memory"))
         mine = [one for one in self.fetched if one.is_of(inventory)]
@@ -314,7 +323,9 @@ class _Start:
 
     def _load_base(self, choice: Choice) -> tuple[tuple[int, Source], ...]:
         """Loads what was chosen, unless that stands; returns which files are damaged, and where."""
-        stands, self._stands, inventory = self._stands, None, self.outcome.inventory
+        stands = self._stands
+        self._stands = None
+        inventory = self.outcome.inventory
         self.outcome = Outcome(inventory=inventory)
         self.ahead.only(choice.base)
         if choice.base is None or choice.manifest is None:
@@ -330,7 +341,8 @@ class _Start:
         base = BaseFound(choice.base, path, "committed", choice.manifest, None, ())
         places = self._places(choice, choice.manifest)
         if stands is not None and stands[0] == choice.manifest:
-            self._stands, self.outcome = stands, replace(stands[1], inventory=inventory)
+            self._stands = stands
+            self.outcome = replace(stands[1], inventory=inventory)
             self._see_layout(choice, base, places)
             return ()
         start_s = self._clock.monotonic_s()
@@ -392,7 +404,8 @@ class _Start:
         assert choice.base is not None
         assert choice.manifest is not None
         assert self._compare is not None
-        compare, id_ = self._compare, choice.base
+        compare = self._compare
+        id_ = choice.base
         path = base_dir(self._run, id_.timeline, id_.step)
         base = BaseFound(id_, path, "committed", choice.manifest, None, ())
         places = self._places(choice, choice.manifest)
@@ -428,7 +441,8 @@ class _Start:
         self, loaded: LoadedBase, manifest: Manifest, picked: Mapping[int, Place], start_s: float
     ) -> None:
         """Notes what was restored, and from where."""
-        load_s, inventory = self._clock.monotonic_s() - start_s, self.outcome.inventory
+        load_s = self._clock.monotonic_s() - start_s
+        inventory = self.outcome.inventory
         about = loaded, manifest, picked, self._meeting.rank
         self.outcome = Outcome.of(*about, load_s=load_s, inventory=inventory)
         self._stands = manifest, replace(self.outcome)
@@ -454,7 +468,8 @@ class _Start:
         return [Place(source, files, url) for files, url in found]
 
     def _record_of(self, choice: Choice, number: int) -> TimelineRecord:
-        exact, unix_s = self.outcome.exact, self._clock.unix_s()
+        exact = self.outcome.exact
+        unix_s = self._clock.unix_s()
         return record_of(choice, number, self._meeting, exact=exact, unix_s=unix_s)
 
 
@@ -515,7 +530,8 @@ def resume_together(
     about = seams, run, meeting, held, load, copies, log
     limits: dict[str, Any] = {"apart": apart, "timeout_s": timeout_s, "compare": compare}
     start = _Start(*about, step=step, needs=needs, **limits)
-    start.ready, start.parts = ready, state.providers.keys()
+    start.ready = ready
+    start.parts = state.providers.keys()
     start.doubts = partial(_doubts, state)
     start.fetched += own
     try:

@@ -93,7 +93,8 @@ class Claims:
     def close(self) -> None:
         """Lets go of everything. Idempotent."""
         with self._lock:
-            fd, self._fd = self._fd, -1
+            fd = self._fd
+            self._fd = -1
         if fd >= 0:
             os.close(fd)
 

@@ -73,7 +73,8 @@ class LockedFile:
 
     def release(self) -> None:
         """Unlocks and closes, also for forked children that have inherited the descriptor."""
-        fd, self.fd = self.fd, -1
+        fd = self.fd
+        self.fd = -1
         if fd >= 0:
             try:
                 fcntl.flock(fd, fcntl.LOCK_UN)
@@ -82,7 +83,8 @@ class LockedFile:
 
     def close(self) -> None:
         """Closes only: a process that was given the descriptor goes on holding the lock."""
-        fd, self.fd = self.fd, -1
+        fd = self.fd
+        self.fd = -1
         if fd >= 0:
             os.close(fd)
 

@@ -33,7 +33,8 @@ class Standstill:
     """
 
     def __init__(self, timeout_s: float, now_s: Callable[[], float] | None = None) -> None:
-        self.timeout_s, self._now_s = timeout_s, now_s or RunningTime().now_s
+        self.timeout_s = timeout_s
+        self._now_s = now_s or RunningTime().now_s
         self._at: object = None
         self._since_s = self._now_s()
 
@@ -41,7 +42,8 @@ class Standstill:
         """It is ``at`` that now."""
         now_s = self._now_s()
         if at != self._at:
-            self._at, self._since_s = at, now_s
+            self._at = at
+            self._since_s = now_s
         return now_s - self._since_s
 
     def is_over(self, at: object) -> bool:
@@ -88,7 +90,8 @@ class MovingFileSystem:
     """
 
     def __init__(self, filesystem: FileSystem, moved: Callable[[], None]) -> None:
-        self._inner, self._moved = filesystem, moved
+        self._inner = filesystem
+        self._moved = moved
 
     def create(self, path: PurePath, *, direct: bool = False) -> WriteFile:
         return _Written(self._do(self._inner.create, path, direct=direct), self._moved)
@@ -130,7 +133,8 @@ class MovingFileSystem:
 
 class _Written:
     def __init__(self, file: WriteFile, moved: Callable[[], None]) -> None:
-        self._file, self._moved = file, moved
+        self._file = file
+        self._moved = moved
 
     def write(self, data: memoryview, offset: int) -> None:
         _told(self._moved, self._file.write, data, offset)
@@ -150,7 +154,8 @@ class _Written:
 
 class _Read:
     def __init__(self, file: ReadFile, moved: Callable[[], None]) -> None:
-        self._file, self._moved = file, moved
+        self._file = file
+        self._moved = moved
 
     @property
     def size_bytes(self) -> int:

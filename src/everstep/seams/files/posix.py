@@ -50,7 +50,10 @@ class _Descriptors:
                 self.direct = os.open(path, keep | _O_NOFOLLOW | _O_CLOEXEC | _O_DIRECT)
 
     def close(self) -> None:
-        plain, direct, self.plain, self.direct = self.plain, self.direct, -1, -1
+        plain = self.plain
+        direct = self.direct
+        self.plain = -1
+        self.direct = -1
         try:
             if plain >= 0:
                 os.close(plain)
@@ -71,7 +74,8 @@ class _PosixWriteFile:
         data = data.cast("B")
         while data.nbytes:
             written = self._write_some(data, offset)
-            data, offset = data[written:], offset + written
+            data = data[written:]
+            offset = offset + written
 
     def _write_some(self, data: memoryview, offset: int) -> int:
         if self._fds.direct >= 0 and _aligned(data, offset):

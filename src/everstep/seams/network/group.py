@@ -60,7 +60,8 @@ class TorchGroup:
     """
 
     def __init__(self, timeout_s: float) -> None:
-        self.rank, self.world = dist.get_rank(), dist.get_world_size()
+        self.rank = dist.get_rank()
+        self.world = dist.get_world_size()
         self.host = _own_address()
         self._timeout = timedelta(seconds=timeout_s)
         what = "make a Checkpointer"
@@ -73,7 +74,8 @@ class TorchGroup:
 
     def exchange(self, what: str, data: bytes) -> list[bytes]:
         """What every rank gives, by rank."""
-        begun, self._begun = self._begun, None
+        begun = self._begun
+        self._begun = None
         if begun is not None:
             begun()  # or gloo would take what ranks say here for an answer to that
         self._meet(what, self._group)
@@ -98,7 +100,8 @@ class TorchGroup:
         """In one round where all of them say little: rounds are what ranks wait for."""
         begins = self._round(len(data).to_bytes(_SIZE_BYTES, "little") + data, _ROUND_BYTES)
         sizes = [int.from_bytes(one[:_SIZE_BYTES], "little") for one in begins]
-        found, more = [one[_SIZE_BYTES:] for one in begins], max(sizes) - _ROUND_BYTES + _SIZE_BYTES
+        found = [one[_SIZE_BYTES:] for one in begins]
+        more = max(sizes) - _ROUND_BYTES + _SIZE_BYTES
         if more > 0:
             rests = self._round(data[_ROUND_BYTES - _SIZE_BYTES :], more)
             found = [begin + rest for begin, rest in zip(found, rests, strict=True)]

@@ -247,7 +247,8 @@ class PeerMailbox:
         out.socket.setblocking(False)
         with contextlib.suppress(OSError):
             out.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        out.connected, out.give_up_s = False, now_s + _CONNECT_S
+        out.connected = False
+        out.give_up_s = now_s + _CONNECT_S
         out.on_ready = lambda _, events: self._write(out, events)
         try:
             out.socket.connect(out.address)
@@ -255,7 +256,8 @@ class PeerMailbox:
             pass
         except OSError:
             out.socket.close()
-            out.socket, out.not_before_s = None, now_s + _TRY_AGAIN_S
+            out.socket = None
+            out.not_before_s = now_s + _TRY_AGAIN_S
             return
         self._selector.register(out.socket, _BOTH, out.on_ready)
 
@@ -303,7 +305,10 @@ class PeerMailbox:
             with contextlib.suppress(KeyError, ValueError):
                 self._selector.unregister(out.socket)
             out.socket.close()
-        out.socket, out.sending, out.connected, out.heard = None, b"", False, False
+        out.socket = None
+        out.sending = b""
+        out.connected = False
+        out.heard = False
         out.not_before_s = time.monotonic() + _TRY_AGAIN_S
 
 

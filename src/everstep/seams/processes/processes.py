@@ -127,7 +127,8 @@ class PidWatch:
 
     def close(self) -> None:
         """Ends the watch; the process goes on."""
-        fd, self._fd = self._fd, None
+        fd = self._fd
+        self._fd = None
         if fd is not None:
             os.close(fd)
 

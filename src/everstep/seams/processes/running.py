@@ -73,6 +73,7 @@ class Allowance:
 
     def spend(self, wait: Callable[[float], object]) -> None:
         """Calls ``wait`` with so many seconds, of which those count that it takes."""
-        slice_s, since_s = min(self.left_s, _LOOK_S), time.monotonic()
+        slice_s = min(self.left_s, _LOOK_S)
+        since_s = time.monotonic()
         wait(slice_s)
         self.left_s = max(0.0, self.left_s - min(time.monotonic() - since_s, slice_s))

@@ -92,7 +92,8 @@ class SignalWatch:
 
     def close(self) -> None:
         """Puts the earlier handlers back, where nobody has replaced ours since."""
-        self._passing, self.came = True, None
+        self._passing = True
+        self.came = None
         if threading.current_thread() is not threading.main_thread():
             return  # only that one may; ours does what the earlier ones did
         for number, earlier in self._earlier.items():
@@ -100,7 +101,8 @@ class SignalWatch:
                 signal.signal(number, earlier)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        now_s, came = self._clock.monotonic_s(), self.came
+        now_s = self._clock.monotonic_s()
+        came = self.came
         noted = not self._passing
         if came is not None:
             noted = now_s - came.at_s < (self._grace_s if noted else SAME_S)

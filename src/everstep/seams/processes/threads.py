@@ -80,7 +80,9 @@ class IoThreads:
     def close(self, timeout_s: float = 5.0) -> None:
         """Ends the threads after the work that was submitted; a hung one is left behind."""
         with self._lock:
-            threads, jobs, let_go = self._threads, self._jobs, self._let_go
+            threads = self._threads
+            jobs = self._jobs
+            let_go = self._let_go
             self._begin()
         if let_go is not None:
             let_go.detach()

@@ -239,7 +239,8 @@ class Positions:
     @contextmanager
     def loads(self) -> Iterator[None]:
         """What is loaded within the block is where training goes on."""
-        before, self._loading = self._loading, True
+        before = self._loading
+        self._loading = True
         try:
             yield
         finally:
@@ -321,7 +322,8 @@ class _Position:
         """Take a position, which waits until somebody iterates."""
         old = loader._iterator
         load(loader, state)
-        self.begun, self.pending = None, None
+        self.begun = None
+        self.pending = None
         if not positions.restoring:
             return
         self.pending = state or None
@@ -341,7 +343,9 @@ class _Position:
         return iterator
 
     def _make(self, loader: Any, make: Callable[[Any], Any], positions: Positions) -> Any:
-        pending, self.pending, moved = self.pending, None, positions.moved
+        pending = self.pending
+        self.pending = None
+        moved = positions.moved
         epochs = _epochs(loader)  # now: workers fetch ahead, which may end the sampler's epoch
         if pending is None:
             self.epochs = epochs
@@ -426,7 +430,9 @@ class _Orders:
     """
 
     def __init__(self, position: _Position, loader: Any, begun: dict[str, Any] | None) -> None:
-        self._position, self._loader, self._begun = position, loader, begun
+        self._position = position
+        self._loader = loader
+        self._begun = begun
         self._sampler = loader._index_sampler
         while _restores_itself(self._sampler) and isinstance(self._sampler, BatchSampler):
             self._sampler = self._sampler.sampler  # which its iterator iterates at once
@@ -491,7 +497,9 @@ class _First:
     def __init__(
         self, iterator: Any, positions: Positions, *, ahead: str, moved: bool, other_epoch: str
     ) -> None:
-        self._held, self._positions, self._moved = weakref.ref(iterator), positions, moved
+        self._held = weakref.ref(iterator)
+        self._positions = positions
+        self._moved = moved
         self._other_epoch = other_epoch
         self._ahead = ahead if iterator._num_yielded else ""
         iterator._next_data = self
@@ -542,7 +550,8 @@ class _Behind:
         iterator = self._held()
         assert iterator is not None
         self.state = iterator.state_dict()
-        fetch, self._fetch = self._fetch, None
+        fetch = self._fetch
+        self._fetch = None
         if fetch is not None:
             data = fetch()  # it is done with the first
             iterator._next_data = self
@@ -617,7 +626,8 @@ def _restores_itself(sampler: Any) -> bool:
 
 def _own_generators(loader: Any) -> list[torch.Generator]:
     """Return the generators of a loader and its samplers that their state does not have."""
-    found, left = [loader.generator], [loader.batch_sampler, loader.sampler]
+    found = [loader.generator]
+    left = [loader.batch_sampler, loader.sampler]
     seen = set[int]()
     while left:
         sampler = left.pop(0)

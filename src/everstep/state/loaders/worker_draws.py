@@ -65,7 +65,8 @@ class _WithGenerators:
     def state_dict(self) -> Any:
         # Asked for after the dataset's iterator was made, which may draw, and before the first
         # batch: only now the generators can be put back.
-        restored, self._restored = self._restored, {}
+        restored = self._restored
+        self._restored = {}
         _put_back(restored)
         mine = None if self._get is None else self._get()
         now = _generators()
@@ -74,7 +75,8 @@ class _WithGenerators:
 
     def load_state_dict(self, state: Any) -> None:
         if isinstance(state, dict) and _GENERATORS in state:
-            self._restored, state = state[_GENERATORS], state[_DATASET]
+            self._restored = state[_GENERATORS]
+            state = state[_DATASET]
         if self._set is not None and state is not None:
             self._set(state)
 

@@ -83,7 +83,8 @@ def _is_other(given: Any, live: Any) -> bool:
         return False
     if not isinstance(live, torch.Tensor):
         return True
-    one, other = local_of(given), local_of(live)
+    one = local_of(given)
+    other = local_of(live)
     if (one.dtype, one.shape, one.layout) != (other.dtype, other.shape, other.layout):
         return True
     if one.layout is not torch.strided:
@@ -96,7 +97,8 @@ def _has_all(given: Any, live: torch.Tensor) -> bool:
     that holds all of its values, or in words of the same size."""
     if not isinstance(given, torch.Tensor):
         return False
-    one, other = local_of(given).detach(), local_of(live).detach()
+    one = local_of(given).detach()
+    other = local_of(live).detach()
     if one.shape != other.shape or one.device != other.device or one.layout != other.layout:
         return False
     same_words = one.itemsize == other.itemsize and one.dtype != other.dtype
@@ -115,7 +117,8 @@ def load(optimizer: Optimizer, state_dict: dict[str, Any], forms: Forms) -> None
         forms: what is in a form of the optimizer's own: it is for it to say what becomes of that.
     """
     own = vars(optimizer)
-    groups, state = own["param_groups"], own["state"]
+    groups = own["param_groups"]
+    state = own["state"]
     given = state_dict
 
     def note(_: Optimizer, decoded: dict[str, Any]) -> None:
@@ -129,7 +132,8 @@ def load(optimizer: Optimizer, state_dict: dict[str, Any], forms: Forms) -> None
             group.update(loaded)
         state.clear()
         state.update(own["state"])
-        own["param_groups"], own["state"] = groups, state
+        own["param_groups"] = groups
+        own["state"] = state
         for number, parameter, values in _by_parameter(optimizer, given):
             raw = state_dict["state"].get(number, {})
             decoded = [k for k in forms.get(number, ()) if values.get(k) is not raw.get(k)]
@@ -203,7 +207,8 @@ def _keep_tensors(groups: Sequence[dict[str, Any]], loaded: Sequence[dict[str, A
         if key in old
     ]
     both = {(_which(m), _which(v)) for *_, old, new in places for m, v in _tensor_pairs(old, new)}
-    one, other = Counter(mine for mine, _ in both), Counter(value for _, value in both)
+    one = Counter(mine for mine, _ in both)
+    other = Counter(value for _, value in both)
 
     def kept(mine: torch.Tensor, value: torch.Tensor) -> bool:
         alike = mine.dtype == value.dtype and mine.shape == value.shape

@@ -115,7 +115,8 @@ class OptimizerProvider:
             reason = f"{kind.__module__}.{kind.__qualname__}: {_CALLS_NO_HOOKS}"
             raise UnsupportedStateError(f"{section}: {reason}", leaves=((section, reason),))
         self.section = section
-        self._optimizer, self._names = optimizer, names
+        self._optimizer = optimizer
+        self._names = names
         self._have_gradients: list[str] | bool = False
         self._encodings = Encodings()
         self._forms: dict[str, list[str]] = {}  # found last, by name
@@ -142,7 +143,8 @@ class OptimizerProvider:
             if self._proof is None:
                 tree = {**cast("dict[str, Any]", part.tree), **self._beside()}
                 return replace(part, tree=tree, holding=self._as_before(holding))
-            self._named, self._names_then = named, names
+            self._named = named
+            self._names_then = names
         return self._with_options(self._proof)
 
     def named(self) -> list[tuple[str, torch.Tensor]]:
@@ -237,7 +239,8 @@ class OptimizerProvider:
         groups: list[Any] = [dict(group) for group in self._optimizer.param_groups]
         for options in groups:
             del options["params"]
-        holding, block = proof.holding, Block.of({}, ())
+        holding = proof.holding
+        block = Block.of({}, ())
         if not all(map(is_fixed, groups)):
             groups, block = self._checked(groups)
             shared = tuple(key for key in block.identities if isinstance(key, Memory))
@@ -250,7 +253,8 @@ class OptimizerProvider:
 
     def _checked(self, groups: list[Any]) -> tuple[list[Any], Block]:
         """Options that may change, or be tensors: copies, and the tensors."""
-        where, named = join_path(self.section, "param_groups"), dict[str, torch.Tensor]()
+        where = join_path(self.section, "param_groups")
+        named = dict[str, torch.Tensor]()
         copies = [
             split(options, join_path(where, number), named, depth=2)
             for number, options in enumerate(groups)
@@ -302,7 +306,8 @@ class OptimizerProvider:
                 hint="remove it: optimizer.state.pop(parameter)",
             ) from error
         try:
-            saved_state, saved_groups = state_dict["state"], state_dict["param_groups"]
+            saved_state = state_dict["state"]
+            saved_groups = state_dict["param_groups"]
             indices = [index for group in saved_groups for index in group["params"]]
             named = dict(zip(indices, parameters, strict=True))
         except (KeyError, TypeError, ValueError) as error:
@@ -424,7 +429,8 @@ class OptimizerProvider:
                     name = wanted = names.get(key, f"group{number}[{position}]")
                     again = 2
                     while name in taken:
-                        name, again = f"{wanted}~{again}", again + 1
+                        name = f"{wanted}~{again}"
+                        again = again + 1
                     taken.add(name)
                     unique[key] = name
                     if is_lazy(parameter):
@@ -442,8 +448,10 @@ class OptimizerProvider:
         versions of torch have a few more or less: what counts is an option of torch's that this
         class does not have.
         """
-        kind, problems = type(self._optimizer), list[tuple[str, str]]()
-        theirs, mine = tree.get(CLASS), _name_in_torch(self._optimizer)
+        kind = type(self._optimizer)
+        problems = list[tuple[str, str]]()
+        theirs = tree.get(CLASS)
+        mine = _name_in_torch(self._optimizer)
         if isinstance(theirs, str) and mine is not None and theirs != mine:
             problems.append((self.section, f"saved by a {theirs}, live is a {mine}"))
         known = _options_of_torch()
@@ -462,7 +470,8 @@ class OptimizerProvider:
         self, number: int, theirs: list[Named], mine: list[Named]
     ) -> list[tuple[str, str]]:
         where = f"{self.section}/param_groups/{number}"
-        live, saved = dict(mine), dict(theirs)
+        live = dict(mine)
+        saved = dict(theirs)
         problems = [
             (join_path(where, name), "not in the checkpoint") for name in live if name not in saved
         ]

@@ -107,7 +107,8 @@ class PlainProvider(Unproven):
     ) -> None:
         self.section = section
         self._state = state
-        self._held, self._places = held, places
+        self._held = held
+        self._places = places
         self._there = Places()  # as it was planned
 
     def collect(self) -> Any:
@@ -116,8 +117,10 @@ class PlainProvider(Unproven):
     def plan(self, saved: Saved, live: Mapping[str, torch.Tensor]) -> RestorePlan:
         """Tensors that somebody else trains are read into where they lie: a fresh one in their
         place would leave the training with the values that it began with."""
-        value, held = self._state[self.section], self._held() if live else bool
-        plan, self._there = RestorePlan(saved.tree), self._places()
+        value = self._state[self.section]
+        held = self._held() if live else bool
+        plan = RestorePlan(saved.tree)
+        self._there = self._places()
         for name, trained in zip(live, _trained(value), strict=True):
             tensor = live[name]
             if not (trained or isinstance(value, torch.Tensor) or held(tensor)):

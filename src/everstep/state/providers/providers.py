@@ -126,7 +126,8 @@ class ParameterNames:
     """
 
     def __init__(self, modules: Mapping[str, ModuleProvider]) -> None:
-        self._modules, self.asks_gradients = modules, True
+        self._modules = modules
+        self.asks_gradients = True
         self._proofs: list[ModuleProof] = []
         self._names: dict[int, str] | None = None
 
@@ -379,8 +380,10 @@ def _another_kind(value: Stateful, saved: Any) -> str | None:
             return None
         return f"a scaler that is {'enabled' if saved else 'disabled'}, here it is not"
     if isinstance(value, LRScheduler):
-        theirs, mine = saved.keys(), value.state_dict().keys()
-        more, less = sorted(map(str, theirs - mine)), sorted(map(str, mine - theirs))
+        theirs = saved.keys()
+        mine = value.state_dict().keys()
+        more = sorted(map(str, theirs - mine))
+        less = sorted(map(str, mine - theirs))
         if more and less:
             what = f"it has {', '.join(more)}, and no {', '.join(less)}"
             return f"another scheduler than {type(value).__name__}: {what}"
@@ -426,7 +429,8 @@ def same_memory(owner: Any, tensor: Any) -> bool:
     """Whether two tensors are one, as they lie: address, shape, strides, dtype."""
     if not isinstance(owner, torch.Tensor) or not isinstance(tensor, torch.Tensor):
         return False
-    owner, tensor = local_of(owner), local_of(tensor)
+    owner = local_of(owner)
+    tensor = local_of(tensor)
     same: bool = (
         owner.data_ptr() == tensor.data_ptr()
         and owner.shape == tensor.shape

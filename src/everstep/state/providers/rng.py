@@ -40,7 +40,8 @@ class RngStates(NamedTuple):
 
     def same(self, other: RngStates) -> bool:
         """Return whether nothing was drawn between these states and others."""
-        mine, theirs = self.numpy["state"], other.numpy["state"]
+        mine = self.numpy["state"]
+        theirs = other.numpy["state"]
         return (
             self.python == other.python
             and torch.equal(self.torch, other.torch)

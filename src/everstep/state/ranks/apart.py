@@ -79,7 +79,8 @@ class Apart:
 
     def trained(self, key: str, names: Collection[str]) -> None:
         """Replay has updated parameters of the optimizer ``key``, by their names there."""
-        provider, named = self._providers.get(key), self._named()
+        provider = self._providers.get(key)
+        named = self._named()
         if not named or not isinstance(provider, OptimizerProvider):
             return
         taught = {id(tensor) for name, tensor in provider.named() if name in names}
@@ -100,7 +101,8 @@ class Apart:
         if len(frozen) != len(self._found[0]) or any(
             one is not other for one, other in zip(frozen, self._found[0], strict=True)
         ):
-            ids, named = set(map(id, frozen)), dict[str, nn.Parameter]()
+            ids = set(map(id, frozen))
+            named = dict[str, nn.Parameter]()
             for provider in self._providers.values():
                 if isinstance(provider, ModuleProvider):
                     for key, parameter in provider.named_parameters():

@@ -128,7 +128,8 @@ class Buckets(Unproven):
             as_many: the state was saved by as many ranks. Another number of ranks sums to other
                 last bits in any case.
         """
-        self._wanted, self._missed = {}, None if as_many else False
+        self._wanted = {}
+        self._missed = None if as_many else False
         self._find()
         doubts = list[str]()
         for name, ddp in self._ddps() if as_many else ():
@@ -152,7 +153,9 @@ class Buckets(Unproven):
                 return "frozen"
             self._wanted[name] = tuple(range(_count(ddp)))
             return _why_not_rehearsed(ddp)
-        saved, live, order = self._saved.get(name), _record(ddp), _order_of(ddp)
+        saved = self._saved.get(name)
+        live = _record(ddp)
+        order = _order_of(ddp)
         if not isinstance(saved, dict) or saved.get("order") is None:
             return "static" if ddp.static_graph and saved is not None else "unsaved"
         if order.numbers is None:
@@ -195,7 +198,8 @@ class Buckets(Unproven):
             _rehearse(ddp, self._wanted[name])
             if _rebuilds(ddp) and _order_of(ddp) != _Order(True, self._wanted[name]):
                 lost.append(f"the buckets of {name!r} are in another order than was asked for")
-        self._wanted, self._part = {}, None
+        self._wanted = {}
+        self._part = None
         return lost
 
     def missed(self) -> bool:
@@ -281,7 +285,8 @@ def _gathers(kept: object) -> bool:
 
 def _record(ddp: Any) -> dict[str, Any]:
     """Return the record of a DDP that is saved."""
-    numbers, caps = _order_of(ddp).numbers, [*getattr(ddp, "bucket_bytes_cap_list", ())]
+    numbers = _order_of(ddp).numbers
+    caps = [*getattr(ddp, "bucket_bytes_cap_list", ())]
     return {
         "order": None if numbers is None else np.array(numbers, np.int32),
         "caps": [int(getattr(ddp, "bucket_bytes_cap", 0)), *map(int, caps)],
@@ -318,7 +323,8 @@ def _numbers(text: str) -> tuple[int, ...]:
 
 def _trained(ddp: nn.parallel.DistributedDataParallel) -> int:
     """Return the number of parameters that require a gradient now."""
-    named, ignored = ddp.module.named_parameters(), ddp.parameters_to_ignore
+    named = ddp.module.named_parameters()
+    ignored = ddp.parameters_to_ignore
     return sum(one.requires_grad and name not in ignored for name, one in named)
 
 
@@ -346,7 +352,8 @@ def _why_not_rehearsed(ddp: Any) -> str | None:
     if any(not _is_stateless(hook) for hook in _hooks(ddp)):
         return "hook"
     try:
-        reducer, _ = ddp.reducer, ddp.logger.set_runtime_stats_and_log
+        reducer = ddp.reducer
+        _ = ddp.logger.set_runtime_stats_and_log
         _ = reducer._autograd_hook, reducer._rebuild_buckets, reducer.prepare_for_backward
         _ = reducer.prepare_for_forward
     except AttributeError:
@@ -377,7 +384,8 @@ class _Tell(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, start: torch.Tensor, reducer: Any, order: Any, *_: Any) -> torch.Tensor:
-        ctx.reducer, ctx.order = reducer, order
+        ctx.reducer = reducer
+        ctx.order = order
         return start.clone()
 
     @staticmethod
@@ -389,7 +397,8 @@ class _Tell(torch.autograd.Function):
 
 def _rehearse(ddp: Any, order: Sequence[int]) -> None:
     """Run a backward that adds nothing to any gradient, and is reduced as any other."""
-    reducer, parameters = ddp.reducer, list(ddp.module.parameters())
+    reducer = ddp.reducer
+    parameters = list(ddp.module.parameters())
     reducer._rebuild_buckets()  # of a backward before, as any forward does
     gradients = [parameter.grad for parameter in parameters]
     views = bool(ddp.gradient_as_bucket_view)

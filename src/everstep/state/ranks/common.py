@@ -113,7 +113,8 @@ def ddp_in(module: nn.Module) -> nn.parallel.DistributedDataParallel | None:
 
 def reduced_in(ddp: nn.parallel.DistributedDataParallel) -> set[int]:
     """``id()`` of the parameters whose gradients it reduces."""
-    named, ignored = ddp.module.named_parameters(), ddp.parameters_to_ignore
+    named = ddp.module.named_parameters()
+    ignored = ddp.parameters_to_ignore
     return {id(parameter) for name, parameter in named if name not in ignored}
 
 

@@ -88,7 +88,8 @@ def box_of(tensor: torch.Tensor) -> Box:
 
 def sharded_form(name: str, tensor: torch.Tensor, part: LocalPart) -> Entry:
     """The entry that this rank's part of a DTensor becomes; one of a single rank is whole."""
-    whole, box = stored_form(name, part.local), part.box
+    whole = stored_form(name, part.local)
+    box = part.box
     mesh: Any = tensor.device_mesh  # type: ignore[attr-defined]
     if mesh.size() == 1:
         return whole
@@ -145,7 +146,8 @@ def _ranks_of(mesh: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
     torch works them out anew at each look, from the mesh and the rank that looks. That takes twice
     as long as all else that a survey does, and a state has hundreds of tensors on one mesh.
     """
-    rank, known = torch.distributed.get_rank(), _meshes.get(mesh)
+    rank = torch.distributed.get_rank()
+    known = _meshes.get(mesh)
     if known is None or known[0] != rank:
         found: torch.Tensor = mesh.mesh
         known = _meshes[mesh] = rank, tuple(found.flatten().tolist()), tuple(found.shape)

@@ -57,7 +57,8 @@ def log_parts(state: State) -> dict[str, dict[str, Part]]:
     shared: dict[str, dict[str, str]] = {}
     by_rank: dict[str, dict[str, Part]] = {}
     for alike in _alike(state):
-        entry, parameter = alike.entry, alike.parameter
+        entry = alike.entry
+        parameter = alike.parameter
         if alike.owner is not None:
             size_bytes = parameter.numel() * parameter.element_size()
             part = Part(alike.ranks, alike.owner, size_bytes if parameter.requires_grad else 0)
@@ -174,7 +175,8 @@ def recorded_by_several(state: State) -> str:
     there is none: a DTensor that is replicated along a dimension of its mesh, what is none
     beside DTensors, or what is recorded once for each disk."""
     plain: list[str] = []
-    sharded, split = False, log_parts(state)
+    sharded = False
+    split = log_parts(state)
     for one in _alike(state):
         part = split.get(one.key, {}).get(one.name)
         if part is None or part.ranks != one.ranks:  # those of each disk
@@ -186,7 +188,8 @@ def recorded_by_several(state: State) -> str:
             if not is_dtensor(parameter):
                 plain += [] if name in split.get(key, ()) else [join_path(key, name)]
                 continue
-            sharded, placement = True, LocalPart.of(parameter).placement
+            sharded = True
+            placement = LocalPart.of(parameter).placement
             sides = zip(placement.cuts, placement.mesh, strict=True)
             if any(cut.dim is None and side > 1 for cut, side in sides):
                 return join_path(key, name)

@@ -42,10 +42,12 @@ class Box:
 
     def meet(self, other: Box) -> Box | None:
         """What both have in common; None if that is nothing."""
-        offset, shape = [], []
+        offset = []
+        shape = []
         sides = zip(self.offset, self.shape, other.offset, other.shape, strict=True)
         for mine, extent, theirs, their_extent in sides:
-            begin, end = max(mine, theirs), min(mine + extent, theirs + their_extent)
+            begin = max(mine, theirs)
+            end = min(mine + extent, theirs + their_extent)
             if begin >= end:
                 return None
             offset.append(begin)
@@ -116,7 +118,8 @@ class Placement:
             ValueError: it is not in it.
         """
         assert self.ranks is not None
-        at, found = self.ranks.index(rank), []
+        at = self.ranks.index(rank)
+        found = []
         for side in reversed(self.mesh):
             found.append(at % side)
             at //= side
@@ -168,7 +171,8 @@ def box_on_mesh(
 def _box(
     shape: tuple[int, ...], mesh: tuple[int, ...], at: tuple[int, ...], cuts: tuple[Cut, ...]
 ) -> Box:
-    offset, extent = [0] * len(shape), list(shape)
+    offset = [0] * len(shape)
+    extent = list(shape)
     for index in _order(mesh, cuts):
         dim = cuts[index].dim
         assert dim is not None
@@ -189,7 +193,8 @@ def _order(mesh: tuple[int, ...], cuts: tuple[Cut, ...]) -> list[int]:
         cut = cuts[index]
         if cut.dim is None:
             continue
-        place, factor = 0, cut.factor
+        place = 0
+        factor = cut.factor
         while factor > 1:
             if place == len(order):
                 raise ValueError(f"{cut.text}: nothing to the right of it cuts into that many")
@@ -237,7 +242,8 @@ def _cut(text: str) -> Cut:
 
 
 def _in_runs(ranks: Sequence[int]) -> str:
-    runs, at = [], 0
+    runs = []
+    at = 0
     while at < len(ranks):
         step = ranks[at + 1] - ranks[at] if at + 1 < len(ranks) else 0
         end = at + 1
@@ -245,7 +251,8 @@ def _in_runs(ranks: Sequence[int]) -> str:
             end += 1
         if end - at < 3 and step != 1:
             end = at + 1
-        last, by = ranks[end - 1], "" if step == 1 else f"/{step}"
+        last = ranks[end - 1]
+        by = "" if step == 1 else f"/{step}"
         runs.append(f"{ranks[at]}" if end == at + 1 else f"{ranks[at]}-{last}{by}")
         at = end
     return ",".join(runs)
@@ -257,7 +264,8 @@ def _from_runs(text: str) -> tuple[int, ...]:
         match = _RUN.fullmatch(run)
         if match is None:
             raise ValueError(f"{text!r:.80} names no ranks")
-        first, step = int(match[1]), int(match[3] or 1)
+        first = int(match[1])
+        step = int(match[3] or 1)
         last = int(match[2]) if match[2] else first
         if last < first or not step or (last - first) // step + len(ranks) >= _RANKS_MAX:
             raise ValueError(f"{text!r:.80} names no ranks")

@@ -52,11 +52,14 @@ class OwnShare:
             UnsupportedStateError: what is spread over ranks that are not this job's, and modules
                 whose state several ranks cannot save.
         """
-        shapes, tensors = self._shapes, self._tensors
+        shapes = self._shapes
+        tensors = self._tensors
         own = self._own if self._ranks.world == 1 else self.apart.own()
         if shapes is None or shapes[0] is not survey.shape or own != self._own:
-            shapes, tensors = (survey.shape, self._share_of(survey.shape)), None
-            self._shapes, self._own = shapes, own
+            shapes = (survey.shape, self._share_of(survey.shape))
+            tensors = None
+            self._shapes = shapes
+            self._own = own
         if shapes[1] is shapes[0]:
             return survey
         if tensors is None or tensors[0] is not survey.tensors:
@@ -73,7 +76,8 @@ class OwnShare:
 
     def holders(self, survey: Survey) -> Callable[[str], tuple[str, frozenset[int]] | None]:
         """See :meth:`everstep.state.image.State.holders`."""
-        aliases, providers = survey.shape.aliases, self._providers
+        aliases = survey.shape.aliases
+        providers = self._providers
         sharing = self._sharing(survey.shape)
         modules = [p for p in providers.values() if isinstance(p, ModuleProvider)]
         keys = [join_path(p.section, key) for p in modules for key, _ in p.named_parameters()]
@@ -106,7 +110,8 @@ class OwnShare:
         """See :meth:`everstep.state.image.State.left_out`."""
         if self._ranks.world == 1:
             return ()
-        sharing, aliases = self._sharing(survey.shape), survey.shape.aliases
+        sharing = self._sharing(survey.shape)
+        aliases = survey.shape.aliases
         return left_out_in_common(self._providers, sharing, aliases, plans, taken)
 
     def _share_of(self, shape: Shape) -> Shape:

@@ -80,7 +80,8 @@ class Sharing:
         common: Common,
         alone: Collection[str] = (),
     ) -> None:
-        self._ranks, self._alone = ranks, alone
+        self._ranks = ranks
+        self._alone = alone
         self.common = common
         self._entries = {entry.name: entry for entry in entries}
         self._everyone = tuple(range(ranks.world))
@@ -111,10 +112,12 @@ class Sharing:
             other: name for other, name in aliases.items() if name in self._shares
         }
         for name, of in names.items():
-            share, entry = self._shares[of], self._entries[of]
+            share = self._shares[of]
+            entry = self._entries[of]
             if _front(of) in self.common.owned:
                 continue  # of each parameter one rank has it
-            section, placement = name.partition("/")[0], share.placement
+            section = name.partition("/")[0]
+            placement = share.placement
             ranks = self._everyone if placement.ranks is None else placement.ranks
             if placement.mesh and section not in self.common.modules:
                 ranks = share.replicas
@@ -150,8 +153,10 @@ class Sharing:
         return frozenset(self._everyone if ranks is None else ranks)
 
     def _share(self, entry: Entry) -> Share:
-        name, me = entry.name, self._ranks.rank
-        unit, front = self.unit_of(name), _front(name)
+        name = entry.name
+        me = self._ranks.rank
+        unit = self.unit_of(name)
+        front = _front(name)
         placement = Placement.parse(entry.placement)
         if name in self._alone:
             own = placement if placement.ranks is not None else self._held_by((me,))
@@ -196,7 +201,8 @@ class Sharing:
         writers: dict[tuple[_Ranks, str], int] = {}
         parameters = {*self.common.parameters, *self.common.states.values()}
         for name in parameters & self._shares.keys():
-            replicas, size_bytes = self._shares[name].replicas, self._entries[name].size_bytes
+            replicas = self._shares[name].replicas
+            size_bytes = self._entries[name].size_bytes
             updater, known = self.common.updaters.get(name, (-1, ()))
             if updater in replicas and set(replicas) <= set(known):
                 writers[replicas, name] = updater
@@ -227,7 +233,8 @@ def spread(
         units: minus the bytes of each, and its name.
         before: bytes that ranks have already.
     """
-    loads, found = [((before or {}).get(rank, 0), rank) for rank in ranks], dict[str, int]()
+    loads = [((before or {}).get(rank, 0), rank) for rank in ranks]
+    found = dict[str, int]()
     for size, name in sorted(units):
         load, rank = min(loads)
         loads[loads.index((load, rank))] = (load - size, rank)

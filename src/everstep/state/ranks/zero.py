@@ -74,7 +74,8 @@ class ZeroProvider(OptimizerProvider):
 
     def owners(self) -> dict[str, int]:
         """By name of each parameter: the rank that updates it, and hands it to the others."""
-        ranks, found = self.ranks, self._zero._param_to_rank
+        ranks = self.ranks
+        found = self._zero._param_to_rank
         return {name: ranks[found[parameter]] for name, parameter in self.named()}
 
     def gather(self) -> None:

@@ -102,7 +102,9 @@ _METHODS = tuple(_MODULE_METHODS.values())
 _MODULE_LACKS = tuple(name for name in _MODULE_OWN if name not in _MODULE_METHODS)
 
 # A proof is held up against the state at every save, by few calls that look at many objects.
-_own_dict, _keys, _values = attrgetter("__dict__"), methodcaller("keys"), methodcaller("values")
+_own_dict = attrgetter("__dict__")
+_keys = methodcaller("keys")
+_values = methodcaller("values")
 _bases_of = attrgetter("__mro__")
 _members_of = itemgetter(*_MODULE_ATTRIBUTES)
 _methods_of = itemgetter(*_MODULE_METHODS)
@@ -110,8 +112,11 @@ _overrides_none = methodcaller("isdisjoint", tuple(_MODULE_METHODS))
 _HOOKS = slice(4, 6)  # in _MODULE_ATTRIBUTES
 _UNSAVED = 3
 
-_data_ptr, _is_set_to = torch.Tensor.data_ptr, torch.Tensor.is_set_to
-_is_conj, _is_neg, _dtype = torch.Tensor.is_conj, torch.Tensor.is_neg, attrgetter("dtype")
+_data_ptr = torch.Tensor.data_ptr
+_is_set_to = torch.Tensor.is_set_to
+_is_conj = torch.Tensor.is_conj
+_is_neg = torch.Tensor.is_neg
+_dtype = attrgetter("dtype")
 
 
 def _is_set_to_tells() -> bool:
@@ -333,7 +338,8 @@ def _find(
 ) -> bool:
     """Finds all modules, and the tensors that torch's ``state_dict`` finds, by its keys; False
     where that is not sure to be torch's own."""
-    bases, own = _bases_of(type(module)), module.__dict__
+    bases = _bases_of(type(module))
+    own = module.__dict__
     if not _is_plain(bases) or type(own) is not dict:
         return False
     if not own.keys() >= set(_MODULE_ATTRIBUTES):

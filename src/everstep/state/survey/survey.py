@@ -336,7 +336,8 @@ class Assembler:
         trees: Mapping[str, object] = {section: part.tree for section, part in parts.items()}
         blocks = tuple(block for part in parts.values() for block in part.blocks)
         holdings = tuple(part.holding for part in parts.values() if part.holding is not None)
-        known, shape = self._known, self._shape
+        known = self._known
+        shape = self._shape
         if known is None or shape is None or not known.follow(blocks, holdings):
             known = _Known(blocks, holdings)
             new = self._shape_of(known)
@@ -346,7 +347,8 @@ class Assembler:
                 shape = replace(new, objects_bytes=_sizes_of(survey.objects()))
                 trees = survey.encoded()
         shape = self._resized(shape)
-        self._known, self._shape = known, shape
+        self._known = known
+        self._shape = shape
         return Survey(shape, known.tensors, trees, self._sizes)
 
     def _shape_of(self, known: _Known) -> Shape:

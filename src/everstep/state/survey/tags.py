@@ -75,7 +75,8 @@ def _notices(tag: Tag) -> bool:
             held.update(members)
             changes = [*_CHANGES, set_attribute] if held is made.__dict__ else _CHANGES
             for change in changes:
-                before, again = tag(held), tag(held)
+                before = tag(held)
+                again = tag(held)
                 change(held)
                 if again != before or tag(held) == before:
                     return False

@@ -71,7 +71,8 @@ def stored_form(name: str, tensor: torch.Tensor, lsn: int = 0) -> Entry:
     shape = tuple(tensor.shape)
     stride = None if tensor.is_contiguous() else tuple(tensor.stride())
     if tensor.dtype in _COMPLEX_AS_REAL:
-        code, logical = _COMPLEX_AS_REAL[tensor.dtype], str(tensor.dtype).removeprefix("torch.")
+        code = _COMPLEX_AS_REAL[tensor.dtype]
+        logical = str(tensor.dtype).removeprefix("torch.")
         return Entry.whole(name, code, (*shape, 2), stride=stride, logical_dtype=logical, lsn=lsn)
     return Entry.whole(name, DTYPE_CODES[tensor.dtype], shape, stride=stride, lsn=lsn)
 

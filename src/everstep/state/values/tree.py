@@ -47,9 +47,11 @@ def split(value: object, name: str, tensors: dict[str, torch.Tensor], depth: int
     if kind in _IMMUTABLE:
         return value
     if isinstance(value, torch.Tensor):
-        unique, number = name, 2
+        unique = name
+        number = 2
         while unique in tensors:  # keys 0 and "0" in one dict share a path
-            unique, number = f"{name}~{number}", number + 1
+            unique = f"{name}~{number}"
+            number = number + 1
         tensors[unique] = value if is_lazy(value) or _is_apart(value) else value.detach()
         return TensorRef(unique)
     if kind not in (dict, OrderedDict, list, tuple):

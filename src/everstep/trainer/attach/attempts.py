@@ -37,5 +37,6 @@ class Attempts:
     def fail(self, why: EverstepError) -> None:
         """It came to nothing."""
         now_s = self._clock.monotonic_s()
-        self.why_not, self.failed = why, self.failed + 1
+        self.why_not = why
+        self.failed = self.failed + 1
         self._again_s = now_s + max(_AGAIN_S, _SHARE * (now_s - self._begun_s))

@@ -82,9 +82,12 @@ class Keepers:
         replica_bytes: int = 0,
         info: RankInfo = ONE_RANK,
     ) -> None:
-        self._options, self._seams = options, seams
-        self._run, self._run_id = run, run_id
-        self._channel, self._ring = channel, ring
+        self._options = options
+        self._seams = seams
+        self._run = run
+        self._run_id = run_id
+        self._channel = channel
+        self._ring = ring
         self._arena_bytes = max(PAGE_BYTES, arena_bytes // PAGE_BYTES * PAGE_BYTES)
         self._replica_bytes = replica_bytes
         self._info = info
@@ -238,7 +241,8 @@ class Keepers:
 
     def _left_here(self, *, own: bool) -> Recalled:
         """As :meth:`left_behind`, by the keeper that knows the run's folder where it is now."""
-        remote, timeout_s = self._remote, self._options.progress_timeout_s
+        remote = self._remote
+        timeout_s = self._options.progress_timeout_s
         if remote is None:
             store = self.current.records if isinstance(self.current, LocalKeeper) else None
             if not own and self._may_be_kept:
@@ -292,7 +296,8 @@ class Keepers:
 
     def _hold(self, port: HeldPort | None) -> None:
         """In the place of the one that was held."""
-        before, self._port = self._port, port
+        before = self._port
+        self._port = port
         if before is not None:
             before.close()
 
@@ -318,7 +323,8 @@ class Keepers:
             self._fence = Fence(self._seams.filesystem, self._run, timeline)
             self._channel.took_over(timeline)
             self.attempts.why_not = None
-        self._seat, self.peer_log_step = seat, None
+        self._seat = seat
+        self.peer_log_step = None
         self._before = self.stats
         if opened:  # else what is durable stays so
             self._before.durable_step = None
@@ -338,7 +344,8 @@ class Keepers:
             )
             self.current = self._remote
             return self._remote
-        mailbox, self._mailbox = self._mailbox, None
+        mailbox = self._mailbox
+        self._mailbox = None
         keeper = LocalKeeper(
             self._seams,
             self._run,
@@ -456,7 +463,8 @@ class Keepers:
         return False
 
     def _replace(self, timeline: int, again: int | None) -> None:
-        lost, seat = self.lost, self._seat
+        lost = self.lost
+        seat = self._seat
         steps = () if self._remote is None else tuple(sorted(self._remote.lost_steps - {again}))
         assert self._fence is not None, "a keeper is replaced that has served nothing"
         with storage_errors("look for newer timelines", self._run):
@@ -496,7 +504,8 @@ class Keepers:
             self.pool.close()
 
     def _attach(self) -> RemoteKeeper:
-        whose, options = (self._run, self._run_id, self._info.rank), self._options
+        whose = (self._run, self._run_id, self._info.rank)
+        options = self._options
         about = *whose, self._arena_bytes, options.keeper, self._channel, self._seams.clock
         return attach(*about, timeout_s=options.progress_timeout_s)
 

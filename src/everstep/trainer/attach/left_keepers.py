@@ -34,7 +34,9 @@ def left_logs(
     Args:
         near: the ranks of this job on this machine, this one among them.
     """
-    served, found, held = sorted(near), dict[int, Sequence[LogRecord]](), list[PeerLog]()
+    served = sorted(near)
+    found = dict[int, Sequence[LogRecord]]()
+    held = list[PeerLog]()
     for info in keepers_of(run, run_id):
         if info.rank in served:
             continue

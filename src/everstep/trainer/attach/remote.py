@@ -68,17 +68,21 @@ class RemoteKeeper:
         *,
         timeout_s: float,
     ) -> None:
-        self.arena, self.pid = arena, pid
+        self.arena = arena
+        self.pid = pid
         self.stats = KeeperStats()
         self.lost: EverstepError | None = None
-        self._connection, self._channel = connection, channel
-        self._clock, self.silence = clock, Silence(clock, pid, timeout_s)
+        self._connection = connection
+        self._channel = channel
+        self._clock = clock
+        self.silence = Silence(clock, pid, timeout_s)
         self._changed = Condition()
         self._waiting: dict[int, Capture] = {}  # until the keeper is done with them
         self._writing: dict[int, Capture] = {}  # until they are durable or have failed
         self._replies = Replies(self._changed, clock)
         self._untold: dict[int, dict[str, Any]] = {}
-        self._layouts, self._abandoned = set[int](), set[int]()
+        self._layouts = set[int]()
+        self._abandoned = set[int]()
         self._telling = threading.Lock()  # of captures
         self._log_layouts = LogLayouts(self._send)
         self._asked = Asked(self._changed)
@@ -121,9 +125,12 @@ class RemoteKeeper:
             seat: of this rank among several (see :class:`.commits.Seat`); None: it is alone.
         """
         known = None if verified is None else [verified.timeline, verified.step]
-        self._timeline, self.stats = timeline, KeeperStats()
+        self._timeline = timeline
+        self.stats = KeeperStats()
         self.silence.heard()  # up to now it had nobody to say anything to
-        self.replica_step, self.replica_applied, self.replica_bytes = None, 0, 0
+        self.replica_step = None
+        self.replica_applied = 0
+        self.replica_bytes = 0
         self._send(
             {
                 "kind": "serve",
@@ -420,7 +427,8 @@ class RemoteKeeper:
         elif kind in ("settled", "recalled", "listening"):
             self._replies.came(message, fds)
         elif kind == "progress":
-            self.written_bytes, self._hung = message["written_bytes"], message["hung"]
+            self.written_bytes = message["written_bytes"]
+            self._hung = message["hung"]
             self.moves, self.log_moves = message["moves"]
         elif kind in ("error", "notice"):
             error = error_from_wire(message["error"])

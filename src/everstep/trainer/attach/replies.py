@@ -28,7 +28,8 @@ class Replies:
     """
 
     def __init__(self, changed: threading.Condition, clock: Clock) -> None:
-        self._changed, self._clock = changed, clock
+        self._changed = changed
+        self._clock = clock
         self._found: dict[str, tuple[dict[str, Any], list[int]]] = {}
         self._blobs: dict[int, bytearray] = {}
         self._parts = 0
@@ -40,7 +41,8 @@ class Replies:
 
     def came(self, message: dict[str, Any], fds: list[int]) -> None:
         """There is one."""
-        message["blobs"], self._blobs = self._blobs, {}
+        message["blobs"] = self._blobs
+        self._blobs = {}
         with self._changed:
             self._found[message["kind"]] = (message, fds)
             self._changed.notify_all()

@@ -22,8 +22,10 @@ class Silence:
     """
 
     def __init__(self, clock: Clock, pid: int, timeout_s: float) -> None:
-        self._clock, self._pid = clock, pid
-        self.timeout_s, self.grace_s = timeout_s, _GRACE_S
+        self._clock = clock
+        self._pid = pid
+        self.timeout_s = timeout_s
+        self.grace_s = _GRACE_S
         self._word = threading.Event()
         self._heard_s = self._told_s = clock.monotonic_s()
 

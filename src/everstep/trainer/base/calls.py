@@ -44,7 +44,8 @@ class Calls:
             StateError: one is under way: in this thread, or for too long in another; or the
                 interpreter ends.
         """
-        me, since_s = threading.get_ident(), time.monotonic()
+        me = threading.get_ident()
+        since_s = time.monotonic()
         while (now := self._now) is not None and in_thread(now[2], now[1]):
             if now[1] == me:
                 raise _within(name, now[0])
@@ -91,7 +92,8 @@ class Calls:
         Raises:
             StateError: it takes too long.
         """
-        timeout_s, since_s = timeout_s or self._timeout_s, time.monotonic()
+        timeout_s = timeout_s or self._timeout_s
+        since_s = time.monotonic()
         while (now := self._now) is not None and now[1] != threading.get_ident():
             if not in_thread(now[2], now[1]):
                 return

@@ -145,7 +145,9 @@ class Prepared:
             return
         gated = tuple(tensors[name] for name in self.gated)
         if not _same(gated, self._gated_tensors):
-            self._gated_tensors, self._check, self._versions = (), None, None
+            self._gated_tensors = ()
+            self._check = None
+            self._versions = None
             self._gated_batches = Runs(self._batches(tensors, frozenset(self.gated)))
             self._gated_tensors = gated
         marked = tuple(tensors[name] for name in self.marked)

@@ -74,7 +74,9 @@ class Saver:
         self._options = options
         self._run = run
         self._state = state
-        self._lane, self._channel, self._clock = lane, channel, clock
+        self._lane = lane
+        self._channel = channel
+        self._clock = clock
         self._keeper: Keeper | None = None
         self._pool: CapturePool | None = None
         self._last: Save | None = None
@@ -82,7 +84,8 @@ class Saver:
         self._prepared: Prepared | None = None
         self._layouts = self._captures = 0
         self._flights: list[Flight] = []
-        self._lock, self._pid = threading.Lock(), os.getpid()
+        self._lock = threading.Lock()
+        self._pid = os.getpid()
         self._gates = options.method.base in ("lazy", "checkfreq", "multistep", "scheduled")
         self._streams = options.method.base in ("lazy", "multistep")
         self.also_gate: Callable[[str | None], None] | None = None
@@ -102,7 +105,8 @@ class Saver:
         if pool is not self._pool:
             self._prepared = None  # the keeper of this pool knows no layout yet
             self._warm = False
-            before, self._pool = self._pool, pool
+            before = self._pool
+            self._pool = pool
             if before is not None:  # its memory; behind copies into it that nobody needs now
                 self._lane.leave()  # or pinned memory would stay until that of this one is taken
                 self._lane.run(lambda: before.close(later=True))
@@ -146,7 +150,8 @@ class Saver:
         Raises:
             EverstepError: what failed, now or in the background, by the policy.
         """
-        last, base = self._last, (identity.timeline, identity.step)
+        last = self._last
+        base = (identity.timeline, identity.step)
         there = last is not None and (last.timeline, last.step) == base
         if last is not None and there and (in_memory or not last.in_memory) and not last.is_lost:
             return last
@@ -155,7 +160,8 @@ class Saver:
         self.last_save_s = self._clock.monotonic_s()
         with telling(save, self.post):
             self._take(identity, save, survey, show=show)
-        self._last, keeper = save, self._keeper
+        self._last = save
+        keeper = self._keeper
         if save.is_lost and isinstance(keeper, RemoteKeeper) and keeper.lost is not None:
             keeper.lost_steps.add(save.step)  # other ranks have their parts of it
         self._channel.check()
@@ -205,7 +211,8 @@ class Saver:
             also(optimizer)
         if not self._flights:
             return
-        start_s, timeout_s = self._clock.monotonic_s(), self._options.progress_timeout_s
+        start_s = self._clock.monotonic_s()
+        timeout_s = self._options.progress_timeout_s
         for flight in list(self._flights):
             # What it has got since from another one may be copied with that one's.
             known = flight.prepared is self._prepared and self._state.updates_as_seen(optimizer)
@@ -241,9 +248,11 @@ class Saver:
     def _take(
         self, identity: ShardIdentity, save: Save, survey: Survey | None, *, show: bool
     ) -> None:
-        start_s, behind_mark = self._clock.monotonic_s(), survey is None and self._options.logs
+        start_s = self._clock.monotonic_s()
+        behind_mark = survey is None and self._options.logs
         survey = survey or self._state.survey()
-        exact, why = identity.exact and self._state.exact, self._state.why_inexact  # seen now
+        exact = identity.exact and self._state.exact  # seen now
+        why = self._state.why_inexact
         identity = replace(identity, exact=exact, inexact=why)
         prepared = self.prepare(survey, identity)
         plan = prepared.plan(identity, behind_mark=behind_mark)
@@ -305,10 +314,12 @@ class Saver:
         """
         assert self._keeper is not None
         assert self._pool is not None
-        start_s, timeout_s = self._clock.monotonic_s(), self._options.progress_timeout_s
+        start_s = self._clock.monotonic_s()
+        timeout_s = self._options.progress_timeout_s
         if self._options.method.base == "checkfreq":
             self._keeper.wait(None, show=False)  # one at a time: its second phase must be over
-        size_bytes, beside_bytes = prepared.size_bytes, prepared.objects_bytes
+        size_bytes = prepared.size_bytes
+        beside_bytes = prepared.objects_bytes
         try:
             room = self._pool.acquire(
                 size_bytes,
@@ -339,12 +350,14 @@ class Saver:
             copies: of what may be copied behind the step mark and is not there yet.
             tell: tells the keeper that all is there; None: that it is a whole base.
         """
-        keeper, pool = self._keeper, self._pool
+        keeper = self._keeper
+        pool = self._pool
         assert keeper is not None
         assert pool is not None
         timeout_s = self._options.progress_timeout_s
         begun_s = self._clock.monotonic_s()
-        arena, word = pool.arena, room.word
+        arena = pool.arena
+        word = room.word
         self._captures += 1
         capture = Capture(
             number=self._captures,
@@ -461,7 +474,8 @@ class Saver:
     def _decide(self, flight: Flight) -> bool:
         """Whether the caller is the first to say what becomes of a capture."""
         with self._lock:
-            first, flight.decided = not flight.decided, True
+            first = not flight.decided
+            flight.decided = True
         return first
 
     def _retire(self, flight: Flight) -> None:
@@ -471,7 +485,8 @@ class Saver:
     def _leave(self, flight: Flight) -> None:
         """Nothing writes into the memory of a capture any more."""
         with self._lock:
-            first, flight.left = not flight.left, True
+            first = not flight.left
+            flight.left = True
         if first:
             self._retire(flight)
             self._let_go(flight.capture, flight.room, flight.keeper, flight.pool)

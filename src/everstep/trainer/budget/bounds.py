@@ -25,7 +25,8 @@ __all__ = ["Bounds", "bounds_of", "copies_announcement"]
 
 _RECORD_BYTES = 1024  # of a marker for one file; about 450 are used
 _RUN_BYTES = 8192  # run.json, and a few timelines
-_DRIFT_BYTES, _DRIFT_SHARE = 4096, 4  # objects may grow so much before a base is planned anew
+_DRIFT_BYTES = 4096  # objects may grow so much before a base is planned anew
+_DRIFT_SHARE = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,15 +100,18 @@ def copies_announcement(
 def _log_announcement(place: TierOptions, gradients_bytes: int) -> str:
     if place.log == "none":
         return ""
-    size_bytes, how = gradients_bytes, "whole"
+    size_bytes = gradients_bytes
+    how = "whole"
     if place.log == "adaptive":  # of a large gradient: float16 values and int32 indices, of four
-        how, size_bytes = "lossy", round(gradients_bytes * place.log_ratio * 6 / 4)
+        how = "lossy"
+        size_bytes = round(gradients_bytes * place.log_ratio * 6 / 4)
     about = f", about {decimal(size_bytes)} in each step" if size_bytes else ""
     return f", and the log behind them, {how}{about}"
 
 
 def _cap_announcement(place: TierOptions, world: int) -> str:
-    cap, part = place.objects_per_hour, place.of_rank(world).objects_per_hour
+    cap = place.objects_per_hour
+    part = place.of_rank(world).objects_per_hour
     if cap is None:
         return ""
     whose = "" if world == 1 else f" by all {world} ranks, {part} by this one"

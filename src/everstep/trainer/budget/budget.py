@@ -230,7 +230,8 @@ def check_disk_budget(
     Raises:
         OutOfSpaceError: with the number of bytes, of bases, or of steps that would fit.
     """
-    budget, bases = options.budget.disk_bytes, options.keep + beside
+    budget = options.budget.disk_bytes
+    bases = options.keep + beside
     steps = (options.every.steps or 2) * options.method.disk_every if step_bytes else 0
     each = base_bytes + steps * step_bytes
     need = bases * each + other_bytes
@@ -269,7 +270,8 @@ class Forecast:
     @property
     def in_words(self) -> str:
         """``"bases of 4.6 GB and a log of 33.0 GB"``."""
-        bases, log = decimal(round(self.bases_bytes)), decimal(round(self.log_bytes))
+        bases = decimal(round(self.bases_bytes))
+        log = decimal(round(self.log_bytes))
         return f"bases of {bases}" + (f" and a log of {log}" if self.log_bytes else "")
 
 
@@ -351,7 +353,8 @@ def announcement(
         parks: captures that are not due are held, too, where every step is captured.
     """
     parameters, gradient_bytes = gradients
-    when, state = options.every.in_words, decimal(state_bytes)
+    when = options.every.in_words
+    state = decimal(state_bytes)
     if parameters:
         each = state_bytes / parameters
         shown = f"{each:.0f}" if each >= 1000 else f"{each:.3g}"

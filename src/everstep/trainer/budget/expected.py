@@ -43,7 +43,8 @@ def behind_first_update(state: State, shape: Shape) -> tuple[Shape, bool]:
 class _ToCome:
     def __init__(self, state: State, shape: Shape) -> None:
         self.is_all = True
-        self._state, self._aliases = state, shape.aliases
+        self._state = state
+        self._aliases = shape.aliases
         self._written = {entry.name for entry in shape.entries}
         self._parameters: dict[int, str] = {}
         for section, provider in state.providers.items():
@@ -54,7 +55,8 @@ class _ToCome:
     def entries(self) -> Iterator[Entry]:
         """Of all optimizers."""
         for key, optimizer in self._state.optimizers.items():
-            provider, inner = self._state.providers[key], acting(optimizer)
+            provider = self._state.providers[key]
+            inner = acting(optimizer)
             assert isinstance(provider, OptimizerProvider)
             names = {id(parameter): name for name, parameter in provider.named()}
             known: dict[Any, Mapping[str, torch.Tensor] | None] = {}

@@ -44,7 +44,8 @@ class FirstBatches:
     """
 
     def __init__(self, state: State, step: int) -> None:
-        self._state, self._step = state, step
+        self._state = state
+        self._step = step
         state.said.clear()
         self.generators = RngStates.now()
         self._first = True  # no iterator was made yet
@@ -175,10 +176,12 @@ class _Fetches:
     def __init__(
         self, iterator: Any, loader: Any, to: FirstBatches, before: RngStates, *, ahead: bool
     ) -> None:
-        self.iterator, self.loader = weakref.ref(iterator), weakref.ref(loader)
+        self.iterator = weakref.ref(iterator)
+        self.loader = weakref.ref(loader)
         self.gave = False
         self.skips = True
-        self._to, self._before = to, before
+        self._to = to
+        self._before = before
         self._fetched = -ahead
         iterator._next_data = self
 

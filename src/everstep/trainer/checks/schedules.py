@@ -48,7 +48,9 @@ class Schedules:
         lost: Callable[[str], None] | None,
         tell: Callable[[StateError], None],
     ) -> None:
-        self._state, self._lost, self._tell = state, lost, tell
+        self._state = state
+        self._lost = lost
+        self._tell = tell
         self._idle: dict[int, tuple[weakref.ref[LRScheduler], object]] = {}  # with what it counted
         self._parts_then: dict[str, object] = {}
         self._marks = 0  # since the start

@@ -43,7 +43,8 @@ from everstep.state.values.tensors import why_not_storable
 __all__ = ["Strangers", "is_held", "is_ours", "kind_of"]
 
 _TOLD_MAX = 8  # there may be one for each parameter
-_OBJECTS_MAX, _ITEMS_MAX = 50_000, 4096
+_OBJECTS_MAX = 50_000
+_ITEMS_MAX = 4096
 _HOLDS_NONE = (
     *(str, bytes, bytearray, int, float, complex, bool, type(None), type, torch.dtype),
     *(types.ModuleType, types.CodeType, types.FrameType, types.BuiltinFunctionType),
@@ -86,8 +87,11 @@ class Strangers:
         lost: Callable[[str], None] | None,
         tell: Callable[[StateError], None],
     ) -> None:
-        self._state, self._updates = state, updates
-        self._gate, self._lost, self._tell = gate, lost, tell
+        self._state = state
+        self._updates = updates
+        self._gate = gate
+        self._lost = lost
+        self._tell = tell
         # With the number of groups then, and whether it is in a part of the state.
         self._others: dict[int, tuple[int, bool, object]] = {}
         self._strangers: dict[int, tuple[_Stranger, object]] = {}
@@ -169,14 +173,16 @@ class Strangers:
             self._layout = self._state.layout
             for number in [number for number, one in self._others.items() if not one[1]]:
                 del self._others[number]
-        key, groups = id(optimizer), len(optimizer.param_groups)
+        key = id(optimizer)
+        groups = len(optimizer.param_groups)
         if key in self._others and self._others[key][0] == groups:
             return None
         known, _ref = self._strangers.get(key, (None, None))
         if known is not None and known.groups == groups:
             return known
         # Numbers of objects are used again: what is known of one goes with it.
-        others, strangers = self._others, self._strangers
+        others = self._others
+        strangers = self._strangers
 
         def gone(_: object) -> None:
             others.pop(key, None)
@@ -197,7 +203,8 @@ class Strangers:
         listed = [p for group in optimizer.param_groups for p in group["params"]]
         theirs = [(parameter, memory) for parameter in listed if (memory := _memory(parameter))]
         seen = [(name, memory) for name, one in self._state.seen() if (memory := _memory(one))]
-        ours, spans = Spans(m for _, m in seen), Spans(m for _, m in theirs)
+        ours = Spans(m for _, m in seen)
+        spans = Spans(m for _, m in theirs)
         parameters = [parameter for parameter, memory in theirs if ours.meet(memory)]
         if not parameters:
             return None

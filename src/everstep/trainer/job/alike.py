@@ -24,7 +24,8 @@ def options_to_say(options: Options) -> dict[str, str]:
     """Options by which ranks do things together, as text. Not those that are of a rank's machine
     (cores, budgets, how its link is used and a segment is written), nor what it does with errors,
     nor how long it waits."""
-    every, log = options.every, options.log
+    every = options.every
+    log = options.log
     method = replace(options.method, **_OF_A_LINK)
     named = next((name for name, one in presets.items() if one == method), None)
     when = "auto" if every.auto else every.steps

@@ -101,7 +101,8 @@ class Job:
         self.info = RankInfo(group.rank, group.world)
         self.seat: Seat | None = None
         self.resumed_durable = True
-        self._group, self._timeout_s = group, timeout_s
+        self._group = group
+        self._timeout_s = timeout_s
         self._disks: tuple[str, ...] = ()
         self._memories: tuple[str, ...] = ()  # by rank: what it shares with those of the same
         self._copies: Copies | None = None
@@ -132,10 +133,12 @@ class Job:
             RecoveryError: the folders are of different runs.
             DeadlineError: not all ranks are there.
         """
-        what, rank = "make a Checkpointer", self.info.rank
+        what = "make a Checkpointer"
+        rank = self.info.rank
         filesystem = seams.filesystem
         mine: dict[str, Any] = {"name": uuid.uuid4().hex, "run": None, "error": None}
-        mine["host"], mine["tiers"] = platform.node(), [tier.where for tier in tiers]
+        mine["host"] = platform.node()
+        mine["tiers"] = [tier.where for tier in tiers]
         mine["node"], mine["options"] = node_to_say(peers), dict(options or {})
         mine["memory"] = memory_name(mine["node"])
         failed: EverstepError | None = None
@@ -146,7 +149,8 @@ class Job:
                 mine["run"] = scan_run(filesystem, run).run
             mine["run"] = same_as_copies(mine["run"], copies.run_id(), run)
         except EverstepError as error:
-            failed, mine["error"] = error, error.message
+            failed = error
+            mine["error"] = error.message
         found = self._say(what, mine)
         if failed is not None:
             raise failed
@@ -190,7 +194,8 @@ class Job:
             KeeperError: no mailbox can be opened.
         """
         load = loader(state, ring, strict=strict, timeout_s=timeout_s, on_touch=on_touch)
-        me, memory = self.info.rank, self._memories
+        me = self.info.rank
+        memory = self._memories
         near = [other for other, name in enumerate(memory) if name == memory[me]]
         with self.telling():
             left = left_logs(run, self._run_id, me, near, seams, timeout_s=timeout_s)
@@ -282,7 +287,8 @@ class Job:
                 limits["logs"] = () if log is None else recalled.logs
                 limits["meanwhile"] = meanwhile
                 if apart_disks:
-                    limits["opens"], limits["lent"] = opens_in(seams.filesystem, run), lent
+                    limits["opens"] = opens_in(seams.filesystem, run)
+                    limits["lent"] = lent
                     limits["room_bytes"] = memory_available_bytes() // (2 * self.info.here)
                 return fetch_from_peers(meeting, seams.clock, self._say, *about, **limits)
 
@@ -312,7 +318,8 @@ class Job:
                 self._together(state.gather, "hand each other what they replayed")
                 rebuild = partial(state.buckets.rebuild, [one["buckets"] for one in said])
                 resumed = doubted(resumed, self._together(rebuild, "rehearse a backward of DDP"))
-            self._apart, (self._parts, _) = state.apart, heard_apart(state.apart, said)
+            self._apart = state.apart
+            (self._parts, _) = heard_apart(state.apart, said)
             state.apart.began()
             if self._copies is not None:
                 self._copies.forget()
@@ -341,7 +348,8 @@ class Job:
         try:
             return do()
         except RuntimeError as error:  # of torch's backends
-            text, hint = f"ranks {what}", "see what the others print"
+            text = f"ranks {what}"
+            hint = "see what the others print"
             raise DeadlineError(f"{text}: {error}", rank=self.info.rank, hint=hint) from error
 
     def _open_mailbox(self) -> PeerMailbox:
@@ -409,13 +417,15 @@ class Job:
             )
         if not copies.places:
             return
-        failed, problem = None, ""
+        failed = None
+        problem = ""
         for first in (True, False):
             try:
                 if first == (self.info.rank == COORDINATOR) and failed is None:
                     problem = self._open_mine(copies, run_id)
             except EverstepError as error:
-                failed, problem = error, error.message
+                failed = error
+                problem = error.message
             said = self._say("open the places for copies", {"problem": problem})
         if failed is not None:
             raise failed
@@ -437,7 +447,8 @@ class Job:
 
     def _find_disks(self, seams: Seams, run: PurePath, name: str) -> tuple[str, ...]:
         """Which ranks see the same folder: each puts a file there, and looks whose it sees."""
-        filesystem, what = seams.filesystem, "look at the run folder"
+        filesystem = seams.filesystem
+        what = "look at the run folder"
         mine = run / _probe(name, self.info.rank)
         filesystem.create(mine).close()
         try:

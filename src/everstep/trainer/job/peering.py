@@ -171,9 +171,11 @@ def peer_announcement(
     if peers.bytes_per_s is not None:
         pace = f"at {decimal(round(peers.bytes_per_s))} a second at most"
     label = ", EMULATED on fewer machines" if emulated else ""
-    what, of_which = "bases", ""
+    what = "bases"
+    of_which = ""
     if log_bytes:
-        what, of_which = "bases and log", f" ({decimal(log_bytes)} of it for their logs)"
+        what = "bases and log"
+        of_which = f" ({decimal(log_bytes)} of it for their logs)"
     elif log_bytes is not None:
         of_which = ", with no room for their logs"
     return (

@@ -135,7 +135,8 @@ class Consumption:
     def regroup(self) -> Mapping[str, Grouping]:
         """How optimizers group their parameters now; from now on this is as it was before."""
         self._groupings = groupings_of(self._state)
-        self._last, self._allowed = {}, {}
+        self._last = {}
+        self._allowed = {}
         return self._groupings
 
     def grouped_as_before(self, key: str | None = None) -> bool:
@@ -225,7 +226,9 @@ class Consumption:
             _refuse_gaps(optimizer, named)
             last.are_cast = any(gradient.dtype != p.dtype for _, p, gradient in there)
             layout = self._layouts.of(named)
-            last.forms, last.layout, last.outline = forms, layout, None
+            last.forms = forms
+            last.layout = layout
+            last.outline = None
         if last.are_cast:
             _refuse_other_dtypes(kind, optimizer, there)
         about: dict[str, Any] = {
@@ -396,7 +399,9 @@ def _refuse_other_dtypes(
 
 
 def _not_plain(name: str, parameter: Any) -> UnsupportedStateError:
-    gradient, what, hint = parameter.grad, "no plain dense tensor", "a dense gradient"
+    gradient = parameter.grad
+    what = "no plain dense tensor"
+    hint = "a dense gradient"
     if _have_one_mesh(gradient, parameter):
         there, mine = (", ".join(map(repr, one.placements)) for one in (gradient, parameter))
         what = f"placed as {there}, and its parameter as {mine}"

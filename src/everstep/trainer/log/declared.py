@@ -43,7 +43,8 @@ class DeclaredLog:
 
     def start(self) -> None:
         """What comes next does not follow what was last."""
-        self._ran, self._before = set(), {}
+        self._ran = set()
+        self._before = {}
 
     def ran(self, pattern: str) -> dict[str, torch.Tensor]:
         """A declared update is over; returns buffers as it has read them, by entry name."""
@@ -59,7 +60,8 @@ class DeclaredLog:
         updates that have run since the mark before."""
         if self._state.told.updates:
             self._look(survey)
-        ran, self._ran = frozenset(self._ran), set()
+        ran = frozenset(self._ran)
+        self._ran = set()
         return self._probe.take(survey), ran
 
     def check(
@@ -79,7 +81,9 @@ class DeclaredLog:
             if place.entry.name.startswith(SAMPLE) and not place.entry.name.startswith(SPOT)
         }
         follows = head.step == self._step + 1  # no mark has been lost between
-        before, self._before, self._step = self._before if follows else {}, samples, head.step
+        before = self._before if follows else {}
+        self._before = samples
+        self._step = head.step
         for name, found in samples.items():
             pattern = name.removeprefix(SAMPLE).rsplit("/", 2)[0]
             if pattern not in ran and before.get(name, found) != found:

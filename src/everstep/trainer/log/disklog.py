@@ -47,7 +47,9 @@ class DiskLog:
         """From now on records go to ``keeper``, which writes nothing of what was made before."""
         self._keeper = keeper
         with self._changed:
-            self._reached, self._written, self._ended = 0, 0, False
+            self._reached = 0
+            self._written = 0
+            self._ended = False
             self._marks.clear()
         self._coming.clear()
         self._bases.clear()
@@ -75,7 +77,8 @@ class DiskLog:
 
     def restored(self, *, on_disk: bool) -> None:
         """The state was restored; whether the base that it was restored from is on disk."""
-        self._step, self._begins = None, None if on_disk else Save(0, 0)
+        self._step = None
+        self._begins = None if on_disk else Save(0, 0)
         self._coming.clear()
 
     def _look(self) -> None:
@@ -92,7 +95,8 @@ class DiskLog:
         if self._ended and self.on:
             # Behind a hole segments would be of no use, and behind a base there is none. What kept
             # it from being written (a full disk, say) may be over by then.
-            self.on, self._again = False, True
+            self.on = False
+            self._again = True
             self._marks.clear()
         if self._wanted and not self.on:
             self.steps_in_memory += 1
@@ -167,7 +171,8 @@ class DiskLog:
 
     def again(self) -> bool:
         """From the next base on records go to disk; False if that was asked for already."""
-        asked, self._again = self._again, not self.on
+        asked = self._again
+        self._again = not self.on
         return self._again and not asked
 
     def base_taken(self, save: Save, number: int, *, leads: bool) -> None:
@@ -178,12 +183,16 @@ class DiskLog:
             leads: the log in memory leads to this step.
         """
         if self._again and self._keeper is not None:
-            self._again, self.on, leads = False, True, False
+            self._again = False
+            self.on = True
+            leads = False
             with self._changed:
-                self._reached, self._ended = number, False
+                self._reached = number
+                self._ended = False
             self._keeper.log_to_disk(True)
         if not leads:
-            self._step, self._begins = None, save
+            self._step = None
+            self._begins = save
             self._coming.clear()
         elif self._begins is not None and not _is_durable(self._begins):
             self._begins = save

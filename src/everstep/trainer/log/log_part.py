@@ -49,7 +49,8 @@ class LogPart:
 
     def _regroup(self, groupings: Mapping[str, Grouping]) -> None:
         self._groupings, self._parts = groupings, log_parts(self._state)
-        self._own, self._last = {}, {}
+        self._own = {}
+        self._last = {}
         me = self._state.ranks.rank
         for key, parts in self._parts.items():
             names = groupings[key].names
@@ -65,7 +66,8 @@ class LogPart:
         last = self._last.get(key)
         if last is not None and last[0] == names:  # mostly
             return last[1]
-        me, alike = self._state.ranks.rank, dict[tuple[int, ...], list[str]]()
+        me = self._state.ranks.rank
+        alike = dict[tuple[int, ...], list[str]]()
         for part in parts.values():
             alike.setdefault(part.ranks, [])
         for name in names:

@@ -30,7 +30,8 @@ class NonFinite:
     """
 
     def __init__(self, channel: BackgroundChannel, *, watched: bool) -> None:
-        self._channel, self._watched = channel, watched
+        self._channel = channel
+        self._watched = watched
         self.tell: Callable[[NonFiniteError], None] = self.report
         self.begin()
 

@@ -88,7 +88,9 @@ class Recorder:
         self._lane = lane
         self._channel = channel
         self._clock = clock
-        self._timeline, self._exact, self._opened = 0, True, Opened(state.optimizers)
+        self._timeline = 0
+        self._exact = True
+        self._opened = Opened(state.optimizers)
         self._step_bytes = 0  # of the step under way
         self._followed: int | None = None  # the step whose mark was the last
         self._last_lsn = -1  # of which consumption was told
@@ -98,7 +100,8 @@ class Recorder:
         self.overrun: Callable[[], None] = lambda: None
         self.unseen: Callable[[], None] = lambda: None
         self._under: UnderWay | None = None
-        self._layouts, self._declared = Layouts(), DeclaredLog(state)
+        self._layouts = Layouts()
+        self._declared = DeclaredLog(state)
         log = options.method.log
         ratio = options.log.ratio if log == "adaptive" else None
         self._consumption = Consumption(state, lossy_ratio=ratio, sparse=log == "topk")
@@ -140,7 +143,8 @@ class Recorder:
         self._drop()
         if pool is not None:
             pool.give_way = self._give_way
-        self._timeline, self._exact = timeline, exact
+        self._timeline = timeline
+        self._exact = exact
         self._opened.began(timeline)
         self.nonfinite.begin()
         self.rooms.start(Into(keeper, pool, timeline) if keeper and pool else None)
@@ -149,11 +153,14 @@ class Recorder:
         survey = (seen or self._state.survey()) if self.rooms.into is not None else None
         self._replaced.start(survey)
         self.untold.start(survey, step)
-        self._followed, self._last_lsn, self._entries = None, -1, None
+        self._followed = None
+        self._last_lsn = -1
+        self._entries = None
         if survey is not None:  # save() may take a base before there is a mark
             self._learn(survey)
         self.base_due = self.base_due or "a new timeline"
-        self._leads_here, self.led_step = False, None
+        self._leads_here = False
+        self.led_step = None
 
     def consumed(self, key: str, lsn: int, step: int, *, over: bool = False) -> None:
         """The gradients of an optimizer are what it is going to consume: begins to copy them.
@@ -228,7 +235,8 @@ class Recorder:
             return
         if why := self._retry.due(step):
             self.base_due = self.base_due or why
-        followed, self._followed = self._followed, step
+        followed = self._followed
+        self._followed = step
         if followed is not None and step != followed + 1:
             self._hole(f"step {followed + 1} ended in an error")
         with self._recording(step):
@@ -241,8 +249,10 @@ class Recorder:
         Where the log does not lead to this step, nothing but the base does: then this waits until
         the keeper has all of it, or more than the step in flight could be lost.
         """
-        why, self.base_due = self.base_due, None
-        staged, led = save.staged, self._leads_here
+        why = self.base_due
+        self.base_due = None
+        staged = save.staged
+        led = self._leads_here
         if not led and self.rooms.into is not None:
             with self._timed():  # whatever fails, or hangs, is told by whoever copies
                 is_over(staged, self._options.progress_timeout_s)
@@ -250,7 +260,8 @@ class Recorder:
             self._leads_here = there
             self.led_step = save.step if there else self.led_step
         self.untold.follows_base = True
-        before, self.base_step = self.base_step, save.step
+        before = self.base_step
+        self.base_step = save.step
         into = self.rooms.into
         self.rooms.base_taken()
         self.disk.base_taken(save, self.rooms.number, leads=led)
@@ -262,7 +273,8 @@ class Recorder:
             if fine:
                 self.rooms.base_durable(save.step)
             else:  # the keeper has nothing of it any more
-                self._leads_here, self.led_step = False, None
+                self._leads_here = False
+                self.led_step = None
                 if self.base_step == save.step:
                     self.base_step = before
                     self.rooms.base_failed()
@@ -298,7 +310,8 @@ class Recorder:
         written = self.untold.at_mark(survey, step)
         regrouped = not self._consumption.grouped_as_before()
         if survey.shape.entries is not self._entries or regrouped:
-            changed, before = self._entries is not None, self._digest
+            changed = self._entries is not None
+            before = self._digest
             self._learn(survey)
             self._leads_here = self._leads_here and self._digest == before
             if changed:
@@ -313,7 +326,8 @@ class Recorder:
         named = {name: survey.tensors[name] for name in self._in_marks}
         samples, ran = self._declared.samples(survey)
         named |= samples | self.untold.samples(step)
-        head, about_bytes = self._head("mark", step, lsn), sum(survey.shape.objects_bytes.values())
+        head = self._head("mark", step, lsn)
+        about_bytes = sum(survey.shape.objects_bytes.values())
         told = self._copy_now(head, named, survey.objects, ran, about_bytes)
         if told is None:
             self._lane.run(survey.measure)  # plain data may be less by now
@@ -325,7 +339,8 @@ class Recorder:
         else:
             self._hole("the keeper takes no records")
             self._channel.post(DeadlineError("recording a step hangs", step=step))
-        step_bytes, self._step_bytes = self._step_bytes, 0
+        step_bytes = self._step_bytes
+        self._step_bytes = 0
         self._lane.run(lambda: into.pool.warm_ahead(2 * step_bytes))  # behind the next backward
         self.stats.marks += 1
         self.led_step = step if self._leads_here else self.led_step
@@ -339,7 +354,8 @@ class Recorder:
         if consumed.written and over:
             self._hole(f"gradients of {key} were changed before they could be copied")
             return None
-        head, layout = self._head("update", step, lsn), consumed.layout
+        head = self._head("update", step, lsn)
+        layout = consumed.layout
         timeout_s = self._options.progress_timeout_s
         with self._lent(layout.size_bytes) as loan:
             if loan is None:
@@ -398,7 +414,9 @@ class Recorder:
         """In the lane's thread, behind the copies: the record is whole."""
         if not loan.end():
             return  # training was interrupted as it handed it over
-        into, room, number = loan.into, loan.room, None
+        into = loan.into
+        room = loan.room
+        number = None
         try:
             encoded = objects()
             objects_bytes = sum(map(len, encoded.values()))
@@ -428,13 +446,15 @@ class Recorder:
     def _lent(self, size_bytes: int, objects_bytes: int = 0) -> Iterator[Loan | None]:
         """Memory for a record; None, and a new base is due, if there is none. In an error it is
         given back."""
-        into, room = self.rooms.into, self.rooms.take(size_bytes, objects_bytes)
+        into = self.rooms.into
+        room = self.rooms.take(size_bytes, objects_bytes)
         assert into is not None
         self._step_bytes += size_bytes
         if self.rooms.half_full:
             self.base_due = self.base_due or _FULL
         if self.rooms.cut_short >= 0:
-            step, self.rooms.cut_short = self.rooms.cut_short, -1
+            step = self.rooms.cut_short
+            self.rooms.cut_short = -1
             self._channel.tell(let_go_early(step))
         if room is None:
             self._no_room()
@@ -465,7 +485,8 @@ class Recorder:
 
     def _drop(self) -> None:
         """The update that is being copied will not be recorded, if there is one."""
-        under, self._under = self._under, None
+        under = self._under
+        self._under = None
         if under is not None:
             self._lane.run(under.loan.give_back)
 
@@ -483,7 +504,8 @@ class Recorder:
 
     def _hole(self, why: str) -> None:
         self.stats.holes += 1
-        self.base_due, self._leads_here = self.base_due or why, False
+        self.base_due = self.base_due or why
+        self._leads_here = False
 
     @contextlib.contextmanager
     def _recording(self, step: int | None) -> Iterator[None]:

@@ -45,17 +45,20 @@ def residual_bytes(state: State) -> int:
 def tell_of_lost_residuals(state: State) -> None:
     """Says of which parts of a state gradients are compressed, or else changed on their way, by
     what is in no part of it, once; and lets nothing that is saved without it be called exact."""
-    saved, found = _saved(state), list[str]()
+    saved = _saved(state)
+    found = list[str]()
     for section, kind, kept in _keeping(state):
         if id(kept) in saved:
             continue
         if kind:
             what = f"a {kind} compresses gradients of {section!r}"
-            lost, hint = "what it has left out of them", _OURS
+            lost = "what it has left out of them"
+            hint = _OURS
         else:
             kind = type(kept).__name__
             what = f"a {kind} is what a communication hook of {section!r} goes by"
-            lost, hint = "what it keeps (residuals, counters)", _THEIRS
+            lost = "what it keeps (residuals, counters)"
+            hint = _THEIRS
         found.append(f"{what}, and is in no part of the state")
         if found[-1] not in state.lost_beside:
             _log.warning(

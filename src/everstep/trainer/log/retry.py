@@ -27,7 +27,8 @@ class Retry:
         """
         with self._lock:
             if fine:
-                self._times, self._why = 0, None
+                self._times = 0
+                self._why = None
             elif why is not None:
                 self._why = why
                 self._from_step = step + min(1 << self._times, _RETRY_STEPS_MAX)

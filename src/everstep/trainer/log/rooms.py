@@ -52,7 +52,8 @@ class Loan:
 
     def end(self) -> bool:
         """Whether it was not over yet."""
-        first, self.over = not self.over, True
+        first = not self.over
+        self.over = True
         return first
 
     def give_back(self) -> None:
@@ -123,7 +124,9 @@ class LogRooms:
             self.asked_number = self.asked_bytes = 0
             for kept in self.kept:
                 kept.to_disk = False  # by whom, now?
-            self.into, self.durable_step, self.everywhere_step = into, -1, -1
+            self.into = into
+            self.durable_step = -1
+            self.everywhere_step = -1
 
     @property
     def is_ahead(self) -> bool:
@@ -139,10 +142,12 @@ class LogRooms:
             objects_bytes: that lie beside it, as far as is known.
         """
         assert self.into is not None
-        pool, beside_bytes = self.into.pool, objects_bytes + RECORD_BYTES
+        pool = self.into.pool
+        beside_bytes = objects_bytes + RECORD_BYTES
         need_bytes = pool.rounded_bytes(size_bytes) + beside_bytes
         self.too_large = 0
-        held, relieved_to = self._held_bytes(), self.relieved_to()
+        held = self._held_bytes()
+        relieved_to = self.relieved_to()
         if held + need_bytes > self.bytes_max // 2 and self._relieved_step() < self.durable_step:
             self.cut_short = self.durable_step
             self.base_everywhere(self.durable_step)
@@ -197,7 +202,8 @@ class LogRooms:
         """A base of what all records so far lead to is under way."""
         with self.lock:
             self.half_full = False
-            self.asked_number, self.asked_bytes = self.number, self.kept_bytes
+            self.asked_number = self.number
+            self.asked_bytes = self.kept_bytes
 
     def base_failed(self) -> None:
         """The newest that was under way relieves nothing; in any thread."""

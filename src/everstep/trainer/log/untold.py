@@ -124,7 +124,8 @@ class Untold:
     """
 
     def __init__(self, channel: BackgroundChannel, state: State) -> None:
-        self._channel, self._state = channel, state
+        self._channel = channel
+        self._state = state
         self.follows_base = False
         self.distrust: Callable[[], None] = lambda: None
         self._lock = threading.Lock()
@@ -151,9 +152,13 @@ class Untold:
             survey: of the state; None: nothing is recorded.
             step: that has just ended.
         """
-        self._watched, self._tensors, self._torn, self._sampled = {}, None, None, None
+        self._watched = {}
+        self._tensors = None
+        self._torn = None
+        self._sampled = None
         self._read = None
-        self._step, self._looked_at_first = step + 1, step + LOOKED_AT_FIRST
+        self._step = step + 1
+        self._looked_at_first = step + LOOKED_AT_FIRST
         if survey is not None:
             self._learn(survey)
             self.accept()
@@ -184,7 +189,8 @@ class Untold:
     def declared(self, pattern: str) -> None:
         """The function registered for a pattern has run: what updates read of its entries is as it
         should be. What else was written to is looked for first, and ends the log at the mark."""
-        read, mine = self._read, self._told.get(pattern)
+        read = self._read
+        mine = self._told.get(pattern)
         if read is None or not mine:
             return
         self._torn = self._found(self._written(read, mine), self._step) or self._torn
@@ -192,7 +198,9 @@ class Untold:
 
     def at_mark(self, survey: Survey, step: int) -> str | None:
         """A step is over: why the log cannot go on; None if it can."""
-        torn, self._torn, self._sampled = self._torn, None, None
+        torn = self._torn
+        self._torn = None
+        self._sampled = None
         self._step = step + 1
         found = next((name for w in self._watched.values() if (name := self._written(w))), None)
         self._learn(survey)
@@ -252,7 +260,8 @@ class Untold:
 
     def _say(self, what: str, step: int) -> None:
         with self._lock:
-            said, self._said = self._said, True
+            said = self._said
+            self._said = True
         self._suspicious = True
         if not said:
             self.distrust()
@@ -260,7 +269,8 @@ class Untold:
 
     def _learn(self, survey: Survey) -> None:
         """Follows tensors that have come, gone, or been replaced."""
-        shape, tensors = survey.shape, survey.tensors
+        shape = survey.shape
+        tensors = survey.tensors
         if tensors is self._tensors and shape is self._shape:
             return  # mostly
         self._tensors = None  # last: what an interrupt leaves half done is done again
@@ -272,7 +282,8 @@ class Untold:
             self._names = {key: tuple(found) for key, found in names.items()}
             self._shape = shape
         self._learn_read(shape, tensors)
-        before, watched = self._watched, dict[str, Owned]()
+        before = self._watched
+        watched = dict[str, Owned]()
         for key, mine in self._names.items():
             now = {name: tensors[name] for name in mine}
             old = before.get(key)
@@ -297,7 +308,8 @@ class Untold:
         read = {name: tensors[name] for name, owner in of.items() if owner.read == "whole"}
         read |= self._hidden(shape, tensors)
         if not read:
-            self._read, self._told = None, {}
+            self._read = None
+            self._told = {}
         elif self._read is None or not self._read.is_of(read):
             beside = (name for name, owner in of.items() if owner.read in ("", "part"))
             others = (tensors[name] for name in beside if of[name].kind != "replayed")
@@ -313,7 +325,8 @@ class Untold:
         if not some:
             return {}  # mostly
         there = {name: memory_of(local_of(tensor)) for name, tensor in tensors.items()}
-        known, found = set(there.values()), dict[str, torch.Tensor]()
+        known = set(there.values())
+        found = dict[str, torch.Tensor]()
         for optimizer in self._state.optimizers.values():
             for tensor in slots_of(acting(optimizer)):
                 part = local_of(tensor)

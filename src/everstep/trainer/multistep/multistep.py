@@ -78,12 +78,14 @@ class Multistep:
         channel: BackgroundChannel,
         clock: Clock,
     ) -> None:
-        self._options, self._run = options, run
+        self._options = options
+        self._run = run
         self._state = state
         self._saver = saver
         self._lane = lane
         self._channel = channel
-        self._clock, self._pid = clock, os.getpid()
+        self._clock = clock
+        self._pid = os.getpid()
         self._keeper: RemoteKeeper | None = None
         self._pool: CapturePool | None = None
         self._window: Window | None = None
@@ -103,7 +105,8 @@ class Multistep:
         consumption = self._updates.consumption
         self._planner = Planner(state, lane, self._choice, consumption, explicit=explicit)
         self.again: str | None = None
-        saver.also_gate, saver.finish_first = self.gate, self.finish
+        saver.also_gate = self.gate
+        saver.finish_first = self.finish
         saver.make_good = self.make_good
         saver.on_torn = lambda error: error is self._updates.told
 
@@ -117,7 +120,8 @@ class Multistep:
         self._opened.began(timeline)
         Multistep.drop(self, "its keeper is no longer in service")  # other ranks go on
         self._keeper = keeper if isinstance(keeper, RemoteKeeper) else None
-        self._pool, self._last = pool, None
+        self._pool = pool
+        self._last = None
         self._planner.start()
 
     # --- At step marks ------------------------------------------------------------------
@@ -128,14 +132,16 @@ class Multistep:
         Raises:
             EverstepError: what failed, now or in the background, by the policy.
         """
-        window, self.again = self._window, None
+        window = self._window
+        self.again = None
         if window is not None:
             if not sharp:
                 return window.save
             with self._counted():
                 self._end_at(window, identity)
             self.again = None  # what is not in that one is in the one that is taken now
-        last, base = self._last, (identity.timeline, identity.step)
+        last = self._last
+        base = (identity.timeline, identity.step)
         if last is not None and (last.timeline, last.step) == base and not last.is_lost:
             return last
         self._ended = None
@@ -180,7 +186,8 @@ class Multistep:
             elif window.next + 2 >= len(window.plan.parts):
                 self._finish(window, identity, survey)
             else:
-                window.identity, window.tensors = identity, survey.tensors
+                window.identity = identity
+                window.tensors = survey.tensors
                 self._take_part(window, survey)
         except Exception as error:
             ours = as_ours(error, identity.step)
@@ -215,7 +222,8 @@ class Multistep:
         Returns:
             Whether it was.
         """
-        window, self._ended = self._ended, None
+        window = self._ended
+        self._ended = None
         if window is None or not window.is_void or window.at_mark is None:
             return False
         if not window.at_mark.holds(self._state.survey()):
@@ -229,7 +237,8 @@ class Multistep:
         self._moved()
         if self._window is not None:
             self._give_up(why)
-            self._void, self.again = 0, None
+            self._void = 0
+            self.again = None
 
     # --- At updates ---------------------------------------------------------------------
 
@@ -324,7 +333,8 @@ class Multistep:
     ) -> Save:
         """Begins a window here; ``plan`` of its parts, and ``save``, which it becomes, if they are
         known already."""
-        keeper, pool = self._keeper, self._pool
+        keeper = self._keeper
+        pool = self._pool
         assert keeper is not None
         assert pool is not None
         prepared = self._saver.asked(survey, identity)
@@ -396,8 +406,11 @@ class Multistep:
 
     def _finish(self, window: Window, identity: ShardIdentity, survey: Survey) -> None:
         """Captures what is left, at this very step mark: the base is of this step."""
-        save, prepared = window.save, window.plan.prepared
-        window.identity, save.step, self._last = identity, identity.step, save
+        save = window.save
+        prepared = window.plan.prepared
+        window.identity = identity
+        save.step = identity.step
+        self._last = save
         begin = window.next + 1
         last = window.plan.last(begin)
         copies = window.plan.copies(last.entries, survey.tensors)
@@ -417,7 +430,8 @@ class Multistep:
         window.at_mark = AtMark.of(survey, prepared.marked)
         plan = prepared.plan(identity)
         tell = partial(mark.tell, self._choice.timed("part", last.size_bytes))
-        self._window, self._ended = None, window
+        self._window = None
+        self._ended = window
         try:
             with telling(save, self._saver.post):  # the keeper is gone, or an interrupt
                 self._saver.fill(prepared, plan, survey, save, window.room, copies, tell)
@@ -426,7 +440,8 @@ class Multistep:
 
     def _give_up(self, why: str, error: EverstepError | None = None) -> None:
         """The base under way is void; nothing of it is kept."""
-        window, self._window = self._window, None
+        window = self._window
+        self._window = None
         self._updates.forget()
         if window is None:
             if error is not None:
@@ -477,7 +492,8 @@ class Multistep:
     def _counted(self) -> Iterator[None]:
         """Counts what is not counted as anything else."""
         stall_s = self._saver.stall_s
-        start_s, before_s = self._clock.monotonic_s(), sum(stall_s.values())
+        start_s = self._clock.monotonic_s()
+        before_s = sum(stall_s.values())
         try:
             yield
         finally:

@@ -24,8 +24,10 @@ __all__ = ["Choice", "OnCopy", "Timed"]
 _COPIES = 32
 _LEAST_BYTES = 1 << 16  # of a copy that tells something about the link
 _CHUNK_S = 1e-3  # that something urgent may wait for a copy under way
-_CHUNK_BYTES_MIN, _CHUNK_BYTES_MAX = 64 << 10, 4 << 20  # at most those of GoCkpt (section 4.4.2)
-_FEWER, _MORE = 1, 2  # parts than if a state could be cut anywhere: parameters are captured whole
+_CHUNK_BYTES_MIN = 64 << 10  # at most those of GoCkpt (section 4.4.2)
+_CHUNK_BYTES_MAX = 4 << 20
+_FEWER = 1  # parts than if a state could be cut anywhere: parameters are captured whole
+_MORE = 2
 _KEPT = 0.02  # of a step: a cut is not changed for less
 _ALIKE = 0.02  # copies that differ by less lead to no other choice
 _ALIKE_STEPS = 0.005  # nor do steps: as many of them as a base takes differ by more
@@ -105,7 +107,8 @@ class Choice:
 
         def ended(copied_s: float | None = None) -> None:
             end_s = self._clock.monotonic_s()
-            begin_s, self._ended_s = max(timed.submitted_s, self._ended_s), end_s
+            begin_s = max(timed.submitted_s, self._ended_s)
+            self._ended_s = end_s
             if copied_s is not None:
                 begin_s = end_s - copied_s
             self.over(timed)
@@ -179,7 +182,8 @@ class Choice:
         asked = pipeline, count, most, held_steps, room_s
         if now is None or now is not self._answer or asked != self._asked:
             now = self._cut_anew(units, *asked, now)
-        self._asked, self._answer = asked, now
+        self._asked = asked
+        self._answer = now
         return now
 
     def _cut_anew(
@@ -200,7 +204,8 @@ class Choice:
         ]
         costs = [modelled(one, pipeline, held_steps) for one in cuts]
         number = fewest([self._lost_s(cost) for cost in costs]) - 1
-        found, new = cuts[number], costs[number]
+        found = cuts[number]
+        new = costs[number]
         if now is None or not (count if explicit else 2) <= len(now) <= most:
             return found
         kept = modelled(now, pipeline, held_steps)
@@ -264,7 +269,8 @@ class Choice:
         measured by now; choices may have been made for a little more or less.) Where the gradients
         of one base are still being copied when the next is due, that one waits for as long."""
         lost_s = found.stall_s + (self._stats.part_s or 0.0) * found.parts
-        every, pipeline = self._options.every.steps, self._known
+        every = self._options.every.steps
+        pipeline = self._known
         if self._options.method.held_steps > 1 and every is not None and pipeline is not None:
             lost_s += max(0.0, found.whole_s - every * pipeline.step_s - lost_s)
         return lost_s

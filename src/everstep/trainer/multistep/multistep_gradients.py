@@ -180,7 +180,8 @@ def _places_of(
     every = -(-len(gradients) // _SAMPLED)
     for number in range(turn, len(gradients), every):
         name, gradient = gradients[number]
-        length, width = gradient.numel(), gradient.element_size()
+        length = gradient.numel()
+        width = gradient.element_size()
         if length and gradient.is_contiguous() and not gradient.is_complex():
             stride = max(1, length // _SAMPLES)
             row = number, name, -(-length // stride), stride, begins[name] // width
@@ -189,7 +190,8 @@ def _places_of(
     for kind, some in rows.items():
         which, names, counts, strides, firsts = zip(*some, strict=True)
         within = np.concatenate([n * np.arange(m) for m, n in zip(counts, strides, strict=True)])
-        where, offsets = torch.from_numpy(np.repeat(firsts, counts) + within), kind[0] * within
+        where = torch.from_numpy(np.repeat(firsts, counts) + within)
+        offsets = kind[0] * within
         found[kind] = _Few(which, names, np.array(counts), strides, offsets, where)
     return found
 
@@ -249,7 +251,8 @@ class GradientCheck:
             if now != then:
                 return name.removeprefix(GRADIENT)
         for kind, values in self._values.items():
-            few, width = self._places[kind], kind[0]
+            few = self._places[kind]
+            width = kind[0]
             whole = block[: block.numel() // width * width].view(_INTEGERS[width])
             differs = whole[few.where] != values.cpu()
             if bool(differs.any()):
@@ -380,7 +383,8 @@ class HeldGradients:
             hook.remove()
         for guard in self._guards:
             guard.remove()
-        self._hooks, self._guards = {}, []
+        self._hooks = {}
+        self._guards = []
 
     def _before_adding(self, parameter: torch.Tensor, gradient: torch.Tensor) -> None:
         for one in list(self._copying):  # another thread may remove some meanwhile

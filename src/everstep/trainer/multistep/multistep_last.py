@@ -26,8 +26,10 @@ class Last:
     """
 
     def __init__(self, window: Window, begin: int, survey: Survey, *, fuzzy: bool) -> None:
-        self._window, self._fuzzy = window, fuzzy
-        plan, step = window.plan, window.identity.step
+        self._window = window
+        self._fuzzy = fuzzy
+        plan = window.plan
+        step = window.identity.step
         if fuzzy:
             self._spots = spots_at_mark(plan.captured(begin), survey.tensors, step)
         else:
@@ -42,7 +44,8 @@ class Last:
         Raises:
             EverstepError: something of it is not what it should be.
         """
-        window, fuzzy = self._window, self._fuzzy
+        window = self._window
+        fuzzy = self._fuzzy
         timed.ended()
         if window.failed is not None:
             raise window.failed

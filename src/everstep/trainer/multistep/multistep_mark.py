@@ -46,7 +46,8 @@ class AtMark:
         Args:
             names: of entries that no optimizer owns.
         """
-        values, tags = {}, {}
+        values = {}
+        tags = {}
         for name in names:
             tensor = survey.tensors[name]
             small = tensor.numel() * tensor.element_size() <= _LARGE_BYTES

@@ -54,7 +54,8 @@ class Part:
     def of(cls, units: Iterable[Unit], others: Iterable[str] = ()) -> Part:
         """A part that consists of ``units``, and of ``others``, which are entries."""
         parameters: dict[str, set[str]] = defaultdict(set)
-        entries, size_bytes = set(others), 0
+        entries = set(others)
+        size_bytes = 0
         for unit in units:
             entries.update(unit.entries)
             size_bytes += unit.size_bytes
@@ -150,7 +151,8 @@ class PartsPlan:
     ) -> Mapping[str, Owned]:
         """Watches the entries ``names``, by the key of the optimizer that updates them."""
         self.copies(names, tensors)
-        known, owners = self._planned[names], self.prepared.shape.owners
+        known = self._planned[names]
+        owners = self.prepared.shape.owners
         if known.owned is None:
             found: dict[str, dict[str, torch.Tensor]] = {}
             for name in names:
@@ -189,7 +191,8 @@ class PartsPlan:
         owners = self.prepared.shape.owners
         numbers = sorted(self._numbers[name] for name in names)
         for number, some in groupby(numbers, key=itemgetter(0)):
-            shard, offset = self.prepared.shards[number], self.prepared.offsets[number]
+            shard = self.prepared.shards[number]
+            offset = self.prepared.offsets[number]
             places = tuple(shard.layout.placed[at] for _, at in some)
             batches += plan_batches(ShardLayout(places), tensors, names, offset=offset)
             for place in places:
@@ -209,7 +212,8 @@ def units_of(state: State, shape: Shape) -> list[Unit]:
     Args:
         shape: of the state as it is now.
     """
-    aliases, owners = shape.aliases, shape.owners
+    aliases = shape.aliases
+    owners = shape.owners
     sizes = {entry.name: entry.size_bytes for entry in shape.entries}
     places = {entry.name: number for number, entry in enumerate(shape.entries)}
 

@@ -63,7 +63,8 @@ class Planner:
 
     def start(self) -> None:
         """There is another keeper, which knows no layout: plans are of no use any more."""
-        self._plan, self.is_ahead = None, False
+        self._plan = None
+        self.is_ahead = False
 
     def next(
         self,

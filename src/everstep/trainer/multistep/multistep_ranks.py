@@ -107,7 +107,8 @@ class RankMultistep(Multistep):
             super().finish()
 
     def _finish_together(self) -> None:
-        together, here = self._together, self._together.here
+        together = self._together
+        here = self._together.here
         try:
             if here is not None and (self._updates.under_way or not here.holds(self._state)):
                 together.here = None
@@ -140,12 +141,15 @@ class RankMultistep(Multistep):
 
     def _wanted(self) -> int:
         """Into how many parts this rank would cut the base that is due."""
-        self._asked, pool, void = None, self._pool, self._void >= VOID_MAX
+        self._asked = None
+        pool = self._pool
+        void = self._void >= VOID_MAX
         if self._identity is None or pool is None or void or not self._opened.holds:
             self._void = 0
             return 1
         try:
-            survey, waits = self._state.survey(), self._updates.waits
+            survey = self._state.survey()
+            waits = self._updates.waits
             prepared = self._saver.prepare(survey, self._identity)
             self._asked = self._planner.next(prepared, survey.tensors, pool, waits=waits)
         except Exception as error:  # of which the base will say more: others are waiting
@@ -181,7 +185,8 @@ class RankMultistep(Multistep):
 
     def _end_here(self, identity: ShardIdentity) -> None:
         """All ranks end at this mark; what this one has not, or not as it was, it takes now."""
-        window, taken = self._window, None
+        window = self._window
+        taken = None
         if window is not None:
             with self._counted():
                 self._end_at(window, identity)

@@ -116,12 +116,14 @@ class MultistepStats:
 
     def finishing(self, watch: Watch, step: int, now_s: float) -> None:
         """The last part of a base of ``step`` is being copied."""
-        watch.step, watch.whole_s = step, now_s - watch.begin_s
+        watch.step = step
+        watch.whole_s = now_s - watch.begin_s
         self.closing = watch
 
     def close(self, stall_s: Mapping[str, float]) -> None:
         """The step behind it is over, too: nothing waits for it any more."""
-        watch, self.closing = self.closing, None
+        watch = self.closing
+        self.closing = None
         if watch is None:
             return
         lost = {cause: stall_s[cause] - watch.stall_s[cause] for cause in stall_s}

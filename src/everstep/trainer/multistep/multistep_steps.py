@@ -69,7 +69,9 @@ class StepLengths:
             stall_s: that training has lost so far.
         """
         now = self._clock.monotonic_s(), stall_s
-        gate, self._mark, self._gate = self._gate, now, None
+        gate = self._gate
+        self._mark = now
+        self._gate = None
         if self._left_out:  # to ask takes a tenth of a millisecond
             self._left_out -= 1
             return
@@ -84,7 +86,8 @@ class StepLengths:
                 self._passed.append([*self._points, point])
             self._look()
             if whole and self._on_device and len(self._updates) == _STEPS:
-                self._left_out, self._points = _EVERY - 2, []  # one begins a step, one ends it
+                self._left_out = _EVERY - 2  # one begins a step, one ends it
+                self._points = []
             else:
                 self._points = [point]
 

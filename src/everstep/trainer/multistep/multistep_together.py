@@ -84,7 +84,8 @@ class Together:
 
     def begun(self, timeline: int) -> Save:
         """What is under way, now that this rank begins."""
-        save, self._save = self.promised(timeline), None
+        save = self.promised(timeline)
+        self._save = None
         return save
 
     def all_here(self) -> bool:
@@ -113,7 +114,9 @@ class Together:
 
     def over(self, taken: Save | None = None) -> None:
         """Nothing is under way any more."""
-        save, self._save, self.step = self._save, None, None
+        save = self._save
+        self._save = None
+        self.step = None
         if save is not None and taken is not None:
             follow(save, taken)
         elif save is not None:

@@ -92,7 +92,8 @@ class UpdateCopies:
         """The update that is under way is of no use."""
         if self._under is not None:
             self._choice.over(self._under.timed)
-        self._under, self._seen_lsn = None, -1
+        self._under = None
+        self._seen_lsn = -1
 
     def consumed(self, window: Window, key: str, lsn: int, step: int, *, over: bool) -> None:
         """The gradients of an optimizer are what it is going to consume: begins to copy those of
@@ -107,7 +108,8 @@ class UpdateCopies:
             if self._under is not None:
                 self._under.calls += 1  # a closure that is called again: nothing replays that
             return
-        self._under, self._seen_lsn = None, lsn
+        self._under = None
+        self._seen_lsn = lsn
         names = window.captured.get(key)
         if not names:
             return
@@ -123,8 +125,10 @@ class UpdateCopies:
         Returns:
             Whether it can be repeated; otherwise the base was given up.
         """
-        under, self._under = self._under, None
-        lsn, self._seen_lsn = self._seen_lsn, -1  # after going back there is another of that number
+        under = self._under
+        self._under = None
+        lsn = self._seen_lsn  # after going back there is another of that number
+        self._seen_lsn = -1
         if under is not None:
             if under.calls > 1:
                 self._choice.over(under.timed)
@@ -172,7 +176,9 @@ class UpdateCopies:
         end = room.offset + room.size_bytes
         if consumed.in_host_memory and end > window.pool.touched_bytes:  # pinning takes the pages
             self._lane.run(lambda: window.pool.populate(room))
-        held, check, batches = None, None, consumed.batches
+        held = None
+        check = None
+        batches = consumed.batches
         if gradients and not self.waits and not consumed.written:
             held = self._alone(key, names)
         if held is not None:
@@ -222,7 +228,8 @@ class UpdateCopies:
             update.timed.ended(update.transfer.copied_s)
             assert update.consumed is not None
             update.objects = {UPDATE_OBJECT: encode(update.consumed.about, checked=True)}
-            room, check = update.room, update.check
+            room = update.room
+            check = update.check
             into = window.memory[room.offset : room.offset + room.size_bytes]
             if check is not None and (torn := check.torn(into)) is not None:
                 raise self._torn(torn, step)
@@ -243,7 +250,8 @@ class UpdateCopies:
             hint='optimizer.zero_grad(); or method="gockpt", which always waits',
         )
         if self.told is None:
-            self.waits, self.told = True, error
+            self.waits = True
+            self.told = error
             self._tell(error)
         return self.told
 

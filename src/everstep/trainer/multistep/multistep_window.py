@@ -150,7 +150,8 @@ class Window:
             identity: of the mark.
             survey: of the state at it.
         """
-        shape, before = survey.shape, self.shape
+        shape = survey.shape
+        before = self.shape
         same = (shape.entries, shape.aliases, shape.owners)
         if self.failed is not None:
             return self.failed.message
@@ -158,7 +159,8 @@ class Window:
             return "an update was not seen"
         if same != (before.entries, before.aliases, before.owners):
             return "what the state consists of has changed"
-        now, then = survey.tensors, self.tensors
+        now = survey.tensors
+        then = self.tensors
         if now is not then:
             for name in self.plan.captured(self.next + 1):
                 if now[name] is not then[name]:
@@ -168,7 +170,8 @@ class Window:
 
     def head(self, step: int, lsn: int) -> RecordHead:
         """Of the record of an update."""
-        timeline, exact = self.identity.timeline, self.identity.exact
+        timeline = self.identity.timeline
+        exact = self.identity.exact
         return RecordHead("update", timeline, step, lsn, self.digest, exact)
 
     def release_updates(self) -> None:
@@ -179,7 +182,8 @@ class Window:
 
     def tie_updates(self) -> None:
         """The gradients are needed as long as the base: they are given back with it."""
-        self.room.others, self.rooms = tuple(self.rooms), []
+        self.room.others = tuple(self.rooms)
+        self.rooms = []
 
     def partial_updates(self, *, all_of_them: bool) -> list[PartialUpdate]:
         """As the keeper is told of them.

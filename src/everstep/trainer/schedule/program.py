@@ -99,7 +99,8 @@ def units_of(
         batch = _cut(source.batch, departure.chunk.begin, departure.chunk.end)
         groups[-1][1].append((batch, (departure.start_s, departure.end_s)))
     sizes: dict[torch.device, int] = {}
-    units, planned_s = [], []
+    units = []
+    planned_s = []
     for (event, owner, duplicated), found in groups:
         found.sort(key=lambda pair: pair[0].begin)
         batches = tuple(batch for batch, _ in found)

@@ -127,7 +127,8 @@ def _parts(executed: Executed) -> Iterator[tuple[int, int, TensorTimes]]:
     """Range of the block, and times, of each batch."""
     zero_s = executed.begun_s
     for start_s, _, number in _busy(executed):
-        unit, arrived = executed.units[number], executed.arrived_s[number]
+        unit = executed.units[number]
+        arrived = executed.arrived_s[number]
         for place, batch in enumerate(unit.batches):
             # A device says how far it is less often than at each batch.
             end_s = arrived[place] if len(arrived) == len(unit.batches) else arrived[-1]

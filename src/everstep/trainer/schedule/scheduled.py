@@ -117,7 +117,8 @@ class Scheduler:
         self._follow(prepared, tensors)
         program = self._program
         dispatch = _Planned(self._lane, block, program.units, program.duplicates, over)
-        dispatch.program, dispatch.prepared = program, prepared
+        dispatch.program = program
+        dispatch.prepared = prepared
         self._dispatch = dispatch
         self._open = [*(older for older in self._open if not older.complete), dispatch]
         self.captures += 1
@@ -155,7 +156,8 @@ class Scheduler:
     def close(self) -> None:
         """Takes all hooks away."""
         self._events.close()
-        self._dispatch, self._open = None, []
+        self._dispatch = None
+        self._open = []
 
     def stats(self) -> ScheduleStats:
         """What became of the plans."""
@@ -191,7 +193,8 @@ class Scheduler:
     # --- Learning -----------------------------------------------------------------------
 
     def _learn(self, observed: Observed) -> None:
-        program, keys = self._program, observed.keys
+        program = self._program
+        keys = observed.keys
         self._ways.append(keys)
         if program.plan is not None and keys == program.keys:
             self._check(program, program.plan, observed)
@@ -211,7 +214,8 @@ class Scheduler:
 
     def _foretold(self) -> tuple[int, ...]:
         """The way that the next step will mostly go, of those with a plan."""
-        last, ways = self._ways[-1], list(self._ways)
+        last = self._ways[-1]
+        ways = list(self._ways)
         then = Counter(
             after
             for before, after in itertools.pairwise(ways)
@@ -254,7 +258,8 @@ class Scheduler:
         ]
         self._waited_s.clear()
         plan = plan_departures(seconds, leaving, link)
-        duplicates, speed = Duplicates({}), float("inf")
+        duplicates = Duplicates({})
+        speed = float("inf")
         if plan.duplicated_bytes:
             units, _, sizes = units_of(plan, self._sources)
             found = memory_of(sizes)
@@ -299,17 +304,20 @@ class Scheduler:
         if prepared is not self._prepared:
             roots = [value for value in self._state.values.values() if isinstance(value, nn.Module)]
             self._events.watch(roots, self._state.optimizers)
-        before, self._sources = self._sources, tuple(sources_of(prepared, tensors))
+        before = self._sources
+        self._sources = tuple(sources_of(prepared, tensors))
         same = prepared is self._prepared and [source.place for source in before] == [
             source.place for source in self._sources
         ]
-        self._prepared, self._tensors = prepared, tensors
+        self._prepared = prepared
+        self._tensors = tensors
         for program in self._programs.values() if same else ():
             assert program.plan is not None
             program.units, program.planned_s, _ = units_of(program.plan, self._sources)
         if not same or self._program.plan is None:
             updates = self._program.updates
-            self._programs, self._seen = {}, {}
+            self._programs = {}
+            self._seen = {}
             self._ways.clear()
             self._program = Program(lazily(self._sources, updates), updates=updates)
 
@@ -318,5 +326,6 @@ def _typical(steps: Sequence[Sequence[float]]) -> list[float]:
     """Each interval's median, stretched to the median of whole steps: where a machine is busy, now
     here and now there, the medians alone add up to less."""
     medians = [statistics.median(values) for values in zip(*steps, strict=True)]
-    total_s, sum_s = statistics.median(sum(step) for step in steps), sum(medians)
+    total_s = statistics.median(sum(step) for step in steps)
+    sum_s = sum(medians)
     return [s * total_s / sum_s for s in medians] if sum_s else medians

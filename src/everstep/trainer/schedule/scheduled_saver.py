@@ -132,7 +132,8 @@ class ScheduledSaver(Saver):
         if again is not None:
             self._channel.check()
             return again
-        last, base = self._last, (identity.timeline, identity.step)
+        last = self._last
+        base = (identity.timeline, identity.step)
         same = last is not None and (last.timeline, last.step) == base
         if not same or (self.last_is_in_memory and not in_memory):
             self.scheduler.ended()
@@ -145,7 +146,8 @@ class ScheduledSaver(Saver):
             KeeperError: the keeper is gone.
         """
         with self._parking:
-            capture, self._parked = self._parked, None
+            capture = self._parked
+            self._parked = None
             if capture is None or self._of_before:
                 self._parked = capture
                 return
@@ -170,7 +172,8 @@ class ScheduledSaver(Saver):
             self.saves += 1
             self.last_save_s = self._clock.monotonic_s()
             if self._parked is not None and self._parked.save is save:
-                capture, self._parked = self._parked, None
+                capture = self._parked
+                self._parked = None
                 self._persist(capture)
             else:
                 self._wanted = save
@@ -189,7 +192,8 @@ class ScheduledSaver(Saver):
 
     def _capture(self, prepared: Prepared, plan: BasePlan, survey: Survey, save: Save) -> None:
         room = self.acquire(prepared, survey)
-        keeper, pool = self._keeper, self._pool
+        keeper = self._keeper
+        pool = self._pool
         assert keeper is not None
         assert pool is not None
         block = pool.block(room)
@@ -237,7 +241,8 @@ class ScheduledSaver(Saver):
         with self._parking:
             serves = keeper is self._keeper
             if serves:
-                older, self._parked = self._parked, None
+                older = self._parked
+                self._parked = None
             if isinstance(keeper, RemoteKeeper) and capture.parked:
                 keeper.set_aside(capture)
                 if not serves:
@@ -245,7 +250,8 @@ class ScheduledSaver(Saver):
                 elif capture.save is self._wanted:
                     self._persist(capture)
                 else:
-                    self._parked, self._of_before = capture, starts != self._starts
+                    self._parked = capture
+                    self._of_before = starts != self._starts
         if older is not None:
             older.on_end(older)
 
@@ -281,7 +287,8 @@ class _PlannedLane:
 
     def submit(self, batches: Sequence[Batch], block: torch.Tensor, progress: Progress) -> Transfer:
         """Begins the capture that is ``next``."""
-        begin, self.next = self.next, None
+        begin = self.next
+        self.next = None
         assert begin is not None
         with self._lock:
             self._open = True
@@ -297,7 +304,8 @@ class _PlannedLane:
         """All copies of the capture were issued."""
         with self._lock:
             self._open = False
-            jobs, self._jobs = self._jobs, []
+            jobs = self._jobs
+            self._jobs = []
             for job, future in jobs:
                 self._lane.run(functools.partial(_run, job, future))
 

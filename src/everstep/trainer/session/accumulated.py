@@ -38,7 +38,9 @@ class Accumulated:
     def __init__(
         self, state: State, updates: UpdateHooks, tell: Callable[[StateError], None]
     ) -> None:
-        self._optimizers, self._updates, self._tell = state.optimizers, updates, tell
+        self._optimizers = state.optimizers
+        self._updates = updates
+        self._tell = tell
         modules = (one for one in state.providers.values() if isinstance(one, ModuleProvider))
         self._modules = [one.outer for one in modules]
         self._waiting: dict[str, _Gradient] = {}

@@ -96,7 +96,8 @@ class Cadence:
         alone: bool = True,
     ) -> None:
         self._options = options
-        self._alone, self._limits = alone, limits or LogLimits()
+        self._alone = alone
+        self._limits = limits or LogLimits()
         self._run = run
         self._saver = saver
         self._keepers = keepers
@@ -162,7 +163,8 @@ class Cadence:
 
     def taken(self, save: Save) -> None:
         """That base is under way."""
-        self._under, self._beside_s = save, []
+        self._under = save
+        self._beside_s = []
         if self._recorder is not None and not save.in_memory:
             self._before_base = self._recorder.stats.record_bytes
 
@@ -195,13 +197,15 @@ class Cadence:
         every = self._options.every
         if every.seconds is not None:
             since_s = min(one["since_s"] for one in said)
-            due, step_s = every.due(step, since_s), max(one["step_s"] or 0.0 for one in said)
+            due = every.due(step, since_s)
+            step_s = max(one["step_s"] or 0.0 for one in said)
             left_s = every.seconds - (0.0 if due else since_s)
             return due, 1 if not step_s else max(1, min(ASK_EVERY, int(left_s / step_s)))
         if not every.auto:
             return every.due(step, 0.0), ASK_EVERY
         self._take_over(said)
-        interval, since = self.interval_steps, step - max(one["base_step"] for one in said)
+        interval = self.interval_steps
+        since = step - max(one["base_step"] for one in said)
         if interval is None and not all(one["measured"] for one in said):
             return False, max(1, FIRST_STEPS - since)
         interval = interval or FIRST_STEPS
@@ -220,7 +224,8 @@ class Cadence:
                 self._watch(took_s)
                 self._trained_s += took_s
                 self._samples += 1
-        self._last_s, self._last_stall_s = now_s, stall_s
+        self._last_s = now_s
+        self._last_stall_s = stall_s
         self._meter_day(now_s)
         self._relieve_disk()
         new = self._measure() and self.interval_steps is None and self._foretells
@@ -247,7 +252,8 @@ class Cadence:
 
     def _slowed_s(self) -> float:
         """What the steps beside the last base took more than others."""
-        beside_s, self._beside_s = self._beside_s, []
+        beside_s = self._beside_s
+        self._beside_s = []
         if not beside_s:  # what a step takes is worked out of many samples
             return 0.0
         step_s = self._estimator.step_s
@@ -261,7 +267,8 @@ class Cadence:
         self._under, slowed_s = None, self._slowed_s()
         if save.durable.cancelled() or save.durable.exception() is not None:
             return False
-        keeper, before = self._keepers.stats, self._seen
+        keeper = self._keepers.stats
+        before = self._seen
         self._seen = _Seen(
             self._saver.saves,
             sum(self._saver.stall_s.values()),
@@ -316,13 +323,17 @@ class Cadence:
                 assert recommended is not None
                 found = recommended
             except InfeasibleError as error:
-                found, why, log = without_log(costs), f"{error.message}; ", False
+                found = without_log(costs)
+                why = f"{error.message}; "
+                log = False
             wanted, wasted = seldom(costs, found, log=log)
             why += f"{wasted:.2%} of the time wasted with a failure in {costs.mtbf_s / 3600:.3g} h"
-        least, (most, full) = self._interval_min(step_s), self._interval_max()
+        least = self._interval_min(step_s)
+        (most, full) = self._interval_max()
         if most is not None and least > most and self._logs_to_disk:
             self._hold_log("with the bases that it needs it is more than the budget")
-            least, (most, full) = self._interval_min(step_s), self._interval_max()
+            least = self._interval_min(step_s)
+            (most, full) = self._interval_max()
         self._wish = Wish(wanted, why, least, most, full)
         if self._alone:
             self._take_over([self.says()])
@@ -372,7 +383,8 @@ class Cadence:
 
     def _relieve_disk(self) -> None:
         """Asks for a base where the log on disk is as long as it may become between two."""
-        recorder, most = self._recorder, self._limits.interval_bytes
+        recorder = self._recorder
+        most = self._limits.interval_bytes
         if recorder is None or most is None or not self._logs_to_disk:
             return
         if recorder.stats.record_bytes - self._before_base > most - self._log_step_bytes:
@@ -380,7 +392,8 @@ class Cadence:
 
     def _tell_of_conflict(self, least: int, most: int, full: str) -> None:
         """Once: the log cannot wait for as long as the write budget wants."""
-        step_s, budget = self._estimator.step_s, self._options.budget.write_bytes_per_day
+        step_s = self._estimator.step_s
+        budget = self._options.budget.write_bytes_per_day
         if self._told or step_s is None or budget is None:
             return
         self._told = True
@@ -441,7 +454,8 @@ class Cadence:
 
     def _keep_within(self, forecast: Forecast) -> None:
         """Stops the log on disk, or lets it go on, by what would be written with it."""
-        budget, recorder = self._options.budget.write_bytes_per_day, self._recorder
+        budget = self._options.budget.write_bytes_per_day
+        recorder = self._recorder
         if budget is None:
             return
         if forecast.bases_bytes > budget and not self._told:
@@ -464,12 +478,14 @@ class Cadence:
 
     def _meter_day(self, now_s: float) -> None:
         """What was written within a day counts, too, and not only what was foretold."""
-        budget, recorder = self._options.budget.write_bytes_per_day, self._recorder
+        budget = self._options.budget.write_bytes_per_day
+        recorder = self._recorder
         if budget is None or recorder is None or not self._options.log_on_disk:
             return
         stats = self._keepers.stats
         self._meter.reached(now_s, stats.written_bytes + stats.log_bytes)
-        recorded, self._recorded = self._recorded, recorder.stats.record_bytes
+        recorded = self._recorded
+        self._recorded = recorder.stats.record_bytes
         steps = stats.log_batch_steps or self._options.log.batch_first
         batch = (steps + 1) * (self._recorded - recorded)
         written = self._meter.last_day_bytes(now_s)
@@ -491,10 +507,12 @@ class Cadence:
         """How much of the log goes to disk at a time, if the keeper chooses that and it differs."""
         if not self._options.batch_auto or not self._logs_to_disk:
             return
-        steps, before = self._keepers.stats.log_batch_steps, self._batch_steps
+        steps = self._keepers.stats.log_batch_steps
+        before = self._batch_steps
         if not steps or before / 2 < steps < before * 2:
             return
-        self._batch_steps, step_s = steps, self._estimator.step_s or 0.0
+        self._batch_steps = steps
+        step_s = self._estimator.step_s or 0.0
         took = f"{_steps(steps)} ({steps * step_s:.3g} s); before: {_steps(before)}"
         self._say(f"the log goes to disk every {took}")
 

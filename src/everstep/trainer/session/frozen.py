@@ -27,7 +27,8 @@ class Frozen:
 
     def began(self, step: int) -> None:
         """Training goes on from ``step``."""
-        self._at_begin, self._step = self._now(), step
+        self._at_begin = self._now()
+        self._step = step
 
     def changed(self) -> str | None:
         """What has changed since training began here, in words for who goes back."""

@@ -46,9 +46,14 @@ class Joint:
     """
 
     def __init__(self, job: Job | None, options: Options, parts: Parts, state: State) -> None:
-        self._state, self._asked_step, self._parted = state, -1, False
-        self._job, self._cadence, self._channel = job, parts.cadence, parts.channel
-        self._recorder, self._standby = parts.recorder, parts.standby
+        self._state = state
+        self._asked_step = -1
+        self._parted = False
+        self._job = job
+        self._cadence = parts.cadence
+        self._channel = parts.channel
+        self._recorder = parts.recorder
+        self._standby = parts.standby
         over_steps = parts.multistep
         self._multistep = over_steps if isinstance(over_steps, RankMultistep) else None
         self._timed = options.every.auto or options.every.seconds is not None
@@ -64,7 +69,9 @@ class Joint:
 
     def began(self) -> None:
         """All ranks go on from the same step: they ask each other at the end of the next one."""
-        self._next_step, self._answered, self._any_needs = 0, -1, None
+        self._next_step = 0
+        self._answered = -1
+        self._any_needs = None
         self._asked_step = -1
         self._found.clear()
 
@@ -98,7 +105,8 @@ class Joint:
 
     def shared(self, survey: Survey | None) -> Survey | None:
         """What was surveyed at this step mark, by what ranks have agreed on since."""
-        parted, self._parted = self._parted, False
+        parted = self._parted
+        self._parted = False
         return self._state.survey() if parted and survey is not None else survey
 
     def left(self) -> None:
@@ -121,7 +129,8 @@ class Joint:
         """:meth:`ask`, of several ranks that have begun together."""
         if self._job is None or self._next_step is None:
             return False, False
-        first, self._asked_step = step != self._asked_step, step  # not twice, whatever fails here
+        first = step != self._asked_step  # not twice, whatever fails here
+        self._asked_step = step
         needed, due = self._agree(step)
         due = due if self._timed else self._cadence.due(step)
         if first and (needed or due):
@@ -136,7 +145,8 @@ class Joint:
         if not asks or self._job is None or self._next_step is None or step <= self._answered:
             return False, False
         self._answered = step  # not twice at this one, whatever becomes of it
-        heard, self._any_needs = self._any_needs, None
+        heard = self._any_needs
+        self._any_needs = None
         needed_before = heard is not None and heard()
         if step < self._next_step and not needed_before:
             if self._recorder is not None:

@@ -447,7 +447,8 @@ def close_earlier(live: Mapping[tuple[PurePath, int], Closing], key: tuple[PureP
         live: the Checkpointers of this process that are open, by run and rank.
         key: of the one that is being made.
     """
-    earlier, run = live.get(key), key[0]
+    earlier = live.get(key)
+    run = key[0]
     if earlier is not None:
         try:
             earlier.close()

@@ -48,7 +48,8 @@ def tell_if_steps_are_lost(
         step: the last one.
         failed: gets it first, if the policy is to raise.
     """
-    why, durable_step = keepers.attempts.why_not, keepers.stats.durable_step
+    why = keepers.attempts.why_not
+    durable_step = keepers.stats.durable_step
     if why is None or isinstance(why, FencedError) or step == (durable_step or 0):
         return
     base = (

@@ -27,7 +27,9 @@ class Overwritten:
     @contextlib.contextmanager
     def resuming(self) -> Iterator[None]:
         """Around a resume, which calls :meth:`touch`; :meth:`restored` comes behind it."""
-        self._before, self.partly, self._touches = self.partly, False, 0
+        self._before = self.partly
+        self.partly = False
+        self._touches = 0
         try:
             yield
         except BaseException:

@@ -151,7 +151,8 @@ def assemble(
     if not options.method.in_memory:
         refuse_one_base(peers, state.ranks, options.keep)
     shape, is_all = behind_first_update(state, state.survey().shape)
-    state_bytes, plain_bytes = base_memory_bytes(shape), sum(shape.objects_bytes.values())
+    state_bytes = base_memory_bytes(shape)
+    plain_bytes = sum(shape.objects_bytes.values())
     gradients = gradients_of(state.optimizers.values())
     if options.logs:
         gradients = gradients[0], gradients[1] - left_to_others_bytes(state)
@@ -216,14 +217,18 @@ def assemble(
         )
         keepers.log_limits = limits
         recorder = Recorder(options, state, lane, channel, clock, log_bytes_max=limits.memory_bytes)
-        recorder.untold.distrust, saver.on_torn = saver.copy_at_once, recorder.untold.torn
-        keepers.on_disk, keepers.on_everywhere = recorder.on_disk, recorder.rooms.base_everywhere
+        recorder.untold.distrust = saver.copy_at_once
+        saver.on_torn = recorder.untold.torn
+        keepers.on_disk = recorder.on_disk
+        keepers.on_everywhere = recorder.rooms.base_everywhere
         recorder.rooms.waits_for_peers = peers is not None and peers.log != "none"
         if options.has_replica:
             refuse_unfollowable(state)
-            several, timeout_s = state.ranks.world > 1, options.progress_timeout_s
+            several = state.ranks.world > 1
+            timeout_s = options.progress_timeout_s
             standby = Standby(saver, channel, clock, several=several, timeout_s=timeout_s)
-            recorder.rooms.relieved_to, recorder.overrun = standby.relieved_to, standby.overrun
+            recorder.rooms.relieved_to = standby.relieved_to
+            recorder.overrun = standby.overrun
     multistep = None
     if options.is_multistep:
         refuse_unrepeatable(state)
@@ -304,9 +309,12 @@ def _refuse_lossy_replicas(
         same parameter.
     """
     forms = [place.log for place in places] + ([] if peers is None else [peers.log])
-    where, instead = 'log="adaptive" in tiers=', 'log="whole" in TierOptions and PeerOptions'
+    where = 'log="adaptive" in tiers='
+    instead = 'log="whole" in TierOptions and PeerOptions'
     if log == "adaptive" and state.ranks.world > 1:
-        forms, where, instead = [log], 'log="adaptive"', 'log="dense"'
+        forms = [log]
+        where = 'log="adaptive"'
+        instead = 'log="dense"'
     if "adaptive" in forms and (name := recorded_by_several(state)):
         raise OptionError(
             f"{where}: several ranks hold the same elements of {name}, and each has a log of its "

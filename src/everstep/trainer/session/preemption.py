@@ -98,10 +98,13 @@ class Preempting:
         if not (self._is_last or (self._any_rank is None and self._watch.came is not None)):
             return
         assert self._wanted is not None
-        now_s, came = self._clock.monotonic_s(), self._watch.came
-        name, since_s = ("a signal of another rank", 0.0)
+        now_s = self._clock.monotonic_s()
+        came = self._watch.came
+        name = "a signal of another rank"
+        since_s = 0.0
         if came is not None:
-            name, since_s = came.name, now_s - came.at_s
+            name = came.name
+            since_s = now_s - came.at_s
         self._watch.pass_on()
         self.preempted = True  # whatever becomes of the base
         _log.warning("%s: step %d is the last; its base is taken now", name, step)

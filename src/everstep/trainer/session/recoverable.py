@@ -21,7 +21,9 @@ class Recoverable:
     """Answers what the death of the training process, or of its machine, would cost now."""
 
     def __init__(self, keepers: Keepers, saver: Saver, recorder: Recorder | None) -> None:
-        self._keepers, self._saver, self._recorder = keepers, saver, recorder
+        self._keepers = keepers
+        self._saver = saver
+        self._recorder = recorder
         self._recent: deque[tuple[Keeper | None, Save]] = deque(maxlen=_RECENT)
         self._restored_from: int | None = None
 

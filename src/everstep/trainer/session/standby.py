@@ -54,7 +54,9 @@ class Standby:
     ) -> None:
         self._saver = saver
         self._channel = channel
-        self._clock, self._several, self._timeout_s = clock, several, timeout_s
+        self._clock = clock
+        self._several = several
+        self._timeout_s = timeout_s
         self._keeper: RemoteKeeper | None = None
         self._expected = False
         self._off = False
@@ -84,7 +86,9 @@ class Standby:
         """
         if not self.follows or exact or self._several:
             return self.follows
-        keeper, last, taken = self._keeper, self._last, self._taken
+        keeper = self._keeper
+        last = self._last
+        taken = self._taken
         started = keeper is not None and keeper.replica_applied > 0
         waits = last is not None and not last.durable.done()
         busy = taken is not None and not taken.durable.done()
@@ -99,14 +103,19 @@ class Standby:
     def start(self, keeper: object) -> None:
         """A keeper has come into service, or a new timeline: no replica yet."""
         self._keeper = keeper if isinstance(keeper, RemoteKeeper) else None
-        self._expected, self._off, self._last, self.lost = False, False, None, None
+        self._expected = False
+        self._off = False
+        self._last = None
+        self.lost = None
         self._taken = None
         if self._keeper is not None:
             self._keeper.on_replica_stopped = self._stopped
 
     def base_taken(self, save: Save) -> None:
         """A base was taken here; the replica begins with it when it is durable."""
-        self._expected, self.lost, self._taken = True, None, save
+        self._expected = True
+        self.lost = None
+        self._taken = save
 
         def ended(_: object) -> None:
             if _failed(save):
@@ -120,7 +129,9 @@ class Standby:
         Args:
             exact: of no later step.
         """
-        keeper, last, exact = self._keeper, self._last, exact or self._several
+        keeper = self._keeper
+        last = self._last
+        exact = exact or self._several
         assert keeper is not None
         if self._taken is not None and _is_of(self._taken, identity):
             return self._taken  # which the replica is only about to begin with
@@ -150,7 +161,8 @@ class Standby:
         last = self._last
         if self._several or last is None or not _failed(last):
             return False
-        self._expected, self._last = False, None
+        self._expected = False
+        self._last = None
         return True
 
     def relieved_to(self) -> int | None:
@@ -196,12 +208,14 @@ class Standby:
     def _stopped(self, why: str, for_good: bool) -> None:
         """In the thread that reads what the keeper says."""
         self._off = self._off or for_good
-        self._expected, self.lost = False, why
+        self._expected = False
+        self.lost = why
 
     def _samples(self, prepared: Prepared, survey: Survey) -> Sequence[Samples]:
         """Of what the marks of the log do not hold, as it is now; on the CPU, where the replica
         has the same bits. Of rows only: it keeps other tensors as they lie in memory here."""
-        kinds, tensors = prepared.kinds.items(), survey.tensors
+        kinds = prepared.kinds.items()
+        tensors = survey.tensors
         names = [name for name, kind in kinds if kind in ("replayed", "static")]
         names = [n for n in names if tensors[n].is_cpu and tensors[n].is_contiguous()]
         live = tuple(survey.tensors[name] for name in names)
@@ -211,7 +225,8 @@ class Standby:
                 (shard.layout, offset)
                 for shard, offset in zip(prepared.shards, prepared.offsets, strict=True)
             ]
-            self._prepared, self._live = prepared, live
+            self._prepared = prepared
+            self._live = live
             self._check = SpotCheck(layouts, survey.tensors, frozenset(names))
         packed = self._check.packed(self._check.take())
         return [Samples(width, where, values) for width, where, values in packed]

@@ -54,8 +54,13 @@ class Starts:
         *,
         timeout_s: float,
     ) -> None:
-        self._job, self._keepers, self._seams, self._run = job, keepers, seams, run
-        self._run_id, self._state, self._ring = run_id, state, ring
+        self._job = job
+        self._keepers = keepers
+        self._seams = seams
+        self._run = run
+        self._run_id = run_id
+        self._state = state
+        self._ring = ring
         self._overwritten = overwritten
         self._timeout_s = timeout_s
         self._frozen = Frozen(state.values)

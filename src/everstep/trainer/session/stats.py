@@ -149,7 +149,8 @@ def stats_of(
     recoverable: Recoverable,
 ) -> Stats:
     """What they have done so far."""
-    keeper, forecast = keepers.stats, cadence.forecast
+    keeper = keepers.stats
+    forecast = cadence.forecast
     durable = recoverable.durable_step
     return Stats(
         step=step,

@@ -46,7 +46,8 @@ class Watched:
         self.surveys = options.method.in_memory or self._untold is not None
         self._updates: UpdateHooks = parts.updates
         self._watcher = parts.recorder or parts.multistep
-        self._multistep, self._channel = parts.multistep, parts.channel
+        self._multistep = parts.multistep
+        self._channel = parts.channel
         self.lsn_at_mark = 0
         self.at_mark: LastMark | None = None
         self.left = self.changing = False
@@ -221,7 +222,8 @@ class Watched:
         Args:
             survey: of it, where one is made at each step.
         """
-        self.lsn_at_mark, self._fresh = self._updates.lsn, None
+        self.lsn_at_mark = self._updates.lsn
+        self._fresh = None
         self._handled = id(sys.exc_info()[1])
         self._updates.failed = self.changing = False
         self.at_mark = None

@@ -58,14 +58,17 @@ class Interval:
 def interval_of(wishes: Sequence[Wish]) -> Interval:
     """The interval of all ranks: of each, what it wishes."""
     rank = max(range(len(wishes)), key=lambda rank: wishes[rank].steps)
-    steps, why = wishes[rank].steps, wishes[rank].why
+    steps = wishes[rank].steps
+    why = wishes[rank].why
     least = max(wish.least for wish in wishes)
     bounds = [(wish.most, wish.full) for wish in wishes if wish.most is not None]
     most, full = min(bounds) if bounds else (None, "")
     if len(wishes) > 1:
         why = f"as rank {rank} measures, {why}"
     if steps < least:
-        steps, why = round(least * (1 + SLACK)), "the write budget allows no more"
+        steps = round(least * (1 + SLACK))
+        why = "the write budget allows no more"
     if most is not None and steps > most:
-        steps, why = most, f"{full} holds no more"
+        steps = most
+        why = f"{full} holds no more"
     return Interval(steps, why, least, most, full)
