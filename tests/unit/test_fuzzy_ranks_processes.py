@@ -1,5 +1,5 @@
 """Bases that several ranks leave in parts, over gloo and with keepers: killed, resumed, and trained
-to the end with the bits of a training that nobody disturbed (``adr/040``)."""
+to the end with the bits of a training that nobody disturbed (``docs/design/multistep.md``)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Bases over several steps of several ranks (``adr/040``): killed, resumed, and trained to the end
+"""Bases over several steps of several ranks (``docs/design/multistep.md``): killed, resumed, and
+trained to the end
 with the bits of a training that nobody disturbed, whatever becomes of one rank's part."""
 
 from __future__ import annotations

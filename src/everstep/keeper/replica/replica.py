@@ -1,5 +1,5 @@
 """The keeper's replica: a copy of the state to which each step of the log is applied, and from
-which bases are persisted (LowDiff section VI; see ``adr/012``).
+which bases are persisted (LowDiff section VI; see ``docs/design/log.md``).
 
 It begins with a base that the training process has captured, in memory of its own. One thread
 applies whole steps (I3) as they arrive; while a base is being written from that memory, steps
