@@ -123,8 +123,9 @@ def test_loader_and_plain_data_come_back(folder: Path) -> None:
 
 
 def test_names_are_there_after_importing_everstep_alone() -> None:
-    planning = (ROOT / "docs" / "PLANNING.md").read_text()
-    names = sorted({*re.findall(CALL, README), *re.findall(CALL, planning)})
+    pages = [ROOT / "docs" / name for name in ("OPTIONS.md", "PLANNING.md")]
+    texts = [README, *(page.read_text() for page in pages)]
+    names = sorted({name for text in texts for name in re.findall(CALL, text)})
     assert {"everstep.compress.Compressor", "everstep.options.Every"} <= set(names)
     # Each as the first that is used: a name must not hang on what another one has imported.
     forget = "[sys.modules.pop(m) for m in list(sys.modules) if m.split('.')[0] == 'everstep']"
