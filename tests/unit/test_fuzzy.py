@@ -239,7 +239,7 @@ def test_an_interval_and_a_number_of_parts_of_its_own_choice(served: Bench) -> N
 
 def test_the_option_is_of_bases_over_several_steps() -> None:
     assert everstep.Method(base="multistep").rebuild == "keeper"
-    with pytest.raises(OptionError, match="rebuild are of base='multistep', not of 'lazy'"):
+    with pytest.raises(OptionError, match="rebuild need base='multistep', not base='lazy'"):
         everstep.Method(base="lazy", rebuild="recovery")
     with pytest.raises(OptionError, match="no rebuild 'recover'"):
         everstep.Method(base="multistep", rebuild="recover")

@@ -244,10 +244,10 @@ def test_numbers_of_numpy_are_numbers() -> None:
 def test_a_thread_has_no_cores_of_its_own() -> None:
     """They were ignored: who gave them believed that training had its cores to itself."""
     with pytest.raises(
-        OptionError, match=r"cores=\(1, 3\) are of a keeper that is a process"
+        OptionError, match=r"cores=\(1, 3\) needs a keeper process"
     ) as caught:
         KeeperOptions(process=False, cores=(1, 3))
-    assert caught.value.hint == "leave cores= out; or process=True"
+    assert caught.value.hint == "omit cores=, or use process=True"
     assert KeeperOptions(cores=(1, 3)).process
 
 
@@ -328,7 +328,7 @@ def test_a_size_in_words_is_told_in_bytes() -> None:
 
 def test_a_history_needs_a_log_on_disk() -> None:
     """Nothing would keep it: the log in memory goes back to the newest base."""
-    with pytest.raises(OptionError, match="is of a log on disk") as caught:
+    with pytest.raises(OptionError, match="needs a log on disk") as caught:
         LogOptions(history="2h")
     assert caught.value.hint == "LogOptions(to=\"disk\", history='2h')"
 
@@ -337,7 +337,7 @@ def test_a_history_needs_a_log_on_disk() -> None:
 def test_a_log_is_refused_where_there_is_none(method: Any, run_folder: Path) -> None:
     """It was ignored: who asked for it believed that every step could be recovered."""
     for log in (LogOptions(), LogOptions(to="disk")):
-        with pytest.raises(OptionError, match="keep a gradient log") as caught:
+        with pytest.raises(OptionError, match="needs a method with a gradient log") as caught:
             everstep.Checkpointer(run_folder, {"n": 1}, method=method, log=log)
         assert "method='logged'" in str(caught.value.hint)
     assert not run_folder.exists()
