@@ -237,7 +237,10 @@ NOT_ARENAS: dict[str, tuple[Any, str]] = {
     "no data": ((CONTROL_BYTES, ALL_SEALS, header(data_bytes=0)), "it has 65536 bytes"),
     "half a page": ((WHOLE + 1, ALL_SEALS, header(data_bytes=PAGE_BYTES + 1)), "it has 69633 b"),
     "somebody else's": ((WHOLE, ALL_SEALS), "it does not start with the magic number of an arena"),
-    "another magic": ((WHOLE, ALL_SEALS, header(magic=b"EVSARENB")), "it does not start with the magic number"),
+    "another magic": (
+        (WHOLE, ALL_SEALS, header(magic=b"EVSARENB")),
+        "it does not start with the magic number",
+    ),
     "newer": ((WHOLE, ALL_SEALS, header(version=2)), "it has version 2, this everstep supports 1"),
     "fewer words": ((WHOLE, ALL_SEALS, header(words=511)), "its sizes contradict each other"),
     "data elsewhere": ((WHOLE, ALL_SEALS, header(offset=4096)), "its sizes contradict"),

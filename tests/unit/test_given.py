@@ -243,9 +243,7 @@ def test_numbers_of_numpy_are_numbers() -> None:
 
 def test_a_thread_has_no_cores_of_its_own() -> None:
     """They were ignored: who gave them believed that training had its cores to itself."""
-    with pytest.raises(
-        OptionError, match=r"cores=\(1, 3\) needs a keeper process"
-    ) as caught:
+    with pytest.raises(OptionError, match=r"cores=\(1, 3\) needs a keeper process") as caught:
         KeeperOptions(process=False, cores=(1, 3))
     assert caught.value.hint == "omit cores=, or use process=True"
     assert KeeperOptions(cores=(1, 3)).process
