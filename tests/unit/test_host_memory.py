@@ -20,8 +20,8 @@ from everstep.errors import DeadlineError, EverstepError, OutOfSpaceError
 from everstep.format.log import RecordHead
 from everstep.keeper.log.log_batch import Batch
 from everstep.keeper.persist.local import LocalKeeper
+from everstep.link.log_layouts import RECORD_BYTES, memory_bytes
 from everstep.link.pool import CapturePool
-from everstep.link.record_memory import RECORD_BYTES, memory_bytes
 from everstep.options import Budget, KeeperOptions
 from everstep.trainer.log.rooms import Into, LogRooms
 from tests.unit.world import Gate, HookedFileSystem, acquiring, opened, raising

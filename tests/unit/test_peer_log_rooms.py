@@ -11,8 +11,8 @@ from everstep.arena import PAGE_BYTES
 from everstep.commit.lineage import BaseId
 from everstep.format.log import RecordHead
 from everstep.keeper.process.duties import Duties
+from everstep.link.log_layouts import RECORD_BYTES
 from everstep.link.pool import Room
-from everstep.link.record_memory import RECORD_BYTES
 from everstep.state.ranks.ranks import RankInfo
 from everstep.tiers.options import PeerOptions
 from everstep.trainer.job.peering import let_go_early, peer_announcement, peer_log_bytes

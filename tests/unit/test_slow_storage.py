@@ -26,7 +26,7 @@ from everstep.keeper.log.logs import Logs
 from everstep.keeper.persist import commits as commits_module
 from everstep.keeper.persist.commits import RankCommits
 from everstep.keeper.persist.local import LocalKeeper
-from everstep.keeper.persist.promised import PromisedSteps
+from everstep.keeper.retain.retain_history import PromisedSteps
 from everstep.keeper.ship.mirrors import Mirrors
 from everstep.link.pool import CapturePool
 from everstep.link.save import Save, done

@@ -9,14 +9,20 @@ holds of a record refers to its layout.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
+from everstep.arena import PAGE_BYTES
 from everstep.format.log import layout_from_index, layout_to_index
 from everstep.state.layout import ShardLayout
 from everstep.state.survey.recent import RecentLayouts
 
-__all__ = ["LogLayouts", "take_layout"]
+__all__ = [
+    "RECORD_BYTES",
+    "LogLayouts",
+    "memory_bytes",
+    "take_layout",
+]
 
 
 class LogLayouts:
@@ -69,3 +75,14 @@ def take_layout(known: dict[int, ShardLayout], message: dict[str, Any]) -> None:
     for number in message.get("gone", ()):
         known.pop(number, None)
     known[message["number"]] = layout_from_index(message["layout"])
+
+
+RECORD_BYTES = 2048
+"""What Python takes for a record besides its bytes: measured (CPython 3.11) about 1250 in the
+keeper, and 400 in the training process."""
+
+
+def memory_bytes(tensors_bytes: int, objects: Mapping[str, bytes]) -> int:
+    """Of a record: whole pages of the arena, and what lies beside it."""
+    pages = -(-max(1, tensors_bytes) // PAGE_BYTES)
+    return pages * PAGE_BYTES + sum(map(len, objects.values())) + RECORD_BYTES

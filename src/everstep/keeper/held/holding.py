@@ -9,7 +9,10 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
+
+import msgpack
 
 from everstep.arena.memory import Arena
 from everstep.commit.lineage import BaseId
@@ -19,8 +22,12 @@ from everstep.format.plan import BasePlan
 from everstep.format.writer import Written, digest_shard
 from everstep.keeper.log.held import base_to_wire
 from everstep.link.capture import Capture, shard_offsets
+from everstep.link.wire import Connection
 
-__all__ = ["Holding"]
+__all__ = [
+    "Holding",
+    "Look",
+]
 
 _log = logging.getLogger("everstep.keeper")
 
@@ -208,3 +215,38 @@ class Holding:
 def _block(capture: Capture) -> tuple[int, int]:
     """Where its memory begins and ends in the arena."""
     return capture.offset, capture.offset + shard_offsets(capture.plan)[1]
+
+
+@dataclass(frozen=True, slots=True)
+class Look:
+    """What a keeper shows to a process that is not attached.
+
+    Attributes:
+        recalled, blobs, arenas: as in the answer to ``recall``.
+        settled: nothing of it is still being written or digested.
+        moves: change as long as that goes on.
+        pending: the identity of a base in memory that has no digests yet.
+    """
+
+    recalled: dict[str, Any]
+    blobs: list[bytes]
+    arenas: list[Arena]
+    settled: bool
+    moves: list[int]
+    pending: dict[str, Any] | None
+
+    def send(self, connection: Connection, trainer: int | None) -> None:
+        """Sends it.
+
+        Args:
+            trainer: the process that is served.
+        """
+        index: bytes = msgpack.packb(
+            {**self.recalled, "blobs": self.blobs, "pending": self.pending},
+            unicode_errors="surrogatepass",
+        )
+        about = {"settled": self.settled, "moves": self.moves, "trainer": trainer}
+        with Arena.create(len(index)) as memory:
+            memory.view[: len(index)] = index
+            fds = [one.fd for one in (memory, *self.arenas) if one.fd is not None]
+            connection.send({"kind": "looked", "size_bytes": len(index), **about}, fds)

@@ -15,6 +15,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import PurePath
+from typing import Any
 
 from everstep.commit.job.cluster import COORDINATOR, Cluster
 from everstep.commit.job.coordinator import Coordinator
@@ -43,17 +44,18 @@ from everstep.commit.job.steps import (
 from everstep.commit.lineage import BaseId
 from everstep.commit.machine import WriteFiles, WriteManifest, WriteMarker
 from everstep.errors import (
+    DamageError,
     DeadlineError,
     EverstepError,
     FencedError,
     FormatError,
     StateError,
+    StorageError,
 )
 from everstep.format.names import base_dir
 from everstep.format.plan import BasePlan
 from everstep.format.records import FileRecord, Marker
 from everstep.format.writer import ChunkRing, Written
-from everstep.keeper.persist.commit_errors import damaged_behind_commit, why_not_durable
 from everstep.keeper.persist.persist import Audit, Persister
 from everstep.keeper.persist.ranks import RankDisk
 from everstep.keeper.retain.retain_history import promises
@@ -69,7 +71,11 @@ from everstep.seams.progress import ProgressSink
 from everstep.state.body import Body
 from everstep.tiers.disk import storage_errors
 
-__all__ = ["RankCommits"]
+__all__ = [
+    "RankCommits",
+    "damaged_behind_commit",
+    "why_not_durable",
+]
 
 _log = logging.getLogger("everstep.keeper")
 _TICK_S = 0.1
@@ -508,3 +514,61 @@ class RankCommits:
         if problem:  # perhaps in a file that the next base would link to
             self._persister.static.forget()
         return problem
+
+
+_EACH = (
+    "every rank calls ckpt.step() at the end of the same steps, and save() and close() there, too"
+)
+_SILENT = (
+    f"they have not taken this base ({_EACH}), or they hang, or have died; everstep ps on their "
+    "machine shows their keepers"
+)
+_GONE = f"they have left training ({_EACH}), or have died: what they have printed says which"
+
+
+def damaged_behind_commit(out: IsDamaged, run: PurePath) -> DamageError:
+    """Of a base that was read back before older ones were to be deleted."""
+    return DamageError(
+        f"{out.base} was committed, but read back it is damaged: {out.problem}; "
+        "older bases are kept",
+        step=out.base.step,
+        rank=out.rank,
+        path=run,
+        hint="the disk or memory of the rank's machine may be failing",
+    )
+
+
+def why_not_durable(
+    out: IsDurable | GaveUp | IsLate,
+    run: PurePath,
+    timeout_s: float,
+    is_gone: Callable[[int], bool] = lambda rank: False,
+) -> EverstepError | None:
+    """Why whoever waits for a base waits no longer; None: it is durable.
+
+    Args:
+        timeout_s: that other ranks had for their parts.
+        is_gone: whether the keeper of a rank was there, and is no more.
+    """
+    where: dict[str, Any] = {"step": out.base.step, "path": run}
+    if isinstance(out, GaveUp):
+        return StorageError(
+            f"no rank has the base of step {out.base.step}: {out.reason}",
+            **where,
+            hint="training goes on; the next base is taken as usual",
+        )
+    if isinstance(out, IsLate):
+        silent = _numbers(out.missing) or "that lead on a disk"
+        gone = [rank for rank in out.missing if is_gone(rank)]
+        left = f"; the keeper(s) of rank(s) {_numbers(gone)} are no longer there" if gone else ""
+        return DeadlineError(
+            f"rank(s) {silent} have not written their parts of the base of step "
+            f"{out.base.step} within {timeout_s:g} s{left}",
+            **where,
+            hint=_GONE if len(gone) == len(out.missing) > 0 else _SILENT,
+        )
+    return None
+
+
+def _numbers(ranks: Iterable[int]) -> str:
+    return ", ".join(map(str, ranks))

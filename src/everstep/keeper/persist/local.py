@@ -29,10 +29,9 @@ from everstep.format.names import SLOTS_DIR, timeline_dir
 from everstep.format.plan import BasePlan
 from everstep.format.writer import ChunkRing, Written
 from everstep.keeper.log.log import LogStore
-from everstep.keeper.persist.audit import DigestAudit, digests_of
-from everstep.keeper.persist.persist import Audit, Persister
-from everstep.keeper.persist.promised import PromisedSteps
+from everstep.keeper.persist.persist import Audit, DigestAudit, Persister, digests_of
 from everstep.keeper.retain.retain import Retention
+from everstep.keeper.retain.retain_history import PromisedSteps
 from everstep.link.capture import Capture
 from everstep.link.channel import BackgroundChannel, WatchedProgress
 from everstep.link.keeper_stats import KeeperStats

@@ -21,7 +21,7 @@ from everstep.commit.machine import (
     WriteManifest,
     WriteMarker,
 )
-from everstep.errors import FencedError, OutOfSpaceError
+from everstep.errors import AuditError, FencedError, OutOfSpaceError
 from everstep.format.names import MANIFEST, base_dir, marker_name
 from everstep.format.plan import BasePlan
 from everstep.format.reader import read_record_bytes
@@ -43,8 +43,12 @@ from everstep.tiers.disk import (
 )
 from everstep.tiers.slots import SlotStore
 
-__all__ = ["Audit", "Persister"]
-
+__all__ = [
+    "Audit",
+    "DigestAudit",
+    "Persister",
+    "digests_of",
+]
 
 Audit = Callable[[Mapping[str, str]], None]
 """Told the digests of all entries, by name, before they are committed; raises to refuse."""
@@ -283,3 +287,52 @@ class Persister:
 
 def _base(plan: BasePlan) -> BaseId:
     return BaseId(plan.identity.timeline, plan.identity.step)
+
+
+class DigestAudit:
+    """Compares each base with the one before, of one timeline."""
+
+    def __init__(self) -> None:
+        self._lsn = -1
+        self._digests: Mapping[str, str] = {}
+        self._forms: Mapping[str, object] = {}
+
+    def of(self, plan: BasePlan) -> Audit:
+        """What to ask before a base is committed."""
+
+        def audit(digests: Mapping[str, str]) -> None:
+            forms = {
+                place.entry.name: (place.entry.dtype, place.entry.shape)
+                for shard in plan.shards
+                for place in shard.layout.placed
+                if place.entry.name in plan.kinds or place.entry.name not in shard.lsns
+            }
+            idle = plan.identity.lsn == self._lsn
+            for name, kind in plan.kinds.items():
+                same_form = self._forms.get(name) == forms.get(name)
+                if not same_form or self._digests[name] == digests[name]:
+                    continue
+                if kind == "static":
+                    raise AuditError(
+                        f"{name!r} was declared static and has changed",
+                        step=plan.identity.step,
+                        hint="do not declare it static",
+                    )
+                if idle:
+                    raise AuditError(
+                        f"{name!r} has changed, but no update was seen since the base before: "
+                        "something writes to it behind the optimizer's back",
+                        step=plan.identity.step,
+                        hint="call before_update() and after_update() around updates that go past "
+                        'optimizer.step(), CUDA graphs among them, or use method="async"',
+                    )
+            self._lsn = plan.identity.lsn
+            self._digests = digests
+            self._forms = forms
+
+        return audit
+
+
+def digests_of(written: Sequence[Written]) -> dict[str, str]:
+    """Of all entries of files that were written, by name."""
+    return {name: digest for shard in written for name, digest in shard.digests.items()}

@@ -21,8 +21,7 @@ from everstep.commit.lineage import BaseId
 from everstep.errors import EverstepError, KeeperError, StateError
 from everstep.format.plan import BasePlan
 from everstep.format.writer import ChunkRing, Written
-from everstep.keeper.held.holding import Holding
-from everstep.keeper.held.looks import Look
+from everstep.keeper.held.holding import Holding, Look
 from everstep.keeper.log.attached import Attached
 from everstep.keeper.log.logs import Logs
 from everstep.keeper.persist.local import LocalKeeper

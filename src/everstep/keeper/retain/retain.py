@@ -43,9 +43,8 @@ from everstep.format.names import (
 )
 from everstep.format.writer import ChunkRing
 from everstep.keeper.retain.readback import ReadBack
-from everstep.keeper.retain.retain_history import Promise
+from everstep.keeper.retain.retain_history import Promise, SegmentAges
 from everstep.keeper.retain.retain_log import delete_segments
-from everstep.keeper.retain.segment_ages import SegmentAges
 from everstep.run.fence import Fence
 from everstep.run.lift import lift_mark
 from everstep.run.scan import (

@@ -20,9 +20,8 @@ from everstep.format.header import ShardIdentity
 from everstep.format.writer import ChunkRing
 from everstep.keeper.log.log import open_log
 from everstep.keeper.persist.local import LocalKeeper
-from everstep.keeper.persist.summed import summed
 from everstep.link.channel import BackgroundChannel
-from everstep.link.keeper_stats import KeeperStats
+from everstep.link.keeper_stats import KeeperStats, summed
 from everstep.link.messages import identity_to_wire
 from everstep.link.pool import CapturePool
 from everstep.link.seat import Seat, no_mailbox
