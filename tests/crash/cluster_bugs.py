@@ -25,8 +25,8 @@ from everstep.commit.lineage import BaseId, Branch
 from everstep.commit.machine import Action, BaseCommit, WriteMarker
 from everstep.commit.retention import RetentionPlan
 from everstep.commit.watermark import Watermark
-from everstep.keeper.persist import ranks
-from everstep.keeper.persist.ranks import RankDisk
+from everstep.keeper.persist import rank_disk as ranks
+from everstep.keeper.persist.rank_disk import RankDisk
 from everstep.restore.fetch import ranks as recover_ranks
 from everstep.testing import simrank
 from everstep.testing.simhost import ProcessDisk

@@ -19,7 +19,7 @@ from everstep.format.names import SLOTS_DIR, base_dir, shard_name, timeline_dir
 from everstep.format.plan import BasePlan, ShardPlan, plan_files
 from everstep.format.reader import read_body
 from everstep.format.writer import ChunkRing
-from everstep.keeper.persist.persist import Persister
+from everstep.keeper.persist.persister import Persister
 from everstep.run.opened import OpenBase
 from everstep.run.scan import scan_run
 from everstep.run.segments import read_records

@@ -19,7 +19,7 @@ from everstep.format.names import base_dir, marker_name, shard_name, timeline_di
 from everstep.format.plan import BasePlan, plan_files
 from everstep.format.records import Marker, TimelineRecord
 from everstep.format.writer import ChunkRing
-from everstep.keeper.persist.persist import Persister
+from everstep.keeper.persist.persister import Persister
 from everstep.link.recordable import Layouts, digest_of
 from everstep.restore.offline.whole_ranks import MakeWhole, made_whole
 from everstep.run.scan import BaseFound

@@ -25,7 +25,7 @@ from everstep.format.names import SLOTS_DIR, base_dir, timeline_dir
 from everstep.format.plan import BasePlan, plan_files
 from everstep.format.writer import ChunkRing
 from everstep.keeper.log.log_writer import SegmentWriter
-from everstep.keeper.persist.persist import Persister
+from everstep.keeper.persist.persister import Persister
 from everstep.options import LogOptions
 from everstep.restore.offline.logged import RunLog
 from everstep.restore.offline.offline import OfflineState

@@ -22,9 +22,9 @@ from everstep.format.header import ShardIdentity
 from everstep.format.plan import plan_files
 from everstep.format.records import Marker, TimelineRecord
 from everstep.format.writer import digest_shard
-from everstep.keeper.held.peer_store import PeerStore
+from everstep.keeper.held.peer_base_store import PeerStore
 from everstep.keeper.ship.replicator import Pace, Replicator
-from everstep.link.seat import Seat
+from everstep.link.job_session import Seat
 from everstep.restore.fetch.held import HeldBase
 from everstep.restore.fetch.peer_copy import PeerCopy, files_over
 from everstep.seams import ManualClock

@@ -34,7 +34,7 @@ from everstep.format.records import (
     manifest_of,
 )
 from everstep.format.writer import ChunkRing
-from everstep.keeper.persist.persist import Persister
+from everstep.keeper.persist.persister import Persister
 from everstep.restore.load.load import LoadedBase, load_ranks
 from everstep.run.opened import OpenBase
 from everstep.run.scan import BaseFound

@@ -28,7 +28,7 @@ from everstep.errors import (
     StateError,
     StorageError,
 )
-from everstep.keeper.persist.local import LocalKeeper
+from everstep.keeper.persist.local_keeper import LocalKeeper
 from everstep.seams import ManualClock, Seams
 from tests.unit.world import (
     TIMEOUT_S,
@@ -568,7 +568,7 @@ def test_a_function_that_fails_for_no_reason_of_ours(
     run_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A bug in the background is reported like any other failure, not swallowed."""
-    from everstep.keeper.persist.persist import Persister
+    from everstep.keeper.persist.persister import Persister
 
     def broken(*_: Any, **__: Any) -> None:
         raise AssertionError("a bug")

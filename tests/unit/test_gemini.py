@@ -30,7 +30,7 @@ from everstep.format.names import TIMELINE_RECORD, timeline_dir
 from everstep.format.plan import BasePlan, plan_files
 from everstep.format.records import TimelineRecord
 from everstep.keeper.held.memory_bases import MemoryBases
-from everstep.keeper.held.peer_store import PeerStore, memory_bytes
+from everstep.keeper.held.peer_base_store import PeerStore, memory_bytes
 from everstep.keeper.ship.replicator import Pace
 from everstep.options import Options, validate_options
 from everstep.restore.fetch.peer_copy import size_of

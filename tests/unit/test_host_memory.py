@@ -19,8 +19,8 @@ from everstep.arena.memory import Arena
 from everstep.errors import DeadlineError, EverstepError, OutOfSpaceError
 from everstep.format.log import RecordHead
 from everstep.keeper.log.log_batch import Batch
-from everstep.keeper.persist.local import LocalKeeper
-from everstep.link.log_layouts import RECORD_BYTES, memory_bytes
+from everstep.keeper.persist.local_keeper import LocalKeeper
+from everstep.link.log_records import RECORD_BYTES, memory_bytes
 from everstep.link.pool import CapturePool
 from everstep.options import Budget, KeeperOptions
 from everstep.trainer.log.rooms import Into, LogRooms

@@ -26,7 +26,7 @@ from torch import nn
 import everstep
 from everstep.errors import DeadlineError
 from everstep.format.writer import ChunkRing
-from everstep.keeper.persist.local import CHUNKS, WRITERS
+from everstep.keeper.persist.local_keeper import CHUNKS, WRITERS
 from everstep.link.messages import OBJECT_PART_BYTES
 from everstep.link.registry import list_keepers
 from everstep.options import Budget

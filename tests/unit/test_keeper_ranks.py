@@ -39,7 +39,7 @@ from everstep.format.names import (
     timeline_dir,
 )
 from everstep.format.records import FileRecord, Manifest, Marker, TimelineRecord, manifest_of
-from everstep.keeper.persist.ranks import RankDisk
+from everstep.keeper.persist.rank_disk import RankDisk
 from everstep.restore.fetch.ranks import keep_manifest, offer_of, open_on_disk
 from everstep.run.fence import Fence
 from everstep.run.scan import newest_timeline, scan_run

@@ -21,8 +21,8 @@ from hypothesis import strategies as st
 from everstep.commit.lineage import BaseId
 from everstep.errors import AuditError, DamageError, KeeperError, OutOfSpaceError
 from everstep.link.capture import Incoming
+from everstep.link.job_session import Seat
 from everstep.link.messages import PROTOCOL
-from everstep.link.seat import Seat
 from everstep.link.wire import Connection, error_from_wire, error_to_wire
 from everstep.restore.start.resume import open_timeline
 from everstep.run.scan import scan_run

@@ -16,7 +16,7 @@ from everstep.errors import OptionError
 from everstep.format.names import marker_name, parse_segment
 from everstep.keeper.log import log
 from everstep.keeper.log.log_batch import AutoBatch, Batch
-from everstep.keeper.persist.local import LocalKeeper
+from everstep.keeper.persist.local_keeper import LocalKeeper
 from everstep.options import Budget, LogOptions
 from everstep.seams import ManualClock, Seams, WriteFile
 from tests.unit.logged import World, opened, segments_of

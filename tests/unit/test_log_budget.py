@@ -20,7 +20,7 @@ from everstep.errors import (
     RecoveryError,
 )
 from everstep.keeper.log.log_batch import ENDED
-from everstep.keeper.persist.local import LocalKeeper
+from everstep.keeper.persist.local_keeper import LocalKeeper
 from everstep.options import Budget, LogOptions
 from everstep.seams import ManualClock, PosixFileSystem, Seams
 from everstep.trainer.session.cadence import FIRST_STEPS

@@ -87,7 +87,7 @@ PLACES = {
     "waiting for copies": "everstep.capture.lanes.lane:CpuTransfer.gate",
     "encoding": "everstep.trainer.log.recorder:encode",
     "copying a mark": "everstep.capture.lanes.devices:DeviceLane.mark",
-    "telling the keeper": "everstep.keeper.persist.local:LocalKeeper.log",
+    "telling the keeper": "everstep.keeper.persist.local_keeper:LocalKeeper.log",
     "a mark": "everstep.trainer.log.declared:DeclaredLog.samples",
 }
 IN_THE_LANE = ("taking pages", "in the lane", "encoding", "telling the keeper")

@@ -6,7 +6,7 @@ import shutil
 from pathlib import Path
 
 import everstep
-from everstep.keeper.persist.local import LocalKeeper
+from everstep.keeper.persist.local_keeper import LocalKeeper
 from everstep.options import LogOptions
 from tests.unit.test_log import World, opened, run_steps
 from tests.unit.world import TIMEOUT_S

@@ -13,7 +13,7 @@ import everstep
 from everstep import LogOptions
 from everstep.errors import StorageError
 from everstep.format.names import MANIFEST, base_dir, marker_name, segment_dir
-from everstep.keeper.retain.retain_log import delete_segments
+from everstep.keeper.retain.deletion import delete_segments
 from everstep.seams import PosixFileSystem
 from tests.unit.test_log import World, opened, run_steps
 from tests.unit.world import flip

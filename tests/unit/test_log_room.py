@@ -11,7 +11,7 @@ import pytest
 from everstep.errors import DeadlineError, EverstepError, OutOfSpaceError
 from everstep.format.names import TEMPORARY_SUFFIX, marker_name, segment_dir, shard_name
 from everstep.keeper.log import log_writer
-from everstep.keeper.retain.retain_log import delete_segments
+from everstep.keeper.retain.deletion import delete_segments
 from everstep.options import LogOptions
 from everstep.run.fence import Fence
 from everstep.seams import PosixFileSystem

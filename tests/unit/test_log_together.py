@@ -20,8 +20,8 @@ from everstep.errors import OptionError
 from everstep.format.digests import digest
 from everstep.format.names import AUDIT_RECORD, marker_name, shard_name
 from everstep.format.records import AuditRecord
-from everstep.keeper.retain.retain_history import Promise, SegmentAges
-from everstep.keeper.retain.retain_log import delete_segments
+from everstep.keeper.retain.deletion import delete_segments
+from everstep.keeper.retain.history import Promise, SegmentAges
 from everstep.options import History
 from everstep.run.audits import audit_in_words
 from everstep.run.scan import scan_run

@@ -34,7 +34,7 @@ from everstep.format.reader import read_body
 from everstep.format.records import AuditRecord, Manifest
 from everstep.format.writer import ChunkRing
 from everstep.keeper.log.log_writer import SegmentWriter
-from everstep.keeper.persist.persist import Persister
+from everstep.keeper.persist.persister import Persister
 from everstep.restore.offline.audit_newest import audit_newest
 from everstep.run.opened import OpenBase
 from everstep.run.scan import scan_run

@@ -11,8 +11,8 @@ from everstep.arena.memory import Arena
 from everstep.commit.job.messages import PeerAt, PeerBegun, PeerPart
 from everstep.commit.lineage import BaseId
 from everstep.commit.peers import Copy
-from everstep.keeper.held import peer_store
-from everstep.keeper.held.peer_store import PeerStore
+from everstep.keeper.held import peer_base_store as peer_store
+from everstep.keeper.held.peer_base_store import PeerStore
 from everstep.restore.fetch.peer_copy import PeerCopy, size_of
 from everstep.testing import peer_conformance
 from everstep.testing.peer_conformance import CHECKS, Check

@@ -11,7 +11,7 @@ from everstep.arena import PAGE_BYTES
 from everstep.commit.lineage import BaseId
 from everstep.format.log import RecordHead
 from everstep.keeper.process.duties import Duties
-from everstep.link.log_layouts import RECORD_BYTES
+from everstep.link.log_records import RECORD_BYTES
 from everstep.link.pool import Room
 from everstep.state.ranks.ranks import RankInfo
 from everstep.tiers.options import PeerOptions

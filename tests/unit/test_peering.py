@@ -11,7 +11,7 @@ import torch
 import everstep
 from everstep.cli.ps import Status
 from everstep.errors import OptionError, OutOfSpaceError
-from everstep.link.seat import Seat
+from everstep.link.job_session import Seat
 from everstep.seams.machine import machine_name
 from everstep.state.ranks.ranks import RankInfo
 from everstep.tiers.options import PeerOptions, TierOptions, split_peers

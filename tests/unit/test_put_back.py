@@ -16,7 +16,7 @@ from torch import nn
 
 from everstep import KeeperOptions
 from everstep.errors import EverstepError, FencedError, KeeperError
-from everstep.keeper.persist.local import LocalKeeper
+from everstep.keeper.persist.local_keeper import LocalKeeper
 from everstep.trainer.attach.remote import RemoteKeeper
 from tests.unit.serving import Bench, die, serving
 from tests.unit.test_keeper_takeover import opened, until

@@ -24,11 +24,11 @@ from everstep.errors import (
 )
 from everstep.format.names import CONDEMNED
 from everstep.format.records import TimelineRecord
-from everstep.keeper.persist import commits as commits_module
+from everstep.keeper.persist import rank_commits as commits_module
 from everstep.keeper.ship.mirrors import Mirrors
 from everstep.keeper.ship.place import ROOT, newest_timeline_in
+from everstep.link.job_session import Seat
 from everstep.link.keeper_stats import KeeperStats
-from everstep.link.seat import Seat
 from everstep.run.scan import scan_run
 from everstep.seams import ManualClock, Seams
 from everstep.testing.faultytier import FaultyTier, TierFault

@@ -10,7 +10,7 @@ from everstep.commit.job.messages import Message, PeerAt, PeerBegun, PeerPart, P
 from everstep.commit.lineage import BaseId
 from everstep.commit.peers import NEEDED_MAX
 from everstep.errors import DamageError
-from everstep.keeper.held.peer_store import PeerStore, memory_bytes
+from everstep.keeper.held.peer_base_store import PeerStore, memory_bytes
 from everstep.keeper.ship import replicator
 from everstep.keeper.ship.replicator import Pace
 from everstep.restore.fetch.held import HeldBase

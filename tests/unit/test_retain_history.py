@@ -18,7 +18,7 @@ from everstep.commit.lineage import BaseId
 from everstep.errors import OptionError
 from everstep.format.log import RecordHead
 from everstep.format.records import TimelineRecord
-from everstep.keeper.retain.retain_history import Promise, SegmentAges
+from everstep.keeper.retain.history import Promise, SegmentAges
 from everstep.options import History
 from everstep.run.chain import LogIndex, path_of
 from everstep.run.scan import scan_run

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from everstep.format.names import marker_name, segment_dir
-from everstep.keeper.retain.retain_history import SegmentAges, _ages, promises
+from everstep.keeper.retain.history import SegmentAges, _ages, promises
 from everstep.options import LogOptions
 from everstep.run.scan import Inventory, scan_run
 from everstep.seams import ManualClock, PosixFileSystem, Seams

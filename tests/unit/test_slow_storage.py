@@ -23,10 +23,10 @@ from everstep.format.writer import ChunkRing
 from everstep.keeper.log.attached import Attached
 from everstep.keeper.log.log import LogStore
 from everstep.keeper.log.logs import Logs
-from everstep.keeper.persist import commits as commits_module
-from everstep.keeper.persist.commits import RankCommits
-from everstep.keeper.persist.local import LocalKeeper
-from everstep.keeper.retain.retain_history import PromisedSteps
+from everstep.keeper.persist import rank_commits as commits_module
+from everstep.keeper.persist.local_keeper import LocalKeeper
+from everstep.keeper.persist.rank_commits import RankCommits
+from everstep.keeper.retain.history import PromisedSteps
 from everstep.keeper.ship.mirrors import Mirrors
 from everstep.link.pool import CapturePool
 from everstep.link.save import Save, done

@@ -9,7 +9,7 @@ import torch
 
 from everstep import Checkpointer, KeeperOptions
 from everstep.errors import EverstepError, StateError
-from everstep.keeper.persist.local import LocalKeeper
+from everstep.keeper.persist.local_keeper import LocalKeeper
 from everstep.state.image import State
 
 

@@ -26,7 +26,7 @@ from everstep.errors import (
 from everstep.format.names import CONDEMNED, RUN_RECORD
 from everstep.format.records import RunRecord
 from everstep.format.writer import ChunkRing
-from everstep.keeper.persist.local import LocalKeeper
+from everstep.keeper.persist.local_keeper import LocalKeeper
 from everstep.keeper.ship import mirror as mirror_module
 from everstep.keeper.ship.mirror import Mirror
 from everstep.keeper.ship.place import ROOT, CopyPlace, newest_timeline_in

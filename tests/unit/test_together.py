@@ -26,7 +26,7 @@ from everstep.errors import (
     StateError,
     StorageError,
 )
-from everstep.keeper.persist.commits import why_not_durable
+from everstep.keeper.persist.rank_commits import why_not_durable
 from everstep.restore.fetch.ranks import open_on_disk
 from everstep.restore.start import together
 from everstep.restore.start.together import Meeting, resume_together

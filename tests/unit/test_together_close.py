@@ -9,7 +9,7 @@ import pytest
 
 from everstep.commit.job.member import Member
 from everstep.commit.job.messages import WatermarkTold
-from everstep.keeper.persist.commits import RankCommits
+from everstep.keeper.persist.rank_commits import RankCommits
 from everstep.run.scan import scan_run
 from everstep.seams import PosixFileSystem
 from tests.unit.together import RankTraining, on_all, trainings

@@ -19,7 +19,7 @@ from everstep.errors import AuditError, DamageError, EverstepError, OutOfSpaceEr
 from everstep.format.plan import BasePlan
 from everstep.format.records import TimelineRecord
 from everstep.keeper.log.log import LoggedStep, LogStore
-from everstep.keeper.persist.local import LocalKeeper
+from everstep.keeper.persist.local_keeper import LocalKeeper
 from everstep.link.capture import Capture, Incoming, shard_offsets
 from everstep.link.samples import Samples, check_samples
 from everstep.link.save import Save, done

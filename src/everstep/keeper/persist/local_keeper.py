@@ -29,14 +29,14 @@ from everstep.format.names import SLOTS_DIR, timeline_dir
 from everstep.format.plan import BasePlan
 from everstep.format.writer import ChunkRing, Written
 from everstep.keeper.log.log import LogStore
-from everstep.keeper.persist.persist import Audit, DigestAudit, Persister, digests_of
-from everstep.keeper.retain.retain import Retention
-from everstep.keeper.retain.retain_history import PromisedSteps
+from everstep.keeper.persist.persister import Audit, DigestAudit, Persister, digests_of
+from everstep.keeper.retain.history import PromisedSteps
+from everstep.keeper.retain.retention import Retention
 from everstep.link.capture import Capture
 from everstep.link.channel import BackgroundChannel, WatchedProgress
+from everstep.link.job_session import Seat
 from everstep.link.keeper_stats import KeeperStats
 from everstep.link.save import Save, done, failed
-from everstep.link.seat import Seat
 from everstep.link.waiting import Patience, storage_hangs
 from everstep.run.fence import Fence
 from everstep.seams import Seams
@@ -53,7 +53,7 @@ from everstep.tiers.slots import SlotStore
 
 if TYPE_CHECKING:  # loaded where there are several ranks, or bases in memory
     from everstep.keeper.held.memory_bases import MemoryBases
-    from everstep.keeper.persist.commits import RankCommits
+    from everstep.keeper.persist.rank_commits import RankCommits
 
 __all__ = ["CHUNKS", "WRITERS", "LocalKeeper"]
 
@@ -121,7 +121,7 @@ class LocalKeeper:
         self._port = 0  # of the mailbox
         if seat is not None:
             assert mailbox is not None
-            from everstep.keeper.persist.commits import RankCommits
+            from everstep.keeper.persist.rank_commits import RankCommits
 
             mailbox.open(seat.session, seat.rank, seat.peers)
             self._port = seat.peers[seat.rank][1]

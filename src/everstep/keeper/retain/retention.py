@@ -42,9 +42,9 @@ from everstep.format.names import (
     timeline_dir,
 )
 from everstep.format.writer import ChunkRing
+from everstep.keeper.retain.deletion import delete_segments
+from everstep.keeper.retain.history import Promise, SegmentAges
 from everstep.keeper.retain.readback import ReadBack
-from everstep.keeper.retain.retain_history import Promise, SegmentAges
-from everstep.keeper.retain.retain_log import delete_segments
 from everstep.run.fence import Fence
 from everstep.run.lift import lift_mark
 from everstep.run.scan import (

@@ -56,10 +56,10 @@ from everstep.format.names import base_dir
 from everstep.format.plan import BasePlan
 from everstep.format.records import FileRecord, Marker
 from everstep.format.writer import ChunkRing, Written
-from everstep.keeper.persist.persist import Audit, Persister
-from everstep.keeper.persist.ranks import RankDisk
-from everstep.keeper.retain.retain_history import promises
-from everstep.link.seat import Seat
+from everstep.keeper.persist.persister import Audit, Persister
+from everstep.keeper.persist.rank_disk import RankDisk
+from everstep.keeper.retain.history import promises
+from everstep.link.job_session import Seat
 from everstep.restore.fetch.ranks import verify_rank
 from everstep.run.fence import Fence
 from everstep.run.scan import scan_base, scan_run
