@@ -26,7 +26,8 @@ from everstep.format.names import (
     timeline_dir,
 )
 from everstep.format.writer import ChunkRing
-from everstep.keeper.retain.retention import Retention, delete_base, perform_deletion
+from everstep.keeper.retain.deletion import delete_base, perform_deletion
+from everstep.keeper.retain.retention import Retention
 from everstep.restore.fetch.copies import RunWithCopies
 from everstep.run.lift import lift_mark
 from everstep.run.scan import scan_base, scan_run

@@ -1,8 +1,8 @@
 """One simulated process: all that one rank of one start of a job does, by the real code.
 
 The machines of :mod:`everstep.commit` decide; :mod:`everstep.restore.fetch.ranks` and
-:mod:`everstep.keeper.persist.rank_disk` carry out; only training itself, and the bytes of the state,
-are made up here. A process does one thing at a time, and each takes its time.
+:mod:`everstep.keeper.persist.rank_disk` carry out; only training itself, and the bytes of the
+state, are made up here. A process does one thing at a time, and each takes its time.
 """
 
 from __future__ import annotations

@@ -47,9 +47,8 @@ from everstep.format.names import (
 )
 from everstep.format.reader import read_record_bytes
 from everstep.format.records import FileRecord, Manifest, Marker
-from everstep.keeper.retain.deletion import delete_segments
+from everstep.keeper.retain.deletion import delete_files, delete_segments, perform_deletion
 from everstep.keeper.retain.history import Promise
-from everstep.keeper.retain.retention import delete_files, perform_deletion
 from everstep.restore.fetch.ranks import keep_manifest
 from everstep.run.fence import Fence
 from everstep.run.scan import (

@@ -13,20 +13,8 @@ import contextlib
 from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import PurePath
 
-from everstep.commit.deletion import (
-    BaseDeletion,
-    BaseGone,
-    Condemn,
-    Condemned,
-    DeletionAction,
-    DeletionEvent,
-    FilesDeleted,
-    Lift,
-    Lifted,
-)
 from everstep.commit.lineage import BaseId
 from everstep.commit.logs import needed_by
-from everstep.commit.machine import CheckFence, FenceSeen
 from everstep.config.options import History
 from everstep.errors import DamageError, FencedError
 from everstep.format.names import (
@@ -42,7 +30,7 @@ from everstep.format.names import (
     timeline_dir,
 )
 from everstep.format.writer import ChunkRing
-from everstep.keeper.retain.deletion import delete_segments
+from everstep.keeper.retain.deletion import delete_base, delete_files, delete_segments
 from everstep.keeper.retain.history import Promise, SegmentAges
 from everstep.keeper.retain.readback import ReadBack
 from everstep.run.fence import Fence
@@ -52,17 +40,15 @@ from everstep.run.scan import (
     Inventory,
     KnownTimelines,
     bases_with_a_log,
-    newest_timeline,
     scan_run,
 )
 from everstep.run.segments import KnownSegments
 from everstep.seams.clock import Clock
-from everstep.seams.failpoints import failpoint
 from everstep.seams.files.filesystem import FileSystem
 from everstep.tiers.disk import remove_if_there, storage_errors
 from everstep.tiers.slots import SlotStore
 
-__all__ = ["Retention", "delete_base", "delete_files", "perform_deletion"]
+__all__ = ["Retention"]
 
 
 class Retention:
@@ -222,130 +208,6 @@ class Retention:
             for entry in self._filesystem.scan(directory):
                 if entry.kind == "file" and entry.name.endswith(TEMPORARY_SUFFIX):
                     remove_if_there(self._filesystem, directory / entry.name)
-
-
-def delete_base(
-    filesystem: FileSystem,
-    run: PurePath,
-    base: BaseFound,
-    slots: SlotStore | None,
-    *,
-    timeline: int | None,
-    newest: Callable[[], int] | None = None,
-) -> None:
-    """Deletes a committed base: condemns it, looks at the fence once more, removes its files.
-
-    Args:
-        slots: parks the data files instead of deleting them, if given.
-        timeline: of the process that deletes; None for a person at the command line, whom no
-            timeline fences off.
-        newest: the number of the newest timeline; None: looks into the folder.
-
-    Raises:
-        FencedError: a newer timeline has begun; the base is whole and there as before, or the
-            process of that timeline, which saw the mark, has deleted it itself.
-    """
-    look = newest or (lambda: newest_timeline(filesystem, run))
-    deletion = BaseDeletion(base.id, timeline)
-    action: DeletionAction | None = deletion.start()
-    while action is not None:
-        action = deletion.on(perform_deletion(filesystem, base.path, action, slots, look))
-
-
-def perform_deletion(
-    filesystem: FileSystem,
-    path: PurePath,
-    action: DeletionAction,
-    slots: SlotStore | None,
-    newest: Callable[[], int],
-) -> DeletionEvent:
-    """Does what the deletion of the base at ``path`` asks for; ``newest`` is the number of the
-    newest timeline, when it is asked."""
-    if isinstance(action, CheckFence):
-        return FenceSeen(newest())
-    try:
-        if isinstance(action, Condemn):
-            _condemn(filesystem, path)
-            failpoint("retain.after_condemn")
-            return Condemned()
-        if isinstance(action, Lift):
-            lifted = lift_mark(filesystem, path)
-            return Lifted() if lifted else BaseGone(newest())
-        filesystem.rename(path / CONDEMNED, path / DELETING)  # or somebody lifts the mark first
-        _delete_files(filesystem, path, slots)
-        return FilesDeleted()
-    except FileNotFoundError:  # somebody else was deleting it, too, or has lifted the mark
-        return BaseGone(newest())
-
-
-def _condemn(filesystem: FileSystem, path: PurePath) -> None:
-    try:
-        filesystem.rename(path / MANIFEST, path / CONDEMNED)
-    except FileNotFoundError:  # it has the mark of a deleter that died
-        if all(entry.name != CONDEMNED for entry in filesystem.scan(path)):
-            raise
-    filesystem.sync_dir(path)
-
-
-def delete_files(
-    filesystem: FileSystem,
-    base: BaseFound,
-    slots: SlotStore | None,
-    *,
-    check_fence: Callable[[], None] = lambda: None,
-) -> None:
-    """Removes the files of a base that was never finished or is half deleted; not of one that has
-    become whole since it was looked at.
-
-    Markers first: with them gone nothing can be made of the files that are left.
-
-    Args:
-        check_fence: asked once more before data goes. Where a folder is put back as it was once,
-            a base may have been looked at while half of it was there.
-
-    Raises:
-        FencedError: of ``check_fence``; no data is gone.
-    """
-    if base.status == "condemned":
-        with contextlib.suppress(FileNotFoundError):  # the mark says so already, or was lifted
-            filesystem.rename(base.path / CONDEMNED, base.path / DELETING)
-        if all(entry.name != DELETING for entry in filesystem.scan(base.path)):
-            return
-    _delete_files(filesystem, base.path, slots, check_fence)
-
-
-def _delete_files(
-    filesystem: FileSystem,
-    base: PurePath,
-    slots: SlotStore | None,
-    check_fence: Callable[[], None] = lambda: None,
-) -> None:
-    entries = sorted(filesystem.scan(base), key=lambda entry: entry.name)
-    filesystem.sync_dir(base)  # the mark, before anything that it speaks of is gone
-    for entry in entries:
-        if parse_marker(entry.name) is not None:
-            remove_if_there(filesystem, base / entry.name)
-    filesystem.sync_dir(base)
-    check_fence()
-    if any(entry.name == MANIFEST for entry in filesystem.scan(base)):
-        return  # it was put back meanwhile, and is whole: a manifest needs no markers
-    for entry in entries:
-        path = base / entry.name
-        if parse_shard(entry.name) is not None and entry.kind == "file":
-            failpoint("retain.before_unlink")
-            if slots is not None and entry.links == 1:  # else other bases need its bytes
-                slots.park(path, entry.size_bytes)
-            else:
-                remove_if_there(filesystem, path)
-        elif entry.name.endswith(TEMPORARY_SUFFIX) and entry.kind == "file":
-            remove_if_there(filesystem, path)
-    filesystem.sync_dir(base)
-    # Last: until then the directory says what it was.
-    for name in (AUDIT_RECORD, MANIFEST, CONDEMNED, DELETING):
-        remove_if_there(filesystem, base / name)
-    with contextlib.suppress(OSError):  # somebody put a file of their own there: it stays
-        filesystem.remove_dir(base)
-    filesystem.sync_dir(base.parent)
 
 
 def _temporary(names: Iterable[str]) -> bool:
