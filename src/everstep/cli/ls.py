@@ -106,8 +106,8 @@ def _would_resume(filesystem: FileSystem, inventory: Inventory) -> Choice:
         NewerFormatError: as ``resume()`` would.
     """
     from everstep.commit.lineage import BaseId, had_steps
-    from everstep.run.decide import candidates
-    from everstep.run.opened import OpenBase
+    from everstep.run.candidates import candidates
+    from everstep.run.open_base import OpenBase
 
     found = candidates(inventory)
     skipped: dict[BaseId, str] = {}
@@ -307,7 +307,7 @@ def _created(base: BaseFound) -> float | None:
 
 def _notes(base: BaseFound, choice: Choice) -> list[str]:
     """What is wrong with a base, in sentences."""
-    from everstep.run.audits import audit_in_words
+    from everstep.run.audits import describe_audit
 
     told = base.status in ("condemned", "incomplete")  # the status says it all
     notes = [base.problem] if base.problem and not told else []
@@ -315,7 +315,7 @@ def _notes(base: BaseFound, choice: Choice) -> list[str]:
     if not notes and base.id in choice.skipped:
         notes = [choice.skipped[base.id]]
     if base.audit is not None and base.audit.verdict == "different":
-        notes.append(audit_in_words(base.audit))
+        notes.append(describe_audit(base.audit))
     return notes
 
 

@@ -6,7 +6,7 @@ from everstep.commit.lineage import BaseId, history
 from everstep.format.records import AuditRecord
 from everstep.run.scan import Inventory
 
-__all__ = ["NAMES_MAX", "audit_in_words", "audit_of"]
+__all__ = ["NAMES_MAX", "audit_of", "describe_audit"]
 
 NAMES_MAX = 20
 """Entries that the record of an audit names, at most."""
@@ -32,7 +32,7 @@ def audit_of(inventory: Inventory, state: BaseId) -> AuditRecord | None:
     return max(wrong or found, key=lambda one: (one.step, one.timeline), default=None)
 
 
-def audit_in_words(record: AuditRecord) -> str:
+def describe_audit(record: AuditRecord) -> str:
     """One line for people: which bases, how many steps, and whether they agree."""
     before = record.before[1]
     steps = f"{record.steps} step{'' if record.steps == 1 else 's'}"

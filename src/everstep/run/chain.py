@@ -66,7 +66,7 @@ class LogIndex:
                 if head.declared:
                     self._declared[head.timeline, head.lsn] = head.declared
 
-    def first_beyond(
+    def first_unregistered(
         self, chain: Chain, lsn: int, functions: Collection[str]
     ) -> tuple[int, str] | None:
         """The first step of a chain that needs a declared update without a function here: its

@@ -56,8 +56,8 @@ from everstep.seams.files.filesystem import DirEntry, FileSystem
 __all__ = [
     "BaseFound",
     "Inventory",
-    "KnownTimelines",
-    "bases_with_a_log",
+    "TimelineCache",
+    "bases_keeping_log",
     "newest_timeline",
     "not_a_directory",
     "scan_base",
@@ -144,7 +144,7 @@ class Inventory:
         abandoned: numbers of timeline directories without a record: taken, but never opened.
         unreachable: by timeline, parts of it that are there and cannot be read: path, and why. A
             symbolic link is one, as none is followed within a run. What they hold may be newer than
-            all that can be read (:func:`everstep.run.decide.first_unreachable`).
+            all that can be read (:func:`everstep.run.candidates.newest_unreachable`).
         logged: timelines without bases, but with a log: they were trained on.
         names: what there is in the directory of each timeline.
         problems: ``(path, what is wrong)`` of records other than those of bases.
@@ -180,7 +180,7 @@ class Inventory:
         return names is None or name in names or timeline + 1 not in self.names
 
 
-class KnownTimelines:
+class TimelineCache:
     """Records of timelines of a run that one process has read: they are written once, exclusively.
     One is read anew where its name shows another file, by length and time."""
 
@@ -198,7 +198,7 @@ class KnownTimelines:
 
 
 def scan_run(
-    filesystem: FileSystem, path: PurePath, known: KnownTimelines | None = None
+    filesystem: FileSystem, path: PurePath, known: TimelineCache | None = None
 ) -> Inventory:
     """Takes the inventory of a run folder.
 
@@ -220,7 +220,7 @@ def scan_run(
         except FileNotFoundError:
             return Inventory(path)
         try:
-            inventory = _scan(filesystem, path, entries, known or KnownTimelines())
+            inventory = _scan(filesystem, path, entries, known or TimelineCache())
         except FileNotFoundError:
             if not left:
                 raise
@@ -241,7 +241,7 @@ def _overtaken(inventory: Inventory) -> bool:
 
 
 def _scan(
-    filesystem: FileSystem, path: PurePath, entries: list[DirEntry], known: KnownTimelines
+    filesystem: FileSystem, path: PurePath, entries: list[DirEntry], known: TimelineCache
 ) -> Inventory:
     inventory = Inventory(path)
     names = {entry.name: entry for entry in entries}
@@ -283,7 +283,7 @@ def _scan(
     return inventory
 
 
-def bases_with_a_log(bases: Iterable[BaseFound]) -> list[BaseId]:
+def bases_keeping_log(bases: Iterable[BaseFound]) -> list[BaseId]:
     """Those of which retention leaves the log: the committed ones, and what is none, or none yet,
     unless all of these are newer. What a process that died has left, or what is damaged, would
     else keep all segments since, for ever."""
@@ -364,7 +364,7 @@ def _scan_timeline(
     inventory: Inventory,
     number: int,
     directory: PurePath,
-    known: KnownTimelines,
+    known: TimelineCache,
 ) -> None:
     entries = {entry.name: entry for entry in filesystem.scan(directory)}
     names = {name: entry.kind for name, entry in entries.items()}

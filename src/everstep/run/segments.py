@@ -39,7 +39,7 @@ from everstep.seams.files.filesystem import FileSystem, ReadFile
 from everstep.seams.progress import ProgressSink, silent
 
 __all__ = [
-    "KnownSegments",
+    "SegmentCache",
     "SegmentFound",
     "open_segment",
     "read_heads",
@@ -48,7 +48,7 @@ __all__ = [
     "read_segment",
     "scan_log",
     "scan_logs",
-    "vetted",
+    "validated",
 ]
 
 
@@ -80,7 +80,7 @@ class SegmentFound:
     files: FileSystem | None = None
 
 
-class KnownSegments:
+class SegmentCache:
     """What one process has read of the log, so that its next look reads what is new.
 
     Segments are written once. One is read anew where a name in its directory has changed since (it
@@ -158,7 +158,7 @@ def scan_logs(
     filesystem: FileSystem,
     run: PurePath,
     timelines: Mapping[int, TimelineRecord | None],
-    known: KnownSegments | None = None,
+    known: SegmentCache | None = None,
     there: Callable[[int, str], bool] = lambda timeline, name: True,
 ) -> dict[int, dict[int, list[SegmentFound]]]:
     """All segments of these timelines, as of :func:`scan_log`, by timeline and rank; of ranks that
@@ -311,7 +311,7 @@ def read_records(
     return records
 
 
-def vetted(segment: SegmentFound, run: str | None) -> SegmentFound:
+def validated(segment: SegmentFound, run: str | None) -> SegmentFound:
     """The segment, or one that says why it cannot be used: what its index lists must be records
     of this run and timeline, in the order in which they were made (I4)."""
     if segment.problem is not None or segment.marker is None:

@@ -12,7 +12,7 @@ from everstep.seams.machine import memory_available_bytes
 from everstep.state.layout import Placed
 from everstep.state.values.tensors import torch_dtype
 
-__all__ = ["as_complex", "as_it_lay", "tensor_of", "write_into"]
+__all__ = ["as_complex", "copy_into", "tensor_of", "with_strides"]
 
 _COMPLEX_BYTES = 16  # torch's kernels end the process where one begins elsewhere
 
@@ -27,7 +27,7 @@ def tensor_of(record: LogRecord, place: Placed) -> torch.Tensor:
         tensor = _from_memory(data, torch_dtype(entry.dtype), entry.shape)
     if entry.stride is None:
         return tensor
-    return as_it_lay(tensor, entry.stride)
+    return with_strides(tensor, entry.stride)
 
 
 def as_complex(pairs: torch.Tensor) -> torch.Tensor:
@@ -38,7 +38,7 @@ def as_complex(pairs: torch.Tensor) -> torch.Tensor:
     return torch.view_as_complex(pairs)
 
 
-def as_it_lay(tensor: torch.Tensor, stride: Sequence[int]) -> torch.Tensor:
+def with_strides(tensor: torch.Tensor, stride: Sequence[int]) -> torch.Tensor:
     """A copy with these strides; where one is 0, as in an expanded tensor, all elements along it
     are one element in memory, as they were.
 
@@ -57,7 +57,7 @@ def as_it_lay(tensor: torch.Tensor, stride: Sequence[int]) -> torch.Tensor:
     return strided.copy_(tensor).expand(shape)
 
 
-def write_into(live: torch.Tensor, source: torch.Tensor) -> None:
+def copy_into(live: torch.Tensor, source: torch.Tensor) -> None:
     """Copies into a live tensor; of an expanded dimension only the one element there is."""
     with torch.no_grad():
         for dim, stride in enumerate(live.stride()):

@@ -10,7 +10,7 @@ from everstep.errors import DamageError, FormatError
 from everstep.format.names import marker_name
 from everstep.format.reader import read_body, read_record_bytes
 from everstep.format.writer import ChunkRing
-from everstep.run.opened import OpenBase
+from everstep.run.open_base import OpenBase
 from everstep.run.scan import BaseFound
 from everstep.seams.files.filesystem import FileSystem
 from everstep.seams.progress import ProgressSink
@@ -64,7 +64,7 @@ def verify_base(
 
     Args:
         contents: gets the files of all ranks and looks at what the bytes mean, too
-            (:func:`everstep.restore.load.load.all_contents`, which needs torch); raises what
+            (:func:`everstep.restore.load.load.check_contents`, which needs torch); raises what
             :class:`OpenBase` raises.
     """
     assert base.manifest is not None

@@ -18,8 +18,8 @@ import torch
 
 from everstep.capture.spots import Spots
 from everstep.format.log import LogRecord
-from everstep.restore.log import logs as logs_module
-from everstep.restore.log.logs import LogFound
+from everstep.restore.log import log_found as logs_module
+from everstep.restore.log.log_found import LogFound
 from everstep.restore.start.report import Recovery
 from everstep.run import chain as chain_module
 from everstep.run.chain import LogIndex
@@ -321,7 +321,7 @@ REMOVED: dict[str, tuple[Scenario, Remove]] = {
     "timeline check: updates of any timeline will do": (two_timelines, updates_of_any_timeline),
     "run check: records of any run will do": (
         spoiled(of_another_run, 4),
-        patched(logs_module, "vetted", lambda segment, run: segment),
+        patched(logs_module, "validated", lambda segment, run: segment),
     ),
     "digest: a bit that was flipped is replayed": (
         spoiled(lambda other: rewritten(altered), 4),

@@ -25,7 +25,7 @@ from everstep.errors import AuditError, DamageError
 from everstep.format.names import SLOTS_DIR
 from everstep.format.reader import read_header
 from everstep.keeper.persist.static_files import StaticFiles
-from everstep.run.opened import check_identity
+from everstep.run.open_base import check_identity
 from everstep.seams import PosixFileSystem
 from tests.process.one_rank.test_keeper import finish, keepers_gone, start
 from tests.support.ranks.together import on_all, rank_seams

@@ -21,7 +21,7 @@ from everstep.format.writer import ChunkRing
 from everstep.restore.offline.logged import RunLog
 from everstep.restore.offline.rebuild import Rebuilder
 from everstep.run.scan import scan_run
-from everstep.run.segments import _disorder, read_segment, scan_log, vetted
+from everstep.run.segments import _disorder, read_segment, scan_log, validated
 from everstep.seams import PosixFileSystem
 from everstep.state.entries import Entry
 from everstep.state.layout import plan_shards
@@ -113,7 +113,7 @@ def test_a_flipped_bit_at_every_byte_is_noticed_and_named(tmpfs_folder: Path) ->
             data = path.read_bytes()
             for at in range(len(data)):
                 path.write_bytes(data[:at] + bytes([data[at] ^ (1 << at % 8)]) + data[at + 1 :])
-                (segment,) = (vetted(one, RUN) for one in segments_of(tmpfs_folder))
+                (segment,) = (validated(one, RUN) for one in segments_of(tmpfs_folder))
                 said = segment.problem
                 if said is None:
                     try:
@@ -254,11 +254,11 @@ def test_a_segment_of_another_timeline(run: Path) -> None:
     """A folder that somebody has copied; and records that claim to be of another."""
     segment = segments_of(run)[2]
     shutil.copytree(run / "timeline-00001" / "log", run / "timeline-00002" / "log")
-    found = [vetted(one, None) for one in scan_log(PosixFileSystem(), PurePath(run), [2])]
+    found = [validated(one, None) for one in scan_log(PosixFileSystem(), PurePath(run), [2])]
     assert all("is of another segment" in (one.problem or "") for one in found)
     assert len(found) == 4
     heads = tuple(dataclasses.replace(head, timeline=2) for head in segment.heads)
-    odd = vetted(dataclasses.replace(segment, heads=heads), None)
+    odd = validated(dataclasses.replace(segment, heads=heads), None)
     assert "record 0 is of timeline 2" in (odd.problem or "")
     assert odd.heads == ()
 

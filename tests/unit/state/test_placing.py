@@ -20,7 +20,7 @@ from everstep.format.header import (
     header_room_bytes,
 )
 from everstep.restore.load.pieces import PieceReads, fills
-from everstep.restore.load.reshard import Piece
+from everstep.restore.load.saved_ranks import Piece
 from everstep.state.entries import Entry
 from everstep.state.layout import plan_shards
 from everstep.state.ranks.placing import Box, Cut, Placement, box_on_mesh, replicas_on_mesh

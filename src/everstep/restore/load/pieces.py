@@ -14,7 +14,7 @@ import numpy as np
 
 from everstep.errors import FormatError
 from everstep.format.header import ShardHeader
-from everstep.restore.load.reshard import Piece, SavedRanks
+from everstep.restore.load.saved_ranks import Piece, SavedRanks
 from everstep.state.entries import DTYPE_BYTES
 from everstep.state.layout import overlaps
 from everstep.state.ranks.placing import Box

@@ -33,7 +33,7 @@ from everstep.restore.redo.owned import owned_entries, parameter_names
 from everstep.restore.redo.parts import own_part
 from everstep.restore.redo.redo import compare, tensor_of
 from everstep.restore.redo.updates import update_of
-from everstep.run.tensors import as_it_lay
+from everstep.run.tensors import with_strides
 from everstep.state.entries import Entry
 from everstep.state.image import OBJECT_PREFIX
 from everstep.state.layout import Placed
@@ -411,7 +411,7 @@ class OfflineState:
         if entry.stride is None or len(entry.stride) != tensor.dim() or not tensor.numel():
             return
         if all(entry.stride):  # else nothing could have updated it in place
-            self.tensors[name] = as_it_lay(tensor, entry.stride)
+            self.tensors[name] = with_strides(tensor, entry.stride)
 
     def _settle(
         self,

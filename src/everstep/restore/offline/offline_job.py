@@ -23,7 +23,7 @@ from everstep.format.log import LogRecord
 from everstep.format.records import Marker
 from everstep.replay.exactness import Exactness
 from everstep.restore.load.pieces import fills
-from everstep.restore.load.reshard import Piece, SavedRanks
+from everstep.restore.load.saved_ranks import Piece, SavedRanks
 from everstep.restore.offline.offline import OfflineState
 from everstep.restore.redo.marks import Held, no_longer_held
 from everstep.restore.redo.owned import owned_entries

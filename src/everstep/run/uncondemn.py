@@ -10,10 +10,10 @@ from everstep.seams.files.filesystem import FileSystem
 from everstep.tiers.contract import Tier
 from everstep.tiers.streams import read_record
 
-__all__ = ["lift_mark", "lift_mark_in"]
+__all__ = ["uncondemn", "uncondemn_in_tier"]
 
 
-def lift_mark(filesystem: FileSystem, directory: PurePath) -> bool:
+def uncondemn(filesystem: FileSystem, directory: PurePath) -> bool:
     """Gives the manifest of a condemned base its name back, durably.
 
     Whoever goes on to remove files renames the mark first, too: only one of the two succeeds.
@@ -33,7 +33,7 @@ def lift_mark(filesystem: FileSystem, directory: PurePath) -> bool:
     return True
 
 
-def lift_mark_in(tier: Tier, directory: str) -> bool:
+def uncondemn_in_tier(tier: Tier, directory: str) -> bool:
     """The same in a tier, where the mark is a record beside the manifest.
 
     Nothing can be renamed there, so whoever is past its last look at the fence is not stopped:

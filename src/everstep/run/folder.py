@@ -9,12 +9,11 @@ import uuid
 from pathlib import PurePath
 
 from everstep.commit.job.nothing import way_back
-from everstep.commit.lineage import had_steps
+from everstep.commit.lineage import BaseId, had_steps
 from everstep.errors import OptionError, StateError
 from everstep.format.names import RUN_RECORD
 from everstep.format.records import RunRecord
-from everstep.restore.fetch.held import HeldBase
-from everstep.run.decide import first_unreachable
+from everstep.run.candidates import newest_unreachable
 from everstep.run.scan import Inventory, scan_run
 from everstep.seams.files.filesystem import FileSystem
 from everstep.seams.machine import real_path, with_home
@@ -37,7 +36,7 @@ def open_run_folder(filesystem: FileSystem, run: PurePath) -> Inventory:
         if RUN_RECORD not in {entry.name for entry in filesystem.scan(run)}:
             _keep_names(filesystem, run)
         inventory = scan_run(filesystem, run)
-        hidden = first_unreachable(inventory)
+        hidden = newest_unreachable(inventory)
         if inventory.run is None and hidden is not None:  # a new id would make it another run's
             raise StateError(
                 f"{hidden.told}, and nothing else tells the id of the run",
@@ -72,7 +71,7 @@ def _keep_names(filesystem: FileSystem, run: PurePath) -> None:
             filesystem.sync_dir(directory)
 
 
-def refuse_unresumed(filesystem: FileSystem, run: PurePath, held: HeldBase | None) -> Inventory:
+def refuse_unresumed(filesystem: FileSystem, run: PurePath, held: BaseId | None) -> Inventory:
     """For a training that begins without ``resume()``: there may be nothing to resume.
 
     Args:
@@ -83,14 +82,14 @@ def refuse_unresumed(filesystem: FileSystem, run: PurePath, held: HeldBase | Non
     """
     inventory = scan_run(filesystem, run)
     usable = {b.id for b in inventory.bases if b.is_usable or b.status == "damaged"}
-    if usable := usable | ({held.id} if held is not None else set()):
+    if usable := usable | ({held} if held is not None else set()):
         raise StateError(
             f"this run has {len(usable)} base(s), the newest of {max(usable)}, and "
             "resume() was not called: training would start over unnoticed",
             path=run,
             hint="call ckpt.resume() before the loop (resume(step=0) starts from scratch)",
         )
-    if hidden := first_unreachable(inventory):
+    if hidden := newest_unreachable(inventory):
         raise StateError(
             f"{hidden.told}, and resume() was not called: training would start over unnoticed",
             path=hidden.path,

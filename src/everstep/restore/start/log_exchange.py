@@ -23,7 +23,7 @@ from everstep.restore.fetch.others import Others
 from everstep.restore.fetch.peer_log import laid_out, records_in
 from everstep.seams.clock import Clock
 
-__all__ = ["LogPost", "from_bytes", "to_bytes"]
+__all__ = ["LogExchange", "decode_records", "encode_records"]
 
 _PART_BYTES = 1 << 20
 _UNANSWERED_MAX = 8  # parts
@@ -35,7 +35,7 @@ _NUMBER_BYTES = 8
 _DIGEST_BYTES = len(digest(b""))
 
 
-def to_bytes(records: Sequence[LogRecord]) -> bytes:
+def encode_records(records: Sequence[LogRecord]) -> bytes:
     """One rank's updates of a step, for another rank: how many bytes they are, and of the index of
     their records, these, and the digest of the index.
 
@@ -52,8 +52,8 @@ def to_bytes(records: Sequence[LogRecord]) -> bytes:
     return b"".join([front, memory, index])
 
 
-def from_bytes(data: bytearray, timeline: int) -> list[LogRecord]:
-    """The inverse of :func:`to_bytes`, every byte compared with its digest; over ``data``.
+def decode_records(data: bytearray, timeline: int) -> list[LogRecord]:
+    """The inverse of :func:`encode_records`, every byte compared with its digest; over ``data``.
 
     Raises:
         DamageError: they are other bytes.
@@ -90,12 +90,12 @@ class _Coming:
         return self.data is None or len(self.data) == self.total_bytes
 
 
-class LogPost:
+class LogExchange:
     """Hands out this rank's log, and gets those of others.
 
     Args:
-        own: gives what this rank reads of a step: of whose log, timeline, step; as :func:`to_bytes`
-            does; b"": it cannot be read, or is not this rank's to read.
+        own: gives what this rank reads of a step: of whose log, timeline, step; as
+            :func:`encode_records` does; b"": it cannot be read, or is not this rank's to read.
     """
 
     def __init__(self, others: Others, clock: Clock, own: Callable[[int, int, int], bytes]) -> None:
@@ -146,7 +146,7 @@ class LogPost:
                 why = f"rank {one.reader} cannot read {whose} of step {step}"
                 raise DamageError(why, rank=one.reader)
             try:
-                found[rank] = from_bytes(one.data, timeline)
+                found[rank] = decode_records(one.data, timeline)
             except (DamageError, FormatError) as error:
                 why = f"the part of rank {rank} of step {step}: {error.message}"
                 raise DamageError(why, rank=one.reader) from error

@@ -17,15 +17,23 @@ from everstep.restore.fetch.sources import Place, RankBack, RankRead, name_of
 from everstep.restore.load.inexact import why_not_exact
 from everstep.restore.load.load import LoadedBase
 from everstep.restore.load.nonfinite import nonfinite_parameter
-from everstep.restore.start.ranklog import Redone
+from everstep.restore.start.rank_log import Redone
 from everstep.restore.start.resume import Resumed, not_finite
-from everstep.run.audits import audit_in_words, audit_of
-from everstep.run.decide import Skipped
+from everstep.run.audits import audit_of, describe_audit
+from everstep.run.candidates import Skipped
 from everstep.run.scan import Inventory
 from everstep.seams.fingerprint import fingerprint, fingerprint_of_all, process_name
 from everstep.state.image import State
 
-__all__ = ["Outcome", "doubted", "record_of", "refused", "resumed_of", "told_back", "with_ranks"]
+__all__ = [
+    "Outcome",
+    "doubted",
+    "record_of",
+    "recovery_report",
+    "refused",
+    "resumed_of",
+    "with_ranks",
+]
 
 _HINT_UNLIKE = (
     "build what these ranks have in common as it was saved, alike on all of them; what is new on "
@@ -179,7 +187,7 @@ def resumed_of(
         loaded = replace(loaded, notes=(*loaded.notes, *redone.notes))
     inexact = redone.inexact
     if outcome.audit is not None and outcome.is_doubted:
-        inexact = inexact or audit_in_words(outcome.audit)
+        inexact = inexact or describe_audit(outcome.audit)
     if loaded is not None and choice.base is not None and choice.manifest is not None:
         about = loaded, choice.base, choice.manifest.markers, choice.timelines
         inexact = inexact or why_not_exact(*about)
@@ -224,7 +232,7 @@ def doubted(resumed: Resumed, notes: Sequence[str]) -> Resumed:
     return replace(resumed, exact=False, own_exact=False, inexact=why, problems=problems)
 
 
-def told_back(resumed: Resumed) -> dict[str, Any]:
+def recovery_report(resumed: Resumed) -> dict[str, Any]:
     """What a rank tells the others of how it has come back."""
     return {
         "reads": [[one.source, one.size_bytes] for one in resumed.reads],
@@ -240,7 +248,7 @@ def told_back(resumed: Resumed) -> dict[str, Any]:
 
 
 def with_ranks(resumed: Resumed, said: Sequence[Mapping[str, Any]]) -> Resumed:
-    """With what every rank has told of itself (:func:`told_back`), by rank."""
+    """With what every rank has told of itself (:func:`recovery_report`), by rank."""
     backs = tuple(RankBack(rank, *one["back"]) for rank, one in enumerate(said))
     causes = ", ".join(str(one.rank) for one in backs if not one.exact)
     if resumed.inexact == _ELSEWHERE and causes:

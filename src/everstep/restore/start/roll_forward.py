@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 
 from everstep.commit.lineage import BaseId
@@ -26,22 +26,20 @@ from everstep.format.records import TimelineRecord
 from everstep.format.writer import ChunkRing
 from everstep.restore.fetch.held import HeldBase
 from everstep.restore.load.load import LoadedBase, load_base, load_ranks
-from everstep.restore.log.logs import LogFound
+from everstep.restore.load.restored import OTHER_STATE, Restored
+from everstep.restore.log.log_found import LogFound
 from everstep.restore.redo.unknown import UnknownClassError
-from everstep.run.ahead import Ahead
+from everstep.run.candidates import Skipped
 from everstep.run.chain import Chain
-from everstep.run.decide import Skipped
-from everstep.run.opened import OpenBase
+from everstep.run.open_base import OpenBase
+from everstep.run.prefetch import Prefetch
 from everstep.run.scan import BaseFound, Inventory
 from everstep.seams import Seams
 from everstep.seams.messages import say
 from everstep.seams.progress import progress
 from everstep.state.image import State
 
-__all__ = ["OTHER_STATE", "Loader", "Restored", "bring_forward", "redoable", "replay"]
-
-OTHER_STATE = "the log behind it is of a state that consists of something else"
-"""Why a log is not replayed."""
+__all__ = ["Loader", "replay", "replayable", "roll_forward"]
 
 
 @dataclass(slots=True)
@@ -148,32 +146,7 @@ class Loader:
             opened.close()
 
 
-@dataclass(slots=True)
-class Restored:
-    """What has become of the live state.
-
-    Attributes:
-        base, loaded: None on a fresh start.
-        end: timeline and step of the state.
-        inexact: why replay is not exact; "" if it is, or there was none.
-        kept: how far the log leads that could not be replayed, and why; None: no further.
-        fewer: which newer base was passed over, as it was saved from a part of the state.
-    """
-
-    base: BaseFound | None = None
-    loaded: LoadedBase | None = None
-    end: BaseId | None = None
-    lsn: int = 0
-    replayed: int = 0
-    inexact: str = ""
-    load_s: float = 0.0
-    replay_s: float = 0.0
-    skipped: list[Skipped] = field(default_factory=list)
-    kept: tuple[BaseId, str] | None = None
-    fewer: str = ""
-
-
-def bring_forward(
+def roll_forward(
     inventory: Inventory,
     base: BaseFound,
     chain: Chain,
@@ -245,7 +218,7 @@ def _load(
     return Restored(base, loaded, base.id, lsn, inexact=inexact, load_s=load_s)
 
 
-def redoable(
+def replayable(
     base: BaseFound, chain: Chain, loader: Loader, log: LogFound, skipped: list[Skipped]
 ) -> Chain:
     """As much of a chain as needs no function that this program has not registered (I8).
@@ -255,7 +228,7 @@ def redoable(
     """
     assert base.manifest is not None
     functions = loader.state.told.updates
-    beyond = log.index.first_beyond(chain, base.manifest.markers[0].lsn, functions)
+    beyond = log.index.first_unregistered(chain, base.manifest.markers[0].lsn, functions)
     if beyond is None:
         return chain
     place, pattern = beyond
@@ -309,7 +282,7 @@ def replay(
         why = f"the log behind it cannot be replayed: {loaded.tied[0]}"
         restored.skipped.append(Skipped(*chain.steps[0], why))
         return
-    redo = Redo(loader.state, loaded.relaid, loaded.aliases, loaded.names)
+    redo = Redo(loader.state, loaded.restrided, loaded.aliases, loaded.names)
     if not together:
         redo.limit_bytes = 0
     redo.compares = not other_conditions(timelines.get(timeline) for timeline, _ in chain.steps)
@@ -321,7 +294,7 @@ def replay(
     with (
         contextlib.closing(found),
         progress("replay", len(chain.steps), "items") as bar,
-        Ahead(
+        Prefetch(
             checked(found, sound),
             count=STEPS_AT_ONCE,
             size_bytes=lambda step: 0 if isinstance(step, EverstepError) else step.read_bytes,
@@ -350,7 +323,7 @@ def replay(
             if not at_hand and not steps.ready:
                 redo.idle()
                 steps.holds(0)
-    restored.skipped += log.take_mended()
+    restored.skipped += log.take_repaired()
     try:
         notes = redo.finish()
     except EverstepError:

@@ -18,18 +18,18 @@ from everstep.errors import DamageError, FormatError
 from everstep.format.log import LogRecord
 from everstep.format.writer import ChunkRing
 from everstep.restore.fetch.peer_log import PeerLog, unpacked
-from everstep.restore.log.logs import LogFound
-from everstep.run.decide import Skipped
+from everstep.restore.log.log_found import LogFound
+from everstep.run.candidates import Skipped
 from everstep.run.scan import Inventory
 from everstep.seams.files.filesystem import FileSystem
 
-__all__ = ["InMemory", "OldLogs"]
+__all__ = ["LogsInMemory", "ReshardedLogs"]
 
 _log = logging.getLogger("everstep")
 
 
 @dataclass(frozen=True, slots=True)
-class InMemory:
+class LogsInMemory:
     """What keepers on this machine have in memory.
 
     Attributes:
@@ -66,7 +66,7 @@ class InMemory:
         return found
 
 
-class OldLogs:
+class ReshardedLogs:
     """What this rank reads of them.
 
     Args:
@@ -80,7 +80,7 @@ class OldLogs:
         filesystem: FileSystem,
         rank: int,
         world: int,
-        memory: InMemory,
+        memory: LogsInMemory,
         ring: ChunkRing,
         *,
         timeout_s: float,
@@ -171,7 +171,7 @@ class OldLogs:
         try:
             return log.step_of(timeline, step, *about)
         finally:
-            self._mended += log.take_mended()
+            self._mended += log.take_repaired()
 
     def close(self) -> None:
         """Ends what is under way. Idempotent."""

@@ -21,12 +21,11 @@ from everstep.format.digests import digest
 from everstep.format.header import ShardHeader
 from everstep.format.log import LogRecord
 from everstep.format.records import FileRecord
-from everstep.restore.load.old_layout import OldLayout
 from everstep.restore.load.pieces import fills
-from everstep.restore.load.reshard import SavedRanks, View
-from everstep.restore.load.targets import part_of, wanted_box
+from everstep.restore.load.saved_ranks import SavedLayout, SavedRanks, View
+from everstep.restore.load.targets import box_here, part_of
 from everstep.restore.redo.redo import put_back
-from everstep.run.opened import OpenBase
+from everstep.run.open_base import OpenBase
 from everstep.run.tensors import tensor_of
 from everstep.state.entries import Entry
 from everstep.state.image import OBJECT_PREFIX, State
@@ -38,7 +37,7 @@ from everstep.state.ranks.placing import Box, Placement
 from everstep.state.values.tensors import empty_like_entry, host_bytes, torch_dtype
 from everstep.state.values.tree import references, split
 
-__all__ = ["OldSamples", "live_tensors", "restore_marks"]
+__all__ = ["ReshardedSamples", "live_tensors", "restore_marks"]
 
 _WHICH = f"{SPOT}which"
 
@@ -51,7 +50,7 @@ def live_tensors(state: State) -> dict[str, torch.Tensor]:
     return found
 
 
-def restore_marks(state: State, layout: OldLayout, marks: Mapping[int, LogRecord]) -> list[str]:
+def restore_marks(state: State, layout: SavedLayout, marks: Mapping[int, LogRecord]) -> list[str]:
     """Restores what the marks of a step hold, on a state whose optimizers have been replayed up to
     there; returns what is not as it was, in words.
 
@@ -109,7 +108,7 @@ class _Mark:
     data: Mapping[str, memoryview]
 
     @classmethod
-    def of(cls, layout: OldLayout, rank: int, mark: LogRecord) -> _Mark:
+    def of(cls, layout: SavedLayout, rank: int, mark: LogRecord) -> _Mark:
         entries = layout.entries(rank)
         base = layout.opened[rank]
         data: dict[str, memoryview] = {}
@@ -169,7 +168,7 @@ def _part(
         return None
     live = plan.in_place.get(name)
     template = plan.like.get(name)
-    box = wanted_box(entry, live if live is not None else template)
+    box = box_here(entry, live if live is not None else template)
     part = empty_like_entry(part_of(entry, box))
     found, missing = fills(held, box, host_bytes(part))
     if missing or len(held) != len(pieces):
@@ -179,15 +178,15 @@ def _part(
     return part if live is not None or template is None else like(template, entry, part)
 
 
-class OldSamples:
+class ReshardedSamples:
     """Compares this rank's parts with the elements that marks of other ranks hold
     (:mod:`everstep.capture.spots`).
 
     Args:
-        giver: see :func:`.old_gradients.giver_of`: of which of several tensors of a name.
+        giver: see :func:`.old_gradients.source_rank_of`: of which of several tensors of a name.
     """
 
-    def __init__(self, layout: OldLayout, giver: int) -> None:
+    def __init__(self, layout: SavedLayout, giver: int) -> None:
         self._layout = layout
         self._giver = giver
         self._entries: dict[int, list[Entry]] = {}
@@ -266,7 +265,7 @@ def _coordinates(shape: tuple[int, ...], step: int) -> np.ndarray:
 
 def _differs(entry: Entry, at: np.ndarray, values: np.ndarray, live: torch.Tensor) -> bool:
     """Whether this rank has other values at some of these elements, as far as it has them."""
-    box: Box = wanted_box(replace(entry, shape=entry.global_shape), live)
+    box: Box = box_here(replace(entry, shape=entry.global_shape), live)
     own = at - np.array(box.offset, np.int64)
     inside = ((own >= 0) & (own < np.array(box.shape, np.int64))).all(axis=1)
     if not inside.any():

@@ -14,10 +14,10 @@ __all__ = [
     "Candidates",
     "Skipped",
     "Unreachable",
-    "begins_with_several",
     "candidates",
-    "first_unreachable",
+    "newest_unreachable",
     "refuse_unreachable",
+    "starts_with_job_base",
 ]
 
 
@@ -86,7 +86,7 @@ class Candidates:
     unreachable: Unreachable | None = None
 
 
-def first_unreachable(inventory: Inventory) -> Unreachable | None:
+def newest_unreachable(inventory: Inventory) -> Unreachable | None:
     """Return the newest part of the present history that cannot be read, as far as names and
     records tell; None if all of it can be.
 
@@ -138,7 +138,7 @@ def candidates(inventory: Inventory, *, step: int | None = None) -> Candidates:
                 damaged[base.id] = skipped[-1]
     here, elsewhere = split_by_history(usable, inventory.branches)
     lost, _ = split_by_history(damaged, inventory.branches)
-    hidden = first_unreachable(inventory)
+    hidden = newest_unreachable(inventory)
     if step is None:
         chosen = here
         if hidden is not None:
@@ -178,7 +178,7 @@ def refuse_unreachable(inventory: Inventory) -> None:
         raise found.unreachable.error()
 
 
-def begins_with_several(inventory: Inventory, *, step: int | None = None) -> bool:
+def starts_with_job_base(inventory: Inventory, *, step: int | None = None) -> bool:
     """Whether the base to begin with is one of several ranks: the newest in the history.
 
     Args:

@@ -17,12 +17,11 @@ from everstep.format.log import LogRecord, RecordHead
 from everstep.format.writer import ChunkRing
 from everstep.restore.fetch.copies import has_copy
 from everstep.restore.fetch.rank_copies import own_words
+from everstep.run.candidates import Skipped
 from everstep.run.chain import Chain, LogIndex
-from everstep.run.decide import Skipped
-from everstep.run.elsewhere import Key, key_of, whole_record
-from everstep.run.log_reads import LogReads
+from everstep.run.log_reads import Key, LogReads, find_record, key_of
 from everstep.run.scan import Inventory
-from everstep.run.segments import SegmentFound, scan_log, vetted
+from everstep.run.segments import SegmentFound, scan_log, validated
 from everstep.seams.files.filesystem import FileSystem
 from everstep.state.log import PART_OBJECT, UPDATE_OBJECT
 from everstep.state.values.objects import decode
@@ -126,7 +125,7 @@ class LogFound:
                 others[number] = Skipped(number, max(last), why)
         mine = [record for record in mine if record.head.timeline not in others]
         found = [segment for segment in found if segment.timeline not in others]
-        found = [vetted(segment, inventory.run) for segment in found]
+        found = [validated(segment, inventory.run) for segment in found]
         poor = [record for record in lent if _is_lossy(record)]
         lent = [record for record in lent if not _is_lossy(record)]
         lossy = {_step(record) for record in poor}  # a copy may have them whole
@@ -146,7 +145,7 @@ class LogFound:
                 how = partial(scan_log, rank=rank, wanted=wanted, lossy=lossy_copies, threads=8)
                 here = how(files, inventory.path, known, there=there_too.may_hold)
             found = [*(replace(segment, files=read_from(files)) for segment in here), *found]
-        log = cls([*lent, *mine], [vetted(segment, inventory.run) for segment in found], poor)
+        log = cls([*lent, *mine], [validated(segment, inventory.run) for segment in found], poor)
         log.skipped += others.values()
         log.skipped += [Skipped(one.timeline, one.last, one.problem or "") for one in bad]
 
@@ -158,7 +157,7 @@ class LogFound:
                 if there_too.timelines.get(timeline) is not None:
                     here = scan_log(files, inventory.path, [timeline], rank=rank, wanted=has)
                     for segment in here:
-                        yield vetted(replace(segment, files=files), inventory.run)
+                        yield validated(replace(segment, files=files), inventory.run)
 
         log._look = look_for
         return log
@@ -170,7 +169,7 @@ class LogFound:
         where a record cannot be read. To be used by one thread at a time, whichever it is, and
         closed by whoever does not come to the end.
 
-        Nothing is verified yet. What is on disk is read ahead (:class:`.segment_reads.ReadRoom`).
+        Nothing is verified yet. What is on disk is read ahead (:class:`.segment_reads.ReadBudget`).
         The memory of a record that was read from there is used again when nobody looks at it any
         more: so whoever keeps records keeps memory.
 
@@ -255,7 +254,7 @@ class LogFound:
                     seen.add(segment.path)
                     yield segment
 
-    def take_mended(self) -> list[Skipped]:
+    def take_repaired(self) -> list[Skipped]:
         """What was damaged, and was read elsewhere, since this was asked."""
         found = list(self._mended)
         self._mended.clear()
@@ -343,7 +342,7 @@ class LogFound:
             reversed(self._places.get(key, [])), self._look(head.timeline, head.step)
         )
         try:
-            found = whole_record(key, digest, segments, filesystem, ring, timeout_s)
+            found = find_record(key, digest, segments, filesystem, ring, timeout_s)
         except (EverstepError, OSError) as problem:  # of listing another place
             raise error from problem
         if found is None:

@@ -30,26 +30,26 @@ from everstep.restore.fetch.peer_copy import files_over
 from everstep.restore.log.reach import Reachable, nothing_restorable, reachable
 from everstep.restore.offline.logged import RunLog
 from everstep.restore.offline.rebuild import Rebuilder, Rebuilt
-from everstep.restore.start.fewer import lacking_parts
-from everstep.run.audits import audit_in_words, audit_of
+from everstep.restore.start.missing_sections import missing_sections
+from everstep.run.audits import audit_of, describe_audit
+from everstep.run.candidates import Candidates, Skipped
 from everstep.run.chain import Chain
-from everstep.run.decide import Candidates, Skipped
 from everstep.run.scan import BaseFound, Inventory, scan_base, scan_run
 from everstep.seams.files.filesystem import DirEntry, FileSystem, ReadFile
 from everstep.tiers.files import ReadingFileSystem
 
-__all__ = ["GoneError", "Present", "Way"]
+__all__ = ["BaseDeletedError", "RestorePoint", "RunView"]
 
 _NOBODY = Candidates((), ())
 _REPLAYS_MAX = 3  # of one base, each up to a step before that at which the last one ended
 
 
-class GoneError(Exception):
+class BaseDeletedError(Exception):
     """What was being read has been deleted meanwhile: there is something newer."""
 
 
 @dataclass(frozen=True, slots=True)
-class Way:
+class RestorePoint:
     """A base, and the steps of the log to redo on it."""
 
     base: BaseFound
@@ -81,7 +81,7 @@ class _WithMemory(ReadingFileSystem):
 
 
 @dataclass(slots=True)
-class Present:
+class RunView:
     """A run as it is now.
 
     Attributes:
@@ -102,7 +102,7 @@ class Present:
     lacking: Mapping[BaseId, str] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, filesystem: FileSystem, run: PurePath, memory: Mapping[int, Recalled]) -> Present:
+    def of(cls, filesystem: FileSystem, run: PurePath, memory: Mapping[int, Recalled]) -> RunView:
         """Take the inventory.
 
         Args:
@@ -133,7 +133,7 @@ class Present:
         record = self.inventory.timelines.get(timeline)
         return 1 if record is None else record.world
 
-    def why_not_exact(self, way: Way) -> str:
+    def why_not_exact(self, way: RestorePoint) -> str:
         """Return why a state is not exact, as far as records tell; "" if it is."""
         base = way.base
         chain = way.chain
@@ -143,9 +143,9 @@ class Present:
             return NOT_EXACT
         audit = audit_of(self.inventory, BaseId(*chain.end))
         wrong = audit is not None and audit.verdict == "different"
-        return audit_in_words(audit) if wrong and audit is not None else ""
+        return describe_audit(audit) if wrong and audit is not None else ""
 
-    def ways(self, step: int | None) -> list[Way]:
+    def ways(self, step: int | None) -> list[RestorePoint]:
         """Return what leads to a step, best first: None: to the newest one that can be reached.
 
         A base with fewer parts than one before it comes after that: a state of fewer parts was
@@ -156,19 +156,19 @@ class Present:
         """
         chosen = reachable(self.inventory, self.log.index, step=step)
         self.skipped += chosen.candidates.skipped
-        found = [Way(base, self._fitting(base, chain)) for base, chain in chosen.ordered]
+        found = [RestorePoint(base, self._fitting(base, chain)) for base, chain in chosen.ordered]
         found = [way for way in found if step in (None, way.step)]
         if not found:
             self._refuse(chosen, step)
         return self._with_all_parts(found)
 
-    def with_files(self, ways: Iterable[Way], step: int | None) -> list[Way]:
+    def with_files(self, ways: Iterable[RestorePoint], step: int | None) -> list[RestorePoint]:
         """Return the ways whose base has all of its files, by name and length.
 
         Raises:
             RecoveryError: none has.
         """
-        found = list[Way]()
+        found = list[RestorePoint]()
         for way in ways:
             missing = None if way.base.id in self.in_memory else way.base.missing_file
             if missing is None:
@@ -182,7 +182,7 @@ class Present:
     def restore(
         self,
         rebuilder: Rebuilder,
-        ways: Iterable[Way],
+        ways: Iterable[RestorePoint],
         step: int | None,
         wanted: Callable[[str], bool] | None,
     ) -> Rebuilt:
@@ -193,7 +193,7 @@ class Present:
             wanted: says by name which tensors are needed, where none is replayed; None: all.
 
         Raises:
-            GoneError: what was chosen was deleted meanwhile.
+            BaseDeletedError: what was chosen was deleted meanwhile.
             RecoveryError: none of them can be used; with all reasons.
             UnsupportedStateError: it takes the program that trained it.
         """
@@ -208,7 +208,7 @@ class Present:
                     raise
                 except OSError as error:
                     if isinstance(error, FileNotFoundError) and not self._still_there(way.base):
-                        raise GoneError from error
+                        raise BaseDeletedError from error
                     reason = f"{error.filename or way.base.path}: {error.strerror or error}"
                     self._skip(way.base.id, reason)
                     break
@@ -269,9 +269,9 @@ class Present:
         self._skip(BaseId(*chain.steps[0]), why)
         return Chain(base.id, (), why)
 
-    def _with_all_parts(self, ways: Sequence[Way]) -> list[Way]:
+    def _with_all_parts(self, ways: Sequence[RestorePoint]) -> list[RestorePoint]:
         bases = [way.base for way in ways]
-        self.lacking = lacking_parts(self.filesystem, bases)
+        self.lacking = missing_sections(self.filesystem, bases)
         for base, reason in self.lacking.items():
             self._skip(base, reason)
         return sorted(ways, key=lambda way: way.base.id in self.lacking)

@@ -12,15 +12,15 @@ from pathlib import PurePath
 
 from everstep.commit.lineage import BaseId
 from everstep.errors import EverstepError, RecoveryError
-from everstep.restore.load.load import parts_of
+from everstep.restore.load.load import sections_of_base
 from everstep.run.scan import BaseFound
 from everstep.seams.files.filesystem import FileSystem
 from everstep.state.survey.survey import is_reserved
 
-__all__ = ["lacking_parts", "refuse_to_lose"]
+__all__ = ["missing_sections", "refuse_log_loss"]
 
 
-def lacking_parts(
+def missing_sections(
     filesystem: FileSystem, bases: Sequence[BaseFound], wanted: Collection[str] | None = None
 ) -> dict[BaseId, str]:
     """Return those of ``bases`` that lack a part which a later one in the list has, each with the
@@ -57,7 +57,7 @@ def lacking_parts(
     return found
 
 
-def refuse_to_lose(parts: Sequence[str], step: int, last: int, run: PurePath) -> None:
+def refuse_log_loss(parts: Sequence[str], step: int, last: int, run: PurePath) -> None:
     """Refuse to take a run over with fewer parts than it has where that would drop steps of its
     log: a log can only be replayed on the whole state.
 
@@ -84,6 +84,8 @@ def refuse_to_lose(parts: Sequence[str], step: int, last: int, run: PurePath) ->
 
 def _parts(filesystem: FileSystem, base: BaseFound) -> frozenset[str] | None:
     try:
-        return frozenset(part for part in parts_of(filesystem, base) if not is_reserved(part))
+        return frozenset(
+            part for part in sections_of_base(filesystem, base) if not is_reserved(part)
+        )
     except (EverstepError, OSError):  # whoever restores it says so
         return None

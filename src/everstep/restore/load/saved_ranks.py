@@ -18,7 +18,8 @@ from everstep.errors import DamageError, FormatError, RecoveryError
 from everstep.format.digests import digest
 from everstep.format.header import ShardHeader
 from everstep.format.records import FileRecord, Manifest, Marker
-from everstep.run.opened import OpenBase
+from everstep.run.open_base import OpenBase
+from everstep.run.shape import shape_of_base
 from everstep.seams.files.filesystem import ReadFile
 from everstep.state.entries import Entry
 from everstep.state.image import OBJECT_BYTES_MAX, OBJECT_PREFIX, RNG_SECTION, State
@@ -31,7 +32,16 @@ from everstep.state.ranks.zero import PARTITIONED, ZeroProvider
 from everstep.state.values.objects import decode
 from everstep.state.values.tree import references
 
-__all__ = ["HoleError", "Piece", "SavedRanks", "View", "needs_of", "read_object"]
+__all__ = [
+    "HoleError",
+    "Piece",
+    "SavedLayout",
+    "SavedRanks",
+    "View",
+    "ambiguous_tensors",
+    "needs_of",
+    "read_object",
+]
 
 _LISTED = 8
 
@@ -493,3 +503,126 @@ class SavedRanks:
 def _listed(ranks: Sequence[int]) -> str:
     more = len(ranks) - _LISTED
     return ", ".join(map(str, ranks[:_LISTED])) + (f" and {more} more" if more > 0 else "")
+
+
+_Ranks = frozenset[int]
+
+
+def ambiguous_tensors(saved: SavedRanks, state: State, view: View) -> list[tuple[str, str]]:
+    """Parameters, and what optimizers keep for them, of which ranks had different ones, where it
+    cannot be told which of them this rank means: ``(name, why)``.
+
+    Not other entries: buffers, random generators and the like are each rank's own by nature.
+
+    Args:
+        view: what this rank would restore.
+
+    Raises:
+        RecoveryError: the files of other ranks are needed to know.
+    """
+    if saved.world == 1:
+        return []
+    here = state.holders()
+    found = list[tuple[str, str]]()
+    for name, pieces in view.pieces.items():
+        held = here(name)
+        if held is None:
+            continue
+        unit, now = held
+        took = _ranks(pieces[0], saved.world)
+        # What an optimizer has for a parameter this rank means where it means that.
+        sure = took, _ranks(view.pieces.get(unit, pieces)[0], saved.world)
+        if saved.world == state.ranks.world and any(now <= ranks for ranks in sure):
+            continue
+        others = _different(saved, name, pieces)
+        if others is not None:
+            found.append(
+                (
+                    name,
+                    f"rank(s) {_text(took)} had one, {others} another; rank(s) "
+                    f"{_text(now)} of {state.ranks.world} may mean either",
+                )
+            )
+    return found
+
+
+def _different(saved: SavedRanks, name: str, pieces: Sequence[Piece]) -> str | None:
+    """Who had another tensor of that name; None: nobody."""
+    mine = {piece.box: piece.digest for piece in pieces}
+    versions: dict[tuple[int, ...] | None, dict[Box, str]] = {}
+    for piece in saved.all_pieces(name):
+        versions.setdefault(piece.placement.ranks, {})[piece.box] = piece.digest
+    for ranks, version in versions.items():
+        if version != mine and ranks is not None:
+            return f"rank(s) {_text(ranks)}"
+    known = {rank for ranks in versions for rank in ranks or range(saved.world)}
+    hidden = set(range(saved.world)) - known - set(saved.ranks)
+    if hidden:
+        raise RecoveryError(
+            f"rank(s) {_text(_ranks(pieces[0], saved.world))} had {name!r} alone; what rank(s) "
+            f"{_text(hidden)} had of that name is needed to know whose it is now, and not here",
+            hint="make the run folders of the hosts that had them readable here",
+        )
+    return None
+
+
+def _ranks(piece: Piece, world: int) -> _Ranks:
+    ranks = piece.placement.ranks
+    return frozenset(range(world) if ranks is None else ranks)
+
+
+def _text(ranks: Iterable[int]) -> str:
+    return Placement(tuple(sorted(ranks))).text.partition("@")[2]
+
+
+@dataclass(frozen=True, slots=True)
+class SavedLayout:
+    """What the headers of a base say; nothing of it is read any more.
+
+    Attributes:
+        opened: of each rank that saved it, with files that are closed.
+        saved: the same together.
+        shapes: by rank: digest of what its state consisted of, as its log has it.
+        groups: names of the parameters of each optimizer, as the first rank had them.
+    """
+
+    opened: Mapping[int, OpenBase]
+    saved: SavedRanks
+    shapes: Mapping[int, str]
+    groups: Mapping[str, Sequence[Sequence[str]]]
+
+    @classmethod
+    def of(
+        cls, saved: SavedRanks, opened: Sequence[OpenBase], optimizers: Collection[str]
+    ) -> SavedLayout | None:
+        """Of a base that is open; None: the files of some ranks are not.
+
+        Args:
+            optimizers: their sections.
+
+        Raises:
+            DamageError, FormatError: objects cannot be read.
+        """
+        if len(opened) < saved.world:
+            return None
+        shapes: dict[int, str] = {}
+        known: dict[str, Any] = {}
+        groups: dict[str, Sequence[Sequence[str]]] = {}
+        for one in opened:
+            rank = one.marker.rank
+            trees = saved.trees_of(rank, optimizers, known)
+            aliases = {k: v for _, _, header, _ in one.shards for k, v in header.aliases.items()}
+            shapes[rank] = shape_of_base(one.placed(), aliases, trees)
+            for key, tree in trees.items():
+                groups.setdefault(key, OptimizerProvider.groups_of(tree) or [])
+        return cls({one.marker.rank: one for one in opened}, saved, shapes, groups)
+
+    @property
+    def world(self) -> int:
+        """How many ranks saved it."""
+        return self.saved.world
+
+    def entries(self, rank: int) -> dict[str, Entry]:
+        """What of tensors a rank wrote of bases, and of marks of its log, by name."""
+        placed = self.opened[rank].placed()
+        return {p.entry.name: p.entry for p in placed if not p.entry.name.startswith(OBJECT_PREFIX)}

@@ -19,7 +19,7 @@ from everstep.format.log import LogRecord
 from everstep.replay.exactness import is_elementwise, kind_name, variant_of
 from everstep.replay.packed import Gradient, dense
 from everstep.replay.updates import Update
-from everstep.restore.load.old_layout import OldLayout
+from everstep.restore.load.saved_ranks import SavedLayout
 from everstep.restore.redo.gradients import gradients_of
 from everstep.restore.redo.updates import class_for, update_of
 from everstep.run.tensors import tensor_of
@@ -32,12 +32,12 @@ from everstep.state.ranks.placing import Box, Placement, box_on_mesh
 from everstep.state.ranks.zero import ZeroProvider, acting
 from everstep.state.values.objects import decode, join_path
 
-__all__ = ["OldGradients", "giver_of"]
+__all__ = ["ReshardedGradients", "source_rank_of"]
 
 _ANY_CUT = (torch.float32, torch.float64)
 
 
-def giver_of(rank: int, layout: OldLayout) -> int:
+def source_rank_of(rank: int, layout: SavedLayout) -> int:
     """The rank of whose tensors this one has parts: where several ranks had different ones of the
     same name, what this one restores from a base is that one's (:class:`.SavedRanks`).
 
@@ -116,14 +116,14 @@ class _Wanted:
         return found
 
 
-class OldGradients:
+class ReshardedGradients:
     """Which gradients this rank needs, and of whose log.
 
     Args:
         state: as it was restored from the base that ``layout`` is of.
 
     Attributes:
-        giver: see :func:`giver_of`.
+        giver: see :func:`source_rank_of`.
         asked: ranks whose logs are needed at each step.
         inexact: why replay does not give the bits of training; "" if it does.
 
@@ -131,11 +131,11 @@ class OldGradients:
         ReplayError: nothing can be replayed in other parts than it was trained in; says why.
     """
 
-    def __init__(self, state: State, layout: OldLayout) -> None:
+    def __init__(self, state: State, layout: SavedLayout) -> None:
         self._layout = layout
         self._optimizers = state.optimizers
         self._cut: dict[str, str] = {}  # by optimizer a parameter that is in other parts now
-        self.giver = giver_of(state.ranks.rank, layout)
+        self.giver = source_rank_of(state.ranks.rank, layout)
         self.inexact = ""
         self._wanted: dict[str, dict[str, _Wanted]] = {}
         self._elsewhere: dict[str, set[str]] = {}  # parameters that another rank updates for us

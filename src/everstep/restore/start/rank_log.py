@@ -29,15 +29,16 @@ from everstep.format.writer import ChunkRing
 from everstep.restore.fetch.peer_log import LentLog
 from everstep.restore.fetch.sources import Place, RankRead
 from everstep.restore.load.load import LoadedBase
-from everstep.restore.log.logs import LogFound
+from everstep.restore.load.restored import Restored
+from everstep.restore.log.log_found import LogFound
 from everstep.restore.redo.unknown import UnknownClassError
-from everstep.restore.relaid.old_logs import InMemory, OldLogs
-from everstep.restore.start.forward import Loader, Restored, redoable, replay
-from everstep.restore.start.loading import layout_in
-from everstep.restore.start.log_post import LogPost, to_bytes
+from everstep.restore.reshard.logs import LogsInMemory, ReshardedLogs
+from everstep.restore.start.log_exchange import LogExchange, encode_records
+from everstep.restore.start.rank_loader import read_layout
 from everstep.restore.start.resume import Resumed
+from everstep.restore.start.roll_forward import Loader, replay, replayable
+from everstep.run.candidates import Skipped
 from everstep.run.chain import Chain, path_of
-from everstep.run.decide import Skipped
 from everstep.run.scan import BaseFound, Inventory
 from everstep.run.segments import SegmentFound
 from everstep.seams import FileSystem, Seams
@@ -99,7 +100,7 @@ class RankLog:
         *,
         strict: bool,
         timeout_s: float,
-        left: InMemory | None = None,
+        left: LogsInMemory | None = None,
     ) -> None:
         self._seams = seams
         self._run = run
@@ -108,10 +109,10 @@ class RankLog:
         self._loader = Loader(seams, state, ring, None, strict, timeout_s, lambda: None)
         self._log = LogFound((), ())
         self._lent_out = self._log.twin()
-        left = left or InMemory({})
-        memory = InMemory({**left.records, self._rank: records}, left.held)
+        left = left or LogsInMemory({})
+        memory = LogsInMemory({**left.records, self._rank: records}, left.held)
         about = self._rank, state.ranks.world, memory, ring
-        self._old = OldLogs(seams.filesystem, *about, timeout_s=timeout_s)
+        self._old = ReshardedLogs(seams.filesystem, *about, timeout_s=timeout_s)
         self._doubt = ""
         self.lent: Sequence[LentLog] = ()
 
@@ -155,7 +156,7 @@ class RankLog:
         relaid: bool,
     ) -> dict[int, tuple[LogRun, ...]]:
         """What this rank reads of the logs of another number of ranks, or of another layout
-        (:meth:`.OldLogs.look`)."""
+        (:meth:`.ReshardedLogs.look`)."""
         return self._old.look(inventory, copies, bases, near=near, relaid=relaid)
 
     def in_copies(self, choice: Choice) -> Iterator[SegmentFound]:
@@ -174,7 +175,7 @@ class RankLog:
     ) -> LoadedBase:
         """A base that another layout has saved, with who had what."""
         optimizers = self._loader.state.optimizers
-        return replace(loaded, layout=layout_in(base, places, optimizers))
+        return replace(loaded, layout=read_layout(base, places, optimizers))
 
     def timelines(self, inventory: Inventory) -> dict[int, TimelineRecord]:
         """Records of what has come from other nodes, so that all see whether they mean the same."""
@@ -201,7 +202,9 @@ class RankLog:
         """Segments that cannot be used."""
         return tuple(dict.fromkeys([*self._log.skipped, *self._old.skipped]))
 
-    def redo(self, choice: Choice, loaded: LoadedBase, *, together: bool, post: LogPost) -> Redone:
+    def redo(
+        self, choice: Choice, loaded: LoadedBase, *, together: bool, post: LogExchange
+    ) -> Redone:
         """Brings the state, which was restored from the base of ``choice``, to its step.
 
         Args:
@@ -261,7 +264,7 @@ class RankLog:
         skipped: list[Skipped],
         records: Mapping[int, TimelineRecord],
         together: bool,
-        post: LogPost,
+        post: LogExchange,
     ) -> EverstepError | None:
         """By this rank's own log; returns why a step could not be redone."""
         found = restored.base
@@ -272,7 +275,7 @@ class RankLog:
         assert loaded is not None
         whole = self._log.index.follow(base, loaded.marker.lsn, None, path)
         chain = replace(whole, steps=whole.steps[: reach.count])
-        chain = redoable(found, chain, self._loader, self._log, skipped)
+        chain = replayable(found, chain, self._loader, self._log, skipped)
         for cut in self._in_reach(chain, restored, post):
             try:
                 about = self._loader, self._log, records, together, post.attend
@@ -290,12 +293,12 @@ class RankLog:
         skipped: list[Skipped],
         records: Mapping[int, TimelineRecord],
         together: bool,
-        post: LogPost,
+        post: LogExchange,
     ) -> EverstepError | None:
         """By the logs of another number of ranks, or of another layout; returns why a step could
         not be redone."""
         # Only now: most jobs start with as many ranks as before.
-        from everstep.restore.relaid.redo_others import redo_of_others
+        from everstep.restore.reshard.replay import replay_resharded
 
         steps = _steps_of(reach, records.values())
 
@@ -313,7 +316,7 @@ class RankLog:
         state = self._loader.state
         about = restored, steps, state, fetch, records
         try:
-            redo_of_others(*about, together=together, alive=post.attend)
+            replay_resharded(*about, together=together, alive=post.attend)
         except (DeadlineError, RecoveryError):
             raise
         except EverstepError as error:
@@ -345,15 +348,15 @@ class RankLog:
         try:
             if self._old.has(rank, timeline):
                 with contextlib.suppress(LookupError):
-                    return to_bytes(self._old.records(rank, timeline, step))
+                    return encode_records(self._old.records(rank, timeline, step))
             if rank != self._rank:
                 raise LookupError(f"rank {rank} reads its own log")
-            return to_bytes(self._lent_out.records_of(timeline, step, *about))
+            return encode_records(self._lent_out.records_of(timeline, step, *about))
         except (EverstepError, LookupError) as error:
             _log.warning("step %d of rank %d's log cannot be handed out: %s", step, rank, error)
             return b""
 
-    def _in_reach(self, chain: Chain, restored: Restored, post: LogPost) -> Iterator[Chain]:
+    def _in_reach(self, chain: Chain, restored: Restored, post: LogExchange) -> Iterator[Chain]:
         """The chain, piece by piece: where each rank has recorded a part of what all consumed
         alike, as many steps as memory for the others' parts allows (``docs/design/ranks.md``)."""
         ranks = others_of(self._loader.state)

@@ -14,12 +14,12 @@ from typing import Generic, TypeVar
 
 from everstep.seams.processes.conditions import Condition
 
-__all__ = ["Ahead"]
+__all__ = ["Prefetch"]
 
 _T = TypeVar("_T")
 
 
-class Ahead(Generic[_T]):
+class Prefetch(Generic[_T]):
     """The items of a generator, in their order, made ahead of whoever iterates.
 
     An error of the generator is raised where the item would have been that it stands for. To be
@@ -53,7 +53,7 @@ class Ahead(Generic[_T]):
         self._error: BaseException | None = None
         self._thread = threading.Thread(target=self._work, name="everstep-ahead", daemon=True)
 
-    def __enter__(self) -> Ahead[_T]:
+    def __enter__(self) -> Prefetch[_T]:
         self._thread.start()
         return self
 
@@ -68,7 +68,7 @@ class Ahead(Generic[_T]):
             self._changed.notify_all()
         self._thread.join()
 
-    def __iter__(self) -> Ahead[_T]:
+    def __iter__(self) -> Prefetch[_T]:
         return self
 
     @property

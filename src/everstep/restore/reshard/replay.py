@@ -16,18 +16,18 @@ from everstep.errors import DamageError, EverstepError, FormatError, ReplayError
 from everstep.format.log import NOT_EXACT, LogRecord
 from everstep.format.records import TimelineRecord
 from everstep.replay.updates import Update
-from everstep.restore.load.old_layout import OldLayout
+from everstep.restore.load.restored import Restored
+from everstep.restore.load.saved_ranks import SavedLayout
 from everstep.restore.redo.marks import logs_less
 from everstep.restore.redo.redo import Redo, Step, other_conditions, other_than_trained
-from everstep.restore.relaid.old_gradients import OldGradients
-from everstep.restore.relaid.old_marks import OldSamples, live_tensors, restore_marks
-from everstep.restore.start.forward import Restored
-from everstep.run.decide import Skipped
+from everstep.restore.reshard.gradients import ReshardedGradients
+from everstep.restore.reshard.marks import ReshardedSamples, live_tensors, restore_marks
+from everstep.run.candidates import Skipped
 from everstep.seams.progress import progress
 from everstep.state.image import State
 from everstep.state.ranks.log_parts import updated_elsewhere
 
-__all__ = ["Fetch", "redo_of_others"]
+__all__ = ["Fetch", "replay_resharded"]
 
 Fetch = Callable[[Sequence[int], int, int], Mapping[int, Sequence[LogRecord]]]
 """Gets the updates and the mark of a step (timeline, step) of the logs of some ranks, verified.
@@ -45,11 +45,11 @@ class _Redo(Redo):
     """
 
     def __init__(
-        self, state: State, layout: OldLayout, giver: int, relaid: Collection[str]
+        self, state: State, layout: SavedLayout, giver: int, relaid: Collection[str]
     ) -> None:
         super().__init__(state, relaid)
         self._layout = layout
-        self._samples = OldSamples(layout, giver)
+        self._samples = ReshardedSamples(layout, giver)
         self.marks: Mapping[int, LogRecord] = {}
         self._taken_bytes = 0
         self._looked = False
@@ -130,7 +130,7 @@ class _Redo(Redo):
         self._compared = mark
 
 
-def redo_of_others(
+def replay_resharded(
     restored: Restored,
     steps: Sequence[tuple[int, int]],
     state: State,
@@ -163,8 +163,8 @@ def redo_of_others(
         return
     if state.told.updates:
         raise ReplayError("functions registered for declared updates run where they were trained")
-    gradients = OldGradients(state, layout)
-    redo = _Redo(state, layout, gradients.giver, loaded.relaid)
+    gradients = ReshardedGradients(state, layout)
+    redo = _Redo(state, layout, gradients.giver, loaded.restrided)
     if not together:
         redo.limit_bytes = 0
     conditions = other_conditions(timelines.get(timeline) for timeline, _ in steps)
@@ -231,7 +231,7 @@ class _Log:
         at: tuple[int, int],
         lsn: int,
         records: Sequence[LogRecord],
-        layout: OldLayout,
+        layout: SavedLayout,
     ) -> None:
         marks = [one for one in records if one.head.kind == "mark"]
         self.updates = sorted(
@@ -252,7 +252,7 @@ class _Log:
 
 
 def _step_of(
-    logs: Mapping[int, _Log], marks: Mapping[int, LogRecord], gradients: OldGradients
+    logs: Mapping[int, _Log], marks: Mapping[int, LogRecord], gradients: ReshardedGradients
 ) -> Step:
     mine = logs[gradients.giver]
     updates: list[tuple[LogRecord, Update | None]] = []

@@ -16,16 +16,23 @@ from everstep.restore.fetch.held import HeldBase
 from everstep.restore.fetch.node_reads import NodeReads
 from everstep.restore.fetch.sources import Place
 from everstep.restore.load.load import LoadedBase, compare_ranks, load_ranks
-from everstep.restore.load.old_layout import OldLayout
-from everstep.restore.load.reshard import HoleError, SavedRanks, needs_of
+from everstep.restore.load.saved_ranks import HoleError, SavedLayout, SavedRanks, needs_of
 from everstep.restore.offline.whole_ranks import made_whole
-from everstep.run.opened import OpenBase
+from everstep.run.open_base import OpenBase
 from everstep.run.scan import BaseFound
 from everstep.seams.progress import ProgressSink, progress, silent
 from everstep.state.image import State
 from everstep.state.ranks.left_out import LeftOut
 
-__all__ = ["Compares", "Load", "LoadWithNode", "comparer", "layout_in", "loader", "needs_here"]
+__all__ = [
+    "Compares",
+    "Load",
+    "LoadWithNode",
+    "loader",
+    "make_comparer",
+    "needs_on_disk",
+    "read_layout",
+]
 
 _log = logging.getLogger("everstep")
 
@@ -93,7 +100,9 @@ class _Alive:
         self._shown.advance(amount)
 
 
-def needs_here(state: State, disks: Sequence[str], shared: Sequence[bool] | None = None) -> Needs:
+def needs_on_disk(
+    state: State, disks: Sequence[str], shared: Sequence[bool] | None = None
+) -> Needs:
     """Which ranks' files of a base a rank reads, of those that its disk has.
 
     What ranks have in common is written once to each disk, so that a job on the same disks, with
@@ -114,9 +123,9 @@ def needs_here(state: State, disks: Sequence[str], shared: Sequence[bool] | None
     return here
 
 
-def layout_in(
+def read_layout(
     base: BaseFound, places: Mapping[int, Place], optimizers: Collection[str]
-) -> OldLayout | None:
+) -> SavedLayout | None:
     """Who had what of a base, as its headers say; None: they cannot be read any more.
 
     Args:
@@ -126,7 +135,7 @@ def layout_in(
     try:
         for number, place in places.items():
             opened.append(_open(base, number, place))
-        return OldLayout.of(SavedRanks(opened), opened, optimizers)
+        return SavedLayout.of(SavedRanks(opened), opened, optimizers)
     except (DamageError, FormatError, OSError) as error:
         _log.warning("%s: who had what of it cannot be read: %s", base.id, error)
         return None
@@ -140,7 +149,7 @@ def _open(base: BaseFound, number: int, place: Place) -> OpenBase:
     return files.open() if isinstance(files, HeldBase) else OpenBase.open(files, base, rank=number)
 
 
-def comparer(state: State, ring: ChunkRing, *, strict: bool, timeout_s: float) -> Compares:
+def make_comparer(state: State, ring: ChunkRing, *, strict: bool, timeout_s: float) -> Compares:
     """What compares ``state``. With ``strict`` nothing may be left out (``MismatchError``)."""
 
     def compare(

@@ -49,23 +49,23 @@ from everstep.restore.fetch.rank_copies import Copies
 from everstep.restore.fetch.ranks import offer_of, open_on_disk
 from everstep.restore.fetch.sources import Place, Places
 from everstep.restore.fetch.told import unproven_in
-from everstep.restore.load.load import LoadedBase, parts_left_out
-from everstep.restore.start.fewer import lacking_parts, refuse_to_lose
-from everstep.restore.start.forward import OTHER_STATE
-from everstep.restore.start.loading import Compares, Load
-from everstep.restore.start.log_post import LogPost
-from everstep.restore.start.outcome import Outcome, record_of, refused, resumed_of
-from everstep.restore.start.ranklog import RankLog
+from everstep.restore.load.load import LoadedBase, sections_left_out
+from everstep.restore.load.restored import OTHER_STATE
+from everstep.restore.start.job_outcome import Outcome, record_of, refused, resumed_of
+from everstep.restore.start.log_exchange import LogExchange
+from everstep.restore.start.missing_sections import missing_sections, refuse_log_loss
+from everstep.restore.start.rank_loader import Compares, Load
+from everstep.restore.start.rank_log import RankLog
 from everstep.restore.start.resume import Resumed
-from everstep.run.decide import Skipped, candidates
-from everstep.run.scan import BaseFound, KnownTimelines, scan_run
+from everstep.run.candidates import Skipped, candidates
+from everstep.run.scan import BaseFound, TimelineCache, scan_run
 from everstep.seams import Seams
 from everstep.seams.failpoints import failpoint
 from everstep.state.image import State
 from everstep.state.ranks.left_out import LeftOut
 from everstep.tiers.disk import storage_errors
 
-__all__ = ["Load", "Meeting", "resume_together"]
+__all__ = ["Load", "Meeting", "resume_all_ranks"]
 
 _log = logging.getLogger("everstep")
 _T = TypeVar("_T")
@@ -107,7 +107,7 @@ class _Start:
         self._held = held
         self._load = load
         self._needs = needs
-        self._timelines = KnownTimelines()
+        self._timelines = TimelineCache()
         self.fetched: list[Fetched] = []
         self.outcome = Outcome()
         self.skipped: list[Skipped] = []
@@ -134,7 +134,7 @@ class _Start:
         )
         self._others = Others(meeting, seams.clock, run, timeout_s=timeout_s)
         part = (lambda rank, timeline, step: b"") if log is None else log.part
-        self._post = LogPost(self._others, seams.clock, part)
+        self._post = LogExchange(self._others, seams.clock, part)
 
     def agree(self) -> Go:
         """Returns when all ranks go on.
@@ -377,7 +377,7 @@ class _Start:
         inventory = self.outcome.inventory
         older = () if inventory is None else candidates(inventory).ordered
         tried = [base, *(one for one in older if one.id < base.id)]
-        if why := lacking_parts(self._filesystem, tried, self.parts).get(base.id, ""):
+        if why := missing_sections(self._filesystem, tried, self.parts).get(base.id, ""):
             self.fewer = self.fewer or why
             raise FormatError(why) from cause
 
@@ -420,7 +420,7 @@ class _Start:
             return Compared(tuple(places.damaged))
         found = self.left_out = read[0].mismatches
         if self._step is None and choice.end is not None and choice.reach is not None:
-            refuse_to_lose(parts_left_out(found), id_.step, choice.end.step, self._run)
+            refuse_log_loss(sections_left_out(found), id_.step, choice.end.step, self._run)
         spoilt = None
         if found and choice.reach is not None and self._log is not None:
             spoilt = self._log.first_of(choice)
@@ -480,7 +480,7 @@ def _doubts(state: State, loaded: LoadedBase | None) -> tuple[str, ...]:
     return state.buckets.settle(as_many=loaded.marker.world == state.ranks.world)
 
 
-def resume_together(
+def resume_all_ranks(
     seams: Seams,
     run: PurePath,
     state: State,

@@ -25,7 +25,7 @@ from everstep.restore.fetch.held import Recalled
 from everstep.seams.files.filesystem import FileSystem
 from everstep.seams.network.sockets import close_descriptors
 
-__all__ = ["InMemory", "look_in_memory"]
+__all__ = ["KeeperMemory", "read_keeper_memory"]
 
 _log = logging.getLogger("everstep")
 _ANSWER_S = 10.0
@@ -34,7 +34,7 @@ _STANDSTILL_S = 5.0  # of a keeper that is still writing what a killed process h
 
 
 @dataclass(frozen=True, slots=True)
-class InMemory:
+class KeeperMemory:
     """What the keeper of one rank has in memory.
 
     Attributes:
@@ -48,15 +48,15 @@ class InMemory:
     trainer: int | None = None
 
 
-def look_in_memory(
+def read_keeper_memory(
     filesystem: FileSystem, run: PurePath, run_id: str
-) -> tuple[dict[int, InMemory], list[str]]:
+) -> tuple[dict[int, KeeperMemory], list[str]]:
     """Return what the keepers of a run on this machine have in memory, by rank, and in words which
     of them could not be asked.
 
     What a killed process has left may still be on its way to the disk: that is waited for.
     """
-    found = dict[int, InMemory]()
+    found = dict[int, KeeperMemory]()
     problems = list[str]()
     try:
         keepers = keepers_of(run, run_id)
@@ -75,7 +75,7 @@ def look_in_memory(
     return found, problems
 
 
-def _asked(info: KeeperInfo, filesystem: FileSystem, run: PurePath) -> InMemory:
+def _asked(info: KeeperInfo, filesystem: FileSystem, run: PurePath) -> KeeperMemory:
     """Return what a keeper has in memory, when it is settled, or gets nowhere."""
     seen: Sequence[int] = ()
     moved_s = time.monotonic()
@@ -106,7 +106,7 @@ def _answer(connection: Connection) -> tuple[dict[str, Any], list[Arena]]:
 
 def _in_memory(
     message: dict[str, Any], arenas: Sequence[Arena], filesystem: FileSystem, run: PurePath
-) -> InMemory:
+) -> KeeperMemory:
     index, *others = arenas
     fields = msgpack.unpackb(
         index.view[: message["size_bytes"]], strict_map_key=False, unicode_errors="surrogatepass"
@@ -114,7 +114,7 @@ def _in_memory(
     blobs = dict(enumerate(fields["blobs"]))
     recalled = recalled_from_wire({**fields, "blobs": blobs}, others)
     pending = fields["pending"]
-    return InMemory(
+    return KeeperMemory(
         recalled.of_history(filesystem, run),
         None if pending is None else BaseId(pending["timeline"], pending["step"]),
         message["trainer"],

@@ -3,23 +3,115 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import operator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import PurePath
 
 from everstep.errors import DamageError, FormatError
 from everstep.format.header import ShardHeader
-from everstep.format.log import RecordHead
+from everstep.format.log import LOG_OBJECT, LogRecord, RecordHead
 from everstep.format.reader import read_header
 from everstep.format.records import FileRecord, Marker
-from everstep.run.redo_file import check_redo_file, is_redo_file
+from everstep.format.writer import ChunkRing
 from everstep.run.scan import BaseFound
+from everstep.run.segments import read_heads, read_records
 from everstep.seams.files.filesystem import FileSystem, ReadFile
+from everstep.seams.progress import ProgressSink
 from everstep.state.entries import Entry
 from everstep.state.layout import Placed, ShardLayout, at_lsn
 from everstep.state.ranks.placing import Placement
 
-__all__ = ["OpenBase", "Opened", "check_identity", "open_ranks"]
+__all__ = [
+    "OpenBase",
+    "Opened",
+    "RedoRecords",
+    "check_identity",
+    "check_redo_file",
+    "is_redo_file",
+    "open_ranks",
+    "read_redo_file",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class RedoRecords:
+    """What is replayed to make a base whole.
+
+    Attributes:
+        updates: in order; those that concern none of its parts are left out.
+        mark: of the base's step.
+    """
+
+    updates: tuple[LogRecord, ...]
+    mark: LogRecord
+
+
+def is_redo_file(header: ShardHeader) -> bool:
+    """Whether a file of a base is its redo file."""
+    return any(place.entry.name == LOG_OBJECT for place in header.placed)
+
+
+def check_redo_file(
+    file: ReadFile, header: ShardHeader, path: PurePath, marker: Marker, lsns: Iterable[int]
+) -> tuple[RecordHead, ...]:
+    """Looks whether a redo file lists every update that some entry of its base has not seen; none
+    of its tensors is read.
+
+    Args:
+        lsns: of all entries of the base.
+
+    Returns:
+        What its records are.
+
+    Raises:
+        DamageError, FormatError: it does not: the base cannot be made whole.
+        OSError: it cannot be read.
+    """
+    heads = read_heads(file, header, path)
+    _check_heads(heads, path, marker, min(lsns, default=marker.lsn))
+    return heads
+
+
+def read_redo_file(
+    file: ReadFile,
+    record: FileRecord,
+    header: ShardHeader,
+    path: PurePath,
+    marker: Marker,
+    ring: ChunkRing,
+    *,
+    timeout_s: float,
+    progress: ProgressSink,
+) -> RedoRecords:
+    """The records of a redo file that :func:`check_redo_file` has looked at, every byte verified.
+
+    Raises:
+        DamageError, FormatError: with the path.
+        OSError: it cannot be read.
+    """
+    records = read_records(file, record, header, path, ring, timeout_s=timeout_s, progress=progress)
+    updates = tuple(record for record in records[:-1] if record.objects)
+    return RedoRecords(updates, records[-1])
+
+
+def _check_heads(heads: Sequence[RecordHead], path: PurePath, marker: Marker, first: int) -> None:
+    kinds = [head.kind for head in heads]
+    found = [head.lsn for head in heads[:-1]]
+    wanted = range(first + 1, marker.lsn + 1)  # of any length, whoever has made the file
+    numbered = len(found) == len(wanted) and all(map(operator.eq, found, wanted))
+    ends = [(head.step, head.lsn) for head in heads[-1:]] == [(marker.step, marker.lsn)]
+    if not numbered or not ends or kinds != ["update"] * len(found) + ["mark"]:
+        raise FormatError(
+            f"{path}: it has the updates {_in_words(found)}; entries of its base have seen those "
+            f"up to {first}, and the base is of update {marker.lsn}: it cannot be made whole",
+            path=path,
+        )
+
+
+def _in_words(numbers: Sequence[int]) -> str:
+    return ", ".join(map(str, numbers[:24])) + (", ..." if len(numbers) > 24 else "") or "none"
+
 
 Opened = tuple[ReadFile, FileRecord, ShardHeader, PurePath]
 """A file, its record, its header and its path."""
@@ -58,7 +150,7 @@ class OpenBase:
                 opened.shards.append((file, record, None, path))  # type: ignore[arg-type]
                 header = check_identity(read_header(file, record, path), opened.marker, path)
                 opened.shards[-1] = (file, record, header, path)
-            opened.set_apart()
+            opened.split_redo_file()
         except BaseException:
             opened.close()
             raise
@@ -73,7 +165,7 @@ class OpenBase:
     def size_bytes(self) -> int:
         return sum(record.length for _, record, _, _ in self.files)
 
-    def set_apart(self) -> None:
+    def split_redo_file(self) -> None:
         """Tells the redo file from the shards; called when all files are open.
 
         Raises:
