@@ -265,7 +265,7 @@ class RunView:
         shape = self.log.shape(base)
         if shape == self.log.index.marks[chain.steps[0]].shape:
             return chain
-        why = "the log behind it is of a state that consists of something else"
+        why = "the log after it belongs to a state of another composition"
         self._skip(BaseId(*chain.steps[0]), why)
         return Chain(base.id, (), why)
 

@@ -130,7 +130,7 @@ def of_another_run(other: Path) -> Spoil:
 SPOILS: dict[str, tuple[Spoil, int, str]] = {
     "an update is lost": (rewritten(lambda r: r[1:]), 4, "update 5 of step 5 is missing"),
     "a later update is lost": (rewritten(lambda r: [r[0], r[1], r[3]]), 5, "update 6 of step 6"),
-    "a mark is lost": (rewritten(lambda r: [r[0], r[2], r[3]]), 4, "no record of step 5"),
+    "a mark is lost": (rewritten(lambda r: [r[0], r[2], r[3]]), 4, "step 5 has no mark"),
     "a segment is lost": (lambda run: shutil.rmtree(segments_of(run)[2].path), 4, "no record of"),
     "a flipped bit": (flipped, 4, "its digest does not match"),
     "a bit flipped before it was written": (rewritten(altered), 4, "update 5 of step 5"),
@@ -142,7 +142,7 @@ SPOILS: dict[str, tuple[Spoil, int, str]] = {
     "another shape": (
         rewritten(lambda r: [*r[:3], record(r[3], shape="x")]),
         5,
-        "at step 6 the state consists of something else",
+        "at step 6 the state has another composition",
     ),
 }
 

@@ -203,7 +203,7 @@ BROKEN: dict[str, tuple[dict[str, Any], str]] = {
     "out of order": ({"records": lambda f: [f[1], f[0], *f[2:]]}, "cannot be made whole"),
     "another shape": (
         {"records": lambda f: [*f[:-1], record(f[-1], shape="another")]},
-        "consists of something else",
+        "another composition",
     ),
     "turned": ({"records": turned}, "has seen the updates up to"),
     "a gradient dropped": ({"records": emptied}, "another"),

@@ -368,7 +368,7 @@ def test_an_audit_of_other_contents_is_none(run: Path) -> None:
     keep(run, replace(record_of(run), step=8)).rename(path)
     assert scan_run(PosixFileSystem(), PurePath(run)).bases[-1].audit is None
     recovery = resumed(run)
-    assert any("is of another base" in note for note in recovery.notes)
+    assert any("belongs to another base" in note for note in recovery.notes)
     assert "audit" not in recovery.evidence
 
 

@@ -203,7 +203,7 @@ def test_all_records_damaged_is_an_error_never_a_fresh_start(steps: int, run_fol
     else:
         recovery, value = look(run_folder)
         assert (recovery.step, value) == (1, 1)
-        assert "no manifest that can be read" in recovery.skipped[0].reason
+        assert "no readable manifest" in recovery.skipped[0].reason
     assert shard(run_folder, steps).is_file()
 
 

@@ -353,7 +353,10 @@ def test_verify_does_not_blame_the_disk_for_parts_that_do_not_fit(
     found = CliRunner().invoke(app, ["verify", str(path)])
     told = " ".join(found.output.split())
     assert found.exit_code == 1
-    assert "its bytes are as they were written, but the ranks held different things" in told
+    assert (
+        "the bytes are as they were written, but when the ranks wrote the base they disagreed"
+        in told
+    )
     assert "no disk is to blame: give every rank the same state" in told
     assert "failing" not in told
     why = "do not fit those of others|not in the checkpoint"

@@ -282,7 +282,7 @@ def test_the_log_of_another_state_is_noticed(tmp_path: Path, ring: ChunkRing) ->
             replace(one, head=replace(one.head, shape="f" * 32)) for one in logs[1, STEP + 1]
         ]
 
-    refused(tmp_path, ring, spoil, "consists of something else")
+    refused(tmp_path, ring, spoil, "another composition")
 
 
 def test_the_log_of_another_rank_is_noticed(tmp_path: Path, ring: ChunkRing) -> None:
@@ -291,7 +291,7 @@ def test_the_log_of_another_rank_is_noticed(tmp_path: Path, ring: ChunkRing) -> 
     def spoil(logs: Logs) -> None:
         logs[1, STEP + 1] = logs[0, STEP + 1]
 
-    refused(tmp_path, ring, spoil, "consists of something else")
+    refused(tmp_path, ring, spoil, "another composition")
 
 
 def test_a_part_of_a_gradient_that_is_gone_is_noticed(tmp_path: Path, ring: ChunkRing) -> None:

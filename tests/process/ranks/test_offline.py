@@ -479,7 +479,7 @@ def test_a_log_of_another_number_of_ranks_leads_on_from_their_own_base(tmp_path:
     for base in (run / "timeline-00002" / "base").iterdir():
         shutil.rmtree(base)
     refused = document("restore", run, "--step", last, "--out", tmp_path / "none", status=1)
-    assert "the state consists of something else" in refused["message"]
+    assert "the state has another composition" in refused["message"]
     assert not (tmp_path / "none").exists()
     document("restore", run, "--step", LAST, "--out", tmp_path / "before")
 

@@ -185,11 +185,11 @@ def test_a_missing_marker(run: Path) -> None:
     (Path(segment.path) / "rank-00000.done").unlink()
     assert newest(run) == 4
     with rebuilder_of(run) as rebuilder:
-        assert rebuilder.log.reaches()[1].stopped == "there is no record of step 5"
+        assert rebuilder.log.reaches()[1].stopped == "step 5 has no mark"
         with pytest.raises(OptionError) as caught:
             rebuilder.state_at(5)
         assert caught.value.hint == "steps there are: 1 to 4"
-        with pytest.raises(RecoveryError, match="not lead to step 7: there is no record of step 5"):
+        with pytest.raises(RecoveryError, match="not lead to step 7: step 5 has no mark"):
             rebuilder.state_at(7)
 
 
@@ -209,7 +209,7 @@ def test_verify_tells_of_steps_after_a_hole_that_no_base_covers(run: Path) -> No
     (Path(segments_of(run)[2].path) / "rank-00000.done").unlink()
     told = verified(run, 1)
     assert "timeline-00001/log" in told
-    assert "up to step 8, is of no use: there is no record of step 5" in told
+    assert "up to step 8, is of no use: step 5 has no mark" in told
     assert "1 damage" in told
 
 
@@ -326,11 +326,11 @@ def test_a_record_of_no_kind_or_number() -> None:
 HOLES: dict[str, tuple[Spoil, int, str]] = {
     "an update": (lambda r: [r[1], r[2], r[3]], 4, "update 5 of step 5 is missing"),
     "the second update": (lambda r: [r[0], r[1], r[3]], 5, "update 6 of step 6 is missing"),
-    "a mark": (lambda r: [r[0], r[2], r[3]], 4, "there is no record of step 5"),
+    "a mark": (lambda r: [r[0], r[2], r[3]], 4, "step 5 has no mark"),
     "another shape": (
         lambda r: [r[0], r[1], r[2], record(r[3], shape="x")],
         5,
-        "at step 6 the state consists of something else",
+        "at step 6 the state has another composition",
     ),
 }
 
@@ -402,7 +402,7 @@ def test_a_base_of_another_shape_is_passed_over(tmp_path: Path) -> None:
         rebuilt = rebuilder.state_at(6)
     assert rebuilt.base.step == 1
     assert bytes(rebuilt.state.bytes_of("model/0.weight")) == states[6]["0.weight"]
-    assert "is of a state that consists of something else" in rebuilt.skipped[0].reason
+    assert "belongs to a state of another composition" in rebuilt.skipped[0].reason
 
 
 def test_segments_that_vanish_while_they_are_read(run: Path) -> None:

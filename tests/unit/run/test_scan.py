@@ -110,7 +110,7 @@ def test_the_same_bytes_elsewhere_are_judged_by_where_they_are(run: Path) -> Non
     scan_run(FS, run)
     record_of(run, 4).write_bytes(record_of(run, 2).read_bytes())
     found = scan_run(FS, run)
-    assert found.problems == [(record_of(run, 4), "is of another timeline")]
+    assert found.problems == [(record_of(run, 4), "belongs to another timeline")]
 
 
 def test_the_same_damage_in_two_places_is_told_of_both(run: Path) -> None:

@@ -11,7 +11,7 @@ from everstep.run.scan import BaseFound
 
 __all__ = ["OTHER_STATE", "Restored"]
 
-OTHER_STATE = "the log behind it is of a state that consists of something else"
+OTHER_STATE = "the log after it belongs to a state of another composition"
 """Why a log is not replayed."""
 
 

@@ -191,7 +191,7 @@ class OfflineState:
             _refuse_declared(record)
         if mark.head.shape != self.shape:
             raise ReplayError(
-                f"{mark.head} is of a state that consists of something else", step=mark.head.step
+                f"{mark.head} belongs to a state of another composition", step=mark.head.step
             )
         several = self.marker.world > 1
         found = [(update_of(record, own=several), record) for record in updates]

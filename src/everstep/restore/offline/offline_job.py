@@ -431,7 +431,9 @@ class JobState:
                 raise FormatError(f"rank {rank} has {mark.head} and other updates before it")
             resting = self._resting.get(rank)
             if resting is not None and mark.head.shape != resting.shape:
-                raise ReplayError(f"rank {rank}: {mark.head} is of a state of something else")
+                raise ReplayError(
+                    f"rank {rank}: {mark.head} belongs to a state of another composition"
+                )
 
 
 def _place(head: Any) -> tuple[Any, ...]:

@@ -127,7 +127,7 @@ def _records(
     )
     if records.mark.head.shape != shape:
         raise FormatError(
-            f"{opened.redo[3]}: its updates are of a state that consists of something else",
+            f"{opened.redo[3]}: its updates belong to a state of another composition",
             path=opened.redo[3],
         )
     _check_seen(opened, records.updates)

@@ -156,7 +156,7 @@ def replay_resharded(
     assert loaded is not None
     layout = loaded.layout
     if layout is None or loaded.mismatches:
-        why = "the log behind it is of a state that consists of something else"
+        why = "the log after it belongs to a state of another composition"
         if not loaded.mismatches:
             why = "log: who had what is in files of other ranks, which are not here"
         restored.skipped.append(Skipped(*steps[0], why))
@@ -244,7 +244,7 @@ class _Log:
         if numbers != list(range(lsn + 1, self.mark.head.lsn + 1)):
             raise FormatError(f"rank {rank}: updates {numbers} of step {at[1]} do not follow {lsn}")
         if self.mark.head.shape != layout.shapes[rank]:
-            raise FormatError(f"rank {rank}: at step {at[1]} the state consists of something else")
+            raise FormatError(f"rank {rank}: at step {at[1]} the state has another composition")
         for one in self.updates:
             if one.head.declared:
                 what = f"a declared update of {one.head.declared!r}"
