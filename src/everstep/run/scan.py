@@ -368,7 +368,10 @@ def scan_base(filesystem: FileSystem, run: PurePath, base: BaseId) -> BaseFound:
 def _scan_condemned(
     filesystem: FileSystem, base: BaseId, path: PurePath, files: tuple[DirEntry, ...]
 ) -> BaseFound:
-    """Scan a condemned base. Its manifest counts until a deleter records that it is removing files."""
+    """Scan a condemned base.
+
+    Its manifest counts until a deleter records that it is removing files.
+    """
     manifest = None
     names = {entry.name for entry in files if entry.kind == "file"}
     if DELETING not in names:

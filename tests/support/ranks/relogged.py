@@ -17,8 +17,7 @@ from everstep.format.log import LogRecord, RecordHead, record_digest
 from everstep.format.records import TimelineRecord
 from everstep.format.writer import ChunkRing
 from everstep.link.recordable import Layouts, state_digest
-from everstep.restore.load.saved_ranks import SavedLayout
-from everstep.restore.load.saved_ranks import SavedRanks
+from everstep.restore.load.saved_ranks import SavedLayout, SavedRanks
 from everstep.restore.reshard.replay import replay_resharded
 from everstep.restore.start.roll_forward import Restored
 from everstep.run.scan import BaseFound
