@@ -1,4 +1,4 @@
-"""In which order bases are tried, and why some are not. Without I/O."""
+"""Order in which a resume tries the bases, and reasons to skip some of them. No I/O."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class Skipped:
-    """A base that was passed over.
+    """A base or log step that was skipped.
 
     Attributes:
-        reason: in words.
+        reason: why, in words.
     """
 
     timeline: int
@@ -36,11 +36,11 @@ class Skipped:
 
 @dataclass(frozen=True, slots=True)
 class Unreachable:
-    """A part of the present history that is there, or was, and cannot be read.
+    """A path of the current history that exists, or did, and cannot be read.
 
     Attributes:
-        why: in words that follow the path.
-        without: the newest base that is older than it.
+        why: reason, worded to follow the path.
+        without: newest base that is older than it.
     """
 
     timeline: int
@@ -49,21 +49,23 @@ class Unreachable:
     without: BaseId | None = None
 
     @property
-    def told(self) -> str:
+    def message(self) -> str:
+        """The path and the reason."""
         return f"{self.path} {self.why}"
 
     @property
     def hint(self) -> str:
-        """What to do about it."""
-        found = "put it back in its place (a link to the whole run folder works)"
+        """Advice for the user."""
+        found = "move it back to its place (a symbolic link to the entire run folder works)"
         if self.without is not None:
-            found += f"; resume(step={self.without.step}) goes on from {self.without} without it"
+            found += f"; resume(step={self.without.step}) continues from {self.without} without it"
         return f"{found}; resume(step=0) starts from scratch"
 
     def error(self) -> RecoveryError:
+        """Return the error to raise if nothing newer can be restored."""
         return RecoveryError(
-            f"{self.told}: what it holds may be newer than all that can be read, and would be lost "
-            "without a word",
+            f"{self.message}: its contents may be newer than everything readable, and would "
+            "be lost silently",
             path=self.path,
             hint=self.hint,
         )
@@ -71,13 +73,14 @@ class Unreachable:
 
 @dataclass(frozen=True, slots=True)
 class Candidates:
-    """Bases to try, best first, and what was passed over without being read.
+    """Bases to try, best first, and bases skipped without being read.
 
     Attributes:
-        damaged: of ``skipped``, those of the history that may have been good: with nothing else to
-            try, starting afresh would throw them away unnoticed.
-        unreachable: what may be newer than the bases that are left out because of it: unless one of
-            ``ordered`` can be used, nothing may be restored unasked.
+        damaged: those of ``skipped`` that belong to the history and may have been good. If nothing
+            else can be tried, starting afresh would silently discard them.
+        unreachable: path whose contents may be newer than the older bases, which are left out of
+            ``ordered`` because of it. Unless a base of ``ordered`` can be used, nothing may be
+            restored without an explicit step.
     """
 
     ordered: tuple[BaseFound, ...]
@@ -87,14 +90,18 @@ class Candidates:
 
 
 def newest_unreachable(inventory: Inventory) -> Unreachable | None:
-    """Return the newest part of the present history that cannot be read, as far as names and
-    records tell; None if all of it can be.
+    """Return the newest path of the current history that cannot be read, judging by names and
+    records; None if there is none.
 
-    A timeline that is newer than all that can be read may be the present one. The directory of one
-    that a younger one forked from stays for ever, even where nothing is left in it."""
+    A timeline newer than everything readable may be the current one. The directory of a timeline
+    that a younger one forked from is never removed, even when it is empty, so its absence counts as
+    well.
+    """
     found = {number: dict(parts) for number, parts in inventory.unreachable.items()}
     number: int | None = max(inventory.timelines, default=None)
-    history = set()  # all timelines before the one whose record cannot be read count
+    # If a record is unreadable, its parent is unknown: every older timeline may belong to the
+    # history.
+    history = set()
     before = 0
     newest = number or 0
     while number is not None:
@@ -102,7 +109,7 @@ def newest_unreachable(inventory: Inventory) -> Unreachable | None:
         there = number in inventory.timelines or number in inventory.abandoned
         if not there and number not in found:
             path = timeline_dir(inventory.path, number)
-            why = f"is missing, and timeline {min(history - {number})} began there"
+            why = f"is missing, although timeline {min(history - {number})} forked from it"
             found[number] = {path: why}
         record = inventory.timelines.get(number)
         if record is None:
@@ -117,13 +124,13 @@ def newest_unreachable(inventory: Inventory) -> Unreachable | None:
 
 
 def candidates(inventory: Inventory, *, step: int | None = None) -> Candidates:
-    """The newest (timeline, step) first, along the history of the newest timeline.
+    """Return the bases along the history of the newest timeline, newest (timeline, step) first.
 
     Args:
-        step: only bases of this step, in any timeline, those of the history first.
+        step: only bases of this step, in any timeline; those of the history come first.
 
     Raises:
-        RecoveryError: when ``step`` is asked for and no base has it.
+        RecoveryError: no base has ``step``.
     """
     usable: dict[BaseId, BaseFound] = {}
     skipped: list[Skipped] = []
@@ -132,7 +139,7 @@ def candidates(inventory: Inventory, *, step: int | None = None) -> Candidates:
         if base.is_usable:
             usable[base.id] = base
         else:
-            reason = "it is being deleted" if base.status == "condemned" else base.problem
+            reason = "is being deleted" if base.status == "condemned" else base.problem
             skipped.append(Skipped(base.id.timeline, base.id.step, reason or "incomplete"))
             if base.status == "damaged":
                 damaged[base.id] = skipped[-1]
@@ -144,7 +151,7 @@ def candidates(inventory: Inventory, *, step: int | None = None) -> Candidates:
         if hidden is not None:
             chosen = [base for base in here if base.timeline > hidden.timeline]
             older = [base for base in here if base.timeline <= hidden.timeline]
-            skipped += [Skipped(base.timeline, base.step, hidden.told) for base in older]
+            skipped += [Skipped(base.timeline, base.step, hidden.message) for base in older]
             hidden = replace(hidden, without=max(older, default=None))
         skipped += [
             Skipped(base.timeline, base.step, "not in the history of the newest timeline")
@@ -157,9 +164,9 @@ def candidates(inventory: Inventory, *, step: int | None = None) -> Candidates:
                 f"there is no base of step {step}",
                 step=step,
                 path=inventory.path,
-                hint="bases there are: "
+                hint="existing bases: "
                 + (_listed(here + elsewhere) or "none")
-                + ("" if hidden is None else f"; {hidden.told}"),
+                + ("" if hidden is None else f"; {hidden.message}"),
             )
         hidden = None
     ordered = tuple(usable[base] for base in chosen)
@@ -167,8 +174,7 @@ def candidates(inventory: Inventory, *, step: int | None = None) -> Candidates:
 
 
 def refuse_unreachable(inventory: Inventory) -> None:
-    """Refuse to restore anything, where no step was asked for and what cannot be read may be newer
-    than all that can be.
+    """Refuse to restore the newest state while an unreadable path may hold a newer one.
 
     Raises:
         RecoveryError: with the path.
@@ -179,13 +185,14 @@ def refuse_unreachable(inventory: Inventory) -> None:
 
 
 def starts_with_job_base(inventory: Inventory, *, step: int | None = None) -> bool:
-    """Whether the base to begin with is one of several ranks: the newest in the history.
+    """Return True if the first base to try was saved by several ranks.
 
     Args:
-        step: none behind this one, then those of other timelines.
+        step: ignore bases after this step, then consider other timelines as well; None: the newest
+            base of the history.
     """
     worlds = {
-        base.id: base.manifest.markers[0].world  # of what is in memory only one has come
+        base.id: base.manifest.markers[0].world  # of a base in memory, only one marker is here
         for base in inventory.bases
         if base.is_usable and base.manifest is not None
     }

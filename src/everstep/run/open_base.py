@@ -1,4 +1,10 @@
-"""A base opened for reading: its shards, and what their verified headers say."""
+"""A base opened for reading: its shards with verified headers, and its redo file.
+
+The *redo file* of a multi-step base brings its parts, which were captured at different updates, to
+the step of the base. It is a log segment stored inside the base: one record for each update that
+some part lacks, and one mark. Updates that concern no part have empty records, so that a missing
+record is noticed (I4).
+"""
 
 from __future__ import annotations
 
@@ -36,11 +42,11 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class RedoRecords:
-    """What is replayed to make a base whole.
+    """Records to replay on the parts of a multi-step base.
 
     Attributes:
-        updates: in order; those that concern none of its parts are left out.
-        mark: of the base's step.
+        updates: in order; updates that concern none of its parts are left out.
+        mark: mark of the step of the base.
     """
 
     updates: tuple[LogRecord, ...]
@@ -48,24 +54,24 @@ class RedoRecords:
 
 
 def is_redo_file(header: ShardHeader) -> bool:
-    """Whether a file of a base is its redo file."""
+    """Return True if a file of a base is its redo file."""
     return any(place.entry.name == LOG_OBJECT for place in header.placed)
 
 
 def check_redo_file(
     file: ReadFile, header: ShardHeader, path: PurePath, marker: Marker, lsns: Iterable[int]
 ) -> tuple[RecordHead, ...]:
-    """Looks whether a redo file lists every update that some entry of its base has not seen; none
-    of its tensors is read.
+    """Check that a redo file lists every update that some entry of the base lacks. Reads no
+    tensors.
 
     Args:
-        lsns: of all entries of the base.
+        lsns: LSNs of all entries of the base.
 
     Returns:
-        What its records are.
+        Heads of its records.
 
     Raises:
-        DamageError, FormatError: it does not: the base cannot be made whole.
+        DamageError, FormatError: the redo file is damaged or incomplete.
         OSError: it cannot be read.
     """
     heads = read_heads(file, header, path)
@@ -84,11 +90,11 @@ def read_redo_file(
     timeout_s: float,
     progress: ProgressSink,
 ) -> RedoRecords:
-    """The records of a redo file that :func:`check_redo_file` has looked at, every byte verified.
+    """Read the records of a redo file, checked by :func:`check_redo_file`, and verify every byte.
 
     Raises:
         DamageError, FormatError: with the path.
-        OSError: it cannot be read.
+        OSError: the file cannot be read.
     """
     records = read_records(file, record, header, path, ring, timeout_s=timeout_s, progress=progress)
     updates = tuple(record for record in records[:-1] if record.objects)
@@ -98,13 +104,13 @@ def read_redo_file(
 def _check_heads(heads: Sequence[RecordHead], path: PurePath, marker: Marker, first: int) -> None:
     kinds = [head.kind for head in heads]
     found = [head.lsn for head in heads[:-1]]
-    wanted = range(first + 1, marker.lsn + 1)  # of any length, whoever has made the file
+    wanted = range(first + 1, marker.lsn + 1)
     numbered = len(found) == len(wanted) and all(map(operator.eq, found, wanted))
     ends = [(head.step, head.lsn) for head in heads[-1:]] == [(marker.step, marker.lsn)]
     if not numbered or not ends or kinds != ["update"] * len(found) + ["mark"]:
         raise FormatError(
-            f"{path}: it has the updates {_in_words(found)}; entries of its base have seen those "
-            f"up to {first}, and the base is of update {marker.lsn}: it cannot be made whole",
+            f"{path}: has the updates {_in_words(found)}, but entries of the base are at update "
+            f"{first} and the base is at update {marker.lsn}: the base is incomplete",
             path=path,
         )
 
@@ -119,13 +125,12 @@ Opened = tuple[ReadFile, FileRecord, ShardHeader, PurePath]
 
 @dataclass(slots=True)
 class OpenBase:
-    """One rank's files of a base, opened, headers verified.
+    """Open files of one rank of a base, headers verified.
 
     Attributes:
-        shards: with the entries of the state.
-        redo: of a base over several steps that is still to be made whole, the file with which
-            (:mod:`.redo_file`); otherwise None.
-        heads: what the records of that file are.
+        shards: files with the entries of the state.
+        redo: redo file of a multi-step base whose parts are not replayed yet; otherwise None.
+        heads: heads of the records of the redo file.
     """
 
     marker: Marker
@@ -135,11 +140,11 @@ class OpenBase:
 
     @classmethod
     def open(cls, filesystem: FileSystem, base: BaseFound, rank: int) -> OpenBase:
-        """Opens a base that has a manifest, or whose markers yield one.
+        """Open a base that has a manifest, or whose markers yield one.
 
         Raises:
-            DamageError, FormatError: for what the headers say.
-            OSError: for a file that is missing or cannot be read.
+            DamageError, FormatError: a header is damaged or does not fit the marker.
+            OSError: a file is missing or cannot be read.
         """
         assert base.manifest is not None
         opened = cls(base.manifest.markers[rank])
@@ -158,7 +163,7 @@ class OpenBase:
 
     @property
     def files(self) -> list[Opened]:
-        """All of them, in the order of the marker."""
+        """All files, in the order of the marker."""
         return self.shards if self.redo is None else [*self.shards, self.redo]
 
     @property
@@ -166,11 +171,11 @@ class OpenBase:
         return sum(record.length for _, record, _, _ in self.files)
 
     def split_redo_file(self) -> None:
-        """Tells the redo file from the shards; called when all files are open.
+        """Separate the redo file from the shards; called when all files are open.
 
         Raises:
-            DamageError, FormatError: entries are of other updates than the base, and it lacks what
-                would bring them there.
+            DamageError, FormatError: entries have other LSNs than the base, and the redo file is
+                missing, damaged or incomplete.
         """
         last = self.shards[-1] if self.shards else None
         if last is not None and is_redo_file(last[2]):
@@ -181,22 +186,24 @@ class OpenBase:
             self.heads = check_redo_file(file, header, path, self.marker, lsns)
         elif lsns - {self.marker.lsn}:
             raise FormatError(
-                f"{self.shards[0][3]}: it has entries of other updates than {self.marker.lsn}, "
-                "that of the base, and no file that brings them there",
+                f"{self.shards[0][3]}: has entries of other updates than {self.marker.lsn}, "
+                "that of the base, and the base has no redo file",
                 path=self.shards[0][3],
             )
 
     def placed(self) -> list[Placed]:
-        """All entries of all shards."""
+        """Return all entries of all shards."""
         return [place for _, _, header, _ in self.shards for place in header.placed]
 
     def entries(self) -> dict[str, Entry]:
-        """Entries by every name, aliases included."""
+        """Return all entries by name, aliases included."""
         found: dict[str, Entry] = {}
         for _, _, header, path in self.shards:
             for place in header.placed:
                 if place.entry.name in found:
-                    raise FormatError(f"{path}: {place.entry.name!r} is in two shards", path=path)
+                    raise FormatError(
+                        f"{path}: {place.entry.name!r} appears in two shards", path=path
+                    )
                 found[place.entry.name] = place.entry
         for _, _, header, _ in self.shards:
             found.update({other: found[name] for other, name in header.aliases.items()})
@@ -209,7 +216,8 @@ class OpenBase:
 
 @contextlib.contextmanager
 def open_ranks(filesystem: FileSystem, base: BaseFound) -> Iterator[list[OpenBase]]:
-    """The files of all ranks that saved a base, in order; errors as of :meth:`OpenBase.open`."""
+    """Open the files of all ranks that saved a base, in order; errors as of
+    :meth:`OpenBase.open`."""
     assert base.manifest is not None
     with contextlib.ExitStack() as stack:
         opened: list[OpenBase] = []
@@ -220,13 +228,14 @@ def open_ranks(filesystem: FileSystem, base: BaseFound) -> Iterator[list[OpenBas
 
 
 def check_identity(header: ShardHeader, marker: Marker, path: PurePath) -> ShardHeader:
-    """Return the header of a shard as one of the marker's base.
+    """Check that the header of a shard belongs to the base of the marker, and return it.
 
-    A static file may have been written for another base of the run (``adr/050``): its header has
-    the digest that the marker asks for, and its entries are the same at every update.
+    A static file may have been written for another base of the run (``adr/050``). Its header has
+    the digest that the marker records, and its entries are the same at every LSN, so they get that
+    of the marker.
 
     Raises:
-        DamageError, FormatError: it is not of that base.
+        DamageError, FormatError: the shard belongs to another base.
     """
     mine = header.identity
     if mine.static:
@@ -235,33 +244,33 @@ def check_identity(header: ShardHeader, marker: Marker, path: PurePath) -> Shard
         header = replace(header, identity=mine, placed=placed)
     theirs = (marker.run, marker.timeline, marker.step, marker.lsn, marker.rank, marker.world)
     if (mine.run, mine.timeline, mine.step, mine.lsn, mine.rank, mine.world) != theirs:
-        raise DamageError(f"{path}: it is a shard of another base than its marker says", path=path)
+        raise DamageError(f"{path}: belongs to another base than its marker", path=path)
     for place in header.placed:
         entry = place.entry
         problem = _misplaced(entry, marker)
         if problem is None and entry.lsn > marker.lsn:
-            problem = "it is of a later update than the base"
+            problem = "is newer than the base"
         if problem is not None:
             raise FormatError(f"{path}: entry {entry.name!r}: {problem}", path=path)
     return header
 
 
 def _misplaced(entry: Entry, marker: Marker) -> str | None:
-    """Why an entry cannot lie where it says; None if it can."""
+    """Return why the shape or placement of an entry is impossible; None if it is valid."""
     sides = (entry.shape, entry.global_shape, entry.global_offset)
     if len(set(map(len, sides))) != 1:
-        return "its shape and its place are of different dimensions"
+        return "its shape and offset have different numbers of dimensions"
     try:
         placement = Placement.parse(entry.placement)
     except ValueError as error:
         return str(error)
     if marker.world == 1 and placement.ranks is not None:
-        return "it is sharded, but one rank has saved the base"
+        return "is sharded, but a single rank saved the base"
     ranks = placement.ranks or ()
     if ranks and (max(ranks) >= marker.world or marker.rank not in ranks):
-        return f"{entry.placement!r} cannot be of rank {marker.rank} of {marker.world}"
+        return f"{entry.placement!r} is impossible for rank {marker.rank} of {marker.world}"
     if not placement.is_cut and (entry.global_shape != entry.shape or any(entry.global_offset)):
-        return "it is said to be whole, and is not"
+        return "is marked as unsharded, but is only a slice"
     if any(o + n > whole for n, whole, o in zip(*sides, strict=True)):
-        return "it reaches beyond the tensor that it is a part of"
+        return "extends beyond the tensor that it is a slice of"
     return None

@@ -1,7 +1,7 @@
-"""Work that is prepared in a thread of its own while the caller does what comes before it.
+"""Produce the items of a generator ahead of their use, in a thread.
 
-Replay of a step takes as long as reading, checking and decoding the next ones; so both go on at
-the same time (LowDiff section IV-C: recovery in parallel).
+Replay of a step takes about as long as reading, verifying and decoding the next ones, so both run
+at the same time (LowDiff section IV-C: recovery in parallel).
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ _T = TypeVar("_T")
 
 
 class Prefetch(Generic[_T]):
-    """The items of a generator, in their order, made ahead of whoever iterates.
+    """Items of a generator, in order, produced ahead of the consumer.
 
-    An error of the generator is raised where the item would have been that it stands for. To be
-    used in a ``with`` block: when that ends, no thread is left, and the generator is closed.
+    An error of the generator is raised in place of the item that it prevented. Use it in a ``with``
+    block: on exit the thread has ended and the generator is closed.
 
     Args:
-        items: run in the thread; nothing else may use what it uses meanwhile.
-        count: items that may wait, at most; one more is being made.
-        size_bytes: host memory that an item takes.
-        limit_bytes: that those take together, at most, that wait or that whoever iterates still
-            holds: the one that was given last, and what :meth:`holds` was told of. A single one
-            may be larger; and one more is being made.
+        items: generator run in the thread; nothing else may use its resources meanwhile.
+        count: maximum number of waiting items; one more is being produced.
+        size_bytes: returns the host memory that an item takes.
+        limit_bytes: maximum total size of waiting items and of those that the consumer still holds:
+            the last one returned, and the size given to :meth:`set_held_bytes`. A single item may
+            be larger, and one more is being produced.
     """
 
     def __init__(
@@ -66,6 +66,7 @@ class Prefetch(Generic[_T]):
         with self._changed:
             self._stopped = True
             self._changed.notify_all()
+        # Join before the generator is closed by anybody else: its resources are free afterwards.
         self._thread.join()
 
     def __iter__(self) -> Prefetch[_T]:
@@ -73,12 +74,12 @@ class Prefetch(Generic[_T]):
 
     @property
     def ready(self) -> bool:
-        """Whether the next item is there already, or will never be: nobody would wait for it."""
+        """True if the next item, or the end, can be returned without waiting."""
         with self._changed:
             return bool(self._waiting) or self._ended
 
-    def holds(self, size_bytes: int) -> None:
-        """Of all that was given to whoever iterates, so much is still in use."""
+    def set_held_bytes(self, size_bytes: int) -> None:
+        """Set the size of all returned items that the consumer still uses."""
         with self._changed:
             self._kept_bytes = self._held_bytes = size_bytes
             self._changed.notify_all()
@@ -104,8 +105,8 @@ class Prefetch(Generic[_T]):
             for item in self._items:
                 if not self._put(item):
                     break
-                del item  # it is whoever takes it who decides how long it lives
-        except BaseException as error:  # raised where the item would have been
+                del item  # only the consumer may keep the item alive
+        except BaseException as error:  # raised in the consumer, in place of the item
             self._error = error
         finally:
             self._items.close()
@@ -114,17 +115,18 @@ class Prefetch(Generic[_T]):
                 self._changed.notify_all()
 
     def _put(self, item: _T) -> bool:
-        """Waits for room; False if nobody wants the item any more."""
+        """Queue an item when it fits the limits; return False if the consumer has stopped."""
         size_bytes = self._size_bytes(item)
         with self._changed:
-            self._changed.wait_for(lambda: self._stopped or self._has_room(size_bytes))
+            self._changed.wait_for(lambda: self._stopped or self._fits(size_bytes))
             if not self._stopped:
                 self._waiting.append((item, size_bytes))
                 self._changed.notify_all()
             return not self._stopped
 
-    def _has_room(self, size_bytes: int) -> bool:
+    def _fits(self, size_bytes: int) -> bool:
         taken_bytes = self._held_bytes + sum(size for _, size in self._waiting)
+        # Always let one item through: an item larger than the limit must not block for ever.
         if not self._waiting and (self._wanted or not taken_bytes):
             return True
         return len(self._waiting) < self._count and taken_bytes + size_bytes <= self._limit_bytes

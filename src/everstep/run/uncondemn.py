@@ -1,4 +1,4 @@
-"""Lifts the mark of a base that was to be deleted (``adr/004``)."""
+"""Withdraw the pending deletion of a base (``adr/004``)."""
 
 from __future__ import annotations
 
@@ -14,39 +14,43 @@ __all__ = ["uncondemn", "uncondemn_in_tier"]
 
 
 def uncondemn(filesystem: FileSystem, directory: PurePath) -> bool:
-    """Gives the manifest of a condemned base its name back, durably.
+    """Rename the manifest of a condemned base back, durably.
 
-    Whoever goes on to remove files renames the mark first, too: only one of the two succeeds.
+    A process that goes on to delete files renames the same file first, so only one of the two
+    succeeds.
 
     Args:
-        directory: of the base.
+        directory: directory of the base.
 
     Returns:
-        False, having changed nothing: there is no mark any more. Its files are being removed,
-        or somebody else has lifted it.
+        False if nothing was changed: files are being deleted, or another process has withdrawn the
+            deletion.
     """
     try:
         filesystem.rename(directory / CONDEMNED, directory / MANIFEST)
     except FileNotFoundError:
         return False
+    # Durable before the caller opens a timeline on this base: after a crash it must not be
+    # condemned again.
     filesystem.sync_dir(directory)
     return True
 
 
 def uncondemn_in_tier(tier: Tier, directory: str) -> bool:
-    """The same in a tier, where the mark is a record beside the manifest.
+    """Withdraw the deletion of a base in a tier, where the condemned record lies beside the
+    manifest.
 
-    Nothing can be renamed there, so whoever is past its last look at the fence is not stopped:
-    then the copy is gone in the end, as it would be with its mark.
+    A tier cannot rename, so a deleter that has passed its last fence check is not stopped. The copy
+    is then deleted, as it would be if it had stayed condemned.
 
     Args:
-        directory: of the base, from the root of the tier.
+        directory: directory of the base, relative to the root of the tier.
 
     Returns:
-        False: there is no mark any more, or it is of another base.
+        False if the base is not condemned, or the record belongs to another base.
 
     Raises:
-        EverstepError: of the tier.
+        EverstepError: from the tier.
     """
     name = f"{directory}/{CONDEMNED}"
     try:
@@ -55,6 +59,8 @@ def uncondemn_in_tier(tier: Tier, directory: str) -> bool:
         return False
     with contextlib.closing(file):
         record = read_record(file, name)
+    # Create the manifest before the condemned record is deleted, so the base always has one of
+    # them.
     if not tier.create(f"{directory}/{MANIFEST}", record):
         return False
     tier.delete(name)

@@ -138,7 +138,7 @@ SPOILS: dict[str, tuple[Spoil, int, str]] = {
     "steps swapped": (rewritten(lambda r: [*r[2:], *r[:2]]), 4, "out of order"),
     "an update twice": (rewritten(lambda r: [r[0], *r]), 4, "out of order"),
     "a mark before its update": (rewritten(lambda r: [r[1], r[0], *r[2:]]), 4, "out of order"),
-    "another timeline": (of_another_timeline, 4, "is of another segment"),
+    "another timeline": (of_another_timeline, 4, "belongs to another segment"),
     "another shape": (
         rewritten(lambda r: [*r[:3], record(r[3], shape="x")]),
         5,

@@ -231,7 +231,7 @@ def lifted(lsns: dict[str, int]) -> dict[str, int]:
 
 
 SPOILT: dict[str, tuple[str, Any, str]] = {
-    "a hole": ("spoil", lambda records: records[:-2] + records[-1:], "cannot be made whole"),
+    "a hole": ("spoil", lambda records: records[:-2] + records[-1:], "the base is incomplete"),
     "another shape": ("spoil", reshaped, "another composition"),
     "a gradient dropped": ("spoil", emptied, "gives another"),
     "another gradient": ("spoil", negated, "gives another"),

@@ -306,7 +306,7 @@ def test_files_that_are_not_what_the_manifest_of_more_ranks_says_are_refused(
     shutil.copy(folder / "rank-00000.safetensors", folder / "rank-00001.safetensors")
     manifest = Manifest((two, replace(two, rank=1, files=files)))
     (folder / "manifest.json").write_bytes(manifest.encode())
-    with pytest.raises(RecoveryError, match="a shard of another base"):
+    with pytest.raises(RecoveryError, match="belongs to another base"):
         look(run_folder)
 
 

@@ -390,7 +390,7 @@ def test_only_a_static_file_may_be_of_another_base(run_folder: Path) -> None:
         headers.append(read_header(file, record, path))
         file.close()
     main, static = headers
-    with pytest.raises(DamageError, match="a shard of another base"):
+    with pytest.raises(DamageError, match="belongs to another base"):
         check_identity(main, two.markers[0], found[1].path / MAIN)
     taken = check_identity(static, two.markers[0], found[1].path / APART)
     assert (static.identity.step, taken.identity.step) == (1, 2)
@@ -398,7 +398,7 @@ def test_only_a_static_file_may_be_of_another_base(run_folder: Path) -> None:
     others = {"run": "another", "rank": 1, "world": 2}
     for field, value in others.items():
         header = replace(static, identity=replace(static.identity, **{field: value}))
-        with pytest.raises(DamageError, match="a shard of another base"):
+        with pytest.raises(DamageError, match="belongs to another base"):
             check_identity(header, two.markers[0], found[1].path / APART)
 
 

@@ -255,7 +255,7 @@ def test_a_segment_of_another_timeline(run: Path) -> None:
     segment = segments_of(run)[2]
     shutil.copytree(run / "timeline-00001" / "log", run / "timeline-00002" / "log")
     found = [validated(one, None) for one in scan_log(PosixFileSystem(), PurePath(run), [2])]
-    assert all("is of another segment" in (one.problem or "") for one in found)
+    assert all("belongs to another segment" in (one.problem or "") for one in found)
     assert len(found) == 4
     heads = tuple(dataclasses.replace(head, timeline=2) for head in segment.heads)
     odd = validated(dataclasses.replace(segment, heads=heads), None)
@@ -309,16 +309,16 @@ def test_records_out_of_order(name: str, run: Path) -> None:
 def test_a_record_of_no_kind_or_number() -> None:
     head = RecordHead("mark", 1, 2, 1, "s")
     for wrong, told in (
-        ({"step": "2"}, "no step or number"),
-        ({"lsn": -1}, "no step or number"),
-        ({"lsn": True}, "no step or number"),
-        ({"shape": 3}, "no step or number"),
-        ({"kind": "other"}, "of no kind that is known"),
+        ({"step": "2"}, "no valid step or LSN"),
+        ({"lsn": -1}, "no valid step or LSN"),
+        ({"lsn": True}, "no valid step or LSN"),
+        ({"shape": 3}, "no valid step or LSN"),
+        ({"kind": "other"}, "of an unknown kind"),
     ):
         said = _disorder([dataclasses.replace(head, **wrong)], 1, 2)  # type: ignore[arg-type]
         assert said is not None
         assert told in said
-    assert _disorder([], 1, 2) == "it does not end with the mark of step 2"
+    assert _disorder([], 1, 2) == "does not end with the mark of step 2"
     assert _disorder([head], 1, 3) == "it does not end with the mark of step 3"
     assert _disorder([head], 1, 2) is None
 

@@ -72,7 +72,7 @@ def reachable(inventory: Inventory, index: LogIndex, *, step: int | None = None)
             path=inventory.path,
             hint="steps there are: "
             + (_listed(lsns, index, inventory) or "none")
-            + ("" if (hidden := newest_unreachable(inventory)) is None else f"; {hidden.told}"),
+            + ("" if (hidden := newest_unreachable(inventory)) is None else f"; {hidden.message}"),
         )
     return Reachable(tuple((usable[key], chain) for key, chain in ordered.items()), everything)
 

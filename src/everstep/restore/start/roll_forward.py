@@ -317,12 +317,12 @@ def replay(
             bar.advance(1)
             at_hand = step.read_bytes == 0
             del step, head  # what was read for it is used again once it is applied
-            steps.holds(redo.waiting_bytes)
+            steps.set_held_bytes(redo.waiting_bytes)
             # While the next one is being read; not while it is only being verified, in memory,
             # which takes less than to pass over the state once more.
             if not at_hand and not steps.ready:
                 redo.idle()
-                steps.holds(0)
+                steps.set_held_bytes(0)
     restored.skipped += log.take_repaired()
     try:
         notes = redo.finish()
