@@ -12,19 +12,24 @@ from everstep.run.scan import BaseFound
 __all__ = ["OTHER_STATE", "Restored"]
 
 OTHER_STATE = "the log after it belongs to a state of another composition"
-"""Why a log is not replayed."""
+"""Reason why a log is not replayed on a state."""
 
 
 @dataclass(slots=True)
 class Restored:
-    """What has become of the live state.
+    """Live state while a restore proceeds.
 
     Attributes:
         base, loaded: None on a fresh start.
         end: timeline and step of the state.
-        inexact: why replay is not exact; "" if it is, or there was none.
-        kept: how far the log leads that could not be replayed, and why; None: no further.
-        fewer: which newer base was passed over, as it was saved from a part of the state.
+        lsn: LSN of the state.
+        replayed: number of steps replayed.
+        inexact: why replay is not exact; "" if it is exact, or nothing was replayed.
+        load_s, replay_s: seconds spent loading the base and replaying the log.
+        skipped: bases and steps that were skipped.
+        unreplayed: last step of the log that could not be replayed, and why; None if there is none.
+        passed_over: message about a newer base that was passed over because it lacks sections of
+            the state.
     """
 
     base: BaseFound | None = None
@@ -36,5 +41,5 @@ class Restored:
     load_s: float = 0.0
     replay_s: float = 0.0
     skipped: list[Skipped] = field(default_factory=list)
-    kept: tuple[BaseId, str] | None = None
-    fewer: str = ""
+    unreplayed: tuple[BaseId, str] | None = None
+    passed_over: str = ""

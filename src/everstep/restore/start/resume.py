@@ -189,9 +189,11 @@ def resume(
                 and not loaded.notes
                 and not restored.inexact
             )
-            if step is None and loaded is not None and restored.kept is not None:
+            if step is None and loaded is not None and restored.unreplayed is not None:
                 assert restored.end is not None
-                refuse_log_loss(loaded.left_out, restored.end.step, restored.kept[0].step, run)
+                refuse_log_loss(
+                    loaded.left_out, restored.end.step, restored.unreplayed[0].step, run
+                )
             failpoint("resume.before_timeline")
             timeline = open_timeline(
                 seams,
@@ -208,7 +210,9 @@ def resume(
                     seen = () if restored.replayed else loaded.finite
                     if bad := nonfinite_parameter(state, but=seen):
                         problems += (not_finite(bad, restored.end),)
-                for note in filter(None, (restored.fewer, _where(restored, inventory, log, step))):
+                for note in filter(
+                    None, (restored.passed_over, _where(restored, inventory, log, step))
+                ):
                     _log.warning("%s", note)
                     problems += (note,)
                 base = found.id if found else None
@@ -346,13 +350,13 @@ def _restore(inventory: Inventory, loader: Loader, log: LogFound, step: int | No
             at = restored.end.step + 1
             reasons = [one.reason for one in skipped if one.step == at]
             why = reasons[-1] if reasons else f"step {at} could not be redone"
-            restored.kept = BaseId(*whole.end), why
+            restored.unreplayed = BaseId(*whole.end), why
         if chain.lost is not None:
             timeline, end = chain.end
             why = f"log: {chain.stopped}; what it has up to step {chain.lost} is of no use"
             skipped.append(Skipped(timeline, end + 1, why))
         restored.skipped = [*skipped, *_skipped(fewer)]
-        restored.fewer = fewer.get(max(fewer), "") if fewer and base.id not in fewer else ""
+        restored.passed_over = fewer.get(max(fewer), "") if fewer and base.id not in fewer else ""
         return restored
     skipped += _skipped(fewer)
     refused = nothing_restorable(inventory, chosen, skipped, step=step, apart=apart)
@@ -377,7 +381,7 @@ def _where(restored: Restored, inventory: Inventory, log: LogFound, step: int | 
         return None if step is not None else of_no_use(left, inventory.branches)
     if step is not None:
         return left_at(restored.end, inventory.branches)
-    return lost_behind(restored.end, inventory.branches, restored.kept)
+    return lost_behind(restored.end, inventory.branches, restored.unreplayed)
 
 
 def _inventory(
