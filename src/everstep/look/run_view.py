@@ -138,7 +138,7 @@ class RunView:
         base = way.base
         chain = way.chain
         if base.manifest is None or not base.manifest.exact:
-            return f"the base of {base.id} is not called exact"
+            return f"the base of {base.id} is marked as not exact"
         if not all(self.log.index.marks[at].exact for at in chain.steps):
             return NOT_EXACT
         audit = audit_of(self.inventory, BaseId(*chain.end))
