@@ -24,7 +24,7 @@ from everstep.options import validate_options
 from everstep.run.scan import scan_run
 from everstep.seams import PosixFileSystem
 from everstep.state.ranks import common
-from everstep.state.ranks.sharing import Sharing
+from everstep.state.ranks.writers import Sharing
 from everstep.trainer.job.alike import options_to_say
 from tests.unit.test_log_together import die
 from tests.unit.together import on_all, rank_seams
@@ -278,7 +278,7 @@ def test_what_replay_has_trained_is_a_ranks_own(
     """On disks of their own the log leads on where the layer begins to be trained: each has all.
     A kernel that replays updates need not move torch's version counters."""
     if not counts:
-        monkeypatch.setattr("everstep.state.ranks.apart._version", lambda parameter: 0)
+        monkeypatch.setattr("everstep.state.ranks.ddp._version", lambda parameter: 0)
     paths = tmp_path / "run 0", tmp_path / "run 1"
     log = LogOptions(to="disk", batch_steps=1)
     about: dict[str, Any] = {"method": "logged", "log": log, "optimizer": "sgd"}

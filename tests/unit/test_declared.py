@@ -23,7 +23,7 @@ from everstep.errors import (
     UnsupportedStateError,
 )
 from everstep.options import LogOptions
-from everstep.state.image import State
+from everstep.state.training_state import State
 from tests.unit import test_log as plain
 from tests.unit.serving import Bench, die, serving
 from tests.unit.test_log import ON_DISK, opened, run_steps

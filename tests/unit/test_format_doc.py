@@ -21,9 +21,11 @@ from everstep.format.records import (
     manifest_of,
 )
 from everstep.seams.files import filesystem
-from everstep.state import entries, image, layout
-from everstep.state.entries import Entry
-from everstep.state.ranks.in_common import InCommon
+from everstep.state import training_state as image
+from everstep.state.layout import entries
+from everstep.state.layout import shards as layout
+from everstep.state.layout.entries import Entry
+from everstep.state.layout.replica_digest import InCommon
 from everstep.state.values import tensors
 from everstep.state.values.tensors import stored_form
 

@@ -17,7 +17,7 @@ from everstep.options import Every
 from everstep.seams import Seams, SystemClock
 from everstep.state.providers.optimizers import OptimizerProvider
 from everstep.state.ranks import common
-from everstep.state.ranks.log_parts import log_parts
+from everstep.state.ranks.log_shares import log_parts
 from everstep.trainer.session.cadence import ASK_EVERY, FIRST_STEPS
 from tests.keepers import end_keepers
 from tests.unit.test_log_parts import Replica, layers, replicas, take

@@ -17,9 +17,9 @@ from everstep.format.writer import ChunkRing
 from everstep.replay.packed import Packed
 from everstep.restore.redo.redo import Redo, Step
 from everstep.restore.redo.updates import update_of
-from everstep.state.image import State
-from everstep.state.ranks.dtensors import box_of, local_of
-from everstep.state.ranks.placing import Box
+from everstep.state.layout.placement import Box
+from everstep.state.training_state import State
+from everstep.state.values.dtensors import box_of, local_of
 from tests.unit.relogged import logged, redone, train
 from tests.unit.sharding import STEP, Values, as_rank, build, load, tensors_of
 from tests.unit.test_log_world import Job

@@ -21,9 +21,9 @@ from everstep.restore.offline.offline_job_load import load_job
 from everstep.run.scan import BaseFound, scan_base
 from everstep.seams import PosixFileSystem
 from everstep.seams.progress import silent
-from everstep.state.image import OBJECT_PREFIX, State
-from everstep.state.ranks.ranks import RankInfo
-from everstep.state.ranks.zero import PARTITIONED
+from everstep.state.providers.zero import PARTITIONED
+from everstep.state.ranks.rank_info import RankInfo
+from everstep.state.training_state import OBJECT_PREFIX, State
 from everstep.state.values.objects import decode, encode
 from tests.unit.relogged import Logs, logged, train
 from tests.unit.sharding import (

@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch import nn
 
-from everstep.state.image import State
 from everstep.state.survey import tags
-from everstep.state.survey.proofs import _Containers
+from everstep.state.survey.guards import _Containers
 from everstep.state.survey.tags import dict_tags, keep_order
+from everstep.state.training_state import State
 from tests.unit.state_changes import CHANGES, Values, outcome, world
 
 needs_tags = pytest.mark.skipif(tags._tag is None, reason="dicts have no version tags here")

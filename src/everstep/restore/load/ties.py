@@ -10,8 +10,8 @@ import torch
 from everstep.errors import RecoveryError
 from everstep.restore.load.reshard import View
 from everstep.restore.load.targets import Targets
-from everstep.state.entries import Entry
-from everstep.state.ranks.dtensors import local_of
+from everstep.state.layout.entries import Entry
+from everstep.state.values.dtensors import local_of
 from everstep.state.values.tensors import byte_view
 
 __all__ = ["sharing_memory", "sharing_values", "tied_otherwise", "untied"]

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from everstep.state.entries import Entry
+from everstep.state.layout.entries import Entry
 
 __all__ = ["RestorePlan", "Saved"]
 

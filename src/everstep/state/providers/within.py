@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from everstep.state.ranks.fsdp import forget_iteration
+from everstep.state.providers.fsdp import forget_iteration
 
 __all__ = ["forget_gradients"]
 

@@ -11,10 +11,10 @@ import torch
 from torch import nn
 
 from everstep.state.providers.optimizers import OptimizerProvider
-from everstep.state.providers.providers import ModuleProvider, Provider
-from everstep.state.ranks.sharing import Common
-from everstep.state.ranks.zero import ZeroProvider
-from everstep.state.survey.proofs import canonical_key
+from everstep.state.providers.provider import ModuleProvider, Provider
+from everstep.state.providers.zero import ZeroProvider
+from everstep.state.ranks.writers import Common
+from everstep.state.survey.guards import canonical_key
 from everstep.state.values.objects import join_path
 
 __all__ = ["common_of", "ddp_in", "frozen_for_ddp", "ranks_of_ddp", "reduced_in", "why_not_shared"]

@@ -9,9 +9,9 @@ from typing import Any
 from torch import nn
 
 from everstep.errors import UnsupportedStateError
-from everstep.state.image import State
-from everstep.state.providers.providers import ModuleProvider
+from everstep.state.providers.provider import ModuleProvider
 from everstep.state.ranks.common import ddp_in, reduced_in
+from everstep.state.training_state import State
 
 __all__ = ["before_update"]
 

@@ -13,11 +13,11 @@ from dataclasses import dataclass
 import torch
 from torch.optim.lr_scheduler import LRScheduler
 
+from everstep.state.layout.replica_digest import InCommon, in_common
 from everstep.state.providers.optimizers import OptimizerProvider, unwrapped
-from everstep.state.providers.providers import ModuleProvider, Provider, StatefulProvider
+from everstep.state.providers.provider import ModuleProvider, Provider, StatefulProvider
 from everstep.state.providers.restoring import RestorePlan
-from everstep.state.ranks.in_common import InCommon, in_common
-from everstep.state.ranks.sharing import Sharing
+from everstep.state.ranks.writers import Sharing
 from everstep.state.values.objects import join_path
 
 __all__ = ["LeftOut", "left_out_in_common"]

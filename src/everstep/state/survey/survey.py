@@ -16,10 +16,18 @@ from types import MappingProxyType
 import torch
 
 from everstep.errors import OptionError, StateError, UnsupportedStateError
-from everstep.state.entries import Entry
-from everstep.state.owners import Claims, Holding, Memory, Owner, Told, memory_of, owners_of
-from everstep.state.ranks.dtensors import LocalPart, is_dtensor, sharded_form
-from everstep.state.ranks.in_common import InCommon
+from everstep.state.layout.entries import Entry
+from everstep.state.layout.replica_digest import InCommon
+from everstep.state.survey.ownership import (
+    Claims,
+    Holding,
+    Memory,
+    Owner,
+    Told,
+    memory_of,
+    owners_of,
+)
+from everstep.state.values.dtensors import LocalPart, is_dtensor, sharded_form
 from everstep.state.values.objects import Encoded, encode, unsupported_leaves
 from everstep.state.values.tensors import stored_form, why_not_storable
 from everstep.state.values.tree import split

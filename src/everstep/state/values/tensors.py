@@ -8,7 +8,7 @@ import torch
 from torch.nn.parameter import is_lazy
 
 from everstep.seams.memory import memory_at
-from everstep.state.entries import DTYPE_NAMES, Entry
+from everstep.state.layout.entries import DTYPE_NAMES, Entry
 
 __all__ = [
     "DTYPE_CODES",

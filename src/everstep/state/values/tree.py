@@ -10,7 +10,7 @@ import torch
 from torch.nn.parameter import is_lazy
 
 from everstep.errors import UnsupportedStateError
-from everstep.state.ranks.dtensors import is_dtensor
+from everstep.state.values.dtensors import is_dtensor
 from everstep.state.values.generators import (
     GeneratorState,
     is_generator,

@@ -32,8 +32,8 @@ from everstep.link.save import Save, as_ours, changed_while_copied, done, failed
 from everstep.seams import Clock
 from everstep.seams.failpoints import failpoint
 from everstep.seams.processes.conditions import is_over
-from everstep.state.image import State
 from everstep.state.survey.survey import Survey
+from everstep.state.training_state import State
 from everstep.trainer.attach.keeper import Keeper
 from everstep.trainer.attach.remote import RemoteKeeper
 from everstep.trainer.base.flight import Flight

@@ -18,9 +18,9 @@ from everstep.errors import AuditError, DeadlineError, EverstepError
 from everstep.link.pool import Room
 from everstep.link.save import as_ours
 from everstep.seams import Clock
-from everstep.state.image import State
-from everstep.state.log import GRADIENT, UPDATE_OBJECT
-from everstep.state.ranks.dtensors import is_dtensor
+from everstep.state.layout.names import GRADIENT, UPDATE_OBJECT
+from everstep.state.training_state import State
+from everstep.state.values.dtensors import is_dtensor
 from everstep.state.values.objects import encode
 from everstep.trainer.log.consumed import Consumption
 from everstep.trainer.multistep.multistep_choice import Choice

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 
-from everstep.state.entries import DTYPE_BYTES, Entry
+from everstep.state.layout.entries import DTYPE_BYTES, Entry
 
 __all__ = [
     "HEADER_BYTES_MAX",

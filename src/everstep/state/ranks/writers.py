@@ -16,10 +16,10 @@ from dataclasses import dataclass, field, replace
 
 import xxhash
 
-from everstep.state.entries import Entry
-from everstep.state.ranks.in_common import InCommon, in_common
-from everstep.state.ranks.placing import Placement, replicas_on_mesh
-from everstep.state.ranks.ranks import RankInfo
+from everstep.state.layout.entries import Entry
+from everstep.state.layout.placement import Placement, replicas_on_mesh
+from everstep.state.layout.replica_digest import InCommon, in_common
+from everstep.state.ranks.rank_info import RankInfo
 
 __all__ = ["Common", "Share", "Sharing", "spread"]
 

@@ -8,7 +8,7 @@ from torch.utils.data import DataLoader
 
 from everstep.errors import OptionError
 from everstep.state.loaders.positions import KEY, POSITIONS, adopt, is_followed, loader_within
-from everstep.state.providers.providers import StatefulProvider
+from everstep.state.providers.provider import StatefulProvider
 
 __all__ = ["LoaderProvider"]
 

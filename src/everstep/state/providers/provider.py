@@ -16,13 +16,13 @@ from torch import nn
 from torch.amp.grad_scaler import OptState
 from torch.optim.lr_scheduler import LRScheduler
 
-from everstep.state.entries import Entry
+from everstep.state.layout.entries import Entry
 from everstep.state.loaders.positions import POSITIONS, holds_position, same_values
+from everstep.state.providers.fsdp import forget_iteration
 from everstep.state.providers.restoring import RestorePlan, Saved
-from everstep.state.ranks.dtensors import is_dtensor, local_of
-from everstep.state.ranks.fsdp import forget_iteration
-from everstep.state.survey.proofs import ModuleProof, canonical_key
+from everstep.state.survey.guards import ModuleProof, canonical_key
 from everstep.state.survey.survey import Block, Part, look_at, same_objects
+from everstep.state.values.dtensors import is_dtensor, local_of
 from everstep.state.values.objects import TensorRef
 from everstep.state.values.tensors import stored_form
 

@@ -17,8 +17,8 @@ import torch
 from torch.nn.parameter import is_lazy
 
 from everstep.seams.memory import WritableMemory
-from everstep.state.entries import Entry
-from everstep.state.providers.providers import Unproven, difference, same_memory
+from everstep.state.layout.entries import Entry
+from everstep.state.providers.provider import Unproven, difference, same_memory
 from everstep.state.providers.restoring import RestorePlan, Saved
 from everstep.state.values.generators import (
     GeneratorState,

@@ -28,13 +28,13 @@ from torch.optim import Optimizer
 
 from everstep.errors import FormatError, OptionError, StateError, UnsupportedStateError
 from everstep.seams.memory import copy_memory
-from everstep.state.entries import Entry
-from everstep.state.loaders.loader_provider import LoaderProvider
+from everstep.state.layout.entries import Entry
+from everstep.state.layout.replica_digest import InCommon
 from everstep.state.loaders.positions import POSITIONS, is_followed, loader_within
-from everstep.state.owners import DeclaredUpdate, Holding, Memory, Told, memory_of
+from everstep.state.providers.loaders import LoaderProvider
 from everstep.state.providers.optimizers import OptimizerProvider, lost_inside, unwrapped
-from everstep.state.providers.plain_provider import Places, PlainProvider
-from everstep.state.providers.providers import (
+from everstep.state.providers.plain import Places, PlainProvider
+from everstep.state.providers.provider import (
     ModuleProvider,
     ParameterNames,
     Provider,
@@ -43,14 +43,12 @@ from everstep.state.providers.providers import (
     Unproven,
 )
 from everstep.state.providers.restoring import RestorePlan, Saved
-from everstep.state.providers.rng import RngStates, collect_rng, other_generator, restore_rng
-from everstep.state.ranks.buckets import BUCKETS_SECTION, Buckets
-from everstep.state.ranks.dtensors import local_of
-from everstep.state.ranks.in_common import InCommon
-from everstep.state.ranks.ranks import ONE_RANK, RankInfo
-from everstep.state.ranks.share import OwnShare
-from everstep.state.ranks.sharing import Sharing
-from everstep.state.ranks.zero import ZeroProvider, acting, is_zero
+from everstep.state.providers.zero import ZeroProvider, acting, is_zero
+from everstep.state.ranks.ddp_buckets import BUCKETS_SECTION, Buckets
+from everstep.state.ranks.rank_info import ONE_RANK, RankInfo
+from everstep.state.ranks.rank_share import OwnShare
+from everstep.state.ranks.writers import Sharing
+from everstep.state.survey.ownership import DeclaredUpdate, Holding, Memory, Told, memory_of
 from everstep.state.survey.survey import (
     OBJECT_BYTES_MAX,
     OBJECT_PREFIX,
@@ -64,8 +62,10 @@ from everstep.state.survey.survey import (
     same_objects,
     unsupported,
 )
+from everstep.state.values.dtensors import local_of
 from everstep.state.values.objects import TensorRef, join_path
 from everstep.state.values.refusals import snapshot
+from everstep.state.values.rng import RngStates, collect_rng, other_generator, restore_rng
 from everstep.state.values.tree import references, split
 
 __all__ = [

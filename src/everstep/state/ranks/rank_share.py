@@ -8,16 +8,16 @@ from types import MappingProxyType
 
 import torch
 
+from everstep.state.layout.placement import WHOLE, Placement
+from everstep.state.layout.replica_digest import InCommon
 from everstep.state.providers.optimizers import OptimizerProvider
-from everstep.state.providers.providers import ModuleProvider, Provider
+from everstep.state.providers.provider import ModuleProvider, Provider
 from everstep.state.providers.restoring import RestorePlan
-from everstep.state.ranks.apart import Apart
 from everstep.state.ranks.common import common_of, frozen_for_ddp, why_not_shared
-from everstep.state.ranks.in_common import InCommon
+from everstep.state.ranks.ddp import Apart
 from everstep.state.ranks.left_out import left_out_in_common
-from everstep.state.ranks.placing import WHOLE, Placement
-from everstep.state.ranks.ranks import RankInfo
-from everstep.state.ranks.sharing import Sharing
+from everstep.state.ranks.rank_info import RankInfo
+from everstep.state.ranks.writers import Sharing
 from everstep.state.survey.survey import Shape, Survey, unsupported
 from everstep.state.values.objects import join_path
 
@@ -75,7 +75,7 @@ class OwnShare:
         return self._sharing(survey.shape).is_shared()
 
     def holders(self, survey: Survey) -> Callable[[str], tuple[str, frozenset[int]] | None]:
-        """See :meth:`everstep.state.image.State.holders`."""
+        """See :meth:`everstep.state.training_state.State.holders`."""
         aliases = survey.shape.aliases
         providers = self._providers
         sharing = self._sharing(survey.shape)
@@ -107,7 +107,7 @@ class OwnShare:
     def left_out(
         self, survey: Survey, plans: Mapping[str, RestorePlan], taken: Mapping[str, str]
     ) -> tuple[InCommon, ...]:
-        """See :meth:`everstep.state.image.State.left_out`."""
+        """See :meth:`everstep.state.training_state.State.left_out`."""
         if self._ranks.world == 1:
             return ()
         sharing = self._sharing(survey.shape)

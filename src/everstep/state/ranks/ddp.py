@@ -14,7 +14,7 @@ from collections.abc import Collection, Iterable, Mapping
 from torch import nn
 
 from everstep.state.providers.optimizers import OptimizerProvider
-from everstep.state.providers.providers import ModuleProvider, Provider
+from everstep.state.providers.provider import ModuleProvider, Provider
 from everstep.state.ranks.common import frozen_for_ddp, ranks_of_ddp
 from everstep.state.values.objects import join_path
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import xxhash
 
-from everstep.state.entries import Entry
+from everstep.state.layout.entries import Entry
 
 __all__ = ["shape_digest", "shape_of_all"]
 

@@ -13,12 +13,12 @@ from typing import NamedTuple
 import torch
 import xxhash
 
-from everstep.state.image import State
 from everstep.state.providers.optimizers import OptimizerProvider
+from everstep.state.providers.zero import ZeroProvider
 from everstep.state.ranks.common import common_of
-from everstep.state.ranks.dtensors import LocalPart, is_dtensor
-from everstep.state.ranks.sharing import Sharing, spread
-from everstep.state.ranks.zero import ZeroProvider
+from everstep.state.ranks.writers import Sharing, spread
+from everstep.state.training_state import State
+from everstep.state.values.dtensors import LocalPart, is_dtensor
 from everstep.state.values.objects import join_path
 
 __all__ = [

@@ -25,7 +25,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from everstep.state.owners import Holding
+from everstep.state.survey.ownership import Holding
 from everstep.state.survey.survey import PLAIN_TENSORS, Part, same_objects
 from everstep.state.survey.tags import dict_tags, keep_order
 from everstep.state.values.objects import Encoded, TensorRef, encode

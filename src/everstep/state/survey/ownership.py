@@ -27,7 +27,7 @@ import torch
 from torch.optim import Optimizer
 
 from everstep.errors import OptionError, StateError
-from everstep.state.ranks.dtensors import local_of
+from everstep.state.values.dtensors import local_of
 from everstep.state.values.objects import MAX_DEPTH
 from everstep.state.values.tensors import why_not_storable
 

@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
-from everstep.state.entries import Entry
-from everstep.state.ranks.placing import Box, Cut, Placement, box_on_mesh
+from everstep.state.layout.entries import Entry
+from everstep.state.layout.placement import Box, Cut, Placement, box_on_mesh
 from everstep.state.values.tensors import stored_form
 
 __all__ = ["LocalPart", "box_of", "is_dtensor", "like", "local_of", "sharded_form", "spread_as"]
