@@ -30,8 +30,8 @@ from everstep.state.layout.names import UPDATE_OBJECT
 from everstep.state.layout.shards import ShardLayout
 from everstep.state.ranks.rank_info import RankInfo
 from everstep.state.training_state import State
-from everstep.state.values.dtensors import local_of
 from everstep.state.values.objects import encode
+from everstep.state.values.tensors import local_of
 from everstep.tiers.disk import ensure_dirs
 from everstep.tiers.slots import SlotStore
 from everstep.trainer.log.consumed import Consumption

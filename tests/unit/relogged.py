@@ -28,9 +28,8 @@ from everstep.state.layout.shards import ShardLayout
 from everstep.state.ranks.log_shares import updated_elsewhere
 from everstep.state.ranks.rank_info import RankInfo
 from everstep.state.training_state import State
-from everstep.state.values.dtensors import box_of, is_dtensor, local_of
 from everstep.state.values.objects import encode
-from everstep.state.values.tensors import host_bytes
+from everstep.state.values.tensors import box_of, host_bytes, is_dtensor, local_of
 from everstep.trainer.log.consumed import Consumed, Consumption
 from everstep.trainer.log.log_part import LogPart
 from tests.unit.sharding import STEP, Values, as_rank, build, found, load, open_all, write

@@ -42,7 +42,7 @@ from everstep.seams import PosixFileSystem
 from everstep.seams.progress import silent
 from everstep.state.ranks.rank_info import RankInfo
 from everstep.state.training_state import State
-from everstep.state.values.dtensors import local_of
+from everstep.state.values.tensors import local_of
 from everstep.tiers.disk import ensure_dirs
 from everstep.tiers.slots import SlotStore
 

@@ -23,7 +23,7 @@ from everstep.format.names import base_dir, shard_name
 from everstep.options import validate_options
 from everstep.run.scan import scan_run
 from everstep.seams import PosixFileSystem
-from everstep.state.ranks import common
+from everstep.state.ranks import ddp
 from everstep.state.ranks.writers import Sharing
 from everstep.trainer.job.alike import options_to_say
 from tests.unit.test_log_together import die
@@ -40,8 +40,8 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 def alike(monkeypatch: pytest.MonkeyPatch) -> None:
     """A module is as if DistributedDataParallel were around it, made when a part was frozen."""
     ranks = lambda module: (getattr(module, "alike", None), frozenset[str]())  # noqa: E731
-    monkeypatch.setattr(common, "_replicated", ranks)
-    monkeypatch.setattr(common, "_unreduced", lambda module: getattr(module, "frozen", ()))
+    monkeypatch.setattr(ddp, "ddp_replicas", ranks)
+    monkeypatch.setattr(ddp, "_unreduced", lambda module: getattr(module, "frozen", ()))
 
 
 @dataclass

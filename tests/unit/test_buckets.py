@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
-from everstep.state.providers.provider import ModuleProvider
+from everstep.state.providers.modules import ModuleProvider
 from everstep.state.ranks import ddp_buckets as buckets
 from everstep.state.ranks.ddp_buckets import Buckets
 from everstep.state.survey.survey import Part

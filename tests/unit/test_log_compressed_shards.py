@@ -19,7 +19,7 @@ from everstep.restore.redo.redo import Redo, Step
 from everstep.restore.redo.updates import update_of
 from everstep.state.layout.placement import Box
 from everstep.state.training_state import State
-from everstep.state.values.dtensors import box_of, local_of
+from everstep.state.values.tensors import box_of, local_of
 from tests.unit.relogged import logged, redone, train
 from tests.unit.sharding import STEP, Values, as_rank, build, load, tensors_of
 from tests.unit.test_log_world import Job

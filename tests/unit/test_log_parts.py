@@ -28,7 +28,7 @@ from everstep.restore.start.log_post import from_bytes, to_bytes
 from everstep.run.segments import read_segment, scan_log
 from everstep.seams import PosixFileSystem, ReadFile, Seams
 from everstep.state.layout.names import PART_OBJECT, UPDATE_OBJECT
-from everstep.state.ranks import common
+from everstep.state.ranks import ddp
 from everstep.state.ranks.log_shares import left_to_others_bytes, log_parts
 from everstep.state.ranks.rank_info import RankInfo
 from everstep.state.training_state import State
@@ -44,7 +44,7 @@ WIDTHS = (8, 8, 8, 4)
 def alike(monkeypatch: pytest.MonkeyPatch) -> None:
     """A module is as if DistributedDataParallel were around it, without a group of processes."""
     ranks = lambda module: (getattr(module, "alike", None), frozenset[str]())  # noqa: E731
-    monkeypatch.setattr(common, "_replicated", ranks)
+    monkeypatch.setattr(ddp, "ddp_replicas", ranks)
 
 
 def layers(ranks: tuple[int, ...] | None) -> nn.Sequential:

@@ -25,10 +25,9 @@ from everstep.seams.clock import ManualClock
 from everstep.state.layout.names import SPOT
 from everstep.state.providers.zero import ZeroProvider
 from everstep.state.ranks import rank_share as share
-from everstep.state.ranks.common import common_of
 from everstep.state.ranks.log_shares import left_to_others_bytes, updated_elsewhere
 from everstep.state.ranks.rank_info import RankInfo
-from everstep.state.ranks.writers import Common
+from everstep.state.ranks.writers import Common, common_of
 from everstep.state.training_state import State
 from everstep.trainer.log.untold import Untold
 from tests.unit.relogged import Logs, logged, record_of, records_of, redone, train

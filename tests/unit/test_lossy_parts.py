@@ -21,9 +21,8 @@ from everstep.state.layout.names import PART_OBJECT
 from everstep.state.ranks.log_shares import log_parts
 from everstep.state.ranks.rank_info import RankInfo
 from everstep.state.training_state import State
-from everstep.state.values.dtensors import local_of
 from everstep.state.values.objects import encode
-from everstep.state.values.tensors import byte_view
+from everstep.state.values.tensors import byte_view, local_of
 from everstep.trainer.log.consumed import Consumption
 from everstep.trainer.log.log_part import LogPart
 from tests.unit import test_log_parts

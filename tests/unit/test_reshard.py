@@ -28,10 +28,11 @@ from everstep.restore.load.reshard import needs_of
 from everstep.restore.offline.offline_job_load import load_job
 from everstep.seams import PosixFileSystem
 from everstep.seams.progress import silent
+from everstep.state.layout.names import OBJECT_PREFIX
 from everstep.state.layout.replica_digest import parted
-from everstep.state.providers.restoring import RestorePlan
+from everstep.state.providers.provider import RestorePlan
 from everstep.state.ranks.rank_info import RankInfo
-from everstep.state.training_state import OBJECT_PREFIX, State
+from everstep.state.training_state import State
 from tests.unit import sharding
 from tests.unit.relogged import logged, train
 from tests.unit.sharding import (

@@ -18,7 +18,7 @@ from everstep.format.writer import ChunkRing
 from everstep.run.scan import BaseFound
 from everstep.state.ranks.rank_info import RankInfo
 from everstep.state.training_state import State
-from everstep.state.values.dtensors import local_of
+from everstep.state.values.tensors import local_of
 from tests.unit import sharding
 from tests.unit.sharding import LAYOUTS, Values, as_rank, found, load, locals_of, plain, write
 

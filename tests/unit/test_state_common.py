@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
-from everstep.state.ranks.common import common_of
+from everstep.state.ranks.writers import common_of
 from everstep.state.training_state import State
 from tests.unit.sharding import as_rank
 

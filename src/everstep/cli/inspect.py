@@ -288,7 +288,7 @@ def _unvouched(file: Any, path: PurePath) -> ShardHeader:
 
 def _rows(found: _Found) -> list[_Row]:
     from everstep.format.log import LOG_OBJECT
-    from everstep.state.training_state import OBJECT_PREFIX
+    from everstep.state.layout.names import OBJECT_PREFIX
 
     rows = []
     for file, header in found.headers:

@@ -34,7 +34,7 @@ from everstep.config.given import named
 from everstep.errors import MismatchError, OptionError, StateError
 from everstep.state.layout.placement import Box
 from everstep.state.providers.optimizers import unwrapped
-from everstep.state.values.dtensors import LocalPart, box_of, is_dtensor, local_of, spread_as
+from everstep.state.values.tensors import LocalPart, box_of, is_dtensor, local_of, spread_as
 
 __all__ = ["Compressor"]
 

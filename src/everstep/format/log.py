@@ -209,7 +209,7 @@ class SegmentBody:
         return [self._sources[place.entry.name] for place in self._placed]
 
     def fill(self, begin: int, chunk: memoryview, seen: Any) -> None:
-        """See :class:`everstep.state.layout.body.Body`."""
+        """See :class:`everstep.state.layout.shards.Body`."""
         for place, start, stop in overlaps(self._placed, self._ends, begin, chunk.nbytes):
             part = chunk[start - begin : stop - begin]
             source = self._sources[place.entry.name]

@@ -18,10 +18,9 @@ from everstep.compress.training import Compressor
 from everstep.errors import EverstepError, OptionError, UnsupportedStateError
 from everstep.format.log import RecordHead
 from everstep.replay.exactness import options_refusal, refusal
-from everstep.state.layout.entries import Entry
+from everstep.state.layout.entries import Entry, shape_digest
 from everstep.state.layout.lru import Recent
 from everstep.state.layout.names import INDICES, INT8, SCALES, VALUES
-from everstep.state.layout.shapes import shape_digest
 from everstep.state.layout.shards import ShardLayout, plan_shards
 from everstep.state.providers.optimizers import OptimizerProvider
 from everstep.state.providers.zero import acting

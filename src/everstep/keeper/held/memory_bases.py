@@ -24,7 +24,7 @@ from everstep.keeper.held.peer_store import PeerStore
 from everstep.keeper.persist.persist import Audit
 from everstep.seams import Clock, FileSystem
 from everstep.seams.progress import ProgressSink
-from everstep.state.layout.body import Body, Seen
+from everstep.state.layout.shards import Body, Seen
 from everstep.tiers.disk import storage_errors
 
 __all__ = ["IsPast", "MemoryBases"]

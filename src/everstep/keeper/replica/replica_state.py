@@ -22,7 +22,7 @@ from everstep.restore.offline.rebuild import conditions
 from everstep.run.shape import shape_of_base
 from everstep.run.tensors import as_complex
 from everstep.state.layout.entries import Entry
-from everstep.state.training_state import OBJECT_PREFIX
+from everstep.state.layout.names import OBJECT_PREFIX
 from everstep.state.values.objects import decode
 from everstep.state.values.tensors import torch_dtype
 

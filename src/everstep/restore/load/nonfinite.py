@@ -10,7 +10,7 @@ import torch
 
 from everstep.state.providers.optimizers import OptimizerProvider
 from everstep.state.training_state import State
-from everstep.state.values.dtensors import local_of
+from everstep.state.values.tensors import local_of
 
 __all__ = ["are_finite", "is_finite", "nonfinite_parameter", "optimized"]
 

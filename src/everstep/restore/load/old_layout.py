@@ -11,8 +11,8 @@ from everstep.restore.load.reshard import SavedRanks
 from everstep.run.opened import OpenBase
 from everstep.run.shape import shape_of_base
 from everstep.state.layout.entries import Entry
+from everstep.state.layout.names import OBJECT_PREFIX
 from everstep.state.providers.optimizers import OptimizerProvider
-from everstep.state.training_state import OBJECT_PREFIX
 
 __all__ = ["OldLayout"]
 

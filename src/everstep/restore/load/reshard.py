@@ -21,13 +21,14 @@ from everstep.format.records import FileRecord, Manifest, Marker
 from everstep.run.opened import OpenBase
 from everstep.seams.files.filesystem import ReadFile
 from everstep.state.layout.entries import Entry
+from everstep.state.layout.names import OBJECT_BYTES_MAX, OBJECT_PREFIX, RNG_SECTION
 from everstep.state.layout.placement import Box, Placement
+from everstep.state.providers.modules import ModuleProvider
 from everstep.state.providers.optimizers import OptimizerProvider
-from everstep.state.providers.provider import ModuleProvider
 from everstep.state.providers.zero import PARTITIONED, ZeroProvider
 from everstep.state.ranks.ddp_buckets import BUCKETS_SECTION
 from everstep.state.ranks.rank_info import RankInfo
-from everstep.state.training_state import OBJECT_BYTES_MAX, OBJECT_PREFIX, RNG_SECTION, State
+from everstep.state.training_state import State
 from everstep.state.values.objects import decode
 from everstep.state.values.tree import references
 

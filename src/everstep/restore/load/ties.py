@@ -11,8 +11,7 @@ from everstep.errors import RecoveryError
 from everstep.restore.load.reshard import View
 from everstep.restore.load.targets import Targets
 from everstep.state.layout.entries import Entry
-from everstep.state.values.dtensors import local_of
-from everstep.state.values.tensors import byte_view
+from everstep.state.values.tensors import byte_view, local_of
 
 __all__ = ["sharing_memory", "sharing_values", "tied_otherwise", "untied"]
 

@@ -26,10 +26,10 @@ from everstep.seams.files.filesystem import FileSystem
 from everstep.seams.machine import memory_available_bytes
 from everstep.seams.progress import ProgressSink
 from everstep.state.layout.entries import Entry
+from everstep.state.layout.names import OBJECT_PREFIX
 from everstep.state.layout.placement import Box, Placement, box_on_mesh
 from everstep.state.providers.optimizers import OptimizerProvider
 from everstep.state.providers.zero import PARTITIONED
-from everstep.state.training_state import OBJECT_PREFIX
 from everstep.state.values.objects import decode
 from everstep.state.values.tensors import empty_like_entry, host_bytes
 

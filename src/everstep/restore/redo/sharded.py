@@ -17,8 +17,7 @@ from torch.optim import Optimizer
 
 from everstep.replay.engine import Replayer
 from everstep.state.layout.entries import Entry
-from everstep.state.values.dtensors import is_dtensor, local_of
-from everstep.state.values.tensors import stored_form
+from everstep.state.values.tensors import is_dtensor, local_of, stored_form
 
 __all__ = ["as_live", "replayer_of"]
 

@@ -34,7 +34,7 @@ from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, Seque
 from torch.utils.data.dataloader import _InfiniteConstantSampler
 
 from everstep.state.loaders.workers import WorkerDraws
-from everstep.state.values.rng import RngStates, restore_rng, rng_kept
+from everstep.state.values.generators import RngStates, restore_rng, rng_kept
 
 __all__ = [
     "KEY",

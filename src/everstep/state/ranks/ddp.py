@@ -9,16 +9,33 @@ start, and before each base that is due (:mod:`everstep.trainer.session.joint`).
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+import sys
+from collections.abc import Callable, Collection, Iterable, Mapping
+from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
 
+import torch
 from torch import nn
 
+from everstep.errors import UnsupportedStateError
+from everstep.state.providers.modules import ModuleProvider
 from everstep.state.providers.optimizers import OptimizerProvider
-from everstep.state.providers.provider import ModuleProvider, Provider
-from everstep.state.ranks.common import frozen_for_ddp, ranks_of_ddp
+from everstep.state.providers.provider import Provider
+from everstep.state.survey.guards import canonical_key
 from everstep.state.values.objects import join_path
 
-__all__ = ["Apart"]
+if TYPE_CHECKING:
+    from everstep.state.training_state import State
+
+__all__ = [
+    "Apart",
+    "before_update",
+    "ddp_in",
+    "ddp_replicas",
+    "frozen_for_ddp",
+    "ranks_of_ddp",
+    "reduced_in",
+]
 
 
 class Apart:
@@ -119,3 +136,129 @@ class Apart:
 
 def _version(parameter: nn.Parameter) -> int:
     return 0 if parameter.is_inference() else parameter._version
+
+
+def frozen_for_ddp(providers: Iterable[Provider]) -> list[nn.Parameter]:
+    """Parameters inside of DistributedDataParallel whose gradients it never reduces, though it was
+    not told to ignore them: they were frozen when it was made. Until one is trained, all ranks have
+    the same."""
+    modules = [provider.outer for provider in providers if isinstance(provider, ModuleProvider)]
+    return [parameter for module in modules for parameter in _unreduced(module)]
+
+
+def ranks_of_ddp(module: nn.Module) -> tuple[int, ...]:
+    """The ranks that keep a module's parameters equal; none, if it is in no DDP."""
+    return ddp_replicas(module)[0] or ()
+
+
+def ddp_replicas(module: nn.Module) -> tuple[tuple[int, ...] | None, frozenset[str]]:
+    """Ranks that keep a module's parameters equal, and the keys of those that they do not."""
+    ddp = ddp_in(module)
+    if ddp is None:
+        return None, frozenset()
+    ranks = tuple(sorted(torch.distributed.get_process_group_ranks(ddp.process_group)))
+    # As torch names them, wrappers of blocks in it included.
+    return ranks, frozenset(map(canonical_key, ddp.parameters_to_ignore))
+
+
+def ddp_in(module: nn.Module) -> nn.parallel.DistributedDataParallel | None:
+    """The wrapper, which may itself be compiled; None if there is none."""
+    while not isinstance(module, nn.parallel.DistributedDataParallel):
+        inner = getattr(module, "_orig_mod", None)
+        if not isinstance(inner, nn.Module):
+            return None
+        module = inner
+    return module
+
+
+def reduced_in(ddp: nn.parallel.DistributedDataParallel) -> set[int]:
+    """``id()`` of the parameters whose gradients it reduces."""
+    named = ddp.module.named_parameters()
+    ignored = ddp.parameters_to_ignore
+    return {id(parameter) for name, parameter in named if name not in ignored}
+
+
+_UNREDUCED: WeakKeyDictionary[nn.Module, tuple[nn.Parameter, ...]] = WeakKeyDictionary()
+
+
+def _unreduced(module: nn.Module) -> tuple[nn.Parameter, ...]:
+    """See :func:`frozen_for_ddp`."""
+    ddp = ddp_in(module)
+    if ddp is None:
+        return ()
+    if ddp not in _UNREDUCED:
+        ignored = ddp.parameters_to_ignore
+        inside = [p for name, p in ddp.module.named_parameters() if name not in ignored]
+        reduced = _reduced_by(ddp, len(inside))
+        found = () if reduced is None else tuple(p for p in inside if id(p) not in reduced)
+        _UNREDUCED[ddp] = found
+    return _UNREDUCED[ddp]
+
+
+def _reduced_by(ddp: Any, count: int) -> set[int] | None:
+    """Ids of the parameters that DDP's reducer has; None: all ``count`` of them. A torch that does
+    not tell: none, so each rank keeps its own of what is trained."""
+    try:
+        if ddp._get_ddp_logging_data()["num_parameter_tensors"] == count:
+            return None
+        # Gradients in zeros, for a moment; only of a model that is frozen in part.
+        buckets = ddp.reducer._get_zeros_like_grad_buckets()
+        return {id(parameter) for bucket in buckets for parameter in bucket.parameters()}
+    except (AttributeError, KeyError, RuntimeError):
+        return set()
+
+
+_LOCAL_SGD = "torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook"
+
+
+def before_update(state: State, gate: Callable[[str], None]) -> Callable[[str], None]:
+    """``gate``, and before it a look at what DDP is about to let each rank update by itself.
+
+    One rank writes for all what ranks under DDP have in common; once they consume different
+    gradients they have nothing in common, and a base would mix what several of them hold. So such
+    an update is refused, with nothing changed. Seen are optimizer steps within ``no_sync()``,
+    uneven inputs (``Join``) and local SGD (``post_localSGD_hook``); what a program does to
+    gradients behind DDP's back is not.
+    """
+    if state.ranks.world == 1:
+        return gate
+    found = [(key, p.outer) for key, p in state.providers.items() if isinstance(p, ModuleProvider)]
+    ddps = [(section, ddp) for section, module in found if (ddp := ddp_in(module)) is not None]
+    if not ddps:
+        return gate
+    updated: dict[tuple[str, int], list[tuple[str, Any]]] = {}
+
+    def look(key: str) -> None:
+        groups = state.optimizers[key].param_groups
+        if (at := (key, len(groups))) not in updated:
+            theirs = {id(parameter) for group in groups for parameter in group["params"]}
+            updated[at] = [one for one in ddps if not theirs.isdisjoint(reduced_in(one[1]))]
+        for section, ddp in updated[at]:
+            if (why := _why_apart(ddp)) is not None:
+                raise UnsupportedStateError(
+                    f'the ranks would part from each other: "{section}" is in '
+                    f"DistributedDataParallel, and {why}; nothing was updated",
+                    leaves=((section, why),),
+                    rank=state.ranks.rank,
+                    hint=f'give {{"{section}": ddp.module}}: each rank saves its own then',
+                )
+        gate(key)
+
+    return look
+
+
+def _why_apart(ddp: nn.parallel.DistributedDataParallel) -> str | None:
+    if not ddp.require_backward_grad_sync:
+        return "its optimizer is called within no_sync()"
+    join: Any = ddp._join_config
+    if join.enable and not join.throw_on_early_termination:
+        return (
+            "inputs may be uneven (Join): a rank that runs out makes fewer updates (with "
+            "throw_on_early_termination=True it ends the step of all)"
+        )
+    hooks = sys.modules.get(_LOCAL_SGD)  # not loaded: nobody uses it
+    if hooks is not None and any(
+        isinstance(kept, hooks.PostLocalSGDState) for _, kept in ddp._comm_hooks
+    ):
+        return "its gradients are reduced within groups of ranks only (post_localSGD_hook)"
+    return None

@@ -16,14 +16,13 @@ from torch.optim import Optimizer
 
 from everstep.replay.own import build, own_step
 from everstep.state.layout.entries import Entry
+from everstep.state.providers.modules import ModuleProvider
 from everstep.state.providers.optimizers import OptimizerProvider
-from everstep.state.providers.provider import ModuleProvider
 from everstep.state.providers.zero import acting
 from everstep.state.survey.survey import Shape
 from everstep.state.training_state import State
-from everstep.state.values.dtensors import local_of
 from everstep.state.values.objects import join_path
-from everstep.state.values.tensors import stored_form
+from everstep.state.values.tensors import local_of, stored_form
 
 __all__ = ["behind_first_update"]
 

@@ -19,9 +19,9 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from everstep.state.loaders.positions import POSITIONS, fetches_ahead, is_followed
 from everstep.state.providers.plain import PlainProvider
-from everstep.state.providers.provider import StatefulProvider, restores_data
+from everstep.state.providers.stateful import StatefulProvider, restores_data
 from everstep.state.training_state import State
-from everstep.state.values.rng import RngStates
+from everstep.state.values.generators import RngStates
 
 __all__ = ["FirstBatches"]
 

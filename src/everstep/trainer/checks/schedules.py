@@ -16,7 +16,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from everstep.errors import StateError
 from everstep.state.providers.optimizers import unwrapped
-from everstep.state.providers.provider import StatefulProvider
+from everstep.state.providers.stateful import StatefulProvider
 from everstep.state.training_state import State
 from everstep.state.values.referrers import holders_of
 from everstep.trainer.checks.strangers import is_held, is_ours, kind_of

@@ -37,8 +37,7 @@ from everstep.errors import StateError
 from everstep.state.providers.optimizers import unwrapped
 from everstep.state.survey.ownership import Memory, Spans, memory_of
 from everstep.state.training_state import State, some_of
-from everstep.state.values.dtensors import local_of
-from everstep.state.values.tensors import why_not_storable
+from everstep.state.values.tensors import local_of, why_not_storable
 
 __all__ = ["Strangers", "is_held", "is_ours", "kind_of"]
 

@@ -37,8 +37,7 @@ from everstep.state.layout.names import GRADIENT, HYPER
 from everstep.state.layout.shards import ShardLayout, overlaps
 from everstep.state.providers.zero import acting
 from everstep.state.training_state import State
-from everstep.state.values.dtensors import is_dtensor, local_of
-from everstep.state.values.tensors import byte_view, dtype_code
+from everstep.state.values.tensors import byte_view, dtype_code, is_dtensor, local_of
 from everstep.state.values.tree import split
 
 __all__ = ["Consumed", "Consumption"]

@@ -15,7 +15,7 @@ from torch import nn
 
 from everstep.compress.training import Compressor
 from everstep.link.recordable import compressors_of, exchanges_of
-from everstep.state.providers.provider import ModuleProvider
+from everstep.state.providers.modules import ModuleProvider
 from everstep.state.training_state import State
 
 __all__ = ["residual_bytes", "tell_of_lost_residuals"]

@@ -29,8 +29,7 @@ from everstep.state.ranks.log_shares import updated_elsewhere
 from everstep.state.survey.ownership import memory_of, slots_of
 from everstep.state.survey.survey import Shape, Survey, same_objects
 from everstep.state.training_state import State
-from everstep.state.values.dtensors import local_of
-from everstep.state.values.tensors import host_bytes, why_not_storable
+from everstep.state.values.tensors import host_bytes, local_of, why_not_storable
 
 __all__ = ["LOOKED_AT_FIRST", "LOOK_EVERY", "Owned", "Untold"]
 

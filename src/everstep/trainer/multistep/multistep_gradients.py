@@ -36,7 +36,7 @@ from everstep.seams.gather import Gather
 from everstep.state.layout.lru import RecentLayouts
 from everstep.state.layout.names import GRADIENT
 from everstep.state.layout.shards import ShardLayout
-from everstep.state.providers.provider import unwrap
+from everstep.state.providers.modules import unwrap
 from everstep.state.training_state import State
 
 __all__ = ["GradientCheck", "GradientPlaces", "GraphMemory", "HeldGradients", "are_alone"]

@@ -22,8 +22,8 @@ from everstep.capture.versions import Versions
 from everstep.link.samples import Samples
 from everstep.restore.redo.owned import parameter_names
 from everstep.state.layout.shards import ShardLayout
+from everstep.state.providers.modules import ModuleProvider
 from everstep.state.providers.optimizers import OptimizerProvider
-from everstep.state.providers.provider import ModuleProvider
 from everstep.state.ranks.log_shares import updated_elsewhere
 from everstep.state.survey.ownership import Owner
 from everstep.state.survey.survey import Shape, same_objects

@@ -20,8 +20,8 @@ from everstep.link.save import as_ours
 from everstep.seams import Clock
 from everstep.state.layout.names import GRADIENT, UPDATE_OBJECT
 from everstep.state.training_state import State
-from everstep.state.values.dtensors import is_dtensor
 from everstep.state.values.objects import encode
+from everstep.state.values.tensors import is_dtensor
 from everstep.trainer.log.consumed import Consumption
 from everstep.trainer.multistep.multistep_choice import Choice
 from everstep.trainer.multistep.multistep_gradients import (

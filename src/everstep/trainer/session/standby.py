@@ -18,8 +18,8 @@ from everstep.link.save import Save, done
 from everstep.replay.exactness import exactness, is_elementwise, kind_name
 from everstep.seams import Clock
 from everstep.seams.processes.conditions import all_over, is_over
+from everstep.state.providers.modules import ModuleProvider
 from everstep.state.providers.optimizers import OptimizerProvider
-from everstep.state.providers.provider import ModuleProvider
 from everstep.state.providers.zero import acting
 from everstep.state.ranks.log_shares import written_apart
 from everstep.state.survey.survey import Survey

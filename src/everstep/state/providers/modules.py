@@ -1,0 +1,231 @@
+"""Provider of a module."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from everstep.state.layout.entries import Entry
+from everstep.state.providers.gradients import forget_iteration
+from everstep.state.providers.provider import RestorePlan, Saved, difference, same_memory
+from everstep.state.survey.guards import ModuleProof, canonical_key
+from everstep.state.survey.survey import Block, Part, look_at, same_objects
+from everstep.state.values.objects import TensorRef
+from everstep.state.values.tensors import stored_form
+
+__all__ = ["ModuleProvider", "ParameterNames", "unwrap"]
+
+
+_FSDP2 = "torch.distributed.fsdp._fully_shard"
+
+
+_FSDP2_HOOKS = (
+    (
+        f"{_FSDP2}._fsdp_param_group",
+        "FSDPParamGroup._register_state_dict_hooks.<locals>.to_sharded_hook",
+    ),
+    (f"{_FSDP2}._fsdp_param", "FSDPParam.__init__.<locals>.<lambda>"),
+)
+
+
+def unwrap(module: nn.Module) -> nn.Module:
+    """The user's own module inside DistributedDataParallel and ``torch.compile`` wrappers, and
+    inside Lightning Fabric's, whose ``state_dict()`` is that of the module in it."""
+    while True:
+        if isinstance(module, nn.parallel.DistributedDataParallel):
+            module = module.module
+        elif hasattr(module, "_forward_module") and isinstance(
+            getattr(module, "_original_module", None), nn.Module
+        ):
+            module = module._original_module  # type: ignore[assignment]
+        elif isinstance(getattr(module, "_orig_mod", None), nn.Module):
+            module = module._orig_mod  # type: ignore[assignment]
+        else:
+            return module
+
+
+def _is_bare(module: nn.Module) -> bool:
+    """Whether a module without a wrapper looks up attributes as torch does: then it is not wrapped
+    without a change of its class or its members."""
+    return unwrap(module) is module and type(module).__getattr__ is nn.Module.__getattr__
+
+
+class ParameterNames:
+    """Names of the parameters of all modules of the state, by ``id(parameter)``.
+
+    A name is ``"section.key"``; of several names for one parameter the first is taken.
+
+    Args:
+        modules: all of them by section; may get more until names are asked for.
+
+    Attributes:
+        asks_gradients: which parameters have a gradient may be looked at.
+    """
+
+    def __init__(self, modules: Mapping[str, ModuleProvider]) -> None:
+        self._modules = modules
+        self.asks_gradients = True
+        self._proofs: list[ModuleProof] = []
+        self._names: dict[int, str] | None = None
+
+    def now(self) -> dict[int, str]:
+        """The names, looked up now."""
+        names: dict[int, str] = {}
+        for provider in self._modules.values():
+            for key, parameter in provider.named_parameters():
+                names.setdefault(id(parameter), f"{provider.section}.{key}")
+        return names
+
+    def as_looked_at(self) -> Mapping[int, str]:
+        """The names, right after all modules were looked at: the same object as before if it is
+        proven that nothing has changed."""
+        proofs = [provider.proof for provider in self._modules.values()]
+        known = [proof for proof in proofs if proof is not None]
+        if len(known) < len(proofs):
+            return self.now()
+        if self._names is None or not same_objects(known, self._proofs):
+            self._proofs, self._names = known, self.now()
+        return self._names
+
+
+class ModuleProvider:
+    """An ``nn.Module``, through its ``state_dict``.
+
+    Attributes:
+        proof: that the module has not changed since it was looked at; None where that cannot
+            be proven, or was not tried yet.
+    """
+
+    def __init__(self, section: str, module: nn.Module) -> None:
+        self.section = section
+        self._outer = module
+        self._blocks: tuple[Block, ...] = ()  # found last
+        self._bare = False
+        self.proof: ModuleProof | None = None
+
+    @property
+    def outer(self) -> nn.Module:
+        """As the user gave it, wrappers included."""
+        return self._outer
+
+    @property
+    def _module(self) -> nn.Module:
+        return unwrap(self._outer)
+
+    def collect(self) -> dict[str, Any]:
+        return {canonical_key(key): value for key, value in self._state_dict().items()}
+
+    def look(self) -> Part:
+        # As long as one without a wrapper is proven to be as it was, it has got none.
+        module = self._outer if self.proof is not None and self._bare else self._module
+        if self.proof is None or not self.proof.holds(module):
+            self.proof = None
+            part = look_at(self.collect(), self.section, self._blocks)
+            self._blocks = part.blocks
+            module = self._module
+            self._bare = _is_bare(self._outer)
+            self.proof = ModuleProof.of(module, part)
+            if self.proof is None:
+                return part
+        return self.proof.part
+
+    def plan(self, saved: Saved, live: Mapping[str, torch.Tensor]) -> RestorePlan:
+        plan = RestorePlan(tree={})
+        mine = self.collect()
+        memory = dict(self.memory())
+        if not isinstance(saved.tree, dict):
+            kind = "no module in the checkpoint, one in the state"
+            return RestorePlan.without([(self.section, kind)])
+        for key in mine:
+            if key not in saved.tree:
+                plan.mismatches.append((f"{self.section}/{key}", "not in the checkpoint"))
+        for key, value in saved.tree.items():
+            name = f"{self.section}/{key}"
+            if key not in mine:
+                plan.mismatches.append((name, "in the checkpoint, not in the model"))
+                continue
+            tensor = mine[key]
+            if not isinstance(value, TensorRef) and isinstance(tensor, torch.Tensor):
+                if key in memory:  # other state of a module may be of another kind each time
+                    plan.mismatches.append((name, "no tensor in the checkpoint, one in the model"))
+                    continue
+            elif isinstance(value, TensorRef) and isinstance(tensor, torch.Tensor):
+                entry = saved.entries[value.name]
+                problem = difference(entry, tensor)
+                if problem and not self._grows(key, entry):
+                    plan.mismatches.append((name, problem))
+                    continue
+                if not problem and same_memory(memory.get(key), tensor):
+                    plan.in_place[value.name] = tensor
+            plan.tree[key] = value
+        return plan
+
+    def restore(self, tree: Any, *, strict: bool) -> list[str]:
+        notes = forget_iteration(self._outer)
+        if not self._needs_load(tree):
+            return notes  # every tensor was read into the module's own memory
+        keys = {canonical_key(key): key for key in self._state_dict()}
+        state = OrderedDict((keys.get(key, key), value) for key, value in tree.items())
+        self._module.load_state_dict(state, strict=strict)
+        return notes
+
+    def _state_dict(self) -> dict[str, Any]:
+        return self._module.state_dict()
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Parameters by canonical key, each once."""
+        for key, parameter in self._module.named_parameters():
+            yield canonical_key(key), parameter
+
+    def memory(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """The module's own parameters and buffers, by canonical key."""
+        for key, parameter in self._module.named_parameters(remove_duplicate=False):
+            yield canonical_key(key), parameter
+        for key, buffer in self._module.named_buffers(remove_duplicate=False):
+            yield canonical_key(key), buffer
+
+    def _grows(self, key: str, entry: Entry) -> bool:
+        """Whether a buffer is a placeholder of a module with its own way of loading, which gives it
+        the shape of what is saved: ranges and scales of torch's quantization, up to the first
+        batch."""
+        owner, _, name = key.rpartition(".")
+        try:
+            module = self._module.get_submodule(owner)
+        except AttributeError:
+            return False
+        buffer = module._buffers.get(name)
+        if buffer is None or buffer.numel() > 1 or _from_torch(module._load_from_state_dict):
+            return False
+        live = stored_form("", buffer)
+        return (live.dtype, live.logical_dtype) == (entry.dtype, entry.logical_dtype)
+
+    def _needs_load(self, tree: Mapping[str, Any]) -> bool:
+        """Whether ``load_state_dict`` has anything to do beyond filling the module's memory."""
+        memory = dict(self.memory())
+        if any(not same_memory(memory.get(key), value) for key, value in tree.items()):
+            return True
+        if not _from_torch(self._module.load_state_dict):
+            return True
+        return any(
+            not all(map(_is_of_fsdp2, module._load_state_dict_pre_hooks.values()))
+            or not all(map(_is_of_fsdp2, module._load_state_dict_post_hooks.values()))
+            or not _from_torch(module._load_from_state_dict)
+            for module in self._module.modules()
+        )
+
+
+def _from_torch(method: Any) -> bool:
+    """Whether it is torch's own; a user's override may do more than fill tensors."""
+    return str(getattr(method, "__module__", "")).startswith("torch.nn.")
+
+
+def _is_of_fsdp2(hook: Any) -> bool:
+    """Whether a hook is FSDP2's: before loading it brings parameters into their sharded form, and
+    behind it it follows those that others have taken the place of. Where parameters are the memory
+    that was read into, nothing of that is left to do; and to copy each DTensor onto itself would
+    take longer than to read all of them."""
+    return (getattr(hook, "__module__", ""), getattr(hook, "__qualname__", "")) in _FSDP2_HOOKS
