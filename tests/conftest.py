@@ -8,7 +8,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from tests.leftovers import MARK, SHARED_MEMORY, left_behind, shared_memory_names
+from tests.support.leftovers import MARK, SHARED_MEMORY, left_behind, shared_memory_names
 
 # Before torch is imported, and inherited by every child process of a test.
 for _name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
@@ -48,8 +48,8 @@ from everstep.bench.workloads.training import (  # noqa: E402
 )
 from everstep.replay import engine  # noqa: E402
 from everstep.seams import failpoints  # noqa: E402
-from tests.keepers import end_keepers  # noqa: E402
-from tests.trainers import end_server  # noqa: E402
+from tests.support.keepers import end_keepers  # noqa: E402
+from tests.support.trainers import end_server  # noqa: E402
 
 SEED = 20240229
 

@@ -39,8 +39,8 @@ from everstep.bench.step.options import NONE, Setting, Training
 from everstep.bench.workloads import make_deterministic
 from everstep.capture.lanes.emulated import EmulatedLink
 from everstep.errors import EverstepError, OptionError
-from tests.unit.stalls import block_of, ideal_of, invoke, row_of
-from tests.unit.stalls import interval_of as rounds_of
+from tests.support.stalls import block_of, ideal_of, invoke, row_of
+from tests.support.stalls import interval_of as rounds_of
 
 TINY = Training(params=100_000, batch=1)
 

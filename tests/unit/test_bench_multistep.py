@@ -39,7 +39,7 @@ from everstep.bench.stall.loop import seeded_single_thread
 from everstep.errors import EverstepError, OptionError
 from everstep.plan.multistep import lower_bound_s, overlap
 from everstep.plan.multistep_cut import best_cut
-from tests.unit.stalls import invoke
+from tests.support.stalls import invoke
 
 LENGTHS = Lengths(0.03, 0.06, 0.01)
 STATE_BYTES, GRADIENT_BYTES = 12_000_000, 4_000_000

@@ -29,7 +29,7 @@ from everstep.capture.lanes.lane import CpuLane
 from everstep.errors import UnavailableError
 from everstep.options import Method
 from everstep.state.values.tensors import byte_view
-from tests.unit.stalls import ideal_of, interval_of, invoke, report_of, row_of, saved
+from tests.support.stalls import ideal_of, interval_of, invoke, report_of, row_of, saved
 
 TIMEOUT_S = 60.0
 

@@ -17,7 +17,7 @@ from everstep.bench.step.recovery import (
     measure_recovery,
     measure_replay,
 )
-from tests.unit.replays import assert_same_bits
+from tests.support.replays import assert_same_bits
 
 TINY = 200_000
 

@@ -28,7 +28,7 @@ from everstep.bench.stall.report import StallReport
 from everstep.errors import (
     OptionError,
 )
-from tests.unit.stalls import (
+from tests.support.stalls import (
     block_of,
     ideal_of,
     interval_of,

@@ -45,7 +45,7 @@ from everstep.errors import (
     UnavailableError,
 )
 from everstep.seams import Seams
-from tests.unit.stalls import (
+from tests.support.stalls import (
     invoke,
     shown_by,
 )

@@ -41,7 +41,7 @@ from everstep.bench.step.options import (
 from everstep.bench.step.ours import Ours, missing
 from everstep.bench.step.rate import measure_rate
 from everstep.errors import EverstepError, OptionError, OutOfSpaceError
-from tests.unit.stalls import invoke
+from tests.support.stalls import invoke
 
 TINY = Training(params=100_000, batch=1)
 NOWHERE = SimpleNamespace(begin=lambda what, total: None, advance=lambda what: None)

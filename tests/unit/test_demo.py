@@ -55,8 +55,8 @@ from everstep.bench.workloads import Training
 from everstep.cli import app
 from everstep.errors import FormatError, KeeperError, OptionError, RecoveryError
 from everstep.state.values.objects import encode
-from tests.leftovers import MARK, processes_marked
-from tests.trainers import start_trainer
+from tests.support.leftovers import MARK, processes_marked
+from tests.support.trainers import start_trainer
 
 MakeTraining = Callable[[int], Training]
 

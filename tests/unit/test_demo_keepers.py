@@ -25,8 +25,8 @@ from everstep.seams.files.locks import lock_file
 from everstep.seams.files.posix import PosixFileSystem
 from everstep.seams.processes.processes import process_gone
 from everstep.seams.processes.runtime import runtime_folder
-from tests.leftovers import MARK, processes_marked
-from tests.unit.fakekeeper import PROGRAM, TIMEOUT_S, end, planned, running, started
+from tests.support.fakekeeper import PROGRAM, TIMEOUT_S, end, planned, running, started
+from tests.support.leftovers import MARK, processes_marked
 
 
 def begun(run: Path) -> SpawnOptions:

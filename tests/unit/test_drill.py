@@ -36,7 +36,7 @@ from everstep.drill.scenario import Drill, _into, compare, median_step_s
 from everstep.drill.show import introduce, present, progress_display
 from everstep.errors import OptionError, UnavailableError
 from everstep.options import presets
-from tests.unit.world import TIMEOUT_S
+from tests.support.world import TIMEOUT_S
 
 # --- Options ----------------------------------------------------------------------------
 

@@ -20,10 +20,10 @@ from everstep.drill.network import why_no_namespaces
 from everstep.drill.plan import drill_plan
 from everstep.drill.report import DrillReport, Outcome
 from everstep.drill.run import run_drill
-from tests.leftovers import MARK, processes_marked
-from tests.unit.objectstore import weed
+from tests.support.leftovers import MARK, processes_marked
+from tests.support.objectstore import weed
+from tests.support.world import TIMEOUT_S
 from tests.unit.test_drill import Silent
-from tests.unit.world import TIMEOUT_S
 
 pytestmark = pytest.mark.slow
 

@@ -62,7 +62,7 @@ _C = BaseId(1, 30)
 
 
 class Store(Protocol):
-    """What holds copies: see :class:`everstep.keeper.held.peer_store.PeerStore`."""
+    """What holds copies: see :class:`everstep.keeper.held.peer_base_store.PeerStore`."""
 
     @property
     def used_bytes(self) -> int: ...

@@ -18,7 +18,7 @@ from everstep.keeper.log.attached import Attached
 from everstep.keeper.log.histories import Histories
 from everstep.keeper.log.log import LogStore, open_log
 from everstep.link.channel import BackgroundChannel
-from everstep.link.log_layouts import take_layout
+from everstep.link.log_records import take_layout
 from everstep.link.messages import identity_from_wire
 from everstep.seams import Seams
 

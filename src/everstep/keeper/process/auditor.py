@@ -19,7 +19,7 @@ from everstep.errors import AuditError, DeadlineError, EverstepError
 from everstep.format.names import AUDIT_RECORD, base_dir
 from everstep.format.records import AuditRecord
 from everstep.keeper.log.logs import Logs
-from everstep.link.seat import Seat
+from everstep.link.job_session import Seat
 from everstep.run.audits import audit_in_words
 from everstep.run.scan import newest_timeline, scan_run
 from everstep.seams import Clock, Seams

@@ -21,16 +21,16 @@ from everstep.commit.lineage import BaseId
 from everstep.errors import EverstepError, KeeperError, StateError
 from everstep.format.plan import BasePlan
 from everstep.format.writer import ChunkRing, Written
-from everstep.keeper.held.holding import Holding
-from everstep.keeper.held.looks import Look
+from everstep.keeper.held.newest_capture import Holding, Look
 from everstep.keeper.log.attached import Attached
 from everstep.keeper.log.logs import Logs
-from everstep.keeper.persist.local import LocalKeeper
+from everstep.keeper.persist.local_keeper import LocalKeeper
 from everstep.keeper.replica.rebuilds import Rebuilds
 from everstep.keeper.replica.replicas import Replicas
 from everstep.keeper.ship.peers import Peers
 from everstep.link.capture import Capture, Incoming
 from everstep.link.channel import BackgroundChannel
+from everstep.link.job_session import Seat, no_mailbox
 from everstep.link.messages import (
     identity_from_wire,
     identity_to_wire,
@@ -38,7 +38,6 @@ from everstep.link.messages import (
     parts_of,
 )
 from everstep.link.save import Save
-from everstep.link.seat import Seat, no_mailbox
 from everstep.link.wire import error_from_wire, error_to_wire
 from everstep.seams import Seams
 from everstep.seams.failpoints import failpoint

@@ -19,9 +19,9 @@ from typing import Any
 from everstep.arena.memory import Arena
 from everstep.errors import EverstepError, KeeperError, KeeperTimeoutError
 from everstep.format.writer import ChunkRing
-from everstep.keeper.held.holding import Holding
+from everstep.keeper.held.newest_capture import Holding
 from everstep.keeper.log.attached import Attached
-from everstep.keeper.persist.local import CHUNKS, WRITERS, LocalKeeper
+from everstep.keeper.persist.local_keeper import CHUNKS, WRITERS, LocalKeeper
 from everstep.keeper.process.duties import HANDLERS, Duties
 from everstep.link.messages import PROTOCOL
 from everstep.link.wire import Connection, accept, error_to_wire

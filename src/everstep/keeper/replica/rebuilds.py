@@ -19,9 +19,9 @@ from everstep.format.names import TIMELINE_RECORD, timeline_dir
 from everstep.format.plan import BasePlan
 from everstep.format.reader import read_record_bytes
 from everstep.format.records import TimelineRecord
-from everstep.keeper.held.holding import Holding
+from everstep.keeper.held.newest_capture import Holding
 from everstep.keeper.log.attached import Attached
-from everstep.keeper.persist.local import LocalKeeper
+from everstep.keeper.persist.local_keeper import LocalKeeper
 from everstep.keeper.replica.fuzzy import leave_fuzzy
 from everstep.link.assembly import Assembly, PartialUpdate, assembly_from_wire
 from everstep.link.capture import Capture

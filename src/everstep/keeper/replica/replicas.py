@@ -13,10 +13,10 @@ from everstep.errors import EverstepError
 from everstep.format.names import TIMELINE_RECORD, timeline_dir
 from everstep.format.reader import read_record_bytes
 from everstep.format.records import TimelineRecord
-from everstep.keeper.held.holding import Holding
+from everstep.keeper.held.newest_capture import Holding
 from everstep.keeper.log.attached import Attached
 from everstep.keeper.log.log import LogStore
-from everstep.keeper.persist.local import LocalKeeper
+from everstep.keeper.persist.local_keeper import LocalKeeper
 from everstep.keeper.replica.replica import Ask, Replica, ReplicaLimits
 from everstep.link.capture import Capture
 from everstep.link.samples import Samples
@@ -24,7 +24,7 @@ from everstep.link.wire import error_to_wire
 from everstep.seams.files.filesystem import FileSystem
 
 if TYPE_CHECKING:  # one rank does without
-    from everstep.keeper.persist.commits import RankCommits
+    from everstep.keeper.persist.rank_commits import RankCommits
 
 __all__ = ["Replicas"]
 

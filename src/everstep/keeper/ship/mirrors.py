@@ -13,14 +13,14 @@ from everstep.commit.lineage import BaseId
 from everstep.errors import DeadlineError, EverstepError
 from everstep.format.header import ShardIdentity
 from everstep.keeper.log.log import LogStore
-from everstep.keeper.persist.commits import RankCommits
+from everstep.keeper.persist.rank_commits import RankCommits
 from everstep.keeper.ship.log_mirror import LogMirror
 from everstep.keeper.ship.lossy_log import shrinking
 from everstep.keeper.ship.mirror import Mirror
 from everstep.keeper.ship.place import CopyPlace
 from everstep.keeper.ship.rank_mirror import Followed, FollowingMirror, LeadingMirror
+from everstep.link.job_session import Seat
 from everstep.link.keeper_stats import KeeperStats
-from everstep.link.seat import Seat
 from everstep.seams import Seams
 from everstep.seams.files.moving import MovingFileSystem
 from everstep.tiers.options import TierOptions

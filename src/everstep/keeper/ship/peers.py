@@ -12,13 +12,13 @@ from everstep.errors import EverstepError
 from everstep.format.names import TIMELINE_RECORD, timeline_dir
 from everstep.format.reader import read_record_bytes
 from everstep.format.records import FileRecord, Marker
-from everstep.keeper.held.holding import Holding
+from everstep.keeper.held.newest_capture import Holding
+from everstep.keeper.held.peer_base_store import PeerStore
 from everstep.keeper.held.peer_log_store import PeerLogStore
-from everstep.keeper.held.peer_store import PeerStore
 from everstep.keeper.log.held import base_from_wire, base_to_wire, log_to_wire
 from everstep.keeper.log.log import LogStore
+from everstep.link.job_session import Seat
 from everstep.link.keeper_stats import KeeperStats
-from everstep.link.seat import Seat
 from everstep.restore.fetch.held import HeldBase
 from everstep.restore.fetch.peer_copy import files_over
 from everstep.run.scan import scan_base
@@ -27,7 +27,7 @@ from everstep.tiers.options import PeerOptions
 
 if TYPE_CHECKING:  # loaded where there are several ranks
     from everstep.keeper.held.memory_bases import IsPast, MemoryBases
-    from everstep.keeper.persist.commits import RankCommits
+    from everstep.keeper.persist.rank_commits import RankCommits
     from everstep.keeper.ship.log_sender import LogSenderStats
     from everstep.keeper.ship.replicator import Replicator, ReplicatorStats, Source
 

@@ -31,10 +31,10 @@ from everstep.commit.job.steps import Send
 from everstep.commit.lineage import BaseId
 from everstep.commit.peers import Rounds
 from everstep.errors import EverstepError, KeeperError
+from everstep.keeper.held.peer_base_store import PeerStore
 from everstep.keeper.held.peer_log_store import PeerLogStore
-from everstep.keeper.held.peer_store import PeerStore
 from everstep.keeper.ship.log_sender import LogSender
-from everstep.link.seat import Seat
+from everstep.link.job_session import Seat
 from everstep.restore.fetch.held import HeldBase
 from everstep.seams.clock import Clock
 

@@ -1,6 +1,7 @@
 """Keepers on this machine that serve no rank of this job: of ranks that trained in another number,
 or of this one, if it makes do without a keeper process now. What they have in memory is looked at,
-and left with them (``adr/033``). One whose training process lives is left to it: that is another
+and left with them (``docs/design/ranks.md``). One whose training process lives is left to it: that
+is another
 job on this path, or a part of this one."""
 
 from __future__ import annotations

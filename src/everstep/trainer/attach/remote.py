@@ -21,7 +21,7 @@ from everstep.link.assembly import Assembly, assembly_to_wire
 from everstep.link.capture import Capture
 from everstep.link.channel import BackgroundChannel
 from everstep.link.keeper_stats import KeeperStats
-from everstep.link.log_layouts import LogLayouts
+from everstep.link.log_records import LogLayouts
 from everstep.link.messages import OBJECT_PART_BYTES, begin_to_wire, layout_to_wire, parts_of
 from everstep.link.samples import Samples
 from everstep.link.save import Save, done, failed

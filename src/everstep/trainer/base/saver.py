@@ -24,7 +24,7 @@ from everstep.errors import (
 )
 from everstep.format.header import ShardIdentity
 from everstep.format.plan import BasePlan
-from everstep.keeper.persist.local import LocalKeeper
+from everstep.keeper.persist.local_keeper import LocalKeeper
 from everstep.link.capture import Capture, Incoming
 from everstep.link.channel import BackgroundChannel
 from everstep.link.pool import CapturePool, Room

@@ -15,7 +15,7 @@ from everstep.arena import PAGE_BYTES
 from everstep.arena.memory import CONTROL_BYTES, PROGRESS_WORDS
 from everstep.config.options import History, Options
 from everstep.errors import OutOfSpaceError
-from everstep.link.record_memory import RECORD_BYTES
+from everstep.link.log_records import RECORD_BYTES
 from everstep.seams.machine import file_bytes_max, memory_available_bytes
 from everstep.state.layout.entries import Entry
 from everstep.state.layout.names import is_reserved

@@ -27,7 +27,7 @@ from everstep.errors import (
 from everstep.format.names import RUN_RECORD, TEMPORARY_SUFFIX
 from everstep.format.records import Manifest, RunRecord
 from everstep.format.writer import ChunkRing
-from everstep.link.seat import Seat, no_mailbox
+from everstep.link.job_session import Seat, no_mailbox
 from everstep.restore.fetch.held import Recalled
 from everstep.restore.fetch.lent_files import opens_in
 from everstep.restore.fetch.node_reads import NodeStart, memory_name

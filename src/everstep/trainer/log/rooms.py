@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 import torch
 
 from everstep.format.log import RecordHead
+from everstep.link.log_records import RECORD_BYTES
 from everstep.link.pool import CapturePool, Room
-from everstep.link.record_memory import RECORD_BYTES
 from everstep.link.recordable import LogKeeper
 from everstep.trainer.log.disklog import DiskLog
 

@@ -1,4 +1,5 @@
-"""Where the ranks of a job end a base that they capture over several steps (``adr/040``).
+"""Where the ranks of a job end a base that they capture over several steps
+(``docs/design/multistep.md``).
 
 A base is whole only if every rank has its part of the very same step. Into how many parts each of
 them cuts its own follows from what it has measured, so when a base is due each says how many

@@ -9,7 +9,7 @@ from pathlib import PurePath
 from typing import Any
 
 from everstep.format.writer import ChunkRing
-from everstep.link.seat import Seat
+from everstep.link.job_session import Seat
 from everstep.restore.fetch.held import Recalled
 from everstep.restore.start.folder import refuse_unresumed
 from everstep.restore.start.resume import OfSeveralError, Resumed, open_timeline, resume
