@@ -289,7 +289,7 @@ class Checkpointer:
         with self._joint.answering(self._step):
             self._updates.settle()
             self._watched.ended(self._step)
-            with self._channel.told_last():
+            with self._channel.raising_storage_errors_last():
                 self._end_step()
 
     def _end_step(self) -> None:
@@ -530,7 +530,7 @@ class Checkpointer:
         self._timeline = timeline
         self._state.descends_exactly = exact
         self._joint.began()
-        self._keepers.serve(timeline, verified, self._starts.seat)
+        self._keepers.serve(timeline, verified, self._starts.job_session)
         self._take_over(seen)
 
     def _take_over(self, seen: Survey | None = None) -> None:

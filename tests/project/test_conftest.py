@@ -14,10 +14,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from everstep.bench.workloads.training import Training
 from everstep.link.registry import keeper_files
 from everstep.link.spawn import SpawnOptions, connect, spawn_keeper
 from everstep.seams import failpoints
+from everstep.workloads.training import Training
 from tests.support.keepers import end_keepers
 from tests.support.leftovers import (
     MARK,

@@ -24,6 +24,8 @@ CITED = re.compile(
 LINK = re.compile(r"\]\((?P<path>[^)#: ]*)(?:#(?P<heading>[\w-]+))?\)")
 SOURCE_PATH = re.compile(r"`((?:src|tests|docs|bench|scripts)/[\w/.-]+\.\w+)`")
 
+TEST_FILE = re.compile(r"[\w/]*\btest_\w+\.py\b")
+
 
 def headings(page: Path) -> set[str]:
     """Return the anchors that GitHub gives the headings of a page."""
@@ -80,6 +82,10 @@ def test_links_and_paths_of_a_page_exist(page: Path) -> None:
     for path in SOURCE_PATH.findall(text):
         if not (ROOT / path).exists():
             wrong.append(f"{path} does not exist")
+    tests = [str(path) for path in (ROOT / "tests").rglob("test_*.py")]
+    for name in TEST_FILE.findall(text):
+        if not any(test.endswith("/" + name) for test in tests):
+            wrong.append(f"no test file {name}")
     for match in CITED.finditer(text):
         if match["number"] and not list(DOCS.glob(f"adr/{match['number']}-*.md")):
             wrong.append(f"no adr/{match['number']}")

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
 from tests.project import ratchets
-from tests.project.tidy import Module, modules_under
+from tests.project.tidy import Module
 
-FOUND = ratchets.measure(modules_under(Path(__file__).parents[2] / "src" / "everstep", "everstep"))
+FOUND = ratchets.measure(ratchets.sources())
 
 
 def test_no_rule_is_broken_anew() -> None:

@@ -13,7 +13,10 @@ from tests.project.tidy import Module
 from tests.project.words import check_words
 
 ROOT = Path(__file__).parents[2]
-SOURCES = tidy.modules_under(ROOT / "src" / "everstep", "everstep")
+SOURCES = [
+    *tidy.modules_under(ROOT / "src" / "everstep", "everstep"),
+    *tidy.modules_under(ROOT / "bench" / "src" / "everstep_bench", "everstep_bench"),
+]
 TESTS = tidy.modules_under(ROOT / "tests", "tests")
 
 Rule = Callable[[Module], list[str]]
@@ -28,7 +31,7 @@ def complaints(rule: Rule, modules: list[Module]) -> list[str]:
 
 def test_sources_were_found() -> None:
     names = {module.name for module in SOURCES}
-    assert {"everstep", "everstep.errors", "everstep.seams.files.posix"} <= names
+    assert {"everstep", "everstep.seams.files.posix", "everstep_bench.drill.plan"} <= names
     assert "tests.project.test_tidy" in {module.name for module in TESTS}
 
 
@@ -93,7 +96,7 @@ def _own_files() -> list[Path]:
     if listed.returncode == 0 and listed.stdout:
         paths = [ROOT / name for name in listed.stdout.split("\0") if name]
     else:
-        folders = [ROOT / name for name in ("src", "tests", "docs", "scripts")]
+        folders = [ROOT / name for name in ("src", "bench", "tests", "docs", "scripts")]
         paths = [*ROOT.iterdir(), *(path for folder in folders for path in folder.rglob("*"))]
     return [path for path in paths if path.is_file() and "__pycache__" not in path.parts]
 
@@ -116,11 +119,14 @@ def module(name: str, source: str, *, is_package: bool = False) -> Module:
         ("everstep.state.values.tree", "from ...commit import machine"),
         ("everstep.commit.machine", "def f():\n    from everstep.run.scan import scan"),
         ("everstep.commit.machine", "from everstep.keeper.persist.local_keeper import Keeper"),
-        ("everstep.keeper.persist.local_keeper", "import everstep.bench.demo as d"),
+        ("everstep.keeper.persist.local_keeper", "import everstep.demo as d"),
         ("everstep.keeper.persist.local_keeper", "from everstep.checkpointer import Checkpointer"),
         ("everstep.checkpointer", "from everstep.testing import SimFileSystem"),
         ("everstep", "from everstep.cli import main"),
-        ("everstep.bench.arms", "if TYPE_CHECKING:\n    from everstep.cli import main"),
+        ("everstep.cli", "import everstep_bench"),
+        ("everstep.cli", "if TYPE_CHECKING:\n    from everstep_bench.cli.bench import app"),
+        ("everstep_bench.arms", "from everstep_bench.cli.common import tell"),
+        ("everstep_bench.arms", "from everstep_bench.drill.plan import DrillPlan"),
         ("everstep.attic", "import os"),
     ],
 )
@@ -138,8 +144,9 @@ def test_import_against_the_order(name: str, source: str) -> None:
         ),
         ("everstep.state.values.tree", "from .entries import Entry"),
         ("everstep.checkpointer", "from everstep.keeper.persist.local_keeper import Keeper"),
-        ("everstep.cli.demo", "import everstep\nfrom everstep import Checkpointer, bench"),
+        ("everstep.cli.demo", "import everstep\nfrom everstep import Checkpointer, demo"),
         ("everstep.__main__", "from everstep.cli import main"),
+        ("everstep_bench.cli.drill", "from everstep_bench.drill.plan import DrillPlan"),
         ("everstep.errors", "import everstepping"),
     ],
 )
@@ -266,7 +273,7 @@ def test_pickle(source: str) -> None:
         "everstep.testing.simfs",
     ):
         assert tidy.check_pickle(module(name, source))
-    assert not tidy.check_pickle(module("everstep.bench.arms", source))
+    assert not tidy.check_pickle(module("everstep_bench.arms", source))
 
 
 def test_no_pickle() -> None:
@@ -295,7 +302,7 @@ def test_sleep(source: str) -> None:
 )
 def test_wait(source: str) -> None:
     assert tidy.check_waits(module("everstep.keeper.a", source))
-    assert not tidy.check_waits(module("everstep.bench.a", source))
+    assert not tidy.check_waits(module("everstep_bench.a", source))
     known = "import threading\nfrom everstep.seams.processes.conditions import Condition\n"
     assert not tidy.check_waits(
         module("everstep.keeper.a", known + "Condition()\nthreading.Lock()")
@@ -361,8 +368,8 @@ def test_print_that_may_fail(name: str, source: str) -> None:
         ("everstep.trainer.session.parts", "from everstep.seams.messages import say\nsay('print')"),
         ("everstep.seams.messages", "print(text, file=stream)"),
         ("everstep.cli.ls", "print(1)"),
-        ("everstep.bench.demo.show", "print(1)"),
-        ("everstep.drill.show", "print(1)"),
+        ("everstep.demo.show", "print(1)"),
+        ("everstep_bench.drill.show", "print(1)"),
         ("everstep.testing.training", "print(1)"),
     ],
 )

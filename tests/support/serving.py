@@ -146,7 +146,7 @@ class Bench:
 
     def held(self) -> int | None:
         """The step that the server has in memory."""
-        return self.server._holding.step
+        return self.server._newest_capture.step
 
     def committed(self) -> set[tuple[int, int]]:
         """Timeline and step of all bases on disk."""

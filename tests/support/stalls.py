@@ -9,14 +9,14 @@ import typer
 from rich.console import Console
 from typer.testing import CliRunner
 
-from everstep.bench.persist.machine import Machine
-from everstep.bench.stall import show
-from everstep.bench.stall.figures import Block, Ideal, Interval, Row
-from everstep.bench.stall.loop import Step
-from everstep.bench.stall.options import StallOptions
-from everstep.bench.stall.report import StallReport
-from everstep.cli.bench import app
 from everstep.cli.common._common import EverstepGroup
+from everstep_bench.cli.bench import app
+from everstep_bench.persist.machine import Machine
+from everstep_bench.stall import show
+from everstep_bench.stall.figures import Block, Ideal, Interval, Row
+from everstep_bench.stall.loop import Step
+from everstep_bench.stall.options import StallOptions
+from everstep_bench.stall.report import StallReport
 
 __all__ = [
     "block_of",

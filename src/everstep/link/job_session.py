@@ -10,11 +10,11 @@ from everstep.commit.lineage import BaseId
 from everstep.commit.peers import peer_of
 from everstep.errors import KeeperError
 
-__all__ = ["Seat", "no_mailbox"]
+__all__ = ["JobSession", "mailbox_error"]
 
 
 @dataclass(frozen=True, slots=True)
-class Seat:
+class JobSession:
     """A rank's place in one start of a job.
 
     Attributes:
@@ -57,7 +57,7 @@ class Seat:
         return asdict(self)
 
     @classmethod
-    def from_wire(cls, fields: Mapping[str, Any]) -> Seat:
+    def from_wire(cls, fields: Mapping[str, Any]) -> JobSession:
         """The inverse of :meth:`to_wire`."""
         return cls(
             fields["session"],
@@ -73,7 +73,7 @@ class Seat:
         )
 
 
-def no_mailbox(host: str, port: int, error: OSError) -> KeeperError:
+def mailbox_error(host: str, port: int, error: OSError) -> KeeperError:
     """The error that no mailbox can be opened."""
     return KeeperError(
         f"no mailbox for the other ranks can be opened at {host}, port {port}: "

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 __all__ = [
     "KeeperStats",
-    "summed",
+    "add_stats",
 ]
 
 
@@ -57,7 +57,7 @@ _NEWEST = ("durable_step", "log_batch_steps")
 _COUNTS = [one.name for one in dataclasses.fields(KeeperStats) if one.name not in _NEWEST]
 
 
-def summed(one: KeeperStats, other: KeeperStats) -> KeeperStats:
+def add_stats(one: KeeperStats, other: KeeperStats) -> KeeperStats:
     """Of both; ``other`` is the newer one."""
     both = KeeperStats(**{name: getattr(one, name) + getattr(other, name) for name in _COUNTS})
     both.durable_step = one.durable_step if other.durable_step is None else other.durable_step

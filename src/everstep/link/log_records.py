@@ -20,8 +20,8 @@ from everstep.state.layout.shards import ShardLayout
 __all__ = [
     "RECORD_BYTES",
     "LogLayouts",
-    "memory_bytes",
-    "take_layout",
+    "receive_layout",
+    "record_memory_bytes",
 ]
 
 
@@ -66,7 +66,7 @@ class LogLayouts:
         return number
 
 
-def take_layout(known: dict[int, ShardLayout], message: dict[str, Any]) -> None:
+def receive_layout(known: dict[int, ShardLayout], message: dict[str, Any]) -> None:
     """The keeper's side of it.
 
     Raises:
@@ -82,7 +82,7 @@ RECORD_BYTES = 2048
 keeper, and 400 in the training process."""
 
 
-def memory_bytes(tensors_bytes: int, objects: Mapping[str, bytes]) -> int:
+def record_memory_bytes(tensors_bytes: int, objects: Mapping[str, bytes]) -> int:
     """Of a record: whole pages of the arena, and what lies beside it."""
     pages = -(-max(1, tensors_bytes) // PAGE_BYTES)
     return pages * PAGE_BYTES + sum(map(len, objects.values())) + RECORD_BYTES

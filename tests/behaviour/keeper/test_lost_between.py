@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from everstep.errors import KeeperError
-from everstep.link.pool import CapturePool, Room
+from everstep.link.pool import Block, CapturePool
 from everstep.trainer.attach.remote import RemoteKeeper
 from everstep.trainer.session.lifetime import finish_at_exit
 from tests.behaviour.keeper.test_lost_waiting import kill_keeper, lost_of
@@ -42,7 +42,7 @@ def test_a_capture_that_is_only_parked_finds_no_keeper(
 ) -> None:
     acquire, killed = CapturePool.acquire, list[KeeperError]()
 
-    def acquire_of_the_dead(pool: CapturePool, *args: Any, **options: Any) -> Room:
+    def acquire_of_the_dead(pool: CapturePool, *args: Any, **options: Any) -> Block:
         if not killed:
             kill_keeper()
             killed.append(lost_of(pool))

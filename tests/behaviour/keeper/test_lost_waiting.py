@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from everstep.errors import EverstepError, KeeperError
-from everstep.link.pool import CapturePool, Room
+from everstep.link.pool import Block, CapturePool
 from everstep.link.registry import list_keepers
 from everstep.options import LogOptions
 from everstep.seams.processes.processes import process_gone
@@ -94,7 +94,7 @@ def test_training_goes_on_when_the_keeper_dies_as_a_base_is_taken(
     """Not before, when another takes its place, and not later, when a base is under way."""
     acquire, killed = CapturePool.acquire, list[KeeperError]()
 
-    def acquire_of_the_dead(pool: CapturePool, *args: Any, **options: Any) -> Room:
+    def acquire_of_the_dead(pool: CapturePool, *args: Any, **options: Any) -> Block:
         if not killed:
             kill_keeper()
             killed.append(lost_of(pool))

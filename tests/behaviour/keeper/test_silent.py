@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from everstep.errors import DeadlineError, EverstepError
-from everstep.link.waiting import Moves
+from everstep.link.waiting import ReplicaProgress
 from everstep.seams.clock import ManualClock
 from everstep.trainer.attach.silence import Silence
 from tests.behaviour.log.test_every_step import World, opened, run_steps
@@ -98,7 +98,7 @@ def test_one_that_nobody_has_listened_to_is_not_accused(monkeypatch: pytest.Monk
 def test_a_replica_that_gets_nowhere_is_not_waited_for() -> None:
     clock = ManualClock()
     for timeout_s, twice_s in ((5.0, 60.0), (120.0, 240.0)):
-        moves = Moves(clock, timeout_s)
+        moves = ReplicaProgress(clock, timeout_s)
         for step in range(3):
             moves.look(step)
             clock.advance(twice_s)

@@ -26,10 +26,10 @@ from everstep.keeper.log.logs import Logs
 from everstep.keeper.persist import rank_commits as commits_module
 from everstep.keeper.persist.local_keeper import LocalKeeper
 from everstep.keeper.persist.rank_commits import RankCommits
-from everstep.keeper.retain.history import PromisedSteps
+from everstep.keeper.retain.history import HistoryFlush
 from everstep.keeper.ship.mirrors import Mirrors
 from everstep.link.pool import CapturePool
-from everstep.link.save import Save, done
+from everstep.link.save import Save, complete
 from everstep.options import LogOptions
 from everstep.seams import ManualClock, PosixFileSystem, Seams
 from everstep.seams.files.moving import Standstill, is_over
@@ -334,7 +334,7 @@ def test_ranks_hear_of_a_copy_to_a_slow_directory(rank: int, tmp_path: Path) -> 
         told,
         pytest.fail,
         timeout_s=LIMIT_S,
-        seat=SimpleNamespace(rank=rank, disks=("one", "two")),  # type: ignore[arg-type]
+        job_session=SimpleNamespace(rank=rank, disks=("one", "two")),  # type: ignore[arg-type]
         commits=commits,
     )
     (tmp_path / "part").write_bytes(b"x" * 100)
@@ -455,7 +455,7 @@ def test_the_log_of_a_promise_keeps_its_base_alive(
     moving, seen = Moving(6, gate.open), list[int]()
     monkeypatch.setattr(LogStore, "moves", property(lambda self: moving()))
     log.after = 0
-    PromisedSteps("all", 1).before_base(9, log, SHORT_S, lambda: seen.append(moving.at))
+    HistoryFlush("all", 1).before_base(9, log, SHORT_S, lambda: seen.append(moving.at))
     assert seen
 
 
@@ -484,7 +484,7 @@ def test_training_waits_for_the_base_of_a_log_as_long_as_it_moves(moves: bool) -
         log_on_disk=True, log=SimpleNamespace(lag_steps=0), progress_timeout_s=SHORT_S
     )
     disk = DiskLog(options, SimpleNamespace(post=told.append))  # type: ignore[arg-type]
-    moving = Moving(6, lambda: done(save.durable, 1))
+    moving = Moving(6, lambda: complete(save.durable, 1))
 
     class Keeper:
         lost, log_moves, written_bytes = None, 0, 0

@@ -23,7 +23,7 @@ from everstep.format.reader import read_result
 from everstep.format.writer import CHUNK_BYTES, ChunkRing, _wait
 from everstep.link.channel import BackgroundChannel
 from everstep.link.pool import CapturePool
-from everstep.link.waiting import Moves
+from everstep.link.waiting import ReplicaProgress
 from everstep.seams import ManualClock, SystemClock
 from everstep.seams.processes import running
 from everstep.seams.processes.conditions import Condition, Outcome, all_over, is_over
@@ -146,7 +146,7 @@ def test_a_pause_is_no_hanging_storage(looked_at: bool) -> None:
 
 def test_a_pause_is_no_replica_that_gets_nowhere() -> None:
     clock = ManualClock()
-    moves = Moves(clock, TIMEOUT_OF_PROGRESS_S)
+    moves = ReplicaProgress(clock, TIMEOUT_OF_PROGRESS_S)
     moves.look(1)
     clock.stand_still(HOUR_S)
     moves.look(1)

@@ -190,7 +190,7 @@ def test_failures_are_told_one_at_a_time_and_none_is_lost() -> None:
     first, second = OutOfSpaceError("first"), StorageError("second")
 
     def told(of: EverstepError, then: BaseException | None = None) -> None:
-        with pytest.raises(type(then or of)) as caught, channel.told_last():
+        with pytest.raises(type(then or of)) as caught, channel.raising_storage_errors_last():
             done.append(1)
             if then is not None:
                 raise then
@@ -205,12 +205,12 @@ def test_failures_are_told_one_at_a_time_and_none_is_lost() -> None:
     for other in (DeadlineError("it hangs"), NonFiniteError("of no use")):
         channel.post(first)
         channel.post(other)
-        with pytest.raises(type(other)), channel.told_last():
+        with pytest.raises(type(other)), channel.raising_storage_errors_last():
             done.append(1)
         assert len(done) == 3, "that is said before"
         told(first)
         done.pop()
-    with channel.told_last():
+    with channel.raising_storage_errors_last():
         pass
 
 

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 import everstep
-from everstep.link.log_records import LogLayouts, take_layout
+from everstep.link.log_records import LogLayouts, receive_layout
 from everstep.link.recordable import Layouts, record_layout
 from everstep.options import KeeperOptions, LogOptions
 from everstep.state.layout import lru as recent
@@ -139,7 +139,7 @@ def test_both_sides_mean_the_same_by_a_number(seed: int) -> None:
         layout = draw.choice(there)
         number = ours.number(layout)
         for message in told:
-            take_layout(known, message)
+            receive_layout(known, message)
         told.clear()
         assert known[number] == layout
         assert len(known) == len(ours._numbers) <= 8
@@ -151,7 +151,7 @@ def test_both_sides_mean_the_same_by_a_number(seed: int) -> None:
 
 def test_a_keeper_that_is_told_by_an_older_trainer() -> None:
     known = dict[int, ShardLayout]()
-    take_layout(known, {"kind": "log_layout", "number": 7, "layout": []})
+    receive_layout(known, {"kind": "log_layout", "number": 7, "layout": []})
     assert known == {7: ShardLayout(())}
 
 

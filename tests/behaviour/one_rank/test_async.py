@@ -12,7 +12,7 @@ from torch import nn
 
 import everstep
 from everstep.errors import DeadlineError, EverstepError, OutOfSpaceError, StorageError
-from everstep.link.save import Save, telling
+from everstep.link.save import Save, failing_save
 from everstep.seams import Seams
 from tests.support.world import (
     TIMEOUT_S,
@@ -355,9 +355,9 @@ def test_every_base_verifies(run_folder: Path) -> None:
 def test_whoever_waits_for_a_save_hears_what_became_of_it() -> None:
     told: list[EverstepError] = []
     failed, interrupted, error = Save(1, 1), Save(2, 1), StorageError("no more")
-    with telling(failed, told.append):
+    with failing_save(failed, told.append):
         raise error
-    with pytest.raises(KeyboardInterrupt), telling(interrupted, told.append):
+    with pytest.raises(KeyboardInterrupt), failing_save(interrupted, told.append):
         raise KeyboardInterrupt
     assert told == [error]
     assert failed.staged.exception() is failed.durable.exception() is error

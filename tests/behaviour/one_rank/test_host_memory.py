@@ -20,7 +20,7 @@ from everstep.errors import DeadlineError, EverstepError, OutOfSpaceError
 from everstep.format.log import RecordHead
 from everstep.keeper.log.log_batch import Batch
 from everstep.keeper.persist.local_keeper import LocalKeeper
-from everstep.link.log_records import RECORD_BYTES, memory_bytes
+from everstep.link.log_records import RECORD_BYTES, record_memory_bytes
 from everstep.link.pool import CapturePool
 from everstep.options import Budget, KeeperOptions
 from everstep.trainer.log.rooms import Into, LogRooms
@@ -163,7 +163,7 @@ def test_small_records_count_as_the_pages_that_they_take(size_bytes: int) -> Non
     log = Rooms(2 * MB, arena_bytes=2 * MB)
     log.until_half_full(size_bytes)
     assert 2 * log.pool.used_bytes <= 2 * MB
-    assert log.rooms.kept_bytes == log.step * memory_bytes(size_bytes, {})
+    assert log.rooms.kept_bytes == log.step * record_memory_bytes(size_bytes, {})
 
 
 def test_while_a_base_is_under_way_no_other_is_asked_for_until_what_follows_is_as_much() -> None:

@@ -11,7 +11,7 @@ from torch import nn
 
 from everstep.arena.memory import Arena
 from everstep.errors import OutOfSpaceError
-from everstep.link.pool import CapturePool, Room
+from everstep.link.pool import Block, CapturePool
 from everstep.options import Budget, LogOptions
 from tests.support.world import TIMEOUT_S, opened
 
@@ -81,10 +81,10 @@ def test_a_state_that_grows_beyond_the_disk_budget_is_refused(run_folder: Path) 
 def test_views_of_rooms_are_of_these_rooms() -> None:
     pool = CapturePool(Arena.anonymous(200))
     pool.whole[:200] = torch.arange(200, dtype=torch.uint8)
-    first = pool.block(Room(10, 20, 0))
+    first = pool.block(Block(10, 20, 0))
     assert first.tolist() == list(range(10, 30))
-    assert pool.block(Room(10, 20, 1)) is first
-    assert pool.block(Room(10, 30, 0)).tolist() == list(range(10, 40))
+    assert pool.block(Block(10, 20, 1)) is first
+    assert pool.block(Block(10, 30, 0)).tolist() == list(range(10, 40))
     for size_bytes in range(1, 150):
-        pool.block(Room(0, size_bytes, 0))
+        pool.block(Block(0, size_bytes, 0))
     assert len(pool._views) <= 64, "rooms of all sizes do not pile up"

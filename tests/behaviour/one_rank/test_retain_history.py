@@ -18,7 +18,7 @@ from everstep.commit.lineage import BaseId
 from everstep.errors import OptionError
 from everstep.format.log import RecordHead
 from everstep.format.records import TimelineRecord
-from everstep.keeper.retain.history import Promise, SegmentAges
+from everstep.keeper.retain.history import HistoryWindow, SegmentAges
 from everstep.options import History
 from everstep.run.chain import LogIndex, path_of
 from everstep.run.scan import scan_run
@@ -153,7 +153,7 @@ def test_no_promised_step_is_lost(
         there |= {base for base in new if base.timeline == 1 or base.step > tree[base.timeline][1]}
         before = reached(there, spans, tree, shapes) & promised
         going = sorted(there)[: max(0, len(there) - keep)]
-        promise = Promise(promised, index, records)
+        promise = HistoryWindow(promised, index, records)
         needed = promise.needed({base: base.step for base in there}, going)
         assert needed <= set(going)
         there -= set(going) - needed
@@ -166,7 +166,7 @@ def test_no_promised_step_is_lost(
 
 def test_the_oldest_of_one_chain_is_enough() -> None:
     bases = {BaseId(1, step): step for step in (1, 4, 8, 12)}
-    promise = Promise(
+    promise = HistoryWindow(
         {(1, s) for s in range(2, 13)}, log_of([(1, 1, 12)], {}), {1: record(1, None, 0)}
     )
     assert promise.needed(bases, [BaseId(1, 1), BaseId(1, 4), BaseId(1, 8)]) == {BaseId(1, 1)}
@@ -201,7 +201,7 @@ def test_a_base_behind_which_the_state_is_another_leads_nowhere(own: bool) -> No
     """Whether its own mark is there, or has gone with the steps before: the next base stays."""
     bases = {BaseId(1, step): step for step in (2, 3, 12)}
     index = log_of([(1, 1 if own else 2, 12)], {(1, 2): "before"})
-    promise = Promise({(1, s) for s in range(3, 13)}, index, {1: record(1, None, 0)})
+    promise = HistoryWindow({(1, s) for s in range(3, 13)}, index, {1: record(1, None, 0)})
     assert promise.needed(bases, [BaseId(1, 3)]) == {BaseId(1, 3)}  # the first one is verified
 
 
@@ -210,7 +210,7 @@ def test_where_less_will_be_promised_one_stays_that_takes_over(moves_on: bool) -
     """Else the oldest would have to stay for ever: those behind it would all have gone."""
     bases = {BaseId(1, step): step for step in (1, 4, 8, 12)}
     going = [BaseId(1, 1), BaseId(1, 4), BaseId(1, 8)]
-    promise = Promise(
+    promise = HistoryWindow(
         {(1, s) for s in range(2, 13)},
         log_of([(1, 1, 12)], {}),
         {1: record(1, None, 0)},
@@ -218,7 +218,7 @@ def test_where_less_will_be_promised_one_stays_that_takes_over(moves_on: bool) -
     )
     assert promise.kept(bases, going) == set(going[: 1 + moves_on])
     assert promise.kept(bases, going[:1]) == set(going[:1])
-    assert Promise((), log_of([], {}), {}, moves_on=moves_on).kept(bases, going) == set()
+    assert HistoryWindow((), log_of([], {}), {}, moves_on=moves_on).kept(bases, going) == set()
 
 
 def test_a_log_of_bounded_size_stays_bounded(run_folder: Path) -> None:
@@ -235,7 +235,7 @@ def test_a_log_of_bounded_size_stays_bounded(run_folder: Path) -> None:
 
 def test_where_less_is_promised_a_younger_one_is_enough() -> None:
     bases = {BaseId(1, step): step for step in (1, 4, 8, 12)}
-    promise = Promise(
+    promise = HistoryWindow(
         {(1, s) for s in range(7, 13)}, log_of([(1, 1, 12)], {}), {1: record(1, None, 0)}
     )
     assert promise.needed(bases, [BaseId(1, 1), BaseId(1, 4), BaseId(1, 8)]) == {BaseId(1, 4)}
@@ -301,7 +301,7 @@ def test_only_so_much_of_it(run_folder: Path) -> None:
     going = sorted(lsns)[:-1]
 
     def needed(history: str) -> list[int]:
-        promise = Promise.of(FILES, inventory, History.parse(history), ages=ages)
+        promise = HistoryWindow.of(FILES, inventory, History.parse(history), ages=ages)
         return [base.step for base in sorted(promise.needed(lsns, going))]
 
     first_young = int(segments[-4].name.split("-")[1])

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from everstep.format.names import marker_name, segment_dir
-from everstep.keeper.retain.history import SegmentAges, _ages, promises
+from everstep.keeper.retain.history import SegmentAges, _ages, history_windows
 from everstep.options import LogOptions
 from everstep.run.scan import Inventory, scan_run
 from everstep.seams import ManualClock, PosixFileSystem, Seams
@@ -158,7 +158,7 @@ def test_each_rank_judges_by_what_it_has_seen(run_folder: Path) -> None:
     with Life(run_folder, fs) as run:
         run.train_slowly(30)
     inventory, clock = scan_run(fs, PurePath(run_folder)), ManualClock()
-    promise = promises(Seams(filesystem=fs, clock=clock), f"{PROMISED}s")
+    promise = history_windows(Seams(filesystem=fs, clock=clock), f"{PROMISED}s")
     assert promise is not None
     lsns = {b.id: b.manifest.markers[0].lsn for b in inventory.bases if b.manifest is not None}
     going = sorted(lsns)[:-1]

@@ -21,7 +21,7 @@ from everstep.format.digests import digest
 from everstep.format.names import AUDIT_RECORD, marker_name, shard_name
 from everstep.format.records import AuditRecord
 from everstep.keeper.retain.deletion import delete_segments
-from everstep.keeper.retain.history import Promise, SegmentAges
+from everstep.keeper.retain.history import HistoryWindow, SegmentAges
 from everstep.options import History
 from everstep.run.audits import audit_in_words
 from everstep.run.scan import scan_run
@@ -445,7 +445,9 @@ def test_the_log_of_any_rank_needs_its_bases(tmp_path: Path, rank: int) -> None:
     for marker in path.glob(f"timeline-00001/log/*/{marker_name(1 - rank)}"):
         marker.unlink()
     inventory = scan_run(FS, path)
-    promise = Promise.of(FS, inventory, History.parse("all"), ages=SegmentAges(FS, ManualClock()))
+    promise = HistoryWindow.of(
+        FS, inventory, History.parse("all"), ages=SegmentAges(FS, ManualClock())
+    )
     lsns = {base.id: base.id.step for base in inventory.bases}
     assert promise.needed(lsns, sorted(lsns)[:-1]) == {BaseId(1, 1)}
 

@@ -26,7 +26,7 @@ from everstep.errors import (
     StateError,
     StorageError,
 )
-from everstep.keeper.persist.rank_commits import why_not_durable
+from everstep.keeper.persist.rank_commits import outcome_error
 from everstep.restore.fetch.ranks import open_on_disk
 from everstep.restore.start import together
 from everstep.restore.start.together import Meeting, resume_together
@@ -267,7 +267,7 @@ def test_what_is_known_of_ranks_without_a_part_is_said(
     missing: tuple[int, ...], gone: tuple[int, ...], says: str, hint: str
 ) -> None:
     late, run = IsLate(BaseId(1, 6), missing), PurePath("/run")
-    error = why_not_durable(late, run, 8.0, gone.__contains__)
+    error = outcome_error(late, run, 8.0, gone.__contains__)
     assert isinstance(error, DeadlineError)
     assert says in str(error)
     assert f"hint: {hint}" in str(error)

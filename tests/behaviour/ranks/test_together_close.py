@@ -43,7 +43,7 @@ class SlowToTell:
 
         def left(of: RankCommits) -> bool:
             answer = leaves(of)
-            if of._seat.rank == 1 and ever:
+            if of._job_session.rank == 1 and ever:
                 self._leaves = True
                 while self._held:
                     send(*self._held.pop())

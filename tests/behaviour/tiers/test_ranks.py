@@ -27,7 +27,7 @@ from everstep.format.records import TimelineRecord
 from everstep.keeper.persist import rank_commits as commits_module
 from everstep.keeper.ship.mirrors import Mirrors
 from everstep.keeper.ship.place import ROOT, newest_timeline_in
-from everstep.link.job_session import Seat
+from everstep.link.job_session import JobSession
 from everstep.link.keeper_stats import KeeperStats
 from everstep.run.scan import scan_run
 from everstep.seams import ManualClock, Seams
@@ -399,7 +399,7 @@ class Keeper:
         keepers.append(self)
 
     @property
-    def listened_s(self) -> float:
+    def last_receive_s(self) -> float:
         return Seams().clock.monotonic_s()
 
     def send(self, rank: int, message: Any) -> None:
@@ -418,8 +418,8 @@ def test_mirrors_of_two_keepers(apart: list[Path], tmp_path: Path) -> None:
     mirrors = []
     for rank in range(2):
         about: Any = Seams(), apart[rank], 1, told, posted.append
-        seat, keeper = Seat("session", rank, disks, ()), Keeper(keepers)
-        mirrors.append(Mirrors(*about, timeout_s=20.0, seat=seat, commits=keeper))  # type: ignore[arg-type]
+        job_session, keeper = JobSession("session", rank, disks, ()), Keeper(keepers)
+        mirrors.append(Mirrors(*about, timeout_s=20.0, job_session=job_session, commits=keeper))  # type: ignore[arg-type]
     for one in mirrors:
         one.base_durable(BaseId(1, 3))
     assert wait_for(lambda: not sum(one.finish() for one in mirrors))

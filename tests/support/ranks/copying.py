@@ -54,7 +54,7 @@ class _Others:
         self._job, self._rank, self.listened_at_s = job, rank, 0.0
 
     @property
-    def listened_s(self) -> float:
+    def last_receive_s(self) -> float:
         self.listened_at_s += 1.0
         return self.listened_at_s
 

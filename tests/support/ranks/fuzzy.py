@@ -20,7 +20,7 @@ from everstep.format.plan import BasePlan, plan_files
 from everstep.format.records import Marker, TimelineRecord
 from everstep.format.writer import ChunkRing
 from everstep.keeper.persist.persister import Persister
-from everstep.link.recordable import Layouts, digest_of
+from everstep.link.recordable import Layouts, state_digest
 from everstep.restore.offline.whole_ranks import MakeWhole, made_whole
 from everstep.run.scan import BaseFound
 from everstep.seams import PosixFileSystem
@@ -122,7 +122,7 @@ def _write(
     lsns: dict[str, int] = {}
     captured: set[str] = set()
     records: Records = []
-    digest = digest_of(state.survey().shape, consumption.regroup())
+    digest = state_digest(state.survey().shape, consumption.regroup())
     for step in range(STEP, LAST + 1):
         if step > STEP:
             head = RecordHead("update", 1, step, step, digest)

@@ -22,9 +22,9 @@ from everstep.format.header import ShardIdentity
 from everstep.format.plan import plan_files
 from everstep.format.records import Marker, TimelineRecord
 from everstep.format.writer import digest_shard
-from everstep.keeper.held.peer_base_store import PeerStore
+from everstep.keeper.held.peer_base_store import PeerBaseStore
 from everstep.keeper.ship.replicator import Pace, Replicator
-from everstep.link.job_session import Seat
+from everstep.link.job_session import JobSession
 from everstep.restore.fetch.held import HeldBase
 from everstep.restore.fetch.peer_copy import PeerCopy, files_over
 from everstep.seams import ManualClock
@@ -84,7 +84,7 @@ class Ring:
         self.world, self.clock = len(nodes), ManualClock()
         self.bases: dict[tuple[int, BaseId], HeldBase] = {}
         self.lost: Callable[[int, int, Message], bool] = lambda sender, to, message: False
-        self.stores = [PeerStore() for _ in nodes]
+        self.stores = [PeerBaseStore() for _ in nodes]
         self.notices: list[list[EverstepError]] = [[] for _ in nodes]
         self.said: list[tuple[int, int, Message]] = []
         self._nodes, self._rate, self._timeout_s = tuple(nodes), bytes_per_s, timeout_s
@@ -93,10 +93,10 @@ class Ring:
 
     def _make(self, rank: int, recovered: BaseId | None = None) -> Replicator:
         disks = tuple(map(str, range(self.world)))
-        seat = Seat("s", rank, disks, (), recovered, nodes=self._nodes)
-        self.stores[rank].new_start(BOUND_BYTES, seat.sources, recovered)
+        job_session = JobSession("s", rank, disks, (), recovered, nodes=self._nodes)
+        self.stores[rank].new_start(BOUND_BYTES, job_session.sources, recovered)
         return Replicator(
-            seat,
+            job_session,
             self.stores[rank],
             Pace(self._rate),
             self.clock,
@@ -108,7 +108,7 @@ class Ring:
 
     def replace(self, rank: int) -> None:
         """Another keeper, with nothing in memory."""
-        self.stores[rank] = PeerStore()
+        self.stores[rank] = PeerBaseStore()
         self.ranks[rank] = self._make(rank)
 
     def take(self, base: BaseId, *, size_bytes: int = 3000) -> None:

@@ -16,7 +16,7 @@ from everstep.commit.lineage import BaseId
 from everstep.format.log import LogRecord, RecordHead, record_digest
 from everstep.format.records import TimelineRecord
 from everstep.format.writer import ChunkRing
-from everstep.link.recordable import Layouts, digest_of
+from everstep.link.recordable import Layouts, state_digest
 from everstep.restore.load.old_layout import OldLayout
 from everstep.restore.load.reshard import SavedRanks
 from everstep.restore.relaid.redo_others import redo_of_others
@@ -124,7 +124,7 @@ def records_of(
     part = part or LogPart(state)
     for step in range(STEP + 1, STEP + 1 + steps):
         train(values, step)
-        shape = digest_of(state.survey().shape, consumption.regroup())
+        shape = state_digest(state.survey().shape, consumption.regroup())
         head = RecordHead("update", 1, step, step, shape)
         update = _update(values["optimizer"], consumption, part, head)
         values["own"]["n"] = step

@@ -25,14 +25,14 @@ import pytest
 import torch
 from torch.optim.lr_scheduler import LambdaLR
 
-from everstep.bench.workloads import (
+from everstep.compress.training import Compressor
+from everstep.workloads import (
     GPTConfig,
     TrainingConfig,
     WarmupCosine,
     stdlib_text,
     training_of,
 )
-from everstep.compress.training import Compressor
 
 TINY = GPTConfig(layers=1, width=32, heads=1, context=32, dropout=0.0)
 SMALL = GPTConfig(layers=2, width=64, heads=2, context=64, dropout=0.0)

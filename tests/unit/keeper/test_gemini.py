@@ -30,7 +30,7 @@ from everstep.format.names import TIMELINE_RECORD, timeline_dir
 from everstep.format.plan import BasePlan, plan_files
 from everstep.format.records import TimelineRecord
 from everstep.keeper.held.memory_bases import MemoryBases
-from everstep.keeper.held.peer_base_store import PeerStore, memory_bytes
+from everstep.keeper.held.peer_base_store import PeerBaseStore, copy_memory_bytes
 from everstep.keeper.ship.replicator import Pace
 from everstep.options import Options, validate_options
 from everstep.restore.fetch.peer_copy import size_of
@@ -157,7 +157,7 @@ class Memory:
     """A keeper's memory for rank 0, and whether other ranks are through with a base."""
 
     def __init__(self, folder: Path, *, bound_bytes: int = 1 << 24, alone: bool = False) -> None:
-        self.store, self.clock = PeerStore(), ManualClock()
+        self.store, self.clock = PeerBaseStore(), ManualClock()
         self.store.new_start(bound_bytes, (0,), None)
         self.everywhere: BaseId | None = None
         self.whole: list[BaseId] = []
@@ -239,7 +239,7 @@ def test_who_is_alone_waits_for_nobody(tmp_path: Path) -> None:
 
 
 def test_the_bound_is_never_passed(tmp_path: Path) -> None:
-    one = memory_bytes(3000 + 4096)
+    one = copy_memory_bytes(3000 + 4096)
     memory = Memory(tmp_path, bound_bytes=2 * one, alone=True)
     most = 0
     for step in range(1, 40):
@@ -287,7 +287,7 @@ def test_bytes_that_change_while_they_are_copied_are_not_held(tmp_path: Path) ->
 
 def test_what_all_have_gone_back_to_stays_until_a_newer_one_is_whole() -> None:
     """A newer one was whole here only: it is of no use to anybody."""
-    store = PeerStore()
+    store = PeerBaseStore()
     store.new_start(1 << 24, (0,), None)
     for base in (A, B):
         copy = copy_of(piece(0, base))

@@ -10,7 +10,7 @@ from everstep.commit.job.messages import Message, PeerAt, PeerBegun, PeerPart, P
 from everstep.commit.lineage import BaseId
 from everstep.commit.peers import NEEDED_MAX
 from everstep.errors import DamageError
-from everstep.keeper.held.peer_base_store import PeerStore, memory_bytes
+from everstep.keeper.held.peer_base_store import PeerBaseStore, copy_memory_bytes
 from everstep.keeper.ship import replicator
 from everstep.keeper.ship.replicator import Pace
 from everstep.restore.fetch.held import HeldBase
@@ -297,7 +297,7 @@ def begun(held: HeldBase, session: str = "s") -> PeerBegun:
 
 def test_a_store_keeps_to_its_bound() -> None:
     held = piece(1, A, size_bytes=5000)
-    store = PeerStore(memory_bytes(sum(file.size_bytes for file, _ in held.files)) - 1)
+    store = PeerBaseStore(copy_memory_bytes(sum(file.size_bytes for file, _ in held.files)) - 1)
     answer = store.begun(1, begun(held))
     assert "bound" in answer.problem
     assert store.used_bytes == 0
@@ -307,11 +307,11 @@ def test_a_store_keeps_to_its_bound() -> None:
 
 
 def test_nobody_sends_in_the_name_of_another_rank() -> None:
-    assert "another rank" in PeerStore(BOUND_BYTES).begun(0, begun(piece(1, A))).problem
+    assert "another rank" in PeerBaseStore(BOUND_BYTES).begun(0, begun(piece(1, A))).problem
 
 
 def test_parts_count_only_in_their_order() -> None:
-    store, held = PeerStore(BOUND_BYTES), piece(1, A)
+    store, held = PeerBaseStore(BOUND_BYTES), piece(1, A)
     data = bytes_of(held)
     store.begun(1, begun(held))
     assert store.part(1, PeerPart(A, 10, data[10:])).received_bytes == 0
@@ -323,7 +323,7 @@ def test_parts_count_only_in_their_order() -> None:
 
 
 def test_the_same_number_of_another_timeline_is_another_base() -> None:
-    store, held = PeerStore(BOUND_BYTES), piece(1, A)
+    store, held = PeerBaseStore(BOUND_BYTES), piece(1, A)
     store.begun(1, begun(held))
     store.part(1, PeerPart(A, 0, bytes_of(held)[:100]))
     assert store.begun(1, begun(held, session="other")).received_bytes == 0

@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from everstep.commit.lineage import BaseId
 from everstep.errors import AuditError, DamageError, KeeperError, OutOfSpaceError
 from everstep.link.capture import Incoming
-from everstep.link.job_session import Seat
+from everstep.link.job_session import JobSession
 from everstep.link.messages import PROTOCOL
 from everstep.link.wire import Connection, error_from_wire, error_to_wire
 from everstep.restore.start.resume import open_timeline
@@ -372,10 +372,10 @@ def test_nobody_stays_for_a_base_that_a_start_has_completed_on_disk(
     two.say("listen", host="127.0.0.1", port=0)
     port = two.await_("listening")["port"]
     peers = (("127.0.0.1", port), ("127.0.0.1", 1))
-    seat = Seat("session", 0, ("a", "a"), peers, recovered=recovered).to_wire()
+    job_session = JobSession("session", 0, ("a", "a"), peers, recovered=recovered).to_wire()
     inventory = scan_run(PosixFileSystem(), d.run)
     two.timeline = open_timeline(Seams(), d.run, inventory, parent=None, exact=True)
-    two.say("serve", timeline=two.timeline, keep=3, verified=None, seat=seat)
+    two.say("serve", timeline=two.timeline, keep=3, verified=None, seat=job_session)
     two.say("bye")
     two.die()
     assert d.over() == (recovered == BaseId(1, 5))
@@ -1003,10 +1003,10 @@ def test_who_comes_back_to_a_keeper_finds_its_port_free(b: Bench) -> None:
         assert port in (0, found["port"])
         port = found["port"]
         others = ((host, port), (host, 1))
-        seat = Seat("session", 0, ("a", "a"), others, again=again).to_wire()
+        job_session = JobSession("session", 0, ("a", "a"), others, again=again).to_wire()
         inventory = scan_run(PosixFileSystem(), b.run)
         one.timeline = open_timeline(Seams(), b.run, inventory, parent=None, exact=True)
-        one.say("serve", timeline=one.timeline, keep=3, verified=None, seat=seat)
+        one.say("serve", timeline=one.timeline, keep=3, verified=None, seat=job_session)
         b.turn(2)
         one.die()
     b.until(lambda: b.server._trainer is None)

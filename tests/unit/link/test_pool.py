@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from everstep.arena import PAGE_BYTES
 from everstep.arena.memory import PROGRESS_WORDS, Arena
 from everstep.errors import DeadlineError, OutOfSpaceError, StateError
-from everstep.link.pool import CapturePool, Room
+from everstep.link.pool import Block, CapturePool
 
 TIMEOUT_S = 10.0
 
@@ -76,7 +76,7 @@ def test_who_has_waited_in_vain_waits_again_when_something_has_come(
 def test_a_waiter_gets_what_is_released() -> None:
     pool = pool_of(4)
     held = pool.acquire(4 * PAGE_BYTES, timeout_s=0)
-    got: list[Room] = []
+    got: list[Block] = []
     waiter = threading.Thread(
         target=lambda: got.append(pool.acquire(4 * PAGE_BYTES, timeout_s=TIMEOUT_S))
     )
@@ -139,9 +139,9 @@ def test_memory_goes_with_the_last_capture_that_is_under_way(durable: bool) -> N
 @given(st.lists(st.tuples(st.integers(0, 2), st.integers(1, 9)), max_size=40))
 def test_live_blocks_never_overlap(actions: list[tuple[int, int]]) -> None:
     pool = pool_of(12)
-    live: list[Room] = []
-    forgotten: list[Room] = []
-    kept: list[Room] = []
+    live: list[Block] = []
+    forgotten: list[Block] = []
+    kept: list[Block] = []
     for action, size in actions:
         if action == 0:
             try:

@@ -14,7 +14,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from everstep.bench.workloads.published import published
 from everstep.errors import InfeasibleError, OptionError, UnavailableError
 from everstep.plan.schedule.devices import device, seconds_of
 from everstep.plan.schedule.exact import exact
@@ -34,6 +33,7 @@ from everstep.plan.schedule.schedule import (
     validate,
 )
 from everstep.plan.schedule.trace import trace_training
+from everstep.workloads.published import published
 
 
 @st.composite

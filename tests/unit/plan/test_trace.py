@@ -12,14 +12,14 @@ import torch
 import xxhash
 from torch import Tensor, library, nn
 
-from everstep.bench.workloads.gpt import GPT, GPTConfig
-from everstep.bench.workloads.published import published
 from everstep.errors import OptionError, UnsupportedStateError
 from everstep.plan.schedule.devices import DEVICES, device, seconds_of
 from everstep.plan.schedule.groundtruth import missed_writes
 from everstep.plan.schedule.recorder import _UNMARKED_WRITES
 from everstep.plan.schedule.trace import Operator, StepTrace, trace_training
 from everstep.state.values.tensors import host_bytes
+from everstep.workloads.gpt import GPT, GPTConfig
+from everstep.workloads.published import published
 
 Training = tuple[nn.Module, Callable[[], Tensor]]
 

@@ -14,8 +14,6 @@ import torch
 from torch import Tensor, library, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from everstep.bench.workloads.gpt import GPT, GPTConfig
-from everstep.bench.workloads.published import published
 from everstep.errors import OptionError, UnsupportedStateError
 from everstep.plan.schedule.devices import device, seconds_of, times_of
 from everstep.plan.schedule.groundtruth import missed_writes
@@ -24,6 +22,8 @@ from everstep.plan.schedule.schedule import Mode, problem_of, schedule, validate
 from everstep.plan.schedule.steps import WAIT, Operator, StepTrace, difference
 from everstep.plan.schedule.trace import trace_training
 from everstep.plan.schedule.tracing import drawn_out, trace_of
+from everstep.workloads.gpt import GPT, GPTConfig
+from everstep.workloads.published import published
 
 Made = tuple[nn.Module, Callable[[], Tensor]]
 MODES: tuple[Mode, ...] = ("paper", "direct")

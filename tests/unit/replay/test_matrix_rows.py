@@ -49,7 +49,7 @@ def test_the_document_has_the_conditions() -> None:
 
 
 def test_the_document_says_why_lbfgs_is_refused() -> None:
-    reasons = {row[0]: row[1] for row in table("what")}
+    reasons = {row[0]: row[1] for row in table("configuration")}
     assert reasons["LBFGS"] in (kind_refusal(torch.optim.LBFGS) or "")
 
 

@@ -12,7 +12,7 @@ from everstep.commit.job.messages import PeerAt, PeerBegun, PeerPart
 from everstep.commit.lineage import BaseId
 from everstep.commit.peers import Copy
 from everstep.keeper.held import peer_base_store as peer_store
-from everstep.keeper.held.peer_base_store import PeerStore
+from everstep.keeper.held.peer_base_store import PeerBaseStore
 from everstep.restore.fetch.peer_copy import PeerCopy, size_of
 from everstep.testing import peer_conformance
 from everstep.testing.peer_conformance import CHECKS, Check
@@ -20,15 +20,15 @@ from everstep.testing.peer_conformance import CHECKS, Check
 
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
 def test_the_store_of_keepers_passes(check: Check) -> None:
-    check(PeerStore)
+    check(PeerBaseStore)
 
 
-class _Forgets(PeerStore):
+class _Forgets(PeerBaseStore):
     def whole(self) -> list[tuple[PeerCopy, Arena]]:
         return []
 
 
-class _OffersHalves(PeerStore):
+class _OffersHalves(PeerBaseStore):
     def whole(self) -> list[tuple[PeerCopy, Arena]]:
         found = []
         for one in self._memories.values():
@@ -37,7 +37,7 @@ class _OffersHalves(PeerStore):
         return found
 
 
-class _TakesGaps(PeerStore):
+class _TakesGaps(PeerBaseStore):
     """Counts what comes, wherever it belongs."""
 
     def part(self, source: int, message: PeerPart) -> PeerAt:
@@ -47,7 +47,7 @@ class _TakesGaps(PeerStore):
         return super().part(source, message)
 
 
-class _TakesAgain(PeerStore):
+class _TakesAgain(PeerBaseStore):
     """Goes back to where a part belongs."""
 
     def part(self, source: int, message: PeerPart) -> PeerAt:
@@ -57,7 +57,7 @@ class _TakesAgain(PeerStore):
         return super().part(source, message)
 
 
-class _CutsOff(PeerStore):
+class _CutsOff(PeerBaseStore):
     """Takes of a part that is too long what fits."""
 
     def part(self, source: int, message: PeerPart) -> PeerAt:
@@ -68,7 +68,7 @@ class _CutsOff(PeerStore):
         return super().part(source, message)
 
 
-class _GoesOnWithAnother(PeerStore):
+class _GoesOnWithAnother(PeerBaseStore):
     def begun(self, source: int, message: PeerBegun) -> PeerAt:
         base = BaseId(message.marker.timeline, message.marker.step)
         known = self._memories.get((source, base))
@@ -77,13 +77,13 @@ class _GoesOnWithAnother(PeerStore):
         return super().begun(source, message)
 
 
-class _TakesFromAnybody(PeerStore):
+class _TakesFromAnybody(PeerBaseStore):
     def part(self, source: int, message: PeerPart) -> PeerAt:
         owner = next((s for s, base in self._memories if base == message.base), source)
         return super().part(owner, message)
 
 
-class _LetsGoEarly(PeerStore):
+class _LetsGoEarly(PeerBaseStore):
     def begun(self, source: int, message: PeerBegun) -> PeerAt:
         at = super().begun(source, message)
         base = BaseId(message.marker.timeline, message.marker.step)
@@ -97,7 +97,7 @@ class _LetsGoEarly(PeerStore):
         return super().whole()
 
 
-class _Unbound(PeerStore):
+class _Unbound(PeerBaseStore):
     def new_start(
         self,
         bound_bytes: int,
@@ -108,7 +108,7 @@ class _Unbound(PeerStore):
         super().new_start(1 << 40, sources, recovered, spare)
 
 
-class _KeepsHalves(PeerStore):
+class _KeepsHalves(PeerBaseStore):
     def new_start(
         self,
         bound_bytes: int,
@@ -119,7 +119,7 @@ class _KeepsHalves(PeerStore):
         self._shelf.bound_bytes = bound_bytes
 
 
-class _OneAtATime(PeerStore):
+class _OneAtATime(PeerBaseStore):
     """A second sender ends the first one's copy."""
 
     def begun(self, source: int, message: PeerBegun) -> PeerAt:
@@ -131,7 +131,7 @@ class _OneAtATime(PeerStore):
         return super().begun(source, message)
 
 
-class _Reuses(PeerStore):
+class _Reuses(PeerBaseStore):
     """Writes new copies over old ones, whoever reads these."""
 
     def begun(self, source: int, message: PeerBegun) -> PeerAt:
@@ -162,7 +162,9 @@ class _Reuses(PeerStore):
     ],
     ids=lambda value: value.__name__.strip("_"),
 )
-def test_each_check_finds_the_promise_that_is_broken(store: type[PeerStore], check: Check) -> None:
+def test_each_check_finds_the_promise_that_is_broken(
+    store: type[PeerBaseStore], check: Check
+) -> None:
     with pytest.raises((AssertionError, KeyError)):
         check(store)
 
@@ -170,7 +172,7 @@ def test_each_check_finds_the_promise_that_is_broken(store: type[PeerStore], che
 def test_damage_is_found_by_the_digests(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(peer_store, "check_files", lambda marker, memory: None)
     with pytest.raises(AssertionError, match="not noticed"):
-        peer_conformance.damaged_bytes_are_no_copy(PeerStore)
+        peer_conformance.damaged_bytes_are_no_copy(PeerBaseStore)
 
 
 def test_every_check_has_a_store_that_fails_it() -> None:

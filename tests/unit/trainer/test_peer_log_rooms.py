@@ -12,7 +12,7 @@ from everstep.commit.lineage import BaseId
 from everstep.format.log import RecordHead
 from everstep.keeper.process.duties import Duties
 from everstep.link.log_records import RECORD_BYTES
-from everstep.link.pool import Room
+from everstep.link.pool import Block
 from everstep.state.ranks.rank_info import RankInfo
 from everstep.tiers.options import PeerOptions
 from everstep.trainer.job.peering import let_go_early, peer_announcement, peer_log_bytes
@@ -37,14 +37,14 @@ class _Pool:
     def rounded_bytes(self, size_bytes: int) -> int:
         return -(-size_bytes // PAGE_BYTES) * PAGE_BYTES
 
-    def acquire_now(self, size_bytes: int, beside_bytes: int) -> Room:
+    def acquire_now(self, size_bytes: int, beside_bytes: int) -> Block:
         self.taken += 1
-        return Room(0, size_bytes, 0, beside_bytes)
+        return Block(0, size_bytes, 0, beside_bytes)
 
-    def charge(self, room: Room, beside_bytes: int) -> None:
+    def charge(self, room: Block, beside_bytes: int) -> None:
         room.beside_bytes = beside_bytes
 
-    def release(self, room: Room) -> None:
+    def release(self, room: Block) -> None:
         self.taken -= 1
 
 

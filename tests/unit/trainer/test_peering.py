@@ -11,7 +11,7 @@ import torch
 import everstep
 from everstep.cli.ps import Status
 from everstep.errors import OptionError, OutOfSpaceError
-from everstep.link.job_session import Seat
+from everstep.link.job_session import JobSession
 from everstep.seams.machine import machine_name
 from everstep.state.ranks.rank_info import RankInfo
 from everstep.tiers.options import PeerOptions, TierOptions, split_peers
@@ -154,10 +154,10 @@ def test_the_ring_is_printed_and_emulation_is_named() -> None:
 
 
 def test_a_seat_knows_its_peer_and_whose_peer_it_is() -> None:
-    seat = Seat("s", 2, ("0", "0", "2", "2"), (), nodes=("a", "a", "b", "b"))
-    assert (seat.peer, seat.sources) == (0, (0,))
-    assert Seat.from_wire(seat.to_wire()) == seat
-    without = Seat("s", 2, ("0", "0", "2", "2"), ())
+    job_session = JobSession("s", 2, ("0", "0", "2", "2"), (), nodes=("a", "a", "b", "b"))
+    assert (job_session.peer, job_session.sources) == (0, (0,))
+    assert JobSession.from_wire(job_session.to_wire()) == job_session
+    without = JobSession("s", 2, ("0", "0", "2", "2"), ())
     assert (without.peer, without.sources) == (None, ())
 
 

@@ -25,14 +25,14 @@ from everstep.link.capture import Capture, shard_offsets
 from everstep.link.wire import Connection
 
 __all__ = [
-    "Holding",
-    "Look",
+    "LookReply",
+    "NewestCapture",
 ]
 
 _log = logging.getLogger("everstep.keeper")
 
 
-class Holding:
+class NewestCapture:
     """What is in memory, if anything. The thread that serves and the one that writes use it.
 
     Attributes:
@@ -218,7 +218,7 @@ def _block(capture: Capture) -> tuple[int, int]:
 
 
 @dataclass(frozen=True, slots=True)
-class Look:
+class LookReply:
     """What a keeper shows to a process that is not attached.
 
     Attributes:

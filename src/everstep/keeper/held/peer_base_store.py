@@ -16,12 +16,12 @@ from everstep.errors import DamageError, EverstepError, FormatError, OutOfSpaceE
 from everstep.format.records import Marker
 from everstep.restore.fetch.peer_copy import PeerCopy, check_files, size_of
 
-__all__ = ["PeerStore", "memory_bytes"]
+__all__ = ["PeerBaseStore", "copy_memory_bytes"]
 
 _log = logging.getLogger("everstep.keeper")
 
 
-def memory_bytes(size_bytes: int) -> int:
+def copy_memory_bytes(size_bytes: int) -> int:
     """Host memory that a copy of so many bytes takes."""
     return CONTROL_BYTES + max(1, -(-size_bytes // PAGE_BYTES)) * PAGE_BYTES
 
@@ -40,7 +40,7 @@ class _Memory:
     received_bytes: int = 0
 
 
-class PeerStore:
+class PeerBaseStore:
     """Copies that other ranks' keepers have sent. It outlives timelines; several threads use it.
 
     Args:
@@ -118,7 +118,7 @@ class PeerStore:
             if known is not None and known.marker == marker and known.record == message.record:
                 return self._at(source, base)
             size_bytes = size_of(marker)
-            gone, why = self._shelf.begin(source, base, memory_bytes(size_bytes))
+            gone, why = self._shelf.begin(source, base, copy_memory_bytes(size_bytes))
             self._let_go(gone)
             if why:
                 return PeerAt(base, 0, False, why)

@@ -30,14 +30,14 @@ from everstep.format.plan import BasePlan
 from everstep.format.writer import ChunkRing, Written
 from everstep.keeper.log.log import LogStore
 from everstep.keeper.persist.persister import Audit, DigestAudit, Persister, digests_of
-from everstep.keeper.retain.history import PromisedSteps
+from everstep.keeper.retain.history import HistoryFlush
 from everstep.keeper.retain.retention import Retention
 from everstep.link.capture import Capture
 from everstep.link.channel import BackgroundChannel, WatchedProgress
-from everstep.link.job_session import Seat
+from everstep.link.job_session import JobSession
 from everstep.link.keeper_stats import KeeperStats
-from everstep.link.save import Save, done, failed
-from everstep.link.waiting import Patience, storage_hangs
+from everstep.link.save import Save, complete, fail
+from everstep.link.waiting import WaitDeadline, storage_hang_error
 from everstep.run.fence import Fence
 from everstep.seams import Seams
 from everstep.seams.failpoints import failpoint
@@ -73,7 +73,7 @@ class LocalKeeper:
             :attr:`waiting`.
         timeout_s: a transfer that takes longer counts as hung.
         history: which segments of the log stay (see :class:`.retain.Retention`).
-        seat: of this rank among several; None: it is alone.
+        job_session: of this rank among several; None: it is alone.
         mailbox: to the keepers of the others.
     """
 
@@ -91,7 +91,7 @@ class LocalKeeper:
         timeout_s: float,
         history: str = "last",
         on_done: Callable[[Capture], None] = lambda capture: None,
-        seat: Seat | None = None,
+        job_session: JobSession | None = None,
         mailbox: Mailbox | None = None,
     ) -> None:
         self.lost: EverstepError | None = None  # it goes with this process
@@ -114,21 +114,21 @@ class LocalKeeper:
         self._retention = Retention(
             *about, keep=keep, timeout_s=timeout_s, history=history, clock=seams.clock
         )
-        self._promised = PromisedSteps(history, keep)
+        self._promised = HistoryFlush(history, keep)
         if verified is not None:
             self._retention.verified.add(verified)
         self._port = 0  # of the mailbox
-        if seat is not None:
+        if job_session is not None:
             assert mailbox is not None
             from everstep.keeper.persist.rank_commits import RankCommits
 
-            mailbox.open(seat.session, seat.rank, seat.peers)
-            self._port = seat.peers[seat.rank][1]
+            mailbox.open(job_session.session, job_session.rank, job_session.peers)
+            self._port = job_session.peers[job_session.rank][1]
             self._commits = RankCommits(
                 seams,
                 run,
                 timeline,
-                seat,
+                job_session,
                 mailbox,
                 self._persister,
                 ring,
@@ -196,7 +196,7 @@ class LocalKeeper:
         except EverstepError as error:
             self._channel.post(error)
 
-    def sweep_behind(self) -> None:
+    def sweep_in_background(self) -> None:
         """:meth:`sweep` in the thread, before any base."""
         self._start()
         self._jobs.put(self.sweep)
@@ -298,7 +298,7 @@ class LocalKeeper:
             DeadlineError: after ``timeout_s``, or when the work makes no progress.
             EverstepError: what failed meanwhile, by the policy.
         """
-        patience = Patience(self._clock, timeout_s)
+        patience = WaitDeadline(self._clock, timeout_s)
         with self._changed:
             total = sum(capture.plan.size_bytes for capture in self._waiting)
         seen = self._written.count
@@ -307,13 +307,13 @@ class LocalKeeper:
                 with self._changed:
                     if not self._waiting:
                         break
-                    self._changed.wait(patience.look_again_s)
+                    self._changed.wait(patience.poll_s)
                 if show:
                     bar.advance(self._written.count - seen)
                     seen = self._written.count
                 self._channel.check()
                 if self._channel.hung():  # reported already; waiting on would be for ever
-                    raise storage_hangs(len(self._waiting))
+                    raise storage_hang_error(len(self._waiting))
                 if patience.is_over(len(self.waiting)):
                     break
         self._channel.check()
@@ -388,7 +388,7 @@ class LocalKeeper:
             capture.made.wait()
         try:
             if capture.withdrawn and capture.incoming.complete:
-                failed(save.durable, StateError("a newer base is there", step=save.step))
+                fail(save.durable, StateError("a newer base is there", step=save.step))
                 return
             arena = capture.arena or self._arena
             assert arena is not None
@@ -401,7 +401,7 @@ class LocalKeeper:
                 self._channel.post(error)
             return
         except BaseException as error:  # a bug: reported like any other failure
-            failed(save.durable, self._post_internal("in a save", error, save))
+            fail(save.durable, self._post_internal("in a save", error, save))
             return
         finally:
             with self._reporting("behind a save", save):
@@ -451,13 +451,13 @@ class LocalKeeper:
                     whole()
         except BaseException as error:
             self.stats.failed += 1
-            failed(save.durable, error)
+            fail(save.durable, error)
             raise
         finally:
             self._channel.end(work)
         if save.in_memory:
             self.stats.held += 1
-            done(save.durable, plan.size_bytes)
+            complete(save.durable, plan.size_bytes)
             return written
         self.stats.persist_s += self._clock.monotonic_s() - start_s
         self.stats.committed += 1
@@ -465,7 +465,7 @@ class LocalKeeper:
         self.stats.linked_bytes += linked_bytes
         self.stats.written_bytes += plan.size_bytes - linked_bytes
         self.stats.durable_step = max(save.step, self.stats.durable_step or 0)
-        done(save.durable, plan.size_bytes)
+        complete(save.durable, plan.size_bytes)
         return written
 
     def _post_damage(self, error: DamageError) -> None:

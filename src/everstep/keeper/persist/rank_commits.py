@@ -58,8 +58,8 @@ from everstep.format.records import FileRecord, Marker
 from everstep.format.writer import ChunkRing, Written
 from everstep.keeper.persist.persister import Audit, Persister
 from everstep.keeper.persist.rank_disk import RankDisk
-from everstep.keeper.retain.history import promises
-from everstep.link.job_session import Seat
+from everstep.keeper.retain.history import history_windows
+from everstep.link.job_session import JobSession
 from everstep.restore.fetch.ranks import verify_rank
 from everstep.run.fence import Fence
 from everstep.run.scan import scan_base, scan_run
@@ -73,8 +73,8 @@ from everstep.tiers.disk import storage_errors
 
 __all__ = [
     "RankCommits",
-    "damaged_behind_commit",
-    "why_not_durable",
+    "damaged_after_commit_error",
+    "outcome_error",
 ]
 
 _log = logging.getLogger("everstep.keeper")
@@ -114,7 +114,7 @@ class RankCommits:
         on_peer: told of messages about copies in peers' memory, and who has sent them.
         on_copy: likewise, about copies in other tiers.
         spared: which bases stay on all disks, however old they are.
-        listened_s: when it was last looked what others say.
+        last_receive_s: when it was last looked what others say.
     """
 
     def __init__(
@@ -122,7 +122,7 @@ class RankCommits:
         seams: Seams,
         run: PurePath,
         timeline: int,
-        seat: Seat,
+        job_session: JobSession,
         mailbox: Mailbox,
         persister: Persister,
         ring: ChunkRing,
@@ -135,7 +135,7 @@ class RankCommits:
         self._filesystem = seams.filesystem
         self._clock = seams.clock
         self._run = run
-        self._seat = seat
+        self._job_session = job_session
         self._mailbox = mailbox
         self._persister = persister
         self._ring = ring
@@ -144,28 +144,28 @@ class RankCommits:
         self.spared: Callable[[], Iterable[BaseId]] = tuple
         # Whoever waits asks who has a marker before it says who is late.
         pace = Pace(take_over_s=min(_TAKE_OVER_S, timeout_s / 2), late_s=timeout_s)
-        self._cluster = cluster = Cluster(seat.disks)
+        self._cluster = cluster = Cluster(job_session.disks)
         self._beat_s = timeout_s / _BEATS
         self._beat_not_before_s = -math.inf
-        kept = self._markers_of(timeline) if seat.again else {}
+        kept = self._markers_of(timeline) if job_session.again else {}
         self._member = (
             Coordinator(
                 cluster,
                 timeline,
                 keep=keep,
-                recovered=seat.recovered,
-                unread=seat.unread,
-                unreadable=seat.unreadable,
+                recovered=job_session.recovered,
+                unread=job_session.unread,
+                unreadable=job_session.unreadable,
                 pace=pace,
                 kept=kept,
                 spared=lambda: self.spared(),
             )
-            if seat.rank == COORDINATOR
+            if job_session.rank == COORDINATOR
             else Member(
                 cluster,
-                seat.rank,
+                job_session.rank,
                 timeline,
-                recovered=seat.recovered,
+                recovered=job_session.recovered,
                 pace=pace,
                 kept=kept,
             )
@@ -173,16 +173,16 @@ class RankCommits:
         self._disk = RankDisk(
             seams.filesystem,
             run,
-            seat.rank,
+            job_session.rank,
             write_shards=self._write_shards,
             read_shards=self._read_shards,
-            unique=f"{seat.session}-{seat.rank}",
-            promise=promises(seams, history),
+            unique=f"{job_session.session}-{job_session.rank}",
+            promise=history_windows(seams, history),
             fence=Fence(seams.filesystem, run, timeline),
         )
         self.on_peer: Callable[[int, PeerMessage], None] = lambda sender, message: None
         self.on_copy: Callable[[int, CopyMessage], None] = lambda sender, message: None
-        self.listened_s = self._clock.running_s()
+        self.last_receive_s = self._clock.running_s()
         self._changed = Condition()
         self._works: dict[BaseId, _Work] = {}
         self._again: list[Do] = []  # what the disk has refused
@@ -190,8 +190,10 @@ class RankCommits:
         self._complained: set[str] = set()
         self._released = self._closing = self._in_vain = False
         self._late: BaseId | None = None  # waits for ranks that are silent
-        for step in seat.lost:
-            self.refuse(BaseId(timeline, step), f"the keeper of rank {seat.rank} was lost with it")
+        for step in job_session.lost:
+            self.refuse(
+                BaseId(timeline, step), f"the keeper of rank {job_session.rank} was lost with it"
+            )
         self._thread = threading.Thread(target=self._drive, name="everstep-ranks", daemon=True)
         self._thread.start()
 
@@ -237,7 +239,7 @@ class RankCommits:
         now_s = self._clock.monotonic_s()
         if now_s >= self._beat_not_before_s:
             self._beat_not_before_s = now_s + self._beat_s
-            for rank in self._cluster.others(self._seat.rank):
+            for rank in self._cluster.others(self._job_session.rank):
                 self.send(rank, DiskMoves())
 
     def release(self) -> None:
@@ -249,7 +251,7 @@ class RankCommits:
     def no_more(self) -> None:
         """Training of this rank has ended: the others need not wait for bases of it."""
         with self._changed:
-            why = f"training of rank {self._seat.rank} has ended"
+            why = f"training of rank {self._job_session.rank} has ended"
             self._absorb(self._member.no_more(why))
 
     def refuse(self, base: BaseId, why: str) -> None:
@@ -267,15 +269,15 @@ class RankCommits:
         """
         with self._changed:
             self._changed.wait_for(self._is_settled, _SETTLE_S)
-        with storage_errors("clean up the log", self._run, rank=self._seat.rank):
+        with storage_errors("clean up the log", self._run, rank=self._job_session.rank):
             self._disk.retain_log(self._member.timeline, leads=self._member.leads)
 
     def sweep(self) -> None:
         """Removes what older timelines have left unfinished, if this rank leads on its disk."""
         if not self._member.leads:
             return
-        with self._changed, storage_errors("clean up", self._run, rank=self._seat.rank):
-            self._disk.sweep(self._member.timeline, spare=self._seat.spare)
+        with self._changed, storage_errors("clean up", self._run, rank=self._job_session.rank):
+            self._disk.sweep(self._member.timeline, spare=self._job_session.spare)
 
     def close(self) -> None:
         """Ends the thread, and lets the other ranks go."""
@@ -307,13 +309,13 @@ class RankCommits:
             work.error = StateError(
                 "the next start of the job began before the base was durable on all ranks",
                 step=base.step,
-                rank=self._seat.rank,
+                rank=self._job_session.rank,
             )
         elif not work.begun and (self._late is not None or waited_s > self._timeout_s):
             work.error = DeadlineError(
                 "the base before it is not durable on all ranks yet",
                 step=base.step,
-                rank=self._seat.rank,
+                rank=self._job_session.rank,
                 hint="another rank hangs, or its storage does",
             )
         if work.error is not None and not work.begun:  # its memory is going to be used again
@@ -333,7 +335,7 @@ class RankCommits:
 
     def _is_dispensable(self) -> bool:
         """Whether no other rank will ask this one for anything that it cannot do without."""
-        if self._seat.rank == COORDINATOR:
+        if self._job_session.rank == COORDINATOR:
             return self._is_settled()
         may_delete = self._member.watermark.before is not None or self._member.is_behind
         return self._mailbox.is_gone(COORDINATOR) or not may_delete
@@ -343,7 +345,7 @@ class RankCommits:
     def _drive(self) -> None:
         while not self._closing:
             data = self._mailbox.receive(_TICK_S)
-            self.listened_s = self._clock.running_s()
+            self.last_receive_s = self._clock.running_s()
             try:
                 with self._changed:
                     if data is not None:
@@ -354,12 +356,12 @@ class RankCommits:
                     self._try_again()
                     self._changed.notify_all()
             except BaseException as error:  # would end this thread, and all commits to come
-                _log.exception("internal error in the commits of rank %d", self._seat.rank)
+                _log.exception("internal error in the commits of rank %d", self._job_session.rank)
                 self._complain(EverstepError(f"internal error in commits: {error!r}"))
 
     def _hear(self, data: bytes) -> None:
         try:
-            envelope = accept(data, self._seat.session)
+            envelope = accept(data, self._job_session.session)
         except FormatError as error:
             _log.warning("a message was passed over: %s", error)
             return
@@ -379,7 +381,7 @@ class RankCommits:
 
     def send(self, rank: int, message: Message) -> None:
         """Sends to the keeper of another rank; does not wait. In any thread."""
-        envelope = Envelope(self._seat.session, self._seat.rank, message)
+        envelope = Envelope(self._job_session.session, self._job_session.rank, message)
         self._mailbox.send(rank, encode_message(envelope))
 
     def _try_again(self) -> None:
@@ -436,7 +438,7 @@ class RankCommits:
             return []
         if do.base in self._works:
             self._works[do.base].error = ours
-        return self._withdraw(do.base, f"rank {self._seat.rank}: {ours.message}")
+        return self._withdraw(do.base, f"rank {self._job_session.rank}: {ours.message}")
 
     def _withdraw(self, base: BaseId, reason: str) -> list[Out]:
         try:
@@ -457,7 +459,7 @@ class RankCommits:
         directory = base_dir(self._run, do.base.timeline, do.base.step)
         try:
             with storage_errors(
-                "write the base", directory, step=do.base.step, rank=self._seat.rank
+                "write the base", directory, step=do.base.step, rank=self._job_session.rank
             ):
                 raise error
         except EverstepError as ours:
@@ -471,13 +473,13 @@ class RankCommits:
 
     def _report(self, out: Out) -> None:
         if isinstance(out, IsDamaged):
-            self._post(damaged_behind_commit(out, self._run))
+            self._post(damaged_after_commit_error(out, self._run))
         elif isinstance(out, IsDurable | GaveUp | IsLate):
             self._late = out.base if isinstance(out, IsLate) else None
             work = self._works.get(out.base)
             if work is not None and work.error is None:
                 work.durable = isinstance(out, IsDurable)
-                work.error = why_not_durable(out, self._run, self._timeout_s, self.is_gone)
+                work.error = outcome_error(out, self._run, self._timeout_s, self.is_gone)
         elif isinstance(out, Fenced):
             _log.warning("%s", out.error)
         self._changed.notify_all()
@@ -499,7 +501,7 @@ class RankCommits:
             for base in found
             if base.id.timeline == timeline
             for marker in (base.manifest.markers if base.manifest else base.markers)
-            if marker.rank == self._seat.rank
+            if marker.rank == self._job_session.rank
         }
 
     def _write_shards(self, base: BaseId) -> tuple[FileRecord, ...]:
@@ -509,7 +511,7 @@ class RankCommits:
         return tuple(shard.record for shard in work.written)
 
     def _read_shards(self, base: BaseId) -> str:
-        about = self._filesystem, self._run, base, self._seat.rank, self._ring
+        about = self._filesystem, self._run, base, self._job_session.rank, self._ring
         problem = verify_rank(*about, timeout_s=self._timeout_s)
         if problem:  # perhaps in a file that the next base would link to
             self._persister.static.forget()
@@ -526,7 +528,7 @@ _SILENT = (
 _GONE = f"they have left training ({_EACH}), or have died: what they have printed says which"
 
 
-def damaged_behind_commit(out: IsDamaged, run: PurePath) -> DamageError:
+def damaged_after_commit_error(out: IsDamaged, run: PurePath) -> DamageError:
     """Of a base that was read back before older ones were to be deleted."""
     return DamageError(
         f"{out.base} was committed, but read back it is damaged: {out.problem}; "
@@ -538,7 +540,7 @@ def damaged_behind_commit(out: IsDamaged, run: PurePath) -> DamageError:
     )
 
 
-def why_not_durable(
+def outcome_error(
     out: IsDurable | GaveUp | IsLate,
     run: PurePath,
     timeout_s: float,

@@ -48,7 +48,7 @@ from everstep.format.names import (
 from everstep.format.reader import read_record_bytes
 from everstep.format.records import FileRecord, Manifest, Marker
 from everstep.keeper.retain.deletion import delete_files, delete_segments, perform_deletion
-from everstep.keeper.retain.history import Promise
+from everstep.keeper.retain.history import HistoryWindow
 from everstep.restore.fetch.ranks import keep_manifest
 from everstep.run.fence import Fence
 from everstep.run.scan import (
@@ -90,7 +90,7 @@ class RankDisk:
         write_shards: WriteShards,
         read_shards: ReadShards,
         unique: str,
-        promise: Callable[[Inventory], Promise] | None = None,
+        promise: Callable[[Inventory], HistoryWindow] | None = None,
         fence: Fence | None = None,
     ) -> None:
         self._fence = fence

@@ -22,7 +22,7 @@ from everstep.keeper.log.log import LoggedStep, LogStore
 from everstep.keeper.persist.local_keeper import LocalKeeper
 from everstep.link.capture import Capture, Incoming, shard_offsets
 from everstep.link.samples import Samples, check_samples
-from everstep.link.save import Save, done
+from everstep.link.save import Save, complete
 from everstep.seams.failpoints import failpoint
 from everstep.seams.memory import copy_view
 from everstep.seams.processes.conditions import Condition
@@ -221,7 +221,7 @@ class Replica:
                 return None
             frozen.incoming.arrived(self._objects)
             if frozen.step == self._durable_step:
-                done(frozen.save.durable, frozen.plan.size_bytes)
+                complete(frozen.save.durable, frozen.plan.size_bytes)
             self._frozen = frozen
             return frozen
 

@@ -29,16 +29,16 @@ from everstep.seams.clock import Clock
 from everstep.seams.files.filesystem import FileSystem
 
 __all__ = [
-    "Promise",
-    "PromisedSteps",
+    "HistoryFlush",
+    "HistoryWindow",
     "SegmentAges",
-    "promises",
+    "history_windows",
 ]
 
 _Step = tuple[int, int]  # of a timeline
 
 
-class Promise:
+class HistoryWindow:
     """What can be gone back to, and shall stay so.
 
     Args:
@@ -70,7 +70,7 @@ class Promise:
         *,
         ages: SegmentAges,
         known: KnownSegments | None = None,
-    ) -> Promise:
+    ) -> HistoryWindow:
         """Reads what the records of all segments are, as a resume does; of several ranks those of
         all that write to this disk, whose logs are of use together only.
 
@@ -143,7 +143,7 @@ class Promise:
         return known or all(other.step != base.step + 1 for other in bases)
 
 
-def promises(seams: Seams, history: str) -> Callable[[Inventory], Promise] | None:
+def history_windows(seams: Seams, history: str) -> Callable[[Inventory], HistoryWindow] | None:
     """What says what is promised now (:meth:`History.parse`); None: nothing more than the bases
     that are kept anyway lead to."""
     found = History.parse(history)
@@ -153,10 +153,10 @@ def promises(seams: Seams, history: str) -> Callable[[Inventory], Promise] | Non
     known = KnownSegments()
     ages = SegmentAges(files, seams.clock)
 
-    def promise(inventory: Inventory) -> Promise:
+    def promise(inventory: Inventory) -> HistoryWindow:
         if found.is_by_age:
             ages.look(inventory)
-        return Promise.of(files, inventory, found, ages=ages, known=known)
+        return HistoryWindow.of(files, inventory, found, ages=ages, known=known)
 
     return promise
 
@@ -256,7 +256,7 @@ def _ages(stamps: Sequence[float]) -> list[float]:
     return ages[::-1][len(ages) - len(stamps) :]
 
 
-class PromisedSteps:
+class HistoryFlush:
     """Of one timeline.
 
     Args:

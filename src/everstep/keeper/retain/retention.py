@@ -31,7 +31,7 @@ from everstep.format.names import (
 )
 from everstep.format.writer import ChunkRing
 from everstep.keeper.retain.deletion import delete_base, delete_files, delete_segments
-from everstep.keeper.retain.history import Promise, SegmentAges
+from everstep.keeper.retain.history import HistoryWindow, SegmentAges
 from everstep.keeper.retain.readback import ReadBack
 from everstep.run.fence import Fence
 from everstep.run.lift import lift_mark
@@ -176,7 +176,7 @@ class Retention:
             if base.manifest is not None and base.id not in self._good.damaged
         }
         about = self._filesystem, inventory, self._history
-        promise = Promise.of(*about, ages=self._ages, known=self._segments)
+        promise = HistoryWindow.of(*about, ages=self._ages, known=self._segments)
         return promise.kept(lsns, [base for base in going if base in lsns])
 
     def _counts(self, base: BaseFound) -> bool:

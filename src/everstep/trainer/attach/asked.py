@@ -8,7 +8,7 @@ from typing import Any
 
 from everstep.errors import EverstepError, StateError
 from everstep.link.samples import Samples
-from everstep.link.save import Save, done, failed
+from everstep.link.save import Save, complete, fail
 
 __all__ = ["Asked", "ask_to_wire"]
 
@@ -66,9 +66,9 @@ class Asked:
         for save, exact in self._pop(numbers, step):
             if exact and save.step != step:
                 why = f"the replica went on with a base of step {step} before it had made this one"
-                failed(save.durable, StateError(why, step=save.step))
+                fail(save.durable, StateError(why, step=save.step))
             else:
-                done(save.durable, size_bytes)
+                complete(save.durable, size_bytes)
 
     def refused(self, numbers: Sequence[int], error: EverstepError, step: int | None) -> None:
         """There will be no such bases.
@@ -77,7 +77,7 @@ class Asked:
             step: of the base that has failed; the keeper has still to clean up behind it.
         """
         for save, _ in self._pop(numbers, step):
-            failed(save.durable, error)
+            fail(save.durable, error)
 
     def retained(self, step: int) -> None:
         """Retention behind the base of a step is over."""

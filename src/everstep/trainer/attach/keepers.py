@@ -21,11 +21,11 @@ from everstep.format.writer import ChunkRing
 from everstep.keeper.log.log import open_log
 from everstep.keeper.persist.local_keeper import LocalKeeper
 from everstep.link.channel import BackgroundChannel
-from everstep.link.job_session import Seat, no_mailbox
-from everstep.link.keeper_stats import KeeperStats, summed
+from everstep.link.job_session import JobSession, mailbox_error
+from everstep.link.keeper_stats import KeeperStats, add_stats
 from everstep.link.messages import identity_to_wire
 from everstep.link.pool import CapturePool
-from everstep.link.waiting import unless_gone
+from everstep.link.waiting import ignore_if_lost
 from everstep.restore.fetch.held import Recalled
 from everstep.run.fence import Fence
 from everstep.seams import PosixFileSystem, Seams, SystemClock
@@ -90,7 +90,7 @@ class Keepers:
         self._arena_bytes = max(PAGE_BYTES, arena_bytes // PAGE_BYTES * PAGE_BYTES)
         self._replica_bytes = replica_bytes
         self._info = info
-        self._seat: Seat | None = None
+        self._job_session: JobSession | None = None
         self._fence: Fence | None = None  # since the timeline was opened, whichever keeper it has
         self._mailbox: PeerMailbox | None = None
         self._port: HeldPort | None = None  # of the keeper process's mailbox
@@ -173,7 +173,7 @@ class Keepers:
     @property
     def stats(self) -> KeeperStats:
         """Of all keepers together."""
-        return self._before if self.current is None else summed(self._before, self.current.stats)
+        return self._before if self.current is None else add_stats(self._before, self.current.stats)
 
     def open(self, *, beside: bool = False) -> None:
         """Attaches to a keeper process, or makes the memory for one that is a thread.
@@ -290,7 +290,7 @@ class Keepers:
                 self._mailbox.close()
             self._mailbox = PeerMailbox(host, port)
         except OSError as error:
-            raise no_mailbox(host, port, error) from error
+            raise mailbox_error(host, port, error) from error
         return self._mailbox.address
 
     def _hold(self, port: HeldPort | None) -> None:
@@ -304,7 +304,7 @@ class Keepers:
         self,
         timeline: int,
         verified: BaseId | None = None,
-        seat: Seat | None = None,
+        job_session: JobSession | None = None,
         *,
         opened: bool = True,
     ) -> Keeper:
@@ -312,7 +312,7 @@ class Keepers:
 
         Args:
             verified: a base on disk that has just been read and found whole.
-            seat: of this rank among several.
+            job_session: of this rank among several.
             opened: it is new, and not what another keeper has served that is gone.
         """
         self.ready()
@@ -322,7 +322,7 @@ class Keepers:
             self._fence = Fence(self._seams.filesystem, self._run, timeline)
             self._channel.took_over(timeline)
             self.attempts.why_not = None
-        self._seat = seat
+        self._job_session = job_session
         self.peer_log_step = None
         self._before = self.stats
         if opened:  # else what is durable stays so
@@ -339,7 +339,7 @@ class Keepers:
                 history=self._options.log.history,
                 replica=self._replica_message(),
                 rebuild=self._rebuild_message(),
-                seat=None if seat is None else seat.to_wire(),
+                job_session=None if job_session is None else job_session.to_wire(),
             )
             self.current = self._remote
             return self._remote
@@ -356,7 +356,7 @@ class Keepers:
             verified=verified,
             timeout_s=self._options.progress_timeout_s,
             history=self._options.log.history,
-            seat=seat,
+            job_session=job_session,
             mailbox=mailbox,
         )
         if self.pool is not None:
@@ -463,20 +463,20 @@ class Keepers:
 
     def _replace(self, timeline: int, again: int | None) -> None:
         lost = self.lost
-        seat = self._seat
+        job_session = self._job_session
         steps = () if self._remote is None else tuple(sorted(self._remote.lost_steps - {again}))
         assert self._fence is not None, "a keeper is replaced that has served nothing"
         with storage_errors("look for newer timelines", self._run):
             self._fence.check()
         self.open()
         assert self._remote is not None
-        with unless_gone(self._remote):  # the next call sees to that
+        with ignore_if_lost(self._remote):  # the next call sees to that
             self._remote.settle(self._options.progress_timeout_s)  # it may still write what we took
-            if seat is not None:  # where the other ranks look for it
-                self.listen(*seat.peers[seat.rank])
+            if job_session is not None:  # where the other ranks look for it
+                self.listen(*job_session.peers[job_session.rank])
         self.restarts += 1
-        again_there = seat and dataclasses.replace(seat, again=True, lost=steps)
-        self.serve(timeline, seat=again_there, opened=False)
+        again_there = job_session and dataclasses.replace(job_session, again=True, lost=steps)
+        self.serve(timeline, job_session=again_there, opened=False)
         _log.warning("%s", lost)
         warnings.warn(f"everstep: {lost}", RuntimeWarning, stacklevel=6)
         if callable(self._options.on_failure) and lost is not None:

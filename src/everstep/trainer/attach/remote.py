@@ -24,8 +24,13 @@ from everstep.link.keeper_stats import KeeperStats
 from everstep.link.log_records import LogLayouts
 from everstep.link.messages import OBJECT_PART_BYTES, begin_to_wire, layout_to_wire, parts_of
 from everstep.link.samples import Samples
-from everstep.link.save import Save, done, failed
-from everstep.link.waiting import Moves, Patience, keeper_gone, storage_hangs
+from everstep.link.save import Save, complete, fail
+from everstep.link.waiting import (
+    ReplicaProgress,
+    WaitDeadline,
+    keeper_lost_error,
+    storage_hang_error,
+)
 from everstep.link.wire import Connection, error_from_wire, error_to_wire
 from everstep.restore.fetch.held import Recalled
 from everstep.seams import Clock
@@ -111,7 +116,7 @@ class RemoteKeeper:
         history: str = "last",
         replica: Mapping[str, Any] | None = None,
         rebuild: Mapping[str, Any] | None = None,
-        seat: Mapping[str, Any] | None = None,
+        job_session: Mapping[str, Any] | None = None,
     ) -> None:
         """From now on bases are of this timeline.
 
@@ -122,7 +127,7 @@ class RemoteKeeper:
                 is none.
             rebuild: ``threads`` that make bases whole which are captured over several steps, and
                 whether to be ready for it (``warm``); None: there will be none.
-            seat: of this rank among several (see :class:`.commits.Seat`); None: it is alone.
+            job_session: of this rank among several (:class:`.JobSession`); None: it is alone.
         """
         known = None if verified is None else [verified.timeline, verified.step]
         self._timeline = timeline
@@ -142,7 +147,7 @@ class RemoteKeeper:
                 "replica": replica,
                 "rebuild": rebuild,
                 **self.copies,
-                "seat": seat,
+                "seat": job_session,
             }
         )
 
@@ -303,7 +308,7 @@ class RemoteKeeper:
             with self._changed:
                 if self.lost is not None:
                     self.lost_steps.add(save.step)
-                    failed(save.durable, self.lost)
+                    fail(save.durable, self.lost)
                     return
                 self._asked.add(number, save, exact=exact)
             self._send(message)
@@ -335,8 +340,8 @@ class RemoteKeeper:
             DeadlineError: after ``timeout_s``, or when the keeper says nothing.
             EverstepError: what failed meanwhile, by the policy.
         """
-        patience = Patience(self._clock, timeout_s)
-        moves = Moves(self._clock, self.silence.timeout_s)
+        patience = WaitDeadline(self._clock, timeout_s)
+        moves = ReplicaProgress(self._clock, self.silence.timeout_s)
         for message in list(self._untold.values()):
             self._send({**message, "again": True})
         self._untold.clear()
@@ -349,7 +354,7 @@ class RemoteKeeper:
                 with self._changed:
                     if self.lost is not None or not (self._waiting or self._asked.pending):
                         break
-                    self._changed.wait(patience.look_again_s)
+                    self._changed.wait(patience.poll_s)
                 if show:
                     bar.advance(self.written_bytes - seen)
                     seen = self.written_bytes
@@ -359,7 +364,7 @@ class RemoteKeeper:
                     disk = self.moves, self.log_moves
                     moves.look(*disk, self.replica_step, self.replica_applied, steps)
                 if self._hung:  # reported already; waiting on would be for ever
-                    raise storage_hangs(len(self._waiting))
+                    raise storage_hang_error(len(self._waiting))
                 with self._changed:
                     left = 0 if self.lost else len(self._waiting) + len(self._asked.steps)
                 if patience.is_over(left):
@@ -390,7 +395,7 @@ class RemoteKeeper:
         try:
             self._connection.send(message)
         except (KeeperError, OSError) as error:
-            self._lose(keeper_gone(self.pid, error))
+            self._lose(keeper_lost_error(self.pid, error))
 
     def _request(
         self, message: dict[str, Any], reply: str, timeout_s: float
@@ -414,7 +419,7 @@ class RemoteKeeper:
         except Exception as found:
             error = found
         if not self._closing:
-            self._lose(keeper_gone(self.pid, error))
+            self._lose(keeper_lost_error(self.pid, error))
         self._connection.close()
 
     def _on_message(self, message: dict[str, Any], fds: list[int]) -> None:
@@ -474,9 +479,9 @@ class RemoteKeeper:
         if capture is None:
             return
         if error is None:
-            done(capture.save.durable, size_bytes)
+            complete(capture.save.durable, size_bytes)
         else:
-            failed(capture.save.durable, error)
+            fail(capture.save.durable, error)
         capture.on_end(capture)
 
     def _lose(self, error: EverstepError | None) -> None:
@@ -493,5 +498,5 @@ class RemoteKeeper:
         self._asked.lose(self.lost)
         self.on_disk(0)  # who waits for the log looks at what became of us
         for capture in captures:
-            failed(capture.save.durable, self.lost)
+            fail(capture.save.durable, self.lost)
             capture.on_end(capture)

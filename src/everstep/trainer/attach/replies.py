@@ -67,7 +67,7 @@ class Replies:
             with self._changed:
                 self._changed.wait_for(
                     lambda: kind in self._found or keeper.lost is not None,
-                    still.look_again_s,
+                    still.poll_s,
                 )
                 if kind in self._found:
                     return self._found.pop(kind)

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from everstep.errors import StateError
 from everstep.format.header import ShardIdentity
-from everstep.link.save import Save, failed, follow
+from everstep.link.save import Save, copy_outcome, fail
 from everstep.state.training_state import State
 from everstep.trainer.job.job import Job
 from everstep.trainer.multistep.multistep_mark import AtMark
@@ -119,8 +119,8 @@ class Together:
         self._save = None
         self.step = None
         if save is not None and taken is not None:
-            follow(save, taken)
+            copy_outcome(save, taken)
         elif save is not None:
             why = StateError("no rank has begun to capture this base", step=save.step)
-            failed(save.staged, why)
-            failed(save.durable, why)
+            fail(save.staged, why)
+            fail(save.durable, why)

@@ -12,9 +12,9 @@ from everstep.capture.audit import SpotCheck
 from everstep.errors import EverstepError, StateError, UnsupportedStateError
 from everstep.format.header import ShardIdentity
 from everstep.link.channel import BackgroundChannel
-from everstep.link.recordable import why_not
+from everstep.link.recordable import replay_refusal
 from everstep.link.samples import Samples
-from everstep.link.save import Save, done
+from everstep.link.save import Save, complete
 from everstep.replay.exactness import exactness, is_elementwise, kind_name
 from everstep.seams import Clock
 from everstep.seams.processes.conditions import all_over, is_over
@@ -141,7 +141,7 @@ class Standby:
             self._hold_up()
         save = Save(identity.step, identity.timeline)
         save.durable.add_done_callback(self._ended)
-        done(save.staged, None)  # the keeper has all of it
+        complete(save.staged, None)  # the keeper has all of it
         samples = self._samples(self._saver.asked(survey, identity), survey)
         keeper.ask(save, samples, exact=exact)
         self._last = save  # only now: who is interrupted before has asked for none
@@ -258,7 +258,7 @@ def refuse_unrepeatable(state: State) -> None:
         captured over several steps takes it.
     """
     optimizers = state.optimizers.items()
-    refused = [(key, why) for key, o in optimizers if (why := why_not(acting(o)))]
+    refused = [(key, why) for key, o in optimizers if (why := replay_refusal(acting(o)))]
     found = refused or _unknown_to_keepers(state)
     if found:
         listed = "\n".join(f"  {key}: {why}" for key, why in found)

@@ -9,7 +9,7 @@ from pathlib import PurePath
 from typing import Any
 
 from everstep.format.writer import ChunkRing
-from everstep.link.job_session import Seat
+from everstep.link.job_session import JobSession
 from everstep.restore.fetch.held import Recalled
 from everstep.restore.start.folder import refuse_unresumed
 from everstep.restore.start.resume import OfSeveralError, Resumed, open_timeline, resume
@@ -67,9 +67,9 @@ class Starts:
         self._timelines = KnownTimelines()
 
     @property
-    def seat(self) -> Seat | None:
+    def job_session(self) -> JobSession | None:
         """This rank's place in the last start; None: it is alone."""
-        return None if self._job is None else self._job.seat
+        return None if self._job is None else self._job.job_session
 
     def resume(
         self, step: int | None, *, strict: bool, own: bool, trained: bool = False
