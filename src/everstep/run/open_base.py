@@ -24,9 +24,9 @@ from everstep.run.scan import BaseFound
 from everstep.run.segments import read_heads, read_records
 from everstep.seams.files.filesystem import FileSystem, ReadFile
 from everstep.seams.progress import ProgressSink
-from everstep.state.entries import Entry
-from everstep.state.layout import Placed, ShardLayout, at_lsn
-from everstep.state.ranks.placing import Placement
+from everstep.state.layout.entries import Entry
+from everstep.state.layout.placement import Placement
+from everstep.state.layout.shards import Placed, ShardLayout, at_lsn
 
 __all__ = [
     "OpenBase",

@@ -21,17 +21,18 @@ from everstep.format.records import Marker, TimelineRecord
 from everstep.format.writer import ChunkRing
 from everstep.keeper.persist.persister import Persister
 from everstep.link.recordable import Layouts, state_digest
-from everstep.restore.offline.whole_ranks import CompleteRank, made_whole
+from everstep.restore.load.load import CompleteRank
+from everstep.restore.offline.whole_ranks import made_whole
 from everstep.run.scan import BaseFound
 from everstep.seams import PosixFileSystem
 from everstep.seams.fingerprint import fingerprint
 from everstep.seams.progress import silent
-from everstep.state.image import State
-from everstep.state.layout import ShardLayout
-from everstep.state.log import UPDATE_OBJECT
-from everstep.state.ranks.dtensors import local_of
-from everstep.state.ranks.ranks import RankInfo
+from everstep.state.layout.names import UPDATE_OBJECT
+from everstep.state.layout.shards import ShardLayout
+from everstep.state.ranks.rank_info import RankInfo
+from everstep.state.training_state import State
 from everstep.state.values.objects import encode
+from everstep.state.values.tensors import local_of
 from everstep.tiers.disk import ensure_dirs
 from everstep.tiers.slots import SlotStore
 from everstep.trainer.log.consumed import Consumption

@@ -14,14 +14,21 @@ from everstep.restore.load.nonfinite import are_finite, optimized
 from everstep.restore.load.saved_ranks import View
 from everstep.run.tensors import copy_into, with_strides
 from everstep.seams.machine import memory_available_bytes
-from everstep.state.entries import Entry
-from everstep.state.image import State
-from everstep.state.providers.providers import ModuleProvider
-from everstep.state.providers.restoring import RestorePlan
-from everstep.state.providers.within import forget_gradients
-from everstep.state.ranks.dtensors import box_of, is_dtensor, like, local_of
-from everstep.state.ranks.placing import Box
-from everstep.state.values.tensors import byte_view, empty_like_entry, same_strides
+from everstep.state.layout.entries import Entry
+from everstep.state.layout.placement import Box
+from everstep.state.providers.gradients import forget_gradients
+from everstep.state.providers.modules import ModuleProvider
+from everstep.state.providers.provider import RestorePlan
+from everstep.state.training_state import State
+from everstep.state.values.tensors import (
+    box_of,
+    byte_view,
+    empty_like_entry,
+    is_dtensor,
+    like,
+    local_of,
+    same_strides,
+)
 from everstep.state.values.tree import join, references
 
 __all__ = [

@@ -23,7 +23,7 @@ from everstep.run.log_reads import Key, LogReads, find_record, key_of
 from everstep.run.scan import Inventory
 from everstep.run.segments import SegmentFound, scan_log, validated
 from everstep.seams.files.filesystem import FileSystem
-from everstep.state.log import PART_OBJECT, UPDATE_OBJECT
+from everstep.state.layout.names import PART_OBJECT, UPDATE_OBJECT
 from everstep.state.values.objects import decode
 
 __all__ = ["LogFound"]

@@ -24,8 +24,8 @@ from everstep.restore.reshard.gradients import ReshardedGradients
 from everstep.restore.reshard.marks import ReshardedSamples, live_tensors, restore_marks
 from everstep.run.candidates import Skipped
 from everstep.seams.progress import progress
-from everstep.state.image import State
-from everstep.state.ranks.log_parts import updated_elsewhere
+from everstep.state.ranks.log_shares import updated_elsewhere
+from everstep.state.training_state import State
 
 __all__ = ["Fetch", "replay_resharded"]
 

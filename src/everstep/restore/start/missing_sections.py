@@ -15,7 +15,7 @@ from everstep.errors import EverstepError, RecoveryError
 from everstep.restore.load.load import sections_of_base
 from everstep.run.scan import BaseFound
 from everstep.seams.files.filesystem import FileSystem
-from everstep.state.survey.survey import is_reserved
+from everstep.state.layout.names import is_reserved
 
 __all__ = ["missing_sections", "refuse_log_loss"]
 

@@ -37,7 +37,7 @@ from everstep.seams import Clock
 from everstep.seams.network.sockets import close_descriptors
 from everstep.seams.processes.conditions import Condition
 from everstep.seams.progress import progress
-from everstep.state.layout import ShardLayout
+from everstep.state.layout.shards import ShardLayout
 from everstep.trainer.attach.asked import Asked, ask_to_wire
 from everstep.trainer.attach.replies import Replies
 from everstep.trainer.attach.silence import Silence

@@ -16,7 +16,7 @@ from everstep.commit.peers import NEEDED_MAX
 from everstep.config.options import Options
 from everstep.format.header import ShardIdentity
 from everstep.format.plan import plan_files
-from everstep.state.ranks.ranks import RankInfo
+from everstep.state.ranks.rank_info import RankInfo
 from everstep.state.survey.survey import Shape
 from everstep.tiers.options import TierOptions
 from everstep.tiers.rate import pace_s

@@ -15,10 +15,10 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from everstep.errors import StateError
-from everstep.state.holders import holders_of
-from everstep.state.image import State
 from everstep.state.providers.optimizers import unwrapped
-from everstep.state.providers.providers import StatefulProvider
+from everstep.state.providers.stateful import StatefulProvider
+from everstep.state.training_state import State
+from everstep.state.values.referrers import holders_of
 from everstep.trainer.checks.strangers import is_held, is_ours, kind_of
 
 __all__ = ["Schedules"]

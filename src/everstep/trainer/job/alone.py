@@ -21,7 +21,7 @@ from everstep.restore.start.resume_job import Meeting, resume_all_ranks
 from everstep.run.candidates import refuse_unreachable
 from everstep.run.scan import scan_run
 from everstep.seams import Seams
-from everstep.state.image import State
+from everstep.state.training_state import State
 from everstep.trainer.attach.left_keepers import left_logs
 
 __all__ = ["resume_behind_several"]

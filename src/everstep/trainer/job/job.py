@@ -48,9 +48,9 @@ from everstep.seams.fingerprint import fingerprint
 from everstep.seams.machine import memory_available_bytes, on_own_device
 from everstep.seams.network.group import Group, group_of_job, keeps_store_over_restarts
 from everstep.seams.network.peers import PeerMailbox
-from everstep.state.image import State
-from everstep.state.ranks.apart import Apart
-from everstep.state.ranks.ranks import ONE_RANK, RankInfo
+from everstep.state.ranks.ddp import Apart
+from everstep.state.ranks.rank_info import ONE_RANK, RankInfo
+from everstep.state.training_state import State
 from everstep.tiers.disk import create_exclusive, ensure_dirs, remove_if_there, storage_errors
 from everstep.tiers.options import PeerOptions, TierOptions
 from everstep.trainer.attach.left_keepers import left_logs

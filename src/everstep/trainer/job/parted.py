@@ -6,7 +6,7 @@ import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from everstep.state.ranks.apart import Apart
+from everstep.state.ranks.ddp import Apart
 
 __all__ = ["heard_apart", "said_apart", "tell_of_parted"]
 

@@ -12,7 +12,7 @@ from everstep.arena.memory import CONTROL_BYTES
 from everstep.commit.peers import nodes_of, peer_of
 from everstep.errors import KeeperError, OptionError, OutOfSpaceError
 from everstep.seams.machine import machine_name
-from everstep.state.ranks.ranks import RankInfo
+from everstep.state.ranks.rank_info import RankInfo
 from everstep.tiers.options import PeerOptions
 
 __all__ = [

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from everstep.config.options import Options
 from everstep.errors import OptionError
 from everstep.seams.processes.processes import configured_cores
-from everstep.state.ranks.ranks import RankInfo
+from everstep.state.ranks.rank_info import RankInfo
 from everstep.tiers.options import TierOptions
 
 __all__ = ["refuse_unaudited", "refuse_unsupported"]

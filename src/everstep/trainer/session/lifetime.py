@@ -23,8 +23,8 @@ from everstep.errors import (
 from everstep.link.save import Save
 from everstep.restore.load.nonfinite import nonfinite_parameter
 from everstep.seams.messages import say, say_to
-from everstep.state.image import State
 from everstep.state.survey.survey import Survey
+from everstep.state.training_state import State
 from everstep.trainer.attach.keeper import Keeper
 from everstep.trainer.attach.keepers import let_go
 from everstep.trainer.attach.remote import RemoteKeeper

@@ -9,7 +9,7 @@ from typing import Any
 from torch.amp.grad_scaler import GradScaler
 
 from everstep.errors import StateError
-from everstep.state.providers.providers import has_begun
+from everstep.state.providers.stateful import has_begun
 
 __all__ = ["Scalers"]
 

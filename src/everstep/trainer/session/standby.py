@@ -18,12 +18,12 @@ from everstep.link.save import Save, complete
 from everstep.replay.exactness import exactness, is_elementwise, kind_name
 from everstep.seams import Clock
 from everstep.seams.processes.conditions import all_over, is_over
-from everstep.state.image import State
+from everstep.state.providers.modules import ModuleProvider
 from everstep.state.providers.optimizers import OptimizerProvider
-from everstep.state.providers.providers import ModuleProvider
-from everstep.state.ranks.log_parts import written_apart
-from everstep.state.ranks.zero import acting
+from everstep.state.providers.zero import acting
+from everstep.state.ranks.log_shares import written_apart
 from everstep.state.survey.survey import Survey
+from everstep.state.training_state import State
 from everstep.trainer.attach.remote import RemoteKeeper
 from everstep.trainer.base.prepared import Prepared
 from everstep.trainer.base.saver import Saver

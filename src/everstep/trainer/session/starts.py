@@ -16,7 +16,7 @@ from everstep.run.folder import refuse_unresumed
 from everstep.run.scan import TimelineCache
 from everstep.seams import Seams
 from everstep.seams.fingerprint import computed_on, device_types
-from everstep.state.image import State
+from everstep.state.training_state import State
 from everstep.tiers.disk import storage_errors
 from everstep.trainer.attach.keepers import Keepers
 from everstep.trainer.job.alone import resume_behind_several

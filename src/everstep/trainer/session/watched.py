@@ -9,8 +9,9 @@ from collections.abc import Callable, Sequence
 from everstep.capture.updates import UpdateHooks
 from everstep.config.options import Options
 from everstep.errors import EverstepError, StateError, UnsupportedStateError
-from everstep.state.image import RNG_SECTION, State
+from everstep.state.layout.names import RNG_SECTION
 from everstep.state.survey.survey import Survey
+from everstep.state.training_state import State
 from everstep.trainer.base.last_mark import FreshStart, LastMark
 from everstep.trainer.checks.schedules import Schedules
 from everstep.trainer.checks.strangers import Strangers
