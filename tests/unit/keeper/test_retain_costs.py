@@ -32,7 +32,7 @@ AGAIN = 2  # segments that are read anew at each base
 
 @pytest.fixture(autouse=True)
 def few_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(segments, "_AGAIN", AGAIN)
+    monkeypatch.setattr(segments, "_REREAD", AGAIN)
 
 
 def options_of(keep: int) -> dict[str, object]:
@@ -134,7 +134,7 @@ CHANGES = [remove_marker, remove, damage, cut, exchange]
 def test_a_segment_that_was_replaced_is_read_anew(
     run: Path, change: Callable[[Path], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(segments, "_AGAIN", 0)
+    monkeypatch.setattr(segments, "_REREAD", 0)
     known = SegmentCache()
     assert looks(run, known) == looks(run, None)
     assert looks(run, known) == looks(run, None)
@@ -147,7 +147,7 @@ def test_a_segment_that_was_replaced_is_read_anew(
 
 def test_one_that_comes_back_is_another_one(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As in a folder that is put back as it was once, and trained in again."""
-    monkeypatch.setattr(segments, "_AGAIN", 0)
+    monkeypatch.setattr(segments, "_REREAD", 0)
     known = SegmentCache()
     last = folders(run)[-1]
     looks(run, known)
@@ -178,7 +178,7 @@ def test_no_base_goes_on_account_of_a_segment_that_is_gone(
     run_folder: Path, change: Callable[[Path], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The base behind it is the only way to the steps that follow it."""
-    monkeypatch.setattr(segments, "_AGAIN", 0)
+    monkeypatch.setattr(segments, "_REREAD", 0)
     with Trained(run_folder, **options_of(1)) as run:
         for _ in range(4):
             run.train_slowly(3)

@@ -245,7 +245,7 @@ class RankDisk:
 
     def _newest(self) -> int:
         if self._fence is not None:
-            return self._fence.seen()
+            return self._fence.newest_or_next()
         return newest_timeline(self._filesystem, self._run)
 
     def _fenced(self, base: BaseId) -> FencedError:

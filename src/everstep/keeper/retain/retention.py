@@ -160,7 +160,12 @@ class Retention:
         fence = self._fence
         try:
             delete_base(
-                self._filesystem, self._run, base, self._slots, timeline=own, newest=fence.seen
+                self._filesystem,
+                self._run,
+                base,
+                self._slots,
+                timeline=own,
+                newest=fence.newest_or_next,
             )
         except FencedError:
             fence.check()  # says what it is
