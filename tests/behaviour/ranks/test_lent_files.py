@@ -117,7 +117,7 @@ def test_a_host_that_was_replaced_takes_what_the_others_have(
             assert (one.step, one.exact) == (4, False), one
             assert one.source == ("peer" if rank in lost else "disk")
             if rank in lost:
-                assert f"rng: rank {rank} begins with what its program made" in str(one.notes)
+                assert f"rng: rank {rank} starts with the state its program made" in str(one.notes)
         assert {len(training.state) for training in ranks} == {3}
         for training in ranks:
             assert all(map(torch.equal, training.weights, trained_replicas(4))), gone
