@@ -62,7 +62,7 @@ def restored(
     base: BaseFound, layout: str, info: RankInfo, ring: ChunkRing, **given: Any
 ) -> tuple[Values, LoadedBase]:
     values = build(layout, info, 9)
-    return values, load(base, State(values, ranks=info), ring, **{"whole": whole(ring), **given})
+    return values, load(base, State(values, ranks=info), ring, **{"complete": whole(ring), **given})
 
 
 def differing(values: Values, wanted: Values) -> list[str]:
@@ -286,7 +286,7 @@ def test_other_conditions_are_not_called_exact(
 ) -> None:
     base = fuzzy_base(tmp_path, "ddp", 2, ring)
     with as_rank(0, 2) as info:
-        values, loaded = restored(base, "ddp", info, ring, whole=whole(ring, trained))
+        values, loaded = restored(base, "ddp", info, ring, complete=whole(ring, trained))
         assert differing(values, trained_to_last("ddp", info)) == []
     (note,) = [one for one in loaded.notes if "its redo file was replayed" in one]
     assert why in note

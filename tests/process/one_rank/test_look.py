@@ -281,8 +281,8 @@ def test_a_keeper_that_does_not_answer_is_named(
     try:
         found = everstep.load(run)
         assert found.step < 7
-        assert f"(process {info.pid}) could not be asked" in found.notes[0]
-        assert f"(process {info.pid}) could not be asked" in everstep.peek(run).notes[0]
+        assert f"(process {info.pid}) could not be queried" in found.notes[0]
+        assert f"(process {info.pid}) could not be queried" in everstep.peek(run).notes[0]
         os.kill(info.pid, signal.SIGCONT)
         monkeypatch.undo()
         assert everstep.load(run).step == 7
