@@ -31,7 +31,7 @@ from everstep.seams import (
     WriteFile,
 )
 from everstep.seams.progress import silent
-from everstep.testing.training import freeze
+from tests.crash.sim.training import freeze
 
 __all__ = [
     "TIMEOUT_S",
