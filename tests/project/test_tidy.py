@@ -270,7 +270,7 @@ def test_pickle(source: str) -> None:
     for name in (
         "everstep.state.values.objects",
         "everstep.seams.files.posix",
-        "tests.crash.sim.filesystem",
+        "everstep.testing.faultytier",
     ):
         assert tidy.check_pickle(module(name, source))
     assert not tidy.check_pickle(module("everstep_bench.arms", source))
@@ -370,7 +370,7 @@ def test_print_that_may_fail(name: str, source: str) -> None:
         ("everstep.cli.ls", "print(1)"),
         ("everstep.demo.show", "print(1)"),
         ("everstep_bench.drill.show", "print(1)"),
-        ("tests.crash.sim.training", "print(1)"),
+        ("everstep.testing.conformance", "print(1)"),
     ],
 )
 def test_prints_that_are_right(name: str, source: str) -> None:
