@@ -76,7 +76,7 @@ class BackgroundChannel:
         """The work got somewhere: its deadline starts again."""
         work.last_progress_s = self._clock.running_s()
 
-    def moved(self) -> None:
+    def storage_progressed(self) -> None:
         """The storage has got somewhere: so has all work that is under way, which is done in order.
         In any thread."""
         now_s = self._clock.running_s()

@@ -25,7 +25,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:everstep. the keeper .* is gone:RuntimeWarning"),
 ]
 
-LOST = "no rank has the base of step 2: the keeper of rank 1 was lost with it"
+LOST = "no rank has the base of step 2: it was lost with the keeper of rank 1"
 
 
 def kill_before(one: RankTraining, of: Any, name: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -254,7 +254,7 @@ def test_a_static_entry_that_changes_is_refused(run_folder: Path) -> None:
         ckpt.step()
         error = ckpt.save().durable.exception(TIMEOUT_S)
         assert isinstance(error, AuditError)
-        assert "'frozen/weight' was declared static and has changed" in str(error)
+        assert "'frozen/weight' was declared static but has changed" in str(error)
         with pytest.warns(RuntimeWarning):
             ckpt.wait()
 

@@ -466,7 +466,7 @@ def test_a_new_base_that_is_damaged_deletes_nothing(run_folder: Path) -> None:
             fs.hook = damage if number == 3 else fs.hook
             ckpt.step()
             ckpt.save()
-        assert "read back it is damaged" in str(told[0])
+        assert "is damaged when read back" in str(told[0])
         assert told[0].entry == "t"
         assert [base.id.step for base in inventory_of(run_folder).bases] == [2]
         ckpt.step()

@@ -296,7 +296,7 @@ def test_only_so_much_of_it(run_folder: Path) -> None:
     for number, segment in enumerate(segments):
         os.utime(segment, (0.0, 1_000.0 * number))
     ages = SegmentAges(FILES, ManualClock())
-    ages.look(inventory)
+    ages.observe(inventory)
     lsns = {b.id: b.manifest.markers[0].lsn for b in inventory.bases if b.manifest is not None}
     going = sorted(lsns)[:-1]
 

@@ -258,8 +258,8 @@ def test_a_rank_that_does_not_save_is_named_and_not_waited_for(tmp_path: Path) -
     ("missing", "gone", "says", "hint"),
     [
         ((1,), (), "within 8 s [step 6", "they have not taken this base"),
-        ((1,), (1, 2), "; the keeper(s) of rank(s) 1 are no longer there", "they have left"),
-        ((1, 3), (3,), "; the keeper(s) of rank(s) 3 are no longer there", "they have not taken"),
+        ((1,), (1, 2), "; the keeper(s) of rank(s) 1 have ended", "they have left"),
+        ((1, 3), (3,), "; the keeper(s) of rank(s) 3 have ended", "they have not taken"),
         ((), (), "rank(s) that lead on a disk have not written", "they have not taken"),
     ],
 )
