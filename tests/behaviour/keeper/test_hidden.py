@@ -338,7 +338,7 @@ def test_no_step_is_lost_with_the_folder(run_folder: Path, folder: Path) -> None
     it.train()
     ckpt.step()
     log = keeper_files(before.key, create=False).log
-    until(lambda: "they are there again" in " ".join(read_tail(log)))
+    until(lambda: "were removed: written again" in " ".join(read_tail(log)))
     assert list_keepers() == [before]
     die(ckpt)
     recovery, there = resumed(run_folder)

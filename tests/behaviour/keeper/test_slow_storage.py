@@ -312,7 +312,7 @@ def test_ranks_name_one_whose_disk_hangs_behind_slow_operations(
         pair.told.wait()
     late = waits.durable.exception(0)
     assert isinstance(late, DeadlineError)
-    assert f"rank(s) {pair.slow} have not written their parts" in late.message
+    assert f"rank(s) {pair.slow} have not written their shards" in late.message
     assert clock.monotonic_s() - begun_s < 1.5 * LIMIT_S
     clock.advance(1.0)
     assert hangs.ckpt._channel.hung()

@@ -247,7 +247,7 @@ def test_a_rank_that_does_not_save_is_named_and_not_waited_for(tmp_path: Path) -
             waited.wait(0.01)
         with pytest.raises(DeadlineError, match=r"rank\(s\) 1 have not written") as caught:
             late.durable.result(0)
-        assert "they have not taken this base (every rank calls" in str(caught.value)
+        assert "they have not taken this base (every rank must call" in str(caught.value)
     assert told
     assert bases(path) == {1: "incomplete"}
     with trainings(path, path) as ranks:
@@ -271,7 +271,7 @@ def test_what_is_known_of_ranks_without_a_part_is_said(
     assert isinstance(error, DeadlineError)
     assert says in str(error)
     assert f"hint: {hint}" in str(error)
-    assert "every rank calls ckpt.step() at the end of the same steps" in str(error)
+    assert "every rank must call ckpt.step() at the end of the same steps" in str(error)
 
 
 def test_a_rank_that_says_nothing_while_others_agree_is_named(tmp_path: Path) -> None:

@@ -103,7 +103,7 @@ class Duties:
         self._end_timeline()
         verified = None if message["verified"] is None else BaseId(*message["verified"])
         if verified is not None:
-            self.newest_capture.passed_over()
+            self.newest_capture.drop_not_durable()
         timeline = message["timeline"]
         self.channel = channel = BackgroundChannel(
             lambda error: _report(trainer, error, of_timeline=timeline),
@@ -136,7 +136,7 @@ class Duties:
         # A folder that was put back to an older state reuses timeline numbers: captures in memory
         # of the same or a later number belong to a history that no longer exists.
         if self.logs.serve(trainer, channel, message, self.timeout_s):
-            self.newest_capture.drop_from(self.timeline)
+            self.newest_capture.drop_from_timeline(self.timeline)
         assert self.logs.current is not None
         self.keeper.log_of_run = self.logs.current
         self.peers.serve(
@@ -280,7 +280,7 @@ class Duties:
         )
         trainer.captures[capture.number] = capture
         # The trainer may fill the block from now on: a capture held in the same memory is lost.
-        self.newest_capture.written_over_by(capture, arena)
+        self.newest_capture.drop_overwritten(capture, arena)
         failpoint("keeper.after_begin")
         if not capture.parked:
             self.keeper.begin(capture)
