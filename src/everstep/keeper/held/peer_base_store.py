@@ -142,7 +142,7 @@ class PeerBaseStore:
         with self._lock:
             one = self._memories.get((source, base))
             if one is None:
-                return PeerAt(base, 0, False, "this keeper does not know it: it was replaced")
+                return PeerAt(base, 0, False, "the keeper was replaced and holds no such copy")
             size_bytes = size_of(one.marker)
             end = message.offset + len(data)
             if message.offset != one.received_bytes or end > size_bytes or not data:
