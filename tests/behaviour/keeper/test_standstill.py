@@ -147,12 +147,12 @@ def test_a_pause_is_no_hanging_storage(looked_at: bool) -> None:
 def test_a_pause_is_no_replica_that_gets_nowhere() -> None:
     clock = ManualClock()
     moves = ReplicaProgress(clock, TIMEOUT_OF_PROGRESS_S)
-    moves.look(1)
+    moves.check(1)
     clock.stand_still(HOUR_S)
-    moves.look(1)
+    moves.check(1)
     clock.advance(2 * TIMEOUT_OF_PROGRESS_S + 1.0)
     with pytest.raises(DeadlineError, match="gets nowhere for 241 s"):
-        moves.look(1)
+        moves.check(1)
 
 
 def test_a_pause_is_no_place_that_hangs() -> None:

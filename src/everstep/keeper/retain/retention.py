@@ -233,7 +233,7 @@ class Retention:
         """Delete segments that can be replayed on none of the bases that are left."""
         inventory = self.scan()
         # A damaged base counts: another copy of it may be intact, and then needs the log.
-        left = bases_with_a_log(b for b in inventory.bases if b.is_usable or b.status == "damaged")
+        left = bases_keeping_log(b for b in inventory.bases if b.is_usable or b.status == "damaged")
         mine = [n for n in inventory.timelines if n <= self._timeline]
         mine = [n for n in mine if inventory.may_hold(n, LOG_DIR)]
         delete_segments(
