@@ -28,9 +28,9 @@ from everstep.link.wire import error_from_wire
 from everstep.seams import ManualClock
 from everstep.seams.files.locks import file_identity
 from everstep.seams.network.sockets import listen_at
-from tests.behaviour.log.test_last_mark import Training, resumed, same
 from tests.support.fakekeeper import TIMEOUT_S, info_of
 from tests.support.following import until
+from tests.support.log.last_mark import Training, resumed, same
 from tests.support.serving import Bench, Hand, bench, die
 from tests.support.world import HookedFileSystem
 

@@ -15,9 +15,16 @@ import torch
 from everstep import KeeperOptions
 from everstep.errors import EverstepError, KeeperError, StorageError
 from everstep.trainer.attach.remote import RemoteKeeper
-from tests.behaviour.ranks.test_together import bases, resume, train
 from tests.support.following import until
-from tests.support.ranks.together import RankTraining, on_all, trained, trainings
+from tests.support.ranks.together import (
+    RankTraining,
+    bases,
+    on_all,
+    resume,
+    train,
+    trained,
+    trainings,
+)
 from tests.support.world import TIMEOUT_S
 
 pytestmark = [

@@ -12,9 +12,9 @@ from everstep.errors import DeadlineError, EverstepError
 from everstep.link.waiting import ReplicaProgress
 from everstep.seams.clock import ManualClock
 from everstep.trainer.attach.silence import Silence
-from tests.behaviour.log.test_every_step import World, opened, run_steps
-from tests.process.one_rank.test_keeper_faults import keeper_of, stopped
 from tests.support.following import until
+from tests.support.log.every_step import World, opened, run_steps
+from tests.support.lost_keepers import keeper_of, stopped
 from tests.support.world import TIMEOUT_S
 
 

@@ -30,10 +30,10 @@ from everstep.seams.processes.conditions import Condition, Outcome, all_over, is
 from everstep.seams.processes.running import Allowance, RunningTime
 from everstep.tiers.memory import MemoryTier
 from everstep.tiers.watched import WatchedTier
-from tests.process.one_rank.test_keeper_faults import stopped
+from tests.support.events import Capture
 from tests.support.following import until
+from tests.support.lost_keepers import stopped
 from tests.support.world import TIMEOUT_S, Gate, HookedFileSystem, opened, raising
-from tests.unit.capture.test_scheduled import Capture
 
 HOUR_S, TIMEOUT_OF_PROGRESS_S = 3600.0, 120.0
 RING = ChunkRing(1, 1)

@@ -23,8 +23,8 @@ from everstep.options import History
 from everstep.run.chain import LogIndex, path_of
 from everstep.run.scan import scan_run
 from everstep.seams import ManualClock, PosixFileSystem
-from tests.behaviour.log.test_budget import Trained
-from tests.behaviour.log.test_every_step import World, opened, run_steps
+from tests.support.log.budget import Trained
+from tests.support.log.every_step import World, opened, run_steps
 
 FILES = PosixFileSystem()
 HOUR_S = 3600.0

@@ -15,7 +15,7 @@ from everstep.options import LogOptions
 from everstep.run.scan import Inventory, scan_run
 from everstep.seams import ManualClock, PosixFileSystem, Seams
 from everstep.seams.files.filesystem import DirEntry
-from tests.behaviour.log.test_budget import Trained
+from tests.support.log.budget import Trained
 from tests.support.world import HookedFileSystem
 
 FILES = PosixFileSystem()

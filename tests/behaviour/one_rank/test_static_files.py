@@ -27,7 +27,8 @@ from everstep.format.reader import read_header
 from everstep.keeper.persist.static_files import StaticFiles
 from everstep.run.open_base import check_identity
 from everstep.seams import PosixFileSystem
-from tests.process.one_rank.test_keeper import finish, keepers_gone, start
+from tests.support.command import document, invoke
+from tests.support.keeper_process import finish, keepers_gone, start
 from tests.support.ranks.together import on_all, rank_seams
 from tests.support.world import (
     TIMEOUT_S,
@@ -39,7 +40,6 @@ from tests.support.world import (
     opened,
     verdict_of,
 )
-from tests.unit.cli.test_verbs import document, invoke
 
 STATIC = ["model/0.*"]
 MAIN, APART = "rank-00000.safetensors", "rank-00000-00001.safetensors"

@@ -31,39 +31,24 @@ from everstep.restore.fetch.ranks import open_on_disk
 from everstep.restore.start import resume_job
 from everstep.restore.start.resume_job import Meeting, resume_all_ranks
 from everstep.run.scan import scan_run
-from everstep.seams import FileSystem, ManualClock, PosixFileSystem, Seams
+from everstep.seams import FileSystem, ManualClock, Seams
 from everstep.seams.network.peers import PeerMailbox
 from everstep.state.training_state import State
 from everstep.trainer.job.job import Job
-from tests.support.ranks.together import RankTraining, on_all, rank_seams, trained, trainings
+from tests.support.ranks.together import (
+    FS,
+    RankTraining,
+    bases,
+    folders,
+    on_all,
+    rank_seams,
+    resume,
+    save,
+    train,
+    trained,
+    trainings,
+)
 from tests.support.world import HookedFileSystem, raising
-
-FS = PosixFileSystem()
-
-
-def bases(path: Path) -> dict[int, str]:
-    """Status of each base by step."""
-    return {base.id.step: base.status for base in scan_run(FS, path).bases}
-
-
-def resume(ranks: list[RankTraining], step: int | None = None) -> list[everstep.Recovery]:
-    return on_all(*(lambda one=one: one.ckpt.resume(step) for one in ranks))  # type: ignore[misc]
-
-
-def train(ranks: list[RankTraining], steps: int) -> None:
-    on_all(*(lambda one=one: one.train(steps) for one in ranks))  # type: ignore[misc]
-
-
-def save(ranks: list[RankTraining]) -> None:
-    def one_saves(one: RankTraining) -> None:
-        one.ckpt.save()
-        one.ckpt.wait(20)
-
-    on_all(*(lambda one=one: one_saves(one) for one in ranks))  # type: ignore[misc]
-
-
-def folders(tmp_path: Path, shared: bool) -> tuple[Path, Path]:
-    return (tmp_path / "run", tmp_path / "run") if shared else (tmp_path / "a", tmp_path / "b")
 
 
 @pytest.mark.thinned(3)
