@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import fnmatch
 import os
@@ -31,7 +32,7 @@ from everstep.seams import (
     WriteFile,
 )
 from everstep.seams.progress import silent
-from everstep.testing.training import freeze
+from tests.crash.sim.training import freeze
 
 __all__ = [
     "TIMEOUT_S",
@@ -321,3 +322,7 @@ def flip(path: Path, offset: int, bit: int = 0) -> None:
     data = bytearray(path.read_bytes())
     data[offset] ^= 1 << bit
     path.write_bytes(data)
+
+
+def no_space() -> OSError:
+    return OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))

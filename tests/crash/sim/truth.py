@@ -11,7 +11,7 @@ from pathlib import PurePath
 
 from everstep.format.names import MANIFEST, base_dir, marker_name, parse_timeline, shard_name
 from everstep.format.records import TimelineRecord
-from everstep.testing.simhost import Disk
+from tests.crash.sim.host import Disk
 
 __all__ = ["RUN", "Contents", "Timeline", "Truth", "ViolatedError"]
 

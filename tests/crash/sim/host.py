@@ -15,9 +15,9 @@ from pathlib import PurePath
 from typing import TypeVar
 
 from everstep.seams.files.filesystem import DirEntry, FileSystem, ReadFile, WriteFile
-from everstep.testing.faults import SimulatedCrash, os_error
-from everstep.testing.simdisk import FileNode
-from everstep.testing.simfs import SimFileSystem, _SimWriteFile
+from tests.crash.sim.disk import FileNode
+from tests.crash.sim.faults import SimulatedCrash, os_error
+from tests.crash.sim.filesystem import SimFileSystem, _SimWriteFile
 
 __all__ = ["Disk", "ProcessDisk"]
 

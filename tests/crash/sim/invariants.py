@@ -10,7 +10,7 @@ from typing import Any
 import safetensors
 import xxhash
 
-from everstep.testing.simfs import SimFileSystem
+from tests.crash.sim.filesystem import SimFileSystem
 
 __all__ = ["assert_nothing_vouches_for_torn_bytes"]
 

@@ -20,8 +20,7 @@ from pathlib import PurePath
 from typing import Literal
 
 from everstep.seams.files.filesystem import DirEntry, FileSystem, ReadFile, WriteFile
-from everstep.testing.faults import Fault, Journal, Moment, Operation, SimulatedCrash, os_error
-from everstep.testing.simdisk import (
+from tests.crash.sim.disk import (
     BLOCK_BYTES,
     SECTOR_BYTES,
     DataEffect,
@@ -29,7 +28,8 @@ from everstep.testing.simdisk import (
     Fate,
     FileNode,
 )
-from everstep.testing.simtree import Tree
+from tests.crash.sim.faults import Fault, Journal, Moment, Operation, SimulatedCrash, os_error
+from tests.crash.sim.tree import Tree
 
 __all__ = ["Fault", "MappedFile", "Operation", "SimFileSystem", "SimulatedCrash"]
 

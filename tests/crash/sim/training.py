@@ -20,10 +20,10 @@ from everstep.checkpointer import Checkpointer
 from everstep.errors import EverstepError
 from everstep.format.names import SLOTS_DIR, TEMPORARY_SUFFIX
 from everstep.seams import FileSystem, ManualClock, Seams
-from everstep.testing.crashes import Scenario
-from everstep.testing.faults import Fault, Operation, SimulatedCrash
-from everstep.testing.invariants import assert_nothing_vouches_for_torn_bytes
-from everstep.testing.simfs import SimFileSystem
+from tests.crash.sim.crashes import Scenario
+from tests.crash.sim.faults import Fault, Operation, SimulatedCrash
+from tests.crash.sim.filesystem import SimFileSystem
+from tests.crash.sim.invariants import assert_nothing_vouches_for_torn_bytes
 
 __all__ = ["TinyTraining", "TrainingScenario", "freeze"]
 

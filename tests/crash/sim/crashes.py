@@ -17,8 +17,8 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from everstep.errors import EverstepError
-from everstep.testing.faults import Fault, Moment, Operation, SimulatedCrash
-from everstep.testing.simfs import SimFileSystem
+from tests.crash.sim.faults import Fault, Moment, Operation, SimulatedCrash
+from tests.crash.sim.filesystem import SimFileSystem
 
 __all__ = [
     "Report",

@@ -8,9 +8,9 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import pytest
 import torch
 
-from everstep.capture.lanes import emulated
 from everstep.capture.lanes.batches import Batch, in_chunks
-from everstep.capture.lanes.emulated import EmulatedLink
+from everstep.testing import emulated_link as emulated
+from everstep.testing.emulated_link import EmulatedLink
 
 MB = 1_000_000
 TIMEOUT_S = 60.0

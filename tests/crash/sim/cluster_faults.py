@@ -7,13 +7,13 @@ from pathlib import PurePath
 from typing import TYPE_CHECKING
 
 from everstep.format.names import parse_base, parse_shard
-from everstep.testing.simhost import Disk
-from everstep.testing.simtruth import RUN, Contents
+from tests.crash.sim.host import Disk
+from tests.crash.sim.truth import RUN, Contents
 
 if TYPE_CHECKING:
-    from everstep.testing.simcluster import SimCluster
-    from everstep.testing.simjob import Job
-    from everstep.testing.simrank import SimRank
+    from tests.crash.sim.cluster import SimCluster
+    from tests.crash.sim.job import Job
+    from tests.crash.sim.rank import SimRank
 
 __all__ = ["Faults"]
 
@@ -33,7 +33,7 @@ class Faults:
         self.sleeps_before_deleting = False
 
     def happen(self, fault: str) -> None:
-        """One of :data:`everstep.testing.simjob.FAULTS` happens."""
+        """One of :data:`tests.crash.sim.job.FAULTS` happens."""
         cluster = self._cluster
         nodes = self._cluster.plan.nodes
         cluster.note("fault", fault)

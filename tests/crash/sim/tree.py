@@ -7,8 +7,8 @@ import functools
 import os
 from pathlib import PurePath
 
-from everstep.testing.faults import os_error
-from everstep.testing.simdisk import ROOT, DirNode, Disk, FileNode
+from tests.crash.sim.disk import ROOT, DirNode, Disk, FileNode
+from tests.crash.sim.faults import os_error
 
 __all__ = ["Tree"]
 

@@ -55,14 +55,14 @@ from everstep.format.records import FileRecord, Manifest, Marker, TimelineRecord
 from everstep.keeper.persist.rank_disk import RankDisk
 from everstep.restore.fetch.ranks import offer_of, open_on_disk
 from everstep.run.scan import scan_run
-from everstep.testing.faults import SimulatedCrash
-from everstep.testing.simhost import ProcessDisk
-from everstep.testing.simtruth import RUN, Contents
 from everstep.tiers.disk import ensure_dir, ensure_dirs, write_durably
+from tests.crash.sim.faults import SimulatedCrash
+from tests.crash.sim.host import ProcessDisk
+from tests.crash.sim.truth import RUN, Contents
 
 if TYPE_CHECKING:
-    from everstep.testing.simcluster import SimCluster
-    from everstep.testing.simjob import Job
+    from tests.crash.sim.cluster import SimCluster
+    from tests.crash.sim.job import Job
 
 __all__ = ["PACE", "SimRank"]
 

@@ -1,10 +1,10 @@
 """A whole cluster in one process, by chance and by seed (after FoundationDB's simulator).
 
 :class:`SimCluster` runs the real machines of :mod:`everstep.commit` and what carries out their
-decisions, over a simulated network (:mod:`~everstep.testing.simnet`: delay, loss, doubling, parts),
-disks (:mod:`~everstep.testing.simhost`: unsynced loss, one for each node or one for all), clocks
+decisions, over a simulated network (:mod:`~tests.crash.sim.network`: delay, loss, doubling, parts),
+disks (:mod:`~tests.crash.sim.host`: unsynced loss, one for each node or one for all), clocks
 (other rates, other origins) and the death of processes, nodes and racks, with restarts of the job
-on the same and on other nodes. What must hold whatever happens, :mod:`~everstep.testing.simtruth`
+on the same and on other nodes. What must hold whatever happens, :mod:`~tests.crash.sim.truth`
 says:
 
 - what is restored was truly reached, on the history of the newest timeline;
@@ -33,12 +33,12 @@ from everstep.commit.job.cluster import COORDINATOR, Cluster
 from everstep.commit.job.offers import Choice
 from everstep.commit.lineage import BaseId
 from everstep.format.records import Manifest, Marker, RunRecord, TimelineRecord
-from everstep.testing.simfaults import Faults
-from everstep.testing.simhost import Disk
-from everstep.testing.simjob import Job, Plan
-from everstep.testing.simnet import NetworkFaults, SimNetwork
-from everstep.testing.simrank import SimRank
-from everstep.testing.simtruth import RUN, Contents, Timeline, Truth, ViolatedError
+from tests.crash.sim.cluster_faults import Faults
+from tests.crash.sim.host import Disk
+from tests.crash.sim.job import Job, Plan
+from tests.crash.sim.network import NetworkFaults, SimNetwork
+from tests.crash.sim.rank import SimRank
+from tests.crash.sim.truth import RUN, Contents, Timeline, Truth, ViolatedError
 
 __all__ = ["Schedule", "SimCluster", "SimViolationError", "simulate", "simulate_many"]
 

@@ -7,10 +7,10 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from everstep.commit.job.cluster import Cluster
-from everstep.testing.simnet import NetworkFaults
+from tests.crash.sim.network import NetworkFaults
 
 if TYPE_CHECKING:
-    from everstep.testing.simrank import SimRank
+    from tests.crash.sim.rank import SimRank
 
 __all__ = ["FAULTS", "Job", "Plan"]
 

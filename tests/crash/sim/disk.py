@@ -177,7 +177,7 @@ class DirNode:
 
 
 class Disk:
-    """Nodes, names and pending effects; no paths, no faults, no handles (see ``simfs``)."""
+    """Nodes, names and pending effects; no paths, no faults, no handles (see ``filesystem``)."""
 
     def __init__(self) -> None:
         self.nodes: dict[int, FileNode | DirNode] = {ROOT: DirNode()}

@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 
 from everstep.seams.files.filesystem import FileSystem
 from everstep.seams.files.posix import PosixFileSystem
-from everstep.testing import Fault, SimFileSystem, SimulatedCrash
+from tests.crash.sim.faults import Fault, SimulatedCrash
+from tests.crash.sim.filesystem import SimFileSystem
 
 A, B, D = PurePath("/a"), PurePath("/b"), PurePath("/d")
 ROOT = PurePath("/")
