@@ -228,7 +228,7 @@ def test_a_damaged_base_is_passed_over_by_name(
 def test_nothing_is_whole(run: Path) -> None:
     for step in (1, 4, 8, 10):
         flip(data_file(run, step), -40)
-    with pytest.raises(RecoveryError, match="there are bases, but none can be used") as caught:
+    with pytest.raises(RecoveryError, match="bases exist, but none can be used") as caught:
         everstep.load(run)
     assert all(f"step {step}, timeline 1" in str(caught.value) for step in (1, 4, 8, 10))
 

@@ -108,7 +108,7 @@ class RankLog:
         self._rank = state.ranks.rank
         self._loader = Loader(seams, state, ring, None, strict, timeout_s, lambda: None)
         self._log = LogFound((), ())
-        self._lent_out = self._log.twin()
+        self._lent_out = self._log.clone()
         left = left or LogsInMemory({})
         memory = LogsInMemory({**left.records, self._rank: records}, left.held)
         about = self._rank, state.ranks.world, memory, ring
@@ -143,7 +143,7 @@ class RankLog:
         more["read_from"] = read_from
         self._log = LogFound.of(*about, rank=self._rank, lossy_copies=lossy, **more)
         self._lent_out.close()
-        self._lent_out = self._log.twin()
+        self._lent_out = self._log.clone()
         return runs_of(self._log.index.marks, self._log.index.updates)
 
     def others(

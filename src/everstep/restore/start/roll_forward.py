@@ -290,7 +290,7 @@ def replay(
     files = loader.seams.filesystem
     wait_s = loader.timeout_s
     found = log.steps(chain, restored.lsn, files, loader.ring, wait_s)
-    sound = partial(log.sound, filesystem=files, ring=loader.ring, timeout_s=wait_s)
+    sound = partial(log.verified, filesystem=files, ring=loader.ring, timeout_s=wait_s)
     with (
         contextlib.closing(found),
         progress("replay", len(chain.steps), "items") as bar,
