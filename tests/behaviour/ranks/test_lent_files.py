@@ -158,7 +158,7 @@ def test_hosts_with_a_log(tmp_path: Path, case: str) -> None:
             assert (found.step, found.base_step) == (step, 4)
             assert found.exact == (case != "one was lost")
             if case == "in another order":
-                assert "log: who had what is in files of other ranks" in str(found.skipped)
+                assert "log: the old layout is in files of other ranks" in str(found.skipped)
         for training in ranks:
             assert all(map(torch.equal, training.weights, trained_replicas(step)))
         train_replicas(ranks, 3)

@@ -190,7 +190,7 @@ def test_a_file_in_place_of_all_bases(run_folder: Path) -> None:
             ckpt.resume()
         recovery = ckpt.resume(step=0)
     assert recovery.source == "fresh"
-    assert any("no directory" in note for note in recovery.notes)
+    assert any("is not a directory" in note for note in recovery.notes)
 
 
 # Sizes and counts that are claimed.
