@@ -14,7 +14,7 @@ from typing import Any
 
 from everstep.arena import PAGE_BYTES
 from everstep.format.log import layout_from_index, layout_to_index
-from everstep.state.layout.lru import RecentLayouts
+from everstep.state.layout.lru import LayoutCache
 from everstep.state.layout.shards import ShardLayout
 
 __all__ = [
@@ -40,18 +40,18 @@ class LogLayouts:
     def __init__(
         self,
         send: Callable[[dict[str, Any]], None],
-        numbers: RecentLayouts[int] | None = None,
+        numbers: LayoutCache[int] | None = None,
     ) -> None:
         self.lock = threading.Lock()
         self._send = send
-        self._numbers = RecentLayouts[int]() if numbers is None else numbers
+        self._numbers = LayoutCache[int]() if numbers is None else numbers
         self._free: list[int] = []
 
     def number(self, layout: ShardLayout) -> int:
         """Of a layout, of which the keeper has been told by then."""
         number = self._numbers.get(layout)
         if number is None:
-            gone = self._numbers.make_room(layout)
+            gone = self._numbers.evict_for(layout)
             self._free += gone
             number = self._free.pop() if self._free else len(self._numbers)
             self._send(

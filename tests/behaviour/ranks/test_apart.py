@@ -24,7 +24,7 @@ from everstep.options import validate_options
 from everstep.run.scan import scan_run
 from everstep.seams import PosixFileSystem
 from everstep.state.ranks import ddp
-from everstep.state.ranks.writers import Sharing
+from everstep.state.ranks.writers import WriterAssignment
 from everstep.trainer.job.alike import options_to_say
 from tests.behaviour.ranks.test_log_together import die
 from tests.support.ranks.together import on_all, rank_seams
@@ -347,7 +347,9 @@ def test_verify_does_not_blame_the_disk_for_parts_that_do_not_fit(
 ) -> None:
     path = tmp_path / "run"
     with monkeypatch.context() as patched, job(path, change=change) as ranks:
-        patched.setattr(Sharing, "in_common", lambda self, aliases: ())  # as it was once
+        patched.setattr(
+            WriterAssignment, "replica_digests", lambda self, aliases: ()
+        )  # as it was once
         resume(ranks)
         train(ranks, 2, nobody)
     found = CliRunner().invoke(app, ["verify", str(path)])

@@ -11,7 +11,7 @@ from everstep.errors import MismatchError
 from everstep.restore.load.targets import Targets
 from everstep.restore.load.ties import sharing_values
 from everstep.state.layout.entries import Entry
-from everstep.state.providers.gradients import forget_gradients
+from everstep.state.providers.gradients import discard_gradients
 from everstep.state.providers.modules import ModuleProvider
 from everstep.state.training_state import State
 from everstep.state.values.tree import join
@@ -80,4 +80,4 @@ def put_into(
         provider = state.providers[section]
         partly = section in modules and len(plan.tree) < len(trees[section])
         notes += provider.restore(join(plan.tree, made), strict=not partly)
-    return notes + forget_gradients(state.stateful, state.optimizers.values())
+    return notes + discard_gradients(state.stateful_objects, state.optimizers.values())

@@ -18,11 +18,11 @@ from everstep.state.layout.placement import Box
 from everstep.state.providers.provider import RestorePlan
 from everstep.state.training_state import State
 from everstep.state.values.tensors import (
-    box_of,
+    dtensor_like,
     empty_like_entry,
     is_dtensor,
-    like,
-    local_of,
+    local_box,
+    local_tensor,
     same_strides,
 )
 from everstep.state.values.tree import references
@@ -64,7 +64,7 @@ class Targets:
                     fresh[name] = plan.like.get(name)
                     continue
                 targets.tensors[name] = live
-                local = local_of(live)
+                local = local_tensor(live)
                 box = wanted_box(entries[name], live)
                 if not _readable_in_place(local):
                     source = empty_like_entry(part_of(entries[name], box))
@@ -101,7 +101,7 @@ class Targets:
         for source, live in self.copies:
             write_into(live, source)
         for name, (entry, template) in self.spread.items():
-            self.tensors[name] = like(template, entry, self.memory[name][0])
+            self.tensors[name] = dtensor_like(template, entry, self.memory[name][0])
         turned: dict[int, torch.Tensor] = {}  # each once, whatever its names
         for name, stride in self.lay.items():
             memory = self.memory[name][0]
@@ -132,7 +132,7 @@ def _apart(
 
 
 def _memory(tensor: torch.Tensor) -> tuple[str, int]:
-    local = local_of(tensor)
+    local = local_tensor(tensor)
     return str(local.device), local.data_ptr()
 
 
@@ -154,7 +154,7 @@ class Looks:
     @classmethod
     def of(cls, state: State, targets: Targets, view: View) -> Looks:
         live: dict[tuple[int, int], tuple[str, str]] = {}
-        held = ((name, local_of(parameter)) for name, parameter in optimized(state))
+        held = ((name, local_tensor(parameter)) for name, parameter in optimized(state))
         names = {here.data_ptr(): (name, here.numel()) for name, here in held}
         for entry, (memory, _) in targets.memory.items():
             pieces = view.pieces[entry]
@@ -181,7 +181,7 @@ def wanted_box(entry: Entry, tensor: torch.Tensor | None) -> Box:
     shape = entry.global_shape
     if tensor is None:
         return Box((0,) * len(shape), shape)
-    box = box_of(tensor)
+    box = local_box(tensor)
     pairs = shape[len(box.shape) :]  # of complex128
     return Box((*box.offset, *(0 for _ in pairs)), (*box.shape, *pairs))
 

@@ -11,7 +11,7 @@ from everstep.errors import RecoveryError
 from everstep.restore.load.reshard import View
 from everstep.restore.load.targets import Targets
 from everstep.state.layout.entries import Entry
-from everstep.state.values.tensors import byte_view, local_of
+from everstep.state.values.tensors import byte_view, local_tensor
 
 __all__ = ["sharing_memory", "sharing_values", "tied_otherwise", "untied"]
 
@@ -23,7 +23,7 @@ def sharing_memory(view: View, targets: Targets) -> dict[str, str]:
     Raises:
         RecoveryError: where two of them are the same memory and cannot both get their values.
     """
-    live = {name: local_of(tensor) for name, tensor in targets.tensors.items()}
+    live = {name: local_tensor(tensor) for name, tensor in targets.tensors.items()}
     found: dict[str, str] = {}
     for cluster in _overlapping(live):
         if len({view.entries[other].name for other in cluster}) > 1:
@@ -46,7 +46,7 @@ def sharing_values(
         entries: by the names of the targets.
         tensors: the saved values, by the names of the entries.
     """
-    live = {name: local_of(tensor) for name, tensor in targets.tensors.items()}
+    live = {name: local_tensor(tensor) for name, tensor in targets.tensors.items()}
     found = list[tuple[str, str]]()
     for first, *others in _overlapping(live):
         mine = tensors[entries[first].name]
@@ -93,7 +93,7 @@ def tied_otherwise(view: View, targets: Targets, held: set[str]) -> tuple[str, .
     """
     names: dict[tuple[str, Any], str] = {}  # the first of each entry, and of each memory
     for name in sorted(targets.tensors.keys() & held):
-        here = local_of(targets.tensors[name])
+        here = local_tensor(targets.tensors[name])
         if here.numel():
             where = str(here.device), here.data_ptr(), here.shape, here.stride(), here.dtype
             names.setdefault((view.entries[name].name, where), name)

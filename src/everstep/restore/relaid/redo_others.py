@@ -161,7 +161,7 @@ def redo_of_others(
             why = "log: who had what is in files of other ranks, which are not here"
         restored.skipped.append(Skipped(*steps[0], why))
         return
-    if state.told.updates:
+    if state.ownership_rules.updates:
         raise ReplayError("functions registered for declared updates run where they were trained")
     gradients = OldGradients(state, layout)
     redo = _Redo(state, layout, gradients.giver, loaded.relaid)
