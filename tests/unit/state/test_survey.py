@@ -529,7 +529,7 @@ def test_random_states_of_generators_are_no_reason_to_look_for_ties() -> None:
     values = world()
     state = State(values)
     kept = []
-    with mock.patch.object(survey_module, "_Known", side_effect=AssertionError) as known:
+    with mock.patch.object(survey_module, "_TensorIndex", side_effect=AssertionError) as known:
         for number in range(100):
             values["data"]["seen"] = torch.zeros(3)
             survey = state.survey()
