@@ -121,7 +121,7 @@ def module(name: str, source: str, *, is_package: bool = False) -> Module:
         ("everstep.commit.machine", "from everstep.keeper.persist.local_keeper import Keeper"),
         ("everstep.keeper.persist.local_keeper", "import everstep.demo as d"),
         ("everstep.keeper.persist.local_keeper", "from everstep.checkpointer import Checkpointer"),
-        ("everstep.checkpointer", "from everstep.testing import SimFileSystem"),
+        ("everstep.checkpointer", "from everstep.testing import FaultyTier"),
         ("everstep", "from everstep.cli import main"),
         ("everstep.cli", "import everstep_bench"),
         ("everstep.cli", "if TYPE_CHECKING:\n    from everstep_bench.cli.bench import app"),
@@ -270,7 +270,7 @@ def test_pickle(source: str) -> None:
     for name in (
         "everstep.state.values.objects",
         "everstep.seams.files.posix",
-        "everstep.testing.simfs",
+        "everstep.testing.faultytier",
     ):
         assert tidy.check_pickle(module(name, source))
     assert not tidy.check_pickle(module("everstep_bench.arms", source))
@@ -370,7 +370,7 @@ def test_print_that_may_fail(name: str, source: str) -> None:
         ("everstep.cli.ls", "print(1)"),
         ("everstep.demo.show", "print(1)"),
         ("everstep_bench.drill.show", "print(1)"),
-        ("everstep.testing.training", "print(1)"),
+        ("everstep.testing.conformance", "print(1)"),
     ],
 )
 def test_prints_that_are_right(name: str, source: str) -> None:

@@ -20,7 +20,7 @@ from everstep.format.plan import BasePlan, ShardPlan, plan_files
 from everstep.format.reader import read_body
 from everstep.format.writer import ChunkRing
 from everstep.keeper.persist.persister import Persister
-from everstep.run.opened import OpenBase
+from everstep.run.open_base import OpenBase
 from everstep.run.scan import scan_run
 from everstep.run.segments import read_records
 from everstep.seams import PosixFileSystem

@@ -29,7 +29,7 @@ from torch.optim.lr_scheduler import OneCycleLR
 import everstep
 from everstep.replay.exactness import MATRIX
 from everstep.seams import failpoints
-from everstep.testing.training import freeze
+from tests.crash.sim.training import freeze
 
 __all__ = [
     "CASES",

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from everstep.testing.training import freeze
+from tests.crash.sim.training import freeze
 from tests.support.world import assert_same, opened, seed_everything
 
 __all__ = ["AFTER", "BEFORE", "State", "check_resume", "model_of", "snapshot", "train"]

@@ -63,7 +63,7 @@ def keeper_key(run: str, run_id: str, rank: int) -> str:
     """What tells a keeper from all others of this user: 16 hexadecimal digits.
 
     Args:
-        run: real path of the run folder (:func:`~everstep.restore.start.folder.run_path`): the
+        run: real path of the run folder (:func:`~everstep.run.folder.run_path`): the
         same run
             copied elsewhere is another one.
         run_id: from ``run.json``: another run at the same place is another one, too.

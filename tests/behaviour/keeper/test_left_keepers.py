@@ -14,7 +14,7 @@ from everstep import KeeperOptions
 from everstep.link import registry
 from everstep.link.messages import PROTOCOL
 from everstep.link.registry import KeeperInfo
-from everstep.restore.relaid.old_logs import InMemory
+from everstep.restore.reshard.logs import LogsInMemory
 from everstep.seams import Seams
 from everstep.seams.network.sockets import close_descriptors
 from everstep.trainer.attach import left_keepers
@@ -43,7 +43,7 @@ def logged(served: Bench, world: World) -> everstep.Checkpointer:
     return ckpt
 
 
-def left(served: Bench) -> InMemory:
+def left(served: Bench) -> LogsInMemory:
     return left_keepers.left_logs(
         served.run, served.run_id, RANK, [RANK], Seams(), timeout_s=TIMEOUT_S
     )

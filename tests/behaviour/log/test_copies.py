@@ -27,11 +27,10 @@ from everstep.keeper.process.duties import Duties
 from everstep.keeper.ship.log_mirror import LogMirror
 from everstep.keeper.ship.lossy_log import shrinking
 from everstep.keeper.ship.place import CopyPlace
-from everstep.restore.fetch import files_ahead
+from everstep.restore.fetch import files_ahead, rank_copies
 from everstep.restore.fetch.peers import Brought, plan_of
 from everstep.restore.start import resume as resume_module
-from everstep.restore.start import together
-from everstep.run import small_files
+from everstep.restore.start import resume_job
 from everstep.seams import PosixFileSystem, ReadFile, SystemClock
 from everstep.state.ranks.log_shares import parameter_logged_twice
 from everstep.state.training_state import State
@@ -461,7 +460,7 @@ def test_a_lossy_log_is_looked_at_while_others_fetch(
         return Brought([], [])
 
     restored: list[Any] = []
-    restore = together._Start._restore
+    restore = resume_job._Start._restore
 
     def noted(self: Any, choice: Any) -> Any:
         restored.append(choice.end)
@@ -469,7 +468,7 @@ def test_a_lossy_log_is_looked_at_while_others_fetch(
 
     monkeypatch.setattr(MemoryTier, "open", noting)
     monkeypatch.setattr(job_module, "fetch_from_peers", fetch)
-    monkeypatch.setattr(together._Start, "_restore", noted)
+    monkeypatch.setattr(resume_job._Start, "_restore", noted)
     with trainings(*runs, method="logged", every=4, tiers=["/copies"]) as ranks:
         for one in ranks:
             one.ckpt._starts._job._fetches = True
@@ -559,7 +558,7 @@ class _Reads:
             return _Noted(self, name, file) if "/log/" in name else file
 
         monkeypatch.setattr(MemoryTier, "open", noting)
-        monkeypatch.setattr(small_files, "_SMALL_BYTES", 0)  # or a look would read all of them
+        monkeypatch.setattr(rank_copies, "_SMALL_BYTES", 0)  # or a look would read all of them
 
     def by(self, thread: str) -> list[str]:
         return sorted(name for name, who in self.found if who.startswith(thread))

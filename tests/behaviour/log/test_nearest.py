@@ -18,7 +18,7 @@ from everstep.errors import EverstepError, RecoveryError, StorageError
 from everstep.format.log import LogRecord, record_digest
 from everstep.format.writer import ChunkRing
 from everstep.restore.fetch.peer_log import PeerLog, packed
-from everstep.restore.log.logs import LogFound
+from everstep.restore.log.log_found import LogFound
 from everstep.restore.redo.redo import checked
 from everstep.run.chain import Chain
 from everstep.run.scan import Inventory, scan_run
@@ -158,11 +158,11 @@ def test_what_is_damaged_where_it_is_nearest_is_read_where_it_is_whole(
     assert [bytes(one.data) for one in lent] == [
         bytes(one.data) for one in records_of_steps(2, 2) if one.head.kind == "update"
     ]
-    mended = log.take_mended()
+    mended = log.take_repaired()
     first = 0 if near == "memory" else 1  # of a segment of two steps it is in the first
     assert {one.step for one in mended} == {step - first for step in steps}
     assert all("whole in another place" in one.reason for one in mended)
-    assert log.take_mended() == []
+    assert log.take_repaired() == []
 
 
 class _Unreadable(MemoryTier):

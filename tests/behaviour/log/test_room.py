@@ -145,7 +145,7 @@ def test_one_that_was_taken_over_is_left_to_whoever_did(
         run.train_slowly(2)
         fs.hook = raising(full(), "rename", MARKER)
         with monkeypatch.context() as patched:
-            patched.setattr(Fence, "seen", lambda self: 2)
+            patched.setattr(Fence, "newest_or_next", lambda self: 2)
             run.train_slowly(2)
         left = Path(segment_dir(run_folder, 1, 2, 4))
         assert shard_name(0, 0) in {path.name for path in left.iterdir()}

@@ -25,7 +25,7 @@ from everstep.errors import AuditError, DamageError
 from everstep.format.names import SLOTS_DIR
 from everstep.format.reader import read_header
 from everstep.keeper.persist.static_files import StaticFiles
-from everstep.run.opened import check_identity
+from everstep.run.open_base import check_identity
 from everstep.seams import PosixFileSystem
 from tests.process.one_rank.test_keeper import finish, keepers_gone, start
 from tests.support.ranks.together import on_all, rank_seams
@@ -390,7 +390,7 @@ def test_only_a_static_file_may_be_of_another_base(run_folder: Path) -> None:
         headers.append(read_header(file, record, path))
         file.close()
     main, static = headers
-    with pytest.raises(DamageError, match="a shard of another base"):
+    with pytest.raises(DamageError, match="belongs to another base"):
         check_identity(main, two.markers[0], found[1].path / MAIN)
     taken = check_identity(static, two.markers[0], found[1].path / APART)
     assert (static.identity.step, taken.identity.step) == (1, 2)
@@ -398,7 +398,7 @@ def test_only_a_static_file_may_be_of_another_base(run_folder: Path) -> None:
     others = {"run": "another", "rank": 1, "world": 2}
     for field, value in others.items():
         header = replace(static, identity=replace(static.identity, **{field: value}))
-        with pytest.raises(DamageError, match="a shard of another base"):
+        with pytest.raises(DamageError, match="belongs to another base"):
             check_identity(header, two.markers[0], found[1].path / APART)
 
 

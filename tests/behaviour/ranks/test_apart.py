@@ -257,7 +257,7 @@ def test_what_has_two_names_and_nobody_trains_stays_common(tmp_path: Path) -> No
         with job(tmp_path / "run", change=tied) as ranks:
             assert {found.step for found in resume(ranks)} == {2 * life}
             train(ranks, 2, nobody)
-            assert [one.ckpt._state.apart.names() for one in ranks] == [[], []]
+            assert [one.ckpt._state.rank_local.names() for one in ranks] == [[], []]
 
 
 def test_what_was_trained_is_a_ranks_own_behind_a_rewind_too(tmp_path: Path) -> None:
@@ -293,7 +293,7 @@ def test_what_replay_has_trained_is_a_ranks_own(
         assert {(one.step, one.replayed) for one in found} == {(3, 2)}
         for one, mine in zip(ranks, wanted, strict=True):
             assert all(map(torch.equal, one.weights, mine))
-            assert one.ckpt._state.apart.names() == ["model/0.bias", "model/0.weight"]
+            assert one.ckpt._state.rank_local.names() == ["model/0.bias", "model/0.weight"]
         die(ranks)
 
 
@@ -355,7 +355,10 @@ def test_verify_does_not_blame_the_disk_for_parts_that_do_not_fit(
     found = CliRunner().invoke(app, ["verify", str(path)])
     told = " ".join(found.output.split())
     assert found.exit_code == 1
-    assert "its bytes are as they were written, but the ranks held different things" in told
+    assert (
+        "the bytes are as they were written, but when the ranks wrote the base they disagreed"
+        in told
+    )
     assert "no disk is to blame: give every rank the same state" in told
     assert "failing" not in told
     why = "do not fit those of others|not in the checkpoint"

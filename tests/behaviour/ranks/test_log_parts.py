@@ -23,8 +23,8 @@ from everstep.format.names import marker_name, shard_name
 from everstep.format.writer import ChunkRing
 from everstep.restore.redo import redo
 from everstep.restore.redo.updates import update_of
-from everstep.restore.start import log_post, ranklog, together
-from everstep.restore.start.log_post import from_bytes, to_bytes
+from everstep.restore.start import log_exchange, rank_log, resume_job
+from everstep.restore.start.log_exchange import decode_records, encode_records
 from everstep.run.segments import read_segment, scan_log
 from everstep.seams import PosixFileSystem, ReadFile, Seams
 from everstep.state.layout.names import PART_OBJECT, UPDATE_OBJECT
@@ -275,10 +275,10 @@ def test_steps_are_redone_one_by_one_on_the_base_and_not_on_what_is_left(
 def test_parts_come_in_pieces_and_a_few_steps_at_a_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(log_post, "_PART_BYTES", 100)
-    monkeypatch.setattr(log_post, "_UNANSWERED_MAX", 2)
-    monkeypatch.setattr(log_post, "_KEPT_BYTES", 1)
-    monkeypatch.setattr(ranklog, "_PARTS_BYTES_MAX", 1)
+    monkeypatch.setattr(log_exchange, "_PART_BYTES", 100)
+    monkeypatch.setattr(log_exchange, "_UNANSWERED_MAX", 2)
+    monkeypatch.setattr(log_exchange, "_KEPT_BYTES", 1)
+    monkeypatch.setattr(rank_log, "_PARTS_BYTES_MAX", 1)
     paths = folders(tmp_path, shared=False)
     until(paths, 7)
     resumed(paths, 7, 3)
@@ -321,7 +321,7 @@ def test_what_was_read_for_other_ranks_is_closed(
     seams = [replace(one, filesystem=fs) for one, fs in zip(rank_seams(2), there, strict=True)]
     with replicas(*paths, seams=seams) as ranks:
         if fails:
-            monkeypatch.setattr(together, "open_on_disk", refuse)
+            monkeypatch.setattr(resume_job, "open_on_disk", refuse)
             with pytest.raises(EverstepError):
                 resume(ranks)
         else:
@@ -393,13 +393,13 @@ def test_who_does_not_know_of_parts_finds_no_update(two: list[list[LogRecord]]) 
 
 
 def test_a_part_on_its_way_is_compared_with_its_digests(two: list[list[LogRecord]]) -> None:
-    data = to_bytes(two[0])
-    assert [r.head for r in from_bytes(bytearray(data), 1)] == [r.head for r in two[0]]
+    data = encode_records(two[0])
+    assert [r.head for r in decode_records(bytearray(data), 1)] == [r.head for r in two[0]]
     for at in range(16, len(data), 7):
         other = bytearray(data)
         other[at] ^= 4
         try:
-            found = from_bytes(other, 1)
+            found = decode_records(other, 1)
         except (DamageError, FormatError):
             continue
         for here, there in zip(found, two[0], strict=True):  # between records

@@ -23,7 +23,7 @@ from everstep.format.records import AuditRecord
 from everstep.keeper.retain.deletion import delete_segments
 from everstep.keeper.retain.history import HistoryWindow, SegmentAges
 from everstep.options import History
-from everstep.run.audits import audit_in_words
+from everstep.run.audits import describe_audit
 from everstep.run.scan import scan_run
 from everstep.seams import ManualClock, PosixFileSystem
 from everstep.seams.fingerprint import fingerprint
@@ -231,7 +231,7 @@ def test_the_log_of_ranks_of_their_own_is_none_for_one_process(tmp_path: Path) -
     with everstep.Checkpointer(path, state, method="sync", every=None, keeper=keeper) as ckpt:
         found = ckpt.resume(strict=False)  # each rank had weights of its own
     assert (found.step, found.replayed) == (4, 0)
-    assert "the log behind it is of a state that consists of something else" in str(found.skipped)
+    assert "the log after it belongs to a state of another composition" in str(found.skipped)
     assert len(found.mismatched) == 3
 
 
@@ -402,7 +402,7 @@ def test_a_state_of_several_ranks_rests_on_audits(tmp_path: Path, verdict: str) 
     with trainings(path, path, **ON_DISK) as ranks:
         for one in resume(ranks):
             assert (one.step, one.exact) == (6, verdict == "equal")
-            assert audit_in_words(record) in one.evidence
+            assert describe_audit(record) in one.evidence
         die(ranks)
     timeline = scan_run(FS, path).timelines[2]
     assert timeline is not None

@@ -22,8 +22,8 @@ from everstep.format.names import marker_name, shard_name
 from everstep.format.writer import ChunkRing
 from everstep.restore.redo.redo import Redo, Step
 from everstep.restore.redo.updates import update_of
-from everstep.restore.relaid.redo_others import redo_of_others
-from everstep.restore.start import log_post
+from everstep.restore.reshard.replay import replay_resharded
+from everstep.restore.start import log_exchange
 from everstep.run.scan import scan_run
 from everstep.seams import PosixFileSystem, Seams
 from everstep.state.ranks.rank_info import RankInfo
@@ -201,9 +201,9 @@ def test_no_two_steps_are_in_memory_at_once(
                 del whole
             return found
 
-        redo_of_others(restored, steps, state, fetched, *about, **more)
+        replay_resharded(restored, steps, state, fetched, *about, **more)
 
-    monkeypatch.setattr(relogged, "redo_of_others", in_one_piece)
+    monkeypatch.setattr(relogged, "replay_resharded", in_one_piece)
     with as_rank(0, 2) as info:
         values, restored = redone(base, logs, wrote[0], info, ring, STEPS, together=False)
         assert restored.replayed == STEPS
@@ -282,7 +282,7 @@ def test_the_log_of_another_state_is_noticed(tmp_path: Path, ring: ChunkRing) ->
             replace(one, head=replace(one.head, shape="f" * 32)) for one in logs[1, STEP + 1]
         ]
 
-    refused(tmp_path, ring, spoil, "consists of something else")
+    refused(tmp_path, ring, spoil, "another composition")
 
 
 def test_the_log_of_another_rank_is_noticed(tmp_path: Path, ring: ChunkRing) -> None:
@@ -291,7 +291,7 @@ def test_the_log_of_another_rank_is_noticed(tmp_path: Path, ring: ChunkRing) -> 
     def spoil(logs: Logs) -> None:
         logs[1, STEP + 1] = logs[0, STEP + 1]
 
-    refused(tmp_path, ring, spoil, "consists of something else")
+    refused(tmp_path, ring, spoil, "another composition")
 
 
 def test_a_part_of_a_gradient_that_is_gone_is_noticed(tmp_path: Path, ring: ChunkRing) -> None:
@@ -455,9 +455,9 @@ def test_the_first_step_behind_it_waits_for_a_base(tmp_path: Path) -> None:
 
 
 def test_parts_come_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(log_post, "_PART_BYTES", 100)
-    monkeypatch.setattr(log_post, "_UNANSWERED_MAX", 2)
-    monkeypatch.setattr(log_post, "_KEPT_BYTES", 1)
+    monkeypatch.setattr(log_exchange, "_PART_BYTES", 100)
+    monkeypatch.setattr(log_exchange, "_UNANSWERED_MAX", 2)
+    monkeypatch.setattr(log_exchange, "_KEPT_BYTES", 1)
     path = tmp_path / "run"
     until((path, path), 7)
     came_back(path, 3, 7, 3)

@@ -100,7 +100,7 @@ def test_all_timelines_behind_links(run: Path) -> None:
         link_away(timeline(run, number))
     assert "goes on from" not in refused(run, timeline(run, 2))
     (run / RUN_RECORD).unlink()  # a new one would make another run of it
-    with pytest.raises(StateError, match="nothing else tells the id"):
+    with pytest.raises(StateError, match="no other file records the id"):
         look(run)
     assert not (run / RUN_RECORD).exists()
     for number in (1, 2):
@@ -191,7 +191,7 @@ def test_a_copy_without_a_timeline_of_the_history(run: Path) -> None:
     look(run)
     shutil.rmtree(timeline(run, 2))
     told = refused(run, timeline(run, 2))
-    assert "is missing, and timeline 3 began there" in told
+    assert "is missing, although timeline 3 forked from it" in told
     assert look(run, step=2)[1] == 2
     assert look(run)[1] == 2
 

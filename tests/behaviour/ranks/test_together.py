@@ -28,8 +28,8 @@ from everstep.errors import (
 )
 from everstep.keeper.persist.rank_commits import outcome_error
 from everstep.restore.fetch.ranks import open_on_disk
-from everstep.restore.start import together
-from everstep.restore.start.together import Meeting, resume_together
+from everstep.restore.start import resume_job
+from everstep.restore.start.resume_job import Meeting, resume_all_ranks
 from everstep.run.scan import scan_run
 from everstep.seams import FileSystem, ManualClock, PosixFileSystem, Seams
 from everstep.seams.network.peers import PeerMailbox
@@ -281,7 +281,7 @@ def test_a_rank_that_says_nothing_while_others_agree_is_named(tmp_path: Path) ->
     meeting = Meeting("session", 0, ("0", "0"), mine)
     try:
         with pytest.raises(DeadlineError, match=r"rank\(s\) 1 have said nothing"):
-            resume_together(
+            resume_all_ranks(
                 Seams(),
                 tmp_path,
                 State({"data": 1}),
@@ -326,7 +326,7 @@ def test_a_rank_that_fails_says_why_to_all_others(
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         return open_on_disk(fs, run, record, choice, unique)
 
-    monkeypatch.setattr(together, "open_on_disk", fails)
+    monkeypatch.setattr(resume_job, "open_on_disk", fails)
     path, found = tmp_path / "run", dict[int, everstep.EverstepError]()
 
     def resumes(one: RankTraining) -> None:

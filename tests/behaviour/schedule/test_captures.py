@@ -18,12 +18,12 @@ from torch import nn
 
 import everstep
 from everstep.capture.audit import SpotCheck
-from everstep.capture.lanes.emulated import EmulatedLink
 from everstep.capture.lanes.lane import Lane
 from everstep.capture.scheduled import Dispatch, Unit
 from everstep.errors import AuditError, EverstepError, KeeperError, OptionError, OutOfSpaceError
 from everstep.options import Budget, Method, presets
 from everstep.seams import ManualClock, Seams, failpoints
+from everstep.testing.emulated_link import EmulatedLink
 from everstep.trainer.attach.remote import RemoteKeeper
 from everstep.trainer.schedule import scheduled
 from everstep.trainer.schedule.program import lazily

@@ -31,8 +31,8 @@ from everstep.keeper.ship import mirror as mirror_module
 from everstep.keeper.ship.mirror import Mirror
 from everstep.keeper.ship.place import ROOT, CopyPlace, newest_timeline_in
 from everstep.restore.fetch.copies import RunWithCopies
-from everstep.restore.start.folder import open_run_folder
 from everstep.restore.start.resume import open_timeline
+from everstep.run.folder import open_run_folder
 from everstep.run.scan import scan_run
 from everstep.run.verify import verify_base
 from everstep.seams import ManualClock, PosixFileSystem, Seams

@@ -30,7 +30,7 @@ from everstep.keeper.persist.local_keeper import CHUNKS, WRITERS
 from everstep.link.messages import OBJECT_PART_BYTES
 from everstep.link.registry import list_keepers
 from everstep.options import Budget
-from everstep.restore.load.load import all_contents
+from everstep.restore.load.load import check_contents
 from everstep.run.verify import verify_base
 from everstep.seams import PosixFileSystem, SystemClock
 from everstep.seams.processes.processes import PidWatch, process_gone
@@ -153,7 +153,7 @@ def check_bases(run: Path) -> int:
                 ring,
                 timeout_s=TIMEOUT_S,
                 progress=silent,
-                contents=all_contents,
+                contents=check_contents,
             )
             assert not verdict.damages
     finally:

@@ -14,7 +14,7 @@ from everstep import KeeperOptions
 from everstep.errors import KeeperError, StorageError
 from everstep.link.registry import keeper_files, keepers_left_by_a_move, keepers_of, list_keepers
 from everstep.link.spawn import SpawnOptions
-from everstep.restore.start.folder import run_path
+from everstep.run.folder import run_path
 from everstep.seams import ManualClock
 from everstep.trainer.attach import attach as attach_module
 from everstep.trainer.attach.attach import attach, is_there

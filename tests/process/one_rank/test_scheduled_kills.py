@@ -25,7 +25,7 @@ EVERY = 5
 TRAIN = """
 import hashlib, os, signal, sys, torch
 import everstep
-from everstep.capture.lanes.emulated import EmulatedLink
+from everstep.testing.emulated_link import EmulatedLink
 from everstep.seams import Seams
 from tests.behaviour.schedule.test_captures import Loop
 

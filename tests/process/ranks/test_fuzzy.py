@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from everstep.run.opened import open_ranks
+from everstep.run.open_base import open_ranks
 from everstep.run.scan import scan_run
 from everstep.seams import PosixFileSystem
 from tests.process.ranks.test_multistep import STEPS, Job, check_resumed, over, report, wanted

@@ -36,7 +36,7 @@ from everstep.format.writer import ChunkRing
 from everstep.keeper.log.log_writer import SegmentWriter
 from everstep.keeper.persist.persister import Persister
 from everstep.restore.offline.audit_newest import audit_newest
-from everstep.run.opened import OpenBase
+from everstep.run.open_base import OpenBase
 from everstep.run.scan import scan_run
 from everstep.run.segments import read_segment, scan_log
 from everstep.seams import ManualClock, PosixFileSystem, Seams
@@ -478,7 +478,7 @@ def test_a_log_of_another_number_of_ranks_leads_on_from_their_own_base(tmp_path:
     for base in (run / "timeline-00002" / "base").iterdir():
         shutil.rmtree(base)
     refused = document("restore", run, "--step", last, "--out", tmp_path / "none", status=1)
-    assert "the state consists of something else" in refused["message"]
+    assert "the state has another composition" in refused["message"]
     assert not (tmp_path / "none").exists()
     document("restore", run, "--step", LAST, "--out", tmp_path / "before")
 

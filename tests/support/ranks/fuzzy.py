@@ -21,7 +21,8 @@ from everstep.format.records import Marker, TimelineRecord
 from everstep.format.writer import ChunkRing
 from everstep.keeper.persist.persister import Persister
 from everstep.link.recordable import Layouts, state_digest
-from everstep.restore.offline.whole_ranks import MakeWhole, made_whole
+from everstep.restore.load.load import CompleteRank
+from everstep.restore.offline.whole_ranks import made_whole
 from everstep.run.scan import BaseFound
 from everstep.seams import PosixFileSystem
 from everstep.seams.fingerprint import fingerprint
@@ -50,7 +51,7 @@ Spoil = Callable[[int, Records], Sequence[LogRecord]]
 Seen = Callable[[int, dict[str, int]], dict[str, int]]
 
 
-def whole(ring: ChunkRing, trained: TimelineRecord | None = TRAINED) -> MakeWhole:
+def whole(ring: ChunkRing, trained: TimelineRecord | None = TRAINED) -> CompleteRank:
     """As whoever restores makes files whole."""
     return partial(made_whole, ring=ring, trained=trained, timeout_s=TIMEOUT_S, progress=silent)
 

@@ -17,10 +17,9 @@ from everstep.format.log import LogRecord, RecordHead, record_digest
 from everstep.format.records import TimelineRecord
 from everstep.format.writer import ChunkRing
 from everstep.link.recordable import Layouts, state_digest
-from everstep.restore.load.old_layout import OldLayout
-from everstep.restore.load.reshard import SavedRanks
-from everstep.restore.relaid.redo_others import redo_of_others
-from everstep.restore.start.forward import Restored
+from everstep.restore.load.saved_ranks import SavedLayout, SavedRanks
+from everstep.restore.reshard.replay import replay_resharded
+from everstep.restore.start.roll_forward import Restored
 from everstep.run.scan import BaseFound
 from everstep.seams.fingerprint import fingerprint
 from everstep.state.layout.placement import Box
@@ -155,7 +154,7 @@ def redone(
     loaded = load(base, state, ring)
     if loaded.layout is None:  # as many ranks, in another layout
         with open_all(base) as opened:
-            layout_then = OldLayout.of(SavedRanks(opened), opened, state.optimizers)
+            layout_then = SavedLayout.of(SavedRanks(opened), opened, state.optimizers)
         loaded = replace(loaded, layout=layout_then)
     restored = Restored(base, loaded, base.id, loaded.marker.lsn)
 
@@ -170,7 +169,7 @@ def redone(
     numbers = [(1, step) for step in range(STEP + 1, STEP + 1 + steps)]
     record = TimelineRecord("run", 1, None, 0, True, 1, fingerprint(), 0.0)
     about = restored, numbers, state, fetch, {1: record}
-    redo_of_others(*about, together=together, alive=lambda: None)
+    replay_resharded(*about, together=together, alive=lambda: None)
     assert restored.end == BaseId(1, STEP + restored.replayed) or not restored.replayed
     return values, restored
 

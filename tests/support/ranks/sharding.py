@@ -36,7 +36,7 @@ from everstep.format.records import (
 from everstep.format.writer import ChunkRing
 from everstep.keeper.persist.persister import Persister
 from everstep.restore.load.load import LoadedBase, load_ranks
-from everstep.run.opened import OpenBase
+from everstep.run.open_base import OpenBase
 from everstep.run.scan import BaseFound
 from everstep.seams import PosixFileSystem
 from everstep.seams.progress import silent

@@ -863,7 +863,7 @@ def test_folders_that_are_no_runs(run: Path, tmp_path: Path, verb: str) -> None:
         tmp_path / "rum": f"did you mean {run}?",
         tmp_path: "runs in it: run",
         tmp_path / "empty": "is empty",
-        tmp_path / "foreign": "is not a run of everstep",
+        tmp_path / "foreign": "is not an everstep run folder",
         base_of(run).parent: f"the run is {run}",
         Path(run / "run.json"): "but a file",
         Path("s3://bucket/run"): "",

@@ -32,7 +32,7 @@ from everstep.keeper.ship import mirrors as mirrors_module
 from everstep.keeper.ship.log_mirror import LogMirror
 from everstep.keeper.ship.mirrors import Mirrors
 from everstep.keeper.ship.place import ROOT, CopyPlace
-from everstep.restore.log.logs import LogFound
+from everstep.restore.log.log_found import LogFound
 from everstep.run.scan import Inventory
 from everstep.run.segments import read_segment, scan_log
 from everstep.seams import ManualClock, Seams, failpoints

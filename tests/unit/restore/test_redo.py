@@ -29,8 +29,8 @@ from everstep.replay.fused.blocked import Blocked
 from everstep.restore.redo import redo
 from everstep.restore.redo.redo import Redo
 from everstep.restore.start.report import Recovery
-from everstep.run.ahead import Ahead
-from everstep.run.segment_reads import SegmentReads
+from everstep.run.log_reads import SegmentReads
+from everstep.run.prefetch import Prefetch
 from tests.support.logged import World, opened, segments_of
 from tests.support.world import TIMEOUT_S
 
@@ -107,7 +107,7 @@ def test_every_row_that_is_replayed_in_blocks(
             super().run(updates)
 
     monkeypatch.setattr(engine, "Blocked", NotingBlocked)
-    monkeypatch.setattr(Ahead, "ready", True)  # replay never has to wait for the log
+    monkeypatch.setattr(Prefetch, "ready", True)  # replay never has to wait for the log
     with resumed(tmp_path / "run", make) as (world, recovery):
         assert (recovery.step, recovery.replayed, recovery.exact) == (STEPS, STEPS, True)
         assert world.snapshot() == states[STEPS]
@@ -126,7 +126,7 @@ def test_what_is_there_is_replayed_while_the_next_step_is_read(
             super().run(updates)
 
     monkeypatch.setattr(engine, "Blocked", NotingBlocked)
-    monkeypatch.setattr(Ahead, "ready", False)
+    monkeypatch.setattr(Prefetch, "ready", False)
     with resumed(tmp_path / "run", AdamW) as (world, recovery):
         assert (recovery.replayed, recovery.exact) == (STEPS, True)
         assert world.snapshot() == states[STEPS]
@@ -147,7 +147,7 @@ def test_steps_that_lie_in_memory_wait_for_each_other(
             super().run(updates)
 
     monkeypatch.setattr(engine, "Blocked", NotingBlocked)
-    monkeypatch.setattr(Ahead, "ready", False)
+    monkeypatch.setattr(Prefetch, "ready", False)
     monkeypatch.setattr(redo.Step, "read_bytes", 0)
     with resumed(tmp_path / "run", AdamW) as (world, recovery):
         assert (recovery.replayed, recovery.exact) == (STEPS, True)

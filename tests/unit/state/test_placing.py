@@ -20,7 +20,7 @@ from everstep.format.header import (
     header_room_bytes,
 )
 from everstep.restore.load.pieces import PieceReads, fills
-from everstep.restore.load.reshard import Piece
+from everstep.restore.load.saved_ranks import Piece
 from everstep.state.layout.entries import Entry
 from everstep.state.layout.placement import Box, Cut, Placement, box_on_mesh, replicas_on_mesh
 from everstep.state.layout.shards import plan_shards

@@ -282,7 +282,7 @@ class Persister:
             pass  # the disk that failed the save may fail this too; retention cleans up later
 
     def _is_fenced_off(self) -> bool:
-        return self._fence is not None and self._fence.seen() != self._fence.timeline
+        return self._fence is not None and self._fence.newest_or_next() != self._fence.timeline
 
 
 def _base(plan: BasePlan) -> BaseId:

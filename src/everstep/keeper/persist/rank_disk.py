@@ -54,8 +54,8 @@ from everstep.run.fence import Fence
 from everstep.run.scan import (
     BaseFound,
     Inventory,
-    KnownTimelines,
-    bases_with_a_log,
+    TimelineCache,
+    bases_keeping_log,
     newest_timeline,
     scan_run,
 )
@@ -101,7 +101,7 @@ class RankDisk:
         self._read_shards = read_shards
         self._unique = unique
         self._promise = promise
-        self._timelines = KnownTimelines()
+        self._timelines = TimelineCache()
 
     def perform(self, do: Do) -> Event:
         """Does what a :class:`~everstep.commit.job.member.Member` asks for.
@@ -209,7 +209,7 @@ class RankDisk:
             FencedError: a newer timeline has begun.
         """
         inventory = scan_run(self._filesystem, self._run, self._timelines)
-        left = bases_with_a_log(inventory.bases)
+        left = bases_keeping_log(inventory.bases)
         for number in sorted(n for n in inventory.timelines if n <= timeline):
             if not inventory.may_hold(number, LOG_DIR):
                 continue
@@ -245,7 +245,7 @@ class RankDisk:
 
     def _newest(self) -> int:
         if self._fence is not None:
-            return self._fence.seen()
+            return self._fence.newest_or_next()
         return newest_timeline(self._filesystem, self._run)
 
     def _fenced(self, base: BaseId) -> FencedError:

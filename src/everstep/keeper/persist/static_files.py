@@ -19,7 +19,7 @@ from everstep.format.plan import ShardPlan
 from everstep.format.reader import read_body, read_header
 from everstep.format.records import FileRecord
 from everstep.format.writer import ChunkRing, Written, digest_shard
-from everstep.run.opened import OpenBase
+from everstep.run.open_base import OpenBase
 from everstep.run.scan import scan_run
 from everstep.seams.files.filesystem import FileSystem
 from everstep.seams.progress import ProgressSink

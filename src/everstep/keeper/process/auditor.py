@@ -20,7 +20,7 @@ from everstep.format.names import AUDIT_RECORD, base_dir
 from everstep.format.records import AuditRecord
 from everstep.keeper.log.logs import Logs
 from everstep.link.job_session import JobSession
-from everstep.run.audits import audit_in_words
+from everstep.run.audits import describe_audit
 from everstep.run.scan import newest_timeline, scan_run
 from everstep.seams import Clock, Seams
 from everstep.seams.files.filesystem import FileSystem
@@ -200,7 +200,7 @@ class Auditor:
         if newest > self._timeline:
             _log.info("timeline %d has taken the run over: its audits count", newest)
             return
-        told = audit_in_words(record)
+        told = describe_audit(record)
         _log.log(logging.ERROR if record.verdict == "different" else logging.INFO, "%s", told)
         try:
             self._write(record)

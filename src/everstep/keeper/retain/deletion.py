@@ -31,8 +31,8 @@ from everstep.format.names import (
     parse_shard,
     timeline_dir,
 )
-from everstep.run.lift import lift_mark
 from everstep.run.scan import BaseFound, newest_timeline
+from everstep.run.uncondemn import uncondemn
 from everstep.seams.failpoints import failpoint
 from everstep.seams.files.filesystem import FileSystem
 from everstep.tiers.disk import remove_if_there
@@ -86,7 +86,7 @@ def perform_deletion(
             failpoint("retain.after_condemn")
             return Condemned()
         if isinstance(action, Lift):
-            lifted = lift_mark(filesystem, path)
+            lifted = uncondemn(filesystem, path)
             return Lifted() if lifted else BaseGone(newest())
         filesystem.rename(path / CONDEMNED, path / DELETING)  # or somebody lifts the mark first
         _delete_files(filesystem, path, slots)

@@ -23,7 +23,7 @@ from everstep.format.records import TimelineRecord
 from everstep.keeper.log.log import LogStore
 from everstep.run.chain import LogIndex, chains, common_heads, path_of
 from everstep.run.scan import Inventory
-from everstep.run.segments import KnownSegments, SegmentFound, scan_logs, vetted
+from everstep.run.segments import SegmentCache, SegmentFound, scan_logs, validated
 from everstep.seams import Seams
 from everstep.seams.clock import Clock
 from everstep.seams.files.filesystem import FileSystem
@@ -69,7 +69,7 @@ class HistoryWindow:
         history: History,
         *,
         ages: SegmentAges,
-        known: KnownSegments | None = None,
+        known: SegmentCache | None = None,
     ) -> HistoryWindow:
         """Reads what the records of all segments are, as a resume does; of several ranks those of
         all that write to this disk, whose logs are of use together only.
@@ -84,7 +84,7 @@ class HistoryWindow:
         logs: list[list[list[SegmentFound]]] = []  # of each timeline, of each rank
         about = filesystem, inventory.path, inventory.timelines, known
         for by_rank in scan_logs(*about, there=inventory.may_hold).values():
-            good = [[vetted(s, inventory.run) for s in found] for found in by_rank.values()]
+            good = [[validated(s, inventory.run) for s in found] for found in by_rank.values()]
             logs.append([[s for s in found if s.problem is None] for found in good])
         segments = [segment for log in logs for found in log for segment in found]
         steps = {
@@ -150,7 +150,7 @@ def history_windows(seams: Seams, history: str) -> Callable[[Inventory], History
     if not found.is_more:
         return None
     files = seams.filesystem
-    known = KnownSegments()
+    known = SegmentCache()
     ages = SegmentAges(files, seams.clock)
 
     def promise(inventory: Inventory) -> HistoryWindow:

@@ -34,15 +34,15 @@ from everstep.keeper.retain.deletion import delete_base, delete_files, delete_se
 from everstep.keeper.retain.history import HistoryWindow, SegmentAges
 from everstep.keeper.retain.readback import ReadBack
 from everstep.run.fence import Fence
-from everstep.run.lift import lift_mark
 from everstep.run.scan import (
     BaseFound,
     Inventory,
-    KnownTimelines,
-    bases_with_a_log,
+    TimelineCache,
+    bases_keeping_log,
     scan_run,
 )
-from everstep.run.segments import KnownSegments
+from everstep.run.segments import SegmentCache
+from everstep.run.uncondemn import uncondemn
 from everstep.seams.clock import Clock
 from everstep.seams.files.filesystem import FileSystem
 from everstep.tiers.disk import remove_if_there, storage_errors
@@ -76,8 +76,8 @@ class Retention:
     ) -> None:
         self._history = History.parse(history)
         self._ages = SegmentAges(filesystem, clock)
-        self._segments = KnownSegments()
-        self._timelines = KnownTimelines()
+        self._segments = SegmentCache()
+        self._timelines = TimelineCache()
         self._filesystem = filesystem
         self._run = run
         self._timeline = timeline
@@ -149,7 +149,7 @@ class Retention:
         for base in bases.values():  # condemned by a process that died: it is kept after all
             if base.status == "condemned" and base.id not in going:
                 self._check_fence()
-                lift_mark(self._filesystem, base.path)
+                uncondemn(self._filesystem, base.path)
         for victim in going:
             self._delete(bases[victim])
             self._good.forget(victim)
@@ -160,7 +160,12 @@ class Retention:
         fence = self._fence
         try:
             delete_base(
-                self._filesystem, self._run, base, self._slots, timeline=own, newest=fence.seen
+                self._filesystem,
+                self._run,
+                base,
+                self._slots,
+                timeline=own,
+                newest=fence.newest_or_next,
             )
         except FencedError:
             fence.check()  # says what it is
@@ -188,7 +193,7 @@ class Retention:
     def _retain_log(self) -> None:
         """Segments that lead nowhere from any base that is left."""
         inventory = self.look()
-        left = bases_with_a_log(b for b in inventory.bases if b.is_usable or b.status == "damaged")
+        left = bases_keeping_log(b for b in inventory.bases if b.is_usable or b.status == "damaged")
         mine = [n for n in inventory.timelines if n <= self._timeline]
         mine = [n for n in mine if inventory.may_hold(n, LOG_DIR)]
         delete_segments(

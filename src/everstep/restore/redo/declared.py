@@ -8,7 +8,7 @@ from everstep.capture.probe import Probe
 from everstep.errors import FormatError, ReplayError
 from everstep.format.log import LogRecord
 from everstep.replay.exactness import Exactness
-from everstep.run.tensors import tensor_of, write_into
+from everstep.run.tensors import copy_into, tensor_of
 from everstep.state.layout.names import SAMPLE, SPOT
 from everstep.state.layout.shards import Placed
 from everstep.state.training_state import State
@@ -99,4 +99,4 @@ def _put(target: torch.Tensor | None, record: LogRecord, place: Placed) -> None:
     source = tensor_of(record, place)
     if target is None or (target.shape, target.dtype) != (source.shape, source.dtype):
         raise FormatError(f"{record.head} has another {place.entry.name!r} than the state")
-    write_into(target, source)
+    copy_into(target, source)

@@ -28,7 +28,7 @@ from everstep.restore.redo.marks import logs_less
 from everstep.restore.redo.sharded import as_live, replayer_of
 from everstep.restore.redo.unknown import UnknownClassError
 from everstep.restore.redo.updates import class_for, update_of
-from everstep.run.tensors import tensor_of, write_into
+from everstep.run.tensors import copy_into, tensor_of
 from everstep.seams.fingerprint import fingerprint, number_settled
 from everstep.seams.machine import memory_available_bytes
 from everstep.seams.processes.processes import available_cores
@@ -351,7 +351,7 @@ class Redo:
     def _put(self, mark: LogRecord, names: Sequence[str]) -> None:
         for place in mark.layout.placed:
             if place.entry.name in names:
-                write_into(local_tensor(self._live[place.entry.name]), tensor_of(mark, place))
+                copy_into(local_tensor(self._live[place.entry.name]), tensor_of(mark, place))
 
     def _apply(self) -> None:
         """Several steps at once: the state is read once for all of them. Optimizers share
@@ -449,7 +449,7 @@ def put_back(
                 tensors[name] = live[name] if source is None else copies[id(source)]
                 continue
             if source is not None:
-                write_into(local_tensor(target), source)
+                copy_into(local_tensor(target), source)
             tensors[name] = target
         notes += state.providers[section].restore(join(plan.tree, tensors), strict=True)
     return notes

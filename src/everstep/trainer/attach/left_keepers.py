@@ -16,7 +16,7 @@ from everstep.link.channel import BackgroundChannel
 from everstep.link.registry import KeeperInfo, keepers_left_by_a_move, keepers_of
 from everstep.restore.fetch.held import Recalled
 from everstep.restore.fetch.peer_log import PeerLog
-from everstep.restore.relaid.old_logs import InMemory
+from everstep.restore.reshard.logs import LogsInMemory
 from everstep.seams import Seams
 from everstep.trainer.attach.attach import attach_to
 
@@ -28,7 +28,7 @@ _ARENA_BYTES = 1 << 16  # nothing is captured into it
 
 def left_logs(
     run: PurePath, run_id: str, rank: int, near: Collection[int], seams: Seams, *, timeout_s: float
-) -> InMemory:
+) -> LogsInMemory:
     """What this rank looks at of them: the ranks of a machine share them out. One that cannot be
     asked leaves what is on disk.
 
@@ -46,7 +46,7 @@ def left_logs(
         if (recalled := _recalled(info, run, seams, timeout_s)) is not None:
             found[info.rank] = recalled.records
             held += recalled.logs
-    return InMemory(found, tuple(held))
+    return LogsInMemory(found, tuple(held))
 
 
 def left_with_keeper(

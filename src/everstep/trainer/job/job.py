@@ -35,13 +35,13 @@ from everstep.restore.fetch.others import failed_there, in_words
 from everstep.restore.fetch.peer_copy import PeerCopy
 from everstep.restore.fetch.peers import Brought, Fetched, Lent, Meanwhile, fetch_from_peers
 from everstep.restore.fetch.rank_copies import Copies
-from everstep.restore.start.folder import open_run_folder
-from everstep.restore.start.loading import Compares, comparer, loader, needs_here
-from everstep.restore.start.outcome import doubted, told_back, with_ranks
-from everstep.restore.start.ranklog import RankLog
+from everstep.restore.start.job_outcome import doubted, recovery_report, with_ranks
+from everstep.restore.start.rank_loader import Compares, loader, make_comparer, needs_on_disk
+from everstep.restore.start.rank_log import RankLog
 from everstep.restore.start.resume import Resumed
-from everstep.restore.start.together import Meeting, resume_together
-from everstep.run.decide import refuse_unreachable
+from everstep.restore.start.resume_job import Meeting, resume_all_ranks
+from everstep.run.candidates import refuse_unreachable
+from everstep.run.folder import open_run_folder
 from everstep.run.scan import scan_run
 from everstep.seams import Seams
 from everstep.seams.fingerprint import fingerprint
@@ -202,7 +202,7 @@ class Job:
         left = replace(left, held=(*recalled.logs, *left.held))
         mine = seams, run, state, ring, recalled.records
         log = RankLog(*mine, strict=strict, timeout_s=timeout_s, left=left)
-        compare = comparer(state, ring, strict=strict, timeout_s=timeout_s)
+        compare = make_comparer(state, ring, strict=strict, timeout_s=timeout_s)
         about = load, log, step, trained, strict, compare
         with contextlib.closing(log):
             return self._start(seams, run, state, recalled, keeper, *about)
@@ -271,7 +271,7 @@ class Job:
             mailbox.open(session, self.info.rank, [_address(said["trainer"]) for said in found])
             like = tuple(said["fingerprint"] for said in found)
             meeting = Meeting(session, self.info.rank, self._disks, mailbox, like, trained)
-            needs = needs_here(state, self._disks, [bool(said["shared"]) for said in found])
+            needs = needs_on_disk(state, self._disks, [bool(said["shared"]) for said in found])
             joined = None if load is None else node.join(found, needs)
             if load is not None:
                 load = partial(load, node=joined)
@@ -292,7 +292,7 @@ class Job:
                     limits["room_bytes"] = memory_available_bytes() // (2 * self.info.here)
                 return fetch_from_peers(meeting, seams.clock, self._say, *about, **limits)
 
-            resumed, choice = resume_together(
+            resumed, choice = resume_all_ranks(
                 seams,
                 run,
                 state,
@@ -311,7 +311,7 @@ class Job:
                 compare=None if all(said["strict"] for said in found) else compare,
             )
             # Behind this every rank knows the end: until then rank 0 may still wait for our answer.
-            back = told_back(resumed) | said_apart(state.rank_local)
+            back = recovery_report(resumed) | said_apart(state.rank_local)
             back["buckets"] = [] if resumed.base is None else state.buckets.rehearsals()
             resumed = with_ranks(resumed, said := self._say("tell what was read", back))
             if resumed.base is not None:

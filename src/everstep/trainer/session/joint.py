@@ -9,7 +9,7 @@ where bases are nearer to each other or gradients are watched, each says what it
 exchange of a few bytes, and all make the same of it. Which step is the next to ask at follows from
 what was said and from nothing else: whatever fails on one rank, they ask at the same steps.
 
-A log that leads no further (the state consists of something else, an update could not be recorded)
+A log that leads no further (the state has another composition, an update could not be recorded)
 cannot wait for that: all since would be lost with a rank. At the end of each other step a rank with
 a log begins to ask whether any rank needs a base, waits for nobody, and has the answer at the end
 of the next one: where it is yes, they all ask each other then.

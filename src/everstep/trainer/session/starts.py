@@ -11,9 +11,9 @@ from typing import Any
 from everstep.format.writer import ChunkRing
 from everstep.link.job_session import JobSession
 from everstep.restore.fetch.held import Recalled
-from everstep.restore.start.folder import refuse_unresumed
-from everstep.restore.start.resume import OfSeveralError, Resumed, open_timeline, resume
-from everstep.run.scan import KnownTimelines
+from everstep.restore.start.resume import Resumed, SeveralRanksError, open_timeline, resume
+from everstep.run.folder import refuse_unresumed
+from everstep.run.scan import TimelineCache
 from everstep.seams import Seams
 from everstep.seams.fingerprint import computed_on, device_types
 from everstep.state.training_state import State
@@ -64,7 +64,7 @@ class Starts:
         self._overwritten = overwritten
         self._timeout_s = timeout_s
         self._frozen = Frozen(state.values)
-        self._timelines = KnownTimelines()
+        self._timelines = TimelineCache()
 
     @property
     def job_session(self) -> JobSession | None:
@@ -129,7 +129,7 @@ class Starts:
         }
         try:
             resumed = resume(*about, **given, known=self._timelines)
-        except OfSeveralError:
+        except SeveralRanksError:
             of_rank = self._seams, self._run, self._run_id, self._state, self._ring, recalled
             return resume_behind_several(*of_rank, ready=self._keepers.ready, **given)
         in_memory = resumed.source == "memory" and held is not None and not held.durable
@@ -161,7 +161,8 @@ class Starts:
             refuse_unresumed(self._seams.filesystem, self._run, None)
             self._keepers.open()  # it may be writing what an earlier process took
             held = self._left_behind().newest
-            inventory = refuse_unresumed(self._seams.filesystem, self._run, held)
+            held_id = None if held is None else held.id
+            inventory = refuse_unresumed(self._seams.filesystem, self._run, held_id)
             return open_timeline(self._seams, self._run, inventory, parent=None, exact=True)
 
     def _left_behind(self, *, own: bool = False) -> Recalled:
