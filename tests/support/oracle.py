@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from everstep import Recovery
 from tests.crash.sim.training import freeze
 from tests.support.world import assert_same, opened, seed_everything
 
@@ -95,3 +96,10 @@ def check_resume(
             ckpt.step()
     assert_same(snapshot(state), wanted)
     return state
+
+
+def save_and_resume(run: Path, saved: dict[str, Any], live: dict[str, Any], **how: Any) -> Recovery:
+    with opened(run, saved) as ckpt:
+        ckpt.save()
+    with opened(run, live) as ckpt:
+        return ckpt.resume(**how)

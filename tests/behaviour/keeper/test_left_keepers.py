@@ -18,8 +18,8 @@ from everstep.restore.reshard.logs import LogsInMemory
 from everstep.seams import Seams
 from everstep.seams.network.sockets import close_descriptors
 from everstep.trainer.attach import left_keepers
-from tests.behaviour.keeper.test_takeover import World, opened, stepped
 from tests.support.serving import Bench, bench, die, serving
+from tests.support.takeover import World, opened, stepped
 from tests.support.world import TIMEOUT_S
 
 RANK, ABSENT = 7, 0

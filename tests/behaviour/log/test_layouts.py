@@ -25,9 +25,9 @@ from everstep.state.layout.lru import LayoutCache, LRUCache
 from everstep.state.layout.shards import ShardLayout
 from everstep.trainer.attach.remote import RemoteKeeper
 from everstep.trainer.multistep.multistep_gradients import GradientPlaces
-from tests.behaviour.keeper.test_lost_waiting import kill_keeper
-from tests.behaviour.log.test_every_step import opened
 from tests.support.following import until
+from tests.support.log.every_step import opened
+from tests.support.lost_keepers import kill_keeper
 from tests.support.serving import Bench, die, serving
 
 LAYERS = 10

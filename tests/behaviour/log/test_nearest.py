@@ -31,17 +31,15 @@ from everstep.tiers.files import TierFileSystem
 from everstep.tiers.memory import MemoryTier
 from everstep.tiers.options import TierOptions
 from everstep.trainer.job.job import Job
-from tests.behaviour.log.test_copies import ON_DISK, until
-from tests.behaviour.log.test_every_step import World, opened, run_steps
-from tests.behaviour.ranks.test_log_together import die as all_die
-from tests.behaviour.ranks.test_together import resume
-from tests.behaviour.tiers.test_mirror import contents, put
+from tests.support.copying import contents, put
+from tests.support.log.copies import ON_DISK, until
+from tests.support.log.every_step import World, opened, run_steps
 from tests.support.ranks.copying import store
-from tests.support.ranks.peer_logs import records_of_steps
+from tests.support.ranks.logs import die as all_die
+from tests.support.ranks.peer_logs import Copying, records_of_steps
 from tests.support.ranks.peering import record_of
-from tests.support.ranks.together import trained, trainings
+from tests.support.ranks.together import resume, trained, trainings
 from tests.support.world import forget
-from tests.unit.keeper.test_log_mirror import Copying
 
 __all__ = ["store"]  # a fixture
 

@@ -26,8 +26,8 @@ from everstep.run.chain import LogIndex
 from everstep.state.survey.ownership import Owner
 from everstep.trainer.log import consumed as consumed_module
 from everstep.trainer.log.recorder import Recorder
-from tests.behaviour.log.test_matrix_kills import LateTransfer
-from tests.behaviour.log.test_matrix_kills import opened as late
+from tests.support.log.late import LateTransfer
+from tests.support.log.late import opened as late
 from tests.support.logged import World, opened, record, rewrite_segment, segments_of, train
 from tests.support.matrix import CASES, LOOPS
 from tests.support.matrix import World as MatrixWorld

@@ -15,7 +15,7 @@ from everstep.keeper.retain.deletion import delete_segments
 from everstep.options import LogOptions
 from everstep.run.fence import Fence
 from everstep.seams import PosixFileSystem
-from tests.behaviour.log.test_budget import Trained, assert_rebuilt, spans
+from tests.support.log.budget import Trained, assert_rebuilt, spans
 from tests.support.logged import segments_of
 from tests.support.world import HookedFileSystem, raising
 

@@ -29,13 +29,13 @@ from everstep.trainer.multistep.multistep_choice import Choice
 from everstep.trainer.multistep.multistep_fuzzy import redo_bytes
 from everstep.trainer.multistep.multistep_gradients import GradientCheck, GradientPlaces
 from everstep.trainer.multistep.multistep_plan import PartsPlan
-from tests.behaviour.multistep.test_faults import World, begin
-from tests.behaviour.multistep.test_loops import over, restored
 from tests.support.elsewhere import DEVICE, elsewhere
 from tests.support.following import opened, run_steps, steps_on_disk
+from tests.support.multistep.measured import Bench as Steps
+from tests.support.multistep.rows import over, restored
+from tests.support.multistep.world import World, begin
 from tests.support.serving import Bench, serving
 from tests.support.world import TIMEOUT_S
-from tests.unit.trainer.test_multistep_choice import Bench as Steps
 
 CPU = torch.device("cpu")
 BOTH = pytest.mark.parametrize("overlap", [False, True], ids=["gockpt", "gockpt_o"])

@@ -18,11 +18,11 @@ import everstep
 from everstep.errors import EverstepError, OutOfSpaceError
 from everstep.format.log import LogRecord
 from everstep.trainer.multistep.multistep_fuzzy import CapturedParts, redo_bytes
-from tests.behaviour.multistep.test_faults import World, begin
-from tests.behaviour.multistep.test_loops import restored
 from tests.support.following import opened, run_steps, steps_on_disk
-from tests.support.fuzzy import heads_on_disk, left, lsns_on_disk, rewrite
 from tests.support.logged import invoke, rebuilder_of, record
+from tests.support.multistep.fuzzy import heads_on_disk, left, lsns_on_disk, rewrite
+from tests.support.multistep.rows import restored
+from tests.support.multistep.world import World, begin
 from tests.support.serving import Bench, die, serving
 from tests.support.world import (
     TIMEOUT_S,

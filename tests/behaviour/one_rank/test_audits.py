@@ -532,7 +532,7 @@ def test_nothing_is_started_where_there_is_nothing_to_compare(
         (Ended(0, b"", "not enough memory", 1.0), "not enough memory"),
         (Ended(1, b"", "Traceback ...", 1.0), "Traceback"),
         (Ended(-9, b"", "", 1.0), "status -9"),
-        (Ended(-9, b"", "", 1.0, late=True), "not done after"),
+        (Ended(-9, b"", "", 1.0, late=True), "not finished after"),
         (Ended(0, b"{}", "", 1.0), "not a audit record"),
     ],
 )

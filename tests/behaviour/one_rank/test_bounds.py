@@ -14,8 +14,8 @@ from everstep.state.ranks.rank_info import RankInfo
 from everstep.state.training_state import State
 from everstep.tiers.options import TierOptions
 from everstep.trainer.budget.bounds import Bounds, bounds_of, copies_announcement
+from tests.support.given import options
 from tests.support.world import files_below, size_below
-from tests.unit.config.test_options import options
 
 KEEP, EVERY, STEPS = 2, 2, 14
 

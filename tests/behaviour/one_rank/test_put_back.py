@@ -18,8 +18,8 @@ from everstep import KeeperOptions
 from everstep.errors import EverstepError, FencedError, KeeperError
 from everstep.keeper.persist.local_keeper import LocalKeeper
 from everstep.trainer.attach.remote import RemoteKeeper
-from tests.behaviour.keeper.test_takeover import opened, until
 from tests.support.serving import Bench, die, serving
+from tests.support.takeover import opened, until
 from tests.support.world import TIMEOUT_S
 
 

@@ -27,7 +27,8 @@ from everstep.format.reader import read_header
 from everstep.keeper.persist.static_files import StaticFiles
 from everstep.run.open_base import check_identity
 from everstep.seams import PosixFileSystem
-from tests.process.one_rank.test_keeper import finish, keepers_gone, start
+from tests.support.command import document, invoke
+from tests.support.keeper_process import finish, keepers_gone, start
 from tests.support.ranks.together import on_all, rank_seams
 from tests.support.world import (
     TIMEOUT_S,
@@ -39,7 +40,6 @@ from tests.support.world import (
     opened,
     verdict_of,
 )
-from tests.unit.cli.test_verbs import document, invoke
 
 STATIC = ["model/0.*"]
 MAIN, APART = "rank-00000.safetensors", "rank-00000-00001.safetensors"
@@ -210,7 +210,7 @@ def test_a_change_is_refused_and_what_was_there_stays(run_folder: Path) -> None:
         world.step(ckpt)
         error = ckpt.save().durable.exception(TIMEOUT_S)
         assert isinstance(error, AuditError)
-        assert "'model/0.bias' was declared static and has changed" in str(error)
+        assert "'model/0.bias' was declared static but has changed" in str(error)
         with pytest.warns(RuntimeWarning):
             ckpt.wait()
         with torch.no_grad():
@@ -258,7 +258,7 @@ def test_what_is_damaged_is_not_linked_to(run_folder: Path) -> None:
         world.base(ckpt)
         path = base_folder(run_folder, 1) / APART
         flip(path, path.stat().st_size - 1)
-        with pytest.warns(RuntimeWarning, match=r"read back it is damaged.*model/0\.bias"):
+        with pytest.warns(RuntimeWarning, match=r"is damaged when read back.*model/0\.bias"):
             world.base(ckpt)
         wanted = world.base(ckpt)
     (base,) = inventory_of(run_folder).bases  # the damaged ones may go now
@@ -473,7 +473,7 @@ def test_a_rank_does_not_link_to_what_is_damaged(
         if step == 3:
             assert forgotten.wait(TIMEOUT_S)
 
-    with pytest.warns(RuntimeWarning, match=f"read back it is damaged.*{APART_1}"):
+    with pytest.warns(RuntimeWarning, match=f"is damaged when read back.*{APART_1}"):
         rank_job(run_folder, 3, keep=1, before=damage)
     newest = max(inventory_of(run_folder).bases, key=lambda base: base.id)
     assert newest.id.step == 3

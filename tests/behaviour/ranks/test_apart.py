@@ -26,7 +26,7 @@ from everstep.seams import PosixFileSystem
 from everstep.state.ranks import ddp
 from everstep.state.ranks.writers import WriterAssignment
 from everstep.trainer.job.alike import options_to_say
-from tests.behaviour.ranks.test_log_together import die
+from tests.support.ranks.logs import die
 from tests.support.ranks.together import on_all, rank_seams
 
 FROZEN = ("0.weight", "0.bias")

@@ -19,7 +19,7 @@ from everstep.errors import EverstepError, MismatchError, RecoveryError
 from everstep.run.scan import scan_run
 from everstep.seams import PosixFileSystem
 from everstep.state.ranks import ddp
-from tests.behaviour.ranks.test_log_together import die
+from tests.support.ranks.logs import die
 from tests.support.ranks.together import on_all, rank_seams
 
 LOGGED: dict[str, Any] = {

@@ -20,7 +20,7 @@ from everstep.restore.redo.updates import update_of
 from everstep.state.layout.placement import Box
 from everstep.state.training_state import State
 from everstep.state.values.tensors import local_box, local_tensor
-from tests.behaviour.ranks.test_log_world import Job
+from tests.support.ranks.relaid import Job
 from tests.support.ranks.relogged import logged, redone, train
 from tests.support.ranks.sharding import STEP, Values, as_rank, build, load, tensors_of
 

@@ -25,28 +25,19 @@ from everstep.restore.redo.updates import update_of
 from everstep.restore.reshard.replay import replay_resharded
 from everstep.restore.start import log_exchange
 from everstep.run.scan import scan_run
-from everstep.seams import PosixFileSystem, Seams
+from everstep.seams import PosixFileSystem
 from everstep.state.ranks.rank_info import RankInfo
 from everstep.state.training_state import State
-from tests.behaviour.ranks.test_log_parts import (
-    Replica,
-    alike,
-    die,
-    replicas,
-    resume,
-    trained,
-    until,
-)
-from tests.behaviour.ranks.test_log_parts import train as train_all
-from tests.behaviour.ranks.test_log_together import segment
 from tests.support.ranks import relogged
-from tests.support.ranks.relogged import Logs, logged, redone, train
-from tests.support.ranks.sharding import STEP, Values, as_rank, build, load, locals_of
+from tests.support.ranks.logs import die, segment
+from tests.support.ranks.relaid import STEPS, Job, alone, check, same, trained_on
+from tests.support.ranks.relogged import Logs, logged, redone
+from tests.support.ranks.replicas import Replica, alike, replicas, resume, until
+from tests.support.ranks.replicas import train as train_all
+from tests.support.ranks.sharding import STEP, Values, as_rank, build, load
 
 __all__ = ["alike"]
 
-STEPS = 3
-Job = tuple[str, int]
 JOBS: list[tuple[Job, Job]] = [
     (("fsdp", 4), ("fsdp", 2)),
     (("fsdp", 2), ("fsdp", 4)),
@@ -73,28 +64,6 @@ def ring() -> Iterator[ChunkRing]:
     made = ChunkRing(4, 2)
     yield made
     made.close()
-
-
-def trained_on(
-    layout: str, info: RankInfo, optimizer: Callable[[Any], Any] | None = None
-) -> Values:
-    """A rank of a job that nobody disturbed."""
-    values = build(layout, info, 3)
-    if optimizer is not None:
-        values["optimizer"] = optimizer(values["model"].parameters())
-        train(values, 0)
-        values["optimizer"].step()
-    for step in range(STEP + 1, STEP + 1 + STEPS):
-        train(values, step)
-        values["optimizer"].step()
-    return values
-
-
-def same(values: Values, wanted: Values) -> list[str]:
-    """Names of tensors that differ."""
-    mine, theirs = locals_of(values), locals_of(wanted)
-    assert mine.keys() == theirs.keys()
-    return [name for name, tensor in theirs.items() if not torch.equal(mine[name], tensor)]
 
 
 @pytest.mark.thinned(3)
@@ -341,11 +310,6 @@ def came_back(path: Path, world: int, step: int, replayed: int, *, exact: bool =
         return found
 
 
-def check(training: Replica, step: int) -> None:
-    assert all(map(torch.equal, training.weights, trained(step)))
-    assert training.state["data"]["step"] == step
-
-
 @pytest.mark.thinned(3)
 @pytest.mark.parametrize(("before", "world"), [(2, 3), (4, 2), (3, 2)])
 def test_another_number_of_ranks_comes_back_to_the_last_step(
@@ -359,11 +323,6 @@ def test_another_number_of_ranks_comes_back_to_the_last_step(
     assert (record.parent, record.fork_step, record.base) == (1, 6, (1, 4))
     assert record.exact
     came_back(path, before, 9, 1)  # from a base of step 8, and what this number has logged
-
-
-def alone(path: Path, **options: Any) -> Any:
-    """A process that no others train with."""
-    return replicas(path, seams=[Seams()], **options)
 
 
 @pytest.mark.parametrize("before", [2, 3])

@@ -17,9 +17,10 @@ from everstep.restore.start import rank_loader
 from everstep.run.candidates import starts_with_job_base
 from everstep.run.scan import Inventory, scan_run
 from everstep.seams import PosixFileSystem, Seams
-from tests.behaviour.ranks.test_log_parts import alike, die, replicas, resume, trained, until
-from tests.behaviour.ranks.test_log_world import alone, check
-from tests.support.fuzzy import left, lsns_on_disk
+from tests.support.multistep.fuzzy import left, lsns_on_disk
+from tests.support.ranks.logs import die
+from tests.support.ranks.relaid import alone, check
+from tests.support.ranks.replicas import alike, replicas, resume, trained, until
 
 __all__ = ["alike"]
 

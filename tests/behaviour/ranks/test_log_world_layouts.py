@@ -16,18 +16,9 @@ from everstep.format.names import base_dir, marker_name, shard_name
 from everstep.restore.start import rank_loader, rank_log, resume_job
 from everstep.run.scan import scan_run
 from everstep.seams import PosixFileSystem
-from tests.behaviour.ranks.test_log_parts import (
-    Replica,
-    alike,
-    die,
-    folders,
-    replicas,
-    resume,
-    train,
-    until,
-)
-from tests.behaviour.ranks.test_log_parts import trained as trained_to
-from tests.behaviour.ranks.test_log_together import segment
+from tests.support.ranks.logs import die, segment
+from tests.support.ranks.replicas import Replica, alike, folders, replicas, resume, train, until
+from tests.support.ranks.replicas import trained as trained_to
 
 __all__ = ["alike"]
 

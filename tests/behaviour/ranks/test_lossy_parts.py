@@ -25,20 +25,13 @@ from everstep.state.values.objects import encode
 from everstep.state.values.tensors import byte_view, local_tensor
 from everstep.trainer.log.consumed import Consumption
 from everstep.trainer.log.log_part import LogPart
-from tests.behaviour.ranks import test_log_parts
-from tests.behaviour.ranks.test_log_parts import (
-    die,
-    layers,
-    records_of,
-    replicas,
-    resume,
-    trained,
-    until,
-)
+from tests.support.ranks import replicas as parts
+from tests.support.ranks.logs import die
+from tests.support.ranks.replicas import layers, records_of, replicas, resume, trained, until
 from tests.support.ranks.sharding import as_rank, build
 
-alike = test_log_parts.alike  # which every test here takes, too
-two = test_log_parts.two
+alike = parts.alike  # which every test here takes, too
+two = parts.two
 
 
 def waves(model: nn.Module, optimizer: torch.optim.Optimizer, at: int) -> None:
@@ -68,7 +61,7 @@ def test_lossy_parts_of_some_ranks_take_all_to_the_same_approximation(
         return plan_segment(identity, [lossy_record(r, 0.1) if lossy else r for r in records])
 
     monkeypatch.setattr(log_writer, "plan_segment", plan)
-    monkeypatch.setattr(test_log_parts, "take", waves)
+    monkeypatch.setattr(parts, "take", waves)
     until((tmp_path / "run",) * 2, 6)
     model = layers((0, 1))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)

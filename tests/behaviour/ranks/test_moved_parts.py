@@ -22,13 +22,12 @@ from everstep.format.names import (
 )
 from everstep.run.scan import scan_run
 from everstep.seams.files.posix import PosixFileSystem
-from tests.behaviour.one_rank.test_resume import look, train_on
-from tests.behaviour.ranks.test_log_together import ON_DISK
-from tests.behaviour.ranks.test_together import resume, save
-from tests.behaviour.ranks.test_together import train as train_all
 from tests.support import logged
 from tests.support.logged import World, invoke
-from tests.support.ranks.together import trainings
+from tests.support.ranks.logs import ON_DISK
+from tests.support.ranks.together import resume, save, trainings
+from tests.support.ranks.together import train as train_all
+from tests.support.resuming import look, train_on
 from tests.support.world import base_folder, opened
 
 

@@ -24,16 +24,16 @@ from everstep.state.ranks.log_shares import LogShare, log_shares
 from everstep.state.ranks.rank_info import RankInfo
 from everstep.state.training_state import State
 from everstep.trainer.attach import keepers
-from tests.behaviour.ranks import test_log_parts
-from tests.behaviour.ranks.test_log_parts import Replica as Rank
-from tests.behaviour.ranks.test_log_parts import layers, replicas, resume, train, trained
 from tests.support.following import until
+from tests.support.ranks import replicas as parts
+from tests.support.ranks.replicas import Replica as Rank
+from tests.support.ranks.replicas import layers, replicas, resume, train, trained
 from tests.support.ranks.together import on_all
 from tests.support.serving import Bench, serving
 from tests.support.serving import die as lose_keeper
 from tests.support.world import TIMEOUT_S, Gate, HookedFileSystem
 
-alike = test_log_parts.alike  # which every test here takes, too
+alike = parts.alike  # which every test here takes, too
 FS = PosixFileSystem()
 WORLD = 2
 FOLLOWED: dict[str, Any] = {
@@ -474,7 +474,7 @@ def test_parameters_without_a_gradient_stay_as_they_are(
             parameter.grad = value if at == 0 or (at + number) % 3 else None
         optimizer.step()
 
-    monkeypatch.setattr(test_log_parts, "take", some)
+    monkeypatch.setattr(parts, "take", some)
     paths = folders(tmp_path, True)
     with kept(paths), job(paths) as ranks:
         resume(ranks)

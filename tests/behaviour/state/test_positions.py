@@ -10,25 +10,12 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, Dataset, DistributedSampler, RandomSampler, Sampler
+from torch.utils.data import DataLoader, DistributedSampler, RandomSampler, Sampler
 
 from everstep import Checkpointer, Recovery
 from everstep.errors import OptionError
 from everstep.state.loaders.workers import WorkerGenerators, _DatasetState
-from tests.support.stateful_loader import StatefulLoader
-
-COUNT, BATCH = 20, 4
-EPOCH = COUNT // BATCH
-
-
-class Noisy(Dataset[torch.Tensor]):
-    """Samples with a random part."""
-
-    def __len__(self) -> int:
-        return COUNT
-
-    def __getitem__(self, index: int) -> torch.Tensor:
-        return index + 0.1 * torch.rand(2)
+from tests.support.stateful_loader import BATCH, COUNT, EPOCH, Noisy, StatefulLoader
 
 
 class Permuted(Sampler[int]):

@@ -18,8 +18,8 @@ from everstep.run.folder import run_path
 from everstep.seams import ManualClock
 from everstep.trainer.attach import attach as attach_module
 from everstep.trainer.attach.attach import attach, is_there
-from tests.process.one_rank.test_keeper import finish, keepers_gone, start
 from tests.support.fakekeeper import running
+from tests.support.keeper_process import finish, keepers_gone, start
 from tests.support.logged import invoke
 
 THREAD = KeeperOptions(process=False)

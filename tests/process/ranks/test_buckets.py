@@ -20,8 +20,8 @@ from everstep.state.ranks.ddp_buckets import DDPBuckets
 from everstep.state.survey.survey import SectionContents
 from everstep.state.training_state import State
 from everstep.state.values.objects import decode
-from tests.process.ranks.test_parallel import STEPS, Run, compare, run, steps_of
 from tests.support.ranks.parallel import MORE, Deep
+from tests.support.ranks.trainings import STEPS, Run, compare, run, steps_of
 
 __all__ = ["run"]
 

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from everstep.trainer.session.cadence import FIRST_STEPS
-from tests.process.ranks.test_parallel import Run, compare, run, steps_of
 from tests.support.keepers import end_keepers
+from tests.support.ranks.trainings import Run, compare, run, steps_of
 from tests.support.trainers import finish_trainer, start_trainer
 from tests.support.world import TIMEOUT_S
 

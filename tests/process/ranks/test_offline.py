@@ -45,9 +45,8 @@ from everstep.state.layout.names import GRADIENT, OBJECT_PREFIX
 from everstep.state.values.objects import decode, encode
 from everstep.state.values.tensors import byte_view, empty_like_entry, host_bytes
 from everstep.tiers.slots import SlotStore
-from tests.process.one_rank.test_audits import AT_ONCE
 from tests.support.keepers import end_keepers
-from tests.support.logged import document, invoke
+from tests.support.logged import AT_ONCE, document, invoke
 from tests.support.ranks.parallel import LAYOUTS, MORE, Training
 from tests.support.trainers import finish_trainer, start_trainer, whole_lines
 from tests.support.world import flip, forget

@@ -3,6 +3,7 @@ another number of ranks, or another layout (see :mod:`tests.support.ranks.shardi
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -241,3 +242,10 @@ def record_of(
         data[place.begin : place.end] = host_bytes(tensor)
     view = memoryview(data)
     return LogRecord(head, layout, objects, view, record_digest(view, objects))
+
+
+def only(run: Path, step: int) -> None:
+    """Leaves no later base, so that it must be by replay, from one program to the other."""
+    for base in run.glob("timeline-*/base/*"):
+        if int(base.name) > step:
+            shutil.rmtree(base)

@@ -31,7 +31,7 @@ from everstep.commit.logs import LogRun
 from everstep.format.digests import digest
 from everstep.format.records import TimelineRecord, manifest_of
 from everstep.state.layout.replica_digest import replica_digests
-from tests.unit.commit.test_offers import marker, offer, own
+from tests.support.offers import marker, offer, own
 
 
 def record_of(choice: Choice, number: int) -> TimelineRecord:

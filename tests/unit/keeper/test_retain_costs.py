@@ -22,7 +22,7 @@ from everstep.run.segments import SegmentCache, SegmentFound, scan_logs
 from everstep.seams import ManualClock, PosixFileSystem, Seams
 from everstep.tiers.folder import DiskTier
 from everstep.tiers.rate import ObjectRate
-from tests.behaviour.log.test_budget import Trained
+from tests.support.log.budget import Trained
 from tests.support.world import HookedFileSystem, flip, forget, opened
 
 FILES = PosixFileSystem()

@@ -25,10 +25,10 @@ from everstep.seams import PosixFileSystem
 from everstep.seams.files.filesystem import ReadFile
 from everstep.state.layout.entries import Entry
 from everstep.state.layout.shards import plan_shards
+from tests.support.log.redone import STEPS as TRAINED
+from tests.support.log.redone import resumed, trained
 from tests.support.logged import segments_of, write_segment
 from tests.support.world import TIMEOUT_S
-from tests.unit.restore.test_redo import STEPS as TRAINED
-from tests.unit.restore.test_redo import resumed, trained
 
 RUN = "r" * 32
 STEPS = 6

@@ -26,10 +26,10 @@ from everstep.state.values.tensors import is_dtensor, local_tensor
 from everstep.state.values.tree import split
 from everstep.trainer.job import job
 from everstep.trainer.session.starts import Starts
+from tests.support.log.redone import STEPS, resumed, trained
 from tests.support.ranks.sharding import as_rank
 from tests.support.ranks.together import on_all, trainings
 from tests.support.replays import record, replayed
-from tests.unit.restore.test_redo import STEPS, resumed, trained
 
 
 @pytest.mark.parametrize(

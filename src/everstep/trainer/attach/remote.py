@@ -362,7 +362,7 @@ class RemoteKeeper:
                 self.silence.check()
                 if steps := self._asked.steps:
                     disk = self.moves, self.log_moves
-                    moves.look(*disk, self.replica_step, self.replica_applied, steps)
+                    moves.check(*disk, self.replica_step, self.replica_applied, steps)
                 if self._hung:  # reported already; waiting on would be for ever
                     raise storage_hang_error(len(self._waiting))
                 with self._changed:
@@ -440,7 +440,7 @@ class RemoteKeeper:
             if kind == "error":
                 self._channel.post(error, timeline=message.get("of_timeline"))
             else:
-                self._channel.tell(error)
+                self._channel.post_notice(error)
         elif kind == "durable":
             self._end(message["number"], None, message["size_bytes"])
         elif kind == "failed":

@@ -264,7 +264,7 @@ class Untold:
         self._suspicious = True
         if not said:
             self.distrust()
-            self._channel.tell(_notice(what, step, self._state.ranks.world))
+            self._channel.post_notice(_notice(what, step, self._state.ranks.world))
 
     def _learn(self, survey: Survey) -> None:
         """Follows tensors that have come, gone, or been replaced."""

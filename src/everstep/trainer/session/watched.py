@@ -58,11 +58,11 @@ class Watched:
         self._tensors: object = None
         self._fresh: FreshStart | None = None
         self._handled = id(None)  # an error that a loop goes on in spite of
-        self._accumulated = Accumulated(state, parts.updates, parts.channel.tell)
-        self._scalers = Scalers(state.values, parts.channel.tell)
+        self._accumulated = Accumulated(state, parts.updates, parts.channel.post_notice)
+        self._scalers = Scalers(state.values, parts.channel.post_notice)
         self._all: Owned | None = None  # without a log, which looks at what optimizers own
         lost = None if self._watcher is None else self._watcher.skipped
-        tell = parts.channel.tell
+        tell = parts.channel.post_notice
         self._strangers = Strangers(state, parts.updates, parts.saver.gate, lost, tell)
         self._schedules = Schedules(state, lost, tell)
 
