@@ -53,7 +53,7 @@ class LogLayouts:
         it."""
         number = self._numbers.get(layout)
         if number is None:
-            dropped = self._numbers.make_room(layout)
+            dropped = self._numbers.evict_for(layout)
             self._free += dropped
             number = self._free.pop() if self._free else len(self._numbers)
             self._send(
