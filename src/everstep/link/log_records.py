@@ -1,7 +1,7 @@
 """Records of the gradient log on their way to the keeper: numbers of layouts, memory of records.
 
 A layout is sent once; later records refer to it by number. Both sides forget the layouts that were
-unused for longest (:mod:`everstep.state.survey.recent`), and reuse their numbers. That is safe, as
+unused for longest (:mod:`everstep.state.layout.lru`), and reuse their numbers. That is safe, as
 messages of a connection arrive in order, and a record that the keeper holds refers to its layout
 itself. No torch is needed here.
 """
@@ -14,7 +14,7 @@ from typing import Any
 
 from everstep.arena import PAGE_BYTES
 from everstep.format.log import layout_from_index, layout_to_index
-from everstep.state.layout.lru import RecentLayouts
+from everstep.state.layout.lru import LayoutCache
 from everstep.state.layout.shards import ShardLayout
 
 __all__ = [
@@ -41,11 +41,11 @@ class LogLayouts:
     def __init__(
         self,
         send: Callable[[dict[str, Any]], None],
-        numbers: RecentLayouts[int] | None = None,
+        numbers: LayoutCache[int] | None = None,
     ) -> None:
         self.lock = threading.Lock()
         self._send = send
-        self._numbers = RecentLayouts[int]() if numbers is None else numbers
+        self._numbers = LayoutCache[int]() if numbers is None else numbers
         self._free: list[int] = []
 
     def number(self, layout: ShardLayout) -> int:
@@ -53,7 +53,7 @@ class LogLayouts:
         it."""
         number = self._numbers.get(layout)
         if number is None:
-            dropped = self._numbers.make_room(layout)
+            dropped = self._numbers.evict_for(layout)
             self._free += dropped
             number = self._free.pop() if self._free else len(self._numbers)
             self._send(

@@ -61,7 +61,7 @@ from everstep.format.header import ShardIdentity
 from everstep.format.plan import BasePlan, ShardPlan
 from everstep.link.capture import Capture
 from everstep.state.layout.entries import Entry
-from everstep.state.layout.replica_digest import InCommon
+from everstep.state.layout.replica_digest import ReplicaDigest
 from everstep.state.layout.shards import Placed, ShardLayout
 
 __all__ = [
@@ -99,7 +99,7 @@ def identity_to_wire(identity: ShardIdentity) -> dict[str, Any]:
 
 def identity_from_wire(fields: Mapping[str, Any]) -> ShardIdentity:
     """Decode the identity of a base."""
-    common = tuple(InCommon(**one) for one in fields["common"])
+    common = tuple(ReplicaDigest(**one) for one in fields["common"])
     return ShardIdentity(**{**fields, "common": common})
 
 

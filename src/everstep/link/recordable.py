@@ -19,14 +19,14 @@ from everstep.errors import EverstepError, OptionError, UnsupportedStateError
 from everstep.format.log import RecordHead
 from everstep.replay.exactness import options_refusal, refusal
 from everstep.state.layout.entries import Entry, shape_digest
-from everstep.state.layout.lru import Recent
+from everstep.state.layout.lru import LRUCache
 from everstep.state.layout.names import INDICES, INT8, SCALES, VALUES
 from everstep.state.layout.shards import ShardLayout, plan_shards
 from everstep.state.providers.optimizers import OptimizerProvider
-from everstep.state.providers.zero import acting
+from everstep.state.providers.zero import local_optimizer
 from everstep.state.survey.survey import Shape, Survey, same_objects
 from everstep.state.training_state import State
-from everstep.state.values.tensors import stored_form
+from everstep.state.values.tensors import tensor_entry
 
 if TYPE_CHECKING:
     from everstep.compress.ddp import DDPCompression
@@ -104,7 +104,7 @@ def record_layout(entries: Iterable[Entry]) -> ShardLayout:
 class Layouts:
     """Layouts of records, by all that they depend on."""
 
-    found: Recent[Any, ShardLayout] = field(default_factory=Recent)
+    found: LRUCache[Any, ShardLayout] = field(default_factory=LRUCache)
 
     def of(self, named: Mapping[str, torch.Tensor]) -> ShardLayout:
         """The layout of a record of these tensors.
@@ -115,7 +115,7 @@ class Layouts:
         key = tuple((name, t.shape, t.dtype, t.stride()) for name, t in named.items())
         layout = self.found.get(key)
         if layout is None:
-            layout = record_layout([stored_form(name, tensor) for name, tensor in named.items()])
+            layout = record_layout([tensor_entry(name, tensor) for name, tensor in named.items()])
             self.found.add(key, layout, len(layout.placed))
         return layout
 
@@ -158,7 +158,7 @@ class ReplacedTensors:
         self._in_place = {
             key
             for key, optimizer in state.optimizers.items()
-            if type(acting(optimizer)).__module__.startswith("torch.optim.")
+            if type(local_optimizer(optimizer)).__module__.startswith("torch.optim.")
         }
         self.start(None)
 
@@ -304,7 +304,9 @@ def refuse_options(key: str, optimizer: Optimizer) -> None:
     Raises:
         UnsupportedStateError: updates with the options that its groups have now cannot be replayed.
     """
-    kind = type(acting(optimizer))  # which takes over the outer one's options as it updates
+    kind = type(
+        local_optimizer(optimizer)
+    )  # which takes over the outer one's options as it updates
     for number, group in enumerate(optimizer.param_groups):
         if why := options_refusal(kind, group, group["params"]):
             raise UnsupportedStateError(
@@ -322,7 +324,9 @@ def refuse_optimizers(state: State, log: str) -> None:
         gradients are exchanged.
     """
     optimizers = state.optimizers
-    found = [(key, why) for key, o in optimizers.items() if (why := replay_refusal(acting(o)))]
+    found = [
+        (key, why) for key, o in optimizers.items() if (why := replay_refusal(local_optimizer(o)))
+    ]
     if found:
         listed = "\n".join(f"  {key}: {why}" for key, why in found)
         raise UnsupportedStateError(

@@ -16,7 +16,7 @@ __all__ = ["shape_of_base"]
 def shape_of_base(
     placed: Iterable[Placed], aliases: Mapping[str, str], trees: Mapping[str, Any]
 ) -> str:
-    """Return the shape digest of a base (see :mod:`everstep.state.shapes`).
+    """Return the shape digest of a base (see :mod:`everstep.state.layout.entries`).
 
     Args:
         placed: entries of the base; objects are ignored.

@@ -29,7 +29,7 @@ from everstep.restore.fetch.peers import Brought, plan_of
 from everstep.restore.start import resume as resume_module
 from everstep.restore.start import resume_job
 from everstep.seams import PosixFileSystem, ReadFile
-from everstep.state.ranks.log_shares import recorded_by_several
+from everstep.state.ranks.log_shares import parameter_logged_twice
 from everstep.state.training_state import State
 from everstep.tiers.folder import DiskTier
 from everstep.tiers.memory import MemoryFile, MemoryTier
@@ -325,7 +325,7 @@ def test_a_lossy_log_is_refused_where_replicas_would_part(
     with as_rank(1, world) as ranks:
         values = build(layout, ranks, 3)
         state = State({key: values[key] for key in ("model", "optimizer")}, ranks=ranks)
-        assert bool(who) == bool(recorded_by_several(state))
+        assert bool(who) == bool(parameter_logged_twice(state))
         places = [TierOptions("/copies", log="adaptive")]
         if who:
             with pytest.raises(OptionError, match="would part"):

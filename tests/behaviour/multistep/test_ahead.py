@@ -22,7 +22,7 @@ from everstep.plan import multistep_cut
 from everstep.plan.multistep import Pipeline
 from everstep.state.layout.shards import ShardLayout, plan_shards
 from everstep.state.training_state import State
-from everstep.state.values.tensors import stored_form
+from everstep.state.values.tensors import tensor_entry
 from everstep.trainer.log.consumed import Consumption
 from everstep.trainer.multistep import multistep_planner as planner_module
 from everstep.trainer.multistep.multistep_choice import Choice
@@ -328,7 +328,7 @@ def test_the_best_cut_is_looked_for_once_while_measurements_stay_alike(
 
 
 def layout_of(live: dict[str, torch.Tensor]) -> ShardLayout:
-    (layout,) = plan_shards([stored_form(name, tensor) for name, tensor in live.items()])
+    (layout,) = plan_shards([tensor_entry(name, tensor) for name, tensor in live.items()])
     return layout
 
 

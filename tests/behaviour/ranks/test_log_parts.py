@@ -23,7 +23,7 @@ from everstep.restore.start import log_exchange, rank_log, resume_job
 from everstep.restore.start.log_exchange import decode_records, encode_records
 from everstep.seams import ReadFile
 from everstep.state.layout.names import PART_OBJECT, UPDATE_OBJECT
-from everstep.state.ranks.log_shares import left_to_others_bytes, log_parts
+from everstep.state.ranks.log_shares import bytes_logged_elsewhere, log_shares
 from everstep.state.ranks.rank_info import RankInfo
 from everstep.state.training_state import State
 from tests.support.ranks.logs import die, segment
@@ -86,10 +86,10 @@ def test_parts_are_about_as_large(world: int) -> None:
         model = layers(tuple(range(world)))
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
         states.append(State({"m": model, "o": optimizer}, ranks=RankInfo(rank, world)))
-    found = [log_parts(state) for state in states]
+    found = [log_shares(state) for state in states]
     assert all(one == found[0] for one in found), "without a word between them"
     sizes = [p.numel() * 4 for p in layers(None).parameters()]
-    own = [sum(sizes) - left_to_others_bytes(state) for state in states]
+    own = [sum(sizes) - bytes_logged_elsewhere(state) for state in states]
     assert sum(own) == sum(sizes)
     assert max(own) - min(own) <= max(sizes)
     assert {part.owner for part in found[0]["o"].values()} == set(range(world))
@@ -98,14 +98,14 @@ def test_parts_are_about_as_large(world: int) -> None:
 def test_a_rank_alone_records_everything() -> None:
     model = layers((0,))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-    assert log_parts(State({"m": model, "o": optimizer})) == {}
+    assert log_shares(State({"m": model, "o": optimizer})) == {}
 
 
 def test_what_is_not_trained_alike_is_recorded_by_each() -> None:
     model, own = layers((0, 1)), nn.Linear(3, 3)
     optimizer = torch.optim.AdamW([*model.parameters(), *own.parameters()], lr=0.1)
     about = {"m": model, "own": own, "o": optimizer}
-    parts = log_parts(State(about, ranks=RankInfo(1, 2)))["o"]
+    parts = log_shares(State(about, ranks=RankInfo(1, 2)))["o"]
     assert len(parts) == len(list(model.parameters()))
     assert not any(name.startswith("own") for name in parts)
 

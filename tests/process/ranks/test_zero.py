@@ -39,14 +39,14 @@ EARLIER = """
 import dataclasses
 from everstep.state.ranks import rank_share as share
 
-now = share.common_of
+now = share.find_replication
 
 def by_the_other(*about):
     found = now(*about)
     others = {name: (1 - rank, ranks) for name, (rank, ranks) in found.updaters.items()}
     return dataclasses.replace(found, updaters=others)
 
-share.common_of = by_the_other
+share.find_replication = by_the_other
 """
 """Bases are split otherwise, as they were before who updates a parameter wrote it."""
 

@@ -32,7 +32,7 @@ from everstep.state.layout.shards import ShardLayout
 from everstep.state.ranks.rank_info import RankInfo
 from everstep.state.training_state import State
 from everstep.state.values.objects import encode
-from everstep.state.values.tensors import local_of
+from everstep.state.values.tensors import local_tensor
 from everstep.tiers.disk import ensure_dirs
 from everstep.tiers.slots import SlotStore
 from everstep.trainer.log.consumed import Consumption
@@ -139,7 +139,7 @@ def _write(
             spots = spots_at_mark(set(held), survey.tensors, step)
             mine = [entry.name for entry in survey.shape.entries if entry.name not in held]
         for name in mine:
-            held[name] = local_of(survey.tensors[name]).detach().clone()
+            held[name] = local_tensor(survey.tensors[name]).detach().clone()
             lsns[name] = step
     objects, shape = survey.objects(), survey.shape
     identity = ShardIdentity("run", 1, LAST, LAST, info.rank, info.world, True)

@@ -29,7 +29,7 @@ from everstep.state.ranks.log_shares import updated_elsewhere
 from everstep.state.ranks.rank_info import RankInfo
 from everstep.state.training_state import State
 from everstep.state.values.objects import encode
-from everstep.state.values.tensors import box_of, host_bytes, is_dtensor, local_of
+from everstep.state.values.tensors import host_bytes, is_dtensor, local_box, local_tensor
 from everstep.trainer.log.consumed import Consumed, Consumption
 from everstep.trainer.log.log_part import LogPart
 from tests.support.ranks.sharding import STEP, Values, as_rank, build, found, load, open_all, write
@@ -62,7 +62,7 @@ def train(values: Values, step: int) -> None:
     """Gives every parameter this rank's part of its gradient; no update."""
     for name, parameter in values["model"].named_parameters():
         whole = gradient(name.removeprefix("module."), parameter.shape, step)
-        box = box_of(parameter)
+        box = local_box(parameter)
         part = whole[box.slices_in(Box((0,) * whole.dim(), tuple(whole.shape)))].contiguous()
         if is_dtensor(parameter):
             kind: Any = distributed.tensor.DTensor
@@ -238,7 +238,7 @@ def record_of(
     """A record of these tensors, of DTensors this rank's parts."""
     data = bytearray(layout.size_bytes)
     for place in layout.placed:
-        tensor = local_of(tensors[place.entry.name]).detach().contiguous()
+        tensor = local_tensor(tensors[place.entry.name]).detach().contiguous()
         data[place.begin : place.end] = host_bytes(tensor)
     view = memoryview(data)
     return LogRecord(head, layout, objects, view, record_digest(view, objects))

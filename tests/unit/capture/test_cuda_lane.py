@@ -44,7 +44,7 @@ from everstep.errors import (
 )
 from everstep.seams import driver as driver_module
 from everstep.state.layout.shards import plan_shards
-from everstep.state.values.tensors import stored_form
+from everstep.state.values.tensors import tensor_entry
 from tests.support.cuda_world import GPU, World, restored
 from tests.support.fakecuda import POISON, FakeCuda, FakeEvent, FakeHost, Token, cuda_device
 from tests.support.world import TIMEOUT_S, opened
@@ -99,7 +99,7 @@ class Loop:
         self.live: dict[str, torch.Tensor] = {}
         for slot in self.slots:
             self._place(slot)
-        (self.layout,) = plan_shards([stored_form(s.name, self.live[s.name]) for s in self.slots])
+        (self.layout,) = plan_shards([tensor_entry(s.name, self.live[s.name]) for s in self.slots])
         owners = {slot.name: slot.owner for slot in self.slots}
         self.ends: dict[str, int] = {}
         for place in self.layout.placed:

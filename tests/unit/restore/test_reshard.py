@@ -29,7 +29,7 @@ from everstep.restore.offline.offline_job_load import load_job
 from everstep.seams import PosixFileSystem
 from everstep.seams.progress import silent
 from everstep.state.layout.names import OBJECT_PREFIX
-from everstep.state.layout.replica_digest import parted
+from everstep.state.layout.replica_digest import describe_mismatch
 from everstep.state.providers.provider import RestorePlan
 from everstep.state.ranks.rank_info import RankInfo
 from everstep.state.training_state import State
@@ -271,9 +271,9 @@ def test_a_hole_is_listed_by_verify(
     def forgetful(self: Any) -> Any:
         return {n: e for n, e in original(self).items() if n != "model/up.weight"}
 
-    from everstep.state.ranks.writers import Sharing
+    from everstep.state.ranks.writers import WriterAssignment
 
-    original = Sharing.mine
+    original = WriterAssignment.mine
     markers = []
     for rank in range(2):
         with as_rank(rank, 2) as info, monkeypatch.context() as patch:
@@ -430,5 +430,5 @@ def test_where_all_leave_out_the_same_each_rank_says_the_same(job: tuple[str, in
     assert {one.section for one in said[0]} == {"model", "optimizer"}
     assert sum(one.count for one in said[0]) == 12
     assert {one.section for one in optimizers[0]} == {"optimizer"}
-    assert parted(said) == parted(optimizers) == ""
-    assert "'model'" in parted({**said, 0: optimizers[0]})
+    assert describe_mismatch(said) == describe_mismatch(optimizers) == ""
+    assert "'model'" in describe_mismatch({**said, 0: optimizers[0]})

@@ -22,7 +22,7 @@ from everstep.restore.start import resume_job
 from everstep.run.prefetch import Prefetch
 from everstep.state.providers.modules import ModuleProvider
 from everstep.state.training_state import State
-from everstep.state.values.tensors import is_dtensor, local_of
+from everstep.state.values.tensors import is_dtensor, local_tensor
 from everstep.state.values.tree import split
 from everstep.trainer.job import job
 from everstep.trainer.session.starts import Starts
@@ -189,10 +189,10 @@ def test_parameters_of_fsdp2_that_were_not_read_into_are_loaded() -> None:
         provider = ModuleProvider("model", model)
         tree = {key: value.detach().clone() for key, value in provider.collect().items()}
         for value in tree.values():
-            local_of(value).fill_(3.0)
+            local_tensor(value).fill_(3.0)
         assert provider._needs_load(tree)
         provider.restore(tree, strict=True)
-        assert all((local_of(p) == 3.0).all() for p in model.parameters())
+        assert all((local_tensor(p) == 3.0).all() for p in model.parameters())
 
 
 def test_a_dtensor_that_is_in_no_graph_is_taken_as_it_is() -> None:

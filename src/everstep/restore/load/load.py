@@ -43,11 +43,11 @@ from everstep.seams.progress import ProgressSink
 from everstep.state.layout.entries import Entry
 from everstep.state.layout.names import OBJECT_PREFIX
 from everstep.state.layout.placement import Box
-from everstep.state.providers.gradients import forget_gradients
+from everstep.state.providers.gradients import discard_gradients
 from everstep.state.providers.provider import RestorePlan
-from everstep.state.ranks.rank_share import LeftOut
+from everstep.state.ranks.rank_share import SkippedState
 from everstep.state.training_state import NOT_IN_STATE, State
-from everstep.state.values.tensors import host_bytes, local_of
+from everstep.state.values.tensors import host_bytes, local_tensor
 from everstep.state.values.tree import join, references
 
 __all__ = [
@@ -307,7 +307,7 @@ def compare_ranks(
     strict: bool,
     partly: bool,
     complete: CompleteRank,
-) -> LeftOut:
+) -> SkippedState:
     """Return the sections and tensors that :func:`load_ranks` would leave out; modifies nothing.
 
     Arguments and errors as there.
@@ -316,7 +316,7 @@ def compare_ranks(
     saved = SavedRanks(opened, contents(opened[0])[0] if single_rank else None, partly=partly)
     planned = _plan(saved, opened, state, strict, complete)
     taken = {name: planned.view.pieces[name][0].placement.text for name, _ in planned.apart}
-    return LeftOut(planned.mismatches, state.left_out(planned.plans, taken))
+    return SkippedState(planned.mismatches, state.left_out(planned.plans, taken))
 
 
 def _read_ahead(
@@ -367,7 +367,7 @@ def _load(
     rank_bytes, entries = _read(saved, wanted, ring, timeout_s, progress, looks, reads, made)
     tensors = targets.finish()
     for name, expected in shared.items():
-        flat = local_of(tensors[name]).resolve_conj().resolve_neg().contiguous().cpu()
+        flat = local_tensor(tensors[name]).resolve_conj().resolve_neg().contiguous().cpu()
         if digest(host_bytes(flat)) != expected:
             raise shared_memory_error(name)
     held = {name for plan in plans.values() for name in plan.in_place}
@@ -380,11 +380,11 @@ def _load(
         if not plan.left_out:
             tree = join(plan.tree, tensors)
             notes += state.providers[section].restore(tree, strict=strict)
-    notes += forget_gradients(state.stateful, state.optimizers.values())
+    notes += discard_gradients(state.stateful_objects, state.optimizers.values())
     # State outside the sections is not restored, so the result is not exact on any rank.
-    notes += state.beside
+    notes += state.unsaved_reasons
     placed = {name: pieces[0].placement.ranks for name, pieces in view.pieces.items()}
-    state.apart.restored(placed, saved.world, state.ranks.world)
+    state.rank_local.restored(placed, saved.world, state.ranks.world)
     shape = ""
     names = list[str]()
     if saved.world == 1:

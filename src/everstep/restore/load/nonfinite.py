@@ -12,7 +12,7 @@ import torch
 
 from everstep.state.providers.optimizers import OptimizerProvider
 from everstep.state.training_state import State
-from everstep.state.values.tensors import local_of
+from everstep.state.values.tensors import local_tensor
 
 __all__ = ["are_finite", "is_finite", "nonfinite_parameter", "optimized"]
 
@@ -34,7 +34,7 @@ def nonfinite_parameter(state: State, but: Collection[str] = ()) -> str | None:
         but: names of parameters checked before.
     """
     for name, parameter in optimized(state):
-        if name not in but and not is_finite(local_of(parameter.detach())):
+        if name not in but and not is_finite(local_tensor(parameter.detach())):
             return name
     return None
 

@@ -20,17 +20,17 @@ from everstep.run.tensors import copy_into, with_strides
 from everstep.seams.machine import memory_available_bytes
 from everstep.state.layout.entries import Entry
 from everstep.state.layout.placement import Box
-from everstep.state.providers.gradients import forget_gradients
+from everstep.state.providers.gradients import discard_gradients
 from everstep.state.providers.modules import ModuleProvider
 from everstep.state.providers.provider import RestorePlan
 from everstep.state.training_state import State
 from everstep.state.values.tensors import (
-    box_of,
     byte_view,
+    dtensor_like,
     empty_like_entry,
     is_dtensor,
-    like,
-    local_of,
+    local_box,
+    local_tensor,
     same_strides,
 )
 from everstep.state.values.tree import join, references
@@ -86,7 +86,7 @@ class Targets:
                     fresh[name] = plan.like.get(name)
                     continue
                 targets.tensors[name] = live
-                local = local_of(live)
+                local = local_tensor(live)
                 box = box_here(entries[name], live)
                 if not _readable_in_place(local):
                     source = empty_like_entry(part_of(entries[name], box))
@@ -124,7 +124,7 @@ class Targets:
         for source, live in self.copies:
             copy_into(live, source)
         for name, (entry, template) in self.spread.items():
-            self.tensors[name] = like(template, entry, self.memory[name][0])
+            self.tensors[name] = dtensor_like(template, entry, self.memory[name][0])
         turned: dict[int, torch.Tensor] = {}  # each memory once, whatever its names
         for name, stride in self.lay.items():
             memory = self.memory[name][0]
@@ -157,7 +157,7 @@ def _separate_memory(
 
 
 def _memory(tensor: torch.Tensor) -> tuple[str, int]:
-    local = local_of(tensor)
+    local = local_tensor(tensor)
     return str(local.device), local.data_ptr()
 
 
@@ -180,7 +180,7 @@ class FiniteCheck:
     def of(cls, state: State, targets: Targets, view: View) -> FiniteCheck:
         """Find the parameters whose bytes arrive as one piece in their own memory."""
         live: dict[tuple[int, int], tuple[str, str]] = {}
-        held = ((name, local_of(parameter)) for name, parameter in optimized(state))
+        held = ((name, local_tensor(parameter)) for name, parameter in optimized(state))
         names = {here.data_ptr(): (name, here.numel()) for name, here in held}
         for entry, (memory, _) in targets.memory.items():
             pieces = view.pieces[entry]
@@ -207,7 +207,7 @@ def box_here(entry: Entry, tensor: torch.Tensor | None) -> Box:
     shape = entry.global_shape
     if tensor is None:
         return Box((0,) * len(shape), shape)
-    box = box_of(tensor)
+    box = local_box(tensor)
     pairs = shape[len(box.shape) :]  # trailing dimension of complex128
     return Box((*box.offset, *(0 for _ in pairs)), (*box.shape, *pairs))
 
@@ -268,7 +268,7 @@ def overlapping_entries(view: View, targets: Targets) -> dict[str, str]:
     Raises:
         RecoveryError: two of them share all memory and have different values.
     """
-    live = {name: local_of(tensor) for name, tensor in targets.tensors.items()}
+    live = {name: local_tensor(tensor) for name, tensor in targets.tensors.items()}
     found: dict[str, str] = {}
     for cluster in _overlapping(live):
         if len({view.entries[other].name for other in cluster}) > 1:
@@ -291,7 +291,7 @@ def overlap_conflicts(
         entries: by the names of the targets.
         tensors: saved values, by the names of the entries.
     """
-    live = {name: local_of(tensor) for name, tensor in targets.tensors.items()}
+    live = {name: local_tensor(tensor) for name, tensor in targets.tensors.items()}
     found = list[tuple[str, str]]()
     for first, *others in _overlapping(live):
         mine = tensors[entries[first].name]
@@ -340,7 +340,7 @@ def tie_changes(view: View, targets: Targets, held: set[str]) -> tuple[str, ...]
     """
     names: dict[tuple[str, Any], str] = {}  # one name per entry and memory
     for name in sorted(targets.tensors.keys() & held):
-        here = local_of(targets.tensors[name])
+        here = local_tensor(targets.tensors[name])
         if here.numel():
             where = str(here.device), here.data_ptr(), here.shape, here.stride(), here.dtype
             names.setdefault((view.entries[name].name, where), name)
@@ -441,4 +441,4 @@ def restore_into(
         provider = state.providers[section]
         partly = section in modules and len(plan.tree) < len(trees[section])
         notes += provider.restore(join(plan.tree, made), strict=not partly)
-    return notes + forget_gradients(state.stateful, state.optimizers.values())
+    return notes + discard_gradients(state.stateful_objects, state.optimizers.values())

@@ -27,10 +27,10 @@ from everstep.state.layout.names import PART_OBJECT, UPDATE_OBJECT
 from everstep.state.layout.placement import Box, Placement, box_on_mesh
 from everstep.state.providers.modules import ModuleProvider
 from everstep.state.providers.optimizers import OptimizerProvider
-from everstep.state.providers.zero import ZeroProvider, acting
+from everstep.state.providers.zero import ZeroProvider, local_optimizer
 from everstep.state.training_state import State
 from everstep.state.values.objects import decode, join_path
-from everstep.state.values.tensors import box_of, local_of
+from everstep.state.values.tensors import local_box, local_tensor
 
 __all__ = ["ReshardedGradients", "source_rank_of"]
 
@@ -211,7 +211,7 @@ class ReshardedGradients:
 
     def _check_class(self, update: Update) -> None:
         key = update.optimizer
-        kind, _ = class_for(update, type(acting(self._optimizers[key])))
+        kind, _ = class_for(update, type(local_optimizer(self._optimizers[key])))
         if kind is not None and key in self._resliced and not is_elementwise(kind):
             raise ReplayError(
                 f"{key} is a {kind_name(kind)}, which does not act element by element, and "
@@ -224,7 +224,7 @@ class ReshardedGradients:
         if not pieces:
             raise ReplayError(f"{entry!r} is not in the base")
         placement = pieces[0].placement
-        box = box_of(parameter)
+        box = local_box(parameter)
         shape = tuple(parameter.shape)
         ranks = range(self._layout.world) if placement.ranks is None else placement.ranks
         if not placement.cuts:
@@ -250,7 +250,7 @@ class ReshardedGradients:
         Raises:
             ReplayError: it cannot.
         """
-        local = local_of(parameter)
+        local = local_tensor(parameter)
         group = next(
             group
             for group in optimizer.param_groups

@@ -32,7 +32,13 @@ from everstep.state.layout.placement import Box, Placement
 from everstep.state.layout.shards import Placed
 from everstep.state.providers.provider import RestorePlan
 from everstep.state.training_state import State
-from everstep.state.values.tensors import empty_like_entry, host_bytes, like, local_of, torch_dtype
+from everstep.state.values.tensors import (
+    dtensor_like,
+    empty_like_entry,
+    host_bytes,
+    local_tensor,
+    torch_dtype,
+)
 from everstep.state.values.tree import references, split
 
 __all__ = ["ReshardedSamples", "live_tensors", "restore_marks"]
@@ -177,7 +183,7 @@ def _logged_slice(
         raise FormatError(f"the step marks do not hold all of {name!r}")
     for fill in found:
         fill.copy(ranks[fill.piece.rank].data[fill.piece.entry.name])
-    return slice_ if live is not None or template is None else like(template, entry, slice_)
+    return slice_ if live is not None or template is None else dtensor_like(template, entry, slice_)
 
 
 class ReshardedSamples:
@@ -273,7 +279,7 @@ def _differs(entry: Entry, at: np.ndarray, values: np.ndarray, live: torch.Tenso
     inside = ((own >= 0) & (own < np.array(box.shape, np.int64))).all(axis=1)
     if not inside.any():
         return False
-    local = local_of(live)
+    local = local_tensor(live)
     index = tuple(torch.from_numpy(side) for side in own[inside].T)
     mine = local[index] if index else local.reshape(1)
     theirs = torch.from_numpy(values[inside].copy()).view(mine.dtype)

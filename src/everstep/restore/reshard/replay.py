@@ -166,7 +166,7 @@ def replay_resharded(
             why = "log: the old layout is in files of other ranks, which are not available here"
         restored.skipped.append(Skipped(*steps[0], why))
         return
-    if state.told.updates:
+    if state.ownership_rules.updates:
         raise ReplayError("declared updates cannot be replayed in another layout")
     gradients = ReshardedGradients(state, layout)
     redo = _ReshardedRedo(state, layout, gradients.source_rank, loaded.restrided)

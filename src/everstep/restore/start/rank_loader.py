@@ -21,7 +21,7 @@ from everstep.restore.offline.whole_ranks import made_whole
 from everstep.run.open_base import OpenBase
 from everstep.run.scan import BaseFound
 from everstep.seams.progress import ProgressSink, progress, silent
-from everstep.state.ranks.rank_share import LeftOut
+from everstep.state.ranks.rank_share import SkippedState
 from everstep.state.training_state import State
 
 __all__ = [
@@ -70,7 +70,7 @@ class Compares(Protocol):
         *,
         partly: bool = False,
         timelines: Sequence[TimelineRecord] = (),
-    ) -> LeftOut: ...
+    ) -> SkippedState: ...
 
 
 class LoadWithNode(Protocol):
@@ -159,7 +159,7 @@ def make_comparer(state: State, ring: ChunkRing, *, strict: bool, timeout_s: flo
         *,
         partly: bool = False,
         timelines: Sequence[TimelineRecord] = (),
-    ) -> LeftOut:
+    ) -> SkippedState:
         trained = next((one for one in timelines if one.timeline == base.id.timeline), None)
         about: dict[str, Any] = {"ring": ring, "trained": trained, "timeout_s": timeout_s}
         complete = partial(made_whole, **about, progress=silent, alive=alive)

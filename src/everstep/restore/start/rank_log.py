@@ -44,7 +44,7 @@ from everstep.run.segments import SegmentFound
 from everstep.seams import FileSystem, Seams
 from everstep.state.layout.entries import shape_digest
 from everstep.state.providers.optimizers import OptimizerProvider
-from everstep.state.ranks.log_shares import others_of
+from everstep.state.ranks.log_shares import other_logs_needed
 from everstep.state.training_state import State
 
 __all__ = ["RankLog", "Redone"]
@@ -359,7 +359,7 @@ class RankLog:
     def _in_reach(self, chain: Chain, restored: Restored, post: LogExchange) -> Iterator[Chain]:
         """The chain, piece by piece: where each rank has recorded a part of what all consumed
         alike, as many steps as memory for the others' parts allows (``docs/design/ranks.md``)."""
-        ranks = others_of(self._loader.state)
+        ranks = other_logs_needed(self._loader.state)
         if not ranks:
             yield from (chain,) if chain.steps else ()
             return

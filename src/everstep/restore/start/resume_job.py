@@ -61,7 +61,7 @@ from everstep.run.candidates import Skipped, candidates
 from everstep.run.scan import BaseFound, TimelineCache, scan_run
 from everstep.seams import Seams
 from everstep.seams.failpoints import failpoint
-from everstep.state.ranks.rank_share import LeftOut
+from everstep.state.ranks.rank_share import SkippedState
 from everstep.state.training_state import State
 from everstep.tiers.disk import storage_errors
 
@@ -410,7 +410,7 @@ class _Start:
         base = BaseFound(id_, path, "committed", choice.manifest, None, ())
         places = self._places(choice, choice.manifest)
 
-        def use(picked: Mapping[int, Place]) -> LeftOut:
+        def use(picked: Mapping[int, Place]) -> SkippedState:
             self._pass_over(base)
             about = base, picked, self._post.attend
             return compare(*about, partly=choice.partly, timelines=choice.timelines)

@@ -227,7 +227,7 @@ def replayable(
         MismatchError: that is not all of it, and nothing may be left out.
     """
     assert base.manifest is not None
-    functions = loader.state.told.updates
+    functions = loader.state.ownership_rules.updates
     beyond = log.index.first_unregistered(chain, base.manifest.markers[0].lsn, functions)
     if beyond is None:
         return chain

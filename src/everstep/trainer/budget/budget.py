@@ -21,7 +21,7 @@ from everstep.state.layout.entries import Entry
 from everstep.state.layout.names import is_reserved
 from everstep.state.layout.shards import plan_shards
 from everstep.state.survey.survey import Shape
-from everstep.state.values.tensors import local_of
+from everstep.state.values.tensors import local_tensor
 
 __all__ = [
     "DAY_S",
@@ -320,8 +320,8 @@ def gradients_of(optimizers: Iterable[torch.optim.Optimizer]) -> tuple[int, int]
     found = {id(parameter): parameter for group in groups for parameter in group["params"]}
     taught = [parameter for parameter in found.values() if parameter.requires_grad]
     return (
-        sum(local_of(parameter).numel() for parameter in found.values()),
-        sum(local_of(one).numel() * one.element_size() for one in taught),
+        sum(local_tensor(parameter).numel() for parameter in found.values()),
+        sum(local_tensor(one).numel() * one.element_size() for one in taught),
     )
 
 

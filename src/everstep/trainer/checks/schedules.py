@@ -15,10 +15,10 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from everstep.errors import StateError
-from everstep.state.providers.optimizers import unwrapped
+from everstep.state.providers.optimizers import unwrap_optimizer
 from everstep.state.providers.stateful import StatefulProvider
 from everstep.state.training_state import State
-from everstep.state.values.referrers import holders_of
+from everstep.state.values.referrers import find_referrers
 from everstep.trainer.checks.strangers import is_held, is_ours, kind_of
 
 __all__ = ["Schedules"]
@@ -55,16 +55,16 @@ class Schedules:
         self._parts_then: dict[str, object] = {}
         self._marks = 0  # since the start
         for key, scheduler in self._parts():
-            driven = unwrapped(scheduler.optimizer)
+            driven = unwrap_optimizer(scheduler.optimizer)
             if state.optimizers and not is_ours(driven, state) and not is_held(driven, state):
                 why = f"{key!r} drives an optimizer that is in no part of the state"
-                state.strangers.append(f"{why} ({kind_of(driven)})")
+                state.unsaved_trainers.append(f"{why} ({kind_of(driven)})")
                 _log.warning(
                     "everstep: %s: its steps do not drive the optimizer of the state, and nothing "
                     "is called exact\n  hint: give the scheduler that drives the optimizer of the "
                     "state, or the optimizer that it drives; a framework's train() may make "
                     "new ones: make the Checkpointer after that",
-                    state.strangers[-1],
+                    state.unsaved_trainers[-1],
                 )
 
     def started(self) -> None:
@@ -97,25 +97,25 @@ class Schedules:
         itself and counts no more, and saves nothing like it."""
         if not is_held(scheduler, self._state):
             return False
-        driven = unwrapped(scheduler.optimizer)
+        driven = unwrap_optimizer(scheduler.optimizer)
         replaced = any(
-            unwrapped(one.optimizer) is driven and self._parts_then.get(key) == _count(one)
+            unwrap_optimizer(one.optimizer) is driven and self._parts_then.get(key) == _count(one)
             for key, one in self._parts()
         )
         if not replaced:
             return True
         counted = [{"last_epoch": one.last_epoch} for one in _counting(scheduler)]
-        others = (one for one in self._state.stateful if not isinstance(one, LRScheduler))
+        others = (one for one in self._state.stateful_objects if not isinstance(one, LRScheduler))
         saved = [one.state_dict() for one in others]  # type: ignore[attr-defined]
         return all(_has(saved, wanted) for wanted in counted)
 
     def _found(self, scheduler: LRScheduler) -> None:
-        driven = unwrapped(scheduler.optimizer)
+        driven = unwrap_optimizer(scheduler.optimizer)
         key = next(key for key, one in self._state.optimizers.items() if one is driven)
         why = f"a scheduler that is in no part of the state ({kind_of(scheduler)}) drives {key!r}"
-        if why in self._state.strangers:
+        if why in self._state.unsaved_trainers:
             return
-        self._state.strangers.append(why)
+        self._state.unsaved_trainers.append(why)
         self._tell(
             StateError(
                 f"{why}: what it counts is not saved, resume() loses it, and nothing that is saved "
@@ -147,16 +147,16 @@ class Schedules:
         if not own:
             return []
         parts = {id(scheduler) for _, scheduler in self._parts()}
-        holders = holders_of(own, Optimizer, LRScheduler, depth=2)
+        holders = find_referrers(own, Optimizer, LRScheduler, depth=2)
         # Frameworks put an optimizer into another, which a scheduler may hold instead of it.
         around = [one for one in holders if Optimizer in type(one).__mro__]
-        if wrappers := [one for one in around if any(unwrapped(one) is o for o in own)]:
-            holders += holders_of(wrappers, LRScheduler, depth=2)
+        if wrappers := [one for one in around if any(unwrap_optimizer(one) is o for o in own)]:
+            holders += find_referrers(wrappers, LRScheduler, depth=2)
         found = []
         for one in {id(one): one for one in holders if LRScheduler in type(one).__mro__}.values():
             driven = vars(one).get("optimizer")
             if id(one) not in parts and isinstance(driven, Optimizer):
-                found += [one] if any(unwrapped(driven) is o for o in own) else []
+                found += [one] if any(unwrap_optimizer(driven) is o for o in own) else []
         return found
 
 

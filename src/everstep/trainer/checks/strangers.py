@@ -34,10 +34,10 @@ from torch.optim.optimizer import (
 
 from everstep.capture.updates import UpdateHooks
 from everstep.errors import StateError
-from everstep.state.providers.optimizers import unwrapped
-from everstep.state.survey.ownership import Memory, Spans, memory_of
-from everstep.state.training_state import State, some_of
-from everstep.state.values.tensors import local_of, why_not_storable
+from everstep.state.providers.optimizers import unwrap_optimizer
+from everstep.state.survey.ownership import AddressRanges, Memory, memory_of
+from everstep.state.training_state import State, first_few
+from everstep.state.values.tensors import local_tensor, why_not_storable
 
 __all__ = ["Strangers", "is_held", "is_ours", "kind_of"]
 
@@ -143,7 +143,7 @@ class Strangers:
         # A closure computes gradients within the step, and a hook may free them there.
         if not (stranger.consumes or _any_gradient(stranger.parameters)):
             return
-        known = self._state.strangers
+        known = self._state.unsaved_trainers
         if stranger.why not in known and len(known) < _TOLD_MAX:
             known.append(stranger.why)
             self._tell(self._notice(stranger.why))
@@ -202,14 +202,14 @@ class Strangers:
         listed = [p for group in optimizer.param_groups for p in group["params"]]
         theirs = [(parameter, memory) for parameter in listed if (memory := _memory(parameter))]
         seen = [(name, memory) for name, one in self._state.seen() if (memory := _memory(one))]
-        ours = Spans(m for _, m in seen)
-        spans = Spans(m for _, m in theirs)
+        ours = AddressRanges(m for _, m in seen)
+        spans = AddressRanges(m for _, m in theirs)
         parameters = [parameter for parameter, memory in theirs if ours.meet(memory)]
         if not parameters:
             return None
         names = list(dict.fromkeys(name for name, memory in seen if spans.meet(memory)))
         what = f"an optimizer that is in no part of the state ({kind_of(optimizer)})"
-        why = f"{what} updates {len(names)} tensor(s) of it ({some_of(names)})"
+        why = f"{what} updates {len(names)} tensor(s) of it ({first_few(names)})"
         return _Stranger(len(optimizer.param_groups), parameters, why)
 
 
@@ -224,7 +224,7 @@ def is_ours(optimizer: Optimizer, state: State) -> bool:
     saved with the outer one's then, or it is said at the start that it is not."""
     for one in state.optimizers.values():
         inside = (value for value in vars(one).values() if isinstance(value, Optimizer))
-        if optimizer is one or any(unwrapped(inner) is optimizer for inner in inside):
+        if optimizer is one or any(unwrap_optimizer(inner) is optimizer for inner in inside):
             return True
     return False
 
@@ -236,7 +236,7 @@ def is_held(wanted: object, state: State) -> bool:
     they hold."""
     own = state.optimizers.values()
     holders = [o for o in own if type(o).state_dict is not Optimizer.state_dict]
-    todo = deque[object]([*state.stateful, *holders])
+    todo = deque[object]([*state.stateful_objects, *holders])
     seen = {id(one) for one in todo}
     while todo and len(seen) < _OBJECTS_MAX:
         one = todo.popleft()
@@ -261,7 +261,7 @@ def kind_of(value: object) -> str:
 
 
 def _memory(tensor: torch.Tensor) -> Memory | None:
-    local = local_of(tensor)
+    local = local_tensor(tensor)
     return None if why_not_storable(local) else memory_of(local)
 
 

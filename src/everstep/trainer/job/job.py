@@ -48,7 +48,7 @@ from everstep.seams.fingerprint import fingerprint
 from everstep.seams.machine import memory_available_bytes, on_own_device
 from everstep.seams.network.group import Group, group_of_job, keeps_store_over_restarts
 from everstep.seams.network.peers import PeerMailbox
-from everstep.state.ranks.ddp import Apart
+from everstep.state.ranks.ddp import RankLocalParameters
 from everstep.state.ranks.rank_info import ONE_RANK, RankInfo
 from everstep.state.training_state import State
 from everstep.tiers.disk import create_exclusive, ensure_dirs, remove_if_there, storage_errors
@@ -108,7 +108,7 @@ class Job:
         self._copies: Copies | None = None
         self._fetches = False  # what is in other ranks' memory
         self._run_id = ""
-        self._apart: Apart | None = None
+        self._apart: RankLocalParameters | None = None
         self._parts = False  # any rank has what DDP does not reduce
 
     def open_run(
@@ -311,16 +311,16 @@ class Job:
                 compare=None if all(said["strict"] for said in found) else compare,
             )
             # Behind this every rank knows the end: until then rank 0 may still wait for our answer.
-            back = recovery_report(resumed) | said_apart(state.apart)
-            back["buckets"] = [] if resumed.base is None else state.buckets.wishes()
+            back = recovery_report(resumed) | said_apart(state.rank_local)
+            back["buckets"] = [] if resumed.base is None else state.buckets.rehearsals()
             resumed = with_ranks(resumed, said := self._say("tell what was read", back))
             if resumed.base is not None:
-                self._together(state.gather, "hand each other what they replayed")
+                self._together(state.sync_zero_parameters, "hand each other what they replayed")
                 rebuild = partial(state.buckets.rebuild, [one["buckets"] for one in said])
                 resumed = doubted(resumed, self._together(rebuild, "rehearse a backward of DDP"))
-            self._apart = state.apart
-            (self._parts, _) = heard_apart(state.apart, said)
-            state.apart.began()
+            self._apart = state.rank_local
+            (self._parts, _) = heard_apart(state.rank_local, said)
+            state.rank_local.began()
             if self._copies is not None:
                 self._copies.forget()
         keepers = tuple(_address(said["keeper"]) for said in found)

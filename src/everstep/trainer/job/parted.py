@@ -1,4 +1,4 @@
-"""What DDP's ranks tell each other of parameters that are each rank's own (:mod:`.state.apart`)."""
+"""Exchange, between the ranks of a DDP, which parameters are each rank's own."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from everstep.state.ranks.ddp import Apart
+from everstep.state.ranks.ddp import RankLocalParameters
 
 __all__ = ["heard_apart", "said_apart", "tell_of_parted"]
 
@@ -15,12 +15,12 @@ _LISTED = 3
 _log = logging.getLogger("everstep")
 
 
-def said_apart(apart: Apart) -> dict[str, Any]:
+def said_apart(apart: RankLocalParameters) -> dict[str, Any]:
     """What a rank says."""
     return {"own": apart.names(), "parts": not apart.is_empty}
 
 
-def heard_apart(apart: Apart, said: Sequence[Mapping[str, Any]]) -> tuple[bool, bool]:
+def heard_apart(apart: RankLocalParameters, said: Sequence[Mapping[str, Any]]) -> tuple[bool, bool]:
     """Goes by what all ranks have said: whether one of them has any that DDP does not reduce, and
     whether that was news to this one."""
     news = apart.agree(name for one in said for name in one["own"])

@@ -14,9 +14,9 @@ from everstep.capture.updates import UpdateHooks
 from everstep.errors import StateError
 from everstep.state.providers.gradients import unreduced_gradients
 from everstep.state.providers.modules import ModuleProvider
-from everstep.state.ranks.ddp import ddp_in, reduced_in
+from everstep.state.ranks.ddp import find_ddp, reduced_parameter_ids
 from everstep.state.training_state import State
-from everstep.state.values.tensors import is_dtensor, local_of
+from everstep.state.values.tensors import is_dtensor, local_tensor
 
 __all__ = ["Accumulated"]
 
@@ -67,8 +67,8 @@ class Accumulated:
 
     def _writes_max(self, parameter: torch.Tensor) -> int:
         """How often its gradient is written to as a backward adds to it."""
-        ddps = (ddp for module in self._modules if (ddp := ddp_in(module)) is not None)
-        return 2 if any(id(parameter) in reduced_in(ddp) for ddp in ddps) else 1
+        ddps = (ddp for module in self._modules if (ddp := find_ddp(module)) is not None)
+        return 2 if any(id(parameter) in reduced_parameter_ids(ddp) for ddp in ddps) else 1
 
     def _watch(self, key: str, optimizer: Optimizer) -> None:
         """For good: hooks cannot be removed while they are called."""
@@ -135,9 +135,9 @@ def _parameters(optimizer: Optimizer) -> Iterator[torch.Tensor]:
 
 def _versions(gradient: torch.Tensor) -> tuple[int, int]:
     """How often it was written to, and of a DTensor what is in it."""
-    return gradient._version, local_of(gradient)._version if is_dtensor(gradient) else 0
+    return gradient._version, local_tensor(gradient)._version if is_dtensor(gradient) else 0
 
 
 def _is_zero(gradient: torch.Tensor) -> bool:
-    own = local_of(gradient.detach())  # no rank waits for the others
+    own = local_tensor(gradient.detach())  # no rank waits for the others
     return own.layout == torch.strided and not bool(own.any())

@@ -17,8 +17,8 @@ from everstep.link.channel import BackgroundChannel
 from everstep.link.recordable import refuse_optimizers
 from everstep.seams import Seams
 from everstep.seams.messages import say
-from everstep.state.ranks.ddp import before_update
-from everstep.state.ranks.log_shares import left_to_others_bytes, recorded_by_several
+from everstep.state.ranks.ddp import refuse_divergent_updates
+from everstep.state.ranks.log_shares import bytes_logged_elsewhere, parameter_logged_twice
 from everstep.state.survey.survey import Survey
 from everstep.state.training_state import State
 from everstep.tiers.options import PeerOptions, TierOptions
@@ -155,7 +155,7 @@ def assemble(
     plain_bytes = sum(shape.objects_bytes.values())
     gradients = gradients_of(state.optimizers.values())
     if options.logs:
-        gradients = gradients[0], gradients[1] - left_to_others_bytes(state)
+        gradients = gradients[0], gradients[1] - bytes_logged_elsewhere(state)
     host_bytes = host_budget_bytes(options, state_bytes, state.ranks.here)
     mark_bytes = mark_memory_bytes(shape)
     step_bytes = gradients[1] + mark_bytes
@@ -237,7 +237,7 @@ def assemble(
         check_multistep_budget(options, host_bytes, state_bytes, gradients[1])
         of_steps = options, run, state, saver, lane, channel, clock
         multistep = Multistep(*of_steps) if job is None else RankMultistep(job, *of_steps)
-    updates = UpdateHooks(before_update(state, saver.gate))
+    updates = UpdateHooks(refuse_divergent_updates(state, saver.gate))
     static_bytes = 0 if options.is_multistep else shape.static_bytes
     base_bytes = max(1, shape.size_bytes - static_bytes)
     alone = state.ranks.world == 1
@@ -315,7 +315,7 @@ def _refuse_lossy_replicas(
         forms = [log]
         where = 'log="adaptive"'
         instead = 'log="dense"'
-    if "adaptive" in forms and (name := recorded_by_several(state)):
+    if "adaptive" in forms and (name := parameter_logged_twice(state)):
         raise OptionError(
             f"{where}: several ranks hold the same elements of {name}, and each has a log of its "
             "own: behind a lossy one they would part from each other",

@@ -9,7 +9,7 @@ from typing import Any
 from torch.amp.grad_scaler import GradScaler
 
 from everstep.errors import StateError
-from everstep.state.providers.stateful import has_begun
+from everstep.state.providers.stateful import has_inspected_gradients
 
 __all__ = ["Scalers"]
 
@@ -28,7 +28,7 @@ class Scalers:
     def marked(self, step: int) -> None:
         """Step ``step`` is over."""
         for key, scaler in self._scalers.items():
-            if has_begun(scaler):
+            if has_inspected_gradients(scaler):
                 self._scalers = {}  # once
                 self._tell(
                     StateError(

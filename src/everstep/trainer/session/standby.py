@@ -20,8 +20,8 @@ from everstep.seams import Clock
 from everstep.seams.processes.conditions import all_over, is_over
 from everstep.state.providers.modules import ModuleProvider
 from everstep.state.providers.optimizers import OptimizerProvider
-from everstep.state.providers.zero import acting
-from everstep.state.ranks.log_shares import written_apart
+from everstep.state.providers.zero import local_optimizer
+from everstep.state.ranks.log_shares import zero_parameter_written_elsewhere
 from everstep.state.survey.survey import Survey
 from everstep.state.training_state import State
 from everstep.trainer.attach.remote import RemoteKeeper
@@ -238,9 +238,12 @@ def refuse_unfollowable(state: State) -> None:
         or of which it would not give the same bits; or of parameters that lie in no module; or a
         function that is registered; or what another rank updates.
     """
-    found = [(pattern, "a function of the program updates it") for pattern in state.told.updates]
+    found = [
+        (pattern, "a function of the program updates it")
+        for pattern in state.ownership_rules.updates
+    ]
     found += _unknown_to_keepers(state) + _outside_of_modules(state)
-    if name := written_apart(state):
+    if name := zero_parameter_written_elsewhere(state):
         why = "one rank updates it, and others write it, too: to disks of their own, or as it is "
         found.append((name, f"{why}in no DistributedDataParallel of just the ranks that train it"))
     if found:
@@ -258,7 +261,7 @@ def refuse_unrepeatable(state: State) -> None:
         captured over several steps takes it.
     """
     optimizers = state.optimizers.items()
-    refused = [(key, why) for key, o in optimizers if (why := replay_refusal(acting(o)))]
+    refused = [(key, why) for key, o in optimizers if (why := replay_refusal(local_optimizer(o)))]
     found = refused or _unknown_to_keepers(state)
     if found:
         listed = "\n".join(f"  {key}: {why}" for key, why in found)
@@ -273,7 +276,7 @@ def _unknown_to_keepers(state: State) -> list[tuple[str, str]]:
     """Optimizers that a keeper does not have, or would not give the same bits of, and why."""
     found = []
     for key, optimizer in state.optimizers.items():
-        kind = type(acting(optimizer))
+        kind = type(local_optimizer(optimizer))
         if exactness(kind, (), "cpu").why:
             found.append((key, f"a keeper does not know the class {kind_name(kind)}"))
         elif not is_elementwise(kind):

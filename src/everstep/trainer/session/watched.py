@@ -266,7 +266,7 @@ class Watched:
         Raises:
             OptionError: no function is registered for one of them.
         """
-        self._state.told.check_updates(declared)
+        self._state.ownership_rules.check_updates(declared)
         self.changing = False
         for pattern in declared:
             self._updates.updated()
