@@ -67,6 +67,16 @@ def test_tests_do_not_sleep() -> None:
     assert not found
 
 
+def test_tests_import_nothing_from_test_modules() -> None:
+    found = complaints(tidy.check_shared, TESTS)
+    assert not found
+
+
+def test_no_folder_of_tests_is_full() -> None:
+    found = tidy.check_folders(TESTS)
+    assert not found
+
+
 def test_interrupts_leave_no_lock_taken() -> None:
     found = complaints(tidy.check_waits, SOURCES)
     assert not found
@@ -102,6 +112,9 @@ def _own_files() -> list[Path]:
 
 
 # --- The rules --------------------------------------------------------------------------
+
+
+PLACE = "tests.unit"  # apart from the imports below, which would count as this module's own
 
 
 def module(name: str, source: str, *, is_package: bool = False) -> Module:
@@ -287,6 +300,27 @@ def test_no_pickle() -> None:
 def test_sleep(source: str) -> None:
     assert tidy.check_sleeps(module("tests.unit.test_a", source))
     assert not tidy.check_sleeps(module("tests.unit.test_a", "import time\ntime.monotonic()"))
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        f"from {PLACE}.test_a import World",
+        f"import {PLACE}.test_a as a",
+        f"from {PLACE} import support, test_a",
+        f"from {PLACE} import (\n    support,\n    test_a,\n)",
+        f"PROGRAM = 'from {PLACE}.test_a import World; World()'",
+    ],
+)
+def test_import_from_a_test_module(source: str) -> None:
+    assert tidy.check_shared(module("tests.unit.test_b", source))
+    assert not tidy.check_shared(module("tests.unit.test_b", source.replace("test_a", "a")))
+
+
+def test_full_folder_of_tests() -> None:
+    modules = [module(f"tests.unit.a.test_{n}", "") for n in range(41)]
+    assert tidy.check_folders(modules)
+    assert not tidy.check_folders(modules[1:])
 
 
 @pytest.mark.parametrize(
