@@ -193,7 +193,7 @@ def test_what_no_base_has_is_trained_with_no_log(run_folder: Path) -> None:
     optimizer = torch.optim.SGD(parameters, lr=0.1, weight_decay=0.1)
     state = {"model": model, "optimizer": optimizer}
     forget(run_folder)
-    with pytest.raises(UnsupportedStateError, match=r"2 parameter\(s\) that it trains are in no"):
+    with pytest.raises(UnsupportedStateError, match=r"2 parameter\(s\) that it trains are not in"):
         everstep.Checkpointer(run_folder, state, method="logged")
     everstep.Checkpointer(run_folder, {**state, "head": head}, method="logged").close()
 

@@ -438,7 +438,8 @@ class Duties:
             copy["arena"] = place
         arenas += memories
         recalled: dict[str, Any] = {"base": base, "logs": listed, "copies": copies}
-        recalled["peer_logs"], recalled["served"] = [], self.logs.histories.to_wire()
+        recalled["peer_logs"] = []
+        recalled["served"] = self.logs.histories.to_wire()
         rows, memory = self.peers.recall_logs()
         if rows and memory is not None:
             recalled["peer_logs"] = [[len(blobs), len(arenas)]]
