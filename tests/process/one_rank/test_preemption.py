@@ -122,7 +122,8 @@ def test_a_signal_of_choice_and_the_handler_before(run_folder: Path) -> None:
 
 # Signals that the file system sends to its own process, from within the write of the last base.
 FROM_WITHIN = """
-from everstep.seams import PosixFileSystem, Seams, signals
+from everstep.seams import PosixFileSystem, Seams
+from everstep.seams.processes import signals
 signals.SAME_S = {same_s}
 class Sending(PosixFileSystem):
     def create(self, path, *, direct=False):
@@ -338,7 +339,7 @@ def test_one_that_is_dropped_lets_go() -> None:
         ({"signals": "SIGTERM"}, r"names of signals.*signals=\('SIGTERM',\)"),
         ({"signals": ("SIGKILL",)}, "cannot be caught.*SIGTERM"),
         ({"signals": ("sigterm",)}, "did you mean 'SIGTERM'"),
-        ({"signals": (15,)}, "announces no end"),
+        ({"signals": (15,)}, "does not announce the end"),
         ({"grace_s": 0}, "more than 0"),
         ({"grace_s": float("nan")}, "more than 0"),
         ({"grace_s": "30"}, "must be seconds"),

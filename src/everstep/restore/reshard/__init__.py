@@ -1,4 +1,5 @@
-"""Replay a log that another number of ranks wrote, or as many in another layout (``adr/033``).
+"""Replay a log that another number of ranks wrote, or as many in another layout
+(``docs/design/ranks.md``).
 
 Runs in the training process. Read in this order:
 

@@ -2,7 +2,7 @@
 
 An optimizer that works element by element treats every slice of a tensor alike. So a rank that now
 holds some slice of a parameter takes the same slice of its gradient, from the logs of all ranks
-that held any of it (``adr/033``).
+that held any of it (``docs/design/ranks.md``).
 """
 
 from __future__ import annotations

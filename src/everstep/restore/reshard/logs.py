@@ -1,4 +1,4 @@
-"""Logs of ranks that trained in another number, or in another layout (``adr/033``).
+"""Logs of ranks that trained in another number, or in another layout (``docs/design/ranks.md``).
 
 Each segment is read by one rank of this job. Ranks that see the same disk share out its segments;
 all ranks share out those in copies. Records in the memory of a keeper are read by the rank that it

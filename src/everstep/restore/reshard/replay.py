@@ -1,4 +1,5 @@
-"""Replay of steps that another number of ranks trained, or as many in another layout (``adr/033``).
+"""Replay of steps that another number of ranks trained, or as many in another layout
+(``docs/design/ranks.md``).
 
 Each update is assembled from the slices of the gradients that all old ranks consumed. State that no
 optimizer replays is restored from the last marks of all of them.

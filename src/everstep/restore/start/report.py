@@ -37,7 +37,7 @@ class Recovery:
         skipped: bases that were skipped, with the reason.
         mismatched: ``(name, difference)`` left out because of ``strict=False``, or restored
             although it may be meant for other ranks (parameters of which ranks had different
-            versions, see ``adr/022``).
+            versions, see ``docs/design/ranks.md``).
         notes: state that could not be restored on this machine; damaged records that did no harm;
             that the step belongs to an abandoned branch, or that newer steps of the history are
             lost.

@@ -123,7 +123,7 @@ class Resumed:
         none.
 
         A log continues no base of another number of ranks, nor the log of another layout
-        (``adr/033``).
+        (``docs/design/ranks.md``).
         """
         if self.base is None or self.loaded is None or self.by_offsets:
             return None
