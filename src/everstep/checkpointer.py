@@ -58,16 +58,15 @@ from everstep.trainer.session.lifetime import (
     stays_with_bases,
     take_at_end,
     take_failed,
+    tell_if_bases_are_lost,
+    tell_if_steps_are_lost,
     wait_for_bases,
     wait_through,
 )
-from everstep.trainer.session.lost_steps import tell_if_bases_are_lost, tell_if_steps_are_lost
-from everstep.trainer.session.overwritten import Overwritten
 from everstep.trainer.session.parts import assemble
 from everstep.trainer.session.preemption import Preempting, asks_ranks
-from everstep.trainer.session.recoverable import Recoverable
-from everstep.trainer.session.starts import Starts
-from everstep.trainer.session.stats import Stats, stats_of
+from everstep.trainer.session.starts import Overwritten, Starts
+from everstep.trainer.session.stats import Recoverable, Stats, stats_of
 from everstep.trainer.session.watched import Watched
 
 __all__ = ["Checkpointer"]

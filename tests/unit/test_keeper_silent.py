@@ -11,7 +11,7 @@ import pytest
 from everstep.errors import DeadlineError, EverstepError
 from everstep.link.waiting import Moves
 from everstep.seams.clock import ManualClock
-from everstep.trainer.attach.silence import Silence
+from everstep.trainer.attach.remote import Silence
 from tests.unit.following import until
 from tests.unit.test_keeper_faults import keeper_of, stopped
 from tests.unit.test_log import World, opened, run_steps

@@ -14,8 +14,7 @@ import everstep
 from everstep.errors import EverstepError, KeeperError, KeeperTimeoutError
 from everstep.options import LogOptions
 from everstep.seams.clock import ManualClock
-from everstep.trainer.attach.attempts import Attempts
-from everstep.trainer.attach.keepers import Keepers
+from everstep.trainer.attach.keepers import Attempts, Keepers
 from tests.unit.test_keeper_lost_between import kill_noticed
 from tests.unit.test_log import World, opened, run_steps
 

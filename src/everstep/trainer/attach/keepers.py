@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import logging
 import sys
+import threading
 import warnings
 from collections.abc import Callable, Sequence
 from pathlib import PurePath
@@ -29,21 +30,94 @@ from everstep.link.seat import Seat, no_mailbox
 from everstep.link.waiting import unless_gone
 from everstep.restore.fetch.held import Recalled
 from everstep.run.fence import Fence
-from everstep.seams import PosixFileSystem, Seams, SystemClock
+from everstep.seams import Clock, PosixFileSystem, Seams, SystemClock
 from everstep.seams.network.peers import HeldPort, PeerMailbox
+from everstep.seams.processes.conditions import Outcome
 from everstep.seams.processes.processes import available_cores
 from everstep.state.ranks.ranks import ONE_RANK, RankInfo
 from everstep.tiers.disk import storage_errors
 from everstep.tiers.options import PeerOptions, TierOptions
 from everstep.trainer.attach.attach import attach, is_there
-from everstep.trainer.attach.attempts import Attempts
 from everstep.trainer.attach.keeper import Keeper
 from everstep.trainer.attach.left_keepers import left_by_a_move, left_with_keeper
 from everstep.trainer.attach.remote import RemoteKeeper
-from everstep.trainer.attach.starting import StartingKeeper
 from everstep.trainer.budget.log_limits import LogLimits
 
-__all__ = ["Keepers", "let_go"]
+__all__ = [
+    "Attempts",
+    "Keepers",
+    "StartingKeeper",
+    "let_go",
+]
+
+_AGAIN_S = 30.0  # to start a keeper may take long, and training waits for it
+_SHARE = 4  # one that hangs takes no more than a fifth of training's time
+
+
+class Attempts:
+    """When the next one is due.
+
+    Attributes:
+        why_not: why the last one came to nothing; None: it did not, or there was none.
+        failed: how many came to nothing.
+    """
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._begun_s = self._again_s = 0.0
+        self.why_not: EverstepError | None = None
+        self.failed = 0
+
+    @property
+    def is_due(self) -> bool:
+        """Whether nothing was tried in vain a short while ago."""
+        return self.why_not is None or self._clock.monotonic_s() >= self._again_s
+
+    def begin(self) -> None:
+        """One begins."""
+        self.why_not, self._begun_s = None, self._clock.monotonic_s()
+
+    def fail(self, why: EverstepError) -> None:
+        """It came to nothing."""
+        now_s = self._clock.monotonic_s()
+        self.why_not = why
+        self.failed = self.failed + 1
+        self._again_s = now_s + max(_AGAIN_S, _SHARE * (now_s - self._begun_s))
+
+
+class StartingKeeper:
+    """Attaches to a keeper in a thread of its own.
+
+    Where there was none, a start of the job waits for the new one only when a timeline is to be
+    opened: nothing that is restored is in its memory.
+
+    Args:
+        attach: starts it, and waits for it.
+    """
+
+    def __init__(self, attach: Callable[[], RemoteKeeper]) -> None:
+        self._attach = attach
+        self._found = Outcome[RemoteKeeper]()
+        self._thread = threading.Thread(
+            target=self._start, name="everstep-keeper-start", daemon=True
+        )
+        self._thread.start()
+
+    @property
+    def over(self) -> bool:
+        """Whether it is there, or has failed."""
+        return self._found.done()
+
+    def wait(self) -> RemoteKeeper:
+        """The keeper, once it is there; what attaching to it has raised, if it failed."""
+        return self._found.result()
+
+    def _start(self) -> None:
+        try:
+            self._found.set_result(self._attach())
+        except BaseException as error:  # raised where it is waited for
+            self._found.set_exception(error)
+
 
 _log = logging.getLogger("everstep")
 

@@ -59,15 +59,23 @@ from everstep.trainer.job.alike import (
     refuse_errors,
     refuse_other_calls,
     refuse_other_options,
+    refuse_unaudited,
+    refuse_unsupported,
     same_as_copies,
     same_run,
 )
 from everstep.trainer.job.copies import open_places
-from everstep.trainer.job.parted import heard_apart, said_apart, tell_of_parted
 from everstep.trainer.job.peering import node_to_say, nodes_said, refuse_lonely
-from everstep.trainer.job.unsupported import refuse_unaudited, refuse_unsupported
 
-__all__ = ["Job", "KeeperOfRank", "job_of", "open_together"]
+__all__ = [
+    "Job",
+    "KeeperOfRank",
+    "heard_apart",
+    "job_of",
+    "open_together",
+    "said_apart",
+    "tell_of_parted",
+]
 
 _log = logging.getLogger("everstep")
 _T = TypeVar("_T")
@@ -524,3 +532,35 @@ def _address(said: Sequence[Any]) -> tuple[str, int]:
 
 def _probe(name: str, rank: int) -> str:
     return f"run.{name}-{rank:05d}{TEMPORARY_SUFFIX}"
+
+
+_LISTED = 3
+
+
+def said_apart(apart: Apart) -> dict[str, Any]:
+    """What a rank says."""
+    return {"own": apart.names(), "parts": not apart.is_empty}
+
+
+def heard_apart(apart: Apart, said: Sequence[Mapping[str, Any]]) -> tuple[bool, bool]:
+    """Goes by what all ranks have said: whether one of them has any that DDP does not reduce, and
+    whether that was news to this one."""
+    news = apart.agree(name for one in said for name in one["own"])
+    return any(one["parts"] for one in said), news
+
+
+def tell_of_parted(said: Sequence[Mapping[str, Any]], step: int) -> None:
+    """Ranks train different layers, which DDP cannot know."""
+    each = [set(one["own"]) for one in said]
+    if parted := sorted(set.union(*each) - set.intersection(*each)):
+        names = ", ".join(parted[:_LISTED]) + (", ..." if len(parted) > _LISTED else "")
+        ranks = ", ".join(str(rank) for rank, own in enumerate(each) if own & set(parted))
+        _log.warning(
+            "everstep: until step %d rank(s) %s trained, or changed, %d parameter(s) that the "
+            "others did not (%s), and that DistributedDataParallel does not reduce, as they were "
+            "frozen when it was made: from now on each rank saves its own",
+            step,
+            ranks,
+            len(parted),
+            names,
+        )

@@ -4,21 +4,26 @@ the state, and a resume at that step goes on without them."""
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
+from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
 from everstep.capture.updates import UpdateHooks
 from everstep.errors import StateError
 from everstep.state.image import State
-from everstep.state.providers.providers import ModuleProvider
+from everstep.state.providers.providers import ModuleProvider, has_begun
 from everstep.state.ranks.common import ddp_in, reduced_in
 from everstep.state.ranks.dtensors import is_dtensor, local_of
 from everstep.state.ranks.fsdp import unreduced_gradients
 
-__all__ = ["Accumulated"]
+__all__ = [
+    "Accumulated",
+    "Scalers",
+]
 
 
 class Accumulated:
@@ -141,3 +146,31 @@ def _versions(gradient: torch.Tensor) -> tuple[int, int]:
 def _is_zero(gradient: torch.Tensor) -> bool:
     own = local_of(gradient.detach())  # no rank waits for the others
     return own.layout == torch.strided and not bool(own.any())
+
+
+class Scalers:
+    """The scalers of a state, looked at where a step ends.
+
+    Args:
+        tell: called once, with what the user should know.
+    """
+
+    def __init__(self, values: Mapping[str, Any], tell: Callable[[StateError], None]) -> None:
+        self._scalers = {k: value for k, value in values.items() if isinstance(value, GradScaler)}
+        self._tell = tell
+
+    def marked(self, step: int) -> None:
+        """Step ``step`` is over."""
+        for key, scaler in self._scalers.items():
+            if has_begun(scaler):
+                self._scalers = {}  # once
+                self._tell(
+                    StateError(
+                        f"ckpt.step() was called before the update() of {key!r}: whether its "
+                        "gradients were finite is no part of the state, and a resume at that step "
+                        "goes on with the scale of before",
+                        step=step,
+                        hint="call ckpt.step() behind the scaler's update()",
+                    )
+                )
+                return

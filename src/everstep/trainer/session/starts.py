@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import PurePath
 from typing import Any
 
+from torch import nn
+
+from everstep.errors import RecoveryError, StateError
 from everstep.format.writer import ChunkRing
 from everstep.link.seat import Seat
 from everstep.restore.fetch.held import Recalled
@@ -23,10 +28,111 @@ from everstep.trainer.job.alone import resume_behind_several
 from everstep.trainer.job.copies import with_source
 from everstep.trainer.job.job import Job
 from everstep.trainer.log.residuals import tell_of_lost_residuals
-from everstep.trainer.session.frozen import Frozen
-from everstep.trainer.session.overwritten import Overwritten
 
-__all__ = ["Starts"]
+__all__ = [
+    "Frozen",
+    "Overwritten",
+    "Starts",
+]
+
+_NAMED_MAX = 3
+
+
+class Frozen:
+    """The parameters that are frozen when a process begins, and when it goes back.
+
+    Args:
+        values: of the state, by key.
+    """
+
+    def __init__(self, values: Mapping[str, Any]) -> None:
+        self._values = values
+        self._at_begin: frozenset[str] | None = None
+        self._step = 0
+
+    def began(self, step: int) -> None:
+        """Training goes on from ``step``."""
+        self._at_begin = self._now()
+        self._step = step
+
+    def changed(self) -> str | None:
+        """What has changed since training began here, in words for who goes back."""
+        if self._at_begin is None or not (changed := self._at_begin ^ self._now()):
+            return None
+        names = sorted(changed)
+        more = f" and {len(names) - _NAMED_MAX} more" if len(names) > _NAMED_MAX else ""
+        return (
+            f"requires_grad of {', '.join(names[:_NAMED_MAX])}{more} was changed since step "
+            f"{self._step}: it is no part of the state; set it as it was at the step you go back to"
+        )
+
+    def _now(self) -> frozenset[str]:
+        return frozenset(
+            f"{key}.{name}"
+            for key, value in self._values.items()
+            if isinstance(value, nn.Module)
+            for name, parameter in value.named_parameters()
+            if not parameter.requires_grad
+        )
+
+
+class Overwritten:
+    """Follows what resumes do to the live state (adr/006).
+
+    Attributes:
+        partly: it was overwritten in part, and is that of no step.
+    """
+
+    def __init__(self) -> None:
+        self.partly = False
+        self._before = False
+        self._touches = 0
+
+    @contextlib.contextmanager
+    def resuming(self) -> Iterator[None]:
+        """Around a resume, which calls :meth:`touch`; :meth:`restored` comes behind it."""
+        self._before = self.partly
+        self.partly = False
+        self._touches = 0
+        try:
+            yield
+        except BaseException:
+            self.partly = self.partly or self._before
+            raise
+
+    def touch(self) -> None:
+        """The live state is going to be overwritten."""
+        self.partly = True  # until everything is restored
+        self._touches += 1
+
+    def restored(self, resumed: Resumed, run: PurePath) -> None:
+        """A resume has ended well.
+
+        Raises:
+            RecoveryError: the base that it took does not cover what a damaged one has left.
+        """
+        loaded = resumed.loaded
+        if self.partly and loaded is not None and loaded.mismatches and self._touches > 1:
+            raise RecoveryError(
+                "a damaged base was read half-way into the live state, and the older one that "
+                f"was used instead leaves {len(loaded.mismatches)} part(s) of it out",
+                step=loaded.marker.step,
+                path=run,
+                hint="build the model and optimizer again, then resume",
+            )
+        self.partly = self._before and loaded is None
+
+    def check(self) -> None:
+        """Raises:
+        StateError: the state in memory is that of no step.
+        """
+        if self.partly:
+            raise StateError(
+                "the state in memory was partly overwritten by a resume that failed; it is not "
+                "that of any step",
+                hint="resume() another base, or build the model again",
+            )
+
 
 _log = logging.getLogger("everstep")
 _TRIES = 8  # to ask a keeper that others ask, too
