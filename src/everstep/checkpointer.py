@@ -40,8 +40,7 @@ from everstep.trainer.checks.first_batches import FirstBatches
 from everstep.trainer.job.copies import seams_with_copies
 from everstep.trainer.job.job import job_of, open_together
 from everstep.trainer.schedule.scheduled_saver import ScheduledSaver
-from everstep.trainer.session.joint import Joint
-from everstep.trainer.session.lifetime import (
+from everstep.trainer.session.closing import (
     AtExit,
     check_platform,
     check_resume,
@@ -63,11 +62,12 @@ from everstep.trainer.session.lifetime import (
     wait_for_bases,
     wait_through,
 )
-from everstep.trainer.session.parts import assemble
+from everstep.trainer.session.components import assemble
 from everstep.trainer.session.preemption import Preempting, asks_ranks
-from everstep.trainer.session.starts import Overwritten, Starts
+from everstep.trainer.session.start import Overwritten, Starts
+from everstep.trainer.session.state_watch import Watched
 from everstep.trainer.session.stats import Recoverable, Stats, stats_of
-from everstep.trainer.session.watched import Watched
+from everstep.trainer.session.step_consensus import Joint
 
 __all__ = ["Checkpointer"]
 

@@ -25,7 +25,7 @@ from everstep.run.scan import scan_run
 from everstep.seams import PosixFileSystem
 from everstep.state.ranks import common
 from everstep.state.ranks.sharing import Sharing
-from everstep.trainer.job.alike import options_to_say
+from everstep.trainer.job.option_check import options_to_say
 from tests.unit.test_log_together import die
 from tests.unit.together import on_all, rank_seams
 

@@ -13,7 +13,7 @@ from everstep.options import Budget
 from everstep.state.image import State
 from everstep.state.ranks.ranks import RankInfo
 from everstep.tiers.options import TierOptions
-from everstep.trainer.budget.bounds import Bounds, bounds_of, copies_announcement
+from everstep.trainer.budget.disk import Bounds, bounds_of, copies_announcement
 from tests.unit.test_options import options
 from tests.unit.world import files_below, size_below
 

@@ -14,7 +14,7 @@ import everstep
 from everstep.errors import OutOfSpaceError
 from everstep.state.image import State
 from everstep.state.survey.survey import Shape
-from everstep.trainer.budget.expected import behind_first_update
+from everstep.trainer.budget.first_update import behind_first_update
 from tests.unit.sharding import as_rank, build
 
 OPTIMIZERS: dict[str, Any] = {

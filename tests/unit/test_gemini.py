@@ -44,7 +44,7 @@ from everstep.state.ranks.ranks import RankInfo
 from everstep.testing.peer_conformance import BodyOfBytes
 from everstep.tiers.options import PeerOptions
 from everstep.trainer.attach.remote import RemoteKeeper
-from everstep.trainer.budget.budget import own_budget_bytes
+from everstep.trainer.budget.host_memory import own_budget_bytes
 from everstep.trainer.job.peering import memory_announcement, nodes_said, peer_announcement
 from tests.unit.peering import RUN, Ring, copy_of, piece, record_of
 

@@ -18,7 +18,7 @@ import pytest
 from everstep.errors import KeeperError
 from everstep.link.pool import CapturePool, Room
 from everstep.trainer.attach.remote import RemoteKeeper
-from everstep.trainer.session.lifetime import finish_at_exit
+from everstep.trainer.session.closing import finish_at_exit
 from tests.unit.following import until
 from tests.unit.test_keeper_lost_waiting import kill_keeper, lost_of
 from tests.unit.test_log import World, opened, run_steps

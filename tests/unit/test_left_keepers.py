@@ -17,7 +17,7 @@ from everstep.link.registry import KeeperInfo
 from everstep.restore.relaid.old_logs import InMemory
 from everstep.seams import Seams
 from everstep.seams.network.sockets import close_descriptors
-from everstep.trainer.attach import left_keepers
+from everstep.trainer.attach import orphaned_keepers as left_keepers
 from tests.unit.serving import Bench, bench, die, serving
 from tests.unit.test_keeper_takeover import World, opened, stepped
 from tests.unit.world import TIMEOUT_S

@@ -21,7 +21,7 @@ from everstep.format.names import base_dir, shard_name
 from everstep.link.registry import list_keepers
 from everstep.restore.start.report import Recovery
 from everstep.restore.start.resume import resume
-from everstep.trainer.session import starts
+from everstep.trainer.session import start as starts
 from tests.keepers import end_keepers
 from tests.unit.logged import invoke
 from tests.unit.serving import die

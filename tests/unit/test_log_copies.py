@@ -41,7 +41,7 @@ from everstep.tiers.options import PeerOptions, TierOptions
 from everstep.tiers.rate import ObjectRate
 from everstep.trainer.job import copies as copies_module
 from everstep.trainer.job import job as job_module
-from everstep.trainer.session.parts import _refuse_lossy_replicas
+from everstep.trainer.session.components import _refuse_lossy_replicas
 from tests.unit.rank_copying import Job, store
 from tests.unit.serving import die, serving
 from tests.unit.sharding import as_rank, build

@@ -32,7 +32,7 @@ from everstep.state.entries import Entry
 from everstep.state.shapes import shape_digest
 from everstep.trainer.attach import keepers
 from everstep.trainer.job import job
-from everstep.trainer.session.joint import ASK_EVERY
+from everstep.trainer.session.step_consensus import ASK_EVERY
 from tests.unit.logged import document, invoke
 from tests.unit.test_together import bases, folders, resume, train
 from tests.unit.together import RankTraining, on_all, trained, trainings

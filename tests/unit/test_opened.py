@@ -14,7 +14,7 @@ from torch import nn
 import everstep
 from everstep.seams import fingerprint as module
 from everstep.seams.fingerprint import Opened, changeable
-from everstep.trainer.session import starts
+from everstep.trainer.session import start as starts
 from tests.unit.serving import Bench, die, serving
 from tests.unit.world import forget
 

@@ -25,8 +25,8 @@ from everstep.format.header import ShardIdentity
 from everstep.format.records import FileRecord, Manifest, Marker
 from everstep.state.image import State
 from everstep.trainer.base.saver import Saver
-from everstep.trainer.checks import strangers
-from everstep.trainer.checks.strangers import is_held
+from everstep.trainer.checks import untracked as strangers
+from everstep.trainer.checks.untracked import is_held
 
 THREAD = everstep.KeeperOptions(process=False)
 STRANGER = "an optimizer that is in no part of the state"

@@ -25,7 +25,7 @@ from everstep.state.providers.providers import ModuleProvider
 from everstep.state.ranks.dtensors import is_dtensor, local_of
 from everstep.state.values.tree import split
 from everstep.trainer.job import job
-from everstep.trainer.session.starts import Starts
+from everstep.trainer.session.start import Starts
 from tests.unit.replays import record, replayed
 from tests.unit.sharding import as_rank
 from tests.unit.test_redo import STEPS, resumed, trained

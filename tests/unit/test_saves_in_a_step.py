@@ -17,7 +17,7 @@ from torch import nn
 
 from everstep import Checkpointer
 from everstep.errors import StateError
-from everstep.trainer.session.watched import where_in_a_step
+from everstep.trainer.session.state_watch import where_in_a_step
 from tests.unit.following import base_of
 from tests.unit.following import opened as following
 from tests.unit.serving import serving

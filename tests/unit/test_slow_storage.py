@@ -33,7 +33,7 @@ from everstep.link.save import Save, done
 from everstep.options import LogOptions
 from everstep.seams import ManualClock, PosixFileSystem, Seams
 from everstep.seams.files.moving import Standstill, is_over
-from everstep.trainer.attach.asked import Replies
+from everstep.trainer.attach.requests import Replies
 from everstep.trainer.log.disklog import DiskLog
 from tests.unit.peer_logs import Log
 from tests.unit.serving import bench

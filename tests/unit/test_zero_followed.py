@@ -25,7 +25,7 @@ from everstep.state.ranks.log_parts import log_parts, updated_elsewhere
 from everstep.state.values.tensors import host_bytes
 from everstep.trainer.log.consumed import Consumed, Consumption
 from everstep.trainer.multistep.multistep_plan import units_of
-from everstep.trainer.session.standby import refuse_unfollowable, refuse_unrepeatable
+from everstep.trainer.session.replica_bases import refuse_unfollowable, refuse_unrepeatable
 from tests.unit.relogged import Looks, records_of, train
 from tests.unit.sharding import STEP, Values, as_rank, build
 

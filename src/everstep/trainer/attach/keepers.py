@@ -39,7 +39,7 @@ from everstep.tiers.disk import storage_errors
 from everstep.tiers.options import PeerOptions, TierOptions
 from everstep.trainer.attach.attach import attach, is_there
 from everstep.trainer.attach.keeper import Keeper
-from everstep.trainer.attach.left_keepers import left_by_a_move, left_with_keeper
+from everstep.trainer.attach.orphaned_keepers import left_by_a_move, left_with_keeper
 from everstep.trainer.attach.remote import RemoteKeeper
 from everstep.trainer.budget.log_limits import LogLimits
 

@@ -33,7 +33,7 @@ from everstep.seams.network.sockets import close_descriptors
 from everstep.seams.processes.conditions import Condition
 from everstep.seams.progress import progress
 from everstep.state.layout import ShardLayout
-from everstep.trainer.attach.asked import Asked, Replies, ask_to_wire
+from everstep.trainer.attach.requests import Asked, Replies, ask_to_wire
 
 __all__ = [
     "RemoteKeeper",

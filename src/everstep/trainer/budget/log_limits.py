@@ -8,7 +8,7 @@ from typing import Any
 
 from everstep.config.options import Options
 from everstep.errors import OutOfSpaceError
-from everstep.trainer.budget.budget import log_budget_bytes
+from everstep.trainer.budget.host_memory import log_budget_bytes
 
 __all__ = ["LogLimits", "gave_way", "too_large"]
 

@@ -53,8 +53,9 @@ from everstep.state.ranks.apart import Apart
 from everstep.state.ranks.ranks import ONE_RANK, RankInfo
 from everstep.tiers.disk import create_exclusive, ensure_dirs, remove_if_there, storage_errors
 from everstep.tiers.options import PeerOptions, TierOptions
-from everstep.trainer.attach.left_keepers import left_logs
-from everstep.trainer.job.alike import (
+from everstep.trainer.attach.orphaned_keepers import left_logs
+from everstep.trainer.job.copies import open_places
+from everstep.trainer.job.option_check import (
     options_to_say,
     refuse_errors,
     refuse_other_calls,
@@ -64,7 +65,6 @@ from everstep.trainer.job.alike import (
     same_as_copies,
     same_run,
 )
-from everstep.trainer.job.copies import open_places
 from everstep.trainer.job.peering import node_to_say, nodes_said, refuse_lonely
 
 __all__ = [

@@ -29,7 +29,7 @@ from everstep.seams import Clock
 from everstep.seams.messages import say
 from everstep.trainer.attach.keepers import Keepers
 from everstep.trainer.base.saver import Saver
-from everstep.trainer.budget.budget import (
+from everstep.trainer.budget.host_memory import (
     DAY_S,
     DayMeter,
     Forecast,
@@ -38,7 +38,7 @@ from everstep.trainer.budget.budget import (
 )
 from everstep.trainer.budget.log_limits import LogLimits
 from everstep.trainer.log.recorder import Recorder
-from everstep.trainer.session.wish import SLACK, Wish, interval_of
+from everstep.trainer.session.interval_vote import SLACK, Wish, interval_of
 
 __all__ = ["ASK_EVERY", "FIRST_STEPS", "REPLAY_SHARE", "Cadence"]
 

@@ -31,7 +31,7 @@ from everstep.trainer.job.job import Job
 from everstep.trainer.log.nonfinite import nonfinite_error
 from everstep.trainer.multistep.multistep_ranks import RankMultistep
 from everstep.trainer.session.cadence import ASK_EVERY
-from everstep.trainer.session.parts import Parts
+from everstep.trainer.session.components import Parts
 
 __all__ = ["ASK_EVERY", "Joint"]
 

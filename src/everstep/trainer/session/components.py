@@ -25,8 +25,9 @@ from everstep.tiers.options import PeerOptions, TierOptions
 from everstep.trainer.attach.keeper import Keeper
 from everstep.trainer.attach.keepers import Keepers
 from everstep.trainer.base.saver import Saver
-from everstep.trainer.budget.bounds import Bounds, bounds_of, copies_announcement
-from everstep.trainer.budget.budget import (
+from everstep.trainer.budget.disk import Bounds, bounds_of, copies_announcement
+from everstep.trainer.budget.first_update import behind_first_update
+from everstep.trainer.budget.host_memory import (
     announcement,
     arena_budget_bytes,
     base_memory_bytes,
@@ -40,9 +41,8 @@ from everstep.trainer.budget.budget import (
     own_budget_bytes,
     replica_budget_bytes,
 )
-from everstep.trainer.budget.disk_said import disk_announcement, free_bytes
-from everstep.trainer.budget.expected import behind_first_update
 from everstep.trainer.budget.log_limits import LogLimits
+from everstep.trainer.budget.startup_notice import disk_announcement, free_bytes
 from everstep.trainer.job.job import Job
 from everstep.trainer.job.peering import (
     memory_announcement,
@@ -58,7 +58,7 @@ from everstep.trainer.multistep.multistep_plan import taught_bytes
 from everstep.trainer.multistep.multistep_ranks import RankMultistep
 from everstep.trainer.schedule.scheduled_saver import ScheduledSaver
 from everstep.trainer.session.cadence import Cadence
-from everstep.trainer.session.standby import (
+from everstep.trainer.session.replica_bases import (
     Standby,
     refuse_unfollowable,
     refuse_unrepeatable,

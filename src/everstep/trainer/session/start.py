@@ -24,9 +24,9 @@ from everstep.seams.fingerprint import computed_on, device_types
 from everstep.state.image import State
 from everstep.tiers.disk import storage_errors
 from everstep.trainer.attach.keepers import Keepers
-from everstep.trainer.job.alone import resume_behind_several
 from everstep.trainer.job.copies import with_source
 from everstep.trainer.job.job import Job
+from everstep.trainer.job.one_rank import resume_behind_several
 from everstep.trainer.log.residuals import tell_of_lost_residuals
 
 __all__ = [

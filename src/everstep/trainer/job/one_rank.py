@@ -22,7 +22,7 @@ from everstep.run.decide import refuse_unreachable
 from everstep.run.scan import scan_run
 from everstep.seams import Seams
 from everstep.state.image import State
-from everstep.trainer.attach.left_keepers import left_logs
+from everstep.trainer.attach.orphaned_keepers import left_logs
 
 __all__ = ["resume_behind_several"]
 

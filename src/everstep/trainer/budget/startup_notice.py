@@ -11,7 +11,7 @@ from everstep.keeper.log.log_room import folder_bytes
 from everstep.seams.files.filesystem import FileSystem
 from everstep.state.ranks.ranks import RankInfo
 from everstep.tiers.disk import storage_errors
-from everstep.trainer.budget.bounds import Bounds
+from everstep.trainer.budget.disk import Bounds
 from everstep.trainer.budget.log_limits import LogLimits
 
 __all__ = ["disk_announcement", "free_bytes"]

@@ -36,9 +36,9 @@ from everstep.trainer.base.saver import Saver
 from everstep.trainer.log.recorder import Recorder
 from everstep.trainer.log.rooms import LogRooms
 from everstep.trainer.schedule.scheduled_saver import ScheduledSaver
-from everstep.trainer.session.parts import Parts
-from everstep.trainer.session.standby import Standby
-from everstep.trainer.session.watched import Watched
+from everstep.trainer.session.components import Parts
+from everstep.trainer.session.replica_bases import Standby
+from everstep.trainer.session.state_watch import Watched
 
 __all__ = [
     "AtExit",

@@ -19,12 +19,12 @@ from everstep.errors import EverstepError, StateError, UnsupportedStateError
 from everstep.state.image import RNG_SECTION, State
 from everstep.state.survey.survey import Survey
 from everstep.trainer.base.last_mark import FreshStart, LastMark
-from everstep.trainer.checks.strangers import Schedules, Strangers
+from everstep.trainer.checks.step_order import Accumulated, Scalers
+from everstep.trainer.checks.untracked import Schedules, Strangers
 from everstep.trainer.log.recorder import Recorder
 from everstep.trainer.log.untold import Owned
 from everstep.trainer.multistep.multistep_ranks import RankMultistep
-from everstep.trainer.session.accumulated import Accumulated, Scalers
-from everstep.trainer.session.parts import Parts
+from everstep.trainer.session.components import Parts
 
 __all__ = [
     "Watched",
