@@ -38,36 +38,38 @@ from everstep.trainer.attach.keeper import Keeper
 from everstep.trainer.base.calls import Calls, not_within, one_at_a_time
 from everstep.trainer.checks.first_batches import FirstBatches
 from everstep.trainer.job.copies import seams_with_copies
-from everstep.trainer.job.job import job_of, open_together
+from everstep.trainer.job.job import join_job, prepare_run
 from everstep.trainer.schedule.scheduled_saver import ScheduledSaver
 from everstep.trainer.session.closing import (
     AtExit,
+    must_stay,
+    needs_last_base,
+    persist_parked,
+    raise_first,
+    report_lost_bases,
+    report_lost_steps,
+    retake_failed_base,
+    save_memory_base,
+    skips_last_base,
+    stays_for_log,
+    take_last_base,
+    wait_and_collect,
+    wait_for_bases,
+)
+from everstep.trainer.session.components import assemble
+from everstep.trainer.session.guards import (
     check_platform,
     check_resume,
     check_timeout,
     check_usable,
     close_earlier,
-    must_stay,
-    needs_last_base,
-    no_last_base,
-    persist_parked,
-    raise_first,
     refuse_pickling,
-    stays_for_the_log,
-    stays_with_bases,
-    take_at_end,
-    take_failed,
-    tell_if_bases_are_lost,
-    tell_if_steps_are_lost,
-    wait_for_bases,
-    wait_through,
 )
-from everstep.trainer.session.components import assemble
-from everstep.trainer.session.preemption import Preempting, asks_ranks
-from everstep.trainer.session.start import Overwritten, Starts
-from everstep.trainer.session.state_watch import Watched
-from everstep.trainer.session.stats import Recoverable, Stats, stats_of
-from everstep.trainer.session.step_consensus import Joint
+from everstep.trainer.session.preemption import PreemptionHandler, rank_vote
+from everstep.trainer.session.start import LiveStateGuard, RunStarter
+from everstep.trainer.session.state_watch import StateWatch
+from everstep.trainer.session.stats import RecoverableSteps, Stats, stats_of
+from everstep.trainer.session.step_consensus import StepConsensus
 
 __all__ = ["Checkpointer"]
 
@@ -148,12 +150,14 @@ class Checkpointer:
         )
         self._run = run_path(path)
         self._seams = Seams.parse(seams)
-        self._preempting = Preempting(Preemption.parse(preempt), self._seams.clock, asks_ranks())
+        self._preempting = PreemptionHandler(
+            Preemption.parse(preempt), self._seams.clock, rank_vote()
+        )
         named, peers = split_peers(tiers, self._options.method.tiers)
         places = validate_tiers(named, keep, peers, logs=self._options.logs)
-        job = job_of(self._seams, progress_timeout_s)
+        job = join_job(self._seams, progress_timeout_s)
         chosen = self._options, self._seams, self._run, places, peers
-        self._info, open_run = open_together(job, *chosen)
+        self._info, open_run = prepare_run(job, *chosen)
         self._state = State(state, declared=declared, static=static, ranks=self._info)
         self._state.replays_fast = self._options.log.replay == "fast"
         self._live_key = (self._run, self._info.rank)
@@ -173,18 +177,23 @@ class Checkpointer:
         self._recorder = parts.recorder
         self._updates = parts.updates
         self._cadence = parts.cadence
-        self._standby = parts.standby
-        self._multistep, self._watched = parts.multistep, Watched(self._state, parts, self._options)
-        self._watched.watch(self._consumed, self._calls.wait_for_others)
+        self._replica_bases = parts.replica_bases
+        self._multistep, self._state_watch = (
+            parts.multistep,
+            StateWatch(self._state, parts, self._options),
+        )
+        self._state_watch.watch(self._consumed, self._calls.wait_for_others)
         self._keeper: Keeper | None = None
         self._timeline = 0
         self._step = 0
         self._base_due = False
-        self._overwritten, self._at_exit = Overwritten(), AtExit(self._calls)
-        about = self._run, self._run_id, self._state, self._ring, self._overwritten
-        self._starts = Starts(job, self._keepers, reading, *about, timeout_s=progress_timeout_s)
-        self._joint = Joint(job, self._options, parts, self._state)
-        self._recoverable = Recoverable(self._keepers, self._saver, self._recorder)
+        self._live_state, self._at_exit = LiveStateGuard(), AtExit(self._calls)
+        about = self._run, self._run_id, self._state, self._ring, self._live_state
+        self._starter = RunStarter(
+            job, self._keepers, reading, *about, timeout_s=progress_timeout_s
+        )
+        self._consensus = StepConsensus(job, self._options, parts, self._state)
+        self._recoverable = RecoverableSteps(self._keepers, self._saver, self._recorder)
         self._last: Save | None = None
         self._first_batches: FirstBatches | None = None
         self._preempting.install()
@@ -228,9 +237,13 @@ class Checkpointer:
                 self._keeper.wait(None)
         start_s = self._seams.clock.monotonic_s()
         own = self._timeline > 0
-        how = {"strict": strict, "own": own, "trained": own and self._watched.has_moved(self._step)}
+        how = {
+            "strict": strict,
+            "own": own,
+            "trained": own and self._state_watch.has_moved(self._step),
+        }
         self._begun()
-        resumed, only_in_memory = self._starts.resume(step, **how)
+        resumed, only_in_memory = self._starter.resume(step, **how)
         self._updates.restored(resumed.lsn)
         self._step = resumed.step
         base = resumed.base if resumed.source == "disk" else None
@@ -244,7 +257,7 @@ class Checkpointer:
         if self._recorder is not None:
             led_from = resumed.led_from(self._state.ranks.world)
             self._recorder.restored(led_from, survey, self._step, on_disk=on_disk is not None)
-        self._watched.started(survey, fresh=resumed.base is None)
+        self._state_watch.started(survey, fresh=resumed.base is None)
         if resumed.base is not None:
             self._saver.warm(survey)  # behind the first step, at the end of which one may be due
             self._first_batches = FirstBatches(self._state, self._step)
@@ -285,17 +298,17 @@ class Checkpointer:
         self._state.trains_in = threading.get_ident()
         self._preempting.ask(self._step)
         self._begun()
-        with self._joint.answering(self._step):
+        with self._consensus.answering(self._step):
             self._updates.settle()
-            self._watched.ended(self._step)
+            self._state_watch.ended(self._step)
             with self._channel.told_last():
                 self._end_step()
 
     def _end_step(self) -> None:
         self._ready()
-        survey = self._watched.survey() if self._watched.surveys else None
+        survey = self._state_watch.survey() if self._state_watch.surveys else None
         if survey is not None:
-            self._watched.marked(survey)
+            self._state_watch.marked(survey)
             if self._recorder is not None:
                 self._recorder.mark(survey, self._updates.lsn, self._step)
         under_way = self._multistep is not None and self._multistep.marked(self._identity())
@@ -303,7 +316,7 @@ class Checkpointer:
             self._base_due = self._base_due or self._multistep.again is not None
         self._saver.warm()  # behind the mark, which is waited for
         self._cadence.stepped()
-        needed, due = self._joint.ask(self._step)
+        needed, due = self._consensus.ask(self._step)
         self._base_due = needed or self._base_due
         if self._multistep is not None and due and under_way:
             self._multistep.stats.deferred += 1
@@ -313,7 +326,7 @@ class Checkpointer:
             in_memory = not self._base_due and self._options.stays_in_memory(self._step)
             self._base_due = later and self._info.world == 1
             if not later:
-                self._take(self._joint.shared(survey), show=False, in_memory=in_memory)
+                self._take(self._consensus.shared(survey), show=False, in_memory=in_memory)
         elif isinstance(self._saver, ScheduledSaver) and self._keepers.lost is None:
             self._saver.park(self._identity())
         self._preempting.marked(self._step, self._save_last)
@@ -324,7 +337,7 @@ class Checkpointer:
         return self._preempting.preempted
 
     def _save_last(self, timeout_s: float) -> None:
-        if not no_last_base(self._run, self._step, self._recorder, self._state):
+        if not skips_last_base(self._run, self._step, self._recorder, self._state):
             self._take(None, show=True)
         self._wait(timeout_s)
 
@@ -341,26 +354,26 @@ class Checkpointer:
         """
         self._ready()
         self._updates.settle()
-        survey, exact = self._watched.asked_for(self._step)
+        survey, exact = self._state_watch.asked_for(self._step)
         return self._take(survey, show=True, exact=exact)
 
     def _take(
         self, survey: Survey | None, *, show: bool, in_memory: bool = False, exact: bool = True
     ) -> Save:
         self._cadence.asked(self._step)
-        standby = self._standby
+        replica_bases = self._replica_bases
         due = self._recorder is not None and self._recorder.needs_capture
         identity = self._identity(exact)
-        if standby is not None and not due and standby.gives(exact=show):
-            save = standby.ask(identity, survey or self._state.survey(), exact=show)
+        if replica_bases is not None and not due and replica_bases.gives(exact=show):
+            save = replica_bases.ask(identity, survey or self._state.survey(), exact=show)
         elif self._multistep is not None:
             save = self._multistep.take(identity, survey, sharp=show)
         else:
-            if standby is not None:
-                standby.settle(self._options.progress_timeout_s)
+            if replica_bases is not None:
+                replica_bases.settle(self._options.progress_timeout_s)
             save = self._saver.take(identity, survey=survey, show=show, in_memory=in_memory)
-            if standby is not None:
-                standby.base_taken(save)
+            if replica_bases is not None:
+                replica_bases.base_taken(save)
         self._cadence.taken(save)
         self._recoverable.taken(save)
         if self._recorder is not None:
@@ -371,14 +384,14 @@ class Checkpointer:
     def _consumed(self, key: str) -> None:
         """An optimizer's gradients are what its update is going to consume."""
         if os.getpid() == self._pid:
-            self._watched.consumed(key, self._step + 1)
+            self._state_watch.consumed(key, self._step + 1)
 
     def before_update(self) -> None:
         """Call before anything other than ``optimizer.step()`` changes what an optimizer owns
         or what was ``declared``: waits for copies that are under way (I1, I8)."""
         self._check_open()
-        self._watched.check_changing()
-        self._watched.changing = True
+        self._state_watch.check_changing()
+        self._state_watch.changing = True
         self._saver.gate(None)
 
     def after_update(self, *declared: str) -> None:
@@ -393,8 +406,8 @@ class Checkpointer:
             OptionError: no function is registered for one of the patterns.
         """
         self._check_open()
-        self._watched.check_changing()
-        self._watched.changed(declared, self._step + 1)
+        self._state_watch.check_changing()
+        self._state_watch.changed(declared, self._step + 1)
 
     @named("wait")
     @not_within("wait")
@@ -414,15 +427,15 @@ class Checkpointer:
         if self._keeper is not None:
             keeper = self._keeper
             wait_for_bases(self._saver, keeper, timeout_s)
-            if self._keepers.revive(self._timeline, insist=True):
+            if self._keepers.replace_if_lost(self._timeline, insist=True):
                 self._take_over()
                 alone = self._info.world == 1
-                again = alone and self._watched.is_of_a_step  # other ranks do not
+                again = alone and self._state_watch.is_of_a_step  # other ranks do not
                 self._base_due = not again if alone else self._base_due
-                save = self._take(self._watched.whole_at_mark, show=True) if again else None
+                save = self._take(self._state_watch.whole_at_mark, show=True) if again else None
                 self._saver.finish_captures()
                 self._keeper.wait(timeout_s)
-                tell_if_bases_are_lost(save, keeper, self._keepers, self._channel, alone=alone)
+                report_lost_bases(save, keeper, self._keepers, self._channel, alone=alone)
         self._channel.check()
 
     @not_within("close")
@@ -440,9 +453,11 @@ class Checkpointer:
         over = False
         try:
             stay = self._take_last(failed)
-            again = partial(take_failed, self._standby, self._watched, self._take_at, failed)
-            failed += wait_through(self.wait, lambda: self._keepers.gave_up, again)
-            tell_if_steps_are_lost(self._step, self._keepers, self._options, self._channel, failed)
+            again = partial(
+                retake_failed_base, self._replica_bases, self._state_watch, self._take_at, failed
+            )
+            failed += wait_and_collect(self.wait, lambda: self._keepers.unavailable, again)
+            report_lost_steps(self._step, self._keepers, self._options, self._channel, failed)
             over = True  # or it was interrupted
         finally:
             about = self._run, self._recorder, self._keeper, self._last
@@ -454,18 +469,20 @@ class Checkpointer:
         do captures of every step. Returns whether the keeper must stay, since it alone has it."""
         if self._keeper is None:  # none ever came; or interrupted as it came to serve us
             return self._timeline > 0
-        self._joint.left()
-        persist_parked(self._saver, failed, again=self._watched.is_of_a_step)  # one rank parks
-        if self._overwritten.partly:
+        self._consensus.left()
+        persist_parked(self._saver, failed, again=self._state_watch.is_of_a_step)  # one rank parks
+        if self._live_state.partly:
             return False
         if self._saver.last_is_in_memory:
-            return stays_with_bases(self._run, self._watched.whole_at_mark, self._take_at, failed)
+            return save_memory_base(
+                self._run, self._state_watch.whole_at_mark, self._take_at, failed
+            )
         if not needs_last_base(self._run, self._step, self._recorder, self._state):
             return False
-        survey = self._watched.whole_at_mark
+        survey = self._state_watch.whole_at_mark
         if survey is None:
-            return stays_for_the_log(self._run, self._step, self._options, self._keeper)
-        take_at_end(survey, self._take_at, failed)
+            return stays_for_log(self._run, self._step, self._options, self._keeper)
+        take_last_base(survey, self._take_at, failed)
         return False
 
     def _take_at(self, survey: Survey) -> None:
@@ -487,7 +504,7 @@ class Checkpointer:
         elif own and self._keeper_stays:  # others may be gone
             self._release(stay=True)
         else:
-            self._watched.leave()
+            self._state_watch.leave()
             with contextlib.suppress(EverstepError):  # the error under way is the one to be seen
                 self.close()
 
@@ -507,10 +524,10 @@ class Checkpointer:
         """Before anything is counted or saved: open, healthy, and with a timeline."""
         self._check_open()
         self._channel.check()
-        self._overwritten.check()
+        self._live_state.check()
         keepers = self._keepers
         if self._keeper is None:
-            self._start_timeline(self._starts.fresh(), exact=True)
+            self._start_timeline(self._starter.fresh(), exact=True)
         elif keepers.lost is not None:
             with self._saver.stalled("keeper"):
                 self._replace_keeper()
@@ -519,7 +536,10 @@ class Checkpointer:
 
     def _replace_keeper(self) -> None:
         keepers = self._keepers
-        if keepers.revive(self._timeline, self._step) or self._keeper is not keepers.current:
+        if (
+            keepers.replace_if_lost(self._timeline, self._step)
+            or self._keeper is not keepers.current
+        ):
             self._take_over()
             self._base_due = self._info.world == 1
 
@@ -528,8 +548,8 @@ class Checkpointer:
     ) -> None:
         self._timeline = timeline
         self._state.descends_exactly = exact
-        self._joint.began()
-        self._keepers.serve(timeline, verified, self._starts.seat)
+        self._consensus.began()
+        self._keepers.serve(timeline, verified, self._starter.seat)
         self._take_over(seen)
 
     def _take_over(self, seen: Survey | None = None) -> None:
@@ -538,7 +558,7 @@ class Checkpointer:
         assert keeper is not None
         self._parts.start(keeper, self._timeline, self._state.exact, self._step, seen)
         self._keeper = keeper  # last: what an interrupt leaves half done is done again
-        self._at_exit.watch(self._parts, keeper, self._watched.leave, stay=self._keeper_stays)
+        self._at_exit.watch(self._parts, keeper, self._state_watch.leave, stay=self._keeper_stays)
 
     def _check_open(self) -> None:
         if self._open and os.getpid() == self._pid:

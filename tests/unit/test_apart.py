@@ -25,7 +25,7 @@ from everstep.run.scan import scan_run
 from everstep.seams import PosixFileSystem
 from everstep.state.ranks import common
 from everstep.state.ranks.sharing import Sharing
-from everstep.trainer.job.option_check import options_to_say
+from everstep.trainer.job.option_check import shared_options
 from tests.unit.test_log_together import die
 from tests.unit.together import on_all, rank_seams
 
@@ -403,7 +403,7 @@ def test_how_a_rank_uses_its_link_is_its_own(changed: dict[str, Any], alike: boo
     rest: dict[str, Any] = {"every": 4, "keep": 3, "budget": None, "on_failure": "raise"}
     rest["progress_timeout_s"] = 30.0
     said = [
-        options_to_say(validate_options(method=one, **rest))
+        shared_options(validate_options(method=one, **rest))
         for one in (method, replace(method, **changed))
     ]
     assert (said[0] == said[1]) is alike

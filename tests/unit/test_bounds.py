@@ -13,7 +13,8 @@ from everstep.options import Budget
 from everstep.state.image import State
 from everstep.state.ranks.ranks import RankInfo
 from everstep.tiers.options import TierOptions
-from everstep.trainer.budget.disk import Bounds, bounds_of, copies_announcement
+from everstep.trainer.budget.disk import Bounds, bounds_of
+from everstep.trainer.budget.startup_notice import copies_notice
 from tests.unit.test_options import options
 from tests.unit.world import files_below, size_below
 
@@ -80,8 +81,8 @@ def test_run_folder_and_copies_stay_below_what_is_printed(
 def test_what_a_cap_is_the_cap_of_is_printed(world: int, log: str, said: str) -> None:
     place = TierOptions("/place", keep=1, log=log, objects_per_hour=24)
     bounds = Bounds(0, 0, 0, 0, 0, (("/place", 1000),))
-    assert copies_announcement(bounds, [place], world, 500).endswith(f", {said}")
-    assert "objects" not in copies_announcement(bounds, [TierOptions("/place")], world, 500)
+    assert copies_notice(bounds, [place], world, 500).endswith(f", {said}")
+    assert "objects" not in copies_notice(bounds, [TierOptions("/place")], world, 500)
 
 
 @pytest.mark.parametrize(

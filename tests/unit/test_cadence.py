@@ -27,7 +27,7 @@ from everstep.plan.seldom import WASTE_OF_NO_ACCOUNT, seldom
 from everstep.restore.redo.redo import Redo
 from everstep.restore.start.resume import Resumed
 from everstep.seams import ManualClock, Seams
-from everstep.trainer.budget.host_memory import DAY_S, DayMeter, Forecast, interval_steps_within
+from everstep.trainer.budget.disk import DAY_S, DayMeter, Forecast, interval_steps_within
 from everstep.trainer.budget.log_limits import LogLimits
 from everstep.trainer.log.disklog import DiskLog
 from everstep.trainer.log.recorder_stats import RecorderStats

@@ -88,7 +88,7 @@ def test_a_log_that_needs_nothing_waits_for_no_other_rank(tmp_path: Path) -> Non
     path, asked = tmp_path / "run", list[str]()
     with trainings(path, path, method="logged", every=None) as ranks:
         resume(ranks)
-        job = ranks[0].ckpt._joint._job
+        job = ranks[0].ckpt._consensus._job
         assert job is not None
         exchange = job.exchange
 
@@ -274,13 +274,13 @@ def test_another_error_of_a_rank_does_not_stand_before_it(tmp_path: Path) -> Non
     with replicas(path, path, **WATCHED) as ranks:
         together(ranks, 2)
         spoil(ranks, 0)
-        ask = ranks[1].ckpt._joint.ask
+        ask = ranks[1].ckpt._consensus.ask
 
         def asks(step: int) -> tuple[bool, bool]:
             ranks[1].ckpt._channel.post(StorageError("of a test"))
             return ask(step)
 
-        ranks[1].ckpt._joint.ask = asks  # type: ignore[method-assign]
+        ranks[1].ckpt._consensus.ask = asks  # type: ignore[method-assign]
         assert {type(e) for e in failures(ranks, lambda one: one.ckpt.step())} == {NonFiniteError}
         die([ranks[0]])
         with pytest.raises(StorageError, match="of a test"):

@@ -85,7 +85,7 @@ def test_others_are_told_its_address_before_it_is_there(
 
     monkeypatch.setattr(Keepers, "_attach", attach)
     keepers.open(beside=True)
-    assert keepers.left_behind() == Recalled(), "a new one has nothing"
+    assert keepers.recall_leftovers() == Recalled(), "a new one has nothing"
     told = keepers.listen(HOST)
     assert told[1] > 0
     assert remote.at == [], "it is not there yet"

@@ -14,7 +14,7 @@ import everstep
 from everstep.errors import EverstepError, KeeperError, KeeperTimeoutError
 from everstep.options import LogOptions
 from everstep.seams.clock import ManualClock
-from everstep.trainer.attach.keepers import Attempts, Keepers
+from everstep.trainer.attach.keepers import Keepers, ReplacementAttempts
 from tests.unit.test_keeper_lost_between import kill_noticed
 from tests.unit.test_log import World, opened, run_steps
 
@@ -145,7 +145,7 @@ def test_nothing_is_called_lost_where_nothing_is(run_folder: Path, unanswered: l
 def test_one_that_hangs_is_not_waited_for_at_each_step() -> None:
     """An attempt may take minutes, in which training waits."""
     clock = ManualClock()
-    attempts, why = Attempts(clock), KeeperError("none")
+    attempts, why = ReplacementAttempts(clock), KeeperError("none")
     for took_s, again_s in ((0.0, 30.0), (5.0, 30.0), (120.0, 480.0)):
         assert attempts.is_due
         attempts.begin()

@@ -362,7 +362,7 @@ def test_the_log_in_memory_outlives_a_last_base(
             if how == "fails":
                 (base_dir(run_folder, 1, 7) / shard_name(0)).mkdir(parents=True)  # in its way
             else:
-                monkeypatch.setattr(checkpointer, "wait_through", _interrupted)
+                monkeypatch.setattr(checkpointer, "wait_and_collect", _interrupted)
                 monkeypatch.setattr(Checkpointer, "_take_at", _interrupted)
         assert "resume() has them" in capfd.readouterr().err
         monkeypatch.undo()

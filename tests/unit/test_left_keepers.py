@@ -44,7 +44,7 @@ def logged(served: Bench, world: World) -> everstep.Checkpointer:
 
 
 def left(served: Bench) -> InMemory:
-    return left_keepers.left_logs(
+    return left_keepers.orphaned_logs(
         served.run, served.run_id, RANK, [RANK], Seams(), timeout_s=TIMEOUT_S
     )
 

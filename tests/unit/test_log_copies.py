@@ -472,7 +472,7 @@ def test_a_lossy_log_is_looked_at_while_others_fetch(
     monkeypatch.setattr(together._Start, "_restore", noted)
     with trainings(*runs, method="logged", every=4, tiers=["/copies"]) as ranks:
         for one in ranks:
-            one.ckpt._starts._job._fetches = True
+            one.ckpt._starter._job._fetches = True
         assert [(one.step, one.exact) for one in resume(ranks)] == [(7, False)] * 2
         all_die(ranks)
     assert restored == [BaseId(1, 7)] * 2, "at the first attempt"
@@ -518,7 +518,7 @@ def test_of_a_lossy_log_what_is_behind_the_chosen_base_is_read_and_all_of_it_if_
     )
     with trainings(*runs, method="logged", every=4, tiers=["/copies"]) as ranks:
         for one in ranks:
-            one.ckpt._starts._job._fetches = True
+            one.ckpt._starter._job._fetches = True
         found = {(one.step, one.base_step) for one in resume(ranks)}
         all_die(ranks)
     assert found == ({(7, 4)} if damaged else {(10, 8)})
@@ -606,7 +606,7 @@ def test_a_log_comes_from_the_store_while_others_fetch(
     monkeypatch.setattr(job_module, "fetch_from_peers", fetch)
     with trainings(*runs, method="logged", every=4, tiers=["/copies"]) as ranks:
         for one in ranks:
-            one.ckpt._starts._job._fetches = True
+            one.ckpt._starter._job._fetches = True
         assert [(one.step, one.replayed, one.exact) for one in resume(ranks)] == [(6, 2, True)] * 2
         for rank in range(2):
             assert torch.equal(ranks[rank].weight, trained(rank, 6))
@@ -645,7 +645,7 @@ def test_what_has_come_damaged_is_read_in_the_store(
     )
     with trainings(*runs, method="logged", every=4, tiers=["/copies"]) as ranks:
         for one in ranks:
-            one.ckpt._starts._job._fetches = True
+            one.ckpt._starter._job._fetches = True
         found = resume(ranks)
         assert [(one.step, one.replayed, one.exact) for one in found] == [(6, 2, True)] * 2
         assert torch.equal(ranks[1].weight, trained(1, 6))

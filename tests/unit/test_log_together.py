@@ -180,14 +180,14 @@ def test_without_the_last_base_every_ranks_log_stays(
     """Rank 0's state has moved on, so it takes no last base, and its keeper stays with the log;
     which is of no use without that of rank 1."""
     path, stays = tmp_path / "run", dict[Any, bool]()
-    let_go = keepers.let_go
+    release_keeper = keepers.release_keeper
 
     def noted(keeper: Any, *, stay: bool) -> None:
         stays[keeper] = stay
-        let_go(keeper, stay=stay)
+        release_keeper(keeper, stay=stay)
 
-    monkeypatch.setattr(keepers, "let_go", noted)
-    monkeypatch.setattr(everstep.checkpointer, "stays_for_the_log", lambda *_: True)
+    monkeypatch.setattr(keepers, "release_keeper", noted)
+    monkeypatch.setattr(everstep.checkpointer, "stays_for_log", lambda *_: True)
     with trainings(path, path, method="logged", every=None, progress_timeout_s=2.0) as ranks:
         resume(ranks)
         train(ranks, 3)

@@ -17,7 +17,7 @@ from everstep.errors import DeadlineError, EverstepError, OptionError, OutOfSpac
 from everstep.options import Preemption
 from everstep.seams import ManualClock
 from everstep.seams.processes.signals import SAME_S, SignalWatch
-from everstep.trainer.session.preemption import Preempting, any_rank, asks_ranks
+from everstep.trainer.session.preemption import PreemptionHandler, any_rank, rank_vote
 from tests.trainers import Trainer, finish_trainer, start_trainer
 from tests.unit.world import TIMEOUT_S, opened
 
@@ -347,7 +347,7 @@ def test_where_no_step_ends_a_signal_behind_the_grace_period_does_what_it_did() 
 
 def test_one_that_is_dropped_lets_go() -> None:
     before = signal.getsignal(signal.SIGTERM)
-    ending = Preempting(Preemption(), ManualClock())
+    ending = PreemptionHandler(Preemption(), ManualClock())
     ending.install()
     assert signal.getsignal(signal.SIGTERM) is not before
     del ending
@@ -401,7 +401,7 @@ class Saves:
 @pytest.mark.parametrize(("passed_s", "left_s"), [(4.0, 21.0), (25.0, 0.0), (90.0, 0.0)])
 def test_the_grace_period_begins_with_the_signal(passed_s: float, left_s: float) -> None:
     clock, saves = ManualClock(), Saves()
-    ending = Preempting(Preemption(), clock)
+    ending = PreemptionHandler(Preemption(), clock)
     ending.install()
     send()
     clock.advance(passed_s)
@@ -414,7 +414,7 @@ def test_the_grace_period_begins_with_the_signal(passed_s: float, left_s: float)
 def test_a_base_that_comes_too_late_is_said_and_the_loop_let_go(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    ending = Preempting(Preemption(grace_s=3), ManualClock())
+    ending = PreemptionHandler(Preemption(grace_s=3), ManualClock())
     ending.install()
     send()
     ending.marked(7, Saves(DeadlineError("it takes long")))
@@ -424,7 +424,7 @@ def test_a_base_that_comes_too_late_is_said_and_the_loop_let_go(
 
 
 def test_a_base_that_fails_is_raised_and_the_loop_let_go() -> None:
-    ending = Preempting(Preemption(), ManualClock())
+    ending = PreemptionHandler(Preemption(), ManualClock())
     ending.install()
     send()
     with pytest.raises(OutOfSpaceError):
@@ -441,7 +441,7 @@ def test_ranks_end_at_the_same_step() -> None:
     ranks = []
     for _ in range(2):
         # Both pass what they have before any is answered, as an all-reduce does.
-        ranks.append(Preempting(Preemption(agree_steps=4), clock, lambda mine: any(flags)))
+        ranks.append(PreemptionHandler(Preemption(agree_steps=4), clock, lambda mine: any(flags)))
     ranks[1].install()
     ended = []
     for step in range(1, 13):
@@ -461,7 +461,7 @@ def test_ranks_end_at_the_same_step() -> None:
 def test_a_step_that_comes_again_behind_a_rewind_is_asked_about_again() -> None:
     """A rank whose step had failed would else leave out what the others ask."""
     asked: list[bool] = []
-    ending = Preempting(
+    ending = PreemptionHandler(
         Preemption(agree_steps=4), ManualClock(), lambda mine: bool(asked.append(mine))
     )
     ending.ask(4)  # and then an error
@@ -483,7 +483,7 @@ def test_a_rank_whose_step_fails_has_asked_the_others(
         asked.append(mine)
         return len(asked) == 3
 
-    monkeypatch.setattr("everstep.checkpointer.asks_ranks", lambda: others)
+    monkeypatch.setattr("everstep.checkpointer.rank_vote", lambda: others)
     with opened(run_folder, live, preempt=Preemption(agree_steps=1)) as ckpt:
         ckpt.resume()
         ckpt.step()
@@ -505,8 +505,8 @@ def test_ranks_ask_each_other_over_the_process_group(tmp_path: Path) -> None:
     rank = int(sys.argv[2])
     torch.distributed.init_process_group(
         "gloo", init_method="file://" + run, rank=rank, world_size=2)
-    from everstep.trainer.session.preemption import any_rank, asks_ranks
-    assert asks_ranks() is any_rank
+    from everstep.trainer.session.preemption import any_rank, rank_vote
+    assert rank_vote() is any_rank
     print(any_rank(False), any_rank(rank == 1), flush=True)
     torch.distributed.destroy_process_group()
     """
@@ -555,5 +555,5 @@ def test_two_ranks_of_which_one_is_signalled(tmp_path: Path) -> None:
 
 
 def test_one_rank_asks_nobody() -> None:
-    assert asks_ranks() is None
+    assert rank_vote() is None
     assert callable(any_rank)

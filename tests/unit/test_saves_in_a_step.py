@@ -17,7 +17,7 @@ from torch import nn
 
 from everstep import Checkpointer
 from everstep.errors import StateError
-from everstep.trainer.session.state_watch import where_in_a_step
+from everstep.trainer.session.state_watch import mid_step_position
 from tests.unit.following import base_of
 from tests.unit.following import opened as following
 from tests.unit.serving import serving
@@ -266,7 +266,7 @@ def test_training_goes_on_exactly(run_folder: Path) -> None:
 
 def test_no_call_of_a_handler() -> None:
     """Handlers without code of Python's, and classes, are none that could be on a stack."""
-    assert where_in_a_step() == ""
+    assert mid_step_position() == ""
     for handler in (signal.SIG_IGN, signal.default_int_handler, Checkpointer, print):
         signal.signal(NUMBER, handler)  # type: ignore[arg-type]
-        assert where_in_a_step() == ""
+        assert mid_step_position() == ""

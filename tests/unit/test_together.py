@@ -350,9 +350,9 @@ def test_a_rank_that_fails_says_why_to_all_others(
     ("owner", "name"),
     [
         (lambda ckpt: ckpt._keepers, "open"),
-        (lambda ckpt: ckpt._keepers, "left_behind"),
+        (lambda ckpt: ckpt._keepers, "recall_leftovers"),
         (lambda ckpt: ckpt._keepers, "listen"),
-        (lambda ckpt: ckpt._starts._job, "_open_mailbox"),
+        (lambda ckpt: ckpt._starter._job, "_open_mailbox"),
         (lambda ckpt: ckpt._state, "is_shared"),
     ],
     ids=["keeper", "what it has left", "its mailbox", "own mailbox", "state"],
@@ -393,7 +393,7 @@ def test_what_fails_here_is_not_hidden_by_others_who_do_not_come() -> None:
         def exchange(self, what: str, data: bytes) -> list[bytes]:
             raise DeadlineError(f"not all ranks {what}")
 
-    with pytest.raises(KeeperError, match="no space"), Job(Alone(), 1.0).telling():
+    with pytest.raises(KeeperError, match="no space"), Job(Alone(), 1.0).reporting_failure():
         raise KeeperError("no space is left")
 
 

@@ -298,7 +298,7 @@ def _compare(training: _Training, checkpointer: Checkpointer, steps: int) -> tup
             }
             checkpointer.step()
             states[checkpointer.stats().step] = state
-        held = checkpointer._keepers.left_behind(own=True).base
+        held = checkpointer._keepers.recall_leftovers(own=True).base
         if held is not None and held.id.step in states:
             found = dict(_contents(held))
             compared += 1

@@ -146,7 +146,7 @@ def resume(
         known: of this process, which may resume often.
 
     Raises:
-        OfSeveralError: it is for :func:`everstep.trainer.job.one_rank.resume_behind_several`.
+        OfSeveralError: it is for :func:`everstep.trainer.job.one_rank.resume_from_several_ranks`.
         RecoveryError: when there are bases, or have been, and none can be used, or none of
             ``step``.
         MismatchError: when the newest one is of another model.

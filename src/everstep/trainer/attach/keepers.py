@@ -39,22 +39,22 @@ from everstep.tiers.disk import storage_errors
 from everstep.tiers.options import PeerOptions, TierOptions
 from everstep.trainer.attach.attach import attach, is_there
 from everstep.trainer.attach.keeper import Keeper
-from everstep.trainer.attach.orphaned_keepers import left_by_a_move, left_with_keeper
+from everstep.trainer.attach.orphaned_keepers import orphaned_by_move, orphaned_state
 from everstep.trainer.attach.remote import RemoteKeeper
 from everstep.trainer.budget.log_limits import LogLimits
 
 __all__ = [
-    "Attempts",
     "Keepers",
+    "ReplacementAttempts",
     "StartingKeeper",
-    "let_go",
+    "release_keeper",
 ]
 
 _AGAIN_S = 30.0  # to start a keeper may take long, and training waits for it
 _SHARE = 4  # one that hangs takes no more than a fifth of training's time
 
 
-class Attempts:
+class ReplacementAttempts:
     """When the next one is due.
 
     Attributes:
@@ -173,7 +173,7 @@ class Keepers:
         self._starting: StartingKeeper | None = None
         self._listens_at: tuple[str, int] | None = None  # told already, to be opened by that one
         self._before = KeeperStats()  # of keepers that are no longer in service
-        self.attempts = Attempts(seams.clock)
+        self.attempts = ReplacementAttempts(seams.clock)
         self.current: Keeper | None = None
         self.pool: CapturePool | None = None
         self.restarts = 0
@@ -292,7 +292,7 @@ class Keepers:
         self.pool = CapturePool(remote.arena, lambda: remote.lost)
         self.pool.moves = lambda: (remote.moves, remote.log_moves)
 
-    def left_behind(self, *, own: bool = False) -> Recalled:
+    def recall_leftovers(self, *, own: bool = False) -> Recalled:
         """What an earlier training process captured last, if its keeper still has it. What it
         had not written yet is durable, or has failed, when this returns.
 
@@ -310,18 +310,18 @@ class Keepers:
             return found
         whose = self._run, self._run_id, self._info.rank
         timeout_s = self._options.progress_timeout_s
-        moved = left_by_a_move(*whose, self._seams, timeout_s=timeout_s)
+        moved = orphaned_by_move(*whose, self._seams, timeout_s=timeout_s)
         return found if moved.base is None and not moved.records else moved
 
     def _left_here(self, *, own: bool) -> Recalled:
-        """As :meth:`left_behind`, by the keeper that knows the run's folder where it is now."""
+        """As :meth:`recall_leftovers`, by the keeper that knows the run's folder where it is now."""
         remote = self._remote
         timeout_s = self._options.progress_timeout_s
         if remote is None:
             store = self.current.records if isinstance(self.current, LocalKeeper) else None
             if not own and self._may_be_kept:
                 whose = self._run, self._run_id, self._info.rank
-                return left_with_keeper(*whose, self._seams, timeout_s=timeout_s)
+                return orphaned_state(*whose, self._seams, timeout_s=timeout_s)
             if not own or store is None:
                 return Recalled()
             store.flush()  # now: it is fenced off as soon as there is a new timeline
@@ -500,12 +500,14 @@ class Keepers:
         return self.current.lost if isinstance(self.current, RemoteKeeper) else None
 
     @property
-    def gave_up(self) -> bool:
+    def unavailable(self) -> bool:
         """Whether nobody is there: it could not be replaced, when that was last tried, or what took
         its place is gone, too."""
         return self.attempts.why_not is not None or self.lost is not None
 
-    def revive(self, timeline: int, again: int | None = None, *, insist: bool = False) -> bool:
+    def replace_if_lost(
+        self, timeline: int, again: int | None = None, *, insist: bool = False
+    ) -> bool:
         """Replaces a keeper process that is gone; says so. True if one was replaced. Other ranks
         are told which bases were lost: not that of step ``again``, which may be taken now.
 
@@ -567,7 +569,7 @@ class Keepers:
             self.ready()
         if self.current is not None:
             self._before = self.stats
-            let_go(self.current, stay=stay)
+            release_keeper(self.current, stay=stay)
         if self._remote is not None and self._remote is not self.current:
             self._remote.close(stay=stay)
         if self._mailbox is not None:
@@ -584,7 +586,7 @@ class Keepers:
         return attach(*about, timeout_s=options.progress_timeout_s)
 
 
-def let_go(keeper: Keeper, *, stay: bool) -> None:
+def release_keeper(keeper: Keeper, *, stay: bool) -> None:
     """Closes a keeper; a process is to ``stay``, or not, with what it has in memory."""
     if isinstance(keeper, RemoteKeeper):
         keeper.close(stay=stay)

@@ -19,13 +19,13 @@ from everstep.restore.relaid.old_logs import InMemory
 from everstep.seams import Seams
 from everstep.trainer.attach.attach import attach_to
 
-__all__ = ["left_by_a_move", "left_logs", "left_with_keeper"]
+__all__ = ["orphaned_by_move", "orphaned_logs", "orphaned_state"]
 
 _log = logging.getLogger("everstep")
 _ARENA_BYTES = 1 << 16  # nothing is captured into it
 
 
-def left_logs(
+def orphaned_logs(
     run: PurePath, run_id: str, rank: int, near: Collection[int], seams: Seams, *, timeout_s: float
 ) -> InMemory:
     """What this rank looks at of them: the ranks of a machine share them out. One that cannot be
@@ -48,7 +48,7 @@ def left_logs(
     return InMemory(found, tuple(held))
 
 
-def left_with_keeper(
+def orphaned_state(
     run: PurePath, run_id: str, rank: int, seams: Seams, *, timeout_s: float
 ) -> Recalled:
     """What the keeper of a process that trained before has of this very rank, for one that makes
@@ -59,7 +59,7 @@ def left_with_keeper(
     return Recalled()
 
 
-def left_by_a_move(
+def orphaned_by_move(
     run: PurePath, run_id: str, rank: int, seams: Seams, *, timeout_s: float
 ) -> Recalled:
     """Return what a keeper has of this rank that knows the run by a path where it is no more: the

@@ -33,7 +33,7 @@ from everstep.seams.network.sockets import close_descriptors
 from everstep.seams.processes.conditions import Condition
 from everstep.seams.progress import progress
 from everstep.state.layout import ShardLayout
-from everstep.trainer.attach.requests import Asked, Replies, ask_to_wire
+from everstep.trainer.attach.requests import ReplicaRequests, Replies, base_request_to_wire
 
 __all__ = [
     "RemoteKeeper",
@@ -145,7 +145,7 @@ class RemoteKeeper:
         self._abandoned = set[int]()
         self._telling = threading.Lock()  # of captures
         self._log_layouts = LogLayouts(self._send)
-        self._asked = Asked(self._changed)
+        self._asked = ReplicaRequests(self._changed)
         self._rebuilding: dict[int, Callable[[bool], None]] = {}
         self.replica_step: int | None = None
         self.replica_applied = self.replica_bytes = 0
@@ -358,7 +358,7 @@ class RemoteKeeper:
             samples: of the state as it is now.
         """
         number = self._asked.number()
-        message = ask_to_wire(number, save.step, samples, exact=exact)
+        message = base_request_to_wire(number, save.step, samples, exact=exact)
         try:
             with self._changed:
                 if self.lost is not None:

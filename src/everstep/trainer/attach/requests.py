@@ -14,13 +14,13 @@ from everstep.seams.files.moving import Standstill
 from everstep.seams.network.sockets import close_descriptors
 
 __all__ = [
-    "Asked",
+    "ReplicaRequests",
     "Replies",
-    "ask_to_wire",
+    "base_request_to_wire",
 ]
 
 
-def ask_to_wire(
+def base_request_to_wire(
     number: int, step: int, samples: Sequence[Samples], *, exact: bool
 ) -> dict[str, Any]:
     """The message that asks for a base."""
@@ -33,7 +33,7 @@ def ask_to_wire(
     }
 
 
-class Asked:
+class ReplicaRequests:
     """Who waits for them.
 
     Args:

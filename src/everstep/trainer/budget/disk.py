@@ -7,21 +7,38 @@ these numbers; nor is a log that goes to disk, which is printed for itself.
 
 from __future__ import annotations
 
+import math
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import PurePath
 
 from rich.filesize import decimal
 
 from everstep.commit.peers import NEEDED_MAX
 from everstep.config.options import Options
+from everstep.errors import OutOfSpaceError
 from everstep.format.header import ShardIdentity
 from everstep.format.plan import plan_files
+from everstep.seams.files.filesystem import FileSystem
 from everstep.state.ranks.ranks import RankInfo
 from everstep.state.survey.survey import Shape
+from everstep.tiers.disk import storage_errors
 from everstep.tiers.options import TierOptions
-from everstep.tiers.rate import pace_s
+from everstep.trainer.budget.host_memory import mark_entries
 
-__all__ = ["Bounds", "bounds_of", "copies_announcement"]
+__all__ = [
+    "DAY_S",
+    "Bounds",
+    "DayMeter",
+    "Forecast",
+    "bounds_of",
+    "budget_in_words",
+    "check_disk_budget",
+    "free_bytes",
+    "interval_steps_within",
+    "log_step_bytes",
+]
 
 _RECORD_BYTES = 1024  # of a marker for one file; about 450 are used
 _RUN_BYTES = 8192  # run.json, and a few timelines
@@ -79,46 +96,6 @@ def bounds_of(
     return Bounds(host_bytes, peer_bytes, base_bytes, beside, disk_bytes, copies)
 
 
-def copies_announcement(
-    bounds: Bounds, places: Sequence[TierOptions], world: int, gradients_bytes: int
-) -> str:
-    """The line printed at start about copies: how many where, and what they take.
-
-    Args:
-        gradients_bytes: that the log of this rank takes in each step, residuals included; 0: not
-            known, as they are compressed.
-    """
-    said = [
-        f"{place.where}: keep {place.keep}, up to {decimal(size_bytes)}"
-        f"{_log_announcement(place, gradients_bytes)}{_cap_announcement(place, world)}"
-        for place, (_, size_bytes) in zip(places, bounds.copies, strict=True)
-    ]
-    of = "" if world == 1 else " of this rank"
-    return f"copies{of} in {'; in '.join(said)}"
-
-
-def _log_announcement(place: TierOptions, gradients_bytes: int) -> str:
-    if place.log == "none":
-        return ""
-    size_bytes = gradients_bytes
-    how = "whole"
-    if place.log == "adaptive":  # of a large gradient: float16 values and int32 indices, of four
-        how = "lossy"
-        size_bytes = round(gradients_bytes * place.log_ratio * 6 / 4)
-    about = f", about {decimal(size_bytes)} in each step" if size_bytes else ""
-    return f", and the log behind them, {how}{about}"
-
-
-def _cap_announcement(place: TierOptions, world: int) -> str:
-    cap = place.objects_per_hour
-    part = place.of_rank(world).objects_per_hour
-    if cap is None:
-        return ""
-    whose = "" if world == 1 else f" by all {world} ranks, {part} by this one"
-    pace = "" if place.log == "none" else f" (a segment of the log every {pace_s(part):.0f} s)"
-    return f", at most {cap} objects an hour{whose}{pace}"
-
-
 def _base_bytes(shape: Shape, ranks: RankInfo) -> int:
     identity = ShardIdentity("0" * 32, 0, 0, 0, ranks.rank, ranks.world, True)
     files = plan_files(identity, shape.entries, shape.aliases, shape.objects_bytes)
@@ -126,3 +103,135 @@ def _base_bytes(shape: Shape, ranks: RankInfo) -> int:
     marker = _RECORD_BYTES * max(1, len(files))
     # The marker, and the manifest, which has those of all ranks.
     return sum(file.size_bytes for file in files) + drift + (2 + ranks.world) * marker
+
+
+DAY_S = 86_400.0
+
+
+_SLOT_S = 600.0
+
+
+_NEVER_STEPS = 1 << 62
+
+
+_STEP_BYTES = 16384  # random states, and what says what the records of a step are
+
+
+def check_disk_budget(
+    options: Options,
+    run: PurePath,
+    base_bytes: int,
+    *,
+    beside: int = 1,
+    step_bytes: int = 0,
+    other_bytes: int = 0,
+) -> None:
+    """Refuses a base that does not fit the budget beside those to keep, and their log.
+
+    Args:
+        base_bytes: of one, as files.
+        beside: bases that are there before the oldest goes, beyond those to keep.
+        step_bytes: of a step of the log on disk, at most; the log behind each base is there, of as
+            many steps as are between two, or, where that is not given in steps, of at least two.
+        other_bytes: what else is there.
+
+    Raises:
+        OutOfSpaceError: with the number of bytes, of bases, or of steps that would fit.
+    """
+    budget = options.budget.disk_bytes
+    bases = options.keep + beside
+    steps = (options.every.steps or 2) * options.method.disk_every if step_bytes else 0
+    each = base_bytes + steps * step_bytes
+    need = bases * each + other_bytes
+    if budget is None or need <= budget:
+        return
+    log = f", and behind each a log of {_steps(steps)}," if steps else ""
+    fit = (budget - other_bytes) // each - beside
+    instead = [f"Budget(disk_bytes={need})", *([f"keep={fit}"] if fit > 0 else [])]
+    if options.every.steps is not None and steps:
+        left = (budget - other_bytes) // bases - base_bytes
+        every = left // (step_bytes * options.method.disk_every)
+        instead += [f"every={every}"] if every > 0 else []
+    raise OutOfSpaceError(
+        f"{options.keep} bases to keep and {'one' if beside == 1 else beside} being written{log} "
+        f"take {need} bytes, the budget is {budget}",
+        path=run,
+        hint=", or ".join(instead),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Forecast:
+    """What a run writes to disk in a day of training.
+
+    Attributes:
+        bases_bytes, log_bytes: by bases, and by a log that goes to disk.
+    """
+
+    bases_bytes: float
+    log_bytes: float
+
+    @property
+    def total_bytes(self) -> float:
+        return self.bases_bytes + self.log_bytes
+
+    @property
+    def in_words(self) -> str:
+        """``"bases of 4.6 GB and a log of 33.0 GB"``."""
+        bases = decimal(round(self.bases_bytes))
+        log = decimal(round(self.log_bytes))
+        return f"bases of {bases}" + (f" and a log of {log}" if self.log_bytes else "")
+
+
+class DayMeter:
+    """How much of a growing total falls into the last 24 hours; never too little."""
+
+    def __init__(self) -> None:
+        self._slots: deque[tuple[float, int]] = deque()  # when each began, and the total then
+        self._total = 0
+
+    def reached(self, now_s: float, total: int) -> None:
+        """The total is now so large."""
+        if not self._slots or now_s - self._slots[-1][0] >= _SLOT_S:
+            self._slots.append((now_s, self._total))
+        self._total = max(self._total, total)
+
+    def last_day_bytes(self, now_s: float) -> int:
+        """Of the last day, and at most ten minutes more."""
+        while len(self._slots) > 1 and self._slots[1][0] <= now_s - DAY_S:
+            self._slots.popleft()
+        return self._total - self._slots[0][1] if self._slots else 0
+
+
+def interval_steps_within(bytes_per_day: float, base_bytes: int, step_s: float) -> int:
+    """The fewest steps between bases whose writes stay within ``bytes_per_day``."""
+    if bytes_per_day <= 0:
+        return _NEVER_STEPS
+    return min(_NEVER_STEPS, max(1, math.ceil(base_bytes * DAY_S / (step_s * bytes_per_day))))
+
+
+def budget_in_words(options: Options) -> str:
+    """The daily write budget: ``"budget of 40.0 GB a day"``."""
+    budget = options.budget.write_bytes_per_day
+    return "no daily budget" if budget is None else f"budget of {decimal(budget)} a day"
+
+
+def _steps(count: int) -> str:
+    return "one step" if count == 1 else f"{count} steps"
+
+
+def log_step_bytes(shape: Shape, recorded_bytes: int) -> int:
+    """What a step takes in a log on disk, at most: what is recorded, what its mark holds besides,
+    objects and random states included, and what says what they are."""
+    entries = sum(entry.size_bytes for entry in mark_entries(shape))
+    return recorded_bytes + entries + sum(shape.objects_bytes.values()) + _STEP_BYTES
+
+
+def free_bytes(filesystem: FileSystem, run: PurePath) -> int:
+    """Of the disk of a run.
+
+    Raises:
+        StorageError
+    """
+    with storage_errors("look at the disk", run):
+        return filesystem.free_bytes(run)

@@ -25,10 +25,10 @@ from everstep.state.survey.survey import Shape
 from everstep.state.values.objects import join_path
 from everstep.state.values.tensors import stored_form
 
-__all__ = ["behind_first_update"]
+__all__ = ["shape_after_first_update"]
 
 
-def behind_first_update(state: State, shape: Shape) -> tuple[Shape, bool]:
+def shape_after_first_update(state: State, shape: Shape) -> tuple[Shape, bool]:
     """The shape of what this rank writes when every optimizer has made an update, and whether that
     is all: what classes that are not torch's own will keep is not known.
 

@@ -2,56 +2,41 @@
 
 from __future__ import annotations
 
-import math
-from collections import deque
 from collections.abc import Iterable
-from dataclasses import dataclass
-from pathlib import PurePath
 
 import torch
-from rich.filesize import decimal
 
 from everstep.arena import PAGE_BYTES
 from everstep.arena.memory import CONTROL_BYTES, PROGRESS_WORDS
-from everstep.config.options import History, Options
+from everstep.commit.peers import peer_of
+from everstep.config.options import Options
 from everstep.errors import OutOfSpaceError
 from everstep.link.record_memory import RECORD_BYTES
 from everstep.seams.machine import file_bytes_max, memory_available_bytes
 from everstep.state.entries import Entry
 from everstep.state.layout import plan_shards
 from everstep.state.ranks.dtensors import local_of
+from everstep.state.ranks.ranks import RankInfo
 from everstep.state.survey.survey import Shape, is_reserved
+from everstep.tiers.options import PeerOptions
 
 __all__ = [
-    "DAY_S",
-    "DayMeter",
-    "Forecast",
-    "announcement",
     "arena_budget_bytes",
     "base_memory_bytes",
     "bases_in_flight_max",
-    "budget_in_words",
-    "check_disk_budget",
     "check_multistep_budget",
     "gradients_of",
     "host_budget_bytes",
-    "interval_steps_within",
     "log_budget_bytes",
-    "log_step_bytes",
     "mark_memory_bytes",
-    "marks_announcement",
     "own_budget_bytes",
+    "peer_bytes",
+    "peer_log_bytes",
     "replica_budget_bytes",
 ]
 
-DAY_S = 86_400.0
-_SLOT_S = 600.0
-_NEVER_STEPS = 1 << 62
 _IN_FLIGHT_MIN = 2
 _QUEUE_BYTES = 64 << 20
-_MARKED_MIN_BYTES = 1 << 20
-_PLAIN_SHARE = 10  # of gradients; less plain data is not worth a word
-_STEP_BYTES = 16384  # random states, and what says what the records of a step are
 
 
 def base_memory_bytes(shape: Shape) -> int:
@@ -209,109 +194,6 @@ def log_budget_bytes(arena_bytes: int, state_bytes: int) -> int:
     return max(arena_bytes - 2 * state_bytes, (arena_bytes - state_bytes) // 2)
 
 
-def check_disk_budget(
-    options: Options,
-    run: PurePath,
-    base_bytes: int,
-    *,
-    beside: int = 1,
-    step_bytes: int = 0,
-    other_bytes: int = 0,
-) -> None:
-    """Refuses a base that does not fit the budget beside those to keep, and their log.
-
-    Args:
-        base_bytes: of one, as files.
-        beside: bases that are there before the oldest goes, beyond those to keep.
-        step_bytes: of a step of the log on disk, at most; the log behind each base is there, of as
-            many steps as are between two, or, where that is not given in steps, of at least two.
-        other_bytes: what else is there.
-
-    Raises:
-        OutOfSpaceError: with the number of bytes, of bases, or of steps that would fit.
-    """
-    budget = options.budget.disk_bytes
-    bases = options.keep + beside
-    steps = (options.every.steps or 2) * options.method.disk_every if step_bytes else 0
-    each = base_bytes + steps * step_bytes
-    need = bases * each + other_bytes
-    if budget is None or need <= budget:
-        return
-    log = f", and behind each a log of {_steps(steps)}," if steps else ""
-    fit = (budget - other_bytes) // each - beside
-    instead = [f"Budget(disk_bytes={need})", *([f"keep={fit}"] if fit > 0 else [])]
-    if options.every.steps is not None and steps:
-        left = (budget - other_bytes) // bases - base_bytes
-        every = left // (step_bytes * options.method.disk_every)
-        instead += [f"every={every}"] if every > 0 else []
-    raise OutOfSpaceError(
-        f"{options.keep} bases to keep and {'one' if beside == 1 else beside} being written{log} "
-        f"take {need} bytes, the budget is {budget}",
-        path=run,
-        hint=", or ".join(instead),
-    )
-
-
-@dataclass(frozen=True, slots=True)
-class Forecast:
-    """What a run writes to disk in a day of training.
-
-    Attributes:
-        bases_bytes, log_bytes: by bases, and by a log that goes to disk.
-    """
-
-    bases_bytes: float
-    log_bytes: float
-
-    @property
-    def total_bytes(self) -> float:
-        return self.bases_bytes + self.log_bytes
-
-    @property
-    def in_words(self) -> str:
-        """``"bases of 4.6 GB and a log of 33.0 GB"``."""
-        bases = decimal(round(self.bases_bytes))
-        log = decimal(round(self.log_bytes))
-        return f"bases of {bases}" + (f" and a log of {log}" if self.log_bytes else "")
-
-
-class DayMeter:
-    """How much of a growing total falls into the last 24 hours; never too little."""
-
-    def __init__(self) -> None:
-        self._slots: deque[tuple[float, int]] = deque()  # when each began, and the total then
-        self._total = 0
-
-    def reached(self, now_s: float, total: int) -> None:
-        """The total is now so large."""
-        if not self._slots or now_s - self._slots[-1][0] >= _SLOT_S:
-            self._slots.append((now_s, self._total))
-        self._total = max(self._total, total)
-
-    def last_day_bytes(self, now_s: float) -> int:
-        """Of the last day, and at most ten minutes more."""
-        while len(self._slots) > 1 and self._slots[1][0] <= now_s - DAY_S:
-            self._slots.popleft()
-        return self._total - self._slots[0][1] if self._slots else 0
-
-
-def interval_steps_within(bytes_per_day: float, base_bytes: int, step_s: float) -> int:
-    """The fewest steps between bases whose writes stay within ``bytes_per_day``."""
-    if bytes_per_day <= 0:
-        return _NEVER_STEPS
-    return min(_NEVER_STEPS, max(1, math.ceil(base_bytes * DAY_S / (step_s * bytes_per_day))))
-
-
-def budget_in_words(options: Options) -> str:
-    """The daily write budget: ``"budget of 40.0 GB a day"``."""
-    budget = options.budget.write_bytes_per_day
-    return "no daily budget" if budget is None else f"budget of {decimal(budget)} a day"
-
-
-def _steps(count: int) -> str:
-    return "one step" if count == 1 else f"{count} steps"
-
-
 def gradients_of(optimizers: Iterable[torch.optim.Optimizer]) -> tuple[int, int]:
     """How many elements of parameters are here, and the bytes of all their gradients that may be
     there."""
@@ -324,120 +206,58 @@ def gradients_of(optimizers: Iterable[torch.optim.Optimizer]) -> tuple[int, int]
     )
 
 
-def announcement(
-    options: Options,
-    whose: str,
-    state_bytes: int,
-    host_bytes: int,
-    gradients: tuple[int, int] = (0, 0),
-    *,
-    disk_bytes: int,
-    memory_bytes: int = 0,
-    plain_bytes: int = 0,
-    residual_bytes: int = 0,
-    static_bytes: int = 0,
-    is_all: bool = True,
-    parks: bool = True,
-) -> str:
-    """The line printed at start: what was chosen, and what it will take.
-
-    Args:
-        whose: the run, and which rank of several.
-        gradients: as :func:`gradients_of` says; those of a step are what a dense log records.
-        disk_bytes: of all bases at once, their records included.
-        memory_bytes: of host memory for a base.
-        plain_bytes: of plain data, which each base and each step of a log holds.
-        residual_bytes: of error feedback, which each step mark of a log holds.
-        static_bytes: of entries that never change, which bases link to once they are written.
-        is_all: False: optimizers may make more state in their first step.
-        parks: captures that are not due are held, too, where every step is captured.
-    """
-    parameters, gradient_bytes = gradients
-    when = options.every.in_words
-    state = decimal(state_bytes)
-    if parameters:
-        each = state_bytes / parameters
-        shown = f"{each:.0f}" if each >= 1000 else f"{each:.3g}"
-        state += f"{'' if is_all else ' at the start'} ({shown} bytes per parameter)"
-    log = "compressed gradients"
-    if options.method.log == "dense":
-        log = f"{decimal(gradient_bytes)} of gradients"
-    if residual_bytes:
-        log += f" and {decimal(residual_bytes)} of residuals"
-    if plain_bytes > gradient_bytes // _PLAIN_SHARE:
-        log += f" and {decimal(plain_bytes)} of plain data"
-    host = "a few chunks"
-    if options.method.base != "sync":
-        host = f"{decimal(state_bytes)} per base in flight"
-        if options.method.base != "checkfreq":  # there it is one
-            most = bases_in_flight_max(options, memory_bytes)
-            host += "" if most is None else f", {most} at most"
-        if options.is_scheduled and parks:
-            when = f"a capture every step, durable {when}"
-            host = f"{decimal(2 * state_bytes)}, {decimal(3 * state_bytes)} while a base is written"
-        if options.logs:
-            both = "a base and its replica" if options.has_replica else "two bases"
-            host = f"{decimal(2 * state_bytes)} for {both} and {log} for each step since"
-        if options.is_multistep:
-            host += f" and up to half of {decimal(gradient_bytes)} of gradients for each part"
-        host += f" (budget {decimal(host_bytes)})"
-    written = f"{decimal(state_bytes - static_bytes)} per base"
-    if static_bytes:
-        written += f", {decimal(static_bytes)} of static entries once"
-    if options.leaves_bases_fuzzy:
-        written += f" and up to half of {decimal(gradient_bytes)} of gradients for each part"
-    if options.log_on_disk:
-        batch = "batch_steps=auto" if options.batch_auto else str(options.log.batch_first)
-        written += f", {log} per step, in segments of {batch}"
-    disk = decimal(disk_bytes)
-    if options.budget.disk_bytes is not None:
-        of = " for bases, the log has the rest of" if options.log_on_disk else " of"
-        disk += f"{of} a budget of {decimal(options.budget.disk_bytes)}"
-    elif options.log_on_disk:
-        disk += " and the log"
-        if History.parse(options.log.history).is_more:
-            disk += f" with its bases (history={options.log.history!r})"
-    return (
-        f"everstep: {whose}: {options.method_name}, {when}, keep {options.keep}; state {state}; "
-        f"host memory {host}; disk up to {disk}, written "
-        f"{written} ({budget_in_words(options)})"
-    )
-
-
-def log_step_bytes(shape: Shape, recorded_bytes: int) -> int:
-    """What a step takes in a log on disk, at most: what is recorded, what its mark holds besides,
-    objects and random states included, and what says what they are."""
-    entries = sum(entry.size_bytes for entry in _in_marks(shape))
-    return recorded_bytes + entries + sum(shape.objects_bytes.values()) + _STEP_BYTES
-
-
 def mark_memory_bytes(shape: Shape) -> int:
     """What the mark of a step takes of host memory, in a log of a state of this shape."""
-    entries_bytes = sum(entry.size_bytes for entry in _in_marks(shape))
+    entries_bytes = sum(entry.size_bytes for entry in mark_entries(shape))
     return _pages_bytes(entries_bytes) + sum(shape.objects_bytes.values()) + RECORD_BYTES
 
 
-def _in_marks(shape: Shape) -> list[Entry]:
+def mark_entries(shape: Shape) -> list[Entry]:
     """What each step mark holds in full, but for what everstep keeps itself."""
     owners = shape.owners  # not of what the first update is expected to make
     marked = {name for name, one in owners.items() if one.in_marks and not is_reserved(name)}
     return [entry for entry in shape.entries if entry.name in marked]
 
 
-def marks_announcement(shape: Shape, recorded_bytes: int) -> str | None:
-    """The line that follows where each step mark of a log holds much besides, as of models that
-    are frozen for the most part; None where that is less than what is recorded anyway.
+_SLACK_BYTES = CONTROL_BYTES + (1 << 20)
+
+
+def peer_bytes(peers: PeerOptions | None, info: RankInfo, host_bytes: int, state_bytes: int) -> int:
+    """What copies of other ranks may take of the host memory here (two states of one's own,
+    and two of another rank).
 
     Args:
-        recorded_bytes: of a step: gradients, and residuals, which marks hold, too.
+        host_bytes: for captured state, all in all.
+
+    Raises:
+        OutOfSpaceError: nothing would be left for a base of this rank, with the number.
     """
-    held = _in_marks(shape)
-    size_bytes = sum(entry.size_bytes for entry in held)
-    if size_bytes < max(_MARKED_MIN_BYTES, recorded_bytes):
-        return None
-    largest = max(held, key=lambda entry: entry.size_bytes)
-    return (
-        f"each step of the log holds {decimal(size_bytes)} besides, which no optimizer updates "
-        f'({largest.name!r} is the largest): static=["name/*"] for what never changes, '
-        'declared={"name/*": function} for what a function of the program updates'
-    )
+    if peers is None or not peer_sources(info):
+        return 0
+    found = host_bytes // 2 if peers.host_bytes is None else int(peers.host_bytes)
+    if host_bytes - found < state_bytes:
+        need = 2 * state_bytes if peers.host_bytes is None else found + state_bytes
+        raise OutOfSpaceError(
+            f"copies of other ranks may take {found} of {host_bytes} bytes of host memory, and a "
+            f"base of this one takes {state_bytes}",
+            rank=info.rank,
+            hint=f"Budget(host_bytes={need}) or more, or a smaller PeerOptions(host_bytes=)",
+        )
+    return found
+
+
+def peer_log_bytes(info: RankInfo, held_bytes: int, base_bytes: int) -> int:
+    """What logs of other ranks may take of the memory for copies: what two bases of each of these
+    ranks leave, and a half at most.
+
+    Args:
+        base_bytes: of a base of this rank, with its records; those of others may be larger by a
+            quarter.
+    """
+    one = base_bytes + base_bytes // 4 + _SLACK_BYTES
+    left = held_bytes - 2 * len(peer_sources(info)) * one
+    return max(0, min(held_bytes // 2, left)) // PAGE_BYTES * PAGE_BYTES
+
+
+def peer_sources(info: RankInfo) -> list[int]:
+    return [rank for rank in range(len(info.nodes)) if peer_of(info.nodes, rank) == info.rank]

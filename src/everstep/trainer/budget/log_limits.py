@@ -7,10 +7,15 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from everstep.config.options import Options
-from everstep.errors import OutOfSpaceError
+from everstep.errors import KeeperError, OutOfSpaceError
 from everstep.trainer.budget.host_memory import log_budget_bytes
 
-__all__ = ["LogLimits", "gave_way", "too_large"]
+__all__ = [
+    "LogLimits",
+    "log_dropped",
+    "log_dropped_early",
+    "too_large",
+]
 
 _MEMORY_SHARE = 4  # one segment takes at most this part of the memory of the log
 _DISK_SHARE = 2  # and at most this part of the bytes allowed between two bases
@@ -126,11 +131,23 @@ def too_large(need_bytes: int, most_bytes: int) -> OutOfSpaceError:
     )
 
 
-def gave_way(step: int | None) -> OutOfSpaceError:
+def log_dropped(step: int | None) -> OutOfSpaceError:
     """The log was let go of, up to this step."""
     return OutOfSpaceError(
         "the log was let go of, as a base of the state has no room beside it any more: until that "
         "is durable a crash goes back to the base before",
         step=step,
         hint="a larger Budget(host_bytes=), or less plain data in the state",
+    )
+
+
+def log_dropped_early(step: int) -> KeeperError:
+    """What is told when the log has no memory to wait for the peers."""
+    return KeeperError(
+        f"the log up to step {step} was let go before the base of that step is whole with all "
+        "peers: there is no host memory for more of it",
+        step=step,
+        tier="peer",
+        hint="a node that is lost until then takes all ranks back to an older base; more "
+        "Budget(host_bytes=), a shorter every=, or a larger PeerOptions(bytes_per_s=)",
     )

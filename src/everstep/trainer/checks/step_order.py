@@ -21,12 +21,12 @@ from everstep.state.ranks.dtensors import is_dtensor, local_of
 from everstep.state.ranks.fsdp import unreduced_gradients
 
 __all__ = [
-    "Accumulated",
-    "Scalers",
+    "PendingGradients",
+    "PendingScalers",
 ]
 
 
-class Accumulated:
+class PendingGradients:
     """Looks at gradients where a step ends in which nothing was updated, and at the same once more
     at the next mark of that kind, or before the next update. At other steps it does nothing.
 
@@ -49,7 +49,7 @@ class Accumulated:
         modules = (one for one in state.providers.values() if isinstance(one, ModuleProvider))
         self._modules = [one.outer for one in modules]
         self._waiting: dict[str, _Gradient] = {}
-        self._watched: set[str] = set()
+        self._state_watch: set[str] = set()
         self._told = False
 
     def marked(self, step: int) -> None:
@@ -67,7 +67,7 @@ class Accumulated:
                 return
             if (found := _Gradient.of(optimizer, step, self._writes_max)) is not None:
                 self._waiting[key] = found
-                if key not in self._watched:
+                if key not in self._state_watch:
                     self._watch(key, optimizer)
 
     def _writes_max(self, parameter: torch.Tensor) -> int:
@@ -83,7 +83,7 @@ class Accumulated:
 
         look.looks_on = True  # type: ignore[attr-defined]
         self._updates.handles.append(optimizer.register_step_pre_hook(look))
-        self._watched.add(key)
+        self._state_watch.add(key)
 
     def _look(self, key: str, writes_min: int = 0) -> None:
         before = self._waiting.pop(key, None)
@@ -148,7 +148,7 @@ def _is_zero(gradient: torch.Tensor) -> bool:
     return own.layout == torch.strided and not bool(own.any())
 
 
-class Scalers:
+class PendingScalers:
     """The scalers of a state, looked at where a step ends.
 
     Args:

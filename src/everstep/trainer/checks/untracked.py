@@ -44,10 +44,10 @@ from everstep.state.ranks.dtensors import local_of
 from everstep.state.values.tensors import why_not_storable
 
 __all__ = [
-    "Schedules",
-    "Strangers",
+    "UntrackedOptimizers",
+    "UntrackedSchedulers",
+    "belongs_to_state",
     "is_held",
-    "is_ours",
     "kind_of",
 ]
 
@@ -78,7 +78,7 @@ class _Stranger:
     consumes: bool = False
 
 
-class Strangers:
+class UntrackedOptimizers:
     """The optimizers of the process, as far as they concern a state.
 
     Args:
@@ -198,7 +198,7 @@ class Strangers:
             strangers.pop(key, None)
 
         alive = weakref.ref(optimizer, gone)
-        ours = is_ours(optimizer, self._state)
+        ours = belongs_to_state(optimizer, self._state)
         found = None if ours else self._updates_ours(optimizer)
         ours = ours or (found is not None and is_held(optimizer, self._state))
         if found is None or ours:
@@ -229,7 +229,7 @@ def _uncompiled(look: Callable[[Optimizer], None], optimizer: Optimizer) -> None
     look(optimizer)
 
 
-def is_ours(optimizer: Optimizer, state: State) -> bool:
+def belongs_to_state(optimizer: Optimizer, state: State) -> bool:
     """Return whether it is an optimizer of the state, or within one of these: what it keeps is
     saved with the outer one's then, or it is said at the start that it is not."""
     for one in state.optimizers.values():
@@ -282,7 +282,7 @@ def _any_gradient(parameters: Iterable[torch.Tensor]) -> bool:
 _log = logging.getLogger("everstep")
 
 
-class Schedules:
+class UntrackedSchedulers:
     """The schedulers of the process, as far as they concern a state.
 
     torch keeps no list of the schedulers of an optimizer, so what refers to the optimizer is
@@ -312,7 +312,11 @@ class Schedules:
         self._marks = 0  # since the start
         for key, scheduler in self._parts():
             driven = unwrapped(scheduler.optimizer)
-            if state.optimizers and not is_ours(driven, state) and not is_held(driven, state):
+            if (
+                state.optimizers
+                and not belongs_to_state(driven, state)
+                and not is_held(driven, state)
+            ):
                 why = f"{key!r} drives an optimizer that is in no part of the state"
                 state.strangers.append(f"{why} ({kind_of(driven)})")
                 _log.warning(

@@ -53,10 +53,9 @@ from everstep.state.ranks.apart import Apart
 from everstep.state.ranks.ranks import ONE_RANK, RankInfo
 from everstep.tiers.disk import create_exclusive, ensure_dirs, remove_if_there, storage_errors
 from everstep.tiers.options import PeerOptions, TierOptions
-from everstep.trainer.attach.orphaned_keepers import left_logs
+from everstep.trainer.attach.orphaned_keepers import orphaned_logs
 from everstep.trainer.job.copies import open_places
 from everstep.trainer.job.option_check import (
-    options_to_say,
     refuse_errors,
     refuse_other_calls,
     refuse_other_options,
@@ -64,17 +63,18 @@ from everstep.trainer.job.option_check import (
     refuse_unsupported,
     same_as_copies,
     same_run,
+    shared_options,
 )
-from everstep.trainer.job.peering import node_to_say, nodes_said, refuse_lonely
+from everstep.trainer.job.peer_nodes import node_name, node_names, refuse_peer_without_ranks
 
 __all__ = [
     "Job",
     "KeeperOfRank",
-    "heard_apart",
-    "job_of",
-    "open_together",
-    "said_apart",
-    "tell_of_parted",
+    "apply_own_parameters",
+    "join_job",
+    "own_parameters_message",
+    "prepare_run",
+    "warn_of_different_layers",
 ]
 
 _log = logging.getLogger("everstep")
@@ -147,7 +147,7 @@ class Job:
         mine: dict[str, Any] = {"name": uuid.uuid4().hex, "run": None, "error": None}
         mine["host"] = platform.node()
         mine["tiers"] = [tier.where for tier in tiers]
-        mine["node"], mine["options"] = node_to_say(peers), dict(options or {})
+        mine["node"], mine["options"] = node_name(peers), dict(options or {})
         mine["memory"] = memory_name(mine["node"])
         failed: EverstepError | None = None
         try:
@@ -165,7 +165,7 @@ class Job:
         refuse_errors(found, rank)
         refuse_other_options(found, rank)
         self._fetches = any(said["node"] for said in found)
-        nodes = nodes_said(found, rank, if_there=peers is not None and peers.if_there)
+        nodes = node_names(found, rank, if_there=peers is not None and peers.if_there)
         run_id = self._run_id = same_run(found, rank)
         self._open_copies(copies, found, run_id)
         with storage_errors("open the run folder", run, rank=rank):
@@ -205,8 +205,8 @@ class Job:
         me = self.info.rank
         memory = self._memories
         near = [other for other, name in enumerate(memory) if name == memory[me]]
-        with self.telling():
-            left = left_logs(run, self._run_id, me, near, seams, timeout_s=timeout_s)
+        with self.reporting_failure():
+            left = orphaned_logs(run, self._run_id, me, near, seams, timeout_s=timeout_s)
         left = replace(left, held=(*recalled.logs, *left.held))
         mine = seams, run, state, ring, recalled.records
         log = RankLog(*mine, strict=strict, timeout_s=timeout_s, left=left)
@@ -250,7 +250,7 @@ class Job:
             else f"call resume({'' if step is None else step})"
         )
         with contextlib.ExitStack() as opened:
-            with self.telling():
+            with self.reporting_failure():
                 if step is None:
                     with storage_errors("resume", run, rank=self.info.rank):
                         refuse_unreachable(scan_run(seams.filesystem, run))
@@ -319,7 +319,7 @@ class Job:
                 compare=None if all(said["strict"] for said in found) else compare,
             )
             # Behind this every rank knows the end: until then rank 0 may still wait for our answer.
-            back = told_back(resumed) | said_apart(state.apart)
+            back = told_back(resumed) | own_parameters_message(state.apart)
             back["buckets"] = [] if resumed.base is None else state.buckets.wishes()
             resumed = with_ranks(resumed, said := self._say("tell what was read", back))
             if resumed.base is not None:
@@ -327,7 +327,7 @@ class Job:
                 rebuild = partial(state.buckets.rebuild, [one["buckets"] for one in said])
                 resumed = doubted(resumed, self._together(rebuild, "rehearse a backward of DDP"))
             self._apart = state.apart
-            (self._parts, _) = heard_apart(state.apart, said)
+            (self._parts, _) = apply_own_parameters(state.apart, said)
             state.apart.began()
             if self._copies is not None:
                 self._copies.forget()
@@ -337,7 +337,7 @@ class Job:
         return resumed
 
     @contextlib.contextmanager
-    def telling(self) -> Iterator[None]:
+    def reporting_failure(self) -> Iterator[None]:
         """Around what a rank does before it meets the others at a start: if it fails, they are
         told why, and do not wait for it."""
         try:
@@ -389,7 +389,7 @@ class Job:
         """:meth:`.Group.begin_any`, of all ranks at the same steps."""
         return self._group.begin_any(what, mine)
 
-    def agree_on_own(self, step: int) -> bool:
+    def agree_on_own_parameters(self, step: int) -> bool:
         """All ranks take a base of ``step``: what one of them has of its own, all have. Returns
         whether that was news to this one.
 
@@ -398,9 +398,9 @@ class Job:
         """
         if not self._parts or self._apart is None:
             return False
-        said = self._say(f"take a base of step {step}", said_apart(self._apart))
-        tell_of_parted(said, step)
-        return heard_apart(self._apart, said)[1]
+        said = self._say(f"take a base of step {step}", own_parameters_message(self._apart))
+        warn_of_different_layers(said, step)
+        return apply_own_parameters(self._apart, said)[1]
 
     def _seat(self, session: str, keepers: tuple[tuple[str, int], ...], choice: Choice) -> Seat:
         """What is only in copies in part is nothing that the disks' retention may rest on, and
@@ -478,7 +478,7 @@ class Job:
                 raise failed_there(StartFailed(rank, said["error"]), self.info.rank, run)
 
 
-def job_of(seams: Seams, timeout_s: float) -> Job | None:
+def join_job(seams: Seams, timeout_s: float) -> Job | None:
     """The job that this process is a rank of; None: it trains alone.
 
     Raises:
@@ -497,7 +497,7 @@ def job_of(seams: Seams, timeout_s: float) -> Job | None:
     return None if group is None else Job(group, timeout_s)
 
 
-def open_together(
+def prepare_run(
     job: Job | None,
     options: Options,
     seams: Seams,
@@ -518,9 +518,9 @@ def open_together(
     """
     refuse_unsupported(ONE_RANK if job is None else job.info, options, tiers)
     if job is None:
-        refuse_lonely(peers)
+        refuse_peer_without_ranks(peers)
         return ONE_RANK, lambda: open_run_folder(seams.filesystem, run).run or ""
-    run_id = job.open_run(seams, run, tiers, peers, options_to_say(options))
+    run_id = job.open_run(seams, run, tiers, peers, shared_options(options))
     refuse_unaudited(job.info, options)
     computed = options.has_replica or options.is_multistep  # by a keeper, or at recovery
     return replace(job.info, followed=computed, logged=options.logs), lambda: run_id
@@ -537,19 +537,19 @@ def _probe(name: str, rank: int) -> str:
 _LISTED = 3
 
 
-def said_apart(apart: Apart) -> dict[str, Any]:
+def own_parameters_message(apart: Apart) -> dict[str, Any]:
     """What a rank says."""
     return {"own": apart.names(), "parts": not apart.is_empty}
 
 
-def heard_apart(apart: Apart, said: Sequence[Mapping[str, Any]]) -> tuple[bool, bool]:
+def apply_own_parameters(apart: Apart, said: Sequence[Mapping[str, Any]]) -> tuple[bool, bool]:
     """Goes by what all ranks have said: whether one of them has any that DDP does not reduce, and
     whether that was news to this one."""
     news = apart.agree(name for one in said for name in one["own"])
     return any(one["parts"] for one in said), news
 
 
-def tell_of_parted(said: Sequence[Mapping[str, Any]], step: int) -> None:
+def warn_of_different_layers(said: Sequence[Mapping[str, Any]], step: int) -> None:
     """Ranks train different layers, which DDP cannot know."""
     each = [set(one["own"]) for one in said]
     if parted := sorted(set.union(*each) - set.intersection(*each)):

@@ -22,9 +22,9 @@ from everstep.run.decide import refuse_unreachable
 from everstep.run.scan import scan_run
 from everstep.seams import Seams
 from everstep.state.image import State
-from everstep.trainer.attach.orphaned_keepers import left_logs
+from everstep.trainer.attach.orphaned_keepers import orphaned_logs
 
-__all__ = ["resume_behind_several"]
+__all__ = ["resume_from_several_ranks"]
 
 _RANK = 0
 _DISKS = ("0",)
@@ -46,7 +46,7 @@ class _Nobody:
     def close(self) -> None: ...
 
 
-def resume_behind_several(
+def resume_from_several_ranks(
     seams: Seams,
     run: PurePath,
     run_id: str,
@@ -81,7 +81,7 @@ def resume_behind_several(
         copies = Copies(both.tiers, run)
         seams = dataclasses.replace(seams, filesystem=both.local)
     load = loader(state, ring, strict=strict, timeout_s=timeout_s, on_touch=on_touch)
-    left = left_logs(run, run_id, _RANK, [_RANK], seams, timeout_s=timeout_s)
+    left = orphaned_logs(run, run_id, _RANK, [_RANK], seams, timeout_s=timeout_s)
     left = dataclasses.replace(left, held=(*recalled.logs, *left.held))
     mine = seams, run, state, ring, recalled.records
     log = RankLog(*mine, strict=strict, timeout_s=timeout_s, left=left)

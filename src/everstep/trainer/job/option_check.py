@@ -14,7 +14,6 @@ from everstep.state.ranks.ranks import RankInfo
 from everstep.tiers.options import TierOptions
 
 __all__ = [
-    "options_to_say",
     "refuse_errors",
     "refuse_other_calls",
     "refuse_other_options",
@@ -22,10 +21,11 @@ __all__ = [
     "refuse_unsupported",
     "same_as_copies",
     "same_run",
+    "shared_options",
 ]
 
 
-def options_to_say(options: Options) -> dict[str, str]:
+def shared_options(options: Options) -> dict[str, str]:
     """Options by which ranks do things together, as text. Not those that are of a rank's machine
     (cores, budgets, how its link is used and a segment is written), nor what it does with errors,
     nor how long it waits."""

@@ -29,7 +29,7 @@ from everstep.seams import Clock
 from everstep.seams.messages import say
 from everstep.trainer.attach.keepers import Keepers
 from everstep.trainer.base.saver import Saver
-from everstep.trainer.budget.host_memory import (
+from everstep.trainer.budget.disk import (
     DAY_S,
     DayMeter,
     Forecast,
@@ -38,7 +38,7 @@ from everstep.trainer.budget.host_memory import (
 )
 from everstep.trainer.budget.log_limits import LogLimits
 from everstep.trainer.log.recorder import Recorder
-from everstep.trainer.session.interval_vote import SLACK, Wish, interval_of
+from everstep.trainer.session.interval_vote import HYSTERESIS, IntervalProposal, agree_on_interval
 
 __all__ = ["ASK_EVERY", "FIRST_STEPS", "REPLAY_SHARE", "Cadence"]
 
@@ -124,7 +124,7 @@ class Cadence:
         self._recorded = 0
         self._batch_steps = options.log.batch_first
         self._told = False  # that bases exceed the budget
-        self._wish: Wish | None = None
+        self._wish: IntervalProposal | None = None
         self._before_base = 0  # bytes recorded before the last base that goes to disk
         self.interval_steps = options.every.steps
         self._foretells = recorder is not None or options.every != Every()
@@ -334,7 +334,7 @@ class Cadence:
             self._hold_log("with the bases that it needs it is more than the budget")
             least = self._interval_min(step_s)
             (most, full) = self._interval_max()
-        self._wish = Wish(wanted, why, least, most, full)
+        self._wish = IntervalProposal(wanted, why, least, most, full)
         if self._alone:
             self._take_over([self.says()])
 
@@ -344,7 +344,7 @@ class Cadence:
         if any(one["wish"] is None for one in said):
             return
         held = said[0]["interval_steps"]
-        new = interval_of([Wish(*one["wish"]) for one in said])
+        new = agree_on_interval([IntervalProposal(*one["wish"]) for one in said])
         if new.most is not None and new.least > new.most:
             self._tell_of_conflict(new.least, new.most, new.full)
         if new.stays(held):
@@ -397,7 +397,7 @@ class Cadence:
         if self._told or step_s is None or budget is None:
             return
         self._told = True
-        log_bytes = 2 * math.ceil(self._memory_step_bytes * least * (1 + SLACK))
+        log_bytes = 2 * math.ceil(self._memory_step_bytes * least * (1 + HYSTERESIS))
         host_bytes = self._limits.host_bytes_for(log_bytes) if "memory" in full else None
         more = "" if host_bytes is None else f"Budget(host_bytes={host_bytes}) or more, "
         day_bytes = math.ceil(self._base_bytes * DAY_S / (step_s * most))
@@ -474,7 +474,7 @@ class Cadence:
         """Clearly: what goes back and forth is of no use."""
         now_s = self._clock.monotonic_s()
         most = max(forecast.total_bytes, self._meter.last_day_bytes(now_s))
-        return most <= (1 - SLACK) * budget
+        return most <= (1 - HYSTERESIS) * budget
 
     def _meter_day(self, now_s: float) -> None:
         """What was written within a day counts, too, and not only what was foretold."""

@@ -7,20 +7,16 @@ import contextlib
 import logging
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import PurePath
-from typing import Any, NoReturn, Protocol
+from typing import Any
 
-from everstep.config.given import is_int, is_number
 from everstep.config.options import Options
 from everstep.errors import (
     DeadlineError,
     EverstepError,
     FencedError,
     KeeperError,
-    OptionError,
-    StateError,
-    UnavailableError,
 )
 from everstep.link.channel import BackgroundChannel
 from everstep.link.save import Save
@@ -29,127 +25,37 @@ from everstep.seams.messages import say, say_to
 from everstep.state.image import State
 from everstep.state.survey.survey import Survey
 from everstep.trainer.attach.keeper import Keeper
-from everstep.trainer.attach.keepers import Keepers, let_go
+from everstep.trainer.attach.keepers import Keepers, release_keeper
 from everstep.trainer.attach.remote import RemoteKeeper
 from everstep.trainer.base.calls import Calls
 from everstep.trainer.base.saver import Saver
 from everstep.trainer.log.recorder import Recorder
 from everstep.trainer.log.rooms import LogRooms
 from everstep.trainer.schedule.scheduled_saver import ScheduledSaver
-from everstep.trainer.session.components import Parts
-from everstep.trainer.session.replica_bases import Standby
-from everstep.trainer.session.state_watch import Watched
+from everstep.trainer.session.components import Components
+from everstep.trainer.session.replica_bases import ReplicaBases
+from everstep.trainer.session.state_watch import StateWatch
 
 __all__ = [
     "AtExit",
-    "Closing",
-    "check_platform",
-    "check_resume",
-    "check_timeout",
-    "check_usable",
-    "close_earlier",
     "finish_at_exit",
     "is_lost",
     "must_stay",
     "needs_last_base",
-    "no_last_base",
     "persist_parked",
     "raise_first",
-    "refuse_pickling",
-    "stays_for_the_log",
-    "stays_with_bases",
-    "take_at_end",
-    "take_failed",
-    "tell_if_bases_are_lost",
-    "tell_if_steps_are_lost",
+    "report_lost_bases",
+    "report_lost_steps",
+    "retake_failed_base",
+    "save_memory_base",
+    "skips_last_base",
+    "stays_for_log",
+    "take_last_base",
+    "wait_and_collect",
     "wait_for_bases",
-    "wait_through",
 ]
 
 _log = logging.getLogger("everstep")
-
-_MANY = 4  # Checkpointers that nobody has closed: so many are rarely meant
-
-
-class Closing(Protocol):
-    """What can be closed."""
-
-    def close(self) -> None: ...
-
-
-def check_platform() -> None:
-    """Refuses where this version does not run.
-
-    Raises:
-        UnavailableError: with the reason.
-    """
-    if sys.platform == "win32":
-        raise UnavailableError(
-            "everstep does not run on Windows", hint="Linux, WSL 2, or macOS on the CPU"
-        )
-
-
-def check_usable(is_open: bool, pid: int, run: PurePath, replaced: bool) -> None:
-    """Refuses calls of a Checkpointer that is closed, or of another process.
-
-    Args:
-        pid: of the process that made it.
-        replaced: another one of this process has the run.
-
-    Raises:
-        StateError: with the reason.
-    """
-    if not is_open and replaced:
-        raise StateError(
-            "this Checkpointer is closed: a later one of this process has replaced it",
-            path=run,
-            hint="use the later one; two that live side by side need a run folder each",
-        )
-    if not is_open:
-        raise StateError(
-            "this Checkpointer is closed",
-            path=run,
-            hint="make a new one on the same run, and call its resume(), to go on",
-        )
-    if os.getpid() != pid:
-        raise StateError(
-            "this Checkpointer belongs to the process that this one was forked from",
-            path=run,
-            hint="make a Checkpointer (on a run folder of its own) in this process",
-        )
-
-
-def refuse_pickling(checkpointer: object) -> NoReturn:
-    """What is pickled for another process (``spawn``), or copied, would be of no use there.
-
-    Raises:
-        StateError
-    """
-    raise StateError(
-        "a Checkpointer cannot be pickled or copied: it belongs to the process that made it",
-        hint="leave it out of what is handed to the other process; make a Checkpointer (on a run "
-        "folder of its own) there if that one trains, too",
-    )
-
-
-def check_resume(step: int | None) -> None:
-    """Refuses what :meth:`Checkpointer.resume` cannot mean.
-
-    Raises:
-        OptionError
-    """
-    if step is not None and (not is_int(step) or step < 0):
-        raise OptionError(f"resume(step={step!r}): steps are whole numbers from 0")
-
-
-def check_timeout(timeout_s: float | None) -> None:
-    """Refuses what :meth:`Checkpointer.wait` cannot mean.
-
-    Raises:
-        OptionError
-    """
-    if timeout_s is not None and not (is_number(timeout_s) and timeout_s >= 0):
-        raise OptionError(f"wait(timeout_s={timeout_s!r}): seconds from 0, or None")
 
 
 class AtExit:
@@ -164,7 +70,9 @@ class AtExit:
         self._calls = calls
         self._job: Callable[[], None] | None = None
 
-    def watch(self, parts: Parts, keeper: Keeper, leave: Callable[[], None], *, stay: bool) -> None:
+    def watch(
+        self, parts: Components, keeper: Keeper, leave: Callable[[], None], *, stay: bool
+    ) -> None:
         """From now on ``keeper`` is finished at the end of this process.
 
         Args:
@@ -179,7 +87,7 @@ class AtExit:
 
         about = parts.saver, keeper, last, os.getpid(), sys.stderr
         # Without a replica nobody but the keeper has what is in its log.
-        rooms = parts.recorder.rooms if parts.recorder and not parts.standby else None
+        rooms = parts.recorder.rooms if parts.recorder and not parts.replica_bases else None
         self._job = lambda: finish_at_exit(*about, rooms, stay=stay)
         atexit.register(self._job)
 
@@ -198,15 +106,15 @@ def wait_for_bases(saver: Saver, keeper: Keeper, timeout_s: float | None) -> Non
         keeper.wait(timeout_s)
 
 
-def wait_through(
-    wait: Callable[[], None], gave_up: Callable[[], bool], again: Callable[[], bool]
+def wait_and_collect(
+    wait: Callable[[], None], unavailable: Callable[[], bool], again: Callable[[], bool]
 ) -> list[EverstepError]:
     """Waits until everything is durable or has failed; returns what failed.
 
     Args:
         wait: raises one failure at a time: one failed base is no reason to abandon those
             behind it.
-        gave_up: whether nobody is left to wait for.
+        unavailable: whether nobody is left to wait for.
         again: takes what has failed again, where it may come right; whether it has.
     """
     failed: list[EverstepError] = []
@@ -217,7 +125,7 @@ def wait_through(
                 return failed
         except EverstepError as error:
             failed.append(error)
-            if isinstance(error, DeadlineError) or gave_up():
+            if isinstance(error, DeadlineError) or unavailable():
                 return failed
 
 
@@ -254,7 +162,7 @@ def finish_at_exit(
         with contextlib.suppress(EverstepError):
             saver.finish_captures()
         _tell_if_gone(keeper, shown)
-        let_go(keeper, stay=True)
+        release_keeper(keeper, stay=True)
         return
     while True:
         try:
@@ -272,7 +180,7 @@ def finish_at_exit(
     stays = rooms is not None and rooms.is_ahead
     if stays:
         _tell_who_has_the_log(keeper, "this script ended without close()", shown)
-    let_go(keeper, stay=stays)
+    release_keeper(keeper, stay=stays)
 
 
 def _tell_who_has_the_log(keeper: Keeper | None, why: str, shown: Any) -> bool:
@@ -296,7 +204,7 @@ def _tell_if_gone(keeper: Keeper, shown: Any) -> None:
         say_to(shown, f"everstep: what was not durable{bases} was lost at exit: {why}")
 
 
-def no_last_base(run: PurePath, step: int, recorder: Recorder | None, state: State) -> bool:
+def skips_last_base(run: PurePath, step: int, recorder: Recorder | None, state: State) -> bool:
     """Whether the end of training takes no base, since nobody would want to go on from it: its
     parameters are not finite. Says so."""
     bad = None if recorder is None else recorder.nonfinite.first
@@ -315,10 +223,10 @@ def needs_last_base(run: PurePath, step: int, recorder: Recorder | None, state: 
     """Whether what the log in memory has is to be in a base, as that log ends with us."""
     if recorder is None or step <= recorder.base_step:
         return False
-    return not no_last_base(run, step, recorder, state)
+    return not skips_last_base(run, step, recorder, state)
 
 
-def stays_for_the_log(run: PurePath, step: int, options: Options, keeper: Keeper) -> bool:
+def stays_for_log(run: PurePath, step: int, options: Options, keeper: Keeper) -> bool:
     """Whether the keeper is to stay with a log whose last step is in no base, since the state is
     no longer that of the step. Says so."""
     if options.log is None or options.log.to != "memory":
@@ -384,7 +292,7 @@ def persist_parked(saver: Saver, failed: list[EverstepError], *, again: bool) ->
             failed.append(error)
 
 
-def take_at_end(
+def take_last_base(
     survey: Survey, take: Callable[[Survey], None], failed: list[EverstepError]
 ) -> bool:
     """Takes the last base; returns whether that was begun.
@@ -400,9 +308,9 @@ def take_at_end(
     return True
 
 
-def take_failed(
-    standby: Standby | None,
-    watched: Watched,
+def retake_failed_base(
+    replica_bases: ReplicaBases | None,
+    watched: StateWatch,
     take: Callable[[Survey], None],
     failed: list[EverstepError],
 ) -> bool:
@@ -412,13 +320,13 @@ def take_failed(
     Args:
         failed: gets what fails.
     """
-    if standby is None or not standby.has_failed():
+    if replica_bases is None or not replica_bases.has_failed():
         return False
     survey = watched.whole_at_mark
-    return survey is not None and take_at_end(survey, take, failed)
+    return survey is not None and take_last_base(survey, take, failed)
 
 
-def stays_with_bases(
+def save_memory_base(
     run: PurePath,
     survey: Survey | None,
     take: Callable[[Survey], None],
@@ -433,7 +341,7 @@ def stays_with_bases(
         failed: gets what fails.
     """
     if survey is not None:
-        return not take_at_end(survey, take, failed) or bool(failed)
+        return not take_last_base(survey, take, failed) or bool(failed)
     say(
         f"everstep: {run}: no last base is taken: the state has been changed since the last step "
         "(close() before that takes one). The newest one stays in the keeper's memory for a while: "
@@ -442,39 +350,13 @@ def stays_with_bases(
     return True
 
 
-def close_earlier(live: Mapping[tuple[PurePath, int], Closing], key: tuple[PurePath, int]) -> None:
-    """A notebook cell that is run again replaces the Checkpointer of its first run.
-
-    Of other runs as many as liked may be open. None that is merely dropped is ever closed (it still
-    has a last base to take), and whoever trains again and again in a process hears what that keeps.
-
-    Args:
-        live: the Checkpointers of this process that are open, by run and rank.
-        key: of the one that is being made.
-    """
-    earlier = live.get(key)
-    run = key[0]
-    if earlier is not None:
-        try:
-            earlier.close()
-        except EverstepError as error:
-            say(f"everstep: the earlier Checkpointer of {run}: {error}")
-    others = sorted({str(other) for other, _ in list(live)} - {str(run)})
-    if len(others) >= _MANY and len(others).bit_count() == 1:  # 4, 8, 16: not at each
-        say(
-            f"everstep: {len(others)} Checkpointers of other runs are open in this process, the "
-            f"first of {others[0]}: each keeps its state, a keeper and the keeper's memory until "
-            "its close(); use `with everstep.Checkpointer(...) as ckpt:` where trainings end"
-        )
-
-
 def is_lost(save: Save | None) -> bool:
     """Whether a base that was to hold what the log has is not durable: another rank may have taken
     none, whose keeper stays with its log; without this one's that would be of no use."""
     return save is not None and not (save.durable.done() and save.durable.exception() is None)
 
 
-def tell_if_bases_are_lost(
+def report_lost_bases(
     save: Save | None, before: Keeper, keepers: Keepers, channel: BackgroundChannel, *, alone: bool
 ) -> None:
     """Whoever waits for bases hears which ones are not there, behind a keeper that was replaced.
@@ -489,7 +371,7 @@ def tell_if_bases_are_lost(
         _tell_if_lost_for_all(before, channel)
 
 
-def tell_if_steps_are_lost(
+def report_lost_steps(
     step: int,
     keepers: Keepers,
     options: Options,

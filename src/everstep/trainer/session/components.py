@@ -25,32 +25,40 @@ from everstep.tiers.options import PeerOptions, TierOptions
 from everstep.trainer.attach.keeper import Keeper
 from everstep.trainer.attach.keepers import Keepers
 from everstep.trainer.base.saver import Saver
-from everstep.trainer.budget.disk import Bounds, bounds_of, copies_announcement
-from everstep.trainer.budget.first_update import behind_first_update
+from everstep.trainer.budget.disk import (
+    Bounds,
+    bounds_of,
+    check_disk_budget,
+    free_bytes,
+    log_step_bytes,
+)
+from everstep.trainer.budget.first_update import shape_after_first_update
 from everstep.trainer.budget.host_memory import (
-    announcement,
     arena_budget_bytes,
     base_memory_bytes,
-    check_disk_budget,
     check_multistep_budget,
     gradients_of,
     host_budget_bytes,
-    log_step_bytes,
     mark_memory_bytes,
-    marks_announcement,
     own_budget_bytes,
+    peer_bytes,
+    peer_log_bytes,
     replica_budget_bytes,
 )
 from everstep.trainer.budget.log_limits import LogLimits
-from everstep.trainer.budget.startup_notice import disk_announcement, free_bytes
-from everstep.trainer.job.job import Job
-from everstep.trainer.job.peering import (
-    memory_announcement,
-    peer_announcement,
-    peer_bytes,
-    peer_log_bytes,
-    refuse_one_base,
+from everstep.trainer.budget.startup_notice import (
+    copies_notice,
+    disk_notice,
+    marks_notice,
+    startup_notice,
 )
+from everstep.trainer.checks.keeper_replay import (
+    require_replayable,
+    require_replicable,
+    why_inexact,
+)
+from everstep.trainer.job.job import Job
+from everstep.trainer.job.peer_nodes import memory_notice, peer_notice, refuse_single_base_with_peer
 from everstep.trainer.log.recorder import Recorder
 from everstep.trainer.log.residuals import residual_bytes, tell_of_lost_residuals
 from everstep.trainer.multistep.multistep import Multistep
@@ -58,24 +66,19 @@ from everstep.trainer.multistep.multistep_plan import taught_bytes
 from everstep.trainer.multistep.multistep_ranks import RankMultistep
 from everstep.trainer.schedule.scheduled_saver import ScheduledSaver
 from everstep.trainer.session.cadence import Cadence
-from everstep.trainer.session.replica_bases import (
-    Standby,
-    refuse_unfollowable,
-    refuse_unrepeatable,
-    why_inexact,
-)
+from everstep.trainer.session.replica_bases import ReplicaBases
 
-__all__ = ["Parts", "assemble"]
+__all__ = ["Components", "assemble"]
 
 
 @dataclass(frozen=True, slots=True)
-class Parts:
+class Components:
     """The parts on the trainer's side.
 
     Attributes:
         run_id: of the run folder.
         recorder: None without a log.
-        standby: None without a replica.
+        replica_bases: None without a replica.
         multistep: None without bases over several steps.
         bounds: what was announced.
     """
@@ -87,7 +90,7 @@ class Parts:
     keepers: Keepers
     saver: Saver
     recorder: Recorder | None
-    standby: Standby | None
+    replica_bases: ReplicaBases | None
     multistep: Multistep | None
     updates: UpdateHooks
     cadence: Cadence
@@ -106,8 +109,8 @@ class Parts:
         self.saver.start(keeper, pool)
         if self.recorder is not None:
             self.recorder.start(keeper, pool, timeline, exact, step, seen)
-        if self.standby is not None:
-            self.standby.start(keeper)
+        if self.replica_bases is not None:
+            self.replica_bases.start(keeper)
         if self.multistep is not None:
             self.multistep.start(keeper, pool, timeline)
 
@@ -134,7 +137,7 @@ def assemble(
     peers: PeerOptions | None = None,
     places: Sequence[TierOptions] = (),
     job: Job | None = None,
-) -> Parts:
+) -> Components:
     """Makes all parts, and says what they will take.
 
     Args:
@@ -149,8 +152,8 @@ def assemble(
         StorageError: the folder cannot be used.
     """
     if not options.method.in_memory:
-        refuse_one_base(peers, state.ranks, options.keep)
-    shape, is_all = behind_first_update(state, state.survey().shape)
+        refuse_single_base_with_peer(peers, state.ranks, options.keep)
+    shape, is_all = shape_after_first_update(state, state.survey().shape)
     state_bytes = base_memory_bytes(shape)
     plain_bytes = sum(shape.objects_bytes.values())
     gradients = gradients_of(state.optimizers.values())
@@ -205,7 +208,7 @@ def assemble(
         keepers.send_to_peer(own_bytes + held_bytes, peers or PeerOptions(), peer_log)
     kind = ScheduledSaver if options.is_scheduled else Saver
     saver = kind(options, run, state, lane, channel, clock)
-    recorder = standby = None
+    recorder = replica_bases = None
     if options.logs:
         refuse_optimizers(state, options.method.log)
         _refuse_lossy_replicas(state, peers, places, options.method.log)
@@ -223,15 +226,17 @@ def assemble(
         keepers.on_everywhere = recorder.rooms.base_everywhere
         recorder.rooms.waits_for_peers = peers is not None and peers.log != "none"
         if options.has_replica:
-            refuse_unfollowable(state)
+            require_replicable(state)
             several = state.ranks.world > 1
             timeout_s = options.progress_timeout_s
-            standby = Standby(saver, channel, clock, several=several, timeout_s=timeout_s)
-            recorder.rooms.relieved_to = standby.relieved_to
-            recorder.overrun = standby.overrun
+            replica_bases = ReplicaBases(
+                saver, channel, clock, several=several, timeout_s=timeout_s
+            )
+            recorder.rooms.relieved_to = replica_bases.relieved_to
+            recorder.overrun = replica_bases.overrun
     multistep = None
     if options.is_multistep:
-        refuse_unrepeatable(state)
+        require_replayable(state)
         if job is not None:  # those of what others write stay where they are
             gradients = gradients[0], taught_bytes(state, shape)
         check_multistep_budget(options, host_bytes, state_bytes, gradients[1])
@@ -246,7 +251,7 @@ def assemble(
     tell_of_lost_residuals(state)
     ranks = state.ranks
     whose = str(run) if alone else f"{run}: rank {ranks.rank} of {ranks.world}"
-    told = announcement(
+    told = startup_notice(
         options,
         whose,
         shape.size_bytes,
@@ -261,28 +266,28 @@ def assemble(
         parks=alone and not in_memory,
     )
     say(told)
-    if on_disk := disk_announcement(seams.filesystem, run, options, bounds, limits, ranks):
+    if on_disk := disk_notice(seams.filesystem, run, options, bounds, limits, ranks):
         say(f"everstep: {whose}: {on_disk}")
-    if options.logs and (marked := marks_announcement(shape, recorded_bytes)):
+    if options.logs and (marked := marks_notice(shape, recorded_bytes)):
         say(f"everstep: {whose}: {marked}")
     if places:
-        copied = copies_announcement(bounds, places, state.ranks.world, recorded_bytes)
+        copied = copies_notice(bounds, places, state.ranks.world, recorded_bytes)
         say(f"everstep: {whose}: {copied}")
     if in_memory:
-        said = memory_announcement(state.ranks, options.method.disk_every, own_bytes)
+        said = memory_notice(state.ranks, options.method.disk_every, own_bytes)
         say(f"everstep: {whose}: {said}")
     if peers is not None and state.ranks.nodes:
         about = peers, state.ranks, held_bytes, peer_log
-        announced = peer_announcement(*about, at_once=in_memory)
+        announced = peer_notice(*about, at_once=in_memory)
         say(f"everstep: {whose}: {announced}")
     if options.is_scheduled and not in_memory and (not alone or not keepers.in_process):
         where = "without a keeper process" if alone else "of several ranks"
         why = f"{where} nobody holds captures between bases: none is taken"
         say(f"everstep: {whose}: {why}")
     computes = multistep is not None and not options.leaves_bases_fuzzy
-    if (standby is not None or computes) and (why := why_inexact(state)):
+    if (replica_bases is not None or computes) and (why := why_inexact(state)):
         say(f"everstep: {whose}: {why}")
-    return Parts(
+    return Components(
         run_id,
         channel,
         ring,
@@ -290,7 +295,7 @@ def assemble(
         keepers,
         saver,
         recorder,
-        standby,
+        replica_bases,
         multistep,
         updates,
         cadence,

@@ -5,17 +5,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-__all__ = ["NEAR", "SLACK", "Interval", "Wish", "interval_of"]
+__all__ = ["HYSTERESIS", "TOLERANCE", "AgreedInterval", "IntervalProposal", "agree_on_interval"]
 
-NEAR = 0.25
+TOLERANCE = 0.25
 """The waste is flat around its minimum: what is so near stays as it is."""
 
-SLACK = 0.1
+HYSTERESIS = 0.1
 """Between what is refused and what is allowed again."""
 
 
 @dataclass(frozen=True, slots=True)
-class Wish:
+class IntervalProposal:
     """What one process would have, by what it measures.
 
     Attributes:
@@ -33,7 +33,7 @@ class Wish:
 
 
 @dataclass(frozen=True, slots=True)
-class Interval:
+class AgreedInterval:
     """What comes next to the wish of the rank that wants the longest one, within the bounds of all.
 
     Attributes:
@@ -52,10 +52,10 @@ class Interval:
         if held is None or held == self.steps:
             return held is not None
         within = held >= self.least and (self.most is None or held <= self.most)
-        return within and abs(held - self.steps) <= NEAR * held
+        return within and abs(held - self.steps) <= TOLERANCE * held
 
 
-def interval_of(wishes: Sequence[Wish]) -> Interval:
+def agree_on_interval(wishes: Sequence[IntervalProposal]) -> AgreedInterval:
     """The interval of all ranks: of each, what it wishes."""
     rank = max(range(len(wishes)), key=lambda rank: wishes[rank].steps)
     steps = wishes[rank].steps
@@ -66,9 +66,9 @@ def interval_of(wishes: Sequence[Wish]) -> Interval:
     if len(wishes) > 1:
         why = f"as rank {rank} measures, {why}"
     if steps < least:
-        steps = round(least * (1 + SLACK))
+        steps = round(least * (1 + HYSTERESIS))
         why = "the write budget allows no more"
     if most is not None and steps > most:
         steps = most
         why = f"{full} holds no more"
-    return Interval(steps, why, least, most, full)
+    return AgreedInterval(steps, why, least, most, full)

@@ -22,12 +22,12 @@ from everstep.errors import DeadlineError
 from everstep.seams.clock import Clock
 from everstep.seams.processes.signals import SignalWatch
 
-__all__ = ["Preempting", "any_rank", "asks_ranks"]
+__all__ = ["PreemptionHandler", "any_rank", "rank_vote"]
 
 _log = logging.getLogger("everstep")
 
 
-class Preempting:
+class PreemptionHandler:
     """Ends training in order; of one process.
 
     Args:
@@ -124,7 +124,7 @@ class Preempting:
         self._let_go()
 
 
-def asks_ranks() -> Callable[[bool], bool] | None:
+def rank_vote() -> Callable[[bool], bool] | None:
     """How the ranks of this job agree; None of one rank."""
     distributed = torch.distributed
     if distributed.is_available() and distributed.is_initialized():

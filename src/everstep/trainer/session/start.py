@@ -26,19 +26,19 @@ from everstep.tiers.disk import storage_errors
 from everstep.trainer.attach.keepers import Keepers
 from everstep.trainer.job.copies import with_source
 from everstep.trainer.job.job import Job
-from everstep.trainer.job.one_rank import resume_behind_several
+from everstep.trainer.job.one_rank import resume_from_several_ranks
 from everstep.trainer.log.residuals import tell_of_lost_residuals
 
 __all__ = [
-    "Frozen",
-    "Overwritten",
-    "Starts",
+    "FrozenParameters",
+    "LiveStateGuard",
+    "RunStarter",
 ]
 
 _NAMED_MAX = 3
 
 
-class Frozen:
+class FrozenParameters:
     """The parameters that are frozen when a process begins, and when it goes back.
 
     Args:
@@ -76,7 +76,7 @@ class Frozen:
         )
 
 
-class Overwritten:
+class LiveStateGuard:
     """Follows what resumes do to the live state (adr/006).
 
     Attributes:
@@ -138,7 +138,7 @@ _log = logging.getLogger("everstep")
 _TRIES = 8  # to ask a keeper that others ask, too
 
 
-class Starts:
+class RunStarter:
     """Restores a state and opens a timeline for it.
 
     Args:
@@ -156,7 +156,7 @@ class Starts:
         run_id: str,
         state: State,
         ring: ChunkRing,
-        overwritten: Overwritten,
+        overwritten: LiveStateGuard,
         *,
         timeout_s: float,
     ) -> None:
@@ -167,9 +167,9 @@ class Starts:
         self._run_id = run_id
         self._state = state
         self._ring = ring
-        self._overwritten = overwritten
+        self._live_state = overwritten
         self._timeout_s = timeout_s
-        self._frozen = Frozen(state.values)
+        self._frozen = FrozenParameters(state.values)
         self._timelines = KnownTimelines()
 
     @property
@@ -194,13 +194,13 @@ class Starts:
         """
         with self._telling():
             self._keepers.open(beside=self._job is not None)
-            recalled = self._left_behind(own=own)
+            recalled = self._recall(own=own)
         changed = self._frozen.changed()
         tell_of_lost_residuals(self._state)  # a hook may have been registered meanwhile
-        with self._overwritten.resuming(), self._computed():
+        with self._live_state.resuming(), self._computed():
             resumed, in_memory = self._resume(recalled, step, strict=strict, trained=trained)
         resumed = _told_of_the_rest(resumed, self._run)
-        self._overwritten.restored(resumed, self._run)
+        self._live_state.restored(resumed, self._run)
         self._frozen.began(resumed.step)
         if changed:
             resumed = replace(resumed, problems=(*resumed.problems, changed))
@@ -220,7 +220,7 @@ class Starts:
                 step=step,
                 strict=strict,
                 timeout_s=self._timeout_s,
-                on_touch=self._overwritten.touch,
+                on_touch=self._live_state.touch,
                 trained=trained,
             )
             return resumed, not self._job.resumed_durable
@@ -230,14 +230,14 @@ class Starts:
             "step": step,
             "strict": strict,
             "timeout_s": self._timeout_s,
-            "on_touch": self._overwritten.touch,
+            "on_touch": self._live_state.touch,
             "trained": trained,
         }
         try:
             resumed = resume(*about, **given, known=self._timelines)
         except OfSeveralError:
             of_rank = self._seams, self._run, self._run_id, self._state, self._ring, recalled
-            return resume_behind_several(*of_rank, ready=self._keepers.ready, **given)
+            return resume_from_several_ranks(*of_rank, ready=self._keepers.ready, **given)
         in_memory = resumed.source == "memory" and held is not None and not held.durable
         return with_source(resumed, self._seams, self._run), in_memory
 
@@ -260,30 +260,30 @@ class Starts:
         if self._job is not None:
             with self._telling():
                 self._keepers.open(beside=True)
-                recalled = self._keepers.left_behind()
+                recalled = self._keepers.recall_leftovers()
             about = self._seams, self._run, self._state, recalled, self._keepers
             return self._job.start_fresh(*about).timeline
         with storage_errors("open the run", self._run):
             refuse_unresumed(self._seams.filesystem, self._run, None)
             self._keepers.open()  # it may be writing what an earlier process took
-            held = self._left_behind().newest
+            held = self._recall().newest
             inventory = refuse_unresumed(self._seams.filesystem, self._run, held)
             return open_timeline(self._seams, self._run, inventory, parent=None, exact=True)
 
-    def _left_behind(self, *, own: bool = False) -> Recalled:
+    def _recall(self, *, own: bool = False) -> Recalled:
         """What the keeper has in memory. Another process that resumes the run at the same instant
         may get it first: it is asked again, or that memory would be in nobody's history. (One
         that it served before takes it back at its next step, each time.)"""
-        recalled = self._keepers.left_behind(own=own)
+        recalled = self._keepers.recall_leftovers(own=own)
         for _ in range(0 if own or self._job is not None else _TRIES):
             if not recalled.missed:
                 break
             self._keepers.open()
-            recalled = self._keepers.left_behind()
+            recalled = self._keepers.recall_leftovers()
         return recalled
 
     def _telling(self) -> AbstractContextManager[None]:
-        return nullcontext() if self._job is None else self._job.telling()
+        return nullcontext() if self._job is None else self._job.reporting_failure()
 
 
 def _told_of_the_rest(resumed: Resumed, run: PurePath) -> Resumed:

@@ -19,16 +19,16 @@ from everstep.errors import EverstepError, StateError, UnsupportedStateError
 from everstep.state.image import RNG_SECTION, State
 from everstep.state.survey.survey import Survey
 from everstep.trainer.base.last_mark import FreshStart, LastMark
-from everstep.trainer.checks.step_order import Accumulated, Scalers
-from everstep.trainer.checks.untracked import Schedules, Strangers
+from everstep.trainer.checks.step_order import PendingGradients, PendingScalers
+from everstep.trainer.checks.untracked import UntrackedOptimizers, UntrackedSchedulers
 from everstep.trainer.log.recorder import Recorder
 from everstep.trainer.log.untold import Owned
 from everstep.trainer.multistep.multistep_ranks import RankMultistep
-from everstep.trainer.session.components import Parts
+from everstep.trainer.session.components import Components
 
 __all__ = [
-    "Watched",
-    "where_in_a_step",
+    "StateWatch",
+    "mid_step_position",
 ]
 
 _log = logging.getLogger("everstep")
@@ -36,7 +36,7 @@ _log = logging.getLogger("everstep")
 _RANDOM = f"{RNG_SECTION}/"
 
 
-class Watched:
+class StateWatch:
     """The updates of a state, as a log, or a base that is taken over several steps, hears of them.
 
     Attributes:
@@ -47,7 +47,7 @@ class Watched:
         changing: ``before_update()`` was called, and not yet ``after_update()``.
     """
 
-    def __init__(self, state: State, parts: Parts, options: Options) -> None:
+    def __init__(self, state: State, parts: Components, options: Options) -> None:
         self._state = state
         self._untold = None if parts.recorder is None else parts.recorder.untold
         self.surveys = options.method.in_memory or self._untold is not None
@@ -64,13 +64,13 @@ class Watched:
         self._tensors: object = None
         self._fresh: FreshStart | None = None
         self._handled = id(None)  # an error that a loop goes on in spite of
-        self._accumulated = Accumulated(state, parts.updates, parts.channel.tell)
-        self._scalers = Scalers(state.values, parts.channel.tell)
+        self._accumulated = PendingGradients(state, parts.updates, parts.channel.tell)
+        self._scalers = PendingScalers(state.values, parts.channel.tell)
         self._all: Owned | None = None  # without a log, which looks at what optimizers own
         lost = None if self._watcher is None else self._watcher.skipped
         tell = parts.channel.tell
-        self._strangers = Strangers(state, parts.updates, parts.saver.gate, lost, tell)
-        self._schedules = Schedules(state, lost, tell)
+        self._strangers = UntrackedOptimizers(state, parts.updates, parts.saver.gate, lost, tell)
+        self._schedules = UntrackedSchedulers(state, lost, tell)
 
     def leave(self) -> None:
         """Training has left, and not by ``close()``: other ranks are not asked for anything."""
@@ -123,7 +123,7 @@ class Watched:
             StateError: the state is no longer what it was at the last step mark.
         """
         self.refuse_between(step)
-        where = where_in_a_step(self._handled)
+        where = mid_step_position(self._handled)
         if not where:
             return None, True
         if (survey := self.whole_at_mark) is not None:
@@ -329,7 +329,7 @@ _FORWARD = frozenset((nn.Module._call_impl.__code__, nn.Module._wrapped_call_imp
 _BACKWARD = frozenset((torch.autograd.backward.__code__, torch.autograd.grad.__code__))
 
 
-def where_in_a_step(handled: int = id(None)) -> str:
+def mid_step_position(handled: int = id(None)) -> str:
     """Where the caller is, in words, if that is, or may be, in the middle of a step; else "". By
     its own stack: that of another thread cannot be walked while it runs.
 

@@ -20,7 +20,7 @@ from everstep.trainer.schedule.scheduled_saver import ScheduledSaver
 from everstep.trainer.session.cadence import Cadence
 
 __all__ = [
-    "Recoverable",
+    "RecoverableSteps",
     "Stats",
     "stats_of",
 ]
@@ -152,7 +152,7 @@ def stats_of(
     recorder: Recorder | None,
     cadence: Cadence,
     multistep: Multistep | None,
-    recoverable: Recoverable,
+    recoverable: RecoverableSteps,
 ) -> Stats:
     """What they have done so far."""
     keeper = keepers.stats
@@ -202,7 +202,7 @@ def stats_of(
 _RECENT = 4  # one is being copied; those before it are whole, or have failed
 
 
-class Recoverable:
+class RecoverableSteps:
     """Answers what the death of the training process, or of its machine, would cost now."""
 
     def __init__(self, keepers: Keepers, saver: Saver, recorder: Recorder | None) -> None:

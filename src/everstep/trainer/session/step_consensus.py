@@ -31,21 +31,21 @@ from everstep.trainer.job.job import Job
 from everstep.trainer.log.nonfinite import nonfinite_error
 from everstep.trainer.multistep.multistep_ranks import RankMultistep
 from everstep.trainer.session.cadence import ASK_EVERY
-from everstep.trainer.session.components import Parts
+from everstep.trainer.session.components import Components
 
-__all__ = ["ASK_EVERY", "Joint"]
+__all__ = ["ASK_EVERY", "StepConsensus"]
 
 _NO_OTHERS: AbstractContextManager[None] = contextlib.nullcontext()
 
 
-class Joint:
+class StepConsensus:
     """Says what is done at the end of a step; to all ranks the same.
 
     Args:
         job: None: this process is alone, and goes by what it sees itself.
     """
 
-    def __init__(self, job: Job | None, options: Options, parts: Parts, state: State) -> None:
+    def __init__(self, job: Job | None, options: Options, parts: Components, state: State) -> None:
         self._state = state
         self._asked_step = -1
         self._parted = False
@@ -53,7 +53,7 @@ class Joint:
         self._cadence = parts.cadence
         self._channel = parts.channel
         self._recorder = parts.recorder
-        self._standby = parts.standby
+        self._replica_bases = parts.replica_bases
         over_steps = parts.multistep
         self._multistep = over_steps if isinstance(over_steps, RankMultistep) else None
         self._timed = options.every.auto or options.every.seconds is not None
@@ -117,7 +117,7 @@ class Joint:
     @property
     def _needed(self) -> bool:
         """By this rank, for its log."""
-        lost = self._standby is not None and self._standby.lost is not None
+        lost = self._replica_bases is not None and self._replica_bases.lost is not None
         return self._recorder is not None and (self._recorder.base_due is not None or lost)
 
     @property
@@ -134,7 +134,7 @@ class Joint:
         needed, due = self._agree(step)
         due = due if self._timed else self._cadence.due(step)
         if first and (needed or due):
-            self._parted = self._job.agree_on_own(step)
+            self._parted = self._job.agree_on_own_parameters(step)
         if due and self._multistep is not None:
             self._multistep.ask(step)
         return needed, due

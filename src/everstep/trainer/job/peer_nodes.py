@@ -7,38 +7,33 @@ from typing import Any
 
 from rich.filesize import decimal
 
-from everstep.arena import PAGE_BYTES
-from everstep.arena.memory import CONTROL_BYTES
 from everstep.commit.peers import nodes_of, peer_of
-from everstep.errors import KeeperError, OptionError, OutOfSpaceError
+from everstep.errors import OptionError
 from everstep.seams.machine import machine_name
 from everstep.state.ranks.ranks import RankInfo
 from everstep.tiers.options import PeerOptions
+from everstep.trainer.budget.host_memory import peer_sources
 
 __all__ = [
-    "let_go_early",
-    "memory_announcement",
-    "node_to_say",
-    "nodes_said",
-    "peer_announcement",
-    "peer_bytes",
-    "peer_log_bytes",
-    "refuse_lonely",
-    "refuse_one_base",
+    "memory_notice",
+    "node_name",
+    "node_names",
+    "peer_notice",
+    "refuse_peer_without_ranks",
+    "refuse_single_base_with_peer",
 ]
 
 _EMULATED = "emulated "
-_SLACK_BYTES = CONTROL_BYTES + (1 << 20)
 
 
-def node_to_say(peers: PeerOptions | None) -> str:
+def node_name(peers: PeerOptions | None) -> str:
     """What this rank tells the others of its node; "" where it sends nothing to a peer."""
     if peers is None:
         return ""
     return machine_name() if peers.emulated_node is None else _EMULATED + peers.emulated_node
 
 
-def nodes_said(
+def node_names(
     found: Sequence[Mapping[str, Any]], rank: int, *, if_there: bool = False
 ) -> tuple[str, ...]:
     """By rank: what its node is called; empty where nobody sends anything to a peer.
@@ -71,7 +66,7 @@ def nodes_said(
     return nodes
 
 
-def refuse_one_base(peers: PeerOptions | None, info: RankInfo, keep: int) -> None:
+def refuse_single_base_with_peer(peers: PeerOptions | None, info: RankInfo, keep: int) -> None:
     """Of bases that are on disks, and of which ``keep`` are kept.
 
     Raises:
@@ -87,7 +82,7 @@ def refuse_one_base(peers: PeerOptions | None, info: RankInfo, keep: int) -> Non
         )
 
 
-def refuse_lonely(peers: PeerOptions | None) -> None:
+def refuse_peer_without_ranks(peers: PeerOptions | None) -> None:
     """Of a process that trains alone.
 
     Raises:
@@ -100,56 +95,7 @@ def refuse_lonely(peers: PeerOptions | None) -> None:
         )
 
 
-def peer_bytes(peers: PeerOptions | None, info: RankInfo, host_bytes: int, state_bytes: int) -> int:
-    """What copies of other ranks may take of the host memory here (two states of one's own,
-    and two of another rank).
-
-    Args:
-        host_bytes: for captured state, all in all.
-
-    Raises:
-        OutOfSpaceError: nothing would be left for a base of this rank, with the number.
-    """
-    if peers is None or not _sources(info):
-        return 0
-    found = host_bytes // 2 if peers.host_bytes is None else int(peers.host_bytes)
-    if host_bytes - found < state_bytes:
-        need = 2 * state_bytes if peers.host_bytes is None else found + state_bytes
-        raise OutOfSpaceError(
-            f"copies of other ranks may take {found} of {host_bytes} bytes of host memory, and a "
-            f"base of this one takes {state_bytes}",
-            rank=info.rank,
-            hint=f"Budget(host_bytes={need}) or more, or a smaller PeerOptions(host_bytes=)",
-        )
-    return found
-
-
-def peer_log_bytes(info: RankInfo, held_bytes: int, base_bytes: int) -> int:
-    """What logs of other ranks may take of the memory for copies: what two bases of each of these
-    ranks leave, and a half at most.
-
-    Args:
-        base_bytes: of a base of this rank, with its records; those of others may be larger by a
-            quarter.
-    """
-    one = base_bytes + base_bytes // 4 + _SLACK_BYTES
-    left = held_bytes - 2 * len(_sources(info)) * one
-    return max(0, min(held_bytes // 2, left)) // PAGE_BYTES * PAGE_BYTES
-
-
-def let_go_early(step: int) -> KeeperError:
-    """What is told when the log has no memory to wait for the peers."""
-    return KeeperError(
-        f"the log up to step {step} was let go before the base of that step is whole with all "
-        "peers: there is no host memory for more of it",
-        step=step,
-        tier="peer",
-        hint="a node that is lost until then takes all ranks back to an older base; more "
-        "Budget(host_bytes=), a shorter every=, or a larger PeerOptions(bytes_per_s=)",
-    )
-
-
-def peer_announcement(
+def peer_notice(
     peers: PeerOptions,
     info: RankInfo,
     bound_bytes: int,
@@ -166,7 +112,7 @@ def peer_announcement(
     emulated = all(node.startswith(_EMULATED) for node in info.nodes)
     peer = peer_of(info.nodes, info.rank)
     assert peer is not None
-    sources = ", ".join(map(str, _sources(info))) or "no rank"
+    sources = ", ".join(map(str, peer_sources(info))) or "no rank"
     pace = "as fast as the link goes" if at_once else "in four fifths of the interval"
     if peers.bytes_per_s is not None:
         pace = f"at {decimal(round(peers.bytes_per_s))} a second at most"
@@ -185,7 +131,7 @@ def peer_announcement(
     )
 
 
-def memory_announcement(info: RankInfo, disk_every: int, bound_bytes: int) -> str:
+def memory_notice(info: RankInfo, disk_every: int, bound_bytes: int) -> str:
     """The line printed at start where bases live in memory: what that survives."""
     survives = "survives a killed trainer, NOT a lost node: no other node holds a copy"
     if info.nodes:
@@ -197,7 +143,3 @@ def memory_announcement(info: RankInfo, disk_every: int, bound_bytes: int) -> st
         f"for those of rank {info.rank}; {ordinal} goes to disk; what is in this keeper's memory "
         f"{survives}"
     )
-
-
-def _sources(info: RankInfo) -> list[int]:
-    return [rank for rank in range(len(info.nodes)) if peer_of(info.nodes, rank) == info.rank]

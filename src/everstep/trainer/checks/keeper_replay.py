@@ -1,0 +1,100 @@
+"""TODO."""
+
+from __future__ import annotations
+
+from everstep.errors import UnsupportedStateError
+from everstep.link.recordable import why_not
+from everstep.replay.exactness import exactness, is_elementwise, kind_name
+from everstep.state.image import State
+from everstep.state.providers.optimizers import OptimizerProvider
+from everstep.state.providers.providers import ModuleProvider
+from everstep.state.ranks.log_parts import written_apart
+from everstep.state.ranks.zero import acting
+
+__all__ = [
+    "require_replayable",
+    "require_replicable",
+    "why_inexact",
+]
+
+
+def require_replicable(state: State) -> None:
+    """Raises:
+    UnsupportedStateError: an optimizer that a keeper, which is without the program, cannot run;
+        or of which it would not give the same bits; or of parameters that lie in no module; or a
+        function that is registered; or what another rank updates.
+    """
+    found = [(pattern, "a function of the program updates it") for pattern in state.told.updates]
+    found += _unknown_to_keepers(state) + _outside_of_modules(state)
+    if name := written_apart(state):
+        why = "one rank updates it, and others write it, too: to disks of their own, or as it is "
+        found.append((name, f"{why}in no DistributedDataParallel of just the ranks that train it"))
+    if found:
+        listed = "\n".join(f"  {key}: {why}" for key, why in found)
+        raise UnsupportedStateError(
+            f"a replica cannot follow {len(found)} kind(s) of updates:\n{listed}",
+            leaves=tuple(found),
+            hint="apply='recovery' (method=\"logged\") applies the log when it is needed",
+        )
+
+
+def require_replayable(state: State) -> None:
+    """Raises:
+    UnsupportedStateError: an optimizer whose updates a keeper cannot repeat, as a base that is
+        captured over several steps takes it.
+    """
+    optimizers = state.optimizers.items()
+    refused = [(key, why) for key, o in optimizers if (why := why_not(acting(o)))]
+    found = refused or _unknown_to_keepers(state)
+    if found:
+        listed = "\n".join(f"  {key}: {why}" for key, why in found)
+        raise UnsupportedStateError(
+            f"a base over several steps cannot follow {len(found)} optimizer(s):\n{listed}",
+            leaves=tuple(found),
+            hint='method="lazy" copies the state in one step',
+        )
+
+
+def _unknown_to_keepers(state: State) -> list[tuple[str, str]]:
+    """Optimizers that a keeper does not have, or would not give the same bits of, and why."""
+    found = []
+    for key, optimizer in state.optimizers.items():
+        kind = type(acting(optimizer))
+        if exactness(kind, (), "cpu").why:
+            found.append((key, f"a keeper does not know the class {kind_name(kind)}"))
+        elif not is_elementwise(kind):
+            found.append((key, f"{kind.__name__} does not update each element on its own"))
+    return found
+
+
+def _outside_of_modules(state: State) -> list[tuple[str, str]]:
+    """Optimizers of parameters that a base does not name: only the program knows which entries
+    these are."""
+    named = {
+        f"{section}.{key}"
+        for section, provider in state.providers.items()
+        if isinstance(provider, ModuleProvider)
+        for key in provider.collect()
+    }
+    found = []
+    for key, provider in state.providers.items():
+        if isinstance(provider, OptimizerProvider):
+            lost = [name for name, _ in provider.named() if name not in named]
+            if lost:
+                why = f"no state_dict() of a module in the state has its parameter {lost[0]!r}"
+                found.append((key, f"{why} under that name"))
+    return found
+
+
+def why_inexact(state: State) -> str:
+    """Why no base that a keeper has computed will be exact (I9); "" if it may be."""
+    parameters = (
+        parameter
+        for optimizer in state.optimizers.values()
+        for group in optimizer.param_groups
+        for parameter in group["params"]
+    )
+    elsewhere = sorted({p.device.type for p in parameters} - {"cpu"})
+    if not elsewhere:
+        return ""
+    return f"training updates on {elsewhere[0]}, the keeper on the CPU: its bases are not exact"
