@@ -84,7 +84,7 @@ def test_a_fixed_interval_whose_log_does_not_fit_is_refused_with_what_does(
     assert "the log has the rest of a budget of" in said
     assert "(no daily budget)" in said
     with (
-        pytest.raises(OutOfSpaceError, match="behind each a log of 8 steps") as caught,
+        pytest.raises(OutOfSpaceError, match="each with a log of 8 steps") as caught,
         opened(
             run_folder,
             World(),

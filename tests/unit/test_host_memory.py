@@ -290,7 +290,7 @@ def test_plain_data_that_outgrows_the_log_is_told_once_and_training_goes_on(
             ckpt.wait()
         assert holes >= 1
         assert ckpt.stats().log_holes == holes, "the log goes on"
-    records = [error for error in told if error.message.startswith("a record of the log takes")]
+    records = [error for error in told if error.message.startswith("a record of the log needs")]
     assert len(records) == 1
     bases = [error for error in told if error not in records]
     assert bases

@@ -217,7 +217,7 @@ def test_a_keeper_that_serves_another_process_is_not_called_gone(run_folder: Pat
     with redirect_stderr(said), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         ckpt.close()
-    assert "no last base is taken of step 3: another process has taken the run over" in (
+    assert "no last base of step 3 is taken: another process has taken over the run" in (
         told := said.getvalue()
     )
     assert "now serves process 4711" in told

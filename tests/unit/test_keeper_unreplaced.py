@@ -123,7 +123,7 @@ def test_close_says_which_steps_are_lost(
     (last,) = [one for one in said if "training has ended" in one]
     assert "ended at step 6 without a keeper" in last
     assert "the newest base is of step 3," in last
-    assert ("its log has on disk" in last) == (to == "disk")
+    assert ("in the log on disk" in last) == (to == "disk")
     assert "it does not answer" in last
     assert policy == "warn" or isinstance(told[-1], KeeperError)
 

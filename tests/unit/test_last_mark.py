@@ -107,7 +107,7 @@ def test_without_a_keeper_process_that_is_said(
 ) -> None:
     in_thread = KeeperOptions(process=False)
     ended_within(run_folder, what, keeper=in_thread)
-    assert f"no last base is taken of step {STEPS}" in (said := capfd.readouterr().err)
+    assert f"no last base of step {STEPS} is taken" in (said := capfd.readouterr().err)
     assert "is lost with it" in said
     recovery, _ = resumed(run_folder, keeper=in_thread)
     assert recovery.step == 5
@@ -364,7 +364,7 @@ def test_the_log_in_memory_outlives_a_last_base(
             else:
                 monkeypatch.setattr(checkpointer, "wait_and_collect", _interrupted)
                 monkeypatch.setattr(Checkpointer, "_take_at", _interrupted)
-        assert "resume() has them" in capfd.readouterr().err
+        assert "a resume() within that time restores them" in capfd.readouterr().err
         monkeypatch.undo()
         again = Plain(run_folder, method)
         with again.ckpt as ckpt:

@@ -370,7 +370,7 @@ def test_the_end_of_a_training_that_is_not_finite(
     if watch:
         with pytest.raises(NonFiniteError):
             train()
-        assert "no last base is taken of step" in capsys.readouterr().err
+        assert "no last base of step" in capsys.readouterr().err
     else:
         train()
     other = World(seed=9)

@@ -83,7 +83,7 @@ def test_a_resume_that_was_interrupted(
         ckpt.resume(again)
     monkeypatch.setattr(starts, "resume", resume)
     assert "the keeper" in (said := capfd.readouterr().err)
-    assert "for a while; resume() has them" in said
+    assert "for a while; a resume() within that time restores them" in said
     comes_back(run_folder, STEPS, wanted)
 
 
@@ -105,7 +105,7 @@ def test_a_last_base_of_which_somebody_else_has_heard(
             stack.enter_context(pytest.warns(RuntimeWarning, match="base"))
         ckpt.close()
     assert len(heard) == (policy == "function")
-    assert "for a while; resume() has them" in capfd.readouterr().err
+    assert "for a while; a resume() within that time restores them" in capfd.readouterr().err
     stone.rmdir()
     comes_back(run_folder, STEPS, wanted)
 

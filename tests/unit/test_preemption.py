@@ -405,8 +405,8 @@ def test_the_grace_period_begins_with_the_signal(passed_s: float, left_s: float)
     ending.install()
     send()
     clock.advance(passed_s)
-    ending.marked(7, saves)
-    ending.marked(8, saves)
+    ending.step_ended(7, saves)
+    ending.step_ended(8, saves)
     ending.close()
     assert saves.timeouts_s == [left_s]
 
@@ -417,7 +417,7 @@ def test_a_base_that_comes_too_late_is_said_and_the_loop_let_go(
     ending = PreemptionHandler(Preemption(grace_s=3), ManualClock())
     ending.install()
     send()
-    ending.marked(7, Saves(DeadlineError("it takes long")))
+    ending.step_ended(7, Saves(DeadlineError("it takes long")))
     ending.close()
     assert ending.preempted
     assert "the base of step 7 is not durable 3 s after SIGTERM: it takes long" in caplog.text
@@ -428,7 +428,7 @@ def test_a_base_that_fails_is_raised_and_the_loop_let_go() -> None:
     ending.install()
     send()
     with pytest.raises(OutOfSpaceError):
-        ending.marked(7, Saves(OutOfSpaceError("full")))
+        ending.step_ended(7, Saves(OutOfSpaceError("full")))
     ending.close()
     assert ending.preempted
 
@@ -450,7 +450,7 @@ def test_ranks_end_at_the_same_step() -> None:
             flags[1] = True
         for number, rank in enumerate(ranks):
             before = rank.preempted
-            rank.marked(step, saves[number])
+            rank.step_ended(step, saves[number])
             if rank.preempted and not before:
                 ended.append((number, step))
     ranks[1].close()
@@ -464,9 +464,9 @@ def test_a_step_that_comes_again_behind_a_rewind_is_asked_about_again() -> None:
     ending = PreemptionHandler(
         Preemption(agree_steps=4), ManualClock(), lambda mine: bool(asked.append(mine))
     )
-    ending.ask(4)  # and then an error
-    ending.ask(4)
-    ending.marked(4, Saves())
+    ending.agree(4)  # and then an error
+    ending.agree(4)
+    ending.step_ended(4, Saves())
     assert asked == [False, False]
 
 

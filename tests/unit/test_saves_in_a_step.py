@@ -207,7 +207,7 @@ def check_where_the_mark_is_known(run: Path, world: World, ckpt: Checkpointer) -
         if not batch_norm:
             ckpt.save()
             return
-        with pytest.raises(StateError, match="which the log has already") as caught:
+        with pytest.raises(StateError, match="the log has this one already") as caught:
             ckpt.save()
         refused.append(str(caught.value.hint))
 

@@ -667,7 +667,7 @@ def test_without_a_keeper_process_nothing_is_parked(
         ckpt.wait()
         assert stats_of(ckpt).captures == 2
         assert isinstance(ckpt._saver, ScheduledSaver)
-    assert "nobody holds captures between bases" in capsys.readouterr().err
+    assert "captures between bases are not kept" in capsys.readouterr().err
 
 
 def test_options() -> None:

@@ -1,8 +1,8 @@
-"""What a run may take of each place where bytes live: computed once, printed at the start.
+"""Upper bounds for a run's disk space, and the daily write budget.
 
-Records count, not only the state: headers, markers and manifests of a small state are not little
-beside it. What a failure leaves (a base that was cut off) goes with the next base, and is not in
-these numbers; nor is a log that goes to disk, which is printed for itself.
+The bounds include records: headers, markers and manifests of a small state are not negligible. They
+do not include leftovers of a failure (an incomplete base is removed with the next one), nor a log
+on disk, which is announced separately.
 """
 
 from __future__ import annotations
@@ -40,25 +40,26 @@ __all__ = [
     "log_step_bytes",
 ]
 
-_RECORD_BYTES = 1024  # of a marker for one file; about 450 are used
-_RUN_BYTES = 8192  # run.json, and a few timelines
-_DRIFT_BYTES = 4096  # objects may grow so much before a base is planned anew
+_RECORD_BYTES = 1024  # size of a marker for one file; about 450 bytes are used
+_RUN_BYTES = 8192  # run.json and a few timelines
+# Growth of encoded objects before a base is planned again.
+_DRIFT_BYTES = 4096
 _DRIFT_SHARE = 4
 
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """Bytes of this rank, at most, while nothing fails.
+    """Upper bounds for this rank in bytes, as long as nothing fails.
 
     Attributes:
         host_bytes: host memory for captured state, the log and a replica.
         peer_bytes: host memory for copies of other ranks.
-        base_bytes: of one base with its records, as files.
-        beside: bases that are on the disk before the oldest goes, beyond those to keep: the one
-            that is written; of several ranks one more, for rank 0 says when the oldest goes, and
-            the others write the next one meanwhile; and those that stay because peers have them.
-        disk_bytes: of all bases in the run folder.
-        copies: where copies are made, and what this rank has in each place.
+        base_bytes: files of one base, with its records.
+        beside: bases on disk in addition to those to keep. One is being written. With several
+            ranks there is one more, because other ranks write the next base before rank 0 has
+            allowed them to delete the oldest. Peers may need further ones.
+        disk_bytes: all bases in the run folder.
+        copies: places for copies, and the bytes of this rank in each.
     """
 
     host_bytes: int
@@ -70,7 +71,7 @@ class Bounds:
 
     @property
     def other_bytes(self) -> int:
-        """Of the run folder, beside bases and log."""
+        """Bytes of the run folder without bases and log."""
         return _RUN_BYTES
 
 
@@ -83,7 +84,7 @@ def bounds_of(
     host_bytes: int,
     peer_bytes: int,
 ) -> Bounds:
-    """The bounds of a rank whose state has this shape now."""
+    """Return the bounds for a state of this shape."""
     base_bytes = _base_bytes(shape, ranks)
     copies = tuple(
         (place.where, ((place.keep or options.keep) + 1) * base_bytes + _RUN_BYTES)
@@ -101,7 +102,7 @@ def _base_bytes(shape: Shape, ranks: RankInfo) -> int:
     files = plan_files(identity, shape.entries, shape.aliases, shape.objects_bytes)
     drift = sum(max(_DRIFT_BYTES, n // _DRIFT_SHARE) for n in shape.objects_bytes.values())
     marker = _RECORD_BYTES * max(1, len(files))
-    # The marker, and the manifest, which has those of all ranks.
+    # The marker, and the manifest, which contains the markers of all ranks.
     return sum(file.size_bytes for file in files) + drift + (2 + ranks.world) * marker
 
 
@@ -114,7 +115,7 @@ _SLOT_S = 600.0
 _NEVER_STEPS = 1 << 62
 
 
-_STEP_BYTES = 16384  # random states, and what says what the records of a step are
+_STEP_BYTES = 16384  # random states and record headers of a step
 
 
 def check_disk_budget(
@@ -126,17 +127,17 @@ def check_disk_budget(
     step_bytes: int = 0,
     other_bytes: int = 0,
 ) -> None:
-    """Refuses a base that does not fit the budget beside those to keep, and their log.
+    """Check that the bases to keep fit into the disk budget, with their logs.
 
     Args:
-        base_bytes: of one, as files.
-        beside: bases that are there before the oldest goes, beyond those to keep.
-        step_bytes: of a step of the log on disk, at most; the log behind each base is there, of as
-            many steps as are between two, or, where that is not given in steps, of at least two.
-        other_bytes: what else is there.
+        base_bytes: files of one base.
+        beside: bases on disk in addition to those to keep.
+        step_bytes: maximum size of a step of the log on disk. Each base has a log of as many steps
+            as the interval has, or of at least two if the interval is not given in steps.
+        other_bytes: further bytes in the run folder.
 
     Raises:
-        OutOfSpaceError: with the number of bytes, of bases, or of steps that would fit.
+        OutOfSpaceError: They do not fit. The hint names the bytes, bases or steps that would.
     """
     budget = options.budget.disk_bytes
     bases = options.keep + beside
@@ -145,7 +146,7 @@ def check_disk_budget(
     need = bases * each + other_bytes
     if budget is None or need <= budget:
         return
-    log = f", and behind each a log of {_steps(steps)}," if steps else ""
+    log = f", each with a log of {_steps(steps)}," if steps else ""
     fit = (budget - other_bytes) // each - beside
     instead = [f"Budget(disk_bytes={need})", *([f"keep={fit}"] if fit > 0 else [])]
     if options.every.steps is not None and steps:
@@ -154,7 +155,7 @@ def check_disk_budget(
         instead += [f"every={every}"] if every > 0 else []
     raise OutOfSpaceError(
         f"{options.keep} bases to keep and {'one' if beside == 1 else beside} being written{log} "
-        f"take {need} bytes, the budget is {budget}",
+        f"need {need} bytes; the budget is {budget}",
         path=run,
         hint=", or ".join(instead),
     )
@@ -162,10 +163,11 @@ def check_disk_budget(
 
 @dataclass(frozen=True, slots=True)
 class Forecast:
-    """What a run writes to disk in a day of training.
+    """Bytes that a run writes to disk in a day of training.
 
     Attributes:
-        bases_bytes, log_bytes: by bases, and by a log that goes to disk.
+        bases_bytes: bytes of bases.
+        log_bytes: bytes of a log on disk.
     """
 
     bases_bytes: float
@@ -177,41 +179,41 @@ class Forecast:
 
     @property
     def in_words(self) -> str:
-        """``"bases of 4.6 GB and a log of 33.0 GB"``."""
+        """Describe the forecast, as in ``"bases of 4.6 GB and a log of 33.0 GB"``."""
         bases = decimal(round(self.bases_bytes))
         log = decimal(round(self.log_bytes))
         return f"bases of {bases}" + (f" and a log of {log}" if self.log_bytes else "")
 
 
 class DayMeter:
-    """How much of a growing total falls into the last 24 hours; never too little."""
+    """Measure the growth of a total in the last 24 hours, rounded up."""
 
     def __init__(self) -> None:
-        self._slots: deque[tuple[float, int]] = deque()  # when each began, and the total then
+        self._slots: deque[tuple[float, int]] = deque()  # start time, and the total then
         self._total = 0
 
     def reached(self, now_s: float, total: int) -> None:
-        """The total is now so large."""
+        """Note the current total."""
         if not self._slots or now_s - self._slots[-1][0] >= _SLOT_S:
             self._slots.append((now_s, self._total))
         self._total = max(self._total, total)
 
     def last_day_bytes(self, now_s: float) -> int:
-        """Of the last day, and at most ten minutes more."""
+        """Return the growth in the last day, plus at most ten minutes."""
         while len(self._slots) > 1 and self._slots[1][0] <= now_s - DAY_S:
             self._slots.popleft()
         return self._total - self._slots[0][1] if self._slots else 0
 
 
 def interval_steps_within(bytes_per_day: float, base_bytes: int, step_s: float) -> int:
-    """The fewest steps between bases whose writes stay within ``bytes_per_day``."""
+    """Return the smallest interval, in steps, whose bases stay within ``bytes_per_day``."""
     if bytes_per_day <= 0:
         return _NEVER_STEPS
     return min(_NEVER_STEPS, max(1, math.ceil(base_bytes * DAY_S / (step_s * bytes_per_day))))
 
 
 def budget_in_words(options: Options) -> str:
-    """The daily write budget: ``"budget of 40.0 GB a day"``."""
+    """Describe the daily write budget, as in ``"budget of 40.0 GB a day"``."""
     budget = options.budget.write_bytes_per_day
     return "no daily budget" if budget is None else f"budget of {decimal(budget)} a day"
 
@@ -221,14 +223,17 @@ def _steps(count: int) -> str:
 
 
 def log_step_bytes(shape: Shape, recorded_bytes: int) -> int:
-    """What a step takes in a log on disk, at most: what is recorded, what its mark holds besides,
-    objects and random states included, and what says what they are."""
+    """Return the maximum size of a step in a log on disk.
+
+    That is the recorded gradients, the entries of the step mark, its objects and random states, and
+    headers.
+    """
     entries = sum(entry.size_bytes for entry in mark_entries(shape))
     return recorded_bytes + entries + sum(shape.objects_bytes.values()) + _STEP_BYTES
 
 
 def free_bytes(filesystem: FileSystem, run: PurePath) -> int:
-    """Of the disk of a run.
+    """Return the free bytes of the disk of a run.
 
     Raises:
         StorageError

@@ -1,8 +1,8 @@
-"""What a state will consist of behind the first update, so that budgets are about that.
+"""Predicts the shape of a state after the first update, so that budgets apply to the full state.
 
-Most optimizers make their state in their first step: a state that is looked at before has a third
-of its bytes. What torch's own optimizers will keep of each parameter is found by an update of
-tensors without memory, on the meta device.
+Most optimizers create their state in their first step; before it, a state has a third of its final
+size. For torch's own optimizers the additional entries are found by an update of tensors without
+memory, on the meta device.
 """
 
 from __future__ import annotations
@@ -29,20 +29,27 @@ __all__ = ["shape_after_first_update"]
 
 
 def shape_after_first_update(state: State, shape: Shape) -> tuple[Shape, bool]:
-    """The shape of what this rank writes when every optimizer has made an update, and whether that
-    is all: what classes that are not torch's own will keep is not known.
+    """Return the shape of this rank's entries after an update of every optimizer.
 
     Args:
-        shape: as it is now.
+        shape: current shape.
+
+    Returns:
+        The expected shape, and True if it is complete. Entries of optimizer classes that are not
+        torch's own cannot be predicted.
     """
-    found = _ToCome(state, shape)
+    found = _ExpectedEntries(state, shape)
     entries = tuple(found.entries())
-    return (replace(shape, entries=(*shape.entries, *entries)) if entries else shape), found.is_all
+    return (
+        replace(shape, entries=(*shape.entries, *entries)) if entries else shape
+    ), found.is_complete
 
 
-class _ToCome:
+class _ExpectedEntries:
+    """Entries that the optimizers of a state will create."""
+
     def __init__(self, state: State, shape: Shape) -> None:
-        self.is_all = True
+        self.is_complete = True
         self._state = state
         self._aliases = shape.aliases
         self._written = {entry.name for entry in shape.entries}
@@ -53,7 +60,7 @@ class _ToCome:
                     self._parameters.setdefault(id(parameter), join_path(section, key))
 
     def entries(self) -> Iterator[Entry]:
-        """Of all optimizers."""
+        """Yield the expected entries of all optimizers."""
         for key, optimizer in self._state.optimizers.items():
             provider = self._state.providers[key]
             inner = acting(optimizer)
@@ -65,21 +72,21 @@ class _ToCome:
                     if not parameter.requires_grad or inner.state.get(parameter):
                         continue
                     if inner is optimizer and not self._writes(parameter):
-                        continue  # it is another rank's
+                        continue  # another rank writes it
                     local = local_of(parameter)
                     form = number, local.shape, local.dtype
                     if form not in known:
                         known[form] = _kept(type(inner), group, local)
                     kept = known[form]
                     if kept is None:
-                        self.is_all = False
+                        self.is_complete = False
                         break
                     front = join_path(join_path(key, "state"), names[id(parameter)])
                     for name, tensor in kept.items():
                         yield stored_form(join_path(front, name), tensor)
 
     def _writes(self, parameter: torch.Tensor) -> bool:
-        """Whether the state of a parameter is this rank's to write: it goes with the parameter."""
+        """Return True if this rank writes the parameter, and so its optimizer state."""
         name = self._parameters.get(id(parameter))
         return name is None or self._aliases.get(name, name) in self._written
 
@@ -87,12 +94,14 @@ class _ToCome:
 def _kept(
     kind: type[Optimizer], group: Mapping[str, Any], parameter: torch.Tensor
 ) -> dict[str, torch.Tensor] | None:
-    """What an optimizer keeps of a parameter like this behind an update, as tensors without memory
-    (small ones may have some); None: that cannot be told without running code that is not torch's,
-    or without values."""
+    """Return the state that an optimizer will keep of a parameter, as tensors without memory.
+
+    Small tensors may have memory. None if this cannot be found without running code that is not
+    torch's, or without real values.
+    """
     if not f"{kind.__module__}.".startswith("torch.optim."):
         return None
-    # Kernels for lists of tensors, fused ones and captured ones want a device; they keep the same.
+    # Foreach, fused and capturable kernels need a real device; the state they keep is the same.
     plain = dict.fromkeys(("foreach", "fused", "capturable", "differentiable"), False)
     options = {k: plain.get(k, v) for k, v in group.items() if k != "params"}
     stand_in = torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
@@ -102,6 +111,6 @@ def _kept(
         with torch.no_grad():
             own_step(kind)(optimizer)
     except (RuntimeError, TypeError):
-        return None  # it looks at values (ASGD, Adafactor), or wants a closure (LBFGS)
+        return None  # it reads values (ASGD, Adafactor), or needs a closure (LBFGS)
     kept = optimizer.state.get(stand_in, {})
     return {key: value for key, value in kept.items() if isinstance(value, torch.Tensor)}

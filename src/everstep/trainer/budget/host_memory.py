@@ -1,8 +1,14 @@
-"""Budgets: computed, printed and enforced before anything is captured (I10)."""
+"""Host memory budgets: computed, and checked before anything is captured (I10).
+
+The budget of host memory is divided among the arena (captures and log), a replica, bases that live
+in memory, and copies for other ranks. :func:`plan_memory` computes the shares; each function
+refuses a budget that is too small, and names the number of bytes that suffices.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 
 import torch
 
@@ -21,6 +27,7 @@ from everstep.state.survey.survey import Shape, is_reserved
 from everstep.tiers.options import PeerOptions
 
 __all__ = [
+    "MemoryPlan",
     "arena_budget_bytes",
     "base_memory_bytes",
     "bases_in_flight_max",
@@ -28,23 +35,28 @@ __all__ = [
     "gradients_of",
     "host_budget_bytes",
     "log_budget_bytes",
+    "mark_entries",
     "mark_memory_bytes",
     "own_budget_bytes",
     "peer_bytes",
     "peer_log_bytes",
+    "peer_sources",
+    "plan_memory",
     "replica_budget_bytes",
 ]
 
 _IN_FLIGHT_MIN = 2
-_QUEUE_BYTES = 64 << 20
+_QUEUE_BYTES = 64 << 20  # small states may queue up to this size
 
 
 def base_memory_bytes(shape: Shape) -> int:
-    """What a base of a state takes of host memory, in whole pages: its tensors, as they lie in the
-    arena, and its plain data, which lies beside it."""
-    static = shape.static  # in files of their own
-    apart = [[e for e in shape.entries if (e.name in static) is kind] for kind in (False, True)]
-    sizes = [layout.size_bytes for entries in apart for layout in plan_shards(entries)]
+    """Return the host memory of a base, in whole pages.
+
+    That is its tensors, as they lie in the arena, and its plain data outside of the arena.
+    """
+    static = shape.static  # static entries have their own files, and their own shards
+    groups = [[e for e in shape.entries if (e.name in static) is kind] for kind in (False, True)]
+    sizes = [layout.size_bytes for entries in groups for layout in plan_shards(entries)]
     return sum(map(_pages_bytes, [*sizes, sum(shape.objects_bytes.values())]))
 
 
@@ -53,13 +65,13 @@ def _pages_bytes(size_bytes: int) -> int:
 
 
 def host_budget_bytes(options: Options, state_bytes: int, ranks_here: int = 1) -> int:
-    """Host memory for captured state: by default, half of what is available.
+    """Return the budget of host memory, by default half of the available memory.
 
     Args:
-        ranks_here: of the job on this machine, which share that half.
+        ranks_here: number of ranks of the job on this machine, which share that half.
 
     Raises:
-        OutOfSpaceError: when the method needs more, with the number of bytes.
+        OutOfSpaceError: The method needs more.
     """
     budget = options.budget.host_bytes or memory_available_bytes() // (2 * ranks_here)
     times = _bases_at_once(options)
@@ -73,21 +85,21 @@ def host_budget_bytes(options: Options, state_bytes: int, ranks_here: int = 1) -
 
 
 def _bases_at_once(options: Options) -> int:
-    # Where every step is captured, the capture before stays until the next is whole.
+    # If every step is captured, the previous capture stays until the next one is complete.
     return 2 if options.is_scheduled else 1
 
 
 def arena_budget_bytes(options: Options, budget_bytes: int, state_bytes: int) -> int:
-    """Return how much of the host memory that is left for it the arena may have.
+    """Return the size of the arena.
 
-    A keeper process shares the arena as a file in memory, which the limit of file sizes
-    (``ulimit -f``) counts although its pages are taken only as they are needed.
+    A keeper process shares the arena as a file in memory. The limit of file sizes (``ulimit -f``)
+    counts its full size, although pages are allocated only when they are used.
 
     Args:
-        budget_bytes: what the budget of host memory leaves for the arena.
+        budget_bytes: host memory that is left for the arena.
 
     Raises:
-        OutOfSpaceError: a base does not fit within the limit, with both numbers.
+        OutOfSpaceError: A base does not fit within the limit.
     """
     limit_bytes = file_bytes_max()
     if limit_bytes is None or options.method.base == "sync" or not options.keeper.process:
@@ -96,7 +108,7 @@ def arena_budget_bytes(options: Options, budget_bytes: int, state_bytes: int) ->
     need_bytes = _bases_at_once(options) * state_bytes
     if most_bytes < need_bytes:
         raise OutOfSpaceError(
-            f"the state takes {need_bytes} bytes of memory that training shares with its keeper, "
+            f"the state needs {need_bytes} bytes of memory that training shares with its keeper, "
             f"and the limit of file sizes (ulimit -f) of {limit_bytes} bytes leaves {most_bytes}",
             hint=f"a limit of {need_bytes + CONTROL_BYTES} bytes or more (ulimit -f unlimited), "
             "KeeperOptions(process=False), or method='sync'",
@@ -105,11 +117,11 @@ def arena_budget_bytes(options: Options, budget_bytes: int, state_bytes: int) ->
 
 
 def bases_in_flight_max(options: Options, state_bytes: int) -> int | None:
-    """How many bases may be in host memory that are on no disk yet; None: as many as fit.
+    """Return how many bases may be in host memory before they are on disk; None for no limit.
 
-    One that waits for a slow disk behind others is of no use before those are written, so training
-    waits instead; unless memory was set apart for a queue, the state is so small that a few more
-    are nothing, or the method has a bound of its own.
+    A base that waits behind others for a slow disk is of no use until those are written, so
+    training waits instead. There is no limit if the user has set aside memory for a queue, or the
+    method has its own limit; small states may queue a few more.
     """
     if options.budget.host_bytes is not None or options.is_scheduled:
         return None
@@ -117,25 +129,27 @@ def bases_in_flight_max(options: Options, state_bytes: int) -> int | None:
 
 
 def own_budget_bytes(options: Options, host_bytes: int, state_bytes: int, *, peers: bool) -> int:
-    """What bases of this rank that live in memory may take of the host memory: with what comes
-    from peers a third, otherwise a half. Beside it captures need room.
+    """Return the memory for bases of this rank that live in memory.
+
+    It is half of the host memory, or a third if bases of peers are held here, too. Captures need
+    the rest.
 
     Args:
-        state_bytes: with what optimizers will keep behind their first update.
-        peers: other ranks' bases are held here, too.
+        state_bytes: host memory of a base, including the state that optimizers will create.
+        peers: True if bases of other ranks are held here.
 
     Raises:
-        OutOfSpaceError: two bases do not fit, with the number of bytes.
+        OutOfSpaceError: Two bases do not fit.
     """
     if not options.method.in_memory:
         return 0
-    parts = 3 if peers else 2
-    found = host_bytes // parts
+    divisor = 3 if peers else 2
+    found = host_bytes // divisor
     if found < 2 * state_bytes:
         raise OutOfSpaceError(
-            f"the newest two bases ({state_bytes} bytes each) live in the keeper's memory; of "
-            f"{host_bytes} bytes of host memory {found} are for them",
-            hint=f"Budget(host_bytes={2 * parts * state_bytes}) or more, or method='lazy'",
+            f"the newest two bases ({state_bytes} bytes each) live in the keeper's memory, and of "
+            f"{host_bytes} bytes of host memory only {found} are available for them",
+            hint=f"Budget(host_bytes={2 * divisor * state_bytes}) or more, or method='lazy'",
         )
     return found
 
@@ -143,22 +157,23 @@ def own_budget_bytes(options: Options, host_bytes: int, state_bytes: int, *, pee
 def replica_budget_bytes(
     options: Options, host_bytes: int, state_bytes: int, step_bytes: int
 ) -> int:
-    """What a replica may take of the host memory: a half. In the other are the base that it begins
-    with and the steps that wait while it is written (at most two states, and the records
-    of two steps).
+    """Return the memory for a replica: half of the host memory.
+
+    The other half holds the base that the replica begins with, and the records of steps that wait
+    while it is written (at most two states and the records of two steps).
 
     Args:
-        step_bytes: of the records of a step.
+        step_bytes: memory of the records of a step.
 
     Raises:
-        OutOfSpaceError: it is too little, with the number of bytes.
+        OutOfSpaceError: The budget is too small.
     """
     need = 2 * (state_bytes + 2 * step_bytes)
     if options.has_replica and host_bytes < need:
         raise OutOfSpaceError(
-            f"a replica of the state ({state_bytes} bytes), and the records of two steps beside "
-            f"the base that it begins with, take {need} bytes of host memory; the budget is "
-            f"{host_bytes} bytes",
+            f"a replica of the state ({state_bytes} bytes), the base that it begins with, and the "
+            f"records of two steps need {need} bytes of host memory; the budget is {host_bytes} "
+            "bytes",
             hint=f"Budget(host_bytes={need}) or more, or apply='recovery'",
         )
     return host_bytes // 2 if options.has_replica else 0
@@ -167,13 +182,13 @@ def replica_budget_bytes(
 def check_multistep_budget(
     options: Options, host_bytes: int, state_bytes: int, gradient_bytes: int
 ) -> None:
-    """Refuses parts whose gradients do not fit beside the base.
+    """Check that a base in a fixed number of parts fits, with the gradients that complete it.
 
     Args:
-        gradient_bytes: of a step.
+        gradient_bytes: bytes of the gradients of a step.
 
     Raises:
-        OutOfSpaceError: with the number of bytes, or of parts, that would fit.
+        OutOfSpaceError: It does not fit.
     """
     parts = options.method.parts
     if not isinstance(parts, int):
@@ -182,39 +197,41 @@ def check_multistep_budget(
     if host_bytes < need:
         fit = 1 + 2 * max(0, host_bytes - state_bytes) // max(1, gradient_bytes)
         raise OutOfSpaceError(
-            f"a base in {parts} parts takes {need} bytes of host memory, with the gradients that "
-            f"bring them to one step; the budget is {host_bytes} bytes",
+            f"a base in {parts} parts, with the gradients that bring the parts to the same step, "
+            f"needs {need} bytes of host memory; the budget is {host_bytes} bytes",
             hint=f"Budget(host_bytes={need}) or more, or parts={fit}",
         )
 
 
 def log_budget_bytes(arena_bytes: int, state_bytes: int) -> int:
-    """Host memory for the gradient log: what two bases at turnover leave; at least a half of what
-    one leaves."""
+    """Return the share of the arena for the gradient log.
+
+    It is the space that two bases leave (the old one stays until the new one is durable), and at
+    least half of the space that one base leaves.
+    """
     return max(arena_bytes - 2 * state_bytes, (arena_bytes - state_bytes) // 2)
 
 
 def gradients_of(optimizers: Iterable[torch.optim.Optimizer]) -> tuple[int, int]:
-    """How many elements of parameters are here, and the bytes of all their gradients that may be
-    there."""
+    """Return the number of parameter elements on this rank, and the bytes of all gradients."""
     groups = [group for optimizer in optimizers for group in optimizer.param_groups]
     found = {id(parameter): parameter for group in groups for parameter in group["params"]}
-    taught = [parameter for parameter in found.values() if parameter.requires_grad]
+    trained = [parameter for parameter in found.values() if parameter.requires_grad]
     return (
         sum(local_of(parameter).numel() for parameter in found.values()),
-        sum(local_of(one).numel() * one.element_size() for one in taught),
+        sum(local_of(one).numel() * one.element_size() for one in trained),
     )
 
 
 def mark_memory_bytes(shape: Shape) -> int:
-    """What the mark of a step takes of host memory, in a log of a state of this shape."""
+    """Return the host memory of a step mark in a log of a state of this shape."""
     entries_bytes = sum(entry.size_bytes for entry in mark_entries(shape))
     return _pages_bytes(entries_bytes) + sum(shape.objects_bytes.values()) + RECORD_BYTES
 
 
 def mark_entries(shape: Shape) -> list[Entry]:
-    """What each step mark holds in full, but for what everstep keeps itself."""
-    owners = shape.owners  # not of what the first update is expected to make
+    """Return the entries that each step mark contains in full, without everstep's own entries."""
+    owners = shape.owners  # predicted entries have no owner yet
     marked = {name for name, one in owners.items() if one.in_marks and not is_reserved(name)}
     return [entry for entry in shape.entries if entry.name in marked]
 
@@ -223,14 +240,15 @@ _SLACK_BYTES = CONTROL_BYTES + (1 << 20)
 
 
 def peer_bytes(peers: PeerOptions | None, info: RankInfo, host_bytes: int, state_bytes: int) -> int:
-    """What copies of other ranks may take of the host memory here (two states of one's own,
-    and two of another rank).
+    """Return the memory here for copies of other ranks, by default half of ``host_bytes``.
+
+    That is meant for two states of this rank, and two of another one.
 
     Args:
-        host_bytes: for captured state, all in all.
+        host_bytes: memory for captured state, in total.
 
     Raises:
-        OutOfSpaceError: nothing would be left for a base of this rank, with the number.
+        OutOfSpaceError: The rest is too small for a base of this rank.
     """
     if peers is None or not peer_sources(info):
         return 0
@@ -238,8 +256,8 @@ def peer_bytes(peers: PeerOptions | None, info: RankInfo, host_bytes: int, state
     if host_bytes - found < state_bytes:
         need = 2 * state_bytes if peers.host_bytes is None else found + state_bytes
         raise OutOfSpaceError(
-            f"copies of other ranks may take {found} of {host_bytes} bytes of host memory, and a "
-            f"base of this one takes {state_bytes}",
+            f"copies of other ranks may use {found} of {host_bytes} bytes of host memory, and the "
+            f"rest is too small for a base of this rank ({state_bytes} bytes)",
             rank=info.rank,
             hint=f"Budget(host_bytes={need}) or more, or a smaller PeerOptions(host_bytes=)",
         )
@@ -247,12 +265,13 @@ def peer_bytes(peers: PeerOptions | None, info: RankInfo, host_bytes: int, state
 
 
 def peer_log_bytes(info: RankInfo, held_bytes: int, base_bytes: int) -> int:
-    """What logs of other ranks may take of the memory for copies: what two bases of each of these
-    ranks leave, and a half at most.
+    """Return the share of the memory for copies that logs of other ranks may use.
+
+    It is the space that two bases of each of these ranks leave, and at most half.
 
     Args:
-        base_bytes: of a base of this rank, with its records; those of others may be larger by a
-            quarter.
+        base_bytes: bytes of a base of this rank with its records. Bases of other ranks may be a
+            quarter larger.
     """
     one = base_bytes + base_bytes // 4 + _SLACK_BYTES
     left = held_bytes - 2 * len(peer_sources(info)) * one
@@ -261,3 +280,55 @@ def peer_log_bytes(info: RankInfo, held_bytes: int, base_bytes: int) -> int:
 
 def peer_sources(info: RankInfo) -> list[int]:
     return [rank for rank in range(len(info.nodes)) if peer_of(info.nodes, rank) == info.rank]
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryPlan:
+    """Shares of the host memory budget, in bytes.
+
+    Attributes:
+        host_bytes: total of the shares.
+        arena_bytes: arena, which captures and the log use.
+        replica_bytes: replica in the keeper; 0 without one.
+        own_bytes: bases of this rank that live in memory.
+        peer_bytes: copies of other ranks.
+    """
+
+    host_bytes: int
+    arena_bytes: int
+    replica_bytes: int
+    own_bytes: int
+    peer_bytes: int
+
+
+def plan_memory(
+    options: Options,
+    ranks: RankInfo,
+    peers: PeerOptions | None,
+    *,
+    state_bytes: int,
+    step_bytes: int,
+) -> MemoryPlan:
+    """Divide the budget of host memory.
+
+    Args:
+        state_bytes: host memory of a base.
+        step_bytes: host memory of the records of a step.
+
+    Raises:
+        OutOfSpaceError: The budget is too small.
+    """
+    host_bytes = host_budget_bytes(options, state_bytes, ranks.here)
+    replica_bytes = replica_budget_bytes(options, host_bytes, state_bytes, step_bytes)
+    own_bytes = own_budget_bytes(options, host_bytes, state_bytes, peers=bool(ranks.nodes))
+    left_bytes = host_bytes - replica_bytes - own_bytes
+    held_bytes = peer_bytes(peers, ranks, left_bytes, state_bytes)
+    arena_bytes = arena_budget_bytes(options, left_bytes - held_bytes, state_bytes)
+    return MemoryPlan(
+        # Less than the budget where the limit of file sizes restricts the arena.
+        host_bytes=arena_bytes + replica_bytes + own_bytes + held_bytes,
+        arena_bytes=arena_bytes,
+        replica_bytes=replica_bytes,
+        own_bytes=own_bytes,
+        peer_bytes=held_bytes,
+    )

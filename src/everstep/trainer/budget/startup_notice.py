@@ -1,4 +1,7 @@
-"""What is said at the start about a disk budget; not in the keeper, which shows nothing."""
+"""Lines printed at the start: the chosen method, and the memory and disk space it will take.
+
+Only the training process imports this module: it needs libraries that the keeper does not load.
+"""
 
 from __future__ import annotations
 
@@ -35,29 +38,28 @@ def disk_notice(
     limits: LogLimits,
     ranks: RankInfo,
 ) -> str | None:
-    """The line printed at start about a disk budget: what of the log fits, and what is there beyond
-    it; None: there is nothing to say.
+    """Return the line about the disk budget; None if there is nothing to report.
 
     Raises:
-        StorageError
+        StorageError: The run folder cannot be read.
     """
     budget_bytes = options.budget.disk_bytes
     if budget_bytes is None:
         return None
-    said = []
+    notices = []
     if limits.disk_bytes is not None and limits.interval_bytes is not None:
-        said.append(
-            f"the log on disk has up to {decimal(limits.interval_bytes)} between two bases; with "
-            "more, a base is taken early"
+        notices.append(
+            f"the log on disk may take {decimal(limits.interval_bytes)} between two bases; then a "
+            "base is taken early"
         )
     with storage_errors("look at the run", run):
-        there_bytes = sum(folder_bytes(filesystem, run, ranks.rank, ranks.world))
-    if there_bytes + bounds.base_bytes > budget_bytes:
-        said.append(
-            f"{decimal(there_bytes)} are there already: with the first base that is more than "
-            "Budget(disk_bytes=); what is beyond keep= goes behind it"
+        present_bytes = sum(folder_bytes(filesystem, run, ranks.rank, ranks.world))
+    if present_bytes + bounds.base_bytes > budget_bytes:
+        notices.append(
+            f"the run folder already has {decimal(present_bytes)}: with the first base it exceeds "
+            "Budget(disk_bytes=); bases beyond keep= are deleted after it"
         )
-    return "; ".join(said) or None
+    return "; ".join(notices) or None
 
 
 _MARKED_MIN_BYTES = 1 << 20
@@ -81,18 +83,18 @@ def startup_notice(
     is_all: bool = True,
     parks: bool = True,
 ) -> str:
-    """The line printed at start: what was chosen, and what it will take.
+    """Return the first line: the chosen method, and the memory and disk space it will take.
 
     Args:
-        whose: the run, and which rank of several.
-        gradients: as :func:`gradients_of` says; those of a step are what a dense log records.
-        disk_bytes: of all bases at once, their records included.
-        memory_bytes: of host memory for a base.
-        plain_bytes: of plain data, which each base and each step of a log holds.
-        residual_bytes: of error feedback, which each step mark of a log holds.
-        static_bytes: of entries that never change, which bases link to once they are written.
-        is_all: False: optimizers may make more state in their first step.
-        parks: captures that are not due are held, too, where every step is captured.
+        whose: name of the run, and of the rank if there are several.
+        gradients: result of :func:`gradients_of`. A dense log records the gradients of each step.
+        disk_bytes: bytes of all bases on disk at the same time, with their records.
+        memory_bytes: host memory of a base.
+        plain_bytes: bytes of plain data, which each base and each step of a log contains.
+        residual_bytes: bytes of error feedback, which each step mark of a log contains.
+        static_bytes: bytes of entries that never change, which bases link to after the first write.
+        is_all: False if optimizers may create more state in their first step.
+        parks: True if captures between bases are kept, too (with a capture of every step).
     """
     parameters, gradient_bytes = gradients
     when = options.every.in_words
@@ -147,11 +149,12 @@ def startup_notice(
 
 
 def marks_notice(shape: Shape, recorded_bytes: int) -> str | None:
-    """The line that follows where each step mark of a log holds much besides, as of models that
-    are frozen for the most part; None where that is less than what is recorded anyway.
+    """Return the line for a log whose step marks contain large entries; None for small ones.
+
+    This happens with models that are mostly frozen.
 
     Args:
-        recorded_bytes: of a step: gradients, and residuals, which marks hold, too.
+        recorded_bytes: bytes recorded in each step: gradients and residuals.
     """
     held = mark_entries(shape)
     size_bytes = sum(entry.size_bytes for entry in held)
@@ -159,47 +162,47 @@ def marks_notice(shape: Shape, recorded_bytes: int) -> str | None:
         return None
     largest = max(held, key=lambda entry: entry.size_bytes)
     return (
-        f"each step of the log holds {decimal(size_bytes)} besides, which no optimizer updates "
-        f'({largest.name!r} is the largest): static=["name/*"] for what never changes, '
-        'declared={"name/*": function} for what a function of the program updates'
+        f"each step of the log also contains {decimal(size_bytes)} that no optimizer updates "
+        f'({largest.name!r} is the largest): use static=["name/*"] for entries that never change, '
+        'declared={"name/*": function} for entries that a function of the program updates'
     )
 
 
 def copies_notice(
     bounds: Bounds, places: Sequence[TierOptions], world: int, gradients_bytes: int
 ) -> str:
-    """The line printed at start about copies: how many where, and what they take.
+    """Return the line about copies: how many are kept at each place, and their size.
 
     Args:
-        gradients_bytes: that the log of this rank takes in each step, residuals included; 0: not
-            known, as they are compressed.
+        gradients_bytes: bytes that the log of this rank takes in each step, including residuals;
+            0 if unknown because they are compressed.
     """
-    said = [
+    notices = [
         f"{place.where}: keep {place.keep}, up to {decimal(size_bytes)}"
         f"{_log_announcement(place, gradients_bytes)}{_cap_announcement(place, world)}"
         for place, (_, size_bytes) in zip(places, bounds.copies, strict=True)
     ]
     of = "" if world == 1 else " of this rank"
-    return f"copies{of} in {'; in '.join(said)}"
+    return f"copies{of} in {'; in '.join(notices)}"
 
 
 def _log_announcement(place: TierOptions, gradients_bytes: int) -> str:
     if place.log == "none":
         return ""
     size_bytes = gradients_bytes
-    how = "whole"
-    if place.log == "adaptive":  # of a large gradient: float16 values and int32 indices, of four
-        how = "lossy"
+    form = "exact"
+    if place.log == "adaptive":  # float16 values and int32 indices instead of 4 bytes
+        form = "lossy"
         size_bytes = round(gradients_bytes * place.log_ratio * 6 / 4)
     about = f", about {decimal(size_bytes)} in each step" if size_bytes else ""
-    return f", and the log behind them, {how}{about}"
+    return f", and the log after them, {form}{about}"
 
 
 def _cap_announcement(place: TierOptions, world: int) -> str:
     cap = place.objects_per_hour
-    part = place.of_rank(world).objects_per_hour
+    share = place.of_rank(world).objects_per_hour
     if cap is None:
         return ""
-    whose = "" if world == 1 else f" by all {world} ranks, {part} by this one"
-    pace = "" if place.log == "none" else f" (a segment of the log every {pace_s(part):.0f} s)"
+    whose = "" if world == 1 else f" by all {world} ranks, {share} by this one"
+    pace = "" if place.log == "none" else f" (a segment of the log every {pace_s(share):.0f} s)"
     return f", at most {cap} objects an hour{whose}{pace}"

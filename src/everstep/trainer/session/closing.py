@@ -1,4 +1,10 @@
-"""The beginning and the end of a training process."""
+"""The end of a training process: last bases, lost steps, and the keeper that stays or goes.
+
+A run ends in one of three ways. ``close()`` takes a last base if state would be lost otherwise,
+waits until everything is durable, and reports every failure. A script that ends without ``close()``
+gets the same from :func:`finish_at_exit`, except for a last base of the log. After an error, the
+keeper may have to stay: its memory may hold the only copy of some steps.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +14,7 @@ import logging
 import os
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import PurePath
 from typing import Any
 
@@ -59,47 +66,61 @@ _log = logging.getLogger("everstep")
 
 
 class AtExit:
-    """A script that ends without ``close()`` still gets its last base.
+    """Finish the last base of a script that ends without ``close()``.
 
     Args:
-        calls: of other threads are refused then: one that goes on training, as daemon threads do,
-            would take base after base, each of which is waited for.
+        calls: calls of other threads, which are refused from then on. A daemon thread that keeps
+            training would take base after base, and each would be waited for.
     """
 
     def __init__(self, calls: Calls) -> None:
         self._calls = calls
         self._job: Callable[[], None] | None = None
 
-    def watch(
-        self, parts: Components, keeper: Keeper, leave: Callable[[], None], *, stay: bool
+    def arm(
+        self,
+        components: Components,
+        keeper: Keeper,
+        abandon: Callable[[], None],
+        *,
+        stay: bool,
     ) -> None:
-        """From now on ``keeper`` is finished at the end of this process.
+        """Finish ``keeper`` at the exit of this process.
 
         Args:
-            leave: called before.
-            stay: it is not finished, but holds what it has, as if this process had died.
+            abandon: function to call first.
+            stay: True to leave the keeper with its memory, as if this process had crashed.
         """
-        self.forget()
+        self.disarm()
 
-        def last() -> None:
+        def end_training() -> None:
             self._calls.last()
-            leave()
+            abandon()
 
-        about = parts.saver, keeper, last, os.getpid(), sys.stderr
-        # Without a replica nobody but the keeper has what is in its log.
-        rooms = parts.recorder.rooms if parts.recorder and not parts.replica_bases else None
-        self._job = lambda: finish_at_exit(*about, rooms, stay=stay)
+        # With a replica, the records are in its state, too.
+        has_log = components.recorder is not None and not components.replica_bases
+        rooms = components.recorder.rooms if has_log and components.recorder else None
+        self._job = partial(
+            finish_at_exit,
+            components.saver,
+            keeper,
+            end_training,
+            os.getpid(),
+            sys.stderr,
+            rooms,
+            stay=stay,
+        )
         atexit.register(self._job)
 
-    def forget(self) -> None:
-        """Nothing is left to be done at exit."""
+    def disarm(self) -> None:
+        """Do nothing at exit."""
         if self._job is not None:
             atexit.unregister(self._job)
         self._job = None
 
 
 def wait_for_bases(saver: Saver, keeper: Keeper, timeout_s: float | None) -> None:
-    """Waits until all bases are durable, and what was taken in the place of a lost one, too."""
+    """Wait until all bases are durable, including those taken in place of lost ones."""
     keeper.wait(timeout_s)
     if saver.make_good():
         saver.finish_captures()
@@ -109,13 +130,14 @@ def wait_for_bases(saver: Saver, keeper: Keeper, timeout_s: float | None) -> Non
 def wait_and_collect(
     wait: Callable[[], None], unavailable: Callable[[], bool], again: Callable[[], bool]
 ) -> list[EverstepError]:
-    """Waits until everything is durable or has failed; returns what failed.
+    """Wait until everything is durable or has failed; return the failures.
 
     Args:
-        wait: raises one failure at a time: one failed base is no reason to abandon those
-            behind it.
-        unavailable: whether nobody is left to wait for.
-        again: takes what has failed again, where it may come right; whether it has.
+        wait: function that raises one failure at a time. One failed base is no reason to abandon
+            the next ones.
+        unavailable: function that returns True if there is no keeper left to wait for.
+        again: function that takes a failed base once more if that may succeed, and returns True if
+            it did so.
     """
     failed: list[EverstepError] = []
     while True:
@@ -130,9 +152,9 @@ def wait_and_collect(
 
 
 def raise_first(failed: Sequence[EverstepError]) -> None:
-    """Raises what failed first; says what else did."""
+    """Raise the first failure and log the others."""
     for other in failed[1:]:
-        _log.error("another background task failed: %s", other)
+        _log.error("another background operation failed: %s", other)
     if failed:
         raise failed[0]
 
@@ -140,28 +162,32 @@ def raise_first(failed: Sequence[EverstepError]) -> None:
 def finish_at_exit(
     saver: Saver,
     keeper: Keeper,
-    leave: Callable[[], None],
+    abandon: Callable[[], None],
     pid: int,
     shown: Any,
     rooms: LogRooms | None = None,
     *,
     stay: bool = False,
 ) -> None:
-    """For a script that ends without ``close()``: its last base becomes durable all the same. What
-    the log has behind that the keeper goes on holding, as if this process had died.
+    """Make the last base durable when a script ends without ``close()``.
+
+    The keeper keeps the log after that base in memory, as if this process had crashed.
 
     Args:
-        leave: called before: what is under way among several ranks is given up.
-        stay: the keeper sees to that, and holds the log: another rank may have died, and this
-            one's log is needed for all of them to come back.
+        abandon: function to call first; gives up operations in progress among several ranks.
+        pid: process that made the Checkpointer.
+        shown: stream for messages.
+        rooms: memory of the log; None without a log, or with a replica.
+        stay: True to leave everything to the keeper, which keeps the log, too. Another rank may
+            have died, and all ranks need this one's log to resume.
     """
     if os.getpid() != pid:
-        return  # a forked child owns nothing here
-    leave()
+        return  # a forked child has inherited the exit handler, but owns nothing
+    abandon()
     if stay:
         with contextlib.suppress(EverstepError):
             saver.finish_captures()
-        _tell_if_gone(keeper, shown)
+        _report_lost_keeper(keeper, shown)
         release_keeper(keeper, stay=True)
         return
     while True:
@@ -176,76 +202,85 @@ def finish_at_exit(
                 say_to(shown, f"everstep: a base was lost at exit: {error}")
             if isinstance(error, DeadlineError):
                 break
-    _tell_if_gone(keeper, shown)
+    _report_lost_keeper(keeper, shown)
     stays = rooms is not None and rooms.is_ahead
     if stays:
-        _tell_who_has_the_log(keeper, "this script ended without close()", shown)
+        _report_log_holder(keeper, "this script ended without close()", shown)
     release_keeper(keeper, stay=stays)
 
 
-def _tell_who_has_the_log(keeper: Keeper | None, why: str, shown: Any) -> bool:
-    """Says who has what the log in memory has behind the newest base; whether anyone has it."""
+def _report_log_holder(keeper: Keeper | None, why: str, shown: Any) -> bool:
+    """Print which process holds the log after the newest base; return False if none does."""
     if not isinstance(keeper, RemoteKeeper) or keeper.lost is not None:
         return False
     say_to(
         shown,
-        f"everstep: {why}: the steps behind its newest base are in the memory of the keeper "
-        f"(process {keeper.pid}) for a while; resume() has them",
+        f"everstep: {why}: the steps after the newest base are in the memory of the keeper "
+        f"(process {keeper.pid}) for a while; a resume() within that time restores them",
     )
     return True
 
 
-def _tell_if_gone(keeper: Keeper, shown: Any) -> None:
-    """Nobody is left to put another in its place."""
+def _report_lost_keeper(keeper: Keeper, shown: Any) -> None:
+    """Print the loss of a keeper that will not be replaced."""
     if isinstance(keeper, RemoteKeeper) and keeper.lost is not None:
         steps = ", ".join(map(str, sorted(keeper.lost_steps)))
         bases = f" (bases of steps {steps})" if steps else ""
-        why = f"{keeper.lost.message}; resume() goes on from the newest base that is durable"
-        say_to(shown, f"everstep: what was not durable{bases} was lost at exit: {why}")
+        why = f"{keeper.lost.message}; resume() continues from the newest durable base"
+        say_to(shown, f"everstep: data that was not durable{bases} was lost at exit: {why}")
 
 
 def skips_last_base(run: PurePath, step: int, recorder: Recorder | None, state: State) -> bool:
-    """Whether the end of training takes no base, since nobody would want to go on from it: its
-    parameters are not finite. Says so."""
+    """Return True if no last base is taken because the parameters are not finite.
+
+    Prints a message in that case.
+    """
     bad = None if recorder is None else recorder.nonfinite.first
     if recorder is None or bad is None or not nonfinite_parameter(state):
         return False
     recorder.nonfinite.given_up = True
-    before = "" if bad.step is None else f"; ckpt.rewind({bad.step - 1}) before it keeps what was"
+    before = (
+        ""
+        if bad.step is None
+        else f"; to keep the state before, call ckpt.rewind({bad.step - 1}) first"
+    )
     say(
-        f"everstep: {run}: no last base is taken of step {step}, whose parameters are not finite "
-        f"({bad.message}); ckpt.save() before it would{before}"
+        f"everstep: {run}: no last base of step {step} is taken, as its parameters are not finite "
+        f"({bad.message}); to take one, call ckpt.save() before close(){before}"
     )
     return True
 
 
 def needs_last_base(run: PurePath, step: int, recorder: Recorder | None, state: State) -> bool:
-    """Whether what the log in memory has is to be in a base, as that log ends with us."""
+    """Return True if a last base is needed because the log in memory ends with this process."""
     if recorder is None or step <= recorder.base_step:
         return False
     return not skips_last_base(run, step, recorder, state)
 
 
 def stays_for_log(run: PurePath, step: int, options: Options, keeper: Keeper) -> bool:
-    """Whether the keeper is to stay with a log whose last step is in no base, since the state is
-    no longer that of the step. Says so."""
+    """Return True if the keeper must stay, because no last base can be taken of the last step.
+
+    The state was changed since the last step mark, so only the log in the keeper's memory has that
+    step. Prints a message.
+    """
     if options.log is None or options.log.to != "memory":
         return False
     remote = keeper if isinstance(keeper, RemoteKeeper) else None
     stays = remote is not None and remote.lost is None
     if remote is not None and remote.lost is not None and remote.replaced:
         say(
-            f"everstep: {run}: no last base is taken of step {step}: another process has taken the "
-            f"run over, and goes on without what was done here since ({remote.lost.message})"
+            f"everstep: {run}: no last base of step {step} is taken: another process has taken "
+            f"over the run, and continues without the steps trained here ({remote.lost.message})"
         )
         return False
     where = f"is in the keeper's memory for {options.keeper.linger_s:g} s: resume within that time"
     if not stays:
-        whose = "this process only" if remote is None else "a keeper that is gone"
+        whose = "this process only" if remote is None else "a keeper that was lost"
         where = f"was in the memory of {whose}, and is lost with it"
     say(
-        f"everstep: {run}: no last base is taken of step {step}: the state has been changed "
-        f"since (close() before that takes one). What the log has since the newest base {where}"
+        f"everstep: {run}: no last base of step {step} is taken: the state was changed since "
+        f"(close() before the change takes one). The log since the newest base {where}"
     )
     return stays
 
@@ -256,31 +291,33 @@ def must_stay(
     keeper: Keeper | None,
     last: Save | None,
     *,
-    over: bool,
+    completed: bool,
     needed: bool,
 ) -> bool:
-    """Whether the keeper is to stay behind a ``close()``: what was to make it superfluous failed,
-    now or before, whoever has heard of it, or was interrupted, or was not even tried, as behind a
-    resume that was. Says so, where nobody else has the log.
+    """Return True if ``close()`` must leave the keeper running.
+
+    That is the case if the last base has failed or was interrupted, or was never tried because a
+    resume was interrupted. Prints a message if only the keeper has the log.
 
     Args:
-        last: the base that was to hold what the log has, if one was taken.
-        over: it was not interrupted.
-        needed: other ranks need what it has, or it alone has bases.
+        last: the last base; None if none was taken.
+        completed: True if ``close()`` was not interrupted.
+        needed: True if other ranks need this rank's log, or only the keeper has bases.
     """
-    if needed and (not over or is_lost(last)):
+    if needed and (not completed or is_lost(last)):
         return True
     if recorder is None or recorder.nonfinite.given_up or not recorder.rooms.is_ahead:
         return False
-    return _tell_who_has_the_log(keeper, f"{run}: no last base", sys.stderr)
+    return _report_log_holder(keeper, f"{run}: no last base", sys.stderr)
 
 
 def persist_parked(saver: Saver, failed: list[EverstepError], *, again: bool) -> None:
-    """The newest of captures of every step becomes durable, as they end with us.
+    """Make the newest capture of a schedule durable, as captures end with this process.
 
     Args:
-        failed: gets what fails.
-        again: if its keeper is gone, whoever waits next says so, and takes a base anew.
+        failed: list that receives a failure.
+        again: True to ignore the loss of the keeper: the next wait reports it and takes another
+            base.
     """
     if not isinstance(saver, ScheduledSaver):
         return
@@ -295,10 +332,11 @@ def persist_parked(saver: Saver, failed: list[EverstepError], *, again: bool) ->
 def take_last_base(
     survey: Survey, take: Callable[[Survey], None], failed: list[EverstepError]
 ) -> bool:
-    """Takes the last base; returns whether that was begun.
+    """Take the last base; return True if it was started.
 
     Args:
-        failed: gets what fails.
+        take: function that takes a base of a survey.
+        failed: list that receives a failure.
     """
     try:
         take(survey)
@@ -310,19 +348,24 @@ def take_last_base(
 
 def retake_failed_base(
     replica_bases: ReplicaBases | None,
-    watched: StateWatch,
+    state_watch: StateWatch,
     take: Callable[[Survey], None],
     failed: list[EverstepError],
 ) -> bool:
-    """Takes the last base here, if the keeper's replica was asked for it and has not made it: it
-    has stopped, say, or what it was to begin with has failed. Returns whether that was begun.
+    """Capture the last base if the keeper's replica has failed to make it.
+
+    The replica may have stopped, or the base that it was to begin with has failed.
 
     Args:
-        failed: gets what fails.
+        take: function that takes a base of a survey.
+        failed: list that receives a failure.
+
+    Returns:
+        True if a base was started.
     """
     if replica_bases is None or not replica_bases.has_failed():
         return False
-    survey = watched.whole_at_mark
+    survey = state_watch.survey_at_mark
     return survey is not None and take_last_base(survey, take, failed)
 
 
@@ -332,43 +375,48 @@ def save_memory_base(
     take: Callable[[Survey], None],
     failed: list[EverstepError],
 ) -> bool:
-    """The newest base is in the memory of keepers only: a last one goes to disk. Returns whether
-    the keeper must stay, since there is none; and says so.
+    """Write a last base to disk when the newest one is in the memory of keepers only.
 
     Args:
-        survey: at the last step mark; None: that state is gone.
-        take: takes a base of it.
-        failed: gets what fails.
+        survey: state at the last step mark; None if it was changed since.
+        take: function that takes a base of a survey.
+        failed: list that receives a failure.
+
+    Returns:
+        True if the keeper must stay because no base was written. Prints a message then.
     """
     if survey is not None:
         return not take_last_base(survey, take, failed) or bool(failed)
     say(
-        f"everstep: {run}: no last base is taken: the state has been changed since the last step "
-        "(close() before that takes one). The newest one stays in the keeper's memory for a while: "
-        "resume within that time"
+        f"everstep: {run}: no last base is taken: the state was changed since the last step "
+        "(close() before the change takes one). The newest base stays in the keeper's memory for a "
+        "while: resume within that time"
     )
     return True
 
 
 def is_lost(save: Save | None) -> bool:
-    """Whether a base that was to hold what the log has is not durable: another rank may have taken
-    none, whose keeper stays with its log; without this one's that would be of no use."""
+    """Return True if a base is not durable, so that the log's records are in no base.
+
+    Another rank may have no such base, and its keeper stays with its log. A resume of all ranks
+    needs this rank's log, too.
+    """
     return save is not None and not (save.durable.done() and save.durable.exception() is None)
 
 
 def report_lost_bases(
     save: Save | None, before: Keeper, keepers: Keepers, channel: BackgroundChannel, *, alone: bool
 ) -> None:
-    """Whoever waits for bases hears which ones are not there, behind a keeper that was replaced.
+    """Report bases that were lost with a keeper, after it was replaced.
 
     Args:
-        save: of the base that was to make up for what was lost with that keeper, if there is one.
-        before: that keeper.
-        alone: there are no other ranks, which would hear of it from their keepers.
+        save: base taken in place of the lost ones, if any.
+        before: the lost keeper.
+        alone: True with a single rank. Other ranks are notified by their keepers.
     """
-    _tell_if_lost_again(save, keepers.lost, channel)
+    _report_second_loss(save, keepers.lost, channel)
     if not alone:
-        _tell_if_lost_for_all(before, channel)
+        _report_base_lost_on_all_ranks(before, channel)
 
 
 def report_lost_steps(
@@ -378,12 +426,13 @@ def report_lost_steps(
     channel: BackgroundChannel,
     failed: list[EverstepError],
 ) -> None:
-    """Training has ended, and no keeper could be put in the place of one that is gone: says up to
-    which step there is a base. One that serves another process has said so itself.
+    """Report the steps lost because a lost keeper could not be replaced before training ended.
+
+    A keeper that now serves another process has been reported already.
 
     Args:
-        step: the last one.
-        failed: gets it first, if the policy is to raise.
+        step: the last step.
+        failed: list that receives the error first, if the policy is to raise.
     """
     why = keepers.attempts.why_not
     durable_step = keepers.stats.durable_step
@@ -392,14 +441,10 @@ def report_lost_steps(
     base = (
         "there is no base" if durable_step is None else f"the newest base is of step {durable_step}"
     )
-    but = (
-        ", except for those that its log has on disk"
-        if options.logs and options.log.on_disk
-        else ""
-    )
+    but = ", except for those in the log on disk" if options.logs and options.log.on_disk else ""
     error = KeeperError(
-        f"training has ended at step {step} without a keeper, which could not be replaced: {base}, "
-        f"as far as is known here, and steps behind that are lost{but}. {why.message}",
+        f"training has ended at step {step} without a keeper, because the lost one could not be "
+        f"replaced: as far as is known, {base}, and later steps are lost{but}. {why.message}",
         step=step,
         path=why.path,
         hint=why.hint,
@@ -411,27 +456,28 @@ def report_lost_steps(
         failed.insert(0, raised)
 
 
-def _tell_if_lost_again(
+def _report_second_loss(
     save: Save | None, lost: EverstepError | None, channel: BackgroundChannel
 ) -> None:
-    """Two keepers in a row are gone, the second with the base that was to make up for the first:
-    whoever waits for it must hear that it is not there."""
+    """Report that the base taken in place of a lost one was lost with the next keeper."""
     if save is None or lost is None or not is_lost(save):
         return
     channel.post(
         KeeperError(
-            f"two keepers in a row are gone: nothing is durable of step {save.step}. The second: "
+            f"two keepers in a row were lost: no base of step {save.step} is durable. The second: "
             f"{lost.message}",
             step=save.step,
-            hint="dmesg tells whether they were killed for memory; each call of save() or wait() "
-            "tries again",
+            hint="check with dmesg whether they were killed for memory; each call of save() or "
+            "wait() tries again",
         )
     )
 
 
-def _tell_if_lost_for_all(keeper: Keeper, channel: BackgroundChannel) -> None:
-    """Other ranks hear from their keepers that no rank has a base which was lost with this one's
-    keeper; whoever waits for it here must hear of it, too."""
+def _report_base_lost_on_all_ranks(keeper: Keeper, channel: BackgroundChannel) -> None:
+    """Report a base that no rank has because it was lost with this rank's keeper.
+
+    The other ranks learn it from their keepers.
+    """
     if not isinstance(keeper, RemoteKeeper) or keeper.lost is None or not keeper.lost_steps:
         return
     steps = sorted(keeper.lost_steps)

@@ -1,8 +1,12 @@
-"""What a Checkpointer is made of, put together."""
+"""Builds the components of the training process, and prints what they will take.
+
+:func:`build_components` computes and checks the budgets, opens the run folder, makes the
+components, and prints the lines of the start.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import PurePath
 
@@ -16,11 +20,12 @@ from everstep.keeper.persist.local import CHUNKS, WRITERS
 from everstep.link.channel import BackgroundChannel
 from everstep.link.recordable import refuse_optimizers
 from everstep.seams import Seams
+from everstep.seams.clock import Clock
 from everstep.seams.messages import say
 from everstep.state.image import State
 from everstep.state.ranks.drift import before_update
 from everstep.state.ranks.log_parts import left_to_others_bytes, recorded_by_several
-from everstep.state.survey.survey import Survey
+from everstep.state.survey.survey import Shape, Survey
 from everstep.tiers.options import PeerOptions, TierOptions
 from everstep.trainer.attach.keeper import Keeper
 from everstep.trainer.attach.keepers import Keepers
@@ -34,16 +39,13 @@ from everstep.trainer.budget.disk import (
 )
 from everstep.trainer.budget.first_update import shape_after_first_update
 from everstep.trainer.budget.host_memory import (
-    arena_budget_bytes,
+    MemoryPlan,
     base_memory_bytes,
     check_multistep_budget,
     gradients_of,
-    host_budget_bytes,
     mark_memory_bytes,
-    own_budget_bytes,
-    peer_bytes,
     peer_log_bytes,
-    replica_budget_bytes,
+    plan_memory,
 )
 from everstep.trainer.budget.log_limits import LogLimits
 from everstep.trainer.budget.startup_notice import (
@@ -68,19 +70,19 @@ from everstep.trainer.schedule.scheduled_saver import ScheduledSaver
 from everstep.trainer.session.cadence import Cadence
 from everstep.trainer.session.replica_bases import ReplicaBases
 
-__all__ = ["Components", "assemble"]
+__all__ = ["Components", "build_components"]
 
 
 @dataclass(frozen=True, slots=True)
 class Components:
-    """The parts on the trainer's side.
+    """Components of the training process.
 
     Attributes:
-        run_id: of the run folder.
-        recorder: None without a log.
-        replica_bases: None without a replica.
-        multistep: None without bases over several steps.
-        bounds: what was announced.
+        run_id: id of the run folder.
+        recorder: recorder of the gradient log; None without a log.
+        replica_bases: requests to the keeper's replica; None without a replica.
+        multistep: window of multi-step bases; None for other methods.
+        bounds: announced upper bounds.
     """
 
     run_id: str
@@ -99,11 +101,11 @@ class Components:
     def start(
         self, keeper: Keeper, timeline: int, exact: bool, step: int, seen: Survey | None = None
     ) -> None:
-        """A keeper has come into service.
+        """Begin to use a keeper.
 
         Args:
-            step: that the state is of.
-            seen: the state as it is now, if it has been surveyed.
+            step: step of the live state.
+            seen: survey of the live state, if there is one.
         """
         pool = self.keepers.pool
         self.saver.start(keeper, pool)
@@ -115,11 +117,12 @@ class Components:
             self.multistep.start(keeper, pool, timeline)
 
     def close(self, *, stay: bool = False) -> None:
-        """Lets go of everything.
+        """Release all components.
 
         Args:
-            stay: the keeper holds what it has, as if this process had died.
+            stay: True to leave the keeper with its memory, as if this process had crashed.
         """
+        # In this order: hooks must not use the lane, and the lane copies into the keeper's memory.
         self.updates.close()
         if isinstance(self.saver, ScheduledSaver):
             self.saver.close()
@@ -128,7 +131,119 @@ class Components:
         self.ring.close()
 
 
-def assemble(
+@dataclass(frozen=True, slots=True)
+class _Sizes:
+    """Expected sizes of the state of this rank, after the first update of each optimizer.
+
+    Attributes:
+        shape: expected shape.
+        is_complete: False if an optimizer may create further state that cannot be predicted.
+        state_bytes: host memory of a base.
+        plain_bytes: bytes of plain data.
+        gradients: number of parameter elements, and bytes of the gradients of a step.
+        mark_bytes: host memory of a step mark.
+        residual_bytes: bytes of error feedback in each step mark.
+    """
+
+    shape: Shape
+    is_complete: bool
+    state_bytes: int
+    plain_bytes: int
+    gradients: tuple[int, int]
+    mark_bytes: int
+    residual_bytes: int
+
+    @classmethod
+    def of(cls, state: State, options: Options) -> _Sizes:
+        """Measure the state and predict the entries that optimizers will add."""
+        shape, is_complete = shape_after_first_update(state, state.survey().shape)
+        elements, gradient_bytes = gradients_of(state.optimizers.values())
+        if options.logs:
+            gradient_bytes -= left_to_others_bytes(state)
+        return cls(
+            shape=shape,
+            is_complete=is_complete,
+            state_bytes=base_memory_bytes(shape),
+            plain_bytes=sum(shape.objects_bytes.values()),
+            gradients=(elements, gradient_bytes),
+            mark_bytes=mark_memory_bytes(shape),
+            residual_bytes=residual_bytes(state) if options.logs else 0,
+        )
+
+    def recorded_bytes(self, options: Options) -> int:
+        """Return the bytes that a log records in each step; compressed gradients count as 0."""
+        return self.residual_bytes + (0 if options.method.log == "topk" else self.gradients[1])
+
+
+@dataclass(frozen=True, slots=True)
+class _Plan:
+    """Sizes and limits, computed and checked before the run folder is opened.
+
+    Attributes:
+        sizes: expected sizes of the state.
+        memory: shares of the host memory.
+        bounds: upper bounds for all places.
+        limits: limits of the log, as far as they follow from host memory.
+        peer_log_bytes: memory here for logs of other ranks; None if no log is sent to peers.
+    """
+
+    sizes: _Sizes
+    memory: MemoryPlan
+    bounds: Bounds
+    limits: LogLimits
+    peer_log_bytes: int | None
+
+    @classmethod
+    def of(
+        cls,
+        options: Options,
+        run: PurePath,
+        state: State,
+        peers: PeerOptions | None,
+        places: Sequence[TierOptions],
+    ) -> _Plan:
+        """Compute all sizes and check the budgets.
+
+        Raises:
+            OutOfSpaceError: A budget is too small.
+        """
+        sizes = _Sizes.of(state, options)
+        memory = plan_memory(
+            options,
+            state.ranks,
+            peers,
+            state_bytes=sizes.state_bytes,
+            step_bytes=sizes.gradients[1] + sizes.mark_bytes,
+        )
+        bounds = bounds_of(
+            options,
+            sizes.shape,
+            state.ranks,
+            places,
+            host_bytes=memory.arena_bytes + memory.replica_bytes + memory.own_bytes,
+            peer_bytes=memory.peer_bytes,
+        )
+        on_disk = options.log_on_disk
+        recorded_bytes = sizes.recorded_bytes(options)
+        check_disk_budget(
+            options,
+            run,
+            bounds.base_bytes,
+            beside=bounds.beside,
+            other_bytes=bounds.other_bytes if on_disk else 0,
+            step_bytes=log_step_bytes(sizes.shape, recorded_bytes) if on_disk else 0,
+        )
+        limits = LogLimits()
+        if options.logs:
+            limits = LogLimits.of(memory.host_bytes, memory.arena_bytes, sizes.state_bytes)
+            limits.check(sizes.mark_bytes)
+        peer_log = None
+        if options.logs and peers is not None and peers.log != "none":
+            peer_log = peer_log_bytes(state.ranks, memory.peer_bytes, bounds.base_bytes)
+        return cls(sizes, memory, bounds, limits, peer_log)
+
+
+def build_components(
     options: Options,
     run: PurePath,
     open_run: Callable[[], str],
@@ -138,61 +253,25 @@ def assemble(
     places: Sequence[TierOptions] = (),
     job: Job | None = None,
 ) -> Components:
-    """Makes all parts, and says what they will take.
+    """Build all components, and print the lines of the start.
 
     Args:
-        open_run: makes the folder a run; returns its id.
-        peers: what was said of the memory of other nodes; None: nothing goes there.
-        places: where copies are made.
-        job: the ranks that train together; None: this process trains alone.
+        open_run: function that makes the folder a run and returns its id. It is called only after
+            the budgets were checked, so that a refused start leaves no trace.
+        peers: options for the memory of other nodes; None to send nothing there.
+        places: places for copies.
+        job: ranks that train together; None if this process trains alone.
 
     Raises:
-        OutOfSpaceError: more than a budget allows.
-        UnsupportedStateError, OptionError: updates that no log can repeat.
-        StorageError: the folder cannot be used.
+        OutOfSpaceError: A budget is too small.
+        UnsupportedStateError, OptionError: The log or a replica cannot repeat some updates.
+        StorageError: The folder cannot be used.
     """
     if not options.method.in_memory:
         refuse_single_base_with_peer(peers, state.ranks, options.keep)
-    shape, is_all = shape_after_first_update(state, state.survey().shape)
-    state_bytes = base_memory_bytes(shape)
-    plain_bytes = sum(shape.objects_bytes.values())
-    gradients = gradients_of(state.optimizers.values())
-    if options.logs:
-        gradients = gradients[0], gradients[1] - left_to_others_bytes(state)
-    host_bytes = host_budget_bytes(options, state_bytes, state.ranks.here)
-    mark_bytes = mark_memory_bytes(shape)
-    step_bytes = gradients[1] + mark_bytes
-    replica_bytes = replica_budget_bytes(options, host_bytes, state_bytes, step_bytes)
-    own_bytes = own_budget_bytes(options, host_bytes, state_bytes, peers=bool(state.ranks.nodes))
-    left_bytes = host_bytes - replica_bytes - own_bytes
-    held_bytes = peer_bytes(peers, state.ranks, left_bytes, state_bytes)
-    arena_bytes = arena_budget_bytes(options, left_bytes - held_bytes, state_bytes)
-    host_bytes -= left_bytes - held_bytes - arena_bytes
-    peer_log: int | None = None
-    bounds = bounds_of(
-        options,
-        shape,
-        state.ranks,
-        places,
-        host_bytes=arena_bytes + replica_bytes + own_bytes,
-        peer_bytes=held_bytes,
-    )
-    if options.logs and peers is not None and peers.log != "none":
-        peer_log = peer_log_bytes(state.ranks, held_bytes, bounds.base_bytes)
-    left_over = residual_bytes(state) if options.logs else 0
-    recorded_bytes = left_over + (0 if options.method.log == "topk" else gradients[1])
-    check_disk_budget(
-        options,
-        run,
-        bounds.base_bytes,
-        beside=bounds.beside,
-        other_bytes=bounds.other_bytes if options.log_on_disk else 0,
-        step_bytes=log_step_bytes(shape, recorded_bytes) if options.log_on_disk else 0,
-    )
-    limits = LogLimits()
-    if options.logs:
-        limits = LogLimits.of(host_bytes, arena_bytes, state_bytes)
-        limits.check(mark_bytes)
+    plan = _Plan.of(options, run, state, peers, places)
+    memory = plan.memory
+    limits = plan.limits
     run_id = open_run()
     clock = seams.clock
     channel = BackgroundChannel(
@@ -201,106 +280,176 @@ def assemble(
     ring = ChunkRing(CHUNKS, WRITERS)
     lane: Lane = seams.lane() if seams.lane else DeviceLane(CpuLane())
     keepers = Keepers(
-        options, seams, run, run_id, channel, ring, arena_bytes, replica_bytes, state.ranks
+        options,
+        seams,
+        run,
+        run_id,
+        channel,
+        ring,
+        memory.arena_bytes,
+        memory.replica_bytes,
+        state.ranks,
     )
-    in_memory = options.method.in_memory
-    if peers is not None or in_memory:
-        keepers.send_to_peer(own_bytes + held_bytes, peers or PeerOptions(), peer_log)
+    if peers is not None or options.method.in_memory:
+        keepers.send_to_peer(
+            memory.own_bytes + memory.peer_bytes, peers or PeerOptions(), plan.peer_log_bytes
+        )
     kind = ScheduledSaver if options.is_scheduled else Saver
     saver = kind(options, run, state, lane, channel, clock)
-    recorder = replica_bases = None
+    recorder = None
+    replica_bases = None
     if options.logs:
         refuse_optimizers(state, options.method.log)
         _refuse_lossy_replicas(state, peers, places, options.method.log)
         limits = limits.on_disk(
             options,
-            options.keep + bounds.beside,
-            bounds.disk_bytes,
+            options.keep + plan.bounds.beside,
+            plan.bounds.disk_bytes,
             lambda: free_bytes(seams.filesystem, run) // state.ranks.world,
         )
         keepers.log_limits = limits
         recorder = Recorder(options, state, lane, channel, clock, log_bytes_max=limits.memory_bytes)
-        recorder.untold.distrust = saver.copy_at_once
-        saver.on_torn = recorder.untold.torn
-        keepers.on_disk = recorder.on_disk
-        keepers.on_everywhere = recorder.rooms.base_everywhere
-        recorder.rooms.waits_for_peers = peers is not None and peers.log != "none"
+        _connect_recorder(recorder, saver, keepers, peers)
         if options.has_replica:
-            require_replicable(state)
-            several = state.ranks.world > 1
-            timeout_s = options.progress_timeout_s
-            replica_bases = ReplicaBases(
-                saver, channel, clock, several=several, timeout_s=timeout_s
-            )
-            recorder.rooms.relieved_to = replica_bases.relieved_to
-            recorder.overrun = replica_bases.overrun
+            replica_bases = _make_replica_bases(recorder, state, options, saver, channel, clock)
+    gradients = plan.sizes.gradients
     multistep = None
     if options.is_multistep:
         require_replayable(state)
-        if job is not None:  # those of what others write stay where they are
-            gradients = gradients[0], taught_bytes(state, shape)
-        check_multistep_budget(options, host_bytes, state_bytes, gradients[1])
-        of_steps = options, run, state, saver, lane, channel, clock
-        multistep = Multistep(*of_steps) if job is None else RankMultistep(job, *of_steps)
-    updates = UpdateHooks(before_update(state, saver.gate))
-    static_bytes = 0 if options.is_multistep else shape.static_bytes
-    base_bytes = max(1, shape.size_bytes - static_bytes)
-    alone = state.ranks.world == 1
-    measured = options, run, saver, keepers, recorder, clock
-    cadence = Cadence(*measured, base_bytes=base_bytes, limits=limits, alone=alone)
+        if job is not None:  # gradients of entries that other ranks write are not copied
+            gradients = gradients[0], taught_bytes(state, plan.sizes.shape)
+        check_multistep_budget(options, memory.host_bytes, plan.sizes.state_bytes, gradients[1])
+        multistep = (
+            Multistep(options, run, state, saver, lane, channel, clock)
+            if job is None
+            else RankMultistep(job, options, run, state, saver, lane, channel, clock)
+        )
+    cadence = Cadence(
+        options,
+        run,
+        saver,
+        keepers,
+        recorder,
+        clock,
+        base_bytes=max(1, plan.sizes.shape.size_bytes - _static_bytes(options, plan)),
+        limits=limits,
+        alone=state.ranks.world == 1,
+    )
+    components = Components(
+        run_id=run_id,
+        channel=channel,
+        ring=ring,
+        lane=lane,
+        keepers=keepers,
+        saver=saver,
+        recorder=recorder,
+        replica_bases=replica_bases,
+        multistep=multistep,
+        updates=UpdateHooks(before_update(state, saver.gate)),
+        cadence=cadence,
+        bounds=plan.bounds,
+    )
     tell_of_lost_residuals(state)
     ranks = state.ranks
-    whose = str(run) if alone else f"{run}: rank {ranks.rank} of {ranks.world}"
-    told = startup_notice(
+    name = str(run) if ranks.world == 1 else f"{run}: rank {ranks.rank} of {ranks.world}"
+    say(_first_notice(options, name, state, plan, gradients))
+    if on_disk := disk_notice(seams.filesystem, run, options, plan.bounds, limits, ranks):
+        say(f"everstep: {name}: {on_disk}")
+    for notice in _further_notices(options, state, plan, components, peers, places):
+        say(f"everstep: {name}: {notice}")
+    return components
+
+
+def _static_bytes(options: Options, plan: _Plan) -> int:
+    """Return the bytes of static entries that bases link to; multi-step bases do not link."""
+    return 0 if options.is_multistep else plan.sizes.shape.static_bytes
+
+
+def _first_notice(
+    options: Options, name: str, state: State, plan: _Plan, gradients: tuple[int, int]
+) -> str:
+    return startup_notice(
         options,
-        whose,
-        shape.size_bytes,
-        host_bytes,
+        name,
+        plan.sizes.shape.size_bytes,
+        plan.memory.host_bytes,
         gradients,
-        disk_bytes=bounds.disk_bytes,
-        memory_bytes=state_bytes,
-        plain_bytes=plain_bytes,
-        residual_bytes=left_over,
-        static_bytes=static_bytes,
-        is_all=is_all,
-        parks=alone and not in_memory,
+        disk_bytes=plan.bounds.disk_bytes,
+        memory_bytes=plan.sizes.state_bytes,
+        plain_bytes=plan.sizes.plain_bytes,
+        residual_bytes=plan.sizes.residual_bytes,
+        static_bytes=_static_bytes(options, plan),
+        is_all=plan.sizes.is_complete,
+        parks=state.ranks.world == 1 and not options.method.in_memory,
     )
-    say(told)
-    if on_disk := disk_notice(seams.filesystem, run, options, bounds, limits, ranks):
-        say(f"everstep: {whose}: {on_disk}")
-    if options.logs and (marked := marks_notice(shape, recorded_bytes)):
-        say(f"everstep: {whose}: {marked}")
+
+
+def _further_notices(
+    options: Options,
+    state: State,
+    plan: _Plan,
+    components: Components,
+    peers: PeerOptions | None,
+    places: Sequence[TierOptions],
+) -> Iterator[str]:
+    """Yield the lines of the start about the log, copies, peers, and the method's restrictions."""
+    ranks = state.ranks
+    in_memory = options.method.in_memory
+    recorded_bytes = plan.sizes.recorded_bytes(options)
+    if options.logs and (marked := marks_notice(plan.sizes.shape, recorded_bytes)):
+        yield marked
     if places:
-        copied = copies_notice(bounds, places, state.ranks.world, recorded_bytes)
-        say(f"everstep: {whose}: {copied}")
+        yield copies_notice(plan.bounds, places, ranks.world, recorded_bytes)
     if in_memory:
-        said = memory_notice(state.ranks, options.method.disk_every, own_bytes)
-        say(f"everstep: {whose}: {said}")
-    if peers is not None and state.ranks.nodes:
-        about = peers, state.ranks, held_bytes, peer_log
-        announced = peer_notice(*about, at_once=in_memory)
-        say(f"everstep: {whose}: {announced}")
-    if options.is_scheduled and not in_memory and (not alone or not keepers.in_process):
-        where = "without a keeper process" if alone else "of several ranks"
-        why = f"{where} nobody holds captures between bases: none is taken"
-        say(f"everstep: {whose}: {why}")
-    computes = multistep is not None and not options.leaves_bases_fuzzy
-    if (replica_bases is not None or computes) and (why := why_inexact(state)):
-        say(f"everstep: {whose}: {why}")
-    return Components(
-        run_id,
-        channel,
-        ring,
-        lane,
-        keepers,
+        yield memory_notice(ranks, options.method.disk_every, plan.memory.own_bytes)
+    if peers is not None and ranks.nodes:
+        yield peer_notice(
+            peers, ranks, plan.memory.peer_bytes, plan.peer_log_bytes, at_once=in_memory
+        )
+    alone = ranks.world == 1
+    if options.is_scheduled and not in_memory and not (alone and components.keepers.in_process):
+        where = "without a keeper process" if alone else "with several ranks"
+        yield f"{where}, captures between bases are not kept: none is taken"
+    computes = components.multistep is not None and not options.leaves_bases_fuzzy
+    if (components.replica_bases is not None or computes) and (why := why_inexact(state)):
+        yield why
+
+
+def _connect_recorder(
+    recorder: Recorder, saver: Saver, keepers: Keepers, peers: PeerOptions | None
+) -> None:
+    """Connect the recorder with the components whose events it handles."""
+    recorder.untold.distrust = saver.copy_at_once
+    saver.on_torn = recorder.untold.torn
+    keepers.on_disk = recorder.on_disk
+    keepers.on_everywhere = recorder.rooms.base_everywhere
+    recorder.rooms.waits_for_peers = peers is not None and peers.log != "none"
+
+
+def _make_replica_bases(
+    recorder: Recorder,
+    state: State,
+    options: Options,
+    saver: Saver,
+    channel: BackgroundChannel,
+    clock: Clock,
+) -> ReplicaBases:
+    """Make the requests to a replica that follows the log.
+
+    Raises:
+        UnsupportedStateError: A replica cannot follow some updates.
+    """
+    require_replicable(state)
+    replica_bases = ReplicaBases(
         saver,
-        recorder,
-        replica_bases,
-        multistep,
-        updates,
-        cadence,
-        bounds,
+        channel,
+        clock,
+        several=state.ranks.world > 1,
+        timeout_s=options.progress_timeout_s,
     )
+    recorder.rooms.relieved_to = replica_bases.relieved_to
+    recorder.overrun = replica_bases.overrun
+    return replica_bases
 
 
 def _refuse_lossy_replicas(
@@ -309,9 +458,13 @@ def _refuse_lossy_replicas(
     places: Sequence[TierOptions],
     log: str = "dense",
 ) -> None:
-    """Raises:
-    OptionError: one rank would go on from lossy gradients, and another from the whole ones of the
-        same parameter.
+    """Refuse lossy logs of parameters that several ranks hold.
+
+    After a recovery, one rank would continue from lossy gradients and another from exact gradients
+    of the same parameter.
+
+    Raises:
+        OptionError: Several ranks record the same elements, and their log is lossy.
     """
     forms = [place.log for place in places] + ([] if peers is None else [peers.log])
     where = 'log="adaptive" in tiers='
@@ -322,8 +475,8 @@ def _refuse_lossy_replicas(
         instead = 'log="dense"'
     if "adaptive" in forms and (name := recorded_by_several(state)):
         raise OptionError(
-            f"{where}: several ranks hold the same elements of {name}, and each has a log of its "
-            "own: behind a lossy one they would part from each other",
+            f"{where}: several ranks hold the same elements of {name}, and each has its own log: "
+            "after a replay of a lossy log their values would differ",
             rank=state.ranks.rank,
             hint=f"{instead}; or shard it along every dimension of the mesh",
         )

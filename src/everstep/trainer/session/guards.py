@@ -1,4 +1,4 @@
-"""TODO."""
+"""Checks before a call of a Checkpointer does anything: platform, process, arguments."""
 
 from __future__ import annotations
 
@@ -28,20 +28,20 @@ __all__ = [
 ]
 
 
-_MANY = 4  # Checkpointers that nobody has closed: so many are rarely meant
+_MANY = 4  # open Checkpointers at which a message is printed
 
 
 class Closing(Protocol):
-    """What can be closed."""
+    """Object with a ``close`` method."""
 
     def close(self) -> None: ...
 
 
 def check_platform() -> None:
-    """Refuses where this version does not run.
+    """Check that this version runs on the platform.
 
     Raises:
-        UnavailableError: with the reason.
+        UnavailableError: It does not.
     """
     if sys.platform == "win32":
         raise UnavailableError(
@@ -50,77 +50,80 @@ def check_platform() -> None:
 
 
 def check_usable(is_open: bool, pid: int, run: PurePath, replaced: bool) -> None:
-    """Refuses calls of a Checkpointer that is closed, or of another process.
+    """Check that a Checkpointer is open and belongs to this process.
 
     Args:
-        pid: of the process that made it.
-        replaced: another one of this process has the run.
+        pid: process that made the Checkpointer.
+        replaced: True if a later Checkpointer of this process has the run.
 
     Raises:
-        StateError: with the reason.
+        StateError: It is closed, or belongs to another process.
     """
     if not is_open and replaced:
         raise StateError(
-            "this Checkpointer is closed: a later one of this process has replaced it",
+            "this Checkpointer is closed: a later one in this process has replaced it",
             path=run,
-            hint="use the later one; two that live side by side need a run folder each",
+            hint="use the later one; two Checkpointers at the same time need a run folder each",
         )
     if not is_open:
         raise StateError(
             "this Checkpointer is closed",
             path=run,
-            hint="make a new one on the same run, and call its resume(), to go on",
+            hint="to continue, make a new one for the same run and call its resume()",
         )
     if os.getpid() != pid:
         raise StateError(
-            "this Checkpointer belongs to the process that this one was forked from",
+            "this Checkpointer belongs to the parent process, from which this one was forked",
             path=run,
-            hint="make a Checkpointer (on a run folder of its own) in this process",
+            hint="make a Checkpointer with a run folder of its own in this process",
         )
 
 
 def refuse_pickling(checkpointer: object) -> NoReturn:
-    """What is pickled for another process (``spawn``), or copied, would be of no use there.
+    """Refuse to pickle or copy a Checkpointer, which is bound to its process.
 
     Raises:
-        StateError
+        StateError: Always.
     """
     raise StateError(
         "a Checkpointer cannot be pickled or copied: it belongs to the process that made it",
-        hint="leave it out of what is handed to the other process; make a Checkpointer (on a run "
-        "folder of its own) there if that one trains, too",
+        hint="do not pass it to another process; if that process trains, too, make a Checkpointer "
+        "with a run folder of its own there",
     )
 
 
 def check_resume(step: int | None) -> None:
-    """Refuses what :meth:`Checkpointer.resume` cannot mean.
+    """Check the argument of :meth:`Checkpointer.resume`.
 
     Raises:
-        OptionError
+        OptionError: It is not a step number.
     """
     if step is not None and (not is_int(step) or step < 0):
-        raise OptionError(f"resume(step={step!r}): steps are whole numbers from 0")
+        raise OptionError(f"resume(step={step!r}): step must be an integer >= 0, or None")
 
 
 def check_timeout(timeout_s: float | None) -> None:
-    """Refuses what :meth:`Checkpointer.wait` cannot mean.
+    """Check the argument of :meth:`Checkpointer.wait`.
 
     Raises:
-        OptionError
+        OptionError: It is not a number of seconds.
     """
     if timeout_s is not None and not (is_number(timeout_s) and timeout_s >= 0):
-        raise OptionError(f"wait(timeout_s={timeout_s!r}): seconds from 0, or None")
+        raise OptionError(
+            f"wait(timeout_s={timeout_s!r}): timeout_s must be a number >= 0, or None"
+        )
 
 
 def close_earlier(live: Mapping[tuple[PurePath, int], Closing], key: tuple[PurePath, int]) -> None:
-    """A notebook cell that is run again replaces the Checkpointer of its first run.
+    """Close an earlier Checkpointer of the same run and rank in this process.
 
-    Of other runs as many as liked may be open. None that is merely dropped is ever closed (it still
-    has a last base to take), and whoever trains again and again in a process hears what that keeps.
+    This happens when a notebook cell is executed again. Checkpointers of other runs stay open: one
+    that the program has merely dropped still has a last base to take. A message is printed when
+    many are open.
 
     Args:
-        live: the Checkpointers of this process that are open, by run and rank.
-        key: of the one that is being made.
+        live: open Checkpointers of this process, by run and rank.
+        key: run and rank of the new one.
     """
     earlier = live.get(key)
     run = key[0]
@@ -133,6 +136,6 @@ def close_earlier(live: Mapping[tuple[PurePath, int], Closing], key: tuple[PureP
     if len(others) >= _MANY and len(others).bit_count() == 1:  # 4, 8, 16: not at each
         say(
             f"everstep: {len(others)} Checkpointers of other runs are open in this process, the "
-            f"first of {others[0]}: each keeps its state, a keeper and the keeper's memory until "
-            "its close(); use `with everstep.Checkpointer(...) as ckpt:` where trainings end"
+            f"first of {others[0]}: each holds its state, a keeper and the keeper's memory until "
+            "close(); use `with everstep.Checkpointer(...) as ckpt:` to close it after training"
         )

@@ -1,4 +1,9 @@
-"""The keeper's replica, seen from the training process: asked for bases instead of taking them."""
+"""Requests bases from the keeper's replica instead of capturing them (``apply="replica"``).
+
+The keeper applies each step of the log to its own copy of the state. When a base is due, training
+requests it from the keeper, and sends samples of its own state for comparison. Where there is no
+replica, or it has stopped, the training process captures the base itself.
+"""
 
 from __future__ import annotations
 
@@ -27,15 +32,19 @@ __all__ = [
 
 
 class ReplicaBases:
-    """Knows whether the keeper has, or soon will have, a replica of the state.
+    """Track whether the keeper has a replica, and request bases from it.
 
-    It does from the moment at which a base has been taken for it; where the replica stops, the
-    keeper says so, and the next base is taken here again.
+    The keeper has a replica once a base was taken for it. When the replica stops, the keeper
+    reports it, and the next base is captured by the training process again.
 
     Args:
-        several: other ranks have their parts of each base: it is of that very step, wherever each
-            rank's part comes from, and the log stays until one is durable on all of them.
-        timeout_s: so long training waits for a base that comes too late.
+        several: True with several ranks. Each base is then of exactly the step where it is
+            requested, as every rank has a share of it, and the log stays until a base is durable
+            on all ranks.
+        timeout_s: maximum time in seconds that training waits for an overdue base.
+
+    Attributes:
+        lost: reason why the replica has stopped, until the next base is taken; else None.
     """
 
     def __init__(
@@ -55,29 +64,30 @@ class ReplicaBases:
         self._keeper: RemoteKeeper | None = None
         self._expected = False
         self._off = False
-        self._last: Save | None = None  # that was asked for
-        self._taken: Save | None = None  # that was captured here
-        self._exact: list[Save] = []  # asked for, of no later step
+        self._last: Save | None = None  # the newest request
+        self._taken: Save | None = None  # the newest capture by this process
+        self._exact: list[Save] = []  # requests that no later step may serve
         self._prepared: Prepared | None = None
         self._live: tuple[torch.Tensor, ...] = ()
         self._check: SpotCheck | None = None
         self.lost: str | None = None
-        """Why the replica has stopped, until the next base: one is due."""
 
     @property
     def follows(self) -> bool:
-        """Whether bases are asked for, and not taken."""
+        """True if bases are requested from the replica."""
         return self._expected and not self._off
 
-    def gives(self, *, exact: bool) -> bool:
-        """Return whether the base that is due is asked for.
+    def can_serve(self, *, exact: bool) -> bool:
+        """Return True if the base that is due is to be requested from the replica.
 
-        Until the replica of a new keeper has applied its first step, which takes the keeper as long
-        as loading torch, it answers nothing. A base that is due while another one is waited for is
-        taken here then, one at a time: what is lost with the keeper stays bounded in steps.
+        The replica of a new keeper responds only after it has applied its first step, which takes
+        as long as loading torch. If another request is still pending by then, the training process
+        captures the base, one at a time. This limits the number of steps that would be lost with
+        the keeper.
 
         Args:
-            exact: the user wants one of this very step; those are asked for in any case.
+            exact: True if the base must be of this very step, as for ``save()``. Such a base is
+                always requested.
         """
         if not self.follows or exact or self._several:
             return self.follows
@@ -91,12 +101,12 @@ class ReplicaBases:
 
     @property
     def step(self) -> int | None:
-        """Of the state that the replica had, as the keeper last said."""
+        """Step of the replica according to the last message of the keeper; None without one."""
         keeper = self._keeper
         return None if keeper is None or self._off else keeper.replica_step
 
     def start(self, keeper: object) -> None:
-        """A keeper has come into service, or a new timeline: no replica yet."""
+        """Begin with a new keeper or timeline, which has no replica yet."""
         self._keeper = keeper if isinstance(keeper, RemoteKeeper) else None
         self._expected = False
         self._off = False
@@ -107,7 +117,7 @@ class ReplicaBases:
             self._keeper.on_replica_stopped = self._stopped
 
     def base_taken(self, save: Save) -> None:
-        """A base was taken here; the replica begins with it when it is durable."""
+        """Note a base captured by this process. The replica begins with it once it is durable."""
         self._expected = True
         self.lost = None
         self._taken = save
@@ -118,41 +128,49 @@ class ReplicaBases:
 
         save.durable.add_done_callback(ended)
 
-    def ask(self, identity: ShardIdentity, survey: Survey, *, exact: bool) -> Save:
-        """Asks for a base of the step that has just ended.
+    def request(self, identity: ShardIdentity, survey: Survey, *, exact: bool) -> Save:
+        """Request a base of the step that has just ended.
 
         Args:
-            exact: of no later step.
+            exact: True if no later step may serve the request.
+
+        Returns:
+            The pending base. A request for the same step is not repeated.
         """
         keeper = self._keeper
         last = self._last
         exact = exact or self._several
         assert keeper is not None
         if self._taken is not None and _is_of(self._taken, identity):
-            return self._taken  # which the replica is only about to begin with
+            return self._taken  # the replica begins with this very base
         if last is not None and _is_of(last, identity) and (last in self._exact or not exact):
             return last
         if self._several:
-            self._hold_up()
+            self._limit_pending()
         save = Save(identity.step, identity.timeline)
         save.durable.add_done_callback(self._ended)
-        done(save.staged, None)  # the keeper has all of it
+        done(save.staged, None)  # the keeper already has all data
         samples = self._samples(self._saver.asked(survey, identity), survey)
         keeper.ask(save, samples, exact=exact)
-        self._last = save  # only now: who is interrupted before has asked for none
+        # Only now: an interrupt before this line leaves no request.
+        self._last = save
         if exact:
             self._exact = [one for one in self._exact if not one.durable.done()] + [save]
         return save
 
     def settle(self, timeout_s: float) -> None:
-        """Waits for bases of no later step that were asked for: a base of the training process's
-        own takes the place of the replica that they are to be made of."""
+        """Wait until all exact requests have ended.
+
+        Call it before a base is captured by this process: the new base replaces the replica that
+        the pending requests are to be served from.
+        """
         all_over([save.durable for save in self._exact], timeout_s)
 
     def has_failed(self) -> bool:
-        """Whether the newest base that was asked for is none: nothing was there that it could be
-        made of, say. Then the next one is taken here, and this is not said again. (Of several
-        ranks, all would have to take it.)"""
+        """Return True, once, if the newest request has failed; the next base is then captured.
+
+        Always False with several ranks, as all of them would have to capture it.
+        """
         last = self._last
         if self._several or last is None or not _failed(last):
             return False
@@ -161,15 +179,19 @@ class ReplicaBases:
         return True
 
     def relieved_to(self) -> int | None:
-        """Number up to which records have gone into the replica; None: none follows, or other
-        ranks may have to go back to before what it has."""
+        """Return the number of the last record that the replica has applied.
+
+        None if there is no replica, or if other ranks may have to return to an earlier step.
+        """
         keeper = None if self._several else self._keeper
         there = keeper is not None and keeper.lost is None and self.follows
         return keeper.replica_applied if keeper is not None and there else None
 
     def overrun(self) -> None:
-        """The memory for steps that the replica has still to apply is full: without it, the log
-        is kept for recovery only."""
+        """Give up the replica, because records that it has not applied yet fill the log's memory.
+
+        Without it, the log is kept for recovery only.
+        """
         keeper = self._keeper
         if keeper is None or not self.follows or keeper.replica_step is None:
             return
@@ -177,8 +199,8 @@ class ReplicaBases:
         keeper.drop_replica()
         self._channel.post(
             EverstepError(
-                "the replica does not keep up with training: the steps that it has still to apply "
-                "fill the memory of the log; from now on the log is applied at recovery only",
+                "the replica does not keep up with training: the steps that it has not applied yet "
+                "fill the memory of the log; from now on the log is applied only at recovery",
                 step=keeper.replica_step,
                 hint="more memory (Budget.host_bytes), more cores (KeeperOptions.cores), a faster "
                 "disk, or apply='recovery'",
@@ -186,14 +208,16 @@ class ReplicaBases:
         )
 
     def _ended(self, durable: Future[int]) -> None:
-        """A base that was asked for has ended. What has no replica to be made of is no failure of
-        writing: one of several ranks takes the next base here."""
+        """Handle the end of a request.
+
+        A StateError means that there was no replica to make the base from, not that a write has
+        failed. With several ranks, the next base is then captured.
+        """
         if self._several and isinstance(durable.exception(), StateError):
             self._expected = False
 
-    def _hold_up(self) -> None:
-        """Waits until no more than one of the bases that were asked for is not over: the log stays
-        as long."""
+    def _limit_pending(self) -> None:
+        """Wait until at most one earlier request is pending, as the log stays until then."""
         waiting = [save.durable for save in self._exact if not save.durable.done()]
         if len(waiting) > 1:
             start_s = self._clock.monotonic_s()
@@ -201,14 +225,17 @@ class ReplicaBases:
             self._saver.stall_s["back_pressure"] += self._clock.monotonic_s() - start_s
 
     def _stopped(self, why: str, for_good: bool) -> None:
-        """In the thread that reads what the keeper says."""
+        """Note that the replica has stopped. Called in the thread that reads messages."""
         self._off = self._off or for_good
         self._expected = False
         self.lost = why
 
     def _samples(self, prepared: Prepared, survey: Survey) -> Sequence[Samples]:
-        """Of what the marks of the log do not hold, as it is now; on the CPU, where the replica
-        has the same bits. Of rows only: it keeps other tensors as they lie in memory here."""
+        """Return samples of the entries that step marks do not contain.
+
+        Only of tensors on the CPU, where the replica has the same bits, and only of contiguous
+        ones: the keeper stores others in their memory order.
+        """
         kinds = prepared.kinds.items()
         tensors = survey.tensors
         names = [name for name, kind in kinds if kind in ("replayed", "static")]
@@ -228,7 +255,7 @@ class ReplicaBases:
 
 
 def _is_of(save: Save, identity: ShardIdentity) -> bool:
-    """Whether it is a base of that very step, and has not failed."""
+    """Return True if ``save`` is a base of the same step and has not failed."""
     same = (save.timeline, save.step) == (identity.timeline, identity.step)
     return same and not _failed(save)
 

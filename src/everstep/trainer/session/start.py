@@ -1,4 +1,4 @@
-"""How a process takes its run over: alone, or together with the other ranks of its job."""
+"""Takes over a run: restores the state and opens a timeline, alone or with all ranks of a job."""
 
 from __future__ import annotations
 
@@ -39,31 +39,31 @@ _NAMED_MAX = 3
 
 
 class FrozenParameters:
-    """The parameters that are frozen when a process begins, and when it goes back.
+    """Detect changes of ``requires_grad``, which is in no ``state_dict()`` and in no base.
 
     Args:
-        values: of the state, by key.
+        values: values of the state, by key.
     """
 
     def __init__(self, values: Mapping[str, Any]) -> None:
         self._values = values
-        self._at_begin: frozenset[str] | None = None
+        self._at_start: frozenset[str] | None = None
         self._step = 0
 
-    def began(self, step: int) -> None:
-        """Training goes on from ``step``."""
-        self._at_begin = self._now()
+    def started(self, step: int) -> None:
+        """Remember the frozen parameters when training starts at ``step``."""
+        self._at_start = self._now()
         self._step = step
 
     def changed(self) -> str | None:
-        """What has changed since training began here, in words for who goes back."""
-        if self._at_begin is None or not (changed := self._at_begin ^ self._now()):
+        """Return a note about changes since training started in this process; None without any."""
+        if self._at_start is None or not (changed := self._at_start ^ self._now()):
             return None
         names = sorted(changed)
         more = f" and {len(names) - _NAMED_MAX} more" if len(names) > _NAMED_MAX else ""
         return (
             f"requires_grad of {', '.join(names[:_NAMED_MAX])}{more} was changed since step "
-            f"{self._step}: it is no part of the state; set it as it was at the step you go back to"
+            f"{self._step}: it is not part of the state; set it as it was at the restored step"
         )
 
     def _now(self) -> frozenset[str]:
@@ -77,74 +77,78 @@ class FrozenParameters:
 
 
 class LiveStateGuard:
-    """Follows what resumes do to the live state (adr/006).
+    """Track whether a resume that failed half-way has left a mixture of two states (adr/006).
 
     Attributes:
-        partly: it was overwritten in part, and is that of no step.
+        is_mixed: True if the live state was overwritten in part and belongs to no step.
     """
 
     def __init__(self) -> None:
-        self.partly = False
-        self._before = False
+        self.is_mixed = False
+        self._was_mixed = False
         self._touches = 0
 
     @contextlib.contextmanager
     def resuming(self) -> Iterator[None]:
-        """Around a resume, which calls :meth:`touch`; :meth:`restored` comes behind it."""
-        self._before = self.partly
-        self.partly = False
+        """Surround a resume, which calls :meth:`touch`. Call :meth:`restored` after it."""
+        self._was_mixed = self.is_mixed
+        self.is_mixed = False
         self._touches = 0
         try:
             yield
         except BaseException:
-            self.partly = self.partly or self._before
+            self.is_mixed = self.is_mixed or self._was_mixed
             raise
 
     def touch(self) -> None:
-        """The live state is going to be overwritten."""
-        self.partly = True  # until everything is restored
+        """Note that the resume is about to overwrite the live state."""
+        self.is_mixed = True  # until everything is restored
         self._touches += 1
 
     def restored(self, resumed: Resumed, run: PurePath) -> None:
-        """A resume has ended well.
+        """Note that a resume has succeeded.
 
         Raises:
-            RecoveryError: the base that it took does not cover what a damaged one has left.
+            RecoveryError: The base that was loaded does not cover all entries that were overwritten
+                from a damaged one before.
         """
         loaded = resumed.loaded
-        if self.partly and loaded is not None and loaded.mismatches and self._touches > 1:
+        if self.is_mixed and loaded is not None and loaded.mismatches and self._touches > 1:
             raise RecoveryError(
-                "a damaged base was read half-way into the live state, and the older one that "
-                f"was used instead leaves {len(loaded.mismatches)} part(s) of it out",
+                "a damaged base was read half-way into the live state, and the older base that "
+                f"was used instead lacks {len(loaded.mismatches)} of its entries",
                 step=loaded.marker.step,
                 path=run,
                 hint="build the model and optimizer again, then resume",
             )
-        self.partly = self._before and loaded is None
+        self.is_mixed = self._was_mixed and loaded is None
 
     def check(self) -> None:
-        """Raises:
-        StateError: the state in memory is that of no step.
+        """Check that the live state is that of a step.
+
+        Raises:
+            StateError: It is a mixture of two states.
         """
-        if self.partly:
+        if self.is_mixed:
             raise StateError(
-                "the state in memory was partly overwritten by a resume that failed; it is not "
-                "that of any step",
+                "the state in memory was partly overwritten by a resume that failed: it is that of "
+                "no step",
                 hint="resume() another base, or build the model again",
             )
 
 
 _log = logging.getLogger("everstep")
-_TRIES = 8  # to ask a keeper that others ask, too
+_TRIES = 8  # to get the memory of a keeper that another process requests, too
 
 
 class RunStarter:
-    """Restores a state and opens a timeline for it.
+    """Restore a state and open a timeline for it.
 
     Args:
-        job: the ranks that do so together; None: this process trains alone.
-        seams: that read copies in other tiers, too.
-        timeout_s: whatever gets nowhere for so long is reported.
+        job: ranks that start together; None if this process trains alone.
+        seams: interfaces to the world; their file system also reads copies in other tiers.
+        live_state: guard of the state, which is notified before it is overwritten.
+        timeout_s: seconds without progress after which an operation is reported as hung.
     """
 
     def __init__(
@@ -156,7 +160,7 @@ class RunStarter:
         run_id: str,
         state: State,
         ring: ChunkRing,
-        overwritten: LiveStateGuard,
+        live_state: LiveStateGuard,
         *,
         timeout_s: float,
     ) -> None:
@@ -167,41 +171,41 @@ class RunStarter:
         self._run_id = run_id
         self._state = state
         self._ring = ring
-        self._live_state = overwritten
+        self._live_state = live_state
         self._timeout_s = timeout_s
         self._frozen = FrozenParameters(state.values)
         self._timelines = KnownTimelines()
 
     @property
     def seat(self) -> Seat | None:
-        """This rank's place in the last start; None: it is alone."""
+        """Place of this rank in the last start of the job; None for a single rank."""
         return None if self._job is None else self._job.seat
 
     def resume(
         self, step: int | None, *, strict: bool, own: bool, trained: bool = False
     ) -> tuple[Resumed, bool]:
-        """Restores the newest base (or that of ``step``) and opens a new timeline.
+        """Restore the newest base (or that of ``step``) and open a new timeline.
 
         Args:
-            own: what this very process has captured is in the keeper, too.
-            trained: its state is not that of a fresh start.
+            own: True if the keeper's memory also holds captures of this very process.
+            trained: True if the state is not that of a fresh start.
 
         Returns:
-            What was restored, and whether it is on no disk yet.
+            The restored state, and True if its base is on no disk yet.
 
         Raises:
             RecoveryError, MismatchError, StateError, KeeperError, DeadlineError
         """
-        with self._telling():
+        with self._reporting_failure():
             self._keepers.open(beside=self._job is not None)
             recalled = self._recall(own=own)
         changed = self._frozen.changed()
-        tell_of_lost_residuals(self._state)  # a hook may have been registered meanwhile
-        with self._live_state.resuming(), self._computed():
+        tell_of_lost_residuals(self._state)  # a hook may have been registered since the last start
+        with self._live_state.resuming(), self._record_devices():
             resumed, in_memory = self._resume(recalled, step, strict=strict, trained=trained)
-        resumed = _told_of_the_rest(resumed, self._run)
+        resumed = _warn_of_left_out(resumed, self._run)
         self._live_state.restored(resumed, self._run)
-        self._frozen.began(resumed.step)
+        self._frozen.started(resumed.step)
         if changed:
             resumed = replace(resumed, problems=(*resumed.problems, changed))
         return resumed, in_memory
@@ -225,8 +229,7 @@ class RunStarter:
             )
             return resumed, not self._job.resumed_durable
         held = recalled.newest
-        about = self._seams, self._run, self._state, self._ring, replace(recalled, base=held)
-        given: dict[str, Any] = {
+        options: dict[str, Any] = {
             "step": step,
             "strict": strict,
             "timeout_s": self._timeout_s,
@@ -234,46 +237,68 @@ class RunStarter:
             "trained": trained,
         }
         try:
-            resumed = resume(*about, **given, known=self._timelines)
+            resumed = resume(
+                self._seams,
+                self._run,
+                self._state,
+                self._ring,
+                replace(recalled, base=held),
+                known=self._timelines,
+                **options,
+            )
         except OfSeveralError:
-            of_rank = self._seams, self._run, self._run_id, self._state, self._ring, recalled
-            return resume_from_several_ranks(*of_rank, ready=self._keepers.ready, **given)
+            return resume_from_several_ranks(
+                self._seams,
+                self._run,
+                self._run_id,
+                self._state,
+                self._ring,
+                recalled,
+                ready=self._keepers.ready,
+                **options,
+            )
         in_memory = resumed.source == "memory" and held is not None and not held.durable
         return with_source(resumed, self._seams, self._run), in_memory
 
-    def fresh(self) -> int:
-        """Begins without a resume; returns the number of the timeline.
+    def start_fresh(self) -> int:
+        """Begin without a resume; return the number of the timeline.
 
         Raises:
-            StateError: there is something to resume.
+            StateError: The run has something to resume.
         """
-        self._frozen.began(0)
+        self._frozen.started(0)
         tell_of_lost_residuals(self._state)
-        with self._computed():
-            return self._fresh()
+        with self._record_devices():
+            return self._open_first_timeline()
 
-    def _computed(self) -> AbstractContextManager[None]:
-        """Where this training updates, for the record of its timeline and what is compared."""
+    def _record_devices(self) -> AbstractContextManager[None]:
+        """Record the device types of the updates in the timeline, for later comparisons."""
         return computed_on(device_types(self._state.optimizers.values()))
 
-    def _fresh(self) -> int:
+    def _open_first_timeline(self) -> int:
         if self._job is not None:
-            with self._telling():
+            with self._reporting_failure():
                 self._keepers.open(beside=True)
                 recalled = self._keepers.recall_leftovers()
-            about = self._seams, self._run, self._state, recalled, self._keepers
-            return self._job.start_fresh(*about).timeline
+            resumed = self._job.start_fresh(
+                self._seams, self._run, self._state, recalled, self._keepers
+            )
+            return resumed.timeline
         with storage_errors("open the run", self._run):
             refuse_unresumed(self._seams.filesystem, self._run, None)
-            self._keepers.open()  # it may be writing what an earlier process took
+            # The keeper of an earlier process may still be writing a base: look again after that.
+            self._keepers.open()
             held = self._recall().newest
             inventory = refuse_unresumed(self._seams.filesystem, self._run, held)
             return open_timeline(self._seams, self._run, inventory, parent=None, exact=True)
 
     def _recall(self, *, own: bool = False) -> Recalled:
-        """What the keeper has in memory. Another process that resumes the run at the same instant
-        may get it first: it is asked again, or that memory would be in nobody's history. (One
-        that it served before takes it back at its next step, each time.)"""
+        """Return the contents of the keeper's memory.
+
+        Another process that resumes the run at the same time may attach to the keeper first.
+        Retry then, or the steps in its memory would be in no history. (A process that the keeper
+        served before attaches again at each of its steps, so retries are limited.)
+        """
         recalled = self._keepers.recall_leftovers(own=own)
         for _ in range(0 if own or self._job is not None else _TRIES):
             if not recalled.missed:
@@ -282,18 +307,20 @@ class RunStarter:
             recalled = self._keepers.recall_leftovers()
         return recalled
 
-    def _telling(self) -> AbstractContextManager[None]:
+    def _reporting_failure(self) -> AbstractContextManager[None]:
         return nullcontext() if self._job is None else self._job.reporting_failure()
 
 
-def _told_of_the_rest(resumed: Resumed, run: PurePath) -> Resumed:
-    """Warn where a run was taken over with fewer parts in the state than its base has: often by a
-    program that only wants to read it."""
-    parts = [] if resumed.loaded is None else resumed.loaded.left_out
-    if not parts:
+def _warn_of_left_out(resumed: Resumed, run: PurePath) -> Resumed:
+    """Warn if the base has entries that the state lacks.
+
+    Often the program only wants to read the run.
+    """
+    keys = [] if resumed.loaded is None else resumed.loaded.left_out
+    if not keys:
         return resumed
     note = (
-        f"this process has taken the run over without {', '.join(map(repr, parts))}: the base has "
+        f"this process has taken the run over without {', '.join(map(repr, keys))}: the base has "
         "them, but the state of this process does not, and the bases that it saves will not have "
         "them. A process that was training this run can no longer save to it. To read a run "
         "without taking it over, use everstep.load(path)"

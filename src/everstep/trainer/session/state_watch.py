@@ -1,4 +1,14 @@
-"""What changes a state between two step marks, and who is told of it."""
+"""Tracks whether the live state is that of a step mark, and which updates have changed it.
+
+Updates come from the optimizers of the state, from functions of the program between
+``before_update()`` and ``after_update()``, and from optimizers that are not part of the state.
+:class:`StateWatch` counts them and passes them on to the log, or to a multi-step base. It also
+decides which state ``save()`` may take: the live one, or that of the last step mark.
+
+A step may be under way although nothing in the state shows it: a forward draws random numbers and
+counts batches, and a loader fetches data, long before an optimizer updates anything.
+:func:`mid_step_position` detects this from the call stack.
+"""
 
 from __future__ import annotations
 
@@ -37,123 +47,141 @@ _RANDOM = f"{RNG_SECTION}/"
 
 
 class StateWatch:
-    """The updates of a state, as a log, or a base that is taken over several steps, hears of them.
+    """Track the updates of a state between two step marks.
 
     Attributes:
-        lsn_at_mark: of the last update of the last step that is over.
-        at_mark: the state at the end of that step, where one is surveyed at each; else None.
-        surveys: whether one is: there is a log, or bases that live in memory, and so a last base.
-        left: training has left with an error, perhaps in the middle of a step.
-        changing: ``before_update()`` was called, and not yet ``after_update()``.
+        lsn_at_mark: number of updates at the last step mark.
+        last_mark: state at the last step mark, if the state is surveyed at each mark; else None.
+        surveys: True if the state is surveyed at each mark: there is a log, or bases live in memory
+            (then a last base goes to disk at the end).
+        abandoned: True after training was left by an error, perhaps in the middle of a step.
+        changing: True between ``before_update()`` and ``after_update()``.
     """
 
-    def __init__(self, state: State, parts: Components, options: Options) -> None:
+    def __init__(self, state: State, components: Components, options: Options) -> None:
         self._state = state
-        self._untold = None if parts.recorder is None else parts.recorder.untold
+        recorder = components.recorder
+        tell = components.channel.tell
+        self._untold = None if recorder is None else recorder.untold
         self.surveys = options.method.in_memory or self._untold is not None
-        self._updates: UpdateHooks = parts.updates
-        self._watcher = parts.recorder or parts.multistep
-        self._multistep = parts.multistep
-        self._channel = parts.channel
+        self._updates: UpdateHooks = components.updates
+        self._follower = recorder or components.multistep
+        self._multistep = components.multistep
+        self._channel = components.channel
         self.lsn_at_mark = 0
-        self.at_mark: LastMark | None = None
-        self.left = self.changing = False
-        self._entries: object = None
+        self.last_mark: LastMark | None = None
+        self.abandoned = False
+        self.changing = False
+        self._entries: object = None  # of the shape that the names below belong to
         self._names: tuple[str, ...] = ()
         self._random: tuple[str, ...] = ()
         self._tensors: object = None
         self._fresh: FreshStart | None = None
-        self._handled = id(None)  # an error that a loop goes on in spite of
-        self._accumulated = PendingGradients(state, parts.updates, parts.channel.tell)
-        self._scalers = PendingScalers(state.values, parts.channel.tell)
-        self._all: Owned | None = None  # without a log, which looks at what optimizers own
-        lost = None if self._watcher is None else self._watcher.skipped
-        tell = parts.channel.tell
-        self._strangers = UntrackedOptimizers(state, parts.updates, parts.saver.gate, lost, tell)
-        self._schedules = UntrackedSchedulers(state, lost, tell)
+        self._handled = id(None)  # an exception that the loop was handling at the last mark
+        self._pending_gradients = PendingGradients(state, components.updates, tell)
+        self._pending_scalers = PendingScalers(state.values, tell)
+        # Without a log, whose own checks cover the tensors of optimizers.
+        self._all: Owned | None = None
+        skipped = None if self._follower is None else self._follower.skipped
+        self._untracked_optimizers = UntrackedOptimizers(
+            state, components.updates, components.saver.gate, skipped, tell
+        )
+        self._untracked_schedulers = UntrackedSchedulers(state, skipped, tell)
 
-    def leave(self) -> None:
-        """Training has left, and not by ``close()``: other ranks are not asked for anything."""
-        self.left = True
+    def abandon(self) -> None:
+        """Note that training ended without ``close()``. Other ranks are not waited for."""
+        self.abandoned = True
         if isinstance(self._multistep, RankMultistep):
             self._multistep.leave()
 
     @property
     def is_between_steps(self) -> bool:
-        """Whether nothing was updated since the last step mark, nor is now."""
+        """True if nothing was updated since the last step mark, and no update is running."""
         updates = self._updates
         idle = updates.outermost is None and not updates.failed and not self.changing
         return idle and updates.lsn == self.lsn_at_mark
 
-    def refuse_between(self, step: int) -> None:
-        """A base is asked for of the last step mark.
+    def refuse_mid_step(self, step: int) -> None:
+        """Check that the state is still that of the last step mark.
 
         Raises:
-            StateError: the state is no longer what it was then.
+            StateError: It was changed since.
         """
         updates = self._updates
         if updates.outermost is not None:
             raise StateError(
-                f"save() while {updates.key} is updating: this state belongs to no step",
+                f"save() was called while {updates.key} is updating: the state is that of no step",
                 step=step,
-                hint="call it from the training loop, behind ckpt.step()",
+                hint="call it from the training loop, after ckpt.step()",
             )
         if self.changing:
             raise StateError(
-                "save() between before_update() and after_update(): this state belongs to no step",
+                "save() was called between before_update() and after_update(): the state is that "
+                "of no step",
                 step=step,
-                hint="call after_update() first, when what is stored is as it should be",
+                hint="call after_update() first, when the change is complete",
             )
         if not self.is_between_steps:
             raise StateError(
-                "save() after optimizer.step() and before ckpt.step(): this state belongs to a "
-                "step that is not over",
+                "save() was called after optimizer.step() and before ckpt.step(): the state "
+                "belongs to an unfinished step",
                 step=step,
                 hint="call ckpt.step() first, then ckpt.save()",
             )
 
-    def asked_for(self, step: int) -> tuple[Survey | None, bool]:
-        """What a base is to be of that ``save()`` asks for.
+    def survey_for_save(self, step: int) -> tuple[Survey | None, bool]:
+        """Return the state that ``save()`` takes, and whether the base may be called exact.
 
         Returns:
-            The state at the last step mark, where it is known; None: as it is now, and it may be
-            called exact, or not: where a forward, say, has drawn random numbers since.
+            The state at the last step mark if the next step may be under way and that state is
+            known; None for the live state. The live state is not exact if the next step may be
+            under way: a forward, for example, may have drawn random numbers.
 
         Raises:
-            StateError: the state is no longer what it was at the last step mark.
+            StateError: The state was updated since the last step mark.
         """
-        self.refuse_between(step)
+        self.refuse_mid_step(step)
         where = mid_step_position(self._handled)
         if not where:
             return None, True
-        if (survey := self.whole_at_mark) is not None:
+        if (survey := self.survey_at_mark) is not None:
             return survey, True
-        what = f"save() {where}: random numbers, batches counted or data fetched may be those of "
-        how = "in a signal handler, set a flag, and call save() behind ckpt.step(); or use preempt="
-        if isinstance(self._watcher, Recorder):  # a base that is not exact would be less than that
-            whose = f"{what}the step after this one, which the log has already"
-            raise StateError(whose, step=step, hint=how)
+        problem = (
+            f"save() was called {where}: random numbers, batch counts or loader positions may "
+            "already be those of "
+        )
+        how = "in a signal handler, set a flag and call save() after ckpt.step(); or use preempt="
+        if isinstance(self._follower, Recorder):
+            # The log already has this step exactly, so a base that is not exact would be a loss.
+            raise StateError(
+                f"{problem}the next step, and the log has this one already", step=step, hint=how
+            )
         _log.warning(
-            "everstep: %sthe step after %d; what resume() gives back is not called exact (%s)",
-            what,
-            step,
+            "everstep: %sstep %d; a resume from this base is not called exact (%s)",
+            problem,
+            step + 1,
             how,
         )
         return None, False
 
     @property
-    def is_of_a_step(self) -> bool:
-        """Whether the state is that of the last step, as far as anybody knows, or it is still
-        there. A forward that has failed has drawn random numbers, and counted batches; and whoever
-        goes on with other weights has put them there."""
-        known = self.whole_at_mark is not None or (self.at_mark is None and not self.left)
+    def is_at_a_step(self) -> bool:
+        """True if the state of the last step is live or still available, as far as is known.
+
+        It is not after an error: a failed forward has drawn random numbers and counted batches, and
+        the program may have loaded other weights.
+        """
+        known = self.survey_at_mark is not None or (self.last_mark is None and not self.abandoned)
         return self.is_between_steps and known
 
     @property
-    def whole_at_mark(self) -> Survey | None:
-        """The state at the last step mark, whatever has begun since; None where that is gone:
-        weights were loaded to be evaluated, perhaps."""
-        mark = self.at_mark
+    def survey_at_mark(self) -> Survey | None:
+        """State at the last step mark, even if the next step has begun.
+
+        None if that state no longer exists, for example because other weights were loaded for an
+        evaluation.
+        """
+        mark = self.last_mark
         if mark is None or not self.is_between_steps or not mark.is_intact:
             return None
         if self._untold is not None and not self._untold.is_as_marked:
@@ -163,20 +191,23 @@ class StateWatch:
         return mark.survey
 
     def survey(self) -> Survey | None:
-        """The state at the end of a step; None where it is none that can be stored, which the
-        policy has dealt with: the log goes on behind a base of one that can.
+        """Survey the state at the end of a step.
+
+        Returns:
+            None if the state cannot be stored and the policy is not to raise. The log then
+            continues with the next base.
 
         Raises:
-            EverstepError: why it cannot, by the policy.
+            EverstepError: The state cannot be stored, and the policy is to raise.
         """
         try:
             survey = self._state.survey()
-            if isinstance(self._watcher, Recorder):
+            if isinstance(self._follower, Recorder):
                 self._refuse_encoded()
             return survey
         except EverstepError as error:
-            if isinstance(self._watcher, Recorder):
-                self._watcher.skipped("the state could not be stored")
+            if isinstance(self._follower, Recorder):
+                self._follower.skipped("the state could not be stored")
             self._channel.post(error)
             self._channel.check()
             return None
@@ -185,143 +216,154 @@ class StateWatch:
         if encoded := self._state.encoded:
             keys = ", ".join(map(repr, encoded))
             raise UnsupportedStateError(
-                f"the state_dict() of {keys} gives state in another form than the optimizer has it "
-                "(a hook, or a class of one's own): a log of its updates cannot be replayed on "
-                "that, wherever the optimizer itself is not there to read it",
-                leaves=tuple((key, "state in another form") for key in encoded),
+                f"the state_dict() of {keys} encodes the optimizer's state (with a state_dict hook "
+                "or in a subclass): the log of its updates cannot be replayed without the "
+                "optimizer itself",
+                leaves=tuple((key, "encoded optimizer state") for key in encoded),
                 hint='method="lazy" needs no log',
             )
 
     def started(self, survey: Survey | None, *, fresh: bool) -> None:
-        """The state is that of a start, which was surveyed, perhaps.
+        """Begin to track a state after a start.
 
         Args:
-            fresh: nothing was restored: it is as the program has made it.
+            survey: the state, if it was surveyed.
+            fresh: True if nothing was restored.
         """
         self.marked(survey)
-        self._strangers.started()
-        self._schedules.started()
+        self._untracked_optimizers.started()
+        self._untracked_schedulers.started()
         if fresh:
-            there = survey or self._state.survey()
-            names = [name for name in there.tensors if name.startswith(_RANDOM)]
-            self._fresh = FreshStart(there, names)
+            current = survey or self._state.survey()
+            names = [name for name in current.tensors if name.startswith(_RANDOM)]
+            self._fresh = FreshStart(current, names)
 
     def has_moved(self, step: int) -> bool:
-        """Whether the state may be another than that of a fresh start: there was a step, or one
-        that failed, of which its first forward may have drawn random numbers or counted batches."""
+        """Return True if the state may differ from that of a fresh start.
+
+        That is the case after a step, and after a failed one: its forward may have drawn random
+        numbers or counted batches.
+        """
         updates = self._updates
         updates.settle()
         if step > 0 or updates.lsn > 0 or updates.failed or self.changing:
             return True
         return self._fresh is not None and not self._fresh.is_that_of(self._state.survey())
 
-    def ended(self, step: int) -> None:
-        """Step ``step`` is over: :meth:`marked`, and a look whether its gradients are spent."""
+    def step_ended(self, step: int) -> None:
+        """Check that the step is complete (gradients consumed, scaler updated), and mark it."""
         if self._updates.lsn == self.lsn_at_mark:
-            self._accumulated.marked(step)
-        self._scalers.marked(step)
-        self._schedules.marked()
+            self._pending_gradients.marked(step)
+        self._pending_scalers.marked(step)
+        self._untracked_schedulers.marked()
         self.marked()
 
     def marked(self, survey: Survey | None = None) -> None:
-        """The state is that of a step that is over.
+        """Take the live state as that of a step mark.
 
         Args:
-            survey: of it, where one is made at each step.
+            survey: the state, if it is surveyed at each mark.
         """
         self.lsn_at_mark = self._updates.lsn
         self._fresh = None
         self._handled = id(sys.exc_info()[1])
         self._updates.failed = self.changing = False
-        self.at_mark = None
+        self.last_mark = None
         if survey is None:
             return
         shape = survey.shape
         if shape.entries is not self._entries:  # once for each shape, not at each step
             self._names = tuple(e.name for e in shape.entries if shape.owners[e.name].in_marks)
             self._random = tuple(name for name in self._names if name.startswith(_RANDOM))
-            self._entries = shape.entries  # last: what an interrupt leaves half done is done again
-        self.at_mark = LastMark.of(survey, self._names, self._random)
+            # Last: after an interrupt before this line, the next mark computes the names again.
+            self._entries = shape.entries
+        self.last_mark = LastMark.of(survey, self._names, self._random)
         if self._untold is None:
-            self._look_at_all(survey)
+            self._watch_all(survey)
 
-    def _look_at_all(self, survey: Survey) -> None:
+    def _watch_all(self, survey: Survey) -> None:
+        """Remember the versions of all tensors, to detect writes after this mark."""
         if survey.tensors is not self._tensors or self._all is None:
-            named = survey.tensors.items()
-            self._all = Owned({name: one for name, one in named if not name.startswith(_RANDOM)})
+            tensors = survey.tensors.items()
+            self._all = Owned({name: one for name, one in tensors if not name.startswith(_RANDOM)})
             self._tensors = survey.tensors
         self._all.settle(self.lsn_at_mark)
 
     def consumed(self, key: str, step: int) -> None:
-        """An optimizer's gradients are what its update is going to consume.
+        """Pass on an optimizer whose gradients are final and about to be consumed.
 
         Args:
-            step: that is under way.
+            key: key of the optimizer in the state.
+            step: number of the current, unfinished step.
         """
-        if self._watcher is not None:
+        if self._follower is not None:
             updates = self._updates
-            self._watcher.consumed(key, updates.lsn + 1, step, over=not updates.told)
+            self._follower.consumed(key, updates.lsn + 1, step, over=not updates.told)
 
     def changed(self, declared: Sequence[str], step: int) -> None:
-        """Something other than an optimizer has changed the state: the functions registered for
-        ``declared``; with none, whatever it was.
+        """Count a change that no optimizer has made.
 
         Args:
-            step: that is under way.
+            declared: patterns whose registered functions have made it; empty if anything may have
+                changed.
+            step: number of the current, unfinished step.
 
         Raises:
-            OptionError: no function is registered for one of them.
+            OptionError: No function is registered for one of the patterns.
         """
         self._state.told.check_updates(declared)
         self.changing = False
         for pattern in declared:
             self._updates.updated()
-            if self._watcher is not None:
-                self._watcher.declared(pattern, self._updates.lsn, step)
+            if self._follower is not None:
+                self._follower.declared(pattern, self._updates.lsn, step)
         if not declared:
             self._updates.updated()
-            if self._watcher is not None:
-                self._watcher.skipped("a change that no optimizer made")
+            if self._follower is not None:
+                self._follower.skipped("a change that no optimizer made")
 
-    def _unseen(self) -> None:
-        """The state of this mark is not what its updates have made of the last one's: it has a
-        number of its own, as behind ``after_update()``, or two bases with no update between them
-        would differ. Ranks have their numbers in common, and what one of them sees others may not.
+    def _untracked_write(self) -> None:
+        """Count a write that no hook has announced as an update of its own.
+
+        Otherwise two bases with different contents would have the same LSN. Not with several ranks:
+        their LSNs must agree, and only one of them may have seen the write.
         """
         if self._state.ranks.world == 1:
             self._updates.updated()
             self.lsn_at_mark = self._updates.lsn
 
-    def watch(
+    def install(
         self, consumed: Callable[[str], None], wait_for_others: Callable[[str], None]
     ) -> None:
-        """From now on the optimizers' updates are counted, held at the gate, and told.
+        """Install the hooks that count updates, delay them at the gate, and pass them on.
 
         Args:
-            consumed: called with an optimizer's key; calls :meth:`consumed`.
-            wait_for_others: called before an update, which waits for a base of another thread.
+            consumed: called with an optimizer's key before its update; calls :meth:`consumed`.
+            wait_for_others: called before an update; waits for a base that another thread takes.
         """
         updates = self._updates
         updates.wait_for_others = wait_for_others
         updates.counts_failed = self._state.ranks.world == 1
-        if self._watcher is not None:
+        if self._follower is not None:
             updates.consumed = consumed
-            updates.applied = self._watcher.applied
-            updates.lost = self._watcher.skipped
-        if isinstance(self._watcher, Recorder):
-            self._watcher.unseen = self._unseen
+            updates.applied = self._follower.applied
+            updates.lost = self._follower.skipped
+        if isinstance(self._follower, Recorder):
+            self._follower.unseen = self._untracked_write
         for key, optimizer in self._state.optimizers.items():
             updates.watch(key, optimizer)
-        self._strangers.watch()
+        self._untracked_optimizers.watch()
 
-    def check_changing(self) -> None:
-        """Raises:
-        StateError: it is replay that changes the state now.
+    def refuse_during_replay(self) -> None:
+        """Check that no replay is running.
+
+        Raises:
+            StateError: The call comes from a registered function, which replay calls.
         """
         if self._state.replaying:
             raise StateError(
                 "a registered function calls before_update() or after_update() itself",
-                hint="register only what is done between the two calls",
+                hint="register only the change that is made between the two calls",
             )
 
 
@@ -330,53 +372,57 @@ _BACKWARD = frozenset((torch.autograd.backward.__code__, torch.autograd.grad.__c
 
 
 def mid_step_position(handled: int = id(None)) -> str:
-    """Where the caller is, in words, if that is, or may be, in the middle of a step; else "". By
-    its own stack: that of another thread cannot be walked while it runs.
+    """Return a description of the caller's position if a step may be under way, otherwise "".
+
+    Only the caller's own stack is examined: the stack of another thread cannot be walked while that
+    thread runs.
 
     Args:
-        handled: id of the error that was being dealt with at the end of the last step: a loop may
-            go on within an ``except``.
+        handled: id of the exception that was being handled at the end of the last step. A training
+            loop may run within an ``except`` block.
     """
     error = sys.exc_info()[1]
-    left = "" if id(error) == handled else _where_left(error)
-    return _where(sys._getframe(1), _handlers()) or left
+    left = "" if id(error) == handled else _position_of_error(error)
+    return _position(sys._getframe(1), _handlers()) or left
 
 
-def _where(frame: FrameType | None, handlers: frozenset[CodeType]) -> str:
+def _position(frame: FrameType | None, handlers: frozenset[CodeType]) -> str:
     while frame is not None:
         code = frame.f_code
         if code in _FORWARD:
             return "in a module's forward"
         if code in _BACKWARD:
             return "in a backward"
-        if code in handlers and _is_given(frame):
+        if code in handlers and _receives_caller_frame(frame):
             return "in a signal handler"
         frame = frame.f_back
     return ""
 
 
-def _where_left(error: BaseException | None) -> str:
-    """Where training was left by an error that is being dealt with."""
+def _position_of_error(error: BaseException | None) -> str:
+    """Return a description of the position where an exception, being handled, left the step."""
     if isinstance(error, KeyboardInterrupt):
-        return "behind a KeyboardInterrupt"
+        return "after a KeyboardInterrupt"
     trace = None if error is None else error.__traceback__
     while trace is not None:
         if trace.tb_frame.f_code in _FORWARD | _BACKWARD:
-            return f"behind a forward or backward that has ended with {type(error).__name__}"
+            return f"after a forward or backward that failed with {type(error).__name__}"
         trace = trace.tb_next
     return ""
 
 
-def _is_given(frame: FrameType) -> bool:
-    """Whether a call has got, as an argument, the frame that it was called from, as signal
-    handlers do, and whoever calls the same function does not."""
+def _receives_caller_frame(frame: FrameType) -> bool:
+    """Return True if a call has its caller's frame as an argument, as signal handlers do.
+
+    This distinguishes the handler from an ordinary call of the same function.
+    """
     given = list(frame.f_locals.values())
     given += [one for some in given if isinstance(some, tuple) for one in some]
     return any(one is frame.f_back for one in given)
 
 
 def _handlers() -> frozenset[CodeType]:
-    """The code of this process's signal handlers."""
+    """Return the code objects of this process's signal handlers."""
     found = (_code_of(signal.getsignal(number)) for number in signal.valid_signals())
     return frozenset(code for code in found if code is not None)
 

@@ -1,18 +1,24 @@
-"""What all ranks of a job do at the end of the same step, though each knows something else.
+"""Collective decisions at a step boundary.
 
-Which steps take a base by a number (``every=100``) each rank knows by itself. Others they agree on.
-A log begins at a base: the first step of a start takes one, and later one rank alone may need it
-(its memory is half full, it could not record an update). Whether a time is over, and which interval
-wastes least, ranks would answer by clocks and figures of their own. What one of them finds in the
-gradients that it records ends the step of all. So at one step of :data:`ASK_EVERY`, or at more
-where bases are nearer to each other or gradients are watched, each says what it knows, in an
-exchange of a few bytes, and all make the same of it. Which step is the next to ask at follows from
-what was said and from nothing else: whatever fails on one rank, they ask at the same steps.
+With a fixed interval (``every=100``) each rank computes by itself at which steps to take a base. In
+three cases the ranks have to agree:
 
-A log that leads no further (the state consists of something else, an update could not be recorded)
-cannot wait for that: all since would be lost with a rank. At the end of each other step a rank with
-a log begins to ask whether any rank needs a base, waits for nobody, and has the answer at the end
-of the next one: where it is yes, they all ask each other then.
+- One rank's log may need a base: at the first step after a start, when its memory is half full, or
+  when an update could not be recorded.
+- Intervals in seconds and ``every="auto"`` depend on clocks and measurements, which differ between
+  ranks.
+- A rank that finds non-finite gradients ends the step on all ranks.
+
+The ranks therefore exchange a few bytes at the end of some steps: at least every :data:`ASK_EVERY`
+steps, more often if bases are closer to each other, and at every step if gradients are watched. All
+of them compute the same decision from the same messages. The next step with an exchange follows
+from these messages alone, so ranks exchange at the same steps no matter what fails on one of them.
+
+A base that a log needs urgently (the state has another shape, or an update could not be recorded)
+cannot wait for the next exchange: until then, a failure of the rank would lose the steps. At the
+end of each step without an exchange, every rank with a log therefore starts a non-blocking vote
+whether any rank needs a base. The result is available at the end of the next step. If it is yes,
+all ranks make an exchange there.
 """
 
 from __future__ import annotations
@@ -35,140 +41,160 @@ from everstep.trainer.session.components import Components
 
 __all__ = ["ASK_EVERY", "StepConsensus"]
 
-_NO_OTHERS: AbstractContextManager[None] = contextlib.nullcontext()
+_SINGLE_RANK: AbstractContextManager[None] = contextlib.nullcontext()
 
 
 class StepConsensus:
-    """Says what is done at the end of a step; to all ranks the same.
+    """Decide at the end of each step whether a base is taken, identically on all ranks.
 
     Args:
-        job: None: this process is alone, and goes by what it sees itself.
+        job: all ranks of the job; None if this process trains alone and decides by itself.
     """
 
-    def __init__(self, job: Job | None, options: Options, parts: Components, state: State) -> None:
+    def __init__(
+        self, job: Job | None, options: Options, components: Components, state: State
+    ) -> None:
         self._state = state
-        self._asked_step = -1
-        self._parted = False
         self._job = job
-        self._cadence = parts.cadence
-        self._channel = parts.channel
-        self._recorder = parts.recorder
-        self._replica_bases = parts.replica_bases
-        over_steps = parts.multistep
-        self._multistep = over_steps if isinstance(over_steps, RankMultistep) else None
+        self._cadence = components.cadence
+        self._channel = components.channel
+        self._recorder = components.recorder
+        self._replica_bases = components.replica_bases
+        multistep = components.multistep
+        self._multistep = multistep if isinstance(multistep, RankMultistep) else None
         self._timed = options.every.auto or options.every.seconds is not None
-        # With watch= all raise at the same step; with lag_steps= none is ahead of what is durable.
+        # With watch= all ranks raise at the same step. With lag_steps= no rank may be further ahead
+        # of the durable log than the others.
         each = options.log.watch or options.log.lag_steps is not None
-        self._asks_each_step = self._recorder is not None and each
-        self._next_step: int | None = None  # None: the ranks have not begun together yet
-        self._answered = -1  # the last step at the end of which this rank has said its part
-        self._any_needs: Callable[[], bool] | None = None  # what was begun at the end of that
-        self._found: deque[NonFiniteError] = deque()
+        self._exchanges_each_step = self._recorder is not None and each
+        # Of the next exchange; None until all ranks have started together.
+        self._next_step: int | None = None
+        self._voted_step = -1  # the last step at which this rank has taken part
+        self._decided_step = -1  # the last step that was decided
+        self._own_parameters_changed = False
+        self._any_needs: Callable[[], bool] | None = None  # result of the non-blocking vote
+        self._nonfinite: deque[NonFiniteError] = deque()
         if job is not None and self._recorder is not None:
-            self._recorder.nonfinite.tell = self._found.append
+            self._recorder.nonfinite.tell = self._nonfinite.append
 
-    def began(self) -> None:
-        """All ranks go on from the same step: they ask each other at the end of the next one."""
+    def restarted(self) -> None:
+        """Begin anew after all ranks have started at the same step."""
         self._next_step = 0
-        self._answered = -1
+        self._voted_step = -1
         self._any_needs = None
-        self._asked_step = -1
-        self._found.clear()
+        self._decided_step = -1
+        self._nonfinite.clear()
 
-    def answering(self, step: int) -> AbstractContextManager[None]:
-        """Around the end of ``step``: an error on this rank keeps no other from asking."""
-        return _NO_OTHERS if self._job is None else self._answering(step)
+    def participating(self, step: int) -> AbstractContextManager[None]:
+        """Return a context for the end of ``step`` in which an error does not skip the exchange.
+
+        If the end of the step fails on this rank, it still takes part, as the others wait for it.
+        """
+        return _SINGLE_RANK if self._job is None else self._participating(step)
 
     @contextlib.contextmanager
-    def _answering(self, step: int) -> Iterator[None]:
+    def _participating(self, step: int) -> Iterator[None]:
         try:
             yield
         except Exception:
-            with contextlib.suppress(DeadlineError):  # of the two, what has failed here says more
-                self._answer(step)
+            with contextlib.suppress(DeadlineError):  # the first error is the cause
+                self._decide(step)
             raise
 
-    def ask(self, step: int) -> tuple[bool, bool]:
-        """Whether a log needs a base of ``step``, and whether one is due; every rank asks at the
-        end of each of its steps.
+    def decide(self, step: int) -> tuple[bool, bool]:
+        """Return whether a log needs a base of ``step``, and whether one is due by the interval.
+
+        Every rank calls this at the end of each step.
 
         Raises:
-            NonFiniteError: a rank has seen gradients that are not finite; by the policy.
-            DeadlineError: another rank does not take this step.
+            NonFiniteError: A rank has found non-finite gradients, and the policy is to raise.
+            DeadlineError: Another rank does not reach this step in time.
         """
         if self._job is None:
-            return self._needed, self._cadence.due(step)
-        needed, due = self._answer(step)
+            return self._needs_base, self._cadence.due(step)
+        needed, due = self._decide(step)
         if self._recorder is not None and self._recorder.nonfinite.first is not None:
-            self._channel.check()  # before a base is taken of it
+            # Raise before a base with non-finite values is taken.
+            self._channel.check()
         return needed, due
 
-    def shared(self, survey: Survey | None) -> Survey | None:
-        """What was surveyed at this step mark, by what ranks have agreed on since."""
-        parted = self._parted
-        self._parted = False
-        return self._state.survey() if parted and survey is not None else survey
+    def current_survey(self, survey: Survey | None) -> Survey | None:
+        """Return the survey of this step mark, renewed if the ranks have since agreed on changes.
 
-    def left(self) -> None:
-        """Training ends: what was found within a step that is not over is said on this rank."""
-        while self._found:
-            self._channel.post(self._found.popleft())
+        When DDP ranks turn out to train different layers, each rank saves its own parameters from
+        then on, so the survey lists other entries.
+        """
+        changed = self._own_parameters_changed
+        self._own_parameters_changed = False
+        return self._state.survey() if changed and survey is not None else survey
 
-    @property
-    def _needed(self) -> bool:
-        """By this rank, for its log."""
-        lost = self._replica_bases is not None and self._replica_bases.lost is not None
-        return self._recorder is not None and (self._recorder.base_due is not None or lost)
+    def flush_errors(self) -> None:
+        """Report errors of the unfinished step on this rank only: there is no further exchange."""
+        while self._nonfinite:
+            self._channel.post(self._nonfinite.popleft())
 
     @property
-    def _cannot_wait(self) -> bool:
-        """Not only that its memory is half full: of that the next exchange is soon enough."""
+    def _needs_base(self) -> bool:
+        """Return True if this rank's log needs a base."""
+        replica = self._replica_bases
+        stopped = replica is not None and replica.lost is not None
+        return self._recorder is not None and (self._recorder.base_due is not None or stopped)
+
+    @property
+    def _needs_base_now(self) -> bool:
+        """Return True if the log cannot be continued without a base.
+
+        A log whose memory is half full can wait for the next exchange.
+        """
         return self._recorder is not None and self._recorder.needs_capture
 
-    def _answer(self, step: int) -> tuple[bool, bool]:
-        """:meth:`ask`, of several ranks that have begun together."""
+    def _decide(self, step: int) -> tuple[bool, bool]:
+        """Implement :meth:`decide` for several ranks that have started together."""
         if self._job is None or self._next_step is None:
             return False, False
-        first = step != self._asked_step  # not twice, whatever fails here
-        self._asked_step = step
-        needed, due = self._agree(step)
+        first = step != self._decided_step  # an error may cause a second call for the same step
+        self._decided_step = step
+        needed, due = self._exchange(step)
         due = due if self._timed else self._cadence.due(step)
         if first and (needed or due):
-            self._parted = self._job.agree_on_own_parameters(step)
+            self._own_parameters_changed = self._job.agree_on_own_parameters(step)
         if due and self._multistep is not None:
             self._multistep.ask(step)
         return needed, due
 
-    def _agree(self, step: int) -> tuple[bool, bool]:
-        """:meth:`ask`, of several ranks; none is needed or due at steps between two exchanges."""
-        asks = self._timed or self._recorder is not None
-        if not asks or self._job is None or self._next_step is None or step <= self._answered:
+    def _exchange(self, step: int) -> tuple[bool, bool]:
+        """Exchange messages if ``step`` is a step for it; return (False, False) otherwise."""
+        exchanges = self._timed or self._recorder is not None
+        if not exchanges or self._job is None or self._next_step is None:
             return False, False
-        self._answered = step  # not twice at this one, whatever becomes of it
-        heard = self._any_needs
+        if step <= self._voted_step:
+            return False, False
+        # Before anything can fail: a rank that takes part twice would be one message ahead.
+        self._voted_step = step
+        vote = self._any_needs
         self._any_needs = None
-        needed_before = heard is not None and heard()
+        needed_before = vote is not None and vote()
         if step < self._next_step and not needed_before:
             if self._recorder is not None:
-                self._any_needs = self._job.begin_any(f"end step {step}", self._cannot_wait)
+                self._any_needs = self._job.begin_any(f"end step {step}", self._needs_base_now)
             return False, False
         self._next_step = step + 1
-        bad = self._found.popleft() if self._found else None
-        self._found.clear()
+        bad = self._nonfinite.popleft() if self._nonfinite else None
+        self._nonfinite.clear()
         mine = {
-            "needed": self._needed,
-            "cadence": self._cadence.says(),
+            "needed": self._needs_base,
+            "cadence": self._cadence.report(),
             "bad": None if bad is None else (bad.step, bad.message),
         }
-        said = self._job.exchange(f"end step {step}", mine)
-        due, again = self._cadence.agreed([one["cadence"] for one in said], step)
-        self._next_step = step + (1 if self._asks_each_step else again)
-        self._report(said)
-        return any(one["needed"] for one in said), due
+        votes = self._job.exchange(f"end step {step}", mine)
+        due, again = self._cadence.decide([vote["cadence"] for vote in votes], step)
+        self._next_step = step + (1 if self._exchanges_each_step else again)
+        self._report_nonfinite(votes)
+        return any(vote["needed"] for vote in votes), due
 
-    def _report(self, said: Sequence[Mapping[str, Any]]) -> None:
-        """The first that any rank has found, as an error of this one, too."""
-        bad = [(*one["bad"], rank) for rank, one in enumerate(said) if one["bad"] is not None]
+    def _report_nonfinite(self, votes: Sequence[Mapping[str, Any]]) -> None:
+        """Report the first non-finite gradient that any rank has found, on every rank."""
+        bad = [(*vote["bad"], rank) for rank, vote in enumerate(votes) if vote["bad"] is not None]
         if bad and self._recorder is not None:
-            step, what, rank = min(bad)
-            self._recorder.nonfinite.report(nonfinite_error(what, step, rank), first=True)
+            step, message, rank = min(bad)
+            self._recorder.nonfinite.report(nonfinite_error(message, step, rank), first=True)
