@@ -123,7 +123,7 @@ def test_what_is_there_beyond_the_budget_is_told(
     assert size_below(run_folder) > budget.disk_bytes
     capsys.readouterr()
     with Trained(run_folder, log=TO_DISK, every=2, keep=KEEP, budget=budget) as run:
-        assert "are there already" in capsys.readouterr().err
+        assert "the run folder already has" in capsys.readouterr().err
         run.ckpt.resume()
         run.train(6)
         assert size_below(run_folder) <= budget.disk_bytes

@@ -380,8 +380,8 @@ def test_a_keeper_that_writes_the_log_first_says_that_it_is_at_work(
     changed = threading.Condition()
     replies = Replies(changed, ManualClock())
     for message in told:
-        replies.part(message)
-    assert replies._parts == len(told)
+        replies.add_blob(message)
+    assert replies._chunks == len(told)
 
 
 # What waits for something
@@ -528,14 +528,14 @@ def test_an_answer_is_waited_for_as_long_as_anything_comes(says: str) -> None:
         left -= 1
         clock.advance(0.9 * LIMIT_S)
         if says == "parts":
-            replies.part({"number": 0, "part": b"x"})
+            replies.add_blob({"number": 0, "part": b"x"})
         elif says == "operations":
             keeper.moves += 1
         else:
             keeper.log_moves += 1
         if not left:
             changed.release()
-            replies.came({"kind": "recalled"}, [])
+            replies.arrived({"kind": "recalled"}, [])
             changed.acquire()
         return predicate()
 
@@ -550,7 +550,7 @@ def test_an_answer_that_does_not_come_is_not_waited_for() -> None:
 
     def look(predicate: Callable[[], bool], timeout: float | None = None) -> bool:
         if len(waited) < 3:
-            replies.part({"number": 0, "part": b"x"})
+            replies.add_blob({"number": 0, "part": b"x"})
         waited.append(1.0)
         clock.advance(1.0)
         return predicate()

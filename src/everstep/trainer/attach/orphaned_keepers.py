@@ -1,7 +1,10 @@
-"""Keepers on this machine that serve no rank of this job: of ranks that trained in another number,
-or of this one, if it makes do without a keeper process now. What they have in memory is looked at,
-and left with them (``adr/033``). One whose training process lives is left to it: that is another
-job on this path, or a part of this one."""
+"""Reads the memory of keepers on this machine that serve no rank of this job (``adr/033``).
+
+They were left by a job with another number of ranks, by this rank if it now runs without a keeper
+process, or under a path that the run folder was moved from. Their memory is read and left to them.
+A keeper whose training process is alive is not touched: it belongs to another job with this path,
+or to a rank of this one.
+"""
 
 from __future__ import annotations
 
@@ -22,17 +25,19 @@ from everstep.trainer.attach.attach import attach_to
 __all__ = ["orphaned_by_move", "orphaned_logs", "orphaned_state"]
 
 _log = logging.getLogger("everstep")
-_ARENA_BYTES = 1 << 16  # nothing is captured into it
+_ARENA_BYTES = 1 << 16  # small: nothing is captured into it
 
 
 def orphaned_logs(
     run: PurePath, run_id: str, rank: int, near: Collection[int], seams: Seams, *, timeout_s: float
 ) -> InMemory:
-    """What this rank looks at of them: the ranks of a machine share them out. One that cannot be
-    asked leaves what is on disk.
+    """Return the logs in the memory of orphaned keepers that this rank reads.
+
+    The ranks of a machine share the keepers among them. A keeper that does not respond is skipped:
+    its log on disk remains.
 
     Args:
-        near: the ranks of this job on this machine, this one among them.
+        near: ranks of this job on this machine, including this one.
     """
     served = sorted(near)
     found = dict[int, Sequence[LogRecord]]()
@@ -51,8 +56,7 @@ def orphaned_logs(
 def orphaned_state(
     run: PurePath, run_id: str, rank: int, seams: Seams, *, timeout_s: float
 ) -> Recalled:
-    """What the keeper of a process that trained before has of this very rank, for one that makes
-    do without a keeper process."""
+    """Return the memory of this rank's earlier keeper, for a rank without a keeper process."""
     for info in keepers_of(run, run_id):
         if info.rank == rank:
             return _recalled(info, run, seams, timeout_s) or Recalled()
@@ -62,17 +66,19 @@ def orphaned_state(
 def orphaned_by_move(
     run: PurePath, run_id: str, rank: int, seams: Seams, *, timeout_s: float
 ) -> Recalled:
-    """Return what a keeper has of this rank that knows the run by a path where it is no more: the
-    folder was moved, or renamed, while the keeper lived. It cannot write there; what it has in
-    memory is as good as if the folder had stayed."""
+    """Return the memory of this rank's keeper if it knows the run by a path that no longer exists.
+
+    The folder was moved or renamed while the keeper was running. The keeper cannot write there any
+    more, but its memory is as valid as before.
+    """
     for info in keepers_left_by_a_move(run_id):
         if info.rank != rank:
             continue
         recalled = _recalled(info, run, seams, timeout_s)
         if recalled is not None:
             _log.warning(
-                "%s was moved from %s while keeper process %d had it: what that has in memory "
-                "counts here, and stays there until it ends (everstep stop ends it)",
+                "%s was moved from %s while keeper process %d was using it: the contents of its "
+                "memory are used here, and stay there until it ends (everstep stop ends it)",
                 run,
                 info.run,
                 info.pid,
@@ -82,12 +88,12 @@ def orphaned_by_move(
 
 
 def _recalled(info: KeeperInfo, run: PurePath, seams: Seams, timeout_s: float) -> Recalled | None:
-    """What a keeper has; None: it cannot be asked."""
+    """Return the memory of a keeper; None if it cannot be read."""
     channel = BackgroundChannel("warn", seams.clock, progress_timeout_s=timeout_s)
     try:
         keeper = attach_to(info.key, _ARENA_BYTES, channel, seams.clock, timeout_s=timeout_s)
         if keeper is None:
-            _log.info("the keeper of rank %d serves somebody else, or ends", info.rank)
+            _log.info("the keeper of rank %d serves another process, or is ending", info.rank)
             return None
         try:
             keeper.settle(timeout_s)
@@ -95,5 +101,7 @@ def _recalled(info: KeeperInfo, run: PurePath, seams: Seams, timeout_s: float) -
         finally:
             keeper.close(stay=True)
     except EverstepError as error:
-        _log.warning("the keeper of rank %d, which trained before: %s", info.rank, error)
+        _log.warning(
+            "cannot read the memory of the earlier keeper of rank %d: %s", info.rank, error
+        )
         return None

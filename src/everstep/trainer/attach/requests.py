@@ -1,4 +1,4 @@
-"""Bases that the training process has asked the keeper's replica for, until they are durable."""
+"""Requests to the keeper process that wait for a reply, and pending bases of its replica."""
 
 from __future__ import annotations
 
@@ -13,17 +13,13 @@ from everstep.seams import Clock
 from everstep.seams.files.moving import Standstill
 from everstep.seams.network.sockets import close_descriptors
 
-__all__ = [
-    "ReplicaRequests",
-    "Replies",
-    "base_request_to_wire",
-]
+__all__ = ["ReplicaRequests", "Replies", "base_request_to_wire"]
 
 
 def base_request_to_wire(
     number: int, step: int, samples: Sequence[Samples], *, exact: bool
 ) -> dict[str, Any]:
-    """The message that asks for a base."""
+    """Return the message that requests a base from the replica."""
     return {
         "kind": "ask",
         "number": number,
@@ -34,66 +30,77 @@ def base_request_to_wire(
 
 
 class ReplicaRequests:
-    """Who waits for them.
+    """Bases requested from the keeper's replica that are not durable yet.
 
     Args:
-        changed: held while anything changes; told when something ends.
+        changed: condition that guards all attributes, and is notified when a request ends.
     """
 
     def __init__(self, changed: threading.Condition) -> None:
         self._changed = changed
         self._numbers = 0
         self._saves: dict[int, tuple[Save, bool]] = {}
-        self._retaining: dict[int, int] = {}  # steps of those whose retention is not over
+        self._retaining: dict[int, int] = {}  # steps of ended requests, until retention is over
 
     @property
     def pending(self) -> bool:
-        """Whether there is anything to wait for."""
+        """True if a request or its retention has not ended."""
         return bool(self._saves or self._retaining)
 
     @property
     def steps(self) -> tuple[int, ...]:
-        """Of those that are neither durable nor have failed."""
+        """Steps of the requests that are neither durable nor failed."""
         return tuple(save.step for save, _ in self._saves.values())
 
     def number(self) -> int:
-        """One that no other is named by. Whoever registers one knows it before, so as to take it
-        back, wherever an interrupt arrives."""
+        """Return an unused number for a request.
+
+        It is separate from :meth:`add` so that the caller can withdraw the request by its number,
+        wherever an interrupt arrives.
+        """
         with self._changed:
             self._numbers += 1
             return self._numbers
 
     def add(self, number: int, save: Save, *, exact: bool) -> None:
-        """One is asked for, of its very step if ``exact``."""
+        """Add a request.
+
+        Args:
+            exact: True if only a base of the very step of ``save`` fulfills it.
+        """
         with self._changed:
             self._saves[number] = save, exact
 
     def persisted(self, numbers: Sequence[int], step: int, size_bytes: int) -> None:
-        """They are durable, in a base of ``step``."""
+        """End requests that a durable base of ``step`` fulfills."""
         for save, exact in self._pop(numbers, step):
             if exact and save.step != step:
-                why = f"the replica went on with a base of step {step} before it had made this one"
+                why = (
+                    f"the replica has continued to step {step} before it could make a base of step "
+                    f"{save.step}"
+                )
                 failed(save.durable, StateError(why, step=save.step))
             else:
                 done(save.durable, size_bytes)
 
     def refused(self, numbers: Sequence[int], error: EverstepError, step: int | None) -> None:
-        """There will be no such bases.
+        """End requests with an error.
 
         Args:
-            step: of the base that has failed; the keeper has still to clean up behind it.
+            step: step of the base that has failed, which the keeper has still to clean up; None if
+                there is none.
         """
         for save, _ in self._pop(numbers, step):
             failed(save.durable, error)
 
     def retained(self, step: int) -> None:
-        """Retention behind the base of a step is over."""
+        """Note that retention after the base of ``step`` is over."""
         with self._changed:
             self._retaining = {n: at for n, at in self._retaining.items() if at > step}
             self._changed.notify_all()
 
     def lose(self, error: EverstepError) -> None:
-        """Nobody is there any more to answer."""
+        """End all requests, because the keeper or the replica is lost."""
         with self._changed:
             self._retaining.clear()
         self.refused(list(self._saves), error, None)
@@ -104,10 +111,13 @@ class ReplicaRequests:
             if step is not None:
                 self._retaining.update(dict.fromkeys(numbers, step))
             self._changed.notify_all()
+        # Futures are set by the caller without the lock: their callbacks may take it.
         return [save for save in found if save is not None]
 
 
-class _Answers(Protocol):
+class _Peer(Protocol):
+    """Keeper process that a reply is awaited from."""
+
     pid: int
     lost: EverstepError | None
     moves: int
@@ -115,10 +125,10 @@ class _Answers(Protocol):
 
 
 class Replies:
-    """Those that have come, by kind; one question of a kind is asked at a time.
+    """Replies of the keeper process, by kind. One request of a kind is pending at a time.
 
     Args:
-        changed: held while anything changes; told when one comes.
+        changed: condition that guards the replies, and is notified when one arrives.
     """
 
     def __init__(self, changed: threading.Condition, clock: Clock) -> None:
@@ -126,15 +136,19 @@ class Replies:
         self._clock = clock
         self._found: dict[str, tuple[dict[str, Any], list[int]]] = {}
         self._blobs: dict[int, bytearray] = {}
-        self._parts = 0
+        self._chunks = 0
 
-    def part(self, message: dict[str, Any]) -> None:
-        """Bytes that belong to the next one; or none, and more is to come."""
-        self._parts += 1
+    def add_blob(self, message: dict[str, Any]) -> None:
+        """Add bytes that belong to the next reply."""
+        self._chunks += 1
         self._blobs.setdefault(message["number"], bytearray()).extend(message["part"])
 
-    def came(self, message: dict[str, Any], fds: list[int]) -> None:
-        """There is one."""
+    def arrived(self, message: dict[str, Any], fds: list[int]) -> None:
+        """Add a reply, with all blobs received before it.
+
+        Args:
+            fds: file descriptors that came with it.
+        """
         message["blobs"] = self._blobs
         self._blobs = {}
         with self._changed:
@@ -142,22 +156,28 @@ class Replies:
             self._changed.notify_all()
 
     def forget(self, kind: str) -> None:
-        """Nobody waits any more for what has come: whoever has asked was interrupted."""
+        """Drop a reply to an earlier request whose caller was interrupted."""
         with self._changed:
             _, fds = self._found.pop(kind, ({}, []))
         close_descriptors(fds)
 
     def wait(
-        self, keeper: _Answers, asked: str, kind: str, timeout_s: float
+        self, keeper: _Peer, request: str, kind: str, timeout_s: float
     ) -> tuple[dict[str, Any], list[int]]:
-        """The answer to what was ``asked``.
+        """Wait for the reply of a ``kind`` and return it with its file descriptors.
+
+        Args:
+            keeper: keeper process.
+            request: kind of the request, for the message of an error.
+            timeout_s: seconds without progress of the keeper.
 
         Raises:
-            KeeperError: the keeper is gone.
-            DeadlineError: it gets nowhere for ``timeout_s``.
+            KeeperError: The keeper is lost.
+            DeadlineError: The keeper makes no progress for ``timeout_s``.
         """
+        # Any progress extends the wait: the keeper may write large bases before it replies.
         still = Standstill(timeout_s, self._clock.running_s)
-        while not still.is_over((keeper.moves, keeper.log_moves, self._parts)):
+        while not still.is_over((keeper.moves, keeper.log_moves, self._chunks)):
             with self._changed:
                 self._changed.wait_for(
                     lambda: kind in self._found or keeper.lost is not None,
@@ -168,6 +188,7 @@ class Replies:
             if keeper.lost is not None:
                 raise keeper.lost
         raise DeadlineError(
-            f"the keeper (process {keeper.pid}) has not answered {asked!r} within {timeout_s:g} s",
-            hint="everstep ps shows what it is doing; look at the disk",
+            f"the keeper (process {keeper.pid}) has not replied to {request!r} within "
+            f"{timeout_s:g} s",
+            hint="everstep ps shows what it is doing; check the disk",
         )

@@ -197,7 +197,7 @@ class RunStarter:
             RecoveryError, MismatchError, StateError, KeeperError, DeadlineError
         """
         with self._reporting_failure():
-            self._keepers.open(beside=self._job is not None)
+            self._keepers.open(in_background=self._job is not None)
             recalled = self._recall(own=own)
         changed = self._frozen.changed()
         tell_of_lost_residuals(self._state)  # a hook may have been registered since the last start
@@ -278,7 +278,7 @@ class RunStarter:
     def _open_first_timeline(self) -> int:
         if self._job is not None:
             with self._reporting_failure():
-                self._keepers.open(beside=True)
+                self._keepers.open(in_background=True)
                 recalled = self._keepers.recall_leftovers()
             resumed = self._job.start_fresh(
                 self._seams, self._run, self._state, recalled, self._keepers
