@@ -20,7 +20,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 # The environment is up to date when the stamp of these contents is there. Contents, not
 # times: switching branches costs nothing, and a moved checkout is noticed.
-KEY := $(shell { pwd; echo "$(PYTHON) $(TORCH)"; cat pyproject.toml scripts/setup.sh $(REQUIREMENTS); } | cksum | cut -d' ' -f1)
+KEY := $(shell { pwd; echo "$(PYTHON) $(TORCH)"; cat pyproject.toml bench/pyproject.toml scripts/setup.sh $(REQUIREMENTS); } | cksum | cut -d' ' -f1)
 STAMP := $(VENV)/.ready-$(KEY)
 # A stamp without an interpreter (the system's Python was replaced) counts for nothing.
 ifneq ($(shell test -x "$(PY)" && echo yes),yes)
@@ -69,8 +69,8 @@ format: setup ## rewrite the sources as ruff wants them
 	$(PY) -m ruff format .
 
 clean: ## remove caches and build outputs; the environment stays
-	rm -rf build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
-	find src tests -name __pycache__ -type d -prune -exec rm -rf {} +
+	rm -rf build dist bench/build bench/dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find src bench tests -name __pycache__ -type d -prune -exec rm -rf {} +
 
 distclean: clean ## remove the environment too
 	@for venv in "$(VENV)" .venv-frameworks; do \

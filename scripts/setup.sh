@@ -71,7 +71,7 @@ echo "setup: installing $* (this can take minutes)"
 install "$*" "$@"
 torch=$(version_of torch 2>/dev/null) || fail "'$*' did not install torch; see TORCH in the Makefile"
 echo "setup: installing everstep and its development tools"
-install "everstep and its development tools" --editable ".[dev]" ${REQUIREMENTS:+-r "$REQUIREMENTS"}
+install "everstep and its development tools" --editable ".[dev]" --editable "./bench" ${REQUIREMENTS:+-r "$REQUIREMENTS"}
 [ "$(version_of torch)" = "$torch" ] ||
     fail "torch $torch was replaced by $(version_of torch): a dependency in pyproject.toml forbids it"
 

@@ -8,12 +8,14 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from tests.leftovers import MARK, SHARED_MEMORY, left_behind, shared_memory_names
+from tests.support.leftovers import MARK, SHARED_MEMORY, left_behind, shared_memory_names
+from tests.support.plugin import provide_plugin
 
 # Before torch is imported, and inherited by every child process of a test.
 for _name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
     os.environ[_name] = "1"
 os.environ.pop("EVERSTEP_FAILPOINTS", None)
+provide_plugin()
 os.environ.pop("COLUMNS", None)  # the width of who runs the tests is not that of what they run
 # One of the processes that share the tests (pytest -n); its id and its folder are in those of the
 # run, so that whoever started it finds what it leaves behind, however it ends.
@@ -40,16 +42,16 @@ import torch  # noqa: E402
 import typer.testing  # noqa: E402
 from hypothesis import HealthCheck, settings  # noqa: E402
 
-from everstep.bench.workloads.gpt import GPTConfig  # noqa: E402
-from everstep.bench.workloads.training import (  # noqa: E402
+from everstep.replay import engine  # noqa: E402
+from everstep.seams import failpoints  # noqa: E402
+from everstep.workloads.gpt import GPTConfig  # noqa: E402
+from everstep.workloads.training import (  # noqa: E402
     Training,
     TrainingConfig,
     training_of,
 )
-from everstep.replay import engine  # noqa: E402
-from everstep.seams import failpoints  # noqa: E402
-from tests.keepers import end_keepers  # noqa: E402
-from tests.trainers import end_server  # noqa: E402
+from tests.support.keepers import end_keepers  # noqa: E402
+from tests.support.trainers import end_server  # noqa: E402
 
 SEED = 20240229
 

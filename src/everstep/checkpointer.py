@@ -354,7 +354,7 @@ class Checkpointer:
         with self._consensus.participating(self._step):
             self._updates.settle()
             self._state_watch.step_ended(self._step)
-            with self._channel.told_last():
+            with self._channel.raising_storage_errors_last():
                 self._end_step()
 
     def _end_step(self) -> None:
@@ -663,7 +663,7 @@ class Checkpointer:
         self._timeline = timeline
         self._state.descends_exactly = exact
         self._consensus.restarted()
-        self._keepers.serve(timeline, verified, self._starter.seat)
+        self._keepers.serve(timeline, verified, self._starter.job_session)
         self._use_current_keeper(seen)
 
     def _use_current_keeper(self, seen: Survey | None = None) -> None:

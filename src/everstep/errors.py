@@ -1,4 +1,4 @@
-"""Every exception that everstep raises on purpose.
+"""Exceptions that everstep raises on purpose.
 
 ::
 
@@ -7,27 +7,27 @@
     |-- StateError                    something about the training state
     |   |-- UnsupportedStateError     leaves that cannot be stored, all listed by name
     |   |-- MismatchError             saved and live state differ, all differences listed
-    |   |-- AuditError                changed by something that nobody was told of
+    |   |-- AuditError                changed by a write that no hook announced
     |   `-- NonFiniteError            a gradient that is NaN or infinite was consumed
-    |-- StorageError                  the place where bytes live
+    |-- StorageError                  a disk or another tier
     |   |-- OutOfSpaceError           disk full, quota reached or budget exceeded
     |   |-- PermissionDeniedError     read-only or foreign directory
-    |   |-- FormatError               bytes that are not what they claim to be
+    |   |-- FormatError               malformed bytes
     |   |   `-- NewerFormatError      written by a newer everstep
     |   |-- DamageError               a digest does not match; names file and entry
     |   |-- UnreachableError          a store that does not answer; the next try may succeed
-    |   `-- ForeignDirectoryError     a directory with other people's files
-    |-- RecoveryError                 nothing (or not what was asked for) can be recovered
+    |   `-- ForeignDirectoryError     a directory that is not a run folder
+    |-- RecoveryError                 the requested state, or any state, cannot be recovered
     |-- ReplayError                   logged updates cannot be applied to this state
     |-- FencedError                   a newer timeline has taken this run over
     |-- KeeperError                   the keeper process: lost, refused, of another version
     |   `-- KeeperTimeoutError        it did not answer in time; a DeadlineError too
-    |-- DeadlineError                 something took longer than its stated time
-    |-- InfeasibleError               no choice reaches the goal; says what would
-    `-- UnavailableError              this machine or build lacks what was asked for
+    |-- DeadlineError                 an operation exceeded its timeout
+    |-- InfeasibleError               no choice reaches the goal; names the limiting cost
+    `-- UnavailableError              this machine or build lacks a requested feature
 
-Operating errors carry fields (``step``, ``rank``, ``tier``, ``path``, ``hint``) and say
-what happened, where, and what to do. Bugs are assertions.
+Errors carry the fields ``step``, ``rank``, ``tier``, ``path`` and ``hint``: where it happened and a
+remedy. Bugs in everstep are assertions.
 """
 
 from __future__ import annotations
@@ -66,12 +66,12 @@ class EverstepError(Exception):
     """Root of all errors raised on purpose.
 
     Args:
-        message: what happened, in one sentence.
-        step: the user's step, if one is concerned.
-        rank: the rank concerned.
-        tier: the tier concerned ("disk", ...).
-        path: the file or directory concerned.
-        hint: what the reader can do about it.
+        message: one sentence that describes the failure.
+        step: step of training at which it happened.
+        rank: rank on which it happened.
+        tier: tier on which it happened ("disk", ...).
+        path: file or directory.
+        hint: a remedy.
     """
 
     def __init__(
@@ -100,7 +100,7 @@ class EverstepError(Exception):
         ]
         if self.path is not None and self.path not in self.message:
             where.append(self.path)
-        # Behind the first line: what follows may be a list, of which it is no part.
+        # The location goes at the end of the first line: a list of details may follow.
         first, newline, rest = self.message.partition("\n")
         colon = ":" if newline and first.endswith(":") else ""
         first = first[: len(first) - len(colon)] + (f" [{', '.join(where)}]" if where else "")
@@ -121,11 +121,11 @@ class EverstepError(Exception):
 
 
 class OptionError(EverstepError, ValueError):
-    """A constructor argument or option that cannot work."""
+    """An invalid constructor argument or option."""
 
 
 class StateError(EverstepError):
-    """Something about the training state itself."""
+    """A problem with the training state itself."""
 
 
 class UnsupportedStateError(StateError, TypeError):
@@ -155,16 +155,18 @@ class MismatchError(StateError):
 
 
 class AuditError(StateError):
-    """State was changed behind everstep's back, and what was captured of it is not committed; or
-    a base is not what replay of the log gives."""
+    """A write that no hook announced changed the state, or a base differs from replay.
+
+    The captured base is not committed.
+    """
 
 
 class NonFiniteError(StateError):
-    """An update has consumed a gradient with NaN or infinity in it."""
+    """An optimizer update has consumed a gradient with NaN or infinity."""
 
 
 class StorageError(EverstepError):
-    """The place where bytes live does not do what it should."""
+    """A disk or another tier failed."""
 
 
 class OutOfSpaceError(StorageError):
@@ -176,11 +178,11 @@ class PermissionDeniedError(StorageError):
 
 
 class FormatError(StorageError):
-    """Bytes that are not what they claim to be; refused before anything is allocated."""
+    """Malformed bytes; refused before memory is allocated for them."""
 
 
 class NewerFormatError(FormatError):
-    """Written by a newer everstep than this one."""
+    """A file written by a newer version of everstep."""
 
 
 class DamageError(StorageError):
@@ -196,15 +198,15 @@ class DamageError(StorageError):
 
 
 class UnreachableError(StorageError):
-    """A store does not answer, or answers that it cannot now; the next try may succeed."""
+    """A store does not answer or is temporarily unavailable; a retry may succeed."""
 
 
 class ForeignDirectoryError(StorageError):
-    """A directory that holds something else than a run."""
+    """A directory that holds files of something else than a run."""
 
 
 class RecoveryError(EverstepError):
-    """Nothing, or not what was asked for, can be recovered."""
+    """The requested state, or any state, cannot be recovered."""
 
 
 class ReplayError(EverstepError):
@@ -212,31 +214,31 @@ class ReplayError(EverstepError):
 
 
 class FencedError(EverstepError):
-    """A newer timeline has taken this run over; this process may not commit or delete (I11)."""
+    """A newer timeline has taken over this run; this process may not commit or delete (I11)."""
 
 
 class DeadlineError(EverstepError):
-    """Something took longer than its stated time.
+    """An operation exceeded its timeout.
 
-    Not a ``TimeoutError``: that is an ``OSError``, and would be taken for the file system's
-    answer by everything that handles those.
+    Not a subclass of ``TimeoutError``: that is an ``OSError``, and handlers of file-system errors
+    would catch it.
     """
 
 
 class KeeperError(EverstepError):
-    """Trouble with the keeper process: it is lost, it refused, or it is of another version."""
+    """The keeper process is lost, refused a request, or has another version."""
 
 
 class KeeperTimeoutError(KeeperError, DeadlineError):
-    """The keeper process did not answer, or did not come up, within the stated time."""
+    """The keeper process did not start or answer within the timeout."""
 
 
 class InfeasibleError(EverstepError):
-    """No choice helps with these costs; says which one would have to be what.
+    """No choice reaches the goal with the given costs.
 
     Attributes:
-        quantity: the cost that stands in the way.
-        needed: the bound on whose other side it would have to be, in the quantity's unit.
+        quantity: name of the limiting cost.
+        needed: bound that the cost would have to meet, in its unit.
     """
 
     def __init__(self, message: str, *, quantity: str, needed: float, **where: Any) -> None:
@@ -250,4 +252,4 @@ class InfeasibleError(EverstepError):
 
 
 class UnavailableError(EverstepError):
-    """This machine, build or installation lacks what was asked for."""
+    """This machine, build or installation lacks a requested feature."""

@@ -25,8 +25,8 @@ from everstep.commit.lineage import BaseId, Branch
 from everstep.commit.machine import Action, BaseCommit, WriteMarker
 from everstep.commit.retention import RetentionPlan
 from everstep.commit.watermark import Watermark
-from everstep.keeper.persist import ranks
-from everstep.keeper.persist.ranks import RankDisk
+from everstep.keeper.persist import rank_disk as ranks
+from everstep.keeper.persist.rank_disk import RankDisk
 from everstep.restore.fetch import ranks as recover_ranks
 from everstep.testing import simrank
 from everstep.testing.simhost import ProcessDisk
@@ -212,7 +212,7 @@ def memory_counts_as_durable(patch: pytest.MonkeyPatch) -> None:
 
 
 # What simulation has found in this very code, and is mended; the rarer ones have tests of their
-# own in tests/unit/test_keeper_ranks.py, test_commit_offers.py and test_commit_agreement.py.
+# own in tests/unit/keeper/test_ranks.py, test_offers.py and test_agreement.py.
 
 
 def name_of_the_run_not_synced(patch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,7 @@ from everstep.commit.deletion import BaseDeletion, Condemn
 from everstep.commit.lineage import BaseId
 from everstep.errors import FencedError
 from everstep.format.names import CONDEMNED, MANIFEST, RUN_RECORD, base_dir
-from everstep.keeper.retain.retain import perform_deletion
+from everstep.keeper.retain.deletion import perform_deletion
 from everstep.restore.start.folder import open_run_folder
 from everstep.run.scan import newest_timeline
 from everstep.testing import SimFileSystem, TrainingScenario, enumerate_crashes, watch_crashes

@@ -18,7 +18,7 @@ import everstep.tiers.slots
 from everstep.commit.machine import Action, Event, WriteMarker
 from everstep.format.digests import Digester
 from everstep.format.records import manifest_of
-from everstep.keeper.persist.persist import Persister
+from everstep.keeper.persist.persister import Persister
 from everstep.seams import FileSystem, WriteFile
 from everstep.testing import Fault, Report, SimFileSystem, TrainingScenario, watch_crashes
 from everstep.tiers.disk import write_durably

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 from everstep.data import ResumableLoader
 from everstep.errors import OptionError
 from tests.frameworks.kills import train
-from tests.unit.loaded import Taken, take
+from tests.support.loaded import Taken, take
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,6 @@
 """The lane on a real device: copies beside training, updates behind copies, pinned memory.
 
-What can be told without one is told in ``tests/unit/test_cuda_lane.py``."""
+What can be told without one is told in ``tests/unit/capture/test_cuda_lane.py``."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from everstep.errors import StateError, UnavailableError
 from everstep.state.layout import plan_shards
 from everstep.state.values.tensors import byte_view, stored_form
 from tests.gpu.world import DEVICE, ENVIRONMENT, NEEDS_CUDA
-from tests.unit.world import TIMEOUT_S
+from tests.support.world import TIMEOUT_S
 
 pytestmark = NEEDS_CUDA
 

@@ -16,7 +16,7 @@ from everstep.link.registry import list_keepers
 from everstep.seams.processes.processes import process_gone
 from everstep.trainer.multistep.multistep_gradients import GraphMemory, HeldGradients, are_alone
 from tests.gpu.world import DEVICE, NEEDS_CUDA, World, warm_up
-from tests.unit.world import TIMEOUT_S, forget
+from tests.support.world import TIMEOUT_S, forget
 
 pytestmark = NEEDS_CUDA
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from everstep.bench.workloads.published import published
 from everstep.plan.schedule.devices import times_of
 from everstep.plan.schedule.groundtruth import missed_writes
 from everstep.plan.schedule.tracing import trace_of
+from everstep.workloads.published import published
 from tests.gpu.world import DEVICE, NEEDS_CUDA
 
 pytestmark = NEEDS_CUDA

@@ -19,7 +19,7 @@ from everstep.replay.fused.alike import slice_elements
 from everstep.replay.fused.slices import Sliced
 from everstep.replay.updates import Update
 from tests.gpu.world import DEVICE, NEEDS_CUDA
-from tests.unit.replays import Run, assert_same_bits, record, replayed, replayer_at
+from tests.support.replays import Run, assert_same_bits, record, replayed, replayer_at
 
 pytestmark = NEEDS_CUDA
 

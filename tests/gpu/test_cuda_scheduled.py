@@ -12,7 +12,7 @@ from torch import nn
 
 import everstep
 from tests.gpu.world import DEVICE, NEEDS_CUDA, bytes_of
-from tests.unit.world import forget
+from tests.support.world import forget
 
 pytestmark = NEEDS_CUDA
 

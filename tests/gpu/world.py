@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 import everstep
-from tests.unit.world import forget
+from tests.support.world import forget
 
 __all__ = [
     "DEVICE",

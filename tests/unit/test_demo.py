@@ -23,11 +23,12 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 import everstep
-from everstep.bench.demo import child, supervisor
-from everstep.bench.demo.evidence import Survey, final_base, survey
-from everstep.bench.demo.fingerprint import fingerprint
-from everstep.bench.demo.journal import JournalReader, JournalWriter
-from everstep.bench.demo.plan import (
+from everstep.cli import app
+from everstep.demo import child, supervisor
+from everstep.demo.evidence import Survey, final_base, survey
+from everstep.demo.fingerprint import fingerprint
+from everstep.demo.journal import JournalReader, JournalWriter
+from everstep.demo.plan import (
     AFTER_CAPTURED,
     BEFORE_MANIFEST,
     BEFORE_RENAME,
@@ -39,11 +40,11 @@ from everstep.bench.demo.plan import (
     keeper_of,
     planned_kills,
 )
-from everstep.bench.demo.process import CHILD_COMMAND, Child
-from everstep.bench.demo.report import DemoReport, KillReport
-from everstep.bench.demo.show import Position, as_json, introduce, present
-from everstep.bench.demo.supervisor import DemoError, run_demo
-from everstep.bench.demo.verdict import (
+from everstep.demo.process import CHILD_COMMAND, Child
+from everstep.demo.report import DemoReport, KillReport
+from everstep.demo.show import Position, as_json, introduce, present
+from everstep.demo.supervisor import DemoError, run_demo
+from everstep.demo.verdict import (
     Difference,
     StoredEntry,
     compare_entries,
@@ -51,12 +52,11 @@ from everstep.bench.demo.verdict import (
     compare_losses,
     read_base,
 )
-from everstep.bench.workloads import Training
-from everstep.cli import app
 from everstep.errors import FormatError, KeeperError, OptionError, RecoveryError
 from everstep.state.values.objects import encode
-from tests.leftovers import MARK, processes_marked
-from tests.trainers import start_trainer
+from everstep.workloads import Training
+from tests.support.leftovers import MARK, processes_marked
+from tests.support.trainers import start_trainer
 
 MakeTraining = Callable[[int], Training]
 
@@ -656,7 +656,7 @@ os.chdir(folder)
 file = os.open(log, os.O_WRONLY)
 os.dup2(file, 1)
 os.dup2(file, 2)
-from everstep.bench.demo import child
+from everstep.demo import child
 sys.exit(child.main([*words, "--parent", str(os.getppid())]))
 """
 
@@ -958,7 +958,7 @@ SABOTEUR = """
 import sys
 import torch
 import everstep
-from everstep.bench.demo import child
+from everstep.demo import child
 
 sound = everstep.Checkpointer.resume
 

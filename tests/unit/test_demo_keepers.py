@@ -14,9 +14,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from everstep.bench.demo import keepers, workspace
-from everstep.bench.demo.keepers import end_keeper, held_step
-from everstep.bench.demo.workspace import private_keepers
+from everstep.demo import keepers, workspace
+from everstep.demo.keepers import end_keeper, held_step
+from everstep.demo.workspace import private_keepers
 from everstep.errors import KeeperError, KeeperTimeoutError
 from everstep.link.registry import find_keeper, keeper_files, kill_keeper
 from everstep.link.spawn import SpawnOptions, connect, spawn_keeper
@@ -25,8 +25,8 @@ from everstep.seams.files.locks import lock_file
 from everstep.seams.files.posix import PosixFileSystem
 from everstep.seams.processes.processes import process_gone
 from everstep.seams.processes.runtime import runtime_folder
-from tests.leftovers import MARK, processes_marked
-from tests.unit.fakekeeper import PROGRAM, TIMEOUT_S, end, planned, running, started
+from tests.support.fakekeeper import PROGRAM, TIMEOUT_S, end, planned, running, started
+from tests.support.leftovers import MARK, processes_marked
 
 
 def begun(run: Path) -> SpawnOptions:

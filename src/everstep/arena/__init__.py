@@ -1,9 +1,9 @@
-"""Host memory for captured state: page-aligned, touched beforehand, reused, within a budget.
+"""Host memory for captured state: page-aligned, faulted in ahead of use, reused, within a budget.
 
-``buffers``    private blocks, for chunks on their way to and from the disk
-``reused``     private memory that is lent again once nobody looks at it any more
-``allocator``  which part of an arena is whose
 ``memory``     the arena: memory that trainer and keeper share
+``allocator``  allocation of ranges within an arena
+``buffers``    private blocks of one process, for chunks in flight to and from the disk
+``reused``     a pool of private blocks, reused after the last view is released
 """
 
 from everstep.arena.buffers import PAGE_BYTES, Block

@@ -1,9 +1,8 @@
-"""Which ranges of an arena are taken: offsets and sizes only, no memory.
+"""Allocator of ranges in an arena: offsets and sizes only, no memory.
 
-Blocks are freed in any order, since bases become durable in any order. What is free is
-written down as a list of holes and never worked out from a head and a tail: a ring buffer
-that takes "head == tail" for empty hands out memory that is still in use when it is full, as
-that of DataStates-LLM does.
+Blocks are freed in any order, because bases become durable in any order. Free space is a list of
+holes. A ring buffer with a head and a tail would not do: DataStates-LLM's treats "head == tail" as
+empty and hands out memory that is still in use when the buffer is full.
 """
 
 from __future__ import annotations
@@ -16,17 +15,17 @@ __all__ = ["Allocator"]
 
 
 class Allocator:
-    """Ranges ``[offset, offset + size)`` of an arena, lowest offset first.
+    """First-fit allocator of ranges ``[offset, offset + size)``.
 
-    No two live blocks overlap; a freed block merges with the holes beside it. Not safe for
-    threads: whoever owns the arena asks.
+    Live blocks never overlap; a freed block merges with adjacent holes. Not thread-safe: only the
+    owner of the arena calls it.
 
     Args:
-        size_bytes: of the arena; what does not fill a last unit is not used.
-        alignment_bytes: the unit; offsets and sizes of blocks are multiples of it.
+        size_bytes: size of the arena, rounded down to a multiple of ``alignment_bytes``.
+        alignment_bytes: unit of allocation, a power of two; offsets and sizes are multiples of it.
 
     Raises:
-        OptionError: when there is not room for one unit.
+        OptionError: if the arena is smaller than one unit.
     """
 
     def __init__(self, size_bytes: int, *, alignment_bytes: int = 4096) -> None:
@@ -34,7 +33,7 @@ class Allocator:
             raise OptionError(f"blocks are aligned to a power of two, not to {alignment_bytes}")
         if size_bytes < alignment_bytes:
             raise OptionError(
-                f"an arena of {size_bytes} bytes has no room for a block of {alignment_bytes}"
+                f"an arena of {size_bytes} bytes is smaller than a block of {alignment_bytes}"
             )
         self._alignment_bytes = alignment_bytes
         self._size_bytes = size_bytes - size_bytes % alignment_bytes
@@ -45,37 +44,37 @@ class Allocator:
 
     @property
     def size_bytes(self) -> int:
-        """Bytes that blocks can take: the arena's, rounded down to whole units."""
+        """Size of the arena, rounded down to whole units."""
         return self._size_bytes
 
     @property
     def alignment_bytes(self) -> int:
-        """The unit."""
+        """Unit of allocation."""
         return self._alignment_bytes
 
     @property
     def used_bytes(self) -> int:
-        """Bytes of all live blocks, as rounded."""
+        """Total size of all live blocks, rounded up to units."""
         return self._used_bytes
 
     @property
     def largest_free_bytes(self) -> int:
-        """The largest block that can be had now; 0 in a full arena."""
+        """Size of the largest block that can be allocated now; 0 in a full arena."""
         return max((stop - start for start, stop in self._holes), default=0)
 
     @property
     def live(self) -> dict[int, int]:
-        """Size, as rounded, of each live block, by offset; a copy."""
+        """Copy of the live blocks: rounded size by offset."""
         return dict(sorted(self._live.items()))
 
     def rounded_bytes(self, size_bytes: int) -> int:
-        """What a block of ``size_bytes`` takes: whole units, one at least."""
+        """Round a block size up to whole units, at least one."""
         if size_bytes < 0:
             raise OptionError(f"a block cannot have {size_bytes} bytes")
         return -(-max(1, size_bytes) // self._alignment_bytes) * self._alignment_bytes
 
     def allocate(self, size_bytes: int) -> int | None:
-        """Takes the lowest hole that is large enough.
+        """Allocate from the lowest hole that is large enough.
 
         Returns:
             The offset, or None when no hole is large enough.
@@ -88,11 +87,11 @@ class Allocator:
         return None
 
     def reserve(self, offset: int, size_bytes: int) -> None:
-        """Marks a range that somebody already holds.
+        """Mark a range as allocated that another process already uses.
 
         Raises:
-            StateError: for a range that is not aligned, lies outside the arena or overlaps a
-                live block. Nothing has changed then.
+            StateError: if the range is not aligned, lies outside the arena or overlaps a live
+                block. The allocator is unchanged.
         """
         need = self.rounded_bytes(size_bytes)
         what = f"{size_bytes} bytes at offset {offset}"
@@ -114,10 +113,10 @@ class Allocator:
         self._take(offset, need)
 
     def free(self, offset: int) -> None:
-        """Gives a block back, whatever the order in which blocks were taken.
+        """Free a block; blocks may be freed in any order.
 
         Raises:
-            StateError: when no live block starts there, as when one is freed twice.
+            StateError: if no live block starts at ``offset``, e.g. if it was freed before.
         """
         if offset not in self._live:
             raise StateError(
@@ -137,7 +136,7 @@ class Allocator:
         self._holes.insert(index, (start, stop))
 
     def _take(self, offset: int, size_bytes: int) -> None:
-        """Cuts a block out of the hole that holds all of it."""
+        """Allocate a block inside the hole that contains it."""
         stop = offset + size_bytes
         index = bisect_right(self._holes, (offset, self._size_bytes)) - 1
         hole_start, hole_stop = self._holes[index]

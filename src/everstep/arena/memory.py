@@ -1,8 +1,7 @@
-"""Memory that several processes share and that mirrors files.
+"""The arena: host memory shared between processes, laid out as the files written from it.
 
-One process makes an arena and hands its descriptor to others, which attach. What lies in the
-data at some offset is written to a file from there, as it is. In front of the data is the
-control area:
+One process creates an arena and passes its descriptor to others, which attach. The bytes of its
+data area are written to files unchanged. A control area precedes the data:
 
 =================  =====================================================================
 bytes              content
@@ -12,18 +11,17 @@ bytes              content
 65536              the data, page-aligned
 =================  =====================================================================
 
-A progress word says how far something has come ("all of batch 17 has been copied"). One
-process writes it, others read it, without a lock. That is right because
+A progress word publishes the progress of a copy ("all of batch 17 has been copied"). One process
+writes it, others read it, without a lock. This is correct because
 
-- a word is one aligned load or store of 8 bytes (NumPy's, on a C ``uint64``), which no
-  reader ever sees half done, and Python itself neither moves nor merges them;
-- who sees a word also sees all data written before it. x86 keeps stores in their order, and
-  loads in theirs, across processes; other machines need not, and Python promises nothing
-  there, so on those a barrier goes before each store and after each load. It is made of a
-  lock, given back and taken again, which is one on ARM and POWER.
+- a word is read and written as one aligned 8-byte access (NumPy's, on a C ``uint64``), so that no
+  reader sees a half-written value, and Python neither reorders nor merges these accesses;
+- a reader that sees a word also sees all data written before it. x86 keeps the order of stores and
+  of loads across processes. Other architectures do not, so there a barrier precedes each store and
+  follows each load: a lock that is released and acquired again, a full barrier on ARM and POWER.
 
-Copies that a device makes are outside this: whoever has waited for them in this process sets the
-word (:mod:`everstep.capture.lanes.cuda`), or the device itself does, with a fence before it
+Copies by a device are not covered: the thread that waited for them sets the word
+(:mod:`everstep.capture.lanes.cuda`), or the device sets it itself, after a fence
 (:meth:`Arena.progress_address`).
 """
 
@@ -50,7 +48,7 @@ PROGRESS_WORDS = 512
 
 _MAGIC = b"EVSARENA"
 _VERSION = 1
-_HEADER = struct.Struct("=8sIIQQ")  # native: all who attach are on one machine
+_HEADER = struct.Struct("=8sIIQQ")  # native byte order: all attached processes are on one machine
 _WORDS_OFFSET = 4096
 _WORD_STRIDE_BYTES = 64
 _NO_ROOM = (errno.ENOMEM, errno.EFBIG, errno.ENOSPC, errno.EFAULT)
@@ -65,17 +63,15 @@ assert _WORDS_OFFSET + PROGRESS_WORDS * _WORD_STRIDE_BYTES <= CONTROL_BYTES
 
 
 class Arena:
-    """Shared memory of a fixed size: data, and progress words. See the module's text.
+    """Shared memory of a fixed size: a data area and progress words (see the module docstring).
 
-    Made by :meth:`create`, :meth:`attach` or :meth:`anonymous`. All methods may be called
-    from any thread. Pages come when they are written to, or with :meth:`populate`; until then
-    they read as zeros and take no memory.
+    Constructed by :meth:`create`, :meth:`attach` or :meth:`anonymous`. All methods are thread-safe.
+    Pages are allocated at the first write or by :meth:`populate`; until then they read as zeros.
 
-    A forked child (a worker of a data loader) has no part in the arena: it neither keeps the
-    memory alive nor can it use it.
+    A forked child (e.g. a worker of a data loader) can neither use the arena nor keep it alive.
 
     Attributes:
-        size_bytes: of the data, a multiple of the page.
+        size_bytes: size of the data area, a multiple of the page size.
         words_count: number of progress words.
     """
 
@@ -93,18 +89,18 @@ class Arena:
 
     @classmethod
     def create(cls, size_bytes: int) -> Arena:
-        """Memory that other processes can attach to, through its descriptor.
+        """Create an arena that other processes can attach to through its descriptor.
 
-        Its size is sealed: no holder of the descriptor can shrink it, which would kill
-        whoever touches what is gone.
+        Its size is sealed: if a holder of the descriptor could shrink it, another process that
+        touches the removed pages would be killed by SIGBUS.
 
         Args:
-            size_bytes: of the data, rounded up to whole pages.
+            size_bytes: size of the data area, rounded up to whole pages.
 
         Raises:
-            OptionError: for no bytes at all.
-            OutOfSpaceError: for more than the system gives, with the number.
-            UnavailableError: where there is no ``memfd_create``, or descriptors have run out.
+            OptionError: if ``size_bytes`` is not positive.
+            OutOfSpaceError: if the system has not enough memory.
+            UnavailableError: without ``memfd_create``, or without free descriptors.
         """
         total_bytes = _total_bytes(size_bytes)
         with _explained(f"an arena of {size_bytes} bytes"):
@@ -113,11 +109,11 @@ class Arena:
 
     @classmethod
     def anonymous(cls, size_bytes: int) -> Arena:
-        """The same for this process alone, without a descriptor; works on every platform.
+        """Create an arena for this process only, without a descriptor, on any platform.
 
         Raises:
-            OptionError: for no bytes at all.
-            OutOfSpaceError: for more than the system gives, with the number.
+            OptionError: if ``size_bytes`` is not positive.
+            OutOfSpaceError: if the system has not enough memory.
         """
         total_bytes = _total_bytes(size_bytes)
         with _explained(f"an arena of {size_bytes} bytes"):
@@ -126,15 +122,15 @@ class Arena:
 
     @classmethod
     def attach(cls, fd: int) -> Arena:
-        """Maps the arena that another process made.
+        """Map an arena that another process created.
 
         Args:
-            fd: its descriptor; it stays the caller's, who should close it.
+            fd: its descriptor. The caller keeps it and should close it.
 
         Raises:
-            StateError: for anything that is not an arena of this version, whole and sealed.
-            OutOfSpaceError: when there is no room for the mapping, with the number.
-            UnavailableError: when descriptors have run out.
+            StateError: if the descriptor is not a complete, sealed arena of this version.
+            OutOfSpaceError: if there is no address space for the mapping.
+            UnavailableError: if there are no free descriptors.
         """
         try:
             total_bytes = sealed_bytes(fd)
@@ -159,17 +155,17 @@ class Arena:
 
     @property
     def fd(self) -> int | None:
-        """The descriptor, to be passed on; None if anonymous. Stays the arena's."""
+        """Descriptor to pass to other processes, owned by the arena; None if anonymous."""
         return self._here().fd
 
     @property
     def taken_bytes(self) -> int:
-        """Memory that its pages have taken so far; 0 once it is closed."""
+        """Memory of the pages allocated so far; 0 after :meth:`close`."""
         return 0 if self._memory is None else self._memory.taken_bytes
 
     @property
     def view(self) -> memoryview:
-        """The data as writable bytes; what is made of it keeps the memory mapped."""
+        """The data area as writable bytes; views of it keep the memory mapped."""
         view = self._view
         self._here()
         assert view is not None, "there is a view as long as there is memory"
@@ -177,18 +173,18 @@ class Arena:
 
     @property
     def address(self) -> int:
-        """Where the data starts; page-aligned. Keep the arena open while it is in use."""
+        """Address of the data area, page-aligned. Valid while the arena is open."""
         return self._here().address + CONTROL_BYTES
 
     def progress(self, index: int) -> int:
-        """Reads a progress word; what was written before it was set can be read now."""
+        """Read a progress word; data written before it was set is visible afterwards."""
         words = self._words_with(index)
         value: int = words.item(index)
         _barrier()
         return value
 
     def set_progress(self, index: int, value: int) -> None:
-        """Sets a progress word, after everything that was written before.
+        """Set a progress word, ordered after all earlier writes.
 
         Args:
             value: 0 to 2**64 - 1.
@@ -200,20 +196,19 @@ class Arena:
         words[index] = np.uint64(value)
 
     def progress_address(self, index: int) -> int:
-        """Where a progress word is, for a device that writes it."""
+        """Return the address of a progress word, for a device that writes it."""
         self._words_with(index)
         return self._here().address + _WORDS_OFFSET + index * _WORD_STRIDE_BYTES
 
     def populate(self, offset: int, size_bytes: int) -> None:
-        """Takes the pages of a range now: copying into fresh ones is several times slower.
+        """Fault in the pages of a range: copying into fresh pages is several times slower.
 
-        For blocks that hold nothing yet. Other threads run meanwhile, and may touch other
-        ranges.
+        For blocks without contents. Other threads run meanwhile and may use other ranges.
 
         Raises:
-            OptionError: for a range that is not in the arena.
-            OutOfSpaceError: when memory has run out. Past the limit of a container the
-                system ends the process instead, so a budget has to be below that.
+            OptionError: if the range is not inside the arena.
+            OutOfSpaceError: if memory is exhausted. Beyond the memory limit of a container the
+                kernel kills the process instead, so a budget has to stay below that limit.
         """
         memory = self._here()
         self._check_range(offset, size_bytes)
@@ -221,13 +216,13 @@ class Arena:
             memory.populate(CONTROL_BYTES + offset, size_bytes)
 
     def discard(self, offset: int, size_bytes: int) -> None:
-        """Gives the pages of a range back to the system; the range reads as zeros.
+        """Return the pages of a range to the system, for all processes; it then reads as zeros.
 
-        For all processes at once. Not for memory that is registered with a device, which
-        would keep the old pages. A page of which only a part is in the range stays taken.
+        Not for memory that is registered with a device, which would keep the old pages. Pages that
+        are only partly in the range are kept.
 
         Raises:
-            OptionError: for a range that is not in the arena.
+            OptionError: if the range is not inside the arena.
         """
         memory = self._here()
         self._check_range(offset, size_bytes)
@@ -235,9 +230,9 @@ class Arena:
             memory.remove(CONTROL_BYTES + offset, size_bytes)
 
     def close(self) -> None:
-        """Lets go of descriptor and memory; may be called again.
+        """Release descriptor and memory; idempotent.
 
-        The mapping ends with the last view of it: those that are still in use stay valid.
+        The memory is unmapped with the last view of it: existing views stay valid.
         """
         memory = self._memory
         self._memory = None
@@ -283,7 +278,7 @@ class Arena:
             )
 
     def _words_with(self, index: int) -> npt.NDArray[np.uint64]:
-        words = self._words  # stays mapped, though another thread may close the arena now
+        words = self._words  # a reference of our own: another thread may close the arena meanwhile
         self._here()
         if not 0 <= index < PROGRESS_WORDS:
             raise OptionError(f"there is no progress word {index}: 0 to {PROGRESS_WORDS - 1}")
@@ -297,12 +292,12 @@ def _total_bytes(size_bytes: int) -> int:
 
 
 def _difference(found: tuple[bytes, int, int, int, int], data_bytes: int) -> str | None:
-    """What in the header of the control area is not as it should be."""
+    """Return a description of the first wrong field of the header, or None."""
     magic, version, *sizes = found
     if magic != _MAGIC:
-        return "its first bytes are not those of one"
+        return "it does not start with the magic number of an arena"
     if version != _VERSION:
-        return f"it has version {version}, this everstep knows {_VERSION}"
+        return f"it has version {version}, this everstep supports {_VERSION}"
     if sizes != [PROGRESS_WORDS, CONTROL_BYTES, data_bytes]:
         return f"its sizes contradict each other: {sizes}, {data_bytes} bytes of data"
     return None
@@ -347,10 +342,10 @@ _fence = threading.Lock()
 
 
 def _barrier() -> None:
-    """Keeps what comes before it before what comes after it, as other processes see it."""
+    """Order all earlier loads and stores before all later ones, as other processes see them."""
     if _IN_ORDER:
         return
-    # Given back by the first, taken by the second: nothing passes that pair either way.
+    # Release, then acquire: no load or store moves across this pair in either direction.
     with _fence:
         pass
     with _fence:

@@ -1,8 +1,7 @@
-"""Memory that is used again as soon as nobody looks at it any more.
+"""A pool of private blocks, reused after the last view is released.
 
-Fresh memory comes from the system page by page, and on a virtual machine perhaps from the machine
-below it: on one of those, reading a file into it was up to ten times slower than into memory that
-had been used before.
+The system allocates fresh memory page by page, on a virtual machine perhaps from the host: there,
+reading a file into fresh memory was up to ten times slower than into memory used before.
 """
 
 from __future__ import annotations
@@ -16,34 +15,33 @@ from everstep.arena.buffers import Block
 
 __all__ = ["ReusedMemory"]
 
-_WASTE = 2  # a block serves requests down to this part of its size
-_SLACK = 8  # what is kept may be more than was lent at one time by this part of it
+_WASTE = 2  # a block serves requests of at least 1/2 of its size
+_SLACK = 8  # the pool may exceed the peak of lent bytes by 1/8
 
 
 class ReusedMemory:
-    """Page-aligned memory for one thread that asks; any thread may use it, and let go of it.
+    """Pool of page-aligned blocks. One thread calls it; any thread may use and release the memory.
 
-    What is lent comes back when the last view of it is gone, a tensor's included, and not before.
-    It takes no more than was lent at one time, and an eighth: what would be too much, and is of no
-    use for a request, is given back to the system before a new block is made. Without that eighth
-    a small request would cost a large block that the next one needs.
+    A block returns to the pool when its last view is released, including views by tensors. The pool
+    holds at most 9/8 of the peak of lent bytes: before a new block is allocated, free blocks beyond
+    that are returned to the system. Without the extra eighth a small request would discard a large
+    block that the next request needs.
     """
 
     def __init__(self) -> None:
-        # Whoever lets go may be in the middle of anything: this queue, unlike a lock, is made so
-        # that it may be.
+        # Finalizers run at arbitrary points, even while a lock is held: SimpleQueue is reentrant.
         self._returned: queue.SimpleQueue[Block] = queue.SimpleQueue()
         self._free: list[Block] = []
         self._lent_bytes = self._most_bytes = 0
 
     @property
     def lent_bytes(self) -> int:
-        """What is lent now; to be asked by the thread that takes."""
+        """Bytes lent now; called by the thread that takes."""
         self._collect()
         return self._lent_bytes
 
     def take(self, size_bytes: int) -> memoryview:
-        """So many bytes, which hold anything."""
+        """Lend ``size_bytes`` of uninitialized memory."""
         self._collect()
         fitting = [
             block
@@ -54,7 +52,7 @@ class ReusedMemory:
             block = min(fitting, key=lambda block: block.size_bytes)
             self._free.remove(block)
         else:
-            self._make_room(size_bytes)
+            self._discard_excess(size_bytes)
             block = Block(size_bytes, touch=False)
         self._lent_bytes += block.size_bytes
         self._most_bytes = max(self._most_bytes, self._lent_bytes)
@@ -62,8 +60,8 @@ class ReusedMemory:
         weakref.finalize(lent, self._returned.put, block).atexit = False
         return lent.data[:size_bytes]
 
-    def _make_room(self, size_bytes: int) -> None:
-        """Gives back what is free, the smallest first, as far as there would be too much."""
+    def _discard_excess(self, size_bytes: int) -> None:
+        """Discard free blocks, smallest first, until a new block fits under the limit."""
         taken_bytes = self._lent_bytes + size_bytes
         most_bytes = max(self._most_bytes, taken_bytes)
         kept_bytes = sum(block.size_bytes for block in self._free)

@@ -8,6 +8,9 @@
 ``doctor``  checks this machine
 ``plan``    how often to take a base and to write the log: models, no measurements
 ``demo``    trains, gets killed, resumes, compares every bit
+
+Other distributions add verbs (``plugins``); everstep-bench adds two:
+
 ``drill``   kills hosts that train together, replaces them, compares every bit
 ``bench``   measures, next to the disk's limit and to others
 
@@ -18,7 +21,6 @@ too; none where it was interrupted.
 
 from __future__ import annotations
 
-import importlib.util
 import sys
 from typing import Annotated
 
@@ -28,11 +30,11 @@ from everstep.cli.common._common import EXIT_STATUS, EverstepGroup, ExitCode
 from everstep.cli.common._output import OutputLostError, guarded_output
 from everstep.cli.demo import demo
 from everstep.cli.doctor import doctor
-from everstep.cli.drill import drill
 from everstep.cli.du import du
 from everstep.cli.inspect import inspect
 from everstep.cli.ls import ls
 from everstep.cli.plan import app as _plan
+from everstep.cli.plugins import add_plugged_in
 from everstep.cli.ps import ps
 from everstep.cli.replay import replay
 from everstep.cli.restore import restore
@@ -72,11 +74,10 @@ def _root(
     pass
 
 
-for _verb in (ls, inspect, verify, restore, replay, rm, du, ps, stop, doctor, demo, drill):
+for _verb in (ls, inspect, verify, restore, replay, rm, du, ps, stop, doctor, demo):
     app.command()(_verb)
 app.add_typer(_plan, name="plan")
-if importlib.util.find_spec("everstep.cli.bench") is not None:
-    app.add_typer(importlib.import_module("everstep.cli.bench").app, name="bench")
+add_plugged_in(app)
 
 
 def main() -> int:

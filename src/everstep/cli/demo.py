@@ -38,9 +38,9 @@ def demo(
     data order and every loss must be the same, bit for bit. Exit status: 0 if so, 1 if one
     bit differs.
     """
-    from everstep.bench.demo.plan import demo_plan
-    from everstep.bench.demo.show import as_json, introduce, present, progress_display
-    from everstep.bench.demo.supervisor import run_demo
+    from everstep.demo.plan import demo_plan
+    from everstep.demo.show import as_json, introduce, present, progress_display
+    from everstep.demo.supervisor import run_demo
     from everstep.tiers.disk import storage_errors
 
     plan = demo_plan(steps=steps, every=every, method=method, seed=seed, quick=quick)

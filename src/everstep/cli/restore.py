@@ -131,7 +131,7 @@ def rebuilding(
 ) -> Iterator[tuple[Rebuilder, ChunkRing]]:
     """What builds states of a run, with all cores of this process."""
     from everstep.format.writer import ChunkRing
-    from everstep.keeper.persist.local import CHUNKS, WRITERS
+    from everstep.keeper.persist.local_keeper import CHUNKS, WRITERS
     from everstep.restore.offline.logged import RunLog
     from everstep.restore.offline.rebuild import Rebuilder
     from everstep.seams.processes.processes import available_cores
@@ -206,7 +206,7 @@ def _write(filesystem: FileSystem, run: PurePath, rebuilt: Rebuilt, ring: ChunkR
     from everstep.format.header import ShardIdentity
     from everstep.format.names import SLOTS_DIR, timeline_dir
     from everstep.format.plan import BasePlan, plan_files
-    from everstep.keeper.persist.persist import Persister
+    from everstep.keeper.persist.persister import Persister
     from everstep.restore.load.load import all_contents
     from everstep.restore.start.folder import open_run_folder
     from everstep.restore.start.resume import open_timeline

@@ -194,7 +194,7 @@ def _first_good(
     """The first of some bases that verifies, read back now."""
     import everstep.restore.load.load  # noqa: F401  # and torch, which is no part of the time of reading
     from everstep.format.writer import ChunkRing
-    from everstep.keeper.persist.local import CHUNKS, WRITERS
+    from everstep.keeper.persist.local_keeper import CHUNKS, WRITERS
     from everstep.seams.progress import progress
 
     ring = ChunkRing(CHUNKS, WRITERS)
@@ -238,7 +238,7 @@ def _plan(base: BaseFound, refusal: str | None) -> _Plan:
 def _delete(filesystem: FileSystem, inventory: Inventory, base: BaseFound) -> list[str]:
     """Deletes ``base``; returns the names that are still there."""
     from everstep.format.names import MANIFEST
-    from everstep.keeper.retain.retain import delete_base, delete_files
+    from everstep.keeper.retain.deletion import delete_base, delete_files
     from everstep.tiers.disk import storage_errors, write_durably
 
     with storage_errors("delete the base", base.path, step=base.id.step):

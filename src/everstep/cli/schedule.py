@@ -123,7 +123,7 @@ def schedule(
     else:
         raise OptionError(f"--gpu {gpu}: no data sheet says how fast the link is", hint="--link")
     if picture is not None:
-        from everstep.bench.stall.timeline import check_picture
+        from everstep.cli.common._pictures import check_picture
 
         check_picture(picture)
     training = _training(model)
@@ -162,11 +162,11 @@ def schedule(
     }
     document = _document(found, about, mode.value, disk_bytes_per_s)
     if picture is not None and found.schedule is not None:
-        from everstep.cli._memory_picture import draw
+        from everstep.cli.common._pictures import draw_memory
         from everstep.tiers.disk import storage_errors
 
         with storage_errors("draw the picture", picture):
-            draw(found, f"{model}, batch {batch}", picture)
+            draw_memory(found, f"{model}, batch {batch}", picture)
     if json_output:
         emit(document)
     else:
@@ -220,7 +220,7 @@ def _training(model: str) -> Training:
     """What makes a model and its loss."""
     path, colon, name = model.rpartition(":")
     if not colon:
-        from everstep.bench.workloads.published import published
+        from everstep.workloads.published import published
 
         return published(model).training
     if kind_of(absolute(path)) != "other":

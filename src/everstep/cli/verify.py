@@ -108,7 +108,7 @@ def verify(
     """
     from everstep.format.names import LOG_DIR, timeline_dir
     from everstep.format.writer import ChunkRing
-    from everstep.keeper.persist.local import CHUNKS, WRITERS
+    from everstep.keeper.persist.local_keeper import CHUNKS, WRITERS
     from everstep.run.decide import candidates
     from everstep.seams.progress import progress
 

@@ -2,7 +2,8 @@
 
 Each rank replays its own log, behind its own part of a base. A job can only go on from a step that
 every one of them reaches: where one log ends, or has a hole, that is the end for all. The same goes
-for the logs of ranks that trained in another number, or another layout (``adr/033``): the job that
+for the logs of ranks that trained in another number, or another layout (``docs/design/ranks.md``):
+the job that
 starts needs those of all of them, whoever can read them.
 """
 

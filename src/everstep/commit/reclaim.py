@@ -4,7 +4,7 @@ TierCheck purges older differentials of the durable tier at once in its section 
 them for one more base interval in its section 4. Here the safer one holds: a new host that has
 nothing but the durable tier can go back one more base, and forward from there.
 
-The log of durable tiers is let go of by :mod:`everstep.keeper.retain.retain_log` and
+The log of durable tiers is let go of by :mod:`everstep.keeper.retain.deletion` and
 :mod:`everstep.keeper.ship.log_mirror`.
 
 What a rank sees of its own bases says nothing about the others: only the watermark does.

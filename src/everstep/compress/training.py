@@ -12,7 +12,7 @@ had happened, it needs the residuals of that step too. Without error feedback th
 
 How much it costs to leave things out depends on the optimizer. With plain SGD and error feedback
 1 % of the gradient trains as all of it does; Adam and momentum lag behind
-(``tests/unit/test_compress_convergence.py`` has figures).
+(``tests/unit/compress/test_convergence.py`` has figures).
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""What a caller has given, checked once for all: names, types and numbers.
+"""Validation of arguments that users pass: names, types and numbers.
 
-``@checked`` makes a frozen dataclass refuse what does not fit its fields' annotations, ``@named``
-a function what does not fit its signature: as :class:`~everstep.errors.OptionError`, which says
-what would fit, and not as Python's ``TypeError`` or, worse, later.
+``@checked`` validates the fields of a frozen dataclass against their annotations, ``@named`` the
+arguments of a function against its signature. Both raise :class:`~everstep.errors.OptionError`
+with the accepted values, instead of a ``TypeError`` or an error much later.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ __all__ = [
 ]
 
 NUMBER_MAX = (1 << 63) - 1
-"""Of a whole number that is given, either way: more no record and no message can take."""
+"""Largest absolute value of an integer argument: records and messages store 64-bit integers."""
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 _Class = TypeVar("_Class", bound=type)
@@ -49,36 +49,36 @@ _WORDS: Mapping[Any, str] = {
 
 
 def nearest(name: str, known: Iterable[str]) -> str | None:
-    """The known name that ``name`` was probably meant to be."""
+    """Return the known name that is closest to ``name``, or None."""
     found = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
     return found[0] if found else None
 
 
-def refuse_unknown(who: str, given: Iterable[str], known: Iterable[str]) -> None:
-    """Refuses an argument that ``who`` does not have, before Python does in words of its own.
+def refuse_unknown(owner: str, given: Iterable[str], known: Iterable[str]) -> None:
+    """Raise if ``given`` has a name that is not among the options of ``owner``.
 
     Raises:
-        OptionError: with the nearest known one.
+        OptionError: names the closest known option.
     """
     names = list(known)
     for name in given:
         if name not in names:
             guess = nearest(name, names)
             raise OptionError(
-                f"{who} has no option {name!r}; there are: {', '.join(names) or 'none'}",
+                f"{owner} has no option {name!r}; there are: {', '.join(names) or 'none'}",
                 hint=f"did you mean {guess!r}?" if guess else None,
             )
 
 
 def one_of(what: str, value: object, known: Iterable[str], *, beside: str = "") -> None:
-    """Refuses a value that is none of some names.
+    """Raise if ``value`` is not one of the known names.
 
     Args:
-        what: the value is, in words.
-        beside: what else would do, in words.
+        what: noun for the value in the error message, e.g. ``"tier"``.
+        beside: text appended to the list of known names, for other accepted forms.
 
     Raises:
-        OptionError: with the nearest known one.
+        OptionError: names the closest known one.
     """
     names = list(known)
     if isinstance(value, str) and value in names:
@@ -91,28 +91,29 @@ def one_of(what: str, value: object, known: Iterable[str], *, beside: str = "") 
 
 
 def is_int(value: object) -> bool:
-    """Whether a value is a whole number; True and False are none."""
+    """Return True for an integer; ``True`` and ``False`` are not integers here."""
     return isinstance(value, int) and not isinstance(value, bool)
 
 
 def is_number(value: object) -> bool:
-    """Whether a value is a number, and a finite one; True and False are none."""
+    """Return True for a finite number; ``True`` and ``False`` are not numbers here."""
     return is_int(value) or (isinstance(value, float) and math.isfinite(value))
 
 
 def is_sequence(value: object) -> bool:
-    """Return True for a list, a tuple and any other sequence (OmegaConf's ``ListConfig``, say);
-    strings and bytes are no sequences here."""
+    """Return True for a list, a tuple or another sequence (e.g. OmegaConf's ``ListConfig``).
+
+    Strings and bytes are not sequences here.
+    """
     return isinstance(value, Sequence) and not isinstance(value, (str, bytes, bytearray))
 
 
 def plain(value: object) -> Any:
-    """Return an argument in the form that options keep and that records and messages can take.
+    """Convert an argument to the plain Python type that options, records and messages store.
 
-    A number of another kind (of NumPy, in which intervals and budgets are often worked out)
-    becomes Python's own, and any sequence (a list, a ``ListConfig`` of OmegaConf) a tuple of such;
-    all else is returned as it is. Truth values, arrays and tensors are no numbers, though some of
-    them say so.
+    Numbers of other types (e.g. NumPy scalars) become ``int`` or ``float``, sequences (e.g. a list
+    or OmegaConf's ``ListConfig``) become tuples of converted items. Everything else, including
+    booleans, arrays and tensors, is returned unchanged.
     """
     if is_sequence(value):
         return tuple(map(plain, typing.cast("Sequence[object]", value)))
@@ -123,13 +124,14 @@ def plain(value: object) -> Any:
     return value
 
 
-def named(who: str, **kinds: Any) -> Callable[[_Function], _Function]:
-    """Makes a function refuse arguments that it does not have, and miss those that it needs, in
-    words that help. Whole numbers and sequences come to it as :func:`plain` returns them.
+def named(owner: str, **kinds: Any) -> Callable[[_Function], _Function]:
+    """Decorate a function so that unknown, missing or mistyped arguments raise ``OptionError``.
+
+    Arguments are converted with :func:`plain` before the function gets them.
 
     Args:
-        who: has the arguments, as its caller knows it.
-        kinds: types of some of them, which are refused if they are of another.
+        owner: name of the function as its caller knows it, for error messages.
+        kinds: types of some arguments; a value of another type is refused.
     """
 
     def decorate(function: _Function) -> _Function:
@@ -143,16 +145,16 @@ def named(who: str, **kinds: Any) -> Callable[[_Function], _Function]:
         @functools.wraps(function)
         def call(*args: Any, **options: Any) -> Any:
             if may_be_bare and len(args) == 1 and not options:
-                return function(*args)  # mostly, and at each save: there is nothing to look at
+                return function(*args)  # the common call, at each save: nothing to validate
             args = tuple(map(plain, args))
             options = {name: plain(value) for name, value in options.items()}
-            refuse_unknown(who, options, known)
+            refuse_unknown(owner, options, known)
             try:
                 bound = signature.bind(*args, **options)
             except TypeError as error:
                 hint = f"by name: {', '.join(by_name)}" if by_name else None
-                raise OptionError(f"{who}: {error}", hint=hint) from None
-            _refuse_misfits(f"{who}({{}}=)", bound.arguments, kinds)
+                raise OptionError(f"{owner}: {error}", hint=hint) from None
+            _refuse_misfits(f"{owner}({{}}=)", bound.arguments, kinds)
             return function(*args, **options)
 
         return typing.cast("_Function", call)
@@ -161,13 +163,14 @@ def named(who: str, **kinds: Any) -> Callable[[_Function], _Function]:
 
 
 def checked(cls: _Class) -> _Class:
-    """Makes a dataclass refuse names and types that are none of its fields'.
+    """Decorate a dataclass so that it validates the names and types of its arguments.
 
-    Its own ``__post_init__`` speaks first, since it knows more; it may also put a field right (a
-    list for a tuple), and need not mind what compares with what.
+    Its own ``__post_init__`` runs first, because its messages are more specific. It may convert a
+    field (a list to a tuple) and may compare values without checking their types: an exception of
+    such a comparison is reported as a wrong type.
 
     Raises:
-        OptionError: of the class, when it is made.
+        OptionError: when an object is constructed with invalid arguments.
     """
     made: Any = cls
     init = named(cls.__name__)(made.__init__)
@@ -179,7 +182,7 @@ def checked(cls: _Class) -> _Class:
             init(self, *args, **options)
         except EverstepError:
             raise
-        except Exception:  # of a comparison, say, of a number with a string
+        except Exception:  # e.g. a comparison of a number with a string in __post_init__
             _check_fields(self, hints)
             raise
         _check_fields(self, hints)

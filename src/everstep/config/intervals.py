@@ -1,5 +1,4 @@
-"""How far apart bases are, and how much of a log stays: in steps, time and bytes, as people write
-them."""
+"""Base intervals and log history, parsed from text such as ``"10min"``, ``"2h"`` or ``"50GB"``."""
 
 from __future__ import annotations
 
@@ -38,14 +37,14 @@ _UNIT_WORDS = {
 @checked
 @dataclass(frozen=True, slots=True)
 class Every:
-    """When a base is taken: every so many steps or seconds, as measured costs say, or only on
-    demand.
+    """Interval between bases: in steps, in seconds, chosen automatically, or on demand only.
 
     Attributes:
-        steps, seconds: from base to base.
-        auto: as often as wastes the least time, re-estimated while training goes on.
-        mtbf_s: for ``auto``: seconds of training between two failures. None: one in a day, until
-            those of the run say otherwise.
+        steps, seconds: interval between two bases.
+        auto: choose the interval that wastes the least time, from costs measured while training
+            runs.
+        mtbf_s: for ``auto``: mean training time between two failures, in seconds. None: one day,
+            until the run has recorded failures of its own.
     """
 
     steps: int | None = None
@@ -57,7 +56,7 @@ class Every:
         if (self.steps is not None) + (self.seconds is not None) + bool(self.auto) > 1:
             raise OptionError("Every: steps, seconds and auto exclude each other")
         if self.steps is not None and (not is_int(self.steps) or self.steps < 1):
-            raise OptionError(f"every={self.steps!r}: bases are at least one step apart")
+            raise OptionError(f"every={self.steps!r}: the interval must be at least one step")
         if self.seconds is not None and not (is_number(self.seconds) and 0 < self.seconds < 1e12):
             raise OptionError(
                 f"Every.seconds must be more than 0, and less than 1e12, not {self.seconds!r}"
@@ -71,7 +70,7 @@ class Every:
 
     @property
     def in_words(self) -> str:
-        """``"every 10 steps"``."""
+        """The interval as text, e.g. ``"every 10 steps"``."""
         if self.steps is not None:
             return "every step" if self.steps == 1 else f"every {self.steps} steps"
         if self.seconds is not None:
@@ -80,11 +79,10 @@ class Every:
 
     @classmethod
     def parse(cls, value: int | str | Every | None) -> Every:
-        """Reads ``100``, ``"10min"``, ``"auto"`` or None (only :meth:`Checkpointer.save` takes
-        bases).
+        """Parse ``100``, ``"10min"``, ``"auto"`` or None (bases on :meth:`Checkpointer.save` only).
 
         Raises:
-            OptionError: for anything else.
+            OptionError: for any other value.
         """
         if value is None or isinstance(value, Every):
             return value or cls()
@@ -100,7 +98,7 @@ class Every:
         raise OptionError(f"every={value!r} is not an interval", hint=_interval_hint(value))
 
     def due(self, step: int, since_last_s: float) -> bool:
-        """Whether a base is due at the end of ``step``; not for ``auto``."""
+        """Return True if a base is due at the end of ``step``. Not used with ``auto``."""
         if self.steps is not None:
             return step % self.steps == 0
         return self.seconds is not None and since_last_s >= self.seconds
@@ -108,11 +106,11 @@ class Every:
 
 @dataclass(frozen=True, slots=True)
 class History:
-    """How much of the log stays, beyond what the bases need that are kept.
+    """Log history to keep in addition to the segments that the kept bases need.
 
     Attributes:
-        age_s: segments that are no older; infinite: all of them.
-        size_bytes: the newest segments, up to so many bytes.
+        age_s: keep segments up to this age, in seconds; infinite: keep all.
+        size_bytes: keep the newest segments up to this total size.
     """
 
     age_s: float = 0.0
@@ -120,20 +118,20 @@ class History:
 
     @property
     def is_more(self) -> bool:
-        """Whether anything stays for the sake of the log alone."""
+        """True if segments are kept that no kept base needs."""
         return self.age_s > 0 or self.size_bytes > 0
 
     @property
     def is_by_age(self) -> bool:
-        """Whether it depends on how old a segment is."""
+        """True if the age of a segment decides."""
         return 0 < self.age_s < math.inf
 
     @classmethod
     def parse(cls, text: str) -> History:
-        """What ``"last"``, ``"all"``, ``"2h"``, ``"50GB"`` mean.
+        """Parse ``"last"``, ``"all"``, a time such as ``"2h"`` or a size such as ``"50GB"``.
 
         Raises:
-            OptionError: for anything else.
+            OptionError: for any other text.
         """
         if text in ("last", "all"):
             return cls(age_s=math.inf if text == "all" else 0.0)
@@ -144,13 +142,13 @@ class History:
         if match and amount and match[2] in _UNITS_BYTES:
             return cls(size_bytes=round(amount * _UNITS_BYTES[match[2]]))
         raise OptionError(
-            f"history={text!r} says not how much of the log stays",
+            f"history={text!r} is not a log history",
             hint='"last", "all", a time as "30min", "2h", "7d", or a size as "50GB", "20GiB"',
         )
 
 
 def bytes_hint(value: object) -> str | None:
-    """The number that a size in words stands for, if it is one."""
+    """Suggest the number of bytes for a size given as text, if it is one."""
     match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]+)\s*", str(value))
     if match is None or match[2] not in _UNITS_BYTES:
         return None
@@ -158,7 +156,7 @@ def bytes_hint(value: object) -> str | None:
 
 
 def _interval_hint(value: object) -> str:
-    """What was probably meant by what is no interval, and what would be one."""
+    """Return a suggestion for an invalid interval and the accepted forms."""
     known = 'steps as an int (every=100), time as "30s", "10min", "2h", or "auto"'
     if not isinstance(value, str):
         return known
@@ -170,6 +168,6 @@ def _interval_hint(value: object) -> str:
     if not found:
         return known
     guess = "auto" if match[1] is None else match[1] + _UNIT_WORDS[found[0]]
-    if guess == value:  # it is well written, but nothing
+    if guess == value:  # well-formed but zero: there is nothing better to suggest
         return known
     return f'did you mean "{guess}"? {known}'

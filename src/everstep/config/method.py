@@ -1,7 +1,7 @@
-"""How state leaves the training process: a point on four independent axes, or a preset's name.
+"""Checkpointing methods: a :class:`Method` has four independent choices; presets are named methods.
 
-Base capture, log, apply and tiers are chosen independently of each other; what does not go together
-is refused, by name and with what would.
+The choices are base capture, log, apply and tiers. Combinations that cannot work are refused with a
+combination that does.
 """
 
 from __future__ import annotations
@@ -28,52 +28,61 @@ class Method:
     """How state leaves the training process.
 
     Attributes:
-        base: base capture. ``"sync"``: training waits until the base is durable.
-            ``"async"``: training waits for a copy in host memory, which is persisted behind it.
-            ``"lazy"``: the copy runs behind the next forward and backward, and the next update
-            waits for it; it is persisted as it arrives (DataStates-LLM section V).
-            ``"checkfreq"``: the copy as in ``"lazy"``, persisted only once it is whole, one
-            base at a time (CheckFreq, as the papers describe it).
-            ``"multistep"``: the copy runs behind several steps, a part of the state in each, with
-            the gradients that bring each part to the last of them (GoCkpt section 4). Several
-            ranks end at one step, and call ``wait()`` and ``close()`` behind the same step.
-            ``"scheduled"``: at every step, behind the next one, in an order and at places that are
-            planned from how steps go (Checkflow section III); those that are due are persisted, of
-            the others the keeper holds the newest whole one in memory. Several ranks take only
-            those that are due, which may live in memory (``tiers``).
-        log: the gradient log. ``"none"``: a run goes back to its last base. ``"dense"``: what
-            each optimizer update consumed is recorded, so that every step can be recovered.
-            ``"topk"``: the same of compressed training (LowDiff section V): every optimizer has
-            an :class:`everstep.compress.Compressor` in the state, whose forms are recorded, or
-            DDP's ranks exchange its gradients by a ``DDPCompression`` that is in the state.
-            ``"adaptive"``: lossy copies of the gradients, in eight bits or the largest ones only
-            (TierCheck section 3.2), while training consumes whole ones. What such a log recovers
-            is an approximation, said to be ``exact=False`` then and in all that descends from it.
-        apply: when logged gradients are applied. ``"recovery"``: when a run is resumed.
-            ``"replica"``: each step, as soon as it is whole, to a copy of the state in the memory
-            of the keeper process, which then persists its bases from there (LowDiff+, section VI).
-        tiers: where bases live. ``("disk",)``; or ``("memory", "peer", "disk")``: in the memory of
-            the keeper process, and of the one on the next node, if there is one (GEMINI, as the
-            papers describe it); and each ``disk_every``-th on disk. Places that keep copies are
-            another thing (``Checkpointer(tiers=)``).
-        disk_every: of bases that live in memory: each how manieth is written to disk.
-        parts: of ``base="multistep"``: into how many the state is cut, each of which takes a step;
-            ``"auto"``: as many as hold training up least, by what is measured.
-        overlap_forward: of ``base="multistep"``: the copies of gradients run on behind the update
-            and the next forward (GoCkpt-O); False: the update waits for them (GoCkpt).
-        held_steps: of ``overlap_forward``: for how many updates of their optimizer gradients may be
-            kept on the device until they are copied, 1 to 8. The next update waits for no more than
-            that: where gradients are much of the link, more than 1 holds training up less, for
-            device memory of up to so many steps' gradients (``everstep plan multistep
-            --held-steps``). Parts of the state are copied before gradients that may still wait.
-        chunk_bytes: of ``base="multistep"``: that are copied in one go, for which whatever is more
-            urgent waits; ``"auto"``: 4 MiB (GoCkpt section 4.4.2) until the link has been measured,
-            and then what it copies in a millisecond, if that is less.
-        rebuild: of ``base="multistep"``: who brings its parts to one step. ``"keeper"``: the keeper
-            process, before it writes them, with the CPU's arithmetic. ``"recovery"``: parts and
-            gradients are written as they were captured, and whoever restores the base runs the
-            optimizers over them: one rank on the device and with the kernels of training, several
-            ranks on the CPU.
+        base: base capture.
+
+            - ``"sync"``: training waits until the base is durable.
+            - ``"async"``: training waits for a copy in host memory; the base is persisted from
+              there while training continues.
+            - ``"lazy"``: the copy overlaps with the next forward and backward pass and the next
+              update waits for it; bytes are persisted as they arrive (DataStates-LLM, section V).
+            - ``"checkfreq"``: copied as in ``"lazy"``, persisted only after the copy is complete,
+              one base at a time (CheckFreq, as the papers describe it).
+            - ``"multistep"``: the copy is spread over several steps. Each step copies one part of
+              the state, and the gradients that bring earlier parts to the last step (GoCkpt,
+              section 4). All ranks end a base at the same step and must call ``wait()`` and
+              ``close()`` after the same step.
+            - ``"scheduled"``: every step is captured during the next one, tensor by tensor, in an
+              order planned from the memory use of the step (Checkflow, section III). Bases that
+              are due are persisted; of the others the keeper holds the newest complete one in
+              memory. With several ranks only due bases are captured; they may be kept in memory
+              (``tiers``).
+        log: the gradient log.
+
+            - ``"none"``: no log; a run resumes from its newest base.
+            - ``"dense"``: record the gradients that each optimizer update consumed, so that every
+              step can be recovered.
+            - ``"topk"``: record compressed gradients of compressed training (LowDiff, section V).
+              Every optimizer needs an :class:`everstep.compress.Compressor` in the state, or DDP
+              exchanges gradients through a ``DDPCompression`` that is in the state.
+            - ``"adaptive"``: record lossy copies of the gradients, eight bits per element or the
+              largest elements only (TierCheck, section 3.2), while training consumes full
+              gradients. A state recovered from it is an approximation: it and all states that
+              descend from it have ``exact=False``.
+        apply: when logged gradients are applied. ``"recovery"``: when a run resumes.
+            ``"replica"``: after each step, to a copy of the state in the memory of the keeper
+            process, which persists bases from that copy (LowDiff+, section VI).
+        tiers: where bases are kept. ``("disk",)``, or ``("memory", "peer", "disk")``: in the memory
+            of the keeper process and of the keeper on the next node, if there is one (GEMINI, as
+            the papers describe it), and every ``disk_every``-th base on disk. Tiers that hold
+            copies of bases are a separate option (``Checkpointer(tiers=)``).
+        disk_every: for bases kept in memory: write every ``disk_every``-th one to disk.
+        parts: for ``base="multistep"``: number of parts, one per step. ``"auto"``: the number that
+            delays training least, from measurements.
+        overlap_forward: for ``base="multistep"``: gradient copies continue during the update and
+            the next forward pass (GoCkpt-O). False: the update waits for them (GoCkpt).
+        held_steps: for ``overlap_forward``: number of updates, 1 to 8, for which gradients may be
+            kept on the device until they are copied. More than 1 delays training less where
+            gradients take much of the link, at the cost of device memory for the gradients of that
+            many steps (``everstep plan multistep --held-steps``). Parts of the state are copied
+            before gradients that may still wait.
+        chunk_bytes: for ``base="multistep"``: bytes copied in one operation; more urgent copies
+            wait for at most one. ``"auto"``: 4 MiB (GoCkpt, section 4.4.2), or less once the link
+            has been measured: the bytes it copies in a millisecond.
+        rebuild: for ``base="multistep"``: where the parts are brought to one step. ``"keeper"``: in
+            the keeper process before it writes them, with CPU arithmetic. ``"recovery"``: parts
+            and gradients are written as captured, and the process that restores the base runs the
+            optimizers on them; one rank uses the device and kernels of training, several ranks
+            use the CPU.
     """
 
     base: str = "lazy"
@@ -96,7 +105,7 @@ class Method:
             one_of("tier", tier, ("memory", "peer", "disk"))
         if self.log != "none" and self.base == "sync":
             raise OptionError(
-                f"log={self.log!r} needs host memory, which base='sync' has none of",
+                f"log={self.log!r} needs host memory for the log, and base='sync' allocates none",
                 hint="base='lazy'",
             )
         if self.apply == "replica" and self.log == "none":
@@ -105,13 +114,13 @@ class Method:
             )
         if self.apply == "replica" and self.log == "adaptive":
             raise OptionError(
-                "apply='replica' writes its copy as bases, and log='adaptive' would let that drift "
-                "from what training has",
+                "apply='replica' writes its copy of the state as bases, and with log='adaptive' "
+                "that copy would drift from the state of training",
                 hint="log='dense' with the replica, or apply='recovery'",
             )
         if self.base == "scheduled" and self.log != "none":
             raise OptionError(
-                f"base='scheduled' captures every step: there is nothing left for log={self.log!r}",
+                f"base='scheduled' captures every step: log={self.log!r} would add nothing",
                 hint="base='lazy' with the log, or log='none'",
             )
         self._check_multistep()
@@ -119,7 +128,7 @@ class Method:
 
     @property
     def in_memory(self) -> bool:
-        """Whether most bases live in memory only."""
+        """True if most bases are kept in memory only."""
         return "memory" in self.tiers
 
     def _check_tiers(self) -> None:
@@ -131,15 +140,15 @@ class Method:
         if not self.in_memory:
             if self.disk_every != 1:
                 raise OptionError(
-                    "Method.disk_every is of bases that live in memory; tiers=('disk',) writes "
-                    "each one",
+                    "Method.disk_every applies to bases that are kept in memory; tiers=('disk',) "
+                    "writes every base to disk",
                     hint="tiers=('memory', 'peer', 'disk'), or a longer every=",
                 )
             return
         if self.base not in ("async", "lazy", "scheduled") or self.log != "none":
             raise OptionError(
-                f"bases live in memory with base='async', 'lazy' or 'scheduled' and without a log, "
-                f"not with base={self.base!r} and log={self.log!r}",
+                f"bases can be kept in memory with base='async', 'lazy' or 'scheduled' and without "
+                f"a log, not with base={self.base!r} and log={self.log!r}",
                 hint="method='gemini', or tiers=('disk',)",
             )
 
@@ -148,7 +157,7 @@ class Method:
         if parts != "auto" and (not is_int(parts) or not 1 <= int(parts) <= _PARTS_MAX):
             raise OptionError(
                 f'Method.parts must be "auto" or 1 to {_PARTS_MAX}, not {parts!r}',
-                hint='parts="auto" takes as many as hold training up least',
+                hint='parts="auto" chooses the number that delays training least',
             )
         if not isinstance(self.overlap_forward, bool):
             raise OptionError(
@@ -158,17 +167,17 @@ class Method:
         if not is_int(held) or not 1 <= held <= HELD_STEPS_MAX:
             raise OptionError(
                 f"Method.held_steps must be 1 to {HELD_STEPS_MAX}, not {held!r}",
-                hint="everstep plan multistep --held-steps shows what it is worth",
+                hint="everstep plan multistep --held-steps shows its effect",
             )
         if held != 1 and not self.overlap_forward:
             raise OptionError(
-                "held_steps is of overlap_forward=True: otherwise updates wait for their gradients"
+                "held_steps needs overlap_forward=True: otherwise updates wait for their gradients"
             )
         chunk = self.chunk_bytes
         if chunk != "auto" and (not is_int(chunk) or int(chunk) < _CHUNK_BYTES_MIN):
             raise OptionError(
                 f'Method.chunk_bytes must be "auto" or at least {_CHUNK_BYTES_MIN}, not {chunk!r}',
-                hint='chunk_bytes="auto" takes what the link copies in a millisecond',
+                hint='chunk_bytes="auto" chooses the bytes that the link copies in a millisecond',
             )
         if self.base != "multistep":
             if (
@@ -179,15 +188,15 @@ class Method:
                 or self.rebuild != "keeper"
             ):
                 raise OptionError(
-                    "parts, overlap_forward, held_steps, chunk_bytes and rebuild are of "
-                    f"base='multistep', not of {self.base!r}",
+                    "parts, overlap_forward, held_steps, chunk_bytes and rebuild need "
+                    f"base='multistep', not base={self.base!r}",
                     hint="base='multistep'",
                 )
             return
         if self.log != "none":
             raise OptionError(
-                f"base='multistep' and log={self.log!r} exclude each other in this version: a log "
-                "has all gradients already",
+                f"base='multistep' and log={self.log!r} exclude each other in this version: the "
+                "log already has all gradients",
                 hint="base='lazy' with the log, or log='none'",
             )
 
@@ -208,4 +217,4 @@ presets: Mapping[str, Method] = MappingProxyType(
         "gemini": Method(base="lazy", tiers=("memory", "peer", "disk"), disk_every=10),
     }
 )
-"""Named methods: what ``method="name"`` stands for."""
+"""Methods by preset name, as in ``method="lazy"``."""

@@ -1,7 +1,6 @@
-"""What a user can choose, validated once: the method, policies and budgets.
+"""Options of a Checkpointer: budgets, keeper, log, preemption, failure policy.
 
-A :class:`~everstep.config.method.Method` is a point on four independent axes (base capture, log,
-apply, tiers); a preset is a name for such a point.
+:func:`validate_options` turns the arguments of the constructor into :class:`Options`, once.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ __all__ = [
 FailurePolicy = Literal["raise", "warn"] | Callable[[EverstepError], None]
 
 ANNOUNCING = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGUSR2", "SIGXCPU")
-"""Signals by which a job may be told that it is going to be killed."""
+"""Signals that may announce that a job will be killed."""
 
 _TIMEOUT_S_MAX = 365 * 86400.0
 _GRACE_S_MAX = 86400.0
@@ -46,21 +45,21 @@ _BATCH_STEPS_MAX = 100_000
 @checked
 @dataclass(frozen=True, slots=True)
 class Budget:
-    """Upper bounds (I10); None means the default, which is printed at start.
+    """Upper bounds on memory and disk (I10). None: the default, which is printed at start.
 
     Attributes:
-        host_bytes: host memory for captured state, plain data included (default: half of what is
-            available, and no more than two bases on their way to the disk, or 64 MiB of them; what
-            is given here is used for as many as fit).
-        disk_bytes: disk for the run folder, of several ranks for the files of each (default: what
-            is free; ``every="auto"`` plans for half of it where a log goes to disk). A log on disk
-            has what bases leave: with more a base is taken early, and what there is no room for
-            waits for it, or is told as a gap. What was there before goes behind the first base.
-        write_bytes_per_day: what bases and a log on disk write in a day (default: unlimited). A
-            log that would exceed it stays in memory; ``every="auto"`` stretches the interval
-            between bases. Bases at a fixed interval, and those without which a log in memory would
-            lose steps, are taken all the same, and that is said. Counted anew by each training
-            process.
+        host_bytes: host memory for captured state, plain data included. Default: half of the
+            available memory, at most the size of two bases (at least 64 MiB). A given budget is
+            used for as many bases as fit.
+        disk_bytes: disk space of the run folder; with several ranks, of the files of each rank.
+            Default: the free space (``every="auto"`` with a log on disk plans for half of it). A
+            log on disk gets the space that bases leave: when it is used up a base is taken early,
+            and records without space wait for it or are reported as a gap. Files from earlier
+            timelines are deleted after the first base.
+        write_bytes_per_day: bytes that bases and a log on disk write in a day. Default: unlimited.
+            A log that would exceed it stays in memory, and ``every="auto"`` takes bases less often.
+            Bases at a fixed interval, and bases without which a log in memory would lose steps, are
+            taken anyway, with a warning. Each training process counts from zero.
     """
 
     host_bytes: int | None = None
@@ -80,14 +79,14 @@ class Budget:
 @checked
 @dataclass(frozen=True, slots=True)
 class KeeperOptions:
-    """The process beside the trainer that makes captured bases durable.
+    """Options of the keeper, the process that makes captured bases durable.
 
     Attributes:
-        process: a process of its own, which survives the trainer; False: a thread of the
-            trainer, which shares its interpreter lock and its fate.
-        cores: processor cores it may use; None: those that the trainer may use. Of a process only.
-        threads: threads that write.
-        linger_s: it ends by itself after so long without a trainer.
+        process: True: a separate process, which survives the training process. False: a thread
+            of the training process, which shares its interpreter lock and dies with it.
+        cores: processor cores that the keeper process may use; None: those of the trainer.
+        threads: number of threads that write files.
+        linger_s: seconds after which a keeper without a trainer exits.
     """
 
     process: bool = True
@@ -96,7 +95,7 @@ class KeeperOptions:
     linger_s: float = 600.0
 
     def __post_init__(self) -> None:
-        if isinstance(self.cores, (set, frozenset)):  # as os.sched_getaffinity() gives
+        if isinstance(self.cores, (set, frozenset)):  # the type of os.sched_getaffinity()
             object.__setattr__(self, "cores", plain(sorted(self.cores)))
         if not is_int(self.threads) or not 1 <= self.threads <= 64:
             raise OptionError(f"KeeperOptions.threads must be 1 to 64, not {self.threads!r}")
@@ -112,47 +111,46 @@ class KeeperOptions:
             )
         if self.cores is not None and self.process is False:
             raise OptionError(
-                f"KeeperOptions.cores={self.cores!r} are of a keeper that is a process: a thread "
-                "(process=False) runs where the training process may",
-                hint="leave cores= out; or process=True",
+                f"KeeperOptions.cores={self.cores!r} needs a keeper process: a keeper thread "
+                "(process=False) runs on the cores of the training process",
+                hint="omit cores=, or use process=True",
             )
 
 
 @checked
 @dataclass(frozen=True, slots=True)
 class LogOptions:
-    """Where the gradient log is kept, and how it is written.
+    """Options of the gradient log: where it is kept and how it is written.
 
     Attributes:
-        to: ``"memory"``: of the keeper, until a newer base is durable; a killed training process
-            comes back to its last step. ``"disk"``: in segments, too, so that a lost machine or
-            keeper does not lose it, and every step that was logged can be gone back to. A dense
-            log writes as much each step as there are gradients: mind what the disk endures.
-        batch_steps: steps of one segment; fewer where they fill a quarter of the log's memory.
-            ``"auto"``: as few as the disk carries with ease, by what it takes; 10 until that is
-            known. None: 10, or ``"auto"`` with ``every="auto"``.
-        history: which steps can be gone back to: ``"last"``: those behind the oldest base that
-            is kept. ``"all"``, those of the last ``"2h"``, or of the last ``"50GB"`` of the log:
-            then the bases that they are replayed from stay, too, beyond ``keep``. A time is one of
-            training: no clock that jumps is asked, pauses do not count (between processes, or
-            far longer than segments usually take). Steps may stay longer, about twice, but go no
-            earlier.
-        watch: look for NaN and infinity in the gradients that are recorded, behind training; found
-            ones are reported as :class:`~everstep.errors.NonFiniteError`. Several ranks ask each
-            other at the end of each step, and all report what one has seen.
-        lag_steps: how many steps the log on disk may be behind: training waits for it. 0: each
-            step is on disk before the next begins, so that a lost machine costs no more than
-            the step in flight. Where the log begins (the first step of a run; behind a change
-            that it cannot repeat) that takes a whole base, which is waited for, too. None: it
-            does not wait; what is in memory survives anything but the keeper's death.
-        audit: the keeper compares each new base, bit for bit, with what the base before it and
-            the log give (I9), in a process that yields to everything else and takes a twentieth
-            of a core on average. It needs the log on disk, a keeper that is a process, and two
-            bases. None: where it has these.
-        ratio: of ``log="adaptive"``: the share of a large gradient's elements that is kept.
-        replay: ``"exact"``: as training computed. ``"fast"``: on a CUDA device, where triton is
-            installed, by kernels that keep the state in registers, even if their last bits are
-            not those of training; then :attr:`Recovery.exact` is False.
+        to: ``"memory"``: in the memory of the keeper until a newer base is durable; a killed
+            training process resumes at its last step. ``"disk"``: also in segments on disk, so that
+            the log survives the machine and the keeper and every logged step can be restored. A
+            dense log writes the size of all gradients at each step: mind the endurance of the
+            disk.
+        batch_steps: steps in one segment; fewer if they fill a quarter of the log's memory.
+            ``"auto"``: as few as the disk sustains, from measurements; 10 until there are any.
+            None: 10, or ``"auto"`` with ``every="auto"``.
+        history: steps that can be restored. ``"last"``: steps after the oldest kept base.
+            ``"all"``, a time such as ``"2h"`` or a log size such as ``"50GB"``: older steps, too;
+            the bases that they are replayed from are then kept beyond ``keep``. Times count
+            training time, without pauses between processes. Steps may be kept about twice as
+            long, never shorter.
+        watch: check recorded gradients for NaN and infinity, off the training thread, and report
+            them as :class:`~everstep.errors.NonFiniteError`. With several ranks all ranks report
+            what one has found, at the end of the step.
+        lag_steps: number of steps that may be missing in the log on disk; training waits for it.
+            0: each step is on disk before the next begins, so that a lost machine costs at most
+            the current step. Where a log begins (first step of a run, or after a change that it
+            cannot replay) training also waits for a complete base. None: training does not wait;
+            the steps in memory survive everything but the death of the keeper.
+        audit: the keeper compares each new base, bit for bit, with the base before it plus the log
+            (I9), in a low-priority process that uses a twentieth of a core on average. Needs a log
+            on disk, a keeper process and two kept bases. None: on if these are given.
+        ratio: for ``log="adaptive"``: fraction of the elements of a large gradient that is kept.
+        replay: ``"exact"``: with the arithmetic of training. ``"fast"``: on a CUDA device with
+            triton, by fused kernels, even where their last bits differ from training's; then
+            :attr:`Recovery.exact` is False.
     """
 
     to: str = "memory"
@@ -169,8 +167,8 @@ class LogOptions:
         one_of("way to replay", self.replay, ("exact", "fast"))
         if History.parse(self.history).is_more and self.to != "disk":
             raise OptionError(
-                f"LogOptions.history={self.history!r} is of a log on disk; in memory it goes back "
-                "to the newest base",
+                f"LogOptions.history={self.history!r} needs a log on disk; a log in memory reaches "
+                "back to the newest base only",
                 hint=f'LogOptions(to="disk", history={self.history!r})',
             )
         steps = self.batch_steps
@@ -184,18 +182,18 @@ class LogOptions:
         if self.lag_steps is not None:
             if not is_int(self.lag_steps) or self.lag_steps < 0 or self.to != "disk":
                 raise OptionError(
-                    f"LogOptions.lag_steps={self.lag_steps!r} is for a log to disk, and from 0"
+                    f"LogOptions.lag_steps={self.lag_steps!r}: must be at least 0, with to='disk'"
                 )
             if self.batch_first > self.lag_steps + 1:
                 raise OptionError(
-                    f"a log that may be {self.lag_steps} step(s) behind cannot be written "
+                    f"a log that may lag by {self.lag_steps} step(s) cannot be written "
                     f"{self.batch_first} steps at a time",
                     hint=f'LogOptions(batch_steps={self.lag_steps + 1}), or "auto"',
                 )
 
     @property
     def batch_first(self) -> int:
-        """Steps of the first segment; of each, where that is not chosen while training runs."""
+        """Steps of the first segment; of every segment unless chosen while training runs."""
         if isinstance(self.batch_steps, int):
             return self.batch_steps
         lag_steps = self.lag_steps if self.batch_steps == "auto" else None
@@ -203,21 +201,21 @@ class LogOptions:
 
     @property
     def on_disk(self) -> bool:
-        """Whether it is written to disk."""
+        """True if the log is written to disk."""
         return self.to == "disk"
 
 
 @checked
 @dataclass(frozen=True, slots=True)
 class Preemption:
-    """How a job is told that it is going to be killed.
+    """Signals that announce that a job will be killed, and the time it has left.
 
     Attributes:
-        signals: names of the signals that announce it.
-        grace_s: from the signal to the kill; the step under way and the last base have to fit.
-            Kubernetes, torchrun and SLURM give 30 seconds if nothing else is said.
-        agree_steps: of a job of several ranks: every so many steps they ask each other whether
-            one of them has got a signal, which is an all-reduce of one number.
+        signals: names of the signals.
+        grace_s: seconds from the signal to the kill; the current step and the last base have to
+            fit. Kubernetes, torchrun and SLURM allow 30 seconds by default.
+        agree_steps: with several ranks: number of steps between two checks whether any rank has
+            received a signal, each an all-reduce of one number.
     """
 
     signals: tuple[str, ...] = ("SIGTERM",)
@@ -225,7 +223,7 @@ class Preemption:
     agree_steps: int = 10
 
     def __post_init__(self) -> None:
-        if isinstance(self.signals, tuple):  # signal.SIGTERM means the same
+        if isinstance(self.signals, tuple):  # accept signal.SIGTERM as well
             names = [one.name if isinstance(one, Signals) else one for one in self.signals]
             object.__setattr__(self, "signals", tuple(names))
         if not isinstance(self.signals, tuple) or not self.signals:
@@ -237,13 +235,13 @@ class Preemption:
         for name in self.signals:
             if name in ("SIGKILL", "SIGSTOP"):
                 raise OptionError(
-                    f"Preemption.signals: {name!r} cannot be caught: a process hears nothing of it",
-                    hint="name the one that comes before it, SIGTERM mostly",
+                    f"Preemption.signals: {name!r} cannot be caught by a process",
+                    hint="name the signal that is sent before it, usually SIGTERM",
                 )
             if name not in ANNOUNCING:
                 guess = nearest(str(name).upper(), ANNOUNCING)
                 raise OptionError(
-                    f"Preemption.signals: {name!r} announces no end; these may: "
+                    f"Preemption.signals: {name!r} does not announce the end of a job; these may: "
                     f"{', '.join(ANNOUNCING)}",
                     hint=f"did you mean {guess!r}?" if guess else None,
                 )
@@ -258,10 +256,10 @@ class Preemption:
 
     @classmethod
     def parse(cls, value: bool | Preemption) -> Preemption | None:
-        """Reads ``True``, ``False`` or a :class:`Preemption`; None: nothing is watched.
+        """Parse ``True``, ``False`` or a :class:`Preemption`; return None for no signals.
 
         Raises:
-            OptionError: for anything else.
+            OptionError: for any other value.
         """
         if isinstance(value, bool):
             return cls() if value else None
@@ -272,7 +270,7 @@ class Preemption:
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """Everything a :class:`Checkpointer` was told, validated."""
+    """Validated options of a :class:`Checkpointer`."""
 
     method: Method
     method_name: str
@@ -286,26 +284,26 @@ class Options:
 
     @property
     def has_replica(self) -> bool:
-        """Whether the log is applied as it comes."""
+        """True if the keeper applies the log to a replica of the state."""
         return self.method.apply == "replica"
 
     @property
     def is_multistep(self) -> bool:
-        """Whether bases are captured over several steps."""
+        """True if bases are captured over several steps."""
         return self.method.base == "multistep"
 
     @property
     def leaves_bases_fuzzy(self) -> bool:
-        """Whether bases over several steps are brought to one step only when they are restored."""
+        """True if multi-step bases are brought to one step only when they are restored."""
         return self.is_multistep and self.method.rebuild == "recovery"
 
     @property
     def is_scheduled(self) -> bool:
-        """Whether every step is captured, by a plan."""
+        """True if every step is captured, by a plan."""
         return self.method.base == "scheduled"
 
     def stays_in_memory(self, step: int) -> bool:
-        """Whether the base that is due at ``step`` is not written to disk."""
+        """Return True if the base due at ``step`` is kept in memory only."""
         every = self.every.steps
         return (
             self.method.in_memory
@@ -315,32 +313,32 @@ class Options:
 
     @property
     def logs(self) -> bool:
-        """Whether there is a gradient log."""
+        """True if there is a gradient log."""
         return self.method.log != "none"
 
     @property
     def log_on_disk(self) -> bool:
-        """Whether there is a gradient log that is written to disk."""
+        """True if there is a gradient log and it is written to disk."""
         return self.logs and self.log.on_disk
 
     @property
     def batch_auto(self) -> bool:
-        """Whether the steps of a segment on disk are chosen while training runs."""
+        """True if the number of steps in a segment is chosen while training runs."""
         steps = self.log.batch_steps
         return steps == "auto" or (steps is None and self.every.auto)
 
     @property
     def audits(self) -> bool:
-        """Whether the keeper audits bases in the background."""
+        """True if the keeper audits bases in the background."""
         return self.log.audit is not False and self.logs and self._no_audit is None
 
     @property
     def _no_audit(self) -> str | None:
-        """Why bases cannot be audited in the background, if they cannot."""
+        """Reason why bases cannot be audited in the background, or None if they can."""
         if not self.log.on_disk:
             return "the log is in memory only"
         if self.method.log == "adaptive":
-            return "a log of lossy gradients gives no base again"
+            return "replay of a lossy log does not give the same base"
         if not self.keeper.process:
             return "the keeper is a thread of the training process"
         return "no base before the newest one is kept" if self.keep < 2 else None
@@ -348,25 +346,25 @@ class Options:
     def __post_init__(self) -> None:
         if self.log.ratio != _RATIO and self.method.log != "adaptive":
             raise OptionError(
-                f"LogOptions.ratio is of log='adaptive', not of log={self.method.log!r}",
+                f"LogOptions.ratio needs log='adaptive', not log={self.method.log!r}",
                 hint="Method(base='lazy', log='adaptive')",
             )
         if self.method.in_memory and (self.every.auto or self.every.seconds is not None):
             raise OptionError(
-                f"method={self.method_name!r} counts bases, of which each "
-                f"{self.method.disk_every}th goes to disk: every= must be a number of steps",
+                f"method={self.method_name!r} writes every {self.method.disk_every}th base to "
+                "disk: every= must be a number of steps",
                 hint="every=10 (steps)",
             )
         if self.budget.disk_bytes is not None and History.parse(self.log.history).is_more:
             raise OptionError(
-                f"Budget(disk_bytes=) cannot be kept with history={self.log.history!r}: bases that "
-                "its steps are replayed from stay beyond keep=, and nobody knows how many",
+                f"Budget(disk_bytes=) cannot be guaranteed with history={self.log.history!r}: the "
+                "bases that its steps are replayed from are kept beyond keep=, without a limit",
                 hint='history="last" with a larger keep=; or no disk_bytes=',
             )
         if self.log.audit and (why := self._no_audit):
             raise OptionError(
-                f"LogOptions(audit=True) cannot be: {why}",
-                hint="everstep verify --replay makes the same comparison from what is on disk",
+                f"LogOptions(audit=True) is not possible: {why}",
+                hint="everstep verify --replay makes the same comparison from the files on disk",
             )
 
 
@@ -384,10 +382,10 @@ def validate_options(
     keeper: KeeperOptions | None = None,
     log: LogOptions | None = None,
 ) -> Options:
-    """Turns constructor arguments into :class:`Options`.
+    """Validate constructor arguments and return them as :class:`Options`.
 
     Raises:
-        OptionError: naming the argument and, for names, the nearest known one.
+        OptionError: names the argument and, for names, the closest known one.
     """
     if isinstance(method, str):
         one_of("method", method, presets)
@@ -414,8 +412,8 @@ def validate_options(
     if log is not None and method.log == "none":
         shown = "a Method with log='none'" if name == "custom" else f"method={name!r}"
         raise OptionError(
-            f"log= is of methods that keep a gradient log, and {shown} keeps none",
-            hint="method='logged' keeps one; or leave log= out",
+            f"log= needs a method with a gradient log, and {shown} has none",
+            hint="method='logged' has one; or omit log=",
         )
     if not is_number(progress_timeout_s) or not 0 < progress_timeout_s <= _TIMEOUT_S_MAX:
         raise OptionError(

@@ -102,7 +102,7 @@ class LogRecord:
         path: of the segment that it was read from; None: it was not, and its memory is there
             in any case.
         parts: records of the same update from other ranks' logs, by rank, where each rank has
-            recorded a part (``adr/029``).
+            recorded a part (``docs/design/ranks.md``).
     """
 
     head: RecordHead

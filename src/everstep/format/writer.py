@@ -36,7 +36,7 @@ CHUNK_BYTES = 4 << 20
 _COPIED_MAX = 2
 """Chunks that are written while the next one is copied. More would leave the cache before the disk
 fetches them, and more threads would take the core of the one that copies: next to six, a fifth less
-of processor time, and up to 1.2 times as fast (``docs/benchmarks/persist.md``)."""
+of processor time, and up to 1.2 times as fast."""
 
 
 class ChunkRing:

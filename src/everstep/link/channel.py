@@ -182,7 +182,7 @@ class BackgroundChannel:
             else:
                 raise error
 
-    def told_last(self) -> AbstractContextManager[None]:
+    def raising_storage_errors_last(self) -> AbstractContextManager[None]:
         """What storage has failed at is raised at the end of the block: a step is over whatever
         could not be written behind it, and a log without it would lead no further.
 

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 
-__all__ = ["KeeperStats"]
+__all__ = [
+    "KeeperStats",
+    "add_stats",
+]
 
 
 @dataclass(slots=True)
@@ -47,3 +51,15 @@ class KeeperStats:
     peered_steps: int = 0
     peer_missed: int = 0
     durable_step: int | None = None
+
+
+_NEWEST = ("durable_step", "log_batch_steps")
+_COUNTS = [one.name for one in dataclasses.fields(KeeperStats) if one.name not in _NEWEST]
+
+
+def add_stats(one: KeeperStats, other: KeeperStats) -> KeeperStats:
+    """Of both; ``other`` is the newer one."""
+    both = KeeperStats(**{name: getattr(one, name) + getattr(other, name) for name in _COUNTS})
+    both.durable_step = one.durable_step if other.durable_step is None else other.durable_step
+    both.log_batch_steps = other.log_batch_steps or one.log_batch_steps
+    return both

@@ -14,7 +14,7 @@ from everstep.errors import DeadlineError, EverstepError, OutOfSpaceError
 from everstep.seams.files.moving import Standstill
 from everstep.seams.processes.conditions import Condition
 
-__all__ = ["CapturePool", "Room"]
+__all__ = ["Block", "CapturePool"]
 
 _WARM_BYTES = 64 << 20
 _NO_WORD = -1
@@ -22,7 +22,7 @@ _VIEWS_MAX = 64
 
 
 @dataclass(eq=False, slots=True)
-class Room:
+class Block:
     """A block of the arena, and a progress word for it.
 
     Attributes:
@@ -37,7 +37,7 @@ class Room:
     word: int
     beside_bytes: int = 0
     forget: Callable[[], None] | None = None
-    others: Sequence[Room] = ()
+    others: Sequence[Block] = ()
 
 
 class CapturePool:
@@ -63,7 +63,7 @@ class CapturePool:
         self._allocator = Allocator(arena.size_bytes)
         self._words = list(range(PROGRESS_WORDS))
         self._changed = Condition()
-        self._kept: list[Room] = []
+        self._kept: list[Block] = []
         self._touching = threading.Lock()
         self._touched_to = 0
         self._beside_bytes = self._most_bytes = 0
@@ -82,7 +82,7 @@ class CapturePool:
                 self._whole = torch.frombuffer(self.arena.view, dtype=torch.uint8)
         return self._whole
 
-    def block(self, room: Room) -> torch.Tensor:
+    def block(self, room: Block) -> torch.Tensor:
         """The memory of a room: of the same room the same tensor each time."""
         key = room.offset, room.size_bytes
         view = self._views.get(key)
@@ -134,7 +134,7 @@ class CapturePool:
         timeout_s: float,
         beside_bytes: int = 0,
         in_flight_max: int | None = None,
-    ) -> Room:
+    ) -> Block:
         """A block; waits for one to be released if there is no room.
 
         Args:
@@ -167,16 +167,16 @@ class CapturePool:
             raise
         return room
 
-    def acquire_now(self, size_bytes: int, beside_bytes: int = 0) -> Room | None:
+    def acquire_now(self, size_bytes: int, beside_bytes: int = 0) -> Block | None:
         """A block for a record of the log, if there is one: without a progress word, and without
         its pages, which are taken with :meth:`populate`."""
         with self._changed:
             if self._lost() is not None:
                 return None
             offset = self._allocate(size_bytes, beside_bytes)
-            return None if offset is None else Room(offset, size_bytes, _NO_WORD, beside_bytes)
+            return None if offset is None else Block(offset, size_bytes, _NO_WORD, beside_bytes)
 
-    def charge(self, room: Room, beside_bytes: int) -> None:
+    def charge(self, room: Block, beside_bytes: int) -> None:
         """It is known by now how much belongs to a block outside of the arena. It is there: where
         that is more than was thought, whoever comes next waits for it."""
         with self._changed:
@@ -187,7 +187,7 @@ class CapturePool:
             if less > 0:
                 self._changed.notify_all()
 
-    def populate(self, room: Room) -> None:
+    def populate(self, room: Block) -> None:
         """Takes the pages of a block now, and not in the middle of a copy, which would be 6
         times slower."""
         with self._touching:
@@ -213,7 +213,7 @@ class CapturePool:
         if used_to + size_bytes > self._touched_to:
             self.warm(used_to + size_bytes)
 
-    def keep(self, room: Room, forget: Callable[[], None]) -> None:
+    def keep(self, room: Block, forget: Callable[[], None]) -> None:
         """The block is durable; it stays until a newer one is, or its memory is needed."""
         with self._changed:
             room.forget = forget
@@ -222,7 +222,7 @@ class CapturePool:
             self._changed.notify_all()
             self._close_retired()
 
-    def drop_kept(self, *, but: Room | None = None) -> None:
+    def drop_kept(self, *, but: Block | None = None) -> None:
         """Forgets every kept block; a newer one is there."""
         with self._changed:
             while self._kept:
@@ -232,7 +232,7 @@ class CapturePool:
                     return
                 self._forget(room)
 
-    def release(self, room: Room) -> None:
+    def release(self, room: Block) -> None:
         """Gives a block back."""
         with self._changed:
             self._free(room)
@@ -261,8 +261,8 @@ class CapturePool:
 
     def _wait(
         self, size_bytes: int, beside_bytes: int, timeout_s: float, in_flight_max: int | None
-    ) -> Room:
-        found: list[Room] = []
+    ) -> Block:
+        found: list[Block] = []
 
         def take() -> bool:
             if (lost := self._lost()) is not None:
@@ -272,7 +272,7 @@ class CapturePool:
             while True:
                 offset = self._allocate(size_bytes, beside_bytes) if self._words else None
                 if offset is not None:
-                    found.append(Room(offset, size_bytes, self._words.pop(), beside_bytes))
+                    found.append(Block(offset, size_bytes, self._words.pop(), beside_bytes))
                     return True
                 if self._kept:
                     self._forget(self._kept.pop(0))
@@ -280,7 +280,7 @@ class CapturePool:
                     return False
 
         still = Standstill(timeout_s)
-        look_s = timeout_s if self.moves is None else still.look_again_s
+        look_s = timeout_s if self.moves is None else still.poll_s
         try:
             while not (there := self._changed.wait_for(take, look_s)):
                 if self.moves is None or still.is_over(self.moves()):
@@ -299,12 +299,12 @@ class CapturePool:
             )
         return found[0]
 
-    def _forget(self, room: Room) -> None:
+    def _forget(self, room: Block) -> None:
         if room.forget is not None:
             room.forget()
         self._free(room)
 
-    def _free(self, room: Room) -> None:
+    def _free(self, room: Block) -> None:
         for other in room.others:
             self._free(other)
         self._allocator.free(room.offset)

@@ -36,11 +36,8 @@ __all__ = [
     "Grouping",
     "Layouts",
     "LogKeeper",
-    "Replaced",
+    "ReplacedTensors",
     "compressors_of",
-    "deciding",
-    "digest_of",
-    "eager",
     "exchanges_of",
     "form_entries",
     "groupings_of",
@@ -48,7 +45,10 @@ __all__ = [
     "record_layout",
     "refuse_optimizers",
     "refuse_options",
-    "why_not",
+    "replay_options",
+    "replay_refusal",
+    "require_eager",
+    "state_digest",
 ]
 
 
@@ -146,7 +146,7 @@ class Grouping:
         )
 
 
-class Replaced:
+class ReplacedTensors:
     """Notices tensors that were put in the place of those that replay would update: a state that
     was loaded, parameters that were swapped. torch's own optimizers update in place, so that was
     somebody else. (Values that were written in place are for :mod:`.untold`.)
@@ -191,7 +191,7 @@ class Replaced:
         return next((name for name in self._names if now[name] is not before[name]), None)
 
 
-def eager(key: str, optimizer: Optimizer) -> Optimizer:
+def require_eager(key: str, optimizer: Optimizer) -> Optimizer:
     """The optimizer whose update is under way.
 
     Raises:
@@ -245,7 +245,7 @@ def groupings_of(state: State) -> dict[str, Grouping]:
     return found
 
 
-def digest_of(shape: Shape, groupings: Mapping[str, Grouping]) -> str:
+def state_digest(shape: Shape, groupings: Mapping[str, Grouping]) -> str:
     """What a state consists of, in the digest that its records carry."""
     groups = {key: grouping.groups for key, grouping in groupings.items()}
     return shape_digest(shape.entries, shape.aliases, groups)
@@ -276,7 +276,7 @@ def lossy_entries(
     return {**about, "dtype": copy.dtype, "lossy": True, "exponent": copy.exponent}
 
 
-def why_not(optimizer: Optimizer) -> str | None:
+def replay_refusal(optimizer: Optimizer) -> str | None:
     """Why no record of this optimizer's updates could be replayed; None if one can. Of parameters
     that are spread over ranks, be it over one, each replays its own part."""
     if type(optimizer) is torch.optim.SparseAdam:
@@ -284,7 +284,7 @@ def why_not(optimizer: Optimizer) -> str | None:
     return refusal(optimizer, parts=True)
 
 
-def deciding(optimizer: Optimizer) -> list[tuple[bool, ...]]:
+def replay_options(optimizer: Optimizer) -> list[tuple[bool, ...]]:
     """What of the options of its groups :func:`refuse_options` goes by, to be compared: in each
     step, so little more than look-ups."""
     return [
@@ -299,7 +299,7 @@ def deciding(optimizer: Optimizer) -> list[tuple[bool, ...]]:
 
 
 def refuse_options(key: str, optimizer: Optimizer) -> None:
-    """Not by all that :func:`why_not` goes by: within a step wrappers may have put another
+    """Not by all that :func:`replay_refusal` goes by: within a step wrappers may have put another
     ``step()`` on the optimizer for a moment (accelerate's).
 
     Raises:
@@ -323,7 +323,7 @@ def refuse_optimizers(state: State, log: str) -> None:
         gradients are exchanged.
     """
     optimizers = state.optimizers
-    found = [(key, why) for key, o in optimizers.items() if (why := why_not(acting(o)))]
+    found = [(key, why) for key, o in optimizers.items() if (why := replay_refusal(acting(o)))]
     if found:
         listed = "\n".join(f"  {key}: {why}" for key, why in found)
         raise UnsupportedStateError(

@@ -12,7 +12,15 @@ from typing import TypeVar
 from everstep.errors import AuditError, EverstepError
 from everstep.seams.processes.conditions import Outcome
 
-__all__ = ["Save", "as_ours", "changed_while_copied", "done", "failed", "follow", "telling"]
+__all__ = [
+    "Save",
+    "as_everstep_error",
+    "changed_during_copy_error",
+    "complete",
+    "copy_outcome",
+    "fail",
+    "failing_save",
+]
 
 _T = TypeVar("_T")
 
@@ -45,21 +53,21 @@ class Save:
         return future.done() and (future.cancelled() or future.exception() is not None)
 
 
-def done(future: Future[_T], result: _T) -> None:
+def complete(future: Future[_T], result: _T) -> None:
     """Sets a result, unless another thread was faster, or whoever asked has cancelled it."""
     with contextlib.suppress(InvalidStateError):
         future.set_result(result)
 
 
-def failed(future: Future[_T], error: BaseException) -> None:
-    """Sets an exception, as :func:`done` sets a result; without its traceback, which would keep
+def fail(future: Future[_T], error: BaseException) -> None:
+    """Sets an exception, as :func:`complete` sets a result; without its traceback, which would keep
     what was in use where it was raised: memory of a keeper that is gone, say."""
     error.__traceback__ = None
     with contextlib.suppress(InvalidStateError):
         future.set_exception(error)
 
 
-def follow(save: Save, other: Save) -> None:
+def copy_outcome(save: Save, other: Save) -> None:
     """What becomes of ``other`` becomes of ``save``."""
     other.staged.add_done_callback(functools.partial(_pass_on, save.staged))
     other.durable.add_done_callback(functools.partial(_pass_on, save.durable))
@@ -69,13 +77,13 @@ def _pass_on(future: Future[_T], ended: Future[_T]) -> None:
     if ended.cancelled():
         future.cancel()
     elif (error := ended.exception()) is not None:
-        failed(future, error)
+        fail(future, error)
     else:
-        done(future, ended.result())
+        complete(future, ended.result())
 
 
 @dataclass(slots=True)
-class telling:  # noqa: N801 - a context manager; one made of a generator takes three times as long
+class failing_save:  # noqa: N801 - a context manager; one made of a generator takes three times as long
     """Whoever waits for ``save`` hears what fails inside; it goes to ``post``, and no further.
     Anything else, an interrupt or a mistake, cancels the save, and goes on to the caller."""
 
@@ -87,8 +95,8 @@ class telling:  # noqa: N801 - a context manager; one made of a generator takes 
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> bool:
         if isinstance(error, EverstepError):
-            failed(self.save.staged, error)
-            failed(self.save.durable, error)
+            fail(self.save.staged, error)
+            fail(self.save.durable, error)
             self.post(error)
             return True
         if error is not None:
@@ -97,7 +105,7 @@ class telling:  # noqa: N801 - a context manager; one made of a generator takes 
         return False
 
 
-def changed_while_copied(name: str, step: int) -> AuditError:
+def changed_during_copy_error(name: str, step: int) -> AuditError:
     """The error that an entry is not what its step left behind."""
     return AuditError(
         f"{name!r} was changed while it was being copied, and not by an optimizer's step()",
@@ -107,7 +115,7 @@ def changed_while_copied(name: str, step: int) -> AuditError:
     )
 
 
-def as_ours(error: BaseException, step: int | None) -> EverstepError:
+def as_everstep_error(error: BaseException, step: int | None) -> EverstepError:
     """What went wrong while the state was copied, as an error of this library."""
     if isinstance(error, EverstepError):
         return error

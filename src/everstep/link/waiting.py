@@ -10,7 +10,13 @@ from everstep.errors import DeadlineError, EverstepError, KeeperError
 from everstep.seams import Clock
 from everstep.seams.files.moving import Standstill
 
-__all__ = ["Moves", "Patience", "keeper_gone", "storage_hangs", "unless_gone"]
+__all__ = [
+    "ReplicaProgress",
+    "WaitDeadline",
+    "ignore_if_lost",
+    "keeper_lost_error",
+    "storage_hang_error",
+]
 
 _LOOK_AGAIN_S = 0.2
 """How often who waits looks whether the storage hangs, and shows how far it is."""
@@ -23,7 +29,7 @@ class _MayBeLost(Protocol):
 
 
 @contextlib.contextmanager
-def unless_gone(keeper: _MayBeLost) -> Iterator[None]:
+def ignore_if_lost(keeper: _MayBeLost) -> Iterator[None]:
     """What is asked of a keeper that is lost meanwhile stays undone, without an error: whoever
     looks whether it is there sees to its loss."""
     try:
@@ -33,7 +39,7 @@ def unless_gone(keeper: _MayBeLost) -> Iterator[None]:
             raise
 
 
-def storage_hangs(count: int) -> DeadlineError:
+def storage_hang_error(count: int) -> DeadlineError:
     """``count`` bases make no progress."""
     return DeadlineError(
         f"{count} base(s) are not durable: the storage hangs",
@@ -41,7 +47,7 @@ def storage_hangs(count: int) -> DeadlineError:
     )
 
 
-class Moves:
+class ReplicaProgress:
     """Whether bases that a keeper's replica was asked for get anywhere: it may load torch first,
     and parts of other ranks may be late, so there is twice the time that all else has.
 
@@ -68,7 +74,7 @@ class Moves:
             )
 
 
-class Patience:
+class WaitDeadline:
     """The time that whoever waits for bases has given.
 
     Args:
@@ -81,7 +87,7 @@ class Patience:
         self._start_s = clock.monotonic_s()
 
     @property
-    def look_again_s(self) -> float:
+    def poll_s(self) -> float:
         """How long to wait at most before the next look."""
         if self._timeout_s is None:
             return _LOOK_AGAIN_S
@@ -111,7 +117,7 @@ class Patience:
         return self._clock.monotonic_s() - self._start_s
 
 
-def keeper_gone(pid: int, error: BaseException | None) -> KeeperError:
+def keeper_lost_error(pid: int, error: BaseException | None) -> KeeperError:
     """The keeper process has ended, or its connection has."""
     why = f": {error}" if error is not None else ""
     return KeeperError(

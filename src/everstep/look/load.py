@@ -22,7 +22,7 @@ from everstep.commit.lineage import BaseId, left_at, of_no_use
 from everstep.config.given import is_int, named
 from everstep.errors import EverstepError, OptionError, RecoveryError, StorageError
 from everstep.format.writer import ChunkRing
-from everstep.keeper.persist.local import CHUNKS, WRITERS
+from everstep.keeper.persist.local_keeper import CHUNKS, WRITERS
 from everstep.look.memory import InMemory, look_in_memory
 from everstep.look.present import GoneError, Present, Way
 from everstep.restore.load.put import put_into

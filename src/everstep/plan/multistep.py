@@ -24,7 +24,8 @@ flipped (4.2.3): with gradients of 1/7 of the state the most that can be saved i
 8 parts, and not 4.
 
 Copies are all that the paper counts. Each part takes the training thread some work of its own, too
-(``part_s``; docs/adr/035), about half of it at the step mark and half at the update, while the link
+(``part_s``; docs/design/multistep.md), about half of it at the step mark and half at the update,
+while the link
 copies. It is 0 unless somebody has measured it.
 """
 

@@ -8,7 +8,7 @@ are lost, doubled, cut off or out of order. Each check of :data:`CHECKS` gets a 
 stores and raises ``AssertionError``::
 
     for check in CHECKS:
-        check(PeerStore)
+        check(PeerBaseStore)
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ _C = BaseId(1, 30)
 
 
 class Store(Protocol):
-    """What holds copies: see :class:`everstep.keeper.held.peer_store.PeerStore`."""
+    """What holds copies: see :class:`everstep.keeper.held.peer_base_store.PeerBaseStore`."""
 
     @property
     def used_bytes(self) -> int: ...

@@ -1,7 +1,7 @@
 """The thread that gives copies to a device, and what has become of them there.
 
 The training thread would take some microseconds for each of hundreds of copies, in which the
-device has nothing to do (``docs/adr/047``).
+device has nothing to do (``docs/design/capture.md``).
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ latest the first time they use it, and it stays so until the arena is no longer 
 
 While memory is being pinned CUDA lets no other thread launch a kernel, and most of that time goes
 into fresh pages (of 460 ms for a GiB on an H200 all but 40). So pages are taken first, and memory
-is pinned in slices of a few milliseconds, between which others come (docs/adr/049).
+is pinned in slices of a few milliseconds, between which others come (docs/design/capture.md).
 """
 
 from __future__ import annotations

@@ -20,8 +20,8 @@ from everstep.format.plan import BasePlan
 from everstep.format.reader import read_record_bytes
 from everstep.format.records import Marker
 from everstep.format.writer import Written, digest_shard
-from everstep.keeper.held.peer_store import PeerStore
-from everstep.keeper.persist.persist import Audit
+from everstep.keeper.held.peer_base_store import PeerBaseStore
+from everstep.keeper.persist.persister import Audit
 from everstep.seams import Clock, FileSystem
 from everstep.seams.progress import ProgressSink
 from everstep.state.body import Body, Seen
@@ -52,7 +52,7 @@ class MemoryBases:
         self,
         filesystem: FileSystem,
         run: PurePath,
-        store: PeerStore,
+        store: PeerBaseStore,
         clock: Clock,
         is_past: IsPast | None,
         whole: Callable[[BaseId], None],

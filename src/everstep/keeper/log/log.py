@@ -35,7 +35,7 @@ from everstep.format.writer import ChunkRing
 from everstep.keeper.log.log_batch import ENDED, Batch, batch_of
 from everstep.keeper.log.log_room import LogRoom, NoRoomError
 from everstep.keeper.log.log_writer import SegmentWriter
-from everstep.link.record_memory import memory_bytes
+from everstep.link.log_records import record_memory_bytes
 from everstep.seams import Seams
 from everstep.seams.failpoints import failpoint
 from everstep.seams.files.moving import is_over
@@ -63,7 +63,7 @@ class _Item:
 
     @property
     def memory_bytes(self) -> int:
-        return memory_bytes(self.layout.size_bytes, self.objects)
+        return record_memory_bytes(self.layout.size_bytes, self.objects)
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,7 @@ from everstep.keeper.log.attached import Attached
 from everstep.keeper.log.histories import Histories
 from everstep.keeper.log.log import LogStore, open_log
 from everstep.link.channel import BackgroundChannel
-from everstep.link.log_layouts import take_layout
+from everstep.link.log_records import receive_layout
 from everstep.link.messages import identity_from_wire
 from everstep.seams import Seams
 
@@ -90,7 +90,7 @@ class Logs:
         """
         kind = message["kind"]
         if kind == "log_layout":
-            take_layout(trainer.log_layouts, message)
+            receive_layout(trainer.log_layouts, message)
         elif kind == "log_to_disk":
             if self._current is not None and self._current.arena is trainer.arena:
                 self._current.to_disk(bool(message["on"]))

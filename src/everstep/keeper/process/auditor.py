@@ -19,7 +19,7 @@ from everstep.errors import AuditError, DeadlineError, EverstepError
 from everstep.format.names import AUDIT_RECORD, base_dir
 from everstep.format.records import AuditRecord
 from everstep.keeper.log.logs import Logs
-from everstep.link.seat import Seat
+from everstep.link.job_session import JobSession
 from everstep.run.audits import audit_in_words
 from everstep.run.scan import newest_timeline, scan_run
 from everstep.seams import Clock, Seams
@@ -46,7 +46,7 @@ class _Child(Protocol):
 
 
 def auditor_of(
-    seat: Seat | None,
+    job_session: JobSession | None,
     seams: Seams,
     run: PurePath,
     timeline: int,
@@ -58,10 +58,10 @@ def auditor_of(
     all that bases hold, by the logs of all.
 
     Args:
-        seat: of this rank among several; None: it is alone.
+        job_session: of this rank among several; None: it is alone.
         timeout_s: until the log is on disk.
     """
-    if seat is not None and seat.rank != COORDINATOR:
+    if job_session is not None and job_session.rank != COORDINATOR:
         return AuditedElsewhere(logs)
     about = seams.filesystem, run, timeline, seams.clock, post
     return Auditor(*about, lambda: logs.settle(timeout_s))

@@ -21,16 +21,16 @@ from everstep.commit.lineage import BaseId
 from everstep.errors import EverstepError, KeeperError, StateError
 from everstep.format.plan import BasePlan
 from everstep.format.writer import ChunkRing, Written
-from everstep.keeper.held.holding import Holding
-from everstep.keeper.held.looks import Look
+from everstep.keeper.held.newest_capture import LookReply, NewestCapture
 from everstep.keeper.log.attached import Attached
 from everstep.keeper.log.logs import Logs
-from everstep.keeper.persist.local import LocalKeeper
+from everstep.keeper.persist.local_keeper import LocalKeeper
 from everstep.keeper.replica.rebuilds import Rebuilds
 from everstep.keeper.replica.replicas import Replicas
 from everstep.keeper.ship.peers import Peers
 from everstep.link.capture import Capture, Incoming
 from everstep.link.channel import BackgroundChannel
+from everstep.link.job_session import JobSession, mailbox_error
 from everstep.link.messages import (
     identity_from_wire,
     identity_to_wire,
@@ -38,7 +38,6 @@ from everstep.link.messages import (
     parts_of,
 )
 from everstep.link.save import Save
-from everstep.link.seat import Seat, no_mailbox
 from everstep.link.wire import error_from_wire, error_to_wire
 from everstep.seams import Seams
 from everstep.seams.failpoints import failpoint
@@ -78,13 +77,13 @@ class Duties:
         self._reporting = threading.Lock()
         self.keeper: LocalKeeper | None = None
         self.channel: BackgroundChannel | None = None
-        self.holding = Holding()
+        self.newest_capture = NewestCapture()
         self.logs = Logs(seams, run, ring)
-        self.replicas = Replicas(seams.filesystem, run, self.holding)
-        self.rebuilds = Rebuilds(seams.filesystem, run, self.holding)
+        self.replicas = Replicas(seams.filesystem, run, self.newest_capture)
+        self.rebuilds = Rebuilds(seams.filesystem, run, self.newest_capture)
         self.auditor: Auditor | AuditedElsewhere | None = None
         self.mirrors: Mirrors | None = None
-        self.peers = Peers(seams.filesystem, run, self.holding)
+        self.peers = Peers(seams.filesystem, run, self.newest_capture)
         self.mailbox: PeerMailbox | None = None  # of the next timeline, if there are several ranks
         self.timeline = self._bases_durable = 0
         self._arena: Arena | None = None
@@ -106,7 +105,7 @@ class Duties:
             self.replicas.close()
             self.keeper.close()
         if (verified := message["verified"]) is not None:
-            self.holding.passed_over()
+            self.newest_capture.passed_over()
         timeline = message["timeline"]
         self.channel = channel = BackgroundChannel(
             lambda error: _report(trainer, error, of_timeline=timeline),
@@ -114,8 +113,8 @@ class Duties:
             progress_timeout_s=self.timeout_s,
         )
         told = message.get("seat")
-        seat = None if told is None else Seat.from_wire(told)
-        self.holding.on_disk = None if seat is None else seat.recovered
+        job_session = None if told is None else JobSession.from_wire(told)
+        self.newest_capture.on_disk = None if job_session is None else job_session.recovered
         self.keeper = LocalKeeper(
             self._seams,
             self._run,
@@ -128,18 +127,18 @@ class Duties:
             timeout_s=self.timeout_s,
             history=message.get("history", "last"),
             on_done=lambda capture: self._on_done(trainer, channel, capture),
-            seat=seat,
+            job_session=job_session,
             mailbox=mailbox,
         )
         self.timeline = timeline
         self._bases_durable = 0
         self._arena = trainer.arena
-        self.keeper.sweep_behind()
+        self.keeper.sweep_in_background()
         if self.logs.serve(trainer, channel, message, self.timeout_s):
-            self.holding.drop_from(self.timeline)
+            self.newest_capture.drop_from(self.timeline)
         assert self.logs.current is not None
         self.keeper.log_of_run = self.logs.current
-        about = message.get("peers"), seat, self.keeper.commits, self._seams.clock
+        about = message.get("peers"), job_session, self.keeper.commits, self._seams.clock
         self.peers.serve(
             *about,
             lambda notice: _report(trainer, notice, "notice"),
@@ -162,7 +161,7 @@ class Duties:
             self.mirrors = Mirrors(
                 *places,
                 timeout_s=self.timeout_s,
-                seat=seat,
+                job_session=job_session,
                 commits=self.keeper.commits,
                 log=self.logs.current,
                 identity=identity_from_wire(message["identity"]),
@@ -173,7 +172,7 @@ class Duties:
         if (message.get("log") or {}).get("audit"):
             from everstep.keeper.process.auditor import auditor_of
 
-            whose = seat, self._seams, self._run, self.timeline, channel.post
+            whose = job_session, self._seams, self._run, self.timeline, channel.post
             self.auditor = auditor_of(*whose, self.logs, self.timeout_s)
 
     def listen(self, trainer: Attached, message: dict[str, Any]) -> None:
@@ -187,7 +186,7 @@ class Duties:
             self.mailbox = PeerMailbox(message["host"], message["port"])
             reply["port"] = self.mailbox.address[1]
         except OSError as error:
-            reply["error"] = error_to_wire(no_mailbox(message["host"], message["port"], error))
+            reply["error"] = error_to_wire(mailbox_error(message["host"], message["port"], error))
         trainer.tell(reply)
 
     def settle(self) -> None:
@@ -227,7 +226,7 @@ class Duties:
             on_end=lambda ended: self._on_end(trainer, ended),
         )
         trainer.captures[capture.number] = capture
-        self.holding.written_over_by(capture, arena)
+        self.newest_capture.written_over_by(capture, arena)
         failpoint("keeper.after_begin")
         if not capture.parked:
             self.keeper.begin(capture)
@@ -245,7 +244,7 @@ class Duties:
             return  # it has failed meanwhile, and the trainer may use its memory again
         assert self.keeper is not None
         failpoint("keeper.after_captured")
-        self.holding.take(capture, trainer.arena)
+        self.newest_capture.take(capture, trainer.arena)
         if not self.keeper.is_one_of_several:  # else other ranks may yet lose theirs of it
             self.logs.drop_older(self.timeline)  # nothing needs them any more
         objects = {name: bytes(data) for name, data in parts.items()}
@@ -302,13 +301,13 @@ class Duties:
         capture = trainer.captures.get(message["number"])
         if capture is not None and capture.parked:
             del trainer.captures[capture.number]
-        self.holding.forget(message["number"], trainer.arena)
+        self.newest_capture.forget(message["number"], trainer.arena)
 
     def recall(self, trainer: Attached, message: dict[str, Any]) -> None:
         """Hands over what is in memory: the newest base, and the logs."""
         own = bool(message.get("own"))
         self.replicas.freeze(trainer, own=own)
-        found = self.holding.recall(trainer.arena, self._audit, own=own)
+        found = self.newest_capture.recall(trainer.arena, self._audit, own=own)
         logs = self.logs.recall(trainer, own=own, timeout_s=self.timeout_s)
         recalled, blobs, arenas = self._in_memory(found, logs)
         if own and self.mirrors is not None:  # behind the last step that has come
@@ -319,7 +318,7 @@ class Duties:
         fds = [arena.fd for arena in arenas if arena.fd is not None]
         trainer.connection.send({"kind": "recalled", **recalled}, fds)
 
-    def look(self, *, served: bool) -> Look:
+    def look(self, *, served: bool) -> LookReply:
         """Return what is in memory, for a process that only reads it.
 
         Nothing is written, flushed or given up, and no attachment changes. Of a training process
@@ -333,9 +332,9 @@ class Duties:
         unsettled = self.logs.arriving or (keeper is not None and bool(keeper.waiting))
         if not served and not unsettled:
             self.replicas.freeze(None, own=True)
-        pending = self.holding.undigested if served else None
-        found = self.holding.look(None if served or unsettled else self._audit)
-        return Look(
+        pending = self.newest_capture.undigested if served else None
+        found = self.newest_capture.look(None if served or unsettled else self._audit)
+        return LookReply(
             *self._in_memory(found, self.logs.look()),
             settled=served or not unsettled,
             moves=[] if keeper is None else [keeper.moves, keeper.log_moves],
@@ -425,14 +424,14 @@ class Duties:
     def held_step(self) -> int | None:
         """Of the newest state in memory."""
         step = self.replicas.step
-        return self.holding.step if step is None else step
+        return self.newest_capture.step if step is None else step
 
     def arena_bytes(self, trainer: Attached | None) -> int:
         """Host memory that captured state has taken: of the process that is served, of what those
         before it have left, and of a replica. An arena is reserved as large as its budget, and
         takes pages only where something was written."""
         mine = None if trainer is None else trainer.arena
-        found = (mine, self.holding.arena, self.replicas.arena, *self.logs.arenas)
+        found = (mine, self.newest_capture.arena, self.replicas.arena, *self.logs.arenas)
         mine_bytes = {id(arena): arena.taken_bytes for arena in found if arena is not None}
         held_bytes = self.peers.store.used_bytes + self.peers.logs.used_bytes
         return sum(mine_bytes.values()) + held_bytes
@@ -443,7 +442,7 @@ class Duties:
             return False
         if self.replicas.finish():
             return True
-        parked = self._arena and self.holding.parked(self._arena, self.timeline)
+        parked = self._arena and self.newest_capture.parked(self._arena, self.timeline)
         if parked:
             self._persist(parked)
             return True
@@ -504,7 +503,7 @@ class Duties:
             finally:  # whatever happens there, it is durable
                 trainer.tell({"kind": "durable", **about, **self.stats()})
             return
-        self.holding.failed(capture, error, reused=not trainer.gone)
+        self.newest_capture.failed(capture, error, reused=not trainer.gone)
         ours = error if isinstance(error, EverstepError) else EverstepError(repr(error))
         self.replicas.base_failed(capture, ours)
         trainer.tell({"kind": "failed", "error": error_to_wire(ours), **about, **self.stats()})

@@ -19,9 +19,9 @@ from typing import Any
 from everstep.arena.memory import Arena
 from everstep.errors import EverstepError, KeeperError, KeeperTimeoutError
 from everstep.format.writer import ChunkRing
-from everstep.keeper.held.holding import Holding
+from everstep.keeper.held.newest_capture import NewestCapture
 from everstep.keeper.log.attached import Attached
-from everstep.keeper.persist.local import CHUNKS, WRITERS, LocalKeeper
+from everstep.keeper.persist.local_keeper import CHUNKS, WRITERS, LocalKeeper
 from everstep.keeper.process.duties import HANDLERS, Duties
 from everstep.link.messages import PROTOCOL
 from everstep.link.wire import Connection, accept, error_to_wire
@@ -120,8 +120,8 @@ class Server:
         return self._duties.keeper
 
     @property
-    def _holding(self) -> Holding:
-        return self._duties.holding
+    def _newest_capture(self) -> NewestCapture:
+        return self._duties.newest_capture
 
     def run(self) -> None:
         """Returns when the keeper is no longer needed."""
@@ -223,7 +223,7 @@ class Server:
         """Whether somebody may come back for what is in memory."""
         peers = self._duties.peers
         logs = self._duties.logs
-        held = self._holding.is_only_copy or bool(peers.store.held or peers.logs.held)
+        held = self._newest_capture.is_only_copy or bool(peers.store.held or peers.logs.held)
         if not held and logs.memory_step is None:
             return False
         try:
@@ -468,6 +468,6 @@ class Server:
         self._lose_trainer(trainer)
         if not trainer.said_bye:
             return  # as if it had died
-        self._ending = self._stopping or not self._holding.is_only_copy
+        self._ending = self._stopping or not self._newest_capture.is_only_copy
         if not self._ending:
             self._hang_up_farewells()

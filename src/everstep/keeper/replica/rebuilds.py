@@ -19,9 +19,9 @@ from everstep.format.names import TIMELINE_RECORD, timeline_dir
 from everstep.format.plan import BasePlan
 from everstep.format.reader import read_record_bytes
 from everstep.format.records import TimelineRecord
-from everstep.keeper.held.holding import Holding
+from everstep.keeper.held.newest_capture import NewestCapture
 from everstep.keeper.log.attached import Attached
-from everstep.keeper.persist.local import LocalKeeper
+from everstep.keeper.persist.local_keeper import LocalKeeper
 from everstep.keeper.replica.fuzzy import leave_fuzzy
 from everstep.link.assembly import Assembly, PartialUpdate, assembly_from_wire
 from everstep.link.capture import Capture
@@ -37,10 +37,12 @@ _log = logging.getLogger("everstep.keeper")
 class Rebuilds:
     """Those of the training process that is served."""
 
-    def __init__(self, filesystem: FileSystem, run: PurePath, holding: Holding) -> None:
+    def __init__(
+        self, filesystem: FileSystem, run: PurePath, newest_capture: NewestCapture
+    ) -> None:
         self._filesystem = filesystem
         self._run = run
-        self._holding = holding
+        self._newest_capture = newest_capture
         self._updates: dict[int, list[PartialUpdate]] = defaultdict(list)
         self._threads = 1
         self._thread: IoThreads | None = None
@@ -142,7 +144,7 @@ class Rebuilds:
             keeper.abandon(capture, error)
             return
         self._whole = True
-        self._holding.take(capture, trainer.arena)
+        self._newest_capture.take(capture, trainer.arena)
         keeper.captured(capture, objects)
 
     def _rebuilt(

@@ -1,5 +1,5 @@
 """The keeper's replica: a copy of the state to which each step of the log is applied, and from
-which bases are persisted (LowDiff section VI; see ``adr/012``).
+which bases are persisted (LowDiff section VI; see ``docs/design/log.md``).
 
 It begins with a base that the training process has captured, in memory of its own. One thread
 applies whole steps (I3) as they arrive; while a base is being written from that memory, steps
@@ -19,10 +19,10 @@ from everstep.errors import AuditError, DamageError, EverstepError, OutOfSpaceEr
 from everstep.format.plan import BasePlan
 from everstep.format.records import TimelineRecord
 from everstep.keeper.log.log import LoggedStep, LogStore
-from everstep.keeper.persist.local import LocalKeeper
+from everstep.keeper.persist.local_keeper import LocalKeeper
 from everstep.link.capture import Capture, Incoming, shard_offsets
 from everstep.link.samples import Samples, check_samples
-from everstep.link.save import Save, done
+from everstep.link.save import Save, complete
 from everstep.seams.failpoints import failpoint
 from everstep.seams.memory import copy_view
 from everstep.seams.processes.conditions import Condition
@@ -221,7 +221,7 @@ class Replica:
                 return None
             frozen.incoming.arrived(self._objects)
             if frozen.step == self._durable_step:
-                done(frozen.save.durable, frozen.plan.size_bytes)
+                complete(frozen.save.durable, frozen.plan.size_bytes)
             self._frozen = frozen
             return frozen
 

@@ -13,10 +13,10 @@ from everstep.errors import EverstepError
 from everstep.format.names import TIMELINE_RECORD, timeline_dir
 from everstep.format.reader import read_record_bytes
 from everstep.format.records import TimelineRecord
-from everstep.keeper.held.holding import Holding
+from everstep.keeper.held.newest_capture import NewestCapture
 from everstep.keeper.log.attached import Attached
 from everstep.keeper.log.log import LogStore
-from everstep.keeper.persist.local import LocalKeeper
+from everstep.keeper.persist.local_keeper import LocalKeeper
 from everstep.keeper.replica.replica import Ask, Replica, ReplicaLimits
 from everstep.link.capture import Capture
 from everstep.link.samples import Samples
@@ -24,7 +24,7 @@ from everstep.link.wire import error_to_wire
 from everstep.seams.files.filesystem import FileSystem
 
 if TYPE_CHECKING:  # one rank does without
-    from everstep.keeper.persist.commits import RankCommits
+    from everstep.keeper.persist.rank_commits import RankCommits
 
 __all__ = ["Replicas"]
 
@@ -34,10 +34,12 @@ _log = logging.getLogger("everstep.keeper")
 class Replicas:
     """At most one replica at a time: that of the log of the process that is served."""
 
-    def __init__(self, filesystem: FileSystem, run: PurePath, holding: Holding) -> None:
+    def __init__(
+        self, filesystem: FileSystem, run: PurePath, newest_capture: NewestCapture
+    ) -> None:
         self._filesystem = filesystem
         self._run = run
-        self._holding = holding
+        self._newest_capture = newest_capture
         self._replica: Replica | None = None
         self._commits: RankCommits | None = None
         self._timeline = 0
@@ -137,7 +139,7 @@ class Replicas:
         self._frozen_for = trainer
         if frozen is not self._frozen:
             self._frozen = frozen
-            self._holding.take(frozen, frozen.arena)
+            self._newest_capture.take(frozen, frozen.arena)
 
     def arrived(self) -> None:
         """A record of the log has come: whoever wanted the state as it was goes on with its own."""
@@ -145,7 +147,7 @@ class Replicas:
         self._frozen = None
         self._frozen_for = None
         if frozen is not None and self._replica is not None:
-            self._holding.drop(frozen)
+            self._newest_capture.drop(frozen)
             self._replica.thaw()
 
     def lose(self) -> None:

@@ -13,14 +13,14 @@ from everstep.commit.lineage import BaseId
 from everstep.errors import DeadlineError, EverstepError
 from everstep.format.header import ShardIdentity
 from everstep.keeper.log.log import LogStore
-from everstep.keeper.persist.commits import RankCommits
+from everstep.keeper.persist.rank_commits import RankCommits
 from everstep.keeper.ship.log_mirror import LogMirror
 from everstep.keeper.ship.lossy_log import shrinking
 from everstep.keeper.ship.mirror import Mirror
 from everstep.keeper.ship.place import CopyPlace
 from everstep.keeper.ship.rank_mirror import Followed, FollowingMirror, LeadingMirror
+from everstep.link.job_session import JobSession
 from everstep.link.keeper_stats import KeeperStats
-from everstep.link.seat import Seat
 from everstep.seams import Seams
 from everstep.seams.files.moving import MovingFileSystem
 from everstep.tiers.options import TierOptions
@@ -39,7 +39,7 @@ class Mirrors:
     Args:
         told: the fields of each place's :class:`~everstep.tiers.options.TierOptions`.
         post: told of what fails.
-        seat: of this rank among several; None: it is alone.
+        job_session: of this rank among several; None: it is alone.
         commits: of the same.
         log: of this rank.
         identity: of this rank, in what is copied of the log.
@@ -56,7 +56,7 @@ class Mirrors:
         post: Callable[[EverstepError], None],
         *,
         timeout_s: float,
-        seat: Seat | None = None,
+        job_session: JobSession | None = None,
         commits: RankCommits | None = None,
         log: LogStore | None = None,
         identity: ShardIdentity | None = None,
@@ -94,17 +94,17 @@ class Mirrors:
                 about_log = options, log, identity, seams, post
                 self._logs.append(_log_mirror(CopyPlace(tier, timeline, rate), *about_log))
                 self._watched[self._logs[-1]] = tier
-            if seat is None or commits is None:
+            if job_session is None or commits is None:
                 self._mirrors.append(Mirror(*about, **settings))
                 self._watched[self._mirrors[-1]] = tier
                 continue
-            kind = LeadingMirror if seat.rank == COORDINATOR else FollowingMirror
+            kind = LeadingMirror if job_session.rank == COORDINATOR else FollowingMirror
             self._of_ranks[number] = kind(
                 *about,
                 others=commits,
                 number=number,
-                rank=seat.rank,
-                world=len(seat.disks),
+                rank=job_session.rank,
+                world=len(job_session.disks),
                 **settings,
             )
             self._mirrors.append(self._of_ranks[number])

@@ -12,13 +12,13 @@ from everstep.errors import EverstepError
 from everstep.format.names import TIMELINE_RECORD, timeline_dir
 from everstep.format.reader import read_record_bytes
 from everstep.format.records import FileRecord, Marker
-from everstep.keeper.held.holding import Holding
+from everstep.keeper.held.newest_capture import NewestCapture
+from everstep.keeper.held.peer_base_store import PeerBaseStore
 from everstep.keeper.held.peer_log_store import PeerLogStore
-from everstep.keeper.held.peer_store import PeerStore
 from everstep.keeper.log.held import base_from_wire, base_to_wire, log_to_wire
 from everstep.keeper.log.log import LogStore
+from everstep.link.job_session import JobSession
 from everstep.link.keeper_stats import KeeperStats
-from everstep.link.seat import Seat
 from everstep.restore.fetch.held import HeldBase
 from everstep.restore.fetch.peer_copy import files_over
 from everstep.run.scan import scan_base
@@ -27,7 +27,7 @@ from everstep.tiers.options import PeerOptions
 
 if TYPE_CHECKING:  # loaded where there are several ranks
     from everstep.keeper.held.memory_bases import IsPast, MemoryBases
-    from everstep.keeper.persist.commits import RankCommits
+    from everstep.keeper.persist.rank_commits import RankCommits
     from everstep.keeper.ship.log_sender import LogSenderStats
     from everstep.keeper.ship.replicator import Replicator, ReplicatorStats, Source
 
@@ -38,15 +38,17 @@ class Peers:
     """What a keeper holds for others, and what it sends to its own peer.
 
     Args:
-        holding: what this rank has captured last, which is read from there as long as it is there.
+        newest_capture: the newest capture of this rank, read from there as long as it is held.
     """
 
-    def __init__(self, filesystem: FileSystem, run: PurePath, holding: Holding) -> None:
+    def __init__(
+        self, filesystem: FileSystem, run: PurePath, newest_capture: NewestCapture
+    ) -> None:
         self._filesystem = filesystem
         self._run = run
-        self._holding = holding
+        self._newest_capture = newest_capture
         self._rank = 0
-        self.store = PeerStore()
+        self.store = PeerBaseStore()
         self.logs = PeerLogStore()
         self.replicator: Replicator | None = None
         self.bases: MemoryBases | None = None  # of this rank, if they live in memory
@@ -54,7 +56,7 @@ class Peers:
     def serve(
         self,
         told: Mapping[str, Any] | None,
-        seat: Seat | None,
+        job_session: JobSession | None,
         commits: RankCommits | None,
         clock: Clock,
         tell: Callable[[EverstepError], None],
@@ -81,29 +83,29 @@ class Peers:
         """
         self.close()
         holds = told is not None and bool(told.get("holds"))
-        if told is not None and holds and seat is None:
+        if told is not None and holds and job_session is None:
             self._rank = 0
             self.store.new_start(told["bound_bytes"], (), verified)
             self.bases = self._bases(clock, timeout_s)
             return
-        sends = seat is not None and seat.peer is not None
-        if told is None or seat is None or commits is None or not (sends or holds):
-            self.store = PeerStore()
+        sends = job_session is not None and job_session.peer is not None
+        if told is None or job_session is None or commits is None or not (sends or holds):
+            self.store = PeerBaseStore()
             self.logs = PeerLogStore()
             return
         from everstep.keeper.ship.log_sender import LogSender
         from everstep.keeper.ship.lossy_log import shrinking
         from everstep.keeper.ship.replicator import Pace, Replicator
 
-        self._rank = seat.rank
-        recovered = seat.recovered
-        mine = (seat.rank,) if holds and recovered is None else ()
-        sources = (*seat.sources, *mine)
-        spare = seat.spare if holds else None
+        self._rank = job_session.rank
+        recovered = job_session.recovered
+        mine = (job_session.rank,) if holds and recovered is None else ()
+        sources = (*job_session.sources, *mine)
+        spare = job_session.spare if holds else None
         self.store.new_start(told["bound_bytes"], sources, recovered, spare)
-        self.logs.new_start(told["log_bytes"], seat.sources)
+        self.logs.new_start(told["log_bytes"], job_session.sources)
         self.replicator = replicator = Replicator(
-            seat,
+            job_session,
             self.store,
             Pace(told["bytes_per_s"], at_once=holds),
             clock,
@@ -116,7 +118,7 @@ class Peers:
         replicator.on_everywhere = on_everywhere
         if told["sends_log"]:
             replicator.log = sender = LogSender(
-                seat.rank,
+                job_session.rank,
                 replicator.peer,
                 told["bytes_per_s"],
                 clock,
@@ -227,14 +229,19 @@ class Peers:
         return HeldBase(copy.marker, files_over(copy.marker, copy.memory), durable=False)
 
     def _in_memory(self, base: BaseId) -> HeldBase | None:
-        there = self._holding.durable(base)
+        there = self._newest_capture.durable(base)
         if there is None:
             return None
         capture, arena = there
         fields, blobs = base_to_wire(capture)
         held = base_from_wire(fields, dict(enumerate(blobs)), arena)
         files = tuple(
-            (_Twofold(file, lambda: self._holding.has(capture), self._opener(base, record)), record)
+            (
+                _Twofold(
+                    file, lambda: self._newest_capture.has(capture), self._opener(base, record)
+                ),
+                record,
+            )
             for file, record in held.files
         )
         return HeldBase(held.marker, files, durable=True)

@@ -41,7 +41,7 @@ _LOOK_S = 0.1
 class Others(Protocol):
     """The keepers of the other ranks (:class:`.commits.RankCommits`)."""
 
-    listened_s: float
+    last_receive_s: float
 
     def send(self, rank: int, message: CopyMessage) -> None:
         """Says something; perhaps it is lost."""
@@ -198,7 +198,7 @@ class LeadingMirror(_RankMirror):
     def _ask(self, manifest: Manifest) -> None:
         with self._changed:
             assert self._round is not None
-            ranks = self._round.tick(self._others.listened_s)
+            ranks = self._round.tick(self._others.last_receive_s)
         for rank in ranks:
             self._others.send(rank, CopyWanted(self._number, manifest))
 

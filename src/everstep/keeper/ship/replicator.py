@@ -31,10 +31,10 @@ from everstep.commit.job.steps import Send
 from everstep.commit.lineage import BaseId
 from everstep.commit.peers import Rounds
 from everstep.errors import EverstepError, KeeperError
+from everstep.keeper.held.peer_base_store import PeerBaseStore
 from everstep.keeper.held.peer_log_store import PeerLogStore
-from everstep.keeper.held.peer_store import PeerStore
 from everstep.keeper.ship.log_sender import LogSender
-from everstep.link.seat import Seat
+from everstep.link.job_session import JobSession
 from everstep.restore.fetch.held import HeldBase
 from everstep.seams.clock import Clock
 
@@ -146,8 +146,8 @@ class Replicator:
 
     def __init__(
         self,
-        seat: Seat,
-        store: PeerStore,
+        job_session: JobSession,
+        store: PeerBaseStore,
         pace: Pace,
         clock: Clock,
         find: Callable[[BaseId], Source | None],
@@ -156,11 +156,11 @@ class Replicator:
         *,
         timeout_s: float,
     ) -> None:
-        peer = seat.peer
+        peer = job_session.peer
         # Itself: there is none, and it is enough that all ranks have a base (in memory).
-        self.peer = seat.rank if peer is None else peer
+        self.peer = job_session.rank if peer is None else peer
         self.stats = ReplicatorStats()
-        self._seat = seat
+        self._job_session = job_session
         self._store = store
         self._pace = pace
         self._clock = clock
@@ -169,8 +169,10 @@ class Replicator:
         self._tell = tell
         self._timeout_s = timeout_s
         self._rounds = None
-        if seat.rank == COORDINATOR:
-            self._rounds = Rounds(len(seat.disks), repeat_s=_SAY_AGAIN_S, late_s=2 * timeout_s)
+        if job_session.rank == COORDINATOR:
+            self._rounds = Rounds(
+                len(job_session.disks), repeat_s=_SAY_AGAIN_S, late_s=2 * timeout_s
+            )
         self.logs = PeerLogStore()
         self.log: LogSender | None = None
         self.on_everywhere: Callable[[BaseId], None] = lambda base: None
@@ -271,7 +273,7 @@ class Replicator:
             self._to(one.rank, one.message)
 
     def _to(self, rank: int, message: Message) -> None:
-        if rank == self._seat.rank:
+        if rank == self._job_session.rank:
             assert isinstance(message, PeerMessage)
             self._heard(rank, message)
         else:
@@ -313,7 +315,7 @@ class Replicator:
                 f"the peer, rank {self.peer}, gets no copy of the base of step {base.step}: the "
                 "one before is still being sent when the next one is there",
                 step=base.step,
-                rank=self._seat.rank,
+                rank=self._job_session.rank,
                 tier="peer",
                 hint="a longer every=, or a larger PeerOptions(bytes_per_s=); counted in "
                 "stats().peers_passed_over",
@@ -397,7 +399,7 @@ class Replicator:
 
     def _begin(self, one: _Sending, now_s: float) -> None:
         one.source = self._find(one.base)
-        if one.source is not None and self.peer == self._seat.rank:
+        if one.source is not None and self.peer == self._job_session.rank:
             self._ended(one, "whole")
         elif one.source is not None:
             one.size_bytes = sum(file.size_bytes for file, _ in one.source[0].files)
@@ -462,7 +464,7 @@ class Replicator:
                 f"the peer, rank {self.peer}, gets no copy of the base of step {one.base.step}: "
                 f"{why}",
                 step=one.base.step,
-                rank=self._seat.rank,
+                rank=self._job_session.rank,
                 tier="peer",
                 hint="training goes on; the next base is sent anew",
             ),

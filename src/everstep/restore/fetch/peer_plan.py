@@ -48,7 +48,8 @@ def plan_of(
 
     Args:
         rooms: by rank: bytes that it may take for what comes from others' disks; (): any number.
-        covers: there is nothing else than what is left of replicas (``adr/037``); by rank: whose
+        covers: there is nothing else than what is left of replicas (``docs/design/ranks.md``); by
+        rank: whose
             entries are in what it has.
     """
     disks = {offer.rank: offer.disk for offer in offers}

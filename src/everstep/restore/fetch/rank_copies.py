@@ -1,7 +1,8 @@
 """Copies of a run in other tiers, as one rank of a job that starts sees them.
 
 What is in a copy every rank can read, whatever disk it has. So each of them offers it beside what
-is on its own disk (``adr/024``), after having looked for itself: I7 asks for what every rank can
+is on its own disk (``docs/design/tiers.md``), after having looked for itself: I7 asks for what
+every rank can
 really read.
 """
 

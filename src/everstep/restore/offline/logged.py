@@ -1,6 +1,6 @@
 """What base and log on disk give together: which steps, from which base, by which segments.
 
-Of several ranks a step is there if every one of them has it (I4, ``adr/042``).
+Of several ranks a step is there if every one of them has it (I4, ``docs/design/audit.md``).
 """
 
 from __future__ import annotations

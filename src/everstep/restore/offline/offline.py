@@ -1,5 +1,5 @@
 """A state without the program that trained it: a base in host memory, brought forward by the log;
-or of several ranks' base what one of them writes, by its own log (``adr/043``).
+or of several ranks' base what one of them writes, by its own log (``docs/design/log.md``).
 
 What :class:`~everstep.restore.redo.redo.Redo` does to live objects is done here to plain tensors on
 the CPU. The object trees of a base say all that is needed: which parameters an optimizer has, by

@@ -1,4 +1,5 @@
-"""The states of all ranks of a job without the program that trained them (``adr/042``).
+"""The states of all ranks of a job without the program that trained them
+(``docs/design/audit.md``).
 
 Each rank replays its own log, with the parts of updates that others have recorded, over the tensors
 that it held: so the bits are those of training, whatever the layout and the optimizer. What several
@@ -274,7 +275,8 @@ class JobState:
     # What is made of it.
 
     def whole(self) -> tuple[OfflineState, dict[str, str]]:
-        """What one process alone would restore of it (``adr/022``), and what that leaves out, by
+        """What one process alone would restore of it (``docs/design/ranks.md``), and what that
+        leaves out, by
         part of the state and in words: of what each rank had for itself it has that of the first.
 
         Raises:

@@ -1,4 +1,5 @@
-"""Bases over several steps whose parts several ranks put together when they restore (``adr/040``).
+"""Bases over several steps whose parts several ranks put together when they restore
+(``docs/design/multistep.md``).
 
 The files of each rank that saved one are made whole by themselves, on the CPU, as its keeper would
 have done: they hold the parameters that it writes, their state, and the gradients of these. So it

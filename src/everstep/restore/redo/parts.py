@@ -1,4 +1,5 @@
-"""An update of which each rank has recorded a part (``adr/029``): what goes with a record."""
+"""An update of which each rank has recorded a part (``docs/design/ranks.md``): what goes with a
+record."""
 
 from __future__ import annotations
 

@@ -42,7 +42,8 @@ def update_of(record: LogRecord, *, own: bool = False) -> Update:
         }
         gradients = gradients_of(about, tensors)
         lossy = bool(about.get("lossy", False))
-        # What each rank updates by itself takes nothing else; in other parts it does (adr/033).
+        # What each rank updates by itself takes nothing else; in other parts it does
+        # (docs/design/ranks.md).
         own = own or (bool(about.get("spread", False)) and not record.parts)
         if in_parts and not own:
             others = gradients_of_others(record, about)

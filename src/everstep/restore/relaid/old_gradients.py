@@ -2,7 +2,7 @@
 
 What an optimizer that acts element by element has done to a part of a tensor, it does to any other
 part of it. So whoever has a parameter, or a part of one, takes the same part of its gradient from
-the logs of all ranks that had any of it (``adr/033``).
+the logs of all ranks that had any of it (``docs/design/ranks.md``).
 """
 
 from __future__ import annotations

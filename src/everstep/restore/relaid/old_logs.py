@@ -1,5 +1,5 @@
 """Logs of ranks that trained in another number than this job has, or in another layout
-(``adr/033``): what of them this rank reads, for itself and for the others.
+(``docs/design/ranks.md``): what of them this rank reads, for itself and for the others.
 
 Each segment is looked at, and read, by one rank: those that see the same disk share them out among
 each other, all share out what copies have. What lies in a keeper's memory is read by whoever that

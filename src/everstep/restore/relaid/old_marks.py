@@ -2,7 +2,8 @@
 
 With the marks of a step, what the headers of a base say of who had which part of a tensor is true
 of that step, too. So they are read by the very code that reads a base of another number of ranks,
-with its rules for what each rank had for itself (``adr/022``, ``adr/033``).
+with its rules for what each rank had for itself (``docs/design/ranks.md``,
+``docs/design/ranks.md``).
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 """Redo of steps that another number of ranks has trained, or as many in another layout
-(``adr/033``).
+(``docs/design/ranks.md``).
 
 As :mod:`.redo`, but each update is put together of this rank's parts of what all of them consumed,
 and what no optimizer replays is restored from the last marks of all of them.

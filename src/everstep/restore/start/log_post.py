@@ -1,11 +1,12 @@
 """What ranks say while they agree on what to restore, and hand each other of their logs meanwhile.
 
-Where each rank has recorded a part of what all consumed alike (``adr/029``), replay takes all
+Where each rank has recorded a part of what all consumed alike (``docs/design/ranks.md``), replay
+takes all
 parts: each rank asks the others for theirs, step by step, and answers them whenever it looks at its
 mailbox: between two steps, and while it loads. What belongs to the agreement waits meanwhile.
 
 Where another number of ranks has written the log, each of theirs is read by one rank, which hands
-it out in the same way, with the marks (``adr/033``).
+it out in the same way, with the marks (``docs/design/ranks.md``).
 """
 
 from __future__ import annotations

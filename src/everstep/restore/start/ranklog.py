@@ -355,7 +355,7 @@ class RankLog:
 
     def _in_reach(self, chain: Chain, restored: Restored, post: LogPost) -> Iterator[Chain]:
         """The chain, piece by piece: where each rank has recorded a part of what all consumed
-        alike, as many steps as memory for the others' parts allows (``adr/029``)."""
+        alike, as many steps as memory for the others' parts allows (``docs/design/ranks.md``)."""
         ranks = others_of(self._loader.state)
         if not ranks:
             yield from (chain,) if chain.steps else ()

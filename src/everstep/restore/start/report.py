@@ -36,7 +36,7 @@ class Recovery:
         timeline: the timeline that was opened; later bases are written to it.
         skipped: bases that were passed over, with the reason.
         mismatched: ``(name, what differs)`` that ``strict=False`` left out, or took as it may not
-            be meant (parameters that ranks had different ones of, see ``adr/022``).
+            be meant (parameters that ranks had different ones of, see ``docs/design/ranks.md``).
         notes: what this machine could not take back, and damage to records that did no harm; that
             the step is of a branch that was given up, or that newer ones of the history are lost,
             in a log that could not be replayed here, or in one that no base leads to.

@@ -114,7 +114,7 @@ class Resumed:
     def led_from(self, world: int) -> int | None:
         """Step of the base that the log of ``world`` ranks goes on from; None: there is none, as it
         goes on from no base of another number of ranks, nor behind the log of another layout
-        (``adr/033``)."""
+        (``docs/design/ranks.md``)."""
         if self.base is None or self.loaded is None or self.by_offsets:
             return None
         if self.loaded.marker.world != world:

@@ -51,7 +51,7 @@ class Standstill:
         return self.for_s(at) > self.timeout_s
 
     @property
-    def look_again_s(self) -> float:
+    def poll_s(self) -> float:
         """How long to wait at most before the next look."""
         return min(_LOOK_AGAIN_S, self.timeout_s)
 
@@ -75,7 +75,7 @@ def is_over(
     still.for_s(moves())
     while not future.done():
         with contextlib.suppress(FutureTimeout, CancelledError):
-            future.exception(still.look_again_s)
+            future.exception(still.poll_s)
         if not future.done() and still.is_over(moves()):
             return False
         alive()

@@ -1,4 +1,5 @@
-"""Whose log holds which gradient, of those that several ranks consume alike (``adr/029``).
+"""Whose log holds which gradient, of those that several ranks consume alike
+(``docs/design/ranks.md``).
 
 Under DistributedDataParallel every rank consumes the same gradients, so each of them records a
 part. Each computes by itself which: a function of the parameters, their sizes, and the ranks.
@@ -50,7 +51,8 @@ class Part:
 
 def log_parts(state: State) -> dict[str, dict[str, Part]]:
     """By optimizer: of its parameters, by name, those that several ranks train alike, and of which
-    each of these records a part. Where a keeper follows the log (``adr/043``), who writes a
+    each of these records a part. Where a keeper follows the log (``docs/design/log.md``), who
+    writes a
     parameter in a base has its gradients, too: on each disk all are recorded."""
     units: dict[tuple[int, ...], dict[str, int]] = {}
     taught: set[str] = set()

@@ -19,7 +19,8 @@ class RankInfo:
         here: how many ranks share the memory of this machine, itself included.
         nodes: by rank: what its node is called; empty where no rank sends its bases to a peer.
         followed: what this rank writes in a base its keeper can compute by its log alone, or by the
-            gradients that it copies: all are split alike (``adr/040``, ``adr/043``).
+            gradients that it copies: all are split alike (``docs/design/multistep.md``,
+            ``docs/design/log.md``).
         logged: there is a gradient log: what its marks hold each rank restores of its own, so each
             writes it.
     """

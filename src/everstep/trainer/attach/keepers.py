@@ -25,14 +25,13 @@ from everstep.errors import EverstepError, KeeperError, OptionError
 from everstep.format.header import ShardIdentity
 from everstep.format.writer import ChunkRing
 from everstep.keeper.log.log import open_log
-from everstep.keeper.persist.local import LocalKeeper
-from everstep.keeper.persist.summed import summed
+from everstep.keeper.persist.local_keeper import LocalKeeper
 from everstep.link.channel import BackgroundChannel
-from everstep.link.keeper_stats import KeeperStats
+from everstep.link.job_session import JobSession, mailbox_error
+from everstep.link.keeper_stats import KeeperStats, add_stats
 from everstep.link.messages import identity_to_wire
 from everstep.link.pool import CapturePool
-from everstep.link.seat import Seat, no_mailbox
-from everstep.link.waiting import unless_gone
+from everstep.link.waiting import ignore_if_lost
 from everstep.restore.fetch.held import Recalled
 from everstep.run.fence import Fence
 from everstep.seams import Clock, PosixFileSystem, Seams, SystemClock
@@ -174,7 +173,7 @@ class Keepers:
         self._arena_bytes = max(PAGE_BYTES, arena_bytes // PAGE_BYTES * PAGE_BYTES)
         self._replica_bytes = replica_bytes
         self._info = info
-        self._seat: Seat | None = None
+        self._job_session: JobSession | None = None
         # Belongs to the timeline, and outlives a keeper.
         self._fence: Fence | None = None
         self._mailbox: PeerMailbox | None = None
@@ -225,7 +224,7 @@ class Keepers:
     def send_to_peer(
         self, bound_bytes: int, peers: PeerOptions, log_bytes: int | None = None
     ) -> None:
-        """Let keepers send bases and log to the memory of another node, beginning with the next one.
+        """Let keepers send bases and log to the memory of another node from the next one on.
 
         Args:
             bound_bytes: memory here for copies of other ranks.
@@ -261,7 +260,7 @@ class Keepers:
         return (
             self._past_stats
             if self.current is None
-            else summed(self._past_stats, self.current.stats)
+            else add_stats(self._past_stats, self.current.stats)
         )
 
     def open(self, *, in_background: bool = False) -> None:
@@ -385,7 +384,7 @@ class Keepers:
                 self._mailbox.close()
             self._mailbox = PeerMailbox(host, port)
         except OSError as error:
-            raise no_mailbox(host, port, error) from error
+            raise mailbox_error(host, port, error) from error
         return self._mailbox.address
 
     def _hold(self, port: HeldPort | None) -> None:
@@ -399,7 +398,7 @@ class Keepers:
         self,
         timeline: int,
         verified: BaseId | None = None,
-        seat: Seat | None = None,
+        job_session: JobSession | None = None,
         *,
         opened: bool = True,
     ) -> Keeper:
@@ -407,7 +406,7 @@ class Keepers:
 
         Args:
             verified: base on disk that was just read and verified.
-            seat: place of this rank in the job; None for a single rank.
+            job_session: place of this rank in the job; None for a single rank.
             opened: True for a new timeline; False if a replacement keeper continues one.
         """
         self.ready()
@@ -417,7 +416,7 @@ class Keepers:
             self._fence = Fence(self._seams.filesystem, self._run, timeline)
             self._channel.took_over(timeline)
             self.attempts.why_not = None
-        self._seat = seat
+        self._job_session = job_session
         self.peer_log_step = None
         self._past_stats = self.stats
         if opened:  # otherwise durable bases of the timeline stay valid
@@ -434,7 +433,7 @@ class Keepers:
                 history=self._options.log.history,
                 replica=self._replica_message(),
                 rebuild=self._rebuild_message(),
-                seat=None if seat is None else seat.to_wire(),
+                job_session=None if job_session is None else job_session.to_wire(),
             )
             self.current = self._remote
             return self._remote
@@ -451,7 +450,7 @@ class Keepers:
             verified=verified,
             timeout_s=self._options.progress_timeout_s,
             history=self._options.log.history,
-            seat=seat,
+            job_session=job_session,
             mailbox=mailbox,
         )
         if self.pool is not None:
@@ -565,7 +564,7 @@ class Keepers:
 
     def _replace(self, timeline: int, again: int | None) -> None:
         lost = self.lost
-        seat = self._seat
+        job_session = self._job_session
         steps = () if self._remote is None else tuple(sorted(self._remote.lost_steps - {again}))
         assert self._fence is not None, "a keeper was lost before its first timeline"
         # Before a new keeper starts: the run may belong to another process by now.
@@ -573,13 +572,13 @@ class Keepers:
             self._fence.check()
         self.open()
         assert self._remote is not None
-        with unless_gone(self._remote):  # if it is lost, too, the next call replaces it
+        with ignore_if_lost(self._remote):  # if it is lost, too, the next call replaces it
             self._remote.settle(self._options.progress_timeout_s)  # it may still write our captures
-            if seat is not None:  # at the address that other ranks know
-                self.listen(*seat.peers[seat.rank])
+            if job_session is not None:  # at the address that other ranks know
+                self.listen(*job_session.peers[job_session.rank])
         self.restarts += 1
-        again_there = seat and dataclasses.replace(seat, again=True, lost=steps)
-        self.serve(timeline, seat=again_there, opened=False)
+        again_there = job_session and dataclasses.replace(job_session, again=True, lost=steps)
+        self.serve(timeline, job_session=again_there, opened=False)
         _log.warning("%s", lost)
         warnings.warn(f"everstep: {lost}", RuntimeWarning, stacklevel=6)
         if callable(self._options.on_failure) and lost is not None:

@@ -1,9 +1,9 @@
-"""Reads the memory of keepers on this machine that serve no rank of this job (``adr/033``).
+"""Reads the memory of keepers on this machine that serve no rank of this job.
 
 They were left by a job with another number of ranks, by this rank if it now runs without a keeper
 process, or under a path that the run folder was moved from. Their memory is read and left to them.
 A keeper whose training process is alive is not touched: it belongs to another job with this path,
-or to a rank of this one.
+or to a rank of this one. See ``docs/design/ranks.md``.
 """
 
 from __future__ import annotations

@@ -20,11 +20,16 @@ from everstep.link.assembly import Assembly, assembly_to_wire
 from everstep.link.capture import Capture
 from everstep.link.channel import BackgroundChannel
 from everstep.link.keeper_stats import KeeperStats
-from everstep.link.log_layouts import LogLayouts
+from everstep.link.log_records import LogLayouts
 from everstep.link.messages import OBJECT_PART_BYTES, begin_to_wire, layout_to_wire, parts_of
 from everstep.link.samples import Samples
-from everstep.link.save import Save, done, failed
-from everstep.link.waiting import Moves, Patience, keeper_gone, storage_hangs
+from everstep.link.save import Save, complete, fail
+from everstep.link.waiting import (
+    ReplicaProgress,
+    WaitDeadline,
+    keeper_lost_error,
+    storage_hang_error,
+)
 from everstep.link.wire import Connection, error_from_wire, error_to_wire
 from everstep.restore.fetch.held import Recalled
 from everstep.seams import Clock
@@ -192,7 +197,7 @@ class RemoteKeeper:
         history: str = "last",
         replica: Mapping[str, Any] | None = None,
         rebuild: Mapping[str, Any] | None = None,
-        seat: Mapping[str, Any] | None = None,
+        job_session: Mapping[str, Any] | None = None,
     ) -> None:
         """Begin to serve a timeline.
 
@@ -204,7 +209,7 @@ class RemoteKeeper:
             replica: limits of the replica (see :class:`.replica.ReplicaLimits`); None without one.
             rebuild: number of ``threads`` that complete multi-step bases, and whether to load
                 torch for it at once (``warm``); None without such bases.
-            seat: place of this rank in the job (see :class:`.commits.Seat`); None for a single
+            job_session: place of this rank in the job (:class:`.JobSession`); None for a single
                 rank.
         """
         known = None if verified is None else [verified.timeline, verified.step]
@@ -225,7 +230,7 @@ class RemoteKeeper:
                 "replica": replica,
                 "rebuild": rebuild,
                 **self.copies,
-                "seat": seat,
+                "seat": job_session,
             }
         )
 
@@ -395,7 +400,7 @@ class RemoteKeeper:
             with self._changed:
                 if self.lost is not None:
                     self.lost_steps.add(save.step)
-                    failed(save.durable, self.lost)
+                    fail(save.durable, self.lost)
                     return
                 self._replica_requests.add(number, save, exact=exact)
             self._send(message)
@@ -429,8 +434,8 @@ class RemoteKeeper:
             DeadlineError: The timeout is over, or the keeper sends no messages.
             EverstepError: A base has failed, and the policy is to raise.
         """
-        patience = Patience(self._clock, timeout_s)
-        moves = Moves(self._clock, self.silence.timeout_s)
+        patience = WaitDeadline(self._clock, timeout_s)
+        moves = ReplicaProgress(self._clock, self.silence.timeout_s)
         for message in list(self._unsent.values()):
             self._send({**message, "again": True})
         self._unsent.clear()
@@ -445,7 +450,7 @@ class RemoteKeeper:
                         self._waiting or self._replica_requests.pending
                     ):
                         break
-                    self._changed.wait(patience.look_again_s)
+                    self._changed.wait(patience.poll_s)
                 if show:
                     bar.advance(self.written_bytes - seen)
                     seen = self.written_bytes
@@ -455,7 +460,7 @@ class RemoteKeeper:
                     disk = self.moves, self.log_moves
                     moves.look(*disk, self.replica_step, self.replica_applied, steps)
                 if self._hung:  # reported already; the wait would never end
-                    raise storage_hangs(len(self._waiting))
+                    raise storage_hang_error(len(self._waiting))
                 with self._changed:
                     left = (
                         0 if self.lost else len(self._waiting) + len(self._replica_requests.steps)
@@ -493,7 +498,7 @@ class RemoteKeeper:
         try:
             self._connection.send(message)
         except (KeeperError, OSError) as error:
-            self._lose(keeper_gone(self.pid, error))
+            self._lose(keeper_lost_error(self.pid, error))
 
     def _request(
         self, message: dict[str, Any], reply: str, timeout_s: float
@@ -517,7 +522,7 @@ class RemoteKeeper:
         except Exception as found:
             error = found
         if not self._closing:
-            self._lose(keeper_gone(self.pid, error))
+            self._lose(keeper_lost_error(self.pid, error))
         self._connection.close()
 
     def _on_message(self, message: dict[str, Any], fds: list[int]) -> None:
@@ -592,9 +597,9 @@ class RemoteKeeper:
         if capture is None:
             return
         if error is None:
-            done(capture.save.durable, size_bytes)
+            complete(capture.save.durable, size_bytes)
         else:
-            failed(capture.save.durable, error)
+            fail(capture.save.durable, error)
         capture.on_end(capture)
 
     def _lose(self, error: EverstepError | None) -> None:
@@ -614,5 +619,5 @@ class RemoteKeeper:
         self._replica_requests.lose(self.lost)
         self.on_disk(0)  # wake callers that wait for the log; they read ``lost``
         for capture in captures:
-            failed(capture.save.durable, self.lost)
+            fail(capture.save.durable, self.lost)
             capture.on_end(capture)

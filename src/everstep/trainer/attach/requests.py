@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 from everstep.errors import DeadlineError, EverstepError, StateError
 from everstep.link.samples import Samples
-from everstep.link.save import Save, done, failed
+from everstep.link.save import Save, complete, fail
 from everstep.seams import Clock
 from everstep.seams.files.moving import Standstill
 from everstep.seams.network.sockets import close_descriptors
@@ -79,9 +79,9 @@ class ReplicaRequests:
                     f"the replica has continued to step {step} before it could make a base of step "
                     f"{save.step}"
                 )
-                failed(save.durable, StateError(why, step=save.step))
+                fail(save.durable, StateError(why, step=save.step))
             else:
-                done(save.durable, size_bytes)
+                complete(save.durable, size_bytes)
 
     def refused(self, numbers: Sequence[int], error: EverstepError, step: int | None) -> None:
         """End requests with an error.
@@ -91,7 +91,7 @@ class ReplicaRequests:
                 there is none.
         """
         for save, _ in self._pop(numbers, step):
-            failed(save.durable, error)
+            fail(save.durable, error)
 
     def retained(self, step: int) -> None:
         """Note that retention after the base of ``step`` is over."""
@@ -181,7 +181,7 @@ class Replies:
             with self._changed:
                 self._changed.wait_for(
                     lambda: kind in self._found or keeper.lost is not None,
-                    still.look_again_s,
+                    still.poll_s,
                 )
                 if kind in self._found:
                     return self._found.pop(kind)

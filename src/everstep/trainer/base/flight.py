@@ -9,7 +9,7 @@ from everstep.capture.audit import Sample
 from everstep.capture.lanes.lane import Transfer
 from everstep.capture.versions import Versions
 from everstep.link.capture import Capture
-from everstep.link.pool import CapturePool, Room
+from everstep.link.pool import Block, CapturePool
 from everstep.state.survey.survey import Survey
 from everstep.trainer.attach.keeper import Keeper
 from everstep.trainer.base.prepared import Copies, Prepared
@@ -28,7 +28,7 @@ class Flight:
     keeper: Keeper
     pool: CapturePool
     prepared: Prepared
-    room: Room
+    room: Block
     survey: Survey
     copies: Copies
     tell: Tell | None = None

@@ -24,11 +24,18 @@ from everstep.errors import (
 )
 from everstep.format.header import ShardIdentity
 from everstep.format.plan import BasePlan
-from everstep.keeper.persist.local import LocalKeeper
+from everstep.keeper.persist.local_keeper import LocalKeeper
 from everstep.link.capture import Capture, Incoming
 from everstep.link.channel import BackgroundChannel
-from everstep.link.pool import CapturePool, Room
-from everstep.link.save import Save, as_ours, changed_while_copied, done, failed, telling
+from everstep.link.pool import Block, CapturePool
+from everstep.link.save import (
+    Save,
+    as_everstep_error,
+    changed_during_copy_error,
+    complete,
+    fail,
+    failing_save,
+)
 from everstep.seams import Clock
 from everstep.seams.failpoints import failpoint
 from everstep.seams.processes.conditions import is_over
@@ -159,7 +166,7 @@ class Saver:
         save = Save(identity.step, identity.timeline, in_memory=in_memory)
         self.saves += 1
         self.last_save_s = self._clock.monotonic_s()
-        with telling(save, self.post):
+        with failing_save(save, self.post):
             self._take(identity, save, survey, show=show)
         self._last = save
         keeper = self._keeper
@@ -306,7 +313,7 @@ class Saver:
         room = self.acquire(prepared, survey)
         self.fill(prepared, plan, survey, save, room, prepared.copies(survey.tensors))
 
-    def acquire(self, prepared: Prepared, survey: Survey) -> Room:
+    def acquire(self, prepared: Prepared, survey: Survey) -> Block:
         """A block of the arena for a base of a state; training waits for it, and for what its plain
         data will take, as far as is known: if there is none, that is looked at again.
 
@@ -340,7 +347,7 @@ class Saver:
         plan: BasePlan,
         survey: Survey,
         save: Save,
-        room: Room,
+        room: Block,
         copies: Copies,
         tell: Tell | None = None,
     ) -> None:
@@ -426,7 +433,7 @@ class Saver:
             if check is not None and flight.sample is not None:
                 torn = self._look(flight) or check.differing(flight.sample, block)
                 if torn is not None:
-                    raise changed_while_copied(torn, capture.step)
+                    raise changed_during_copy_error(torn, capture.step)
             mine = self._decide(flight)
             if not mine:
                 return  # lost at the gate meanwhile
@@ -435,7 +442,7 @@ class Saver:
             if flight.tell is None:
                 flight.pool.drop_kept()  # this one is newer, and survives as they did
             failpoint("capture.after_captured")
-            done(capture.save.staged, None)
+            complete(capture.save.staged, None)
         except BaseException as error:
             flight.decided = flight.decided and (told or not mine)
             self._lose(flight, error)
@@ -461,11 +468,11 @@ class Saver:
             return
         save = flight.capture.save
         if isinstance(error, Exception):
-            ours = as_ours(error, save.step)
+            ours = as_everstep_error(error, save.step)
             seen_to = isinstance(ours, AuditError) and self.on_torn(ours)
             flight.keeper.abandon(flight.capture, None if seen_to else ours)
-            failed(save.staged, ours)
-            failed(save.durable, ours)
+            fail(save.staged, ours)
+            fail(save.durable, ours)
         else:
             flight.keeper.abandon(flight.capture, None)
             save.staged.cancel()
@@ -492,7 +499,7 @@ class Saver:
             self._retire(flight)
             self._let_go(flight.capture, flight.room, flight.keeper, flight.pool)
 
-    def _let_go(self, capture: Capture, room: Room, keeper: Keeper, pool: CapturePool) -> None:
+    def _let_go(self, capture: Capture, room: Block, keeper: Keeper, pool: CapturePool) -> None:
         """Called twice for each capture: nothing writes into its memory any more, and nothing
         reads it any more."""
         with self._lock:

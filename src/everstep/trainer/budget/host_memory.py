@@ -17,7 +17,7 @@ from everstep.arena.memory import CONTROL_BYTES, PROGRESS_WORDS
 from everstep.commit.peers import peer_of
 from everstep.config.options import Options
 from everstep.errors import OutOfSpaceError
-from everstep.link.record_memory import RECORD_BYTES
+from everstep.link.log_records import RECORD_BYTES
 from everstep.seams.machine import file_bytes_max, memory_available_bytes
 from everstep.state.entries import Entry
 from everstep.state.layout import plan_shards

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from everstep.errors import UnsupportedStateError
-from everstep.link.recordable import why_not
+from everstep.link.recordable import replay_refusal
 from everstep.replay.exactness import exactness, is_elementwise, kind_name
 from everstep.state.image import State
 from everstep.state.providers.optimizers import OptimizerProvider
@@ -44,7 +44,7 @@ def require_replayable(state: State) -> None:
         captured over several steps takes it.
     """
     optimizers = state.optimizers.items()
-    refused = [(key, why) for key, o in optimizers if (why := why_not(acting(o)))]
+    refused = [(key, why) for key, o in optimizers if (why := replay_refusal(acting(o)))]
     found = refused or _unknown_to_keepers(state)
     if found:
         listed = "\n".join(f"  {key}: {why}" for key, why in found)

@@ -27,7 +27,7 @@ from everstep.errors import (
 from everstep.format.names import RUN_RECORD, TEMPORARY_SUFFIX
 from everstep.format.records import Manifest, RunRecord
 from everstep.format.writer import ChunkRing
-from everstep.link.seat import Seat, no_mailbox
+from everstep.link.job_session import JobSession, mailbox_error
 from everstep.restore.fetch.held import Recalled
 from everstep.restore.fetch.lent_files import opens_in
 from everstep.restore.fetch.node_reads import NodeStart, memory_name
@@ -102,12 +102,12 @@ class Job:
 
     Attributes:
         info: which rank this is.
-        seat: its place in the start of the job that was agreed on last.
+        job_session: its place in the start of the job that was agreed on last.
     """
 
     def __init__(self, group: Group, timeout_s: float) -> None:
         self.info = RankInfo(group.rank, group.world)
-        self.seat: Seat | None = None
+        self.job_session: JobSession | None = None
         self.resumed_durable = True
         self._group = group
         self._timeout_s = timeout_s
@@ -333,7 +333,7 @@ class Job:
                 self._copies.forget()
         keepers = tuple(_address(said["keeper"]) for said in found)
         unread = any(one.source != "disk" for one in resumed.reads)
-        self.seat = replace(self._seat(session, keepers, choice), unread=unread)
+        self.job_session = replace(self._job_session(session, keepers, choice), unread=unread)
         return resumed
 
     @contextlib.contextmanager
@@ -364,7 +364,7 @@ class Job:
         try:
             return PeerMailbox(self._group.host)
         except OSError as error:
-            raise no_mailbox(self._group.host, 0, error) from error
+            raise mailbox_error(self._group.host, 0, error) from error
 
     def _is_local(self, run: PurePath) -> bool:
         """Whether the run folder is on a disk of this node, and not on a network's."""
@@ -402,7 +402,9 @@ class Job:
         warn_of_different_layers(said, step)
         return apply_own_parameters(self._apart, said)[1]
 
-    def _seat(self, session: str, keepers: tuple[tuple[str, int], ...], choice: Choice) -> Seat:
+    def _job_session(
+        self, session: str, keepers: tuple[tuple[str, int], ...], choice: Choice
+    ) -> JobSession:
         """What is only in copies in part is nothing that the disks' retention may rest on, and
         what they have of it is not swept away either."""
         on_disks = choice.durable and choice.base not in choice.elsewhere
@@ -410,8 +412,10 @@ class Job:
         spare = None if on_disks else choice.base
         self.resumed_durable = choice.durable or choice.base is None
         unreadable = tuple(sorted({*choice.unreadable, *choice.elsewhere}))
-        seat = Seat(session, self.info.rank, self._disks, keepers, durable, spare, unreadable)
-        return replace(seat, nodes=self.info.nodes)
+        job_session = JobSession(
+            session, self.info.rank, self._disks, keepers, durable, spare, unreadable
+        )
+        return replace(job_session, nodes=self.info.nodes)
 
     def _open_copies(self, copies: Copies, found: Sequence[dict[str, Any]], run_id: str) -> None:
         """Rank 0 makes the places those of the run, and the others look whether they see it."""

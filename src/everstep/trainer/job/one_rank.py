@@ -1,5 +1,5 @@
 """A process that trains alone where several ranks have trained: it goes on from the last step that
-all of them logged (``adr/033``), as a job of one rank would."""
+all of them logged (``docs/design/ranks.md``), as a job of one rank would."""
 
 from __future__ import annotations
 

@@ -21,13 +21,13 @@ from everstep.link.recordable import (
     Grouping,
     Layouts,
     compressors_of,
-    deciding,
-    eager,
     exchanges_of,
     form_entries,
     groupings_of,
     lossy_entries,
     refuse_options,
+    replay_options,
+    require_eager,
 )
 from everstep.replay.checks import widens
 from everstep.replay.exactness import kind_name
@@ -179,7 +179,7 @@ class Consumption:
         """
         if not self._groupings:
             self.regroup()
-        optimizer = eager(key, self._state.optimizers[key])
+        optimizer = require_eager(key, self._state.optimizers[key])
         self._check_options(key, optimizer)
         last = self._last_of(key, only)
         there = [(name, p, _plain(p)) for name, p in last.members if p.grad is not None]
@@ -254,7 +254,7 @@ class Consumption:
     def _check_options(self, key: str, optimizer: Optimizer) -> None:
         """Refuses what would have been refused at the start: a program may set options at any time,
         and a base may have brought them."""
-        there = deciding(optimizer)
+        there = replay_options(optimizer)
         if there != self._allowed.get(key):
             refuse_options(key, optimizer)
             self._allowed[key] = there

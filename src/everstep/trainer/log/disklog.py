@@ -131,7 +131,7 @@ class DiskLog:
                 still = still or Standstill(self._timeout_s)
                 if still.is_over(keeper.log_moves):
                     return False
-                self._changed.wait(still.look_again_s)
+                self._changed.wait(still.poll_s)
         return True
 
     def over(self, step: int) -> None:
@@ -159,7 +159,7 @@ class DiskLog:
         while self._keeper is not None and not base.durable.done():
             if still.is_over((self._keeper.moves, self._keeper.log_moves)):
                 return False
-            is_over(base.durable, still.look_again_s)
+            is_over(base.durable, still.poll_s)
         return True
 
     def stop(self) -> None:

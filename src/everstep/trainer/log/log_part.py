@@ -1,4 +1,4 @@
-"""This rank's part of what DDP's ranks consume alike (``adr/029``)."""
+"""This rank's part of what DDP's ranks consume alike (``docs/design/ranks.md``)."""
 
 from __future__ import annotations
 

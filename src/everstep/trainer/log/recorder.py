@@ -24,8 +24,8 @@ from everstep.errors import DeadlineError, EverstepError
 from everstep.format.log import RecordHead
 from everstep.link.channel import BackgroundChannel
 from everstep.link.pool import CapturePool
-from everstep.link.recordable import Layouts, LogKeeper, Replaced, digest_of
-from everstep.link.save import Save, as_ours
+from everstep.link.recordable import Layouts, LogKeeper, ReplacedTensors, state_digest
+from everstep.link.save import Save, as_everstep_error
 from everstep.seams import Clock
 from everstep.seams.failpoints import failpoint
 from everstep.seams.fingerprint import Opened
@@ -105,7 +105,7 @@ class Recorder:
         ratio = options.log.ratio if log == "adaptive" else None
         self._consumption = Consumption(state, lossy_ratio=ratio, sparse=log == "topk")
         self._part = LogPart(state)
-        self._replaced = Replaced(state)
+        self._replaced = ReplacedTensors(state)
         self.untold = Untold(channel, state)
         self.nonfinite = NonFinite(channel, watched=options.log.watch)
         self._retry = Retry()
@@ -302,7 +302,10 @@ class Recorder:
     def _learn(self, survey: Survey) -> None:
         """What the state consists of from now on."""
         shape = survey.shape
-        self._entries, self._digest = shape.entries, digest_of(shape, self._consumption.regroup())
+        self._entries, self._digest = (
+            shape.entries,
+            state_digest(shape, self._consumption.regroup()),
+        )
         self._in_marks = [e.name for e in shape.entries if shape.owners[e.name].in_marks]
 
     def _mark(self, into: Into, survey: Survey, lsn: int, step: int) -> None:
@@ -514,7 +517,7 @@ class Recorder:
             with self._timed():
                 yield
         except Exception as error:
-            self._lost(as_ours(error, step))
+            self._lost(as_everstep_error(error, step))
         except BaseException:
             self._hole("recording was interrupted")
             raise

@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 import torch
 
 from everstep.format.log import RecordHead
-from everstep.link.pool import CapturePool, Room
-from everstep.link.record_memory import RECORD_BYTES
+from everstep.link.log_records import RECORD_BYTES
+from everstep.link.pool import Block, CapturePool
 from everstep.link.recordable import LogKeeper
 from everstep.trainer.log.disklog import DiskLog
 
@@ -31,11 +31,11 @@ class Into:
     pool: CapturePool
     timeline: int
 
-    def part(self, room: Room) -> torch.Tensor:
+    def part(self, room: Block) -> torch.Tensor:
         """The memory of a room."""
         return self.pool.whole[room.offset : room.offset + room.size_bytes]
 
-    def release(self, room: Room) -> None:
+    def release(self, room: Block) -> None:
         """Gives a room back that no record has come to lie in."""
         self.pool.release(room)
 
@@ -47,7 +47,7 @@ class Loan:
     for the second behind the first."""
 
     into: Into
-    room: Room
+    room: Block
     over: bool = False
 
     def end(self) -> bool:
@@ -67,7 +67,7 @@ class _Kept:
     number: int
     timeline: int
     step: int
-    room: Room
+    room: Block
     to_disk: bool
     taken_bytes: int
 
@@ -135,7 +135,7 @@ class LogRooms:
             newest = max((kept.step for kept in self.kept), default=-1)
             return not self.disk.on and newest > self.durable_step
 
-    def take(self, size_bytes: int, objects_bytes: int = 0) -> Room | None:
+    def take(self, size_bytes: int, objects_bytes: int = 0) -> Block | None:
         """A room for a record; None if there is none.
 
         Args:
@@ -167,7 +167,7 @@ class LogRooms:
             room = pool.acquire_now(max(1, size_bytes), beside_bytes)
         return room
 
-    def fits(self, into: Into, room: Room, objects_bytes: int) -> bool:
+    def fits(self, into: Into, room: Block, objects_bytes: int) -> bool:
         """Whether a record may come to lie in its room, now that it is known how much lies beside
         it: the log has no more than is its own, or no base might have room beside it."""
         need_bytes = into.pool.rounded_bytes(room.size_bytes) + objects_bytes + RECORD_BYTES
@@ -178,7 +178,7 @@ class LogRooms:
             self.too_large = need_bytes
         return held_bytes + need_bytes <= self.bytes_max
 
-    def keep(self, into: Into, head: RecordHead, room: Room, objects_bytes: int = 0) -> int | None:
+    def keep(self, into: Into, head: RecordHead, room: Block, objects_bytes: int = 0) -> int | None:
         """A record has come to lie in a room; returns its number, or None if nobody wants it:
         another keeper has come into service, or another timeline, and takes it for one of its own.
 

@@ -27,9 +27,9 @@ from everstep.config.options import Options
 from everstep.errors import EverstepError, StateError
 from everstep.format.header import ShardIdentity
 from everstep.link.channel import BackgroundChannel
-from everstep.link.pool import CapturePool, Room
-from everstep.link.recordable import digest_of
-from everstep.link.save import Save, as_ours, failed, telling
+from everstep.link.pool import Block, CapturePool
+from everstep.link.recordable import state_digest
+from everstep.link.save import Save, as_everstep_error, fail, failing_save
 from everstep.seams import Clock
 from everstep.seams.failpoints import failpoint
 from everstep.seams.fingerprint import Opened
@@ -190,7 +190,7 @@ class Multistep:
                 window.tensors = survey.tensors
                 self._take_part(window, survey)
         except Exception as error:
-            ours = as_ours(error, identity.step)
+            ours = as_everstep_error(error, identity.step)
             self._give_up(ours.message, ours)
         except BaseException:  # an interrupt, perhaps half-way
             self._give_up("it was interrupted")
@@ -283,7 +283,7 @@ class Multistep:
                     self._give_up("an update was not seen")
                 window.parts.applied(key, window.identity.step)
             except Exception as error:  # which is no reason for training to fail
-                ours = as_ours(error, window.identity.step + 1)
+                ours = as_everstep_error(error, window.identity.step + 1)
                 self._give_up(ours.message, ours)
 
     def declared(self, pattern: str, lsn: int, step: int) -> None:
@@ -351,8 +351,8 @@ class Multistep:
         save = save or Save(identity.step + len(plan.parts) - 1, identity.timeline)
         self._last = save
         watch = Watch(len(plan.parts), dict(self._saver.stall_s), self._clock.monotonic_s())
-        room: Room | None = None
-        with telling(save, self._saver.post):
+        room: Block | None = None
+        with failing_save(save, self._saver.post):
             size_bytes = prepared.plan(identity).size_bytes
             if self._options.leaves_bases_fuzzy:
                 size_bytes += redo_bytes(plan.cut)
@@ -381,7 +381,7 @@ class Multistep:
             try:
                 self._take_part(window, survey)
             except Exception as error:
-                ours = as_ours(error, identity.step)
+                ours = as_everstep_error(error, identity.step)
                 self._give_up(ours.message, ours)
             except BaseException:
                 self._give_up("it was interrupted")
@@ -433,7 +433,7 @@ class Multistep:
         self._window = None
         self._ended = window
         try:
-            with telling(save, self._saver.post):  # the keeper is gone, or an interrupt
+            with failing_save(save, self._saver.post):  # the keeper is gone, or an interrupt
                 self._saver.fill(prepared, plan, survey, save, window.room, copies, tell)
         finally:
             self._lane.run(mark.left)
@@ -451,8 +451,8 @@ class Multistep:
         self._void += 1
         self._take_again(why)
         ours = error or StateError(f"a base over several steps was given up: {why}")
-        failed(window.save.staged, ours)
-        failed(window.save.durable, ours)
+        fail(window.save.staged, ours)
+        fail(window.save.durable, ours)
         if error is not None and error is not self._updates.told:
             self._channel.post(error)
         else:
@@ -480,7 +480,7 @@ class Multistep:
             else:
                 self._give_up(why, window.failed)
         except Exception as error:
-            ours = as_ours(error, identity.step)
+            ours = as_everstep_error(error, identity.step)
             self._give_up(ours.message, ours)
 
     def _overtaken(self, window: Window, error: EverstepError) -> None:
@@ -512,5 +512,5 @@ class Multistep:
         """Of what the state consists of, and how it is grouped now."""
         consumption = self._updates.consumption
         if self._digest[0] is not shape.entries or not consumption.grouped_as_before():
-            self._digest = (shape.entries, digest_of(shape, consumption.regroup()))
+            self._digest = (shape.entries, state_digest(shape, consumption.regroup()))
         return self._digest[1]

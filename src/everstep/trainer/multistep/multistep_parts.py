@@ -10,7 +10,7 @@ from collections.abc import Callable
 from everstep.capture.lanes.lane import Lane
 from everstep.config.options import Options
 from everstep.errors import DeadlineError, EverstepError
-from everstep.link.save import as_ours, changed_while_copied
+from everstep.link.save import as_everstep_error, changed_during_copy_error
 from everstep.seams import Clock
 from everstep.trainer.base.prepared import Copies
 from everstep.trainer.multistep.multistep_choice import Choice
@@ -63,9 +63,9 @@ class PartCopies:
                 if copies.check is not None and sample is not None:
                     torn = copies.check.differing(sample, window.block)
                     if torn is not None:
-                        raise changed_while_copied(torn, step)
+                        raise changed_during_copy_error(torn, step)
             except Exception as error:
-                window.failed = window.failed or as_ours(error, step)
+                window.failed = window.failed or as_everstep_error(error, step)
             finally:
                 copying.done = True
 

@@ -1,4 +1,5 @@
-"""Where the ranks of a job end a base that they capture over several steps (``adr/040``).
+"""Where the ranks of a job end a base that they capture over several steps
+(``docs/design/multistep.md``).
 
 A base is whole only if every rank has its part of the very same step. Into how many parts each of
 them cuts its own follows from what it has measured, so when a base is due each says how many
@@ -13,7 +14,7 @@ from dataclasses import dataclass
 
 from everstep.errors import StateError
 from everstep.format.header import ShardIdentity
-from everstep.link.save import Save, failed, follow
+from everstep.link.save import Save, copy_outcome, fail
 from everstep.state.image import State
 from everstep.trainer.job.job import Job
 from everstep.trainer.multistep.multistep_mark import AtMark
@@ -118,8 +119,8 @@ class Together:
         self._save = None
         self.step = None
         if save is not None and taken is not None:
-            follow(save, taken)
+            copy_outcome(save, taken)
         elif save is not None:
             why = StateError("no rank has begun to capture this base", step=save.step)
-            failed(save.staged, why)
-            failed(save.durable, why)
+            fail(save.staged, why)
+            fail(save.durable, why)

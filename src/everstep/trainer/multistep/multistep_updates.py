@@ -15,8 +15,8 @@ from everstep.capture.lanes.batches import Chunks, plan_batches
 from everstep.capture.lanes.lane import Lane, Transfer
 from everstep.config.options import Options
 from everstep.errors import AuditError, DeadlineError, EverstepError
-from everstep.link.pool import Room
-from everstep.link.save import as_ours
+from everstep.link.pool import Block
+from everstep.link.save import as_everstep_error
 from everstep.seams import Clock
 from everstep.state.image import State
 from everstep.state.log import GRADIENT, UPDATE_OBJECT
@@ -116,7 +116,7 @@ class UpdateCopies:
         try:
             self._under = self._copy(window, key, names, lsn, step, over)
         except Exception as error:  # which is no reason for training to fail
-            ours = as_ours(error, step)
+            ours = as_everstep_error(error, step)
             self._give_up(ours.message, ours)
 
     def applied(self, window: Window, key: str) -> bool:
@@ -199,7 +199,7 @@ class UpdateCopies:
         head = window.head(step, lsn)
         return CopiedUpdate(head, layout, transfer, room, timed, consumed, held, check)
 
-    def _room(self, window: Window, size_bytes: int) -> Room | None:
+    def _room(self, window: Window, size_bytes: int) -> Block | None:
         """Memory for gradients; None if there is none, now that nobody waits for what is kept."""
         room = window.pool.acquire_now(max(1, size_bytes))
         if room is None:
@@ -234,7 +234,7 @@ class UpdateCopies:
             if check is not None and (torn := check.torn(into)) is not None:
                 raise self._torn(torn, step)
         except Exception as error:
-            window.failed = window.failed or as_ours(error, step)
+            window.failed = window.failed or as_everstep_error(error, step)
         finally:
             self._choice.over(update.timed)
             update.consumed = update.held = update.check = None

@@ -13,7 +13,7 @@ from everstep.errors import EverstepError
 from everstep.format.header import ShardIdentity
 from everstep.format.log import RecordHead
 from everstep.link.assembly import PartialUpdate
-from everstep.link.pool import CapturePool, Room
+from everstep.link.pool import Block, CapturePool
 from everstep.link.save import Save
 from everstep.state.layout import ShardLayout
 from everstep.state.survey.survey import Shape, Survey
@@ -62,7 +62,7 @@ class CopiedUpdate:
     head: RecordHead
     layout: ShardLayout
     transfer: Transfer
-    room: Room
+    room: Block
     timed: Timed
     consumed: Consumed | None
     held: list[tuple[torch.Tensor, torch.Tensor]] | None
@@ -100,7 +100,7 @@ class Window:
     tensors: Mapping[str, torch.Tensor]
     keeper: RemoteKeeper
     pool: CapturePool
-    room: Room
+    room: Block
     lsn: int
     watch: Watch
     next: int = 0
@@ -108,7 +108,7 @@ class Window:
     updates: list[CopiedUpdate] = field(default_factory=list)
     others: list[RecordHead] = field(default_factory=list)
     seen: list[tuple[int, frozenset[str]]] = field(default_factory=list)
-    rooms: list[Room] = field(default_factory=list)
+    rooms: list[Block] = field(default_factory=list)
     at_mark: AtMark | None = None
     failed: EverstepError | None = None
     told: bool = False

@@ -29,7 +29,7 @@ from everstep.format.plan import BasePlan
 from everstep.link.capture import Capture
 from everstep.link.channel import BackgroundChannel
 from everstep.link.pool import CapturePool
-from everstep.link.save import Save, failed, telling
+from everstep.link.save import Save, fail, failing_save
 from everstep.seams import Clock
 from everstep.seams.processes.conditions import Outcome
 from everstep.state.image import State
@@ -103,7 +103,7 @@ class ScheduledSaver(Saver):
         if not self._parks or not isinstance(self._keeper, RemoteKeeper):
             return
         save = self._newest = Save(identity.step, identity.timeline, parked=True)
-        with telling(save, self.post):
+        with failing_save(save, self.post):
             self._take(identity, save, None, show=False)
         self._last = save
         self._channel.check()
@@ -186,7 +186,7 @@ class ScheduledSaver(Saver):
         try:
             keeper.persist(capture)
         except KeeperError as error:
-            failed(capture.save.durable, error)
+            fail(capture.save.durable, error)
             capture.on_end(capture)
             raise
 

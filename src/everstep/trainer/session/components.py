@@ -16,7 +16,7 @@ from everstep.capture.updates import UpdateHooks
 from everstep.config.options import Options
 from everstep.errors import OptionError
 from everstep.format.writer import ChunkRing
-from everstep.keeper.persist.local import CHUNKS, WRITERS
+from everstep.keeper.persist.local_keeper import CHUNKS, WRITERS
 from everstep.link.channel import BackgroundChannel
 from everstep.link.recordable import refuse_optimizers
 from everstep.seams import Seams

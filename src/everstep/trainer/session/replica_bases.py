@@ -18,7 +18,7 @@ from everstep.errors import EverstepError, StateError
 from everstep.format.header import ShardIdentity
 from everstep.link.channel import BackgroundChannel
 from everstep.link.samples import Samples
-from everstep.link.save import Save, done
+from everstep.link.save import Save, complete
 from everstep.seams import Clock
 from everstep.seams.processes.conditions import all_over, is_over
 from everstep.state.survey.survey import Survey
@@ -149,7 +149,7 @@ class ReplicaBases:
             self._limit_pending()
         save = Save(identity.step, identity.timeline)
         save.durable.add_done_callback(self._ended)
-        done(save.staged, None)  # the keeper already has all data
+        complete(save.staged, None)  # the keeper already has all data
         samples = self._samples(self._saver.asked(survey, identity), survey)
         keeper.ask(save, samples, exact=exact)
         # Only now: an interrupt before this line leaves no request.

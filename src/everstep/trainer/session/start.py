@@ -14,7 +14,7 @@ from torch import nn
 
 from everstep.errors import RecoveryError, StateError
 from everstep.format.writer import ChunkRing
-from everstep.link.seat import Seat
+from everstep.link.job_session import JobSession
 from everstep.restore.fetch.held import Recalled
 from everstep.restore.start.folder import refuse_unresumed
 from everstep.restore.start.resume import OfSeveralError, Resumed, open_timeline, resume
@@ -177,9 +177,9 @@ class RunStarter:
         self._timelines = KnownTimelines()
 
     @property
-    def seat(self) -> Seat | None:
+    def job_session(self) -> JobSession | None:
         """Place of this rank in the last start of the job; None for a single rank."""
-        return None if self._job is None else self._job.seat
+        return None if self._job is None else self._job.job_session
 
     def resume(
         self, step: int | None, *, strict: bool, own: bool, trained: bool = False

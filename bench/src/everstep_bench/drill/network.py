@@ -1,0 +1,356 @@
+"""What lies between the hosts of a drill: network namespaces, or nothing but loopback.
+
+With namespaces every host has one, and one more holds a bridge as their switch; a veth pair leads
+from each to it, with a token bucket (tc tbf) at both ends. Nothing is added to the network of this
+machine itself, and with the namespaces all is gone. It takes root and iproute2. Without them hosts
+are process groups which share the loopback device, and no rate is limited.
+
+With a store each host has two more devices: one of a stated rate to the store, which is in a
+namespace of its own, and one without limit, for the collectives of training.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+import subprocess
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from everstep.errors import UnavailableError
+from everstep_bench.drill.plan import Links
+from everstep_bench.drill.processes import DrillError
+
+__all__ = ["Groups", "Namespaces", "Network", "choose_network", "why_no_namespaces"]
+
+_TIMEOUT_S = 15.0
+_SUBNET = "10.231.7"
+_STORE_SUBNET = "10.231.8"
+_FREE_SUBNET = "10.231.9"
+_DEVICE = "eth0"
+_STORE_DEVICE = "eth1"
+_FREE_DEVICE = "eth2"
+_STORE_HOST = 250
+_BURST_BYTES = (32 * 1024, 512 * 1024)  # of slow links, and of fast ones
+_BURST_S = 0.005
+_FIRST_PORT = 29500
+
+Command = Callable[[Sequence[str]], str | None]
+"""Runs a program; None if all went well, else what it said."""
+
+
+class Network(Protocol):
+    """Between the hosts, which are numbered from 0."""
+
+    name: str
+
+    def describe(self) -> str:
+        """What it is, and what it is not, for people."""
+        ...
+
+    def command(self, host: int, command: Sequence[str]) -> list[str]:
+        """What runs ``command`` on a host."""
+        ...
+
+    def address(self, host: int) -> str:
+        """At which the others reach it."""
+        ...
+
+    def environment(self) -> dict[str, str]:
+        """What programs on any host have to know of it."""
+        ...
+
+    def port(self) -> int:
+        """Of host 0, free; another one at each call."""
+        ...
+
+    def cut(self, host: int) -> None:
+        """Nothing arrives at the host any more, and nothing leaves it."""
+        ...
+
+    def replace(self, host: int) -> None:
+        """The host is another one at the same address; all on it has been ended before."""
+        ...
+
+    def close(self) -> None:
+        """Takes everything down; harmless when called again."""
+        ...
+
+
+class Groups:
+    """Process groups on loopback."""
+
+    name = "process groups"
+
+    def __init__(self, why: str) -> None:
+        self._why = why
+
+    def describe(self) -> str:
+        """What it is not."""
+        return f"process groups on loopback, no link is limited ({self._why})"
+
+    def command(self, host: int, command: Sequence[str]) -> list[str]:
+        """The command itself."""
+        return list(command)
+
+    def address(self, host: int) -> str:
+        """Loopback."""
+        return "127.0.0.1"
+
+    def environment(self) -> dict[str, str]:
+        """Gloo would look for the machine's name."""
+        return {"GLOO_SOCKET_IFNAME": "lo"}
+
+    def port(self) -> int:
+        """One that nobody listens at."""
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            return int(probe.getsockname()[1])
+
+    def cut(self, host: int) -> None:
+        """Raises: UnavailableError: always."""
+        raise UnavailableError("process groups have no links that could be cut", hint="no --cut")
+
+    def replace(self, host: int) -> None:
+        """There is nothing of it."""
+
+    def close(self) -> None:
+        """There is nothing of it."""
+
+
+class Namespaces:
+    """Network namespaces with links of a stated rate.
+
+    Args:
+        word: that the names begin with; random.
+        hosts: how many.
+        bits_per_s: of each link, each way.
+        run: runs a program.
+        store_bits_per_s: of each host's link to a store, each way; None: there is no store.
+
+    Raises:
+        DrillError: some command failed; what was made is removed.
+    """
+
+    name = "network namespaces"
+
+    def __init__(
+        self,
+        word: str,
+        hosts: int,
+        bits_per_s: int,
+        run: Command = lambda c: _run(c),
+        store_bits_per_s: int | None = None,
+    ) -> None:
+        self._hosts = hosts
+        self._rate = bits_per_s
+        self._run = run
+        self._store_rate = store_bits_per_s
+        self._store = f"es-{word}-st"
+        self._switch = f"es-{word}-sw"
+        self._names = [f"es-{word}-{host}" for host in range(hosts)]
+        self._made: list[str] = []
+        self._port = _FIRST_PORT
+        try:
+            self._make(self._switch)
+            for bridge in ("br0",) if store_bits_per_s is None else ("br0", "br1", "br2"):
+                self._ip(self._switch, f"link add {bridge} type bridge")
+                self._ip(self._switch, f"link set {bridge} up")
+            if store_bits_per_s is not None:
+                self._make(self._store)
+                self._wire(self._store, "st", _STORE_DEVICE, "br1", self.store_address)
+                self._ip(self._store, "link set lo up")
+            for host in range(hosts):
+                self._join(host)
+        except BaseException:
+            self.close()
+            raise
+
+    def describe(self) -> str:
+        """How many, and how fast."""
+        said = (
+            f"{self._hosts} network namespaces on one machine, links of {self._rate / 1e6:g} "
+            "Mbit/s each way (emulated: tc tbf)"
+        )
+        if self._store_rate is None:
+            return said
+        return (
+            f"{said}; a link of {self._store_rate / 1e6:g} Mbit/s from each to the store, and one "
+            "without limit for the collectives of training"
+        )
+
+    def command(self, host: int, command: Sequence[str]) -> list[str]:
+        """In the host's namespace; the process is the same."""
+        return ["ip", "netns", "exec", self._names[host], *command]
+
+    def address(self, host: int) -> str:
+        """Of its end of the link."""
+        return f"{_SUBNET}.{host + 1}"
+
+    def environment(self) -> dict[str, str]:
+        """The device that gloo takes."""
+        return {"GLOO_SOCKET_IFNAME": _DEVICE if self._store_rate is None else _FREE_DEVICE}
+
+    @property
+    def store_address(self) -> str:
+        """Of the store, for all hosts."""
+        return f"{_STORE_SUBNET}.{_STORE_HOST}"
+
+    def at_store(self, command: Sequence[str]) -> list[str]:
+        """What runs ``command`` beside the store; it ends with this process."""
+        prefix = ["setpriv", "--pdeathsig=KILL", "ip", "netns", "exec", self._store]
+        return [*prefix, *command]
+
+    def limit(self, bits_per_s: int, store_bits_per_s: int) -> None:
+        """Other rates from now on; for replaced hosts, too."""
+        self._rate = bits_per_s
+        self._store_rate = store_bits_per_s
+        for host in range(self._hosts):
+            self._limit(host)
+
+    def port(self) -> int:
+        """The next one: nobody else is in these namespaces."""
+        self._port += 1
+        return self._port
+
+    def cut(self, host: int) -> None:
+        """Takes down the switch's end of its links."""
+        for end in self._ends(host):
+            self._ip(self._switch, f"link set {end} down")
+
+    def replace(self, host: int) -> None:
+        """Another namespace, and another link."""
+        for end in self._ends(host):
+            self._ip(self._switch, f"link del {end}")
+        self._delete(self._names[host])
+        self._join(host)
+
+    def close(self) -> None:
+        """Deletes the namespaces, and with them all links; tries every one.
+
+        Raises:
+            DrillError: some could not be deleted.
+        """
+        failed = []
+        for name in list(self._made):
+            try:
+                self._delete(name)
+            except DrillError as error:
+                failed.append(error.message)
+        if failed:
+            raise DrillError("; ".join(failed), hint="ip netns list; ip netns delete NAME")
+
+    def _ends(self, host: int) -> tuple[str, ...]:
+        """The switch's ends of a host's links."""
+        return (f"h{host}",) if self._store_rate is None else (f"h{host}", f"s{host}", f"c{host}")
+
+    def _join(self, host: int) -> None:
+        name = self._names[host]
+        self._make(name)
+        self._wire(name, f"h{host}", _DEVICE, "br0", self.address(host))
+        if self._store_rate is not None:
+            self._wire(name, f"s{host}", _STORE_DEVICE, "br1", f"{_STORE_SUBNET}.{host + 1}")
+            self._wire(name, f"c{host}", _FREE_DEVICE, "br2", f"{_FREE_SUBNET}.{host + 1}")
+        self._ip(name, "link set lo up")
+        self._limit(host)
+
+    def _wire(self, name: str, end: str, device: str, bridge: str, address: str) -> None:
+        """From ``device`` in a namespace to ``end`` at the switch."""
+        self._ip(self._switch, f"link add {end} type veth peer name {device} netns {name}")
+        self._ip(self._switch, f"link set {end} master {bridge} up")
+        self._ip(name, f"addr add {address}/24 dev {device}")
+        self._ip(name, f"link set {device} up")
+
+    def _limit(self, host: int) -> None:
+        """A token bucket at both ends of each link that has a rate. What may pass at once is less
+        where links are slow: else it would be a good part of what is sent."""
+        links = [(_DEVICE, f"h{host}", self._rate)]
+        if self._store_rate is not None:
+            links.append((_STORE_DEVICE, f"s{host}", self._store_rate))
+        for device, end, rate in links:
+            burst = min(max(int(rate / 8 * _BURST_S), _BURST_BYTES[0]), _BURST_BYTES[1])
+            for where, what in ((self._names[host], device), (self._switch, end)):
+                self._do(
+                    f"tc -n {where} qdisc replace dev {what} root tbf rate {rate}bit "
+                    f"burst {burst}b latency 100ms"
+                )
+
+    def _make(self, name: str) -> None:
+        self._made.append(name)  # before: a command that is interrupted may have made it
+        self._do(f"ip netns add {name}")
+
+    def _delete(self, name: str) -> None:
+        said = self._run(["ip", "netns", "delete", name])
+        if said is not None and "No such file" not in said:
+            raise DrillError(f"ip netns delete {name}: {said}")
+        self._made.remove(name)
+
+    def _ip(self, name: str, words: str) -> None:
+        self._do(f"ip -n {name} {words}")
+
+    def _do(self, words: str) -> None:
+        said = self._run(words.split())
+        if said is not None:
+            raise DrillError(f"{words}: {said}")
+
+
+def why_no_namespaces(word: str, run: Command | None = None) -> str | None:
+    """Why this machine gives no network namespaces with limited links; None if it does: a small one
+    is made and removed."""
+    if os.geteuid() != 0:
+        return "not root"
+    missing = [name for name in ("ip", "tc") if shutil.which(name) is None]
+    if missing:
+        return f"{' and '.join(missing)} not installed (iproute2)"
+    try:
+        Namespaces(f"{word}t", 1, 10**9, run or _run).close()
+    except DrillError as error:
+        return error.message
+    return None
+
+
+def choose_network(
+    links: Links,
+    word: str,
+    hosts: int,
+    bits_per_s: int,
+    *,
+    store_bits_per_s: int | None = None,
+    why_not: Callable[[str], str | None] = why_no_namespaces,
+    run: Command | None = None,
+) -> Network:
+    """Namespaces where the machine gives them, else process groups; or what was asked for.
+
+    Args:
+        store_bits_per_s: of each host's link to a store, which is in a namespace, too.
+        why_not: why there are no namespaces.
+
+    Raises:
+        UnavailableError: namespaces were asked for, or are needed, and there are none.
+    """
+    if links == "groups":
+        return Groups("asked for")
+    why = why_not(word)
+    if why is None:
+        return Namespaces(word, hosts, bits_per_s, run or _run, store_bits_per_s)
+    if links == "namespaces" or store_bits_per_s is not None:
+        raise UnavailableError(
+            f"this machine gives no network namespaces: {why}",
+            hint="as root, with iproute2 installed; or --links groups, without --store",
+        )
+    return Groups(f"no network namespaces: {why}")
+
+
+def _run(command: Sequence[str]) -> str | None:
+    try:
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False
+        )
+    except subprocess.TimeoutExpired:
+        return f"not done within {_TIMEOUT_S:g} s"
+    except OSError as error:
+        return f"cannot be run: {error.strerror}"
+    if done.returncode == 0:
+        return None
+    return (done.stderr.strip() or f"exit status {done.returncode}").splitlines()[0]

@@ -1,0 +1,250 @@
+"""The outcome: targets and plain data."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from everstep_bench.multistep.figures import AUTO, Measurement, Row, allowed_s, least
+from everstep_bench.multistep.options import WAYS, MultistepOptions
+from everstep_bench.persist.machine import Machine
+from everstep_bench.persist.report import Verdict
+from everstep_bench.stall.report import facts_as_json
+
+__all__ = ["MultistepReport"]
+
+_BOUNDED = "gockpt_o"  # updates that wait for gradients cannot come near it
+_ZERO_OF_ASYNC = 0.05
+_OF_BEST = 1.05
+
+
+@dataclass(frozen=True, slots=True)
+class _Compared:
+    """A measured row next to what is modelled.
+
+    Attributes:
+        stall_s: measured; ``model_s``: modelled, own work included.
+        beyond: by how many times what may be they differ.
+        as_copies: whether it is as the model says that knows copies only.
+        waits: whether waiting for copies alone is as modelled.
+    """
+
+    parts: int
+    stall_s: float
+    model_s: float
+    beyond: float
+    as_copies: bool
+    waits: bool
+
+    @classmethod
+    def of(cls, measurement: Measurement, row: Row) -> _Compared | None:
+        """None where own work was not measured."""
+        expected = measurement.expected(row)
+        stall = row.stall_s()
+        waits = row.spread(lambda save: save.stall_s - save.other_s)
+        if expected is None or stall is None or waits is None:
+            return None
+        model_s = expected.lost_s
+        copies_s = measurement.modelled_s(row)
+        return cls(
+            row.parts,
+            stall.median,
+            model_s,
+            abs(stall.median - model_s) / allowed_s(model_s),
+            abs(stall.median - copies_s) <= allowed_s(copies_s),
+            abs(waits.median - expected.stall_s) <= allowed_s(expected.stall_s),
+        )
+
+
+def _near(found_s: float, best_s: float) -> bool:
+    return found_s <= _OF_BEST * best_s + allowed_s(0.0)
+
+
+def _own(measurement: Measurement, way: str, parts: int) -> str:
+    """In words, how much of it is the training thread's own work."""
+    own_s = measurement.own_s(way, parts)
+    return "" if own_s is None else f"; own work {1e3 * own_s:.1f} ms"
+
+
+@dataclass(slots=True)
+class MultistepReport:
+    """Everything that was found.
+
+    Attributes:
+        size_bytes: of the state, about.
+        tensors: number of those in it.
+        workload: the training in words.
+        free_core: whether training had a core of its own, and another was free.
+    """
+
+    options: MultistepOptions
+    machine: Machine
+    size_bytes: int
+    tensors: int
+    workload: str
+    free_core: bool
+    found: list[Measurement]
+    load_after: float
+    seconds: float
+    folder: str
+
+    def labels(self) -> list[str]:
+        """What everyone who sees a figure of this run must know."""
+        found = [
+            "EMULATED: everstep's copies go through a link that does not exist, and that takes so "
+            "many steps for the whole state"
+        ]
+        if not self.free_core:
+            found.append("ONE CORE: training and everything else share it")
+        return found
+
+    def verdicts(self, measurement: Measurement) -> list[Verdict]:
+        """The targets, each with the measured figure."""
+        return [
+            *(self._model_verdict(measurement, way) for way in WAYS),
+            self._bound_verdict(measurement, _BOUNDED),
+            self._reach_verdict(measurement, _BOUNDED),
+            *(self._auto_verdict(measurement, way) for way in WAYS),
+            *self._zero_verdicts(measurement),
+        ]
+
+    def summary(self, measurement: Measurement, way: str) -> Verdict:
+        """All targets of one way in one line: how many rows are as modelled, the best of them next
+        to the lower bound, everstep's choice next to it, and both next to async."""
+        own = [
+            self._model_verdict(measurement, way),
+            *([self._bound_verdict(measurement, way)] if way == _BOUNDED else ()),
+            self._auto_verdict(measurement, way),
+            *(v for v in self._zero_verdicts(measurement) if v.target.startswith(f"{way} in")),
+        ]
+        what = f"{way}, a copy of {measurement.copy_steps:g} steps, gradients {measurement.ratio}"
+        best = measurement.best_measured(way)
+        auto = measurement.row(way, AUTO)
+        words = [own[0].figure.split(";")[0] + " rows as modelled"]
+        if best is not None:
+            row = measurement.row(way, best[0])
+            assert row is not None
+            bound_ms = 1e3 * measurement.bound_s(row)
+            words.append(f"best {1e3 * best[1]:.1f} ms in {best[0]} (bound {bound_ms:.1f})")
+        chosen = None if auto is None else auto.stall_s()
+        if auto is not None and chosen is not None:
+            words.append(f"auto {1e3 * chosen.median:.1f} ms in {auto.chosen}")
+        share = None if best is None else self._of_async(measurement, best[1])
+        if share is not None:
+            words.append(f"{share:.3f} of async")
+        known = [verdict.met for verdict in own]
+        met = None if None in known and False not in known else all(known)
+        return Verdict(what, ", ".join(words), met)
+
+    def all_met(self) -> bool:
+        """Whether every target is met; one that could not be measured is not."""
+        return all(verdict.met for found in self.found for verdict in self.verdicts(found))
+
+    def as_json(self) -> dict[str, Any]:
+        """Everything, every save included."""
+        return {
+            **facts_as_json(self),
+            "step_s": self.options.step_s,
+            "measurements": [
+                {
+                    **found.as_json(),
+                    "targets": [
+                        {"target": v.target, "figure": v.figure, "met": v.met}
+                        for v in self.verdicts(found)
+                    ],
+                }
+                for found in self.found
+            ],
+        }
+
+    def _model_verdict(self, measurement: Measurement, way: str) -> Verdict:
+        what = f"{way}: stall within 15 % (or 2 ms) of the model, for each number of parts"
+        rows = measurement.of(way)
+        failed = [row for row in (*measurement.rows, *measurement.own) if row.way == way]
+        failed = [row for row in failed if row.error]
+        compared = [_Compared.of(measurement, row) for row in rows]
+        known = [one for one in compared if one is not None]
+        if not known:
+            return Verdict(what, failed[0].error or "-" if failed else "-", None)
+        worst = max(known, key=lambda one: one.beyond)
+        met = sum(one.beyond <= 1 for one in known)
+        figure = (
+            f"{met} of {len(rows)}; at worst {1e3 * worst.stall_s:.1f} ms in {worst.parts} "
+            f"part(s), and the model says {1e3 * worst.model_s:.1f} ms (without own work "
+            f"{sum(one.as_copies for one in known)} of {len(rows)}; waiting alone "
+            f"{sum(one.waits for one in known)})"
+        )
+        if failed:
+            figure += f"; {len(failed)} could not be measured ({failed[0].error})"
+        return Verdict(what, figure, met == len(rows) and not failed)
+
+    def _bound_verdict(self, measurement: Measurement, way: str) -> Verdict:
+        what = f"{way}: at its best number of parts no more than that above the lower bound"
+        best = measurement.best_measured(way)
+        if best is None:
+            return Verdict(what, "-", None)
+        parts, stall_s = best
+        row = measurement.row(way, parts)
+        assert row is not None
+        bound_s = measurement.bound_s(row)
+        figure = (
+            f"{1e3 * stall_s:.1f} ms next to {1e3 * bound_s:.1f} ms, in {parts} part(s)"
+            f"{_own(measurement, way, parts)}"
+        )
+        waits = row.spread(lambda save: save.waits_s)
+        if waits is not None:
+            figure += f"; waiting alone {1e3 * waits.median:.1f} ms"
+        return Verdict(what, figure, stall_s <= bound_s + allowed_s(bound_s))
+
+    def _reach_verdict(self, measurement: Measurement, way: str) -> Verdict:
+        """With what the bound leaves out: that gradients are held for one step, and own work."""
+        what = f"{way}: at its best number of parts no more than that above what any cut waits for"
+        best = measurement.best_measured(way)
+        row = None if best is None else measurement.row(way, best[0])
+        reach_s = None if row is None else measurement.reach_s(row)
+        if best is None or reach_s is None:
+            return Verdict(what, "-", None)
+        figure = f"{1e3 * best[1]:.1f} ms next to {1e3 * reach_s:.1f} ms, in {best[0]} part(s)"
+        return Verdict(what, figure, best[1] <= reach_s + allowed_s(reach_s))
+
+    def _auto_verdict(self, measurement: Measurement, way: str) -> Verdict:
+        what = f'{way}: parts="auto" within 5 % (or 2 ms) of the best, measured and modelled'
+        row = measurement.row(way, AUTO)
+        best = measurement.best_measured(way)
+        stall = None if row is None else row.stall_s()
+        modelled = measurement.best_modelled(way)
+        if row is None or stall is None or best is None or modelled is None:
+            return Verdict(what, "-", None)
+        chosen_s = measurement.expected_s(row)
+        assert chosen_s is not None
+        figure = (
+            f"{1e3 * stall.median:.1f} ms in {row.chosen} part(s) next to {1e3 * best[1]:.1f} ms "
+            f"in {best[0]}; the model says {1e3 * chosen_s:.1f} ms, and {1e3 * modelled[1]:.1f} ms "
+            f"in {modelled[0]}"
+        )
+        met = _near(stall.median, best[1]) and _near(chosen_s, modelled[1])
+        return Verdict(what, figure, met)
+
+    def _zero_verdicts(self, measurement: Measurement) -> Iterator[Verdict]:
+        """Where the model of copies says that training does not wait at all."""
+        for way in WAYS:
+            found = least(measurement.free(way))
+            if found is None:
+                continue
+            parts, stall_s = found
+            what = (
+                f"{way} in {parts} parts, in which no copy is waited for: at most "
+                f"{_ZERO_OF_ASYNC} of async"
+            )
+            share = self._of_async(measurement, stall_s)
+            if share is None:
+                yield Verdict(what, "-", None)
+                continue
+            figure = f"{share:.3f} ({1e3 * stall_s:.1f} ms){_own(measurement, way, parts)}"
+            yield Verdict(what, figure, share <= _ZERO_OF_ASYNC)
+
+    def _of_async(self, measurement: Measurement, stall_s: float) -> float | None:
+        reference = measurement.row("async")
+        blocked = None if reference is None else reference.stall_s()
+        return None if blocked is None else stall_s / blocked.median

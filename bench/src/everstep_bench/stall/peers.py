@@ -1,0 +1,199 @@
+"""torch.save, torchsnapshot and torch_checkpointing, as their documentation says."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import importlib.util
+import os
+import statistics
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from everstep_bench.stall.arms import Cause, Pending
+from everstep_bench.stall.files import Saves, SavingArm, sync_all
+from everstep_bench.stall.loop import Loop
+
+__all__ = ["PACKAGES", "TorchCheckpointing", "TorchSave", "TorchSnapshot", "installed"]
+
+PACKAGES = {"torchsnapshot": "torchsnapshot", "torch_checkpointing": "torch_checkpointing"}
+"""Packages that arms need and that may be missing, by the name of the arm."""
+
+_PROBES = 3
+
+
+def installed(name: str) -> bool:
+    """Whether what the arm needs is there."""
+    return name not in PACKAGES or importlib.util.find_spec(PACKAGES[name]) is not None
+
+
+class TorchSave(SavingArm):
+    """``torch.save`` of a path, then fsync of file and directory, all in training's thread."""
+
+    blocks_as: Cause = "persist"
+
+    def __init__(self, loop: Loop, folder: Path) -> None:
+        detail = "of a path; + fsync of file and directory, in the call"
+        super().__init__("torch.save", detail, loop, Saves(folder / "torch.save"))
+
+    def begin(self, path: Path) -> Pending:
+        """Saves and syncs."""
+        torch.save(self._loop.nested(), path)
+        sync_all(path)
+        return Pending.finished()
+
+    def sync(self, path: Path) -> None:
+        """All is synced already."""
+
+    def probe(self) -> float:
+        """``torch.save`` into a file object that throws everything away."""
+        times = []
+        for _ in range(_PROBES):
+            begin_s = time.monotonic()
+            torch.save(self._loop.nested(), _Nowhere())  # type: ignore[arg-type]
+            times.append(time.monotonic() - begin_s)
+        return statistics.median(times)
+
+
+class TorchSnapshot(SavingArm):
+    """``Snapshot.async_take``, which returns when the state is in host memory; never syncs."""
+
+    def __init__(self, loop: Loop, folder: Path) -> None:
+        detail = "Snapshot.async_take; syncs nothing: + fsync of files and directories, afterwards"
+        super().__init__("torchsnapshot", detail, loop, Saves(folder / "torchsnapshot"))
+        self._module: Any = None
+        self._snapshot: Any = None
+
+    def open(self) -> None:
+        """Imports it."""
+        self._module = importlib.import_module("torchsnapshot")
+
+    def begin(self, path: Path) -> Pending:
+        """Takes a snapshot."""
+        make = self._module.StateDict
+        state = {name: make(**_named(part)) for name, part in self._loop.nested().items()}
+        self._snapshot = self._module.Snapshot.async_take(path=str(path), app_state=state)
+        pending = Pending()
+        pending.on_staged()
+        return pending
+
+    def watch(self, pending: Pending) -> None:
+        """It has no future: a thread waits."""
+        snapshot = self._snapshot
+
+        def wait() -> None:
+            try:
+                snapshot.wait()
+            except BaseException as error:
+                pending.finish(error)
+            else:
+                pending.finish()
+
+        threading.Thread(target=wait, name="bench-torchsnapshot", daemon=True).start()
+
+
+class TorchCheckpointing(SavingArm):
+    """``CheckpointManager.save``: a copy in a thread, written by a process; never syncs.
+
+    ``lock()`` is held around the optimizer's step, as its documentation asks; outside of the
+    blocks of this arm, where nothing is being copied, it is left out.
+    """
+
+    def __init__(self, loop: Loop, folder: Path) -> None:
+        detail = (
+            "CheckpointManager.save, lock() around the update; syncs nothing: + fsync of files "
+            "and directories, afterwards"
+        )
+        name = "torch_checkpointing"
+        super().__init__(name, detail, loop, Saves(folder / name))
+        self._manager: Any = None
+        self._held: contextlib.ExitStack | None = None
+        self._guarded = False
+        self._hooks: list[Any] = []
+
+    def open(self) -> None:
+        """Starts its process, and reserves its memory."""
+        module = importlib.import_module("torch_checkpointing")
+        options: dict[str, Any] = {}
+        if not _any_direct_write(self._saves.folder):
+            # Its own stream writes pieces of any length, and fails where that is refused.
+            files = importlib.import_module("torch_checkpointing.storage.filesystem")
+            storage = files.LocalFileSystemStorageConfig(use_direct_io=False)
+            options["storage_config"] = storage
+            self.detail += "; use_direct_io=False, since this file system wants aligned writes"
+        self._manager = module.CheckpointManager(module.CheckpointManager.Config(**options))
+        self._manager.prewarm_staging(self._loop.nested())
+        optimizer = self._loop.training.optimizer
+        self._hooks = [
+            optimizer.register_step_pre_hook(self._lock),
+            optimizer.register_step_post_hook(self._unlock),
+        ]
+
+    def begin(self, path: Path) -> Pending:
+        """Saves."""
+        self._guarded = True
+        future = self._manager.save(str(path), self._loop.nested())
+        pending = Pending()
+        future.add_done_callback(pending.on_done)
+        return pending
+
+    def clean(self) -> None:
+        """Removes what was saved; other arms need no lock."""
+        self._guarded = False
+        super().clean()
+
+    def close(self) -> None:
+        """Ends its process."""
+        super().close()
+        for hook in self._hooks:
+            hook.remove()
+        if self._manager is not None:
+            self._manager.close()
+
+    def _lock(self, *_: Any) -> None:
+        if not self._guarded:
+            return
+        begin_s = time.monotonic()
+        self._held = contextlib.ExitStack()
+        self._held.enter_context(self._manager.lock())
+        self._stalls["gate"] += time.monotonic() - begin_s
+
+    def _unlock(self, *_: Any) -> None:
+        held = self._held
+        self._held = None
+        if held is not None:
+            held.close()
+
+
+def _any_direct_write(folder: Path) -> bool:
+    """Whether O_DIRECT takes writes of any length here."""
+    path = folder / "direct"
+    try:
+        descriptor = os.open(path, os.O_CREAT | os.O_WRONLY | os.O_DIRECT, 0o600)
+        try:
+            return os.write(descriptor, b"some bytes") > 0
+        finally:
+            os.close(descriptor)
+    except OSError:
+        return False
+    finally:
+        path.unlink(missing_ok=True)
+
+
+class _Nowhere:
+    """A file whose bytes nobody keeps."""
+
+    def write(self, data: Any) -> int:
+        return memoryview(data).nbytes
+
+    def flush(self) -> None:
+        pass
+
+
+def _named(part: Any) -> dict[str, Any]:
+    """State dicts of optimizers have keys that are no words."""
+    return {str(key): value for key, value in part.items()}

@@ -1,0 +1,459 @@
+"""How fast logged steps are replayed, and how soon a killed training is back.
+
+Replay alone: million parameters times steps in a second, beside torch's own operator over whole
+tensors and over blocks of them, and beside what memory gives. Recovery: a training is killed with
+SIGKILL, another process calls ``resume()``, and what comes out of it is compared bit for bit.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import statistics
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.optim import AdamW
+
+from everstep.demo.keepers import end_keeper
+from everstep.errors import EverstepError
+from everstep.replay.engine import Replayer
+from everstep.replay.updates import Update
+from everstep.workloads import GPT, gpt_of
+from everstep_bench.stall.helpers import answer, running
+
+__all__ = [
+    "BLOCKED",
+    "EVERSTEP",
+    "WHOLE",
+    "RecoveryFigures",
+    "ReplayFigures",
+    "measure_recovery",
+    "measure_replay",
+]
+
+WHOLE = "whole tensors"
+BLOCKED = "torch, blocks"
+EVERSTEP = "everstep"
+"""The ways: an operator's call for each step; 256k elements and all steps at a time; ours."""
+
+_BLOCK_ELEMENTS = 256 * 1024
+_COPY_ELEMENTS = 64 << 20
+_STATE_BYTES = 24  # three float32 tensors, read and written; bfloat16, read
+_GRADIENT_BYTES = 2
+_CHILD = "everstep_bench.step.recovered"
+_VARIANTS: Mapping[str, dict[str, Any]] = {"fused": {"fused": True}, "for-loop": {"foreach": False}}
+
+
+@dataclass(frozen=True, slots=True)
+class ReplayFigures:
+    """Replay of AdamW on the CPU, float32 with bfloat16 gradients.
+
+    Attributes:
+        params: of the model.
+        steps: of the log, replayed at once.
+        seconds: of each round, by way, variant of AdamW, and threads.
+        copy_bytes_per_s: what a copy reads and writes, by threads; the best round.
+    """
+
+    params: int
+    steps: int
+    seconds: Mapping[tuple[str, str, int], tuple[float, ...]]
+    copy_bytes_per_s: Mapping[int, float]
+
+    def speed(self, way: str, variant: str, threads: int) -> float:
+        """Parameters times steps in a second; the best round, since the machine has neighbours."""
+        return self.params * self.steps / min(self.seconds[way, variant, threads])
+
+    def ratio(self, threads: int, *, to: str = BLOCKED, variant: str = "fused") -> float:
+        """Our speed by another way's: the median of the rounds, each compared with itself."""
+        mine, other = (self.seconds[way, variant, threads] for way in (EVERSTEP, to))
+        return statistics.median(b / a for a, b in zip(mine, other, strict=True))
+
+    def of_bandwidth(self, threads: int, variant: str = "fused") -> float:
+        """The share of a copy's bandwidth that replay takes at least: the state is read and
+        written once for all steps, and each gradient read."""
+        moved_bytes = _STATE_BYTES / self.steps + _GRADIENT_BYTES
+        speed = self.speed(EVERSTEP, variant, threads)
+        return speed * moved_bytes / self.copy_bytes_per_s[threads]
+
+    def as_json(self) -> dict[str, Any]:
+        """All figures as plain data."""
+        rows = [
+            {
+                "way": way,
+                "variant": variant,
+                "threads": threads,
+                "parameter_steps_per_s": self.speed(way, variant, threads),
+                "seconds": list(seconds),
+            }
+            for (way, variant, threads), seconds in self.seconds.items()
+        ]
+        return {
+            "params": self.params,
+            "steps": self.steps,
+            "rows": rows,
+            "copy_bytes_per_s": {str(n): rate for n, rate in self.copy_bytes_per_s.items()},
+            "to_torch_blocks": {str(n): self.ratio(n) for n in self.copy_bytes_per_s},
+            "of_bandwidth": {str(n): self.of_bandwidth(n) for n in self.copy_bytes_per_s},
+        }
+
+
+def measure_replay(
+    *,
+    params: int = 16_000_000,
+    steps: int = 5,
+    repeats: int = 5,
+    threads: Sequence[int] = (1, 2),
+    seed: int = 0,
+) -> ReplayFigures:
+    """Times all ways in turns, on the tensors of a GPT; none is checked for what it computes.
+
+    Args:
+        params: of the model, about.
+        steps: at least 1.
+        repeats: rounds.
+        threads: Python's, each with one of torch's; whole tensors have as many of torch's.
+    """
+    shapes = _shapes(params)
+    ways = {
+        (way, variant): _Way(way, variant, shapes, steps, seed)
+        for variant in _VARIANTS
+        for way in ((WHOLE, BLOCKED, EVERSTEP) if variant == "fused" else (WHOLE, EVERSTEP))
+    }
+    seconds: dict[tuple[str, str, int], list[float]] = {}
+    copies: dict[int, list[float]] = {}
+    before = torch.get_num_threads()
+    try:
+        for _ in range(repeats):
+            for count in threads:
+                copies.setdefault(count, []).append(_copy_s(count))
+                for (way, variant), measured in ways.items():
+                    found = seconds.setdefault((way, variant, count), [])
+                    found.append(measured.run(count))
+    finally:
+        torch.set_num_threads(before)
+    copied_bytes = 2 * 4 * _COPY_ELEMENTS
+    return ReplayFigures(
+        sum(map(_numel, shapes.values())),
+        steps,
+        {key: tuple(rounds) for key, rounds in seconds.items()},
+        {count: copied_bytes / min(rounds) for count, rounds in copies.items()},
+    )
+
+
+class _Way:
+    """State and gradients of its own, and one way to bring them together."""
+
+    def __init__(
+        self, way: str, variant: str, shapes: Mapping[str, torch.Size], steps: int, seed: int
+    ) -> None:
+        drawn = torch.Generator().manual_seed(seed)
+        self._way = way
+        self._options = _VARIANTS[variant]
+        self._tensors = {n: torch.randn(shape, generator=drawn) for n, shape in shapes.items()}
+        self._state = {
+            name: {
+                "step": torch.tensor(1000.0),
+                "exp_avg": torch.zeros_like(tensor),
+                "exp_avg_sq": torch.full_like(tensor, 1e-4),
+            }
+            for name, tensor in self._tensors.items()
+        }
+        self._gradients = [
+            {n: torch.randn(s, generator=drawn).mul_(1e-3).bfloat16() for n, s in shapes.items()}
+            for _ in range(steps)
+        ]
+        self._lsn = 0
+
+    def run(self, threads: int) -> float:
+        """Replays all steps once; seconds."""
+        if self._way == EVERSTEP:
+            return self._everstep(threads)
+        torch.set_num_threads(threads if self._way == WHOLE else 1)
+        run = self._whole() if self._way == WHOLE else self._blocks(threads)
+        begin_s = time.perf_counter()
+        run()
+        return time.perf_counter() - begin_s
+
+    def _everstep(self, threads: int) -> float:
+        torch.set_num_threads(1)
+        group = {k: v for k, v in self._optimizer().param_groups[0].items() if k != "params"}
+        replayer = Replayer(
+            AdamW,
+            [list(self._tensors)],
+            self._tensors,
+            self._state,
+            [group],
+            threads=threads,
+            training_threads=1,
+        )
+        updates = []
+        for gradients in self._gradients:
+            self._lsn += 1
+            updates.append(Update(self._lsn, "optimizer", (group,), gradients))
+        replayer.apply([])  # the self-test is not part of the speed
+        begin_s = time.perf_counter()
+        replayer.apply(updates)
+        return time.perf_counter() - begin_s
+
+    def _optimizer(self) -> AdamW:
+        return AdamW(list(self._tensors.values()), lr=1e-3, **self._options)
+
+    def _whole(self) -> Callable[[], None]:
+        """The optimizer's own ``step()``, over gradients made float32 in memory that is there."""
+        optimizer = self._optimizer()
+        parameters = list(self._tensors.values())
+        for name, tensor in self._tensors.items():
+            optimizer.state[tensor] = self._state[name]
+            tensor.grad = torch.zeros_like(tensor)
+
+        def run() -> None:
+            for gradients in self._gradients:
+                wide = [parameter.grad for parameter in parameters]
+                for target, name in zip(wide, self._tensors, strict=True):
+                    assert target is not None
+                    target.copy_(gradients[name])
+                optimizer.step()
+
+        return run
+
+    def _blocks(self, threads: int) -> Callable[[], None]:
+        """As the limit of this machine was measured: no checks, no hyperparameters, no names."""
+        lines = [
+            (
+                tensor.view(-1),
+                self._state[name]["exp_avg"].view(-1),
+                self._state[name]["exp_avg_sq"].view(-1),
+                [gradients[name].view(-1) for gradients in self._gradients],
+            )
+            for name, tensor in self._tensors.items()
+        ]
+        blocks = deque(
+            (number, begin)
+            for number, (line, *_) in enumerate(lines)
+            for begin in range(0, line.numel(), _BLOCK_ELEMENTS)
+        )
+
+        def work() -> None:
+            scratch = torch.empty(_BLOCK_ELEMENTS)
+            with contextlib.suppress(IndexError), torch.no_grad():
+                while True:
+                    number, begin = blocks.popleft()
+                    tensor, mean, square, gradients = lines[number]
+                    part = slice(begin, min(begin + _BLOCK_ELEMENTS, tensor.numel()))
+                    parts = [[tensor[part]], [mean[part]], [square[part]]]
+                    step = torch.tensor(1000.0)
+                    for gradient in gradients:
+                        wide = scratch[: part.stop - part.start].copy_(gradient[part])
+                        step += 1
+                        _fused(parts[0], [wide], parts[1], parts[2], step)
+
+        def run() -> None:
+            others = [threading.Thread(target=work) for _ in range(threads - 1)]
+            for thread in others:
+                thread.start()
+            work()
+            for thread in others:
+                thread.join()
+
+        return run
+
+
+def _fused(
+    parameters: list[torch.Tensor],
+    gradients: list[torch.Tensor],
+    means: list[torch.Tensor],
+    squares: list[torch.Tensor],
+    step: torch.Tensor,
+) -> None:
+    torch._fused_adamw_(
+        parameters,
+        gradients,
+        means,
+        squares,
+        [],
+        [step],
+        amsgrad=False,
+        lr=1e-3,
+        beta1=0.9,
+        beta2=0.999,
+        weight_decay=1e-2,
+        eps=1e-8,
+        maximize=False,
+    )
+
+
+def _copy_s(threads: int) -> float:
+    """Seconds that a copy from memory to memory takes, in memory that is there."""
+    torch.set_num_threads(threads)
+    source = torch.zeros(_COPY_ELEMENTS)
+    target = torch.zeros(_COPY_ELEMENTS)
+    begin_s = time.perf_counter()
+    target.copy_(source)
+    return time.perf_counter() - begin_s
+
+
+def _shapes(params: int) -> dict[str, torch.Size]:
+    with torch.device("meta"):
+        model = GPT(gpt_of(params))
+    return {name: parameter.shape for name, parameter in model.named_parameters()}
+
+
+def _numel(shape: torch.Size) -> int:
+    return shape.numel()
+
+
+# --- After a kill -----------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class RecoveryFigures:
+    """A training that was killed, and is back.
+
+    Attributes:
+        to: where its log was: ``"memory"``, with a keeper that has outlived it, or ``"disk"``,
+            with none.
+        state_bytes: of all tensors.
+        log_bytes: of the gradients of all steps.
+        steps: that were lost from the process, and replayed.
+        resume_s: from the call of ``resume()`` in a new process until it came back.
+        load_s: of a second resume in the same process: reading and restoring the base.
+        replay_s: of that, too: reading, checking and replaying the log.
+        training_s: these steps in training, without a log.
+        source: of the base: ``"memory"`` or ``"disk"``.
+        exact: what ``resume()`` claimed.
+        identical: whether it is so: every tensor, number and generator, bit for bit.
+        fused: AdamW is one kernel, in training and in replay; otherwise as torch runs it by
+            default, operator by operator.
+    """
+
+    to: str
+    params: int
+    state_bytes: int
+    log_bytes: int
+    steps: int
+    resume_s: float
+    load_s: float
+    replay_s: float
+    training_s: float
+    source: str
+    exact: bool
+    identical: bool
+    fused: bool = False
+
+    @property
+    def variant(self) -> str:
+        """Of AdamW."""
+        return "fused" if self.fused else "for-loop"
+
+    @property
+    def steps_per_s(self) -> float:
+        """Replayed, reading included."""
+        return self.steps / self.replay_s
+
+    @property
+    def parameter_steps_per_s(self) -> float:
+        """Likewise."""
+        return self.steps_per_s * self.params
+
+    @property
+    def faster_than_training(self) -> float:
+        """How many times."""
+        return self.training_s / self.replay_s
+
+    def as_json(self) -> dict[str, Any]:
+        """All figures as plain data."""
+        return {
+            **asdict(self),
+            "steps_per_s": self.steps_per_s,
+            "parameter_steps_per_s": self.parameter_steps_per_s,
+            "faster_than_training": self.faster_than_training,
+        }
+
+
+def measure_recovery(
+    folder: Path,
+    *,
+    params: int,
+    batch: int = 4,
+    steps: int = 5,
+    to: str = "memory",
+    seed: int = 0,
+    threads: int = 1,
+    fused: bool = False,
+) -> RecoveryFigures:
+    """Trains with a dense log, kills, resumes in a new process. Nothing stays in ``folder``.
+
+    Args:
+        folder: exists.
+        params: of the model, about; the state takes 12 bytes for each.
+        batch: sequences of 64 bytes in a step.
+        steps: after the base.
+        to: ``"memory"``: the keeper is there. ``"disk"``: it has ended, too.
+        threads: of torch, in both processes.
+        fused: AdamW as one kernel; otherwise as torch runs it by default.
+
+    Raises:
+        EverstepError: a process ended, or hangs.
+    """
+    run = folder / "run"
+    order = {
+        "folder": str(run),
+        "params": params,
+        "batch": batch,
+        "steps": steps,
+        "to": to,
+        "seed": seed,
+        "threads": threads,
+        "fused": fused,
+    }
+    try:
+        with _child("train", order) as process:
+            trained = json.loads(answer(process, "training process"))
+            process.kill()
+            process.wait()
+        if to == "disk":
+            end_keeper(run)
+        with _child("resume", order) as process:
+            resumed = json.loads(answer(process, "resuming process"))
+            process.kill()
+            process.wait()
+    finally:
+        end_keeper(run)
+        shutil.rmtree(run, ignore_errors=True)
+    if resumed["step"] != steps or resumed["replayed"] != steps:
+        raise EverstepError(
+            f"a resume gave step {resumed['step']} with {resumed['replayed']} steps replayed, "
+            f"not {steps}",
+            path=run,
+        )
+    return RecoveryFigures(
+        to=to,
+        params=trained["params"],
+        state_bytes=trained["state_bytes"],
+        log_bytes=trained["log_bytes"],
+        steps=steps,
+        training_s=trained["training_s"],
+        resume_s=resumed["resume_s"],
+        load_s=resumed["load_s"],
+        replay_s=resumed["replay_s"],
+        source=resumed["source"],
+        exact=resumed["exact"],
+        identical=resumed["fingerprint"] == trained["fingerprint"],
+        fused=fused,
+    )
+
+
+@contextlib.contextmanager
+def _child(verb: str, order: Mapping[str, Any]) -> Iterator[Any]:
+    with running(_CHILD, verb, json.dumps({**order, "parent": os.getpid()})) as process:
+        yield process

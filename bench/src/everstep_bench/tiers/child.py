@@ -1,0 +1,142 @@
+"""``python -m everstep_bench.tiers.child``: one rank that trains, and says what each step took.
+
+Started by the benchmark, not by people. After each step rank 0 waits for a line: until everything
+has been looked at.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from dataclasses import asdict
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+from everstep_bench.step.order import EXIT_ORPHANED, say
+from everstep_bench.tiers.options import Order
+
+if TYPE_CHECKING:
+    from everstep.workloads import Training
+
+__all__ = ["main"]
+
+_TEXT_BYTES = 1 << 20
+_CONTEXT = 64
+_TIMEOUT_S = 120.0
+_MORE_SHARE = 64  # headers, records and control areas, beside a state
+_MORE_BYTES = 512 << 10
+
+
+def main(arguments: list[str]) -> int:
+    """Trains; returns the exit status."""
+    order = Order.decode(arguments[0])
+    import torch.distributed as dist
+
+    from everstep_bench.stall.running import keepers_of, quiet
+
+    together = order.options.ranks > 1
+    if together:
+        dist.init_process_group(
+            "gloo",
+            init_method=f"file://{order.meet}",
+            rank=order.rank,
+            world_size=order.options.ranks,
+            timeout=timedelta(seconds=_TIMEOUT_S),
+        )
+    with quiet():
+        training = _training(order)
+        with _checkpointer(order, training) as checkpointer:
+            checkpointer.resume()
+            bounds = asdict(checkpointer._parts.bounds)
+            keepers = keepers_of(Path(order.run))
+            say("ready", bounds=bounds, keepers=keepers, state_bytes=_state_bytes(training))
+            cpu_s = time.process_time()
+            for step in range(1, order.options.steps + 1):
+                if order.is_orphaned:
+                    return EXIT_ORPHANED
+                begin_s = time.monotonic()
+                thread_s = time.thread_time()
+                training.step()
+                trained_s = time.thread_time()
+                checkpointer.step()
+                end_s = time.thread_time()
+                said: dict[str, Any] = {"trained_s": trained_s - thread_s}
+                said |= {"saved_s": end_s - trained_s, "wall_s": time.monotonic() - begin_s}
+                say("step", step=step, **said)
+                if order.rank == 0 and not sys.stdin.readline():
+                    return EXIT_ORPHANED
+            checkpointer.wait()
+            cpu_s = time.process_time() - cpu_s
+        stats = checkpointer.stats()
+        fields = "committed failed keeper_restarts copies peered peers_passed_over".split()
+        say("done", cpu_s=cpu_s, **{name: getattr(stats, name) for name in fields})
+    if together:
+        dist.destroy_process_group()
+    return 0
+
+
+def _training(order: Order) -> Training:
+    """The same weights and data on all ranks: what they compute does not matter."""
+    import torch
+
+    from everstep.workloads import (
+        GPT,
+        TrainingConfig,
+        gpt_of,
+        make_deterministic,
+        stdlib_text,
+        training_of,
+    )
+
+    options = order.options
+    make_deterministic(options.seed)
+
+    def wrap(model: GPT) -> GPT:
+        if options.ranks == 1:
+            return model
+        return cast(GPT, torch.nn.parallel.DistributedDataParallel(model))
+
+    training = training_of(
+        gpt_of(options.params, context=_CONTEXT),
+        TrainingConfig(options.steps + 1, batch=options.batch, seed=options.seed),
+        stdlib_text(_TEXT_BYTES),
+        wrap=wrap,
+    )
+    training.step()  # makes the optimizer's state: what is announced must know of it
+    return training
+
+
+def _state_bytes(training: Training) -> int:
+    """Of parameters and both moments."""
+    return 3 * sum(p.numel() * p.element_size() for p in training.model.parameters())
+
+
+def _checkpointer(order: Order, training: Training) -> Any:
+    """With budgets that hold just what is needed: two states, and two of another rank."""
+    import everstep
+    from everstep.tiers.options import PeerOptions, TierOptions
+
+    state_bytes = _state_bytes(training)
+    two = 2 * (state_bytes + state_bytes // _MORE_SHARE + _MORE_BYTES)
+    tiers: list[TierOptions | PeerOptions] = []
+    host_bytes = two
+    if order.place is not None:
+        tiers.append(TierOptions(order.place))
+        if order.options.ranks > 1:
+            tiers.append(PeerOptions(host_bytes=two, emulated_node=str(order.rank)))
+            host_bytes += two
+    return everstep.Checkpointer(
+        order.run,
+        training.state(),
+        method="lazy",
+        every=order.options.every,
+        keep=order.options.keep,
+        budget=everstep.Budget(host_bytes=host_bytes),
+        tiers=tiers,
+        progress_timeout_s=_TIMEOUT_S,
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

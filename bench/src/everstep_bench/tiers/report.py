@@ -1,0 +1,194 @@
+"""The outcome: what was where, next to what was announced, and what tiers add."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from everstep_bench.persist.machine import Machine
+from everstep_bench.persist.report import Verdict
+from everstep_bench.tiers.options import TiersOptions
+from everstep_bench.tiers.sampling import COPIES, DISK, MEMORY, PEER, above
+
+__all__ = ["TIERS", "Occupied", "TiersReport", "Trained", "words_of"]
+
+THREAD_SHARE_MAX = 0.01
+_MB = 1e6
+TIERS: Mapping[str, str] = {
+    MEMORY: "captured state in a keeper's memory",
+    PEER: "copies of another rank in a keeper's memory",
+    DISK: "a rank's run folder",
+    COPIES: "copies of all ranks in the durable place",
+}
+"""What is measured of each, in words."""
+
+
+@dataclass(frozen=True, slots=True)
+class Occupied:
+    """What a tier has held.
+
+    Attributes:
+        bound_bytes: that was announced; of several ranks the smallest, of the durable place the
+            sum.
+        most: bytes, by step: the most that was seen in it, on any rank.
+    """
+
+    tier: str
+    bound_bytes: int
+    most: Mapping[int, int]
+
+    @property
+    def peak_bytes(self) -> int:
+        return max(self.most.values(), default=0)
+
+    @property
+    def above(self) -> list[int]:
+        """Steps in which there was more than announced."""
+        return above(self.most, self.bound_bytes)
+
+
+@dataclass(slots=True)
+class Trained:
+    """One training of all ranks.
+
+    Attributes:
+        tiers: whether bases went anywhere but to the disk.
+        saved_s: processor time of the training thread in the library, by step, on the rank that
+            took most of it in all.
+        trained_s: the same of the rest of each step, the library's hooks included.
+        wall_s: of each step there, by the clock.
+        trainer_cpu_s: of all training processes and threads.
+        keeper_cpu_s: of all keepers.
+        done: what each rank's Checkpointer counted.
+    """
+
+    tiers: bool
+    occupied: list[Occupied] = field(default_factory=list)
+    saved_s: list[float] = field(default_factory=list)
+    trained_s: list[float] = field(default_factory=list)
+    wall_s: list[float] = field(default_factory=list)
+    trainer_cpu_s: float = 0.0
+    keeper_cpu_s: float = 0.0
+    looked: int = 0
+    done: list[dict[str, Any]] = field(default_factory=list)
+
+    @property
+    def thread_s(self) -> float:
+        """Processor time in the library, of a step, in the mean."""
+        return math.fsum(self.saved_s) / max(1, len(self.saved_s))
+
+    @property
+    def step_s(self) -> float:
+        """Processor time of a step without the library's call, in the middle: it does not wait
+        for a turn, so that a busy machine makes no step look long."""
+        return statistics.median(self.trained_s)
+
+
+@dataclass(slots=True)
+class TiersReport:
+    """Everything that was found.
+
+    Attributes:
+        without, with_tiers: the same training, without and with tiers.
+        state_bytes: of parameters and moments.
+    """
+
+    options: TiersOptions
+    machine: Machine
+    state_bytes: int
+    without: Trained
+    with_tiers: Trained
+    load_before: float
+    load_after: float
+    seconds: float
+    folder: str
+
+    @property
+    def added_s(self) -> float:
+        """Processor time of the training thread that tiers add to a step."""
+        return self.with_tiers.thread_s - self.without.thread_s
+
+    def labels(self) -> list[str]:
+        """What everyone who sees a figure of this run must know."""
+        return [] if self.options.ranks == 1 else ["EMULATED: all nodes are on this machine"]
+
+    def verdicts(self) -> list[Verdict]:
+        """The targets, each with the measured figure."""
+        found = []
+        for one in self.with_tiers.occupied:
+            figure = f"{words_of(one.peak_bytes)} at most, {words_of(one.bound_bytes)} announced"
+            if one.above:
+                figure += f"; above in {len(one.above)} steps, first in step {one.above[0]}"
+            found.append(Verdict(f"{one.tier} within its bound", figure, not one.above))
+        unseen = [s for s in range(1, self.options.steps + 1) if not self._seen(s)]
+        seen = f"{self.options.steps - len(unseen)} of {self.options.steps} steps"
+        found.append(Verdict("looked at in each step", seen, not unseen))
+        share = self.added_s / self.with_tiers.step_s
+        figure = f"{1e3 * self.added_s:+.3f} ms, {100 * share:+.2f} % of a step"
+        found.append(
+            Verdict("thread time that tiers add <= 1 %", figure, share <= THREAD_SHARE_MAX)
+        )
+        return found
+
+    def _seen(self, step: int) -> bool:
+        return all(step in one.most for one in self.with_tiers.occupied)
+
+    def all_met(self) -> bool:
+        """Whether every target is met."""
+        return all(verdict.met for verdict in self.verdicts())
+
+    def as_json(self) -> dict[str, Any]:
+        """Everything, each step included."""
+        options = self.options
+        return {
+            "labels": self.labels(),
+            "machine": self.machine.as_json(),
+            "load_before": self.load_before,
+            "load_after": self.load_after,
+            "folder": self.folder,
+            "seconds": self.seconds,
+            "steps": options.steps,
+            "ranks": options.ranks,
+            "every": options.every,
+            "keep": options.keep,
+            "batch": options.batch,
+            "seed": options.seed,
+            "state_bytes": self.state_bytes,
+            "thread_added_s": self.added_s,
+            "verdicts": [
+                {"target": v.target, "figure": v.figure, "met": v.met} for v in self.verdicts()
+            ],
+            "arms": [_as_json(arm) for arm in (self.without, self.with_tiers)],
+        }
+
+
+def words_of(size_bytes: int) -> str:
+    """``"12.35 MB"``."""
+    return f"{size_bytes / _MB:.2f} MB"
+
+
+def _as_json(arm: Trained) -> dict[str, Any]:
+    return {
+        "tiers": arm.tiers,
+        "thread_s": arm.thread_s,
+        "step_thread_s": arm.step_s,
+        "step_wall_s": statistics.median(arm.wall_s),
+        "saved_s": arm.saved_s,
+        "trainer_cpu_s": arm.trainer_cpu_s,
+        "keeper_cpu_s": arm.keeper_cpu_s,
+        "looked": arm.looked,
+        "done": arm.done,
+        "occupied": [
+            {
+                "tier": one.tier,
+                "bound_bytes": one.bound_bytes,
+                "peak_bytes": one.peak_bytes,
+                "steps_above": one.above,
+                "bytes_by_step": [one.most[step] for step in sorted(one.most)],
+            }
+            for one in arm.occupied
+        ],
+    }

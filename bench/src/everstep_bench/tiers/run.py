@@ -1,0 +1,205 @@
+"""Runs the two trainings, and looks at them."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import select
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from subprocess import Popen
+from typing import Any
+
+from everstep.arena.memory import CONTROL_BYTES
+from everstep.errors import DeadlineError, EverstepError, OptionError
+from everstep.link.registry import kill_keeper, list_keepers
+from everstep.seams.processes.processes import process_gone
+from everstep_bench.persist.machine import look_at
+from everstep_bench.persist.show import Display
+from everstep_bench.persist.workspace import interruptible, refuse_without_room, workspace
+from everstep_bench.stall.arms import TIMEOUT_S
+from everstep_bench.stall.helpers import answer, running, tell
+from everstep_bench.tiers.options import Order, TiersOptions
+from everstep_bench.tiers.report import Occupied, TiersReport, Trained
+from everstep_bench.tiers.sampling import COPIES, DISK, MEMORY, PEER, Sampler, place_bytes
+
+__all__ = ["run_tiers"]
+
+_MODULE = "everstep_bench.tiers.child"
+_LOOK_EVERY_S = 0.005
+_STATE_BYTES_PER_PARAM = 12
+_PROCESS_BYTES = 400 << 20  # torch, in each of two processes of a rank
+
+
+def run_tiers(options: TiersOptions, display: Display) -> TiersReport:
+    """Measures; every process is ended and everything of its own is removed, whatever happens.
+
+    Copies in a store that was named stay there: it is the user's.
+
+    Raises:
+        OptionError: the place is not empty.
+        OutOfSpaceError: before anything is written, when disk or memory would not do.
+        EverstepError: a rank fails, or is killed.
+    """
+    begin_s = time.monotonic()
+    load = os.getloadavg()[0]
+    if options.place is not None and place_bytes(options.place):
+        raise OptionError(f"{options.place} is not empty", hint="name a place with nothing in it")
+    with interruptible(), workspace(options.folder) as folder:
+        machine = look_at(folder)
+        state_bytes = _STATE_BYTES_PER_PARAM * options.params
+        refuse_without_room(
+            machine,
+            folder,
+            disk_bytes=3 * (options.keep + 2) * options.ranks * state_bytes,
+            memory_bytes=options.ranks * (8 * state_bytes + _PROCESS_BYTES),
+            hint="smaller --params, or fewer --ranks",
+        )
+        trained = []
+        for tiers in (False, True):
+            display.begin(f"training {'with' if tiers else 'without'} tiers", options.steps)
+            trained.append(
+                _Job(options, folder / ("with" if tiers else "without"), tiers).run(display)
+            )
+        return TiersReport(
+            options=options,
+            machine=machine,
+            state_bytes=trained[1].state_bytes,
+            without=trained[0].found,
+            with_tiers=trained[1].found,
+            load_before=load,
+            load_after=os.getloadavg()[0],
+            seconds=time.monotonic() - begin_s,
+            folder=str(folder.parent),
+        )
+
+
+class _Job:
+    """All ranks of one training.
+
+    Attributes:
+        state_bytes: of a rank, as it says.
+    """
+
+    def __init__(self, options: TiersOptions, folder: Path, tiers: bool) -> None:
+        self._options = options
+        self._folder = folder
+        self._tiers = tiers
+        self._runs = [folder / f"host{rank}" / "run" for rank in range(options.ranks)]
+        self._place: str | None = None
+        if tiers:
+            self._place = options.place or str(folder / "place")
+        self.state_bytes = 0
+        self.found = Trained(tiers)
+
+    def run(self, display: Display) -> _Job:
+        """Trains to the end."""
+        options = self._options
+        self._folder.mkdir()
+        for run in self._runs:
+            run.parent.mkdir()
+        if self._tiers and options.place is None:
+            Path(str(self._place)).mkdir()
+        with self._ended(), contextlib.ExitStack() as stack:
+            ranks = [
+                stack.enter_context(running(_MODULE, self._order(rank).encode()))
+                for rank in range(options.ranks)
+            ]
+            self._follow(ranks, display)
+        return self
+
+    def _order(self, rank: int) -> Order:
+        meet = str(self._folder / "meet")
+        return Order(self._options, rank, str(self._runs[rank]), meet, self._place, os.getpid())
+
+    def _follow(self, ranks: Sequence[Popen[bytes]], display: Display) -> None:
+        options = self._options
+        found = self.found
+        ready = [_next(process, "ready") for process in ranks]
+        self.state_bytes = ready[0]["state_bytes"]
+        bounds = [one["bounds"] for one in ready]
+        if any(len(one["keepers"]) != 1 for one in ready):
+            raise EverstepError("a rank has no keeper, or several")
+        keepers = [one["keepers"][0] for one in ready]
+        host_bytes = [one["host_bytes"] for one in bounds]
+        sampler = Sampler(self._runs, keepers, host_bytes, self._place)
+        sampler.look(1)
+        began_s = dict(sampler.cpu_s)
+        steps: list[list[dict[str, Any]]] = [[] for _ in ranks]
+        for step in range(1, options.steps + 1):
+            for rank, process in enumerate(ranks):
+                while not _said(process):
+                    sampler.look(step)
+                steps[rank].append(_next(process, "step", step))
+            sampler.look(step)
+            display.advance(f"step {step}")
+            tell(ranks[0], b"looked\n")
+        while not _said(ranks[0]):
+            sampler.look(options.steps)
+        found.done = [_next(process, "done") for process in ranks]
+        self._refuse_failed()
+        _await_keepers(keepers, sampler, options.steps)
+        slowest = max(steps, key=lambda said: sum(one["saved_s"] for one in said))
+        found.saved_s = [one["saved_s"] for one in slowest]
+        found.trained_s = [one["trained_s"] for one in slowest]
+        found.wall_s = [one["wall_s"] for one in slowest]
+        found.trainer_cpu_s = sum(done["cpu_s"] for done in found.done)
+        found.keeper_cpu_s = sum(sampler.cpu_s[keeper] - began_s[keeper] for keeper in keepers)
+        found.looked = sampler.looked
+        found.occupied = [
+            Occupied(tier, _bound(tier, bounds), most) for tier, most in sampler.most.items()
+        ]
+
+    def _refuse_failed(self) -> None:
+        for rank, done in enumerate(self.found.done):
+            if done["failed"] or done["keeper_restarts"]:
+                raise EverstepError(
+                    f"rank {rank}: {done['failed']} bases have failed, {done['keeper_restarts']} "
+                    "keepers were lost: nothing that was measured means anything",
+                    rank=rank,
+                )
+
+    @contextlib.contextmanager
+    def _ended(self) -> Iterator[None]:
+        """No keeper is left of a training that has failed."""
+        try:
+            yield
+        except BaseException:
+            mine = {str(run.resolve()) for run in self._runs}
+            for info in list_keepers():
+                if info.run in mine:
+                    kill_keeper(info)
+            raise
+
+
+def _bound(tier: str, bounds: Sequence[dict[str, Any]]) -> int:
+    """What the ranks have announced. An arena has a control area in front of what was asked for."""
+    if tier == COPIES:
+        return sum(size for bound in bounds for _, size in bound["copies"])
+    field = {MEMORY: "host_bytes", PEER: "peer_bytes", DISK: "disk_bytes"}[tier]
+    more = CONTROL_BYTES if tier == MEMORY else 0
+    return int(min(bound[field] for bound in bounds)) + more
+
+
+def _said(process: Popen[bytes]) -> bool:
+    """Whether it has said something, or has ended; waits a little for it."""
+    assert process.stdout is not None
+    return bool(select.select([process.stdout], [], [], _LOOK_EVERY_S)[0])
+
+
+def _next(process: Popen[bytes], event: str, step: int | None = None) -> Any:
+    found = json.loads(answer(process, "training process"))
+    if found["event"] != event or (step is not None and found["step"] != step):
+        raise EverstepError(f"a training process said {found['event']!r} in place of {event!r}")
+    return found
+
+
+def _await_keepers(keepers: Sequence[int], sampler: Sampler, step: int) -> None:
+    """They end behind the last copy."""
+    deadline_s = time.monotonic() + TIMEOUT_S
+    while not all(process_gone(keeper, 0.0) for keeper in keepers):
+        if time.monotonic() > deadline_s:
+            raise DeadlineError(f"a keeper has not ended within {TIMEOUT_S:g} s")
+        sampler.look(step)

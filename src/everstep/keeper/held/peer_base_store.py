@@ -1,0 +1,217 @@
+"""The memory in which a keeper holds copies of other nodes' bases."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+
+from everstep.arena import PAGE_BYTES
+from everstep.arena.memory import CONTROL_BYTES, Arena
+from everstep.commit.job.messages import PeerAt, PeerBegun, PeerPart
+from everstep.commit.lineage import BaseId
+from everstep.commit.peers import Copy, Shelf
+from everstep.errors import DamageError, EverstepError, FormatError, OutOfSpaceError
+from everstep.format.records import Marker
+from everstep.restore.fetch.peer_copy import PeerCopy, check_files, size_of
+
+__all__ = ["PeerBaseStore", "copy_memory_bytes"]
+
+_log = logging.getLogger("everstep.keeper")
+
+
+def copy_memory_bytes(size_bytes: int) -> int:
+    """Host memory that a copy of so many bytes takes."""
+    return CONTROL_BYTES + max(1, -(-size_bytes // PAGE_BYTES)) * PAGE_BYTES
+
+
+@dataclass(slots=True)
+class _Memory:
+    """Where a copy lies.
+
+    Attributes:
+        received_bytes: from the first one on.
+    """
+
+    marker: Marker
+    record: bytes
+    arena: Arena
+    received_bytes: int = 0
+
+
+class PeerBaseStore:
+    """Copies that other ranks' keepers have sent. It outlives timelines; several threads use it.
+
+    Args:
+        bound_bytes: of all copies together, those that are on their way included (I10).
+    """
+
+    def __init__(self, bound_bytes: int = 0) -> None:
+        self._lock = threading.Lock()
+        self._shelf = Shelf(bound_bytes)
+        self._memories: dict[tuple[int, BaseId], _Memory] = {}
+
+    @property
+    def used_bytes(self) -> int:
+        """Host memory that is taken."""
+        return self._shelf.used_bytes
+
+    @property
+    def held(self) -> list[tuple[int, int]]:
+        """Rank and step of each whole copy."""
+        with self._lock:
+            return [(copy.source, copy.base.step) for copy in self._shelf.copies if copy.whole]
+
+    @property
+    def bases(self) -> set[BaseId]:
+        """Of which there is a whole copy."""
+        with self._lock:
+            return {copy.base for copy in self._shelf.copies if copy.whole}
+
+    def ranks_of(self, base: BaseId) -> set[int]:
+        """Whose parts of a base are held whole."""
+        with self._lock:
+            return {one.source for one in self._shelf.copies if one.whole and one.base == base}
+
+    def holds_two(self, source: int) -> bool:
+        """Whether two copies of a rank are whole: one of them makes room for the next."""
+        with self._lock:
+            return sum(copy.whole and copy.source == source for copy in self._shelf.copies) > 1
+
+    def whole(self) -> list[tuple[PeerCopy, Arena]]:
+        """Every copy that is whole, and its memory."""
+        with self._lock:
+            found = []
+            for copy in self._shelf.copies:
+                if copy.whole:
+                    one = self._memories[copy.source, copy.base]
+                    memory = one.arena.view[: size_of(one.marker)]
+                    found.append((PeerCopy(one.marker, one.record, memory), one.arena))
+            return found
+
+    def new_start(
+        self,
+        bound_bytes: int,
+        sources: Collection[int],
+        recovered: BaseId | None,
+        spare: BaseId | None = None,
+    ) -> None:
+        """The job was started anew; see :meth:`.peers.Shelf.new_start`."""
+        with self._lock:
+            self._shelf.bound_bytes = bound_bytes
+            self._let_go(self._shelf.new_start(sources, recovered, spare))
+
+    def passed(self, everywhere: BaseId) -> None:
+        """A base is whole with all peers."""
+        with self._lock:
+            self._let_go(self._shelf.passed(everywhere))
+
+    def begun(self, source: int, message: PeerBegun) -> PeerAt:
+        """A rank wants to send its files of a base, or asks how far they have come."""
+        marker = message.marker
+        base = BaseId(marker.timeline, marker.step)
+        if marker.rank != source:
+            return PeerAt(base, 0, False, "it is of another rank")
+        with self._lock:
+            known = self._memories.get((source, base))
+            if known is not None and known.marker == marker and known.record == message.record:
+                return self._at(source, base)
+            size_bytes = size_of(marker)
+            gone, why = self._shelf.begin(source, base, copy_memory_bytes(size_bytes))
+            self._let_go(gone)
+            if why:
+                return PeerAt(base, 0, False, why)
+            try:
+                arena = Arena.create(max(1, size_bytes))
+            except EverstepError as error:
+                self._shelf.drop(source, base)
+                return PeerAt(base, 0, False, error.message)
+            self._memories[source, base] = _Memory(marker, message.record, arena)
+            return self._at(source, base)
+
+    def part(self, source: int, message: PeerPart) -> PeerAt:
+        """Bytes have come; those that were expected next are kept."""
+        base = message.base
+        data = message.data
+        with self._lock:
+            one = self._memories.get((source, base))
+            if one is None:
+                return PeerAt(base, 0, False, "nothing of it is held: its keeper was replaced")
+            size_bytes = size_of(one.marker)
+            end = message.offset + len(data)
+            if message.offset != one.received_bytes or end > size_bytes or not data:
+                return self._at(source, base)
+            one.arena.view[message.offset : end] = data
+            one.received_bytes = end
+            if end < size_bytes:
+                return self._at(source, base)
+        return self._check(source, base, one)
+
+    def keep(self, marker: Marker, record: bytes, fill: Callable[[memoryview], None]) -> None:
+        """Takes a base of this keeper's own rank in, like a copy that a peer has sent.
+
+        Args:
+            fill: puts its files into the memory, one after the other.
+
+        Raises:
+            OutOfSpaceError: there is no room for it.
+            DamageError: what was put there does not have its digests.
+        """
+        source = marker.rank
+        base = BaseId(marker.timeline, marker.step)
+        at = self.begun(source, PeerBegun(marker, record))
+        what = f"the base of step {base.step} is not held in memory"
+        if at.problem:
+            raise OutOfSpaceError(
+                f"{what}: {at.problem}",
+                step=base.step,
+                rank=source,
+                tier="memory",
+                hint="a larger Budget(host_bytes=), or another method",
+            )
+        if at.whole:
+            return
+        with self._lock:
+            one = self._memories.get((source, base))
+        assert one is not None, "one thread takes bases in, and starts of the job wait for it"
+        fill(one.arena.view[: size_of(marker)])
+        one.received_bytes = size_of(marker)
+        at = self._check(source, base, one)
+        if at.problem:
+            raise DamageError(f"{what}: {at.problem}", step=base.step, rank=source, tier="memory")
+
+    def find(self, source: int, base: BaseId) -> PeerCopy | None:
+        """The copy of a rank's files of a base, if all of it is there."""
+        with self._lock:
+            copy = self._shelf.find(source, base)
+            one = self._memories.get((source, base))
+            if copy is None or one is None or not copy.whole:
+                return None
+            return PeerCopy(one.marker, one.record, one.arena.view[: size_of(one.marker)])
+
+    def _check(self, source: int, base: BaseId, one: _Memory) -> PeerAt:
+        """All of it is there. Without the lock: only this source's thread writes to it."""
+        try:
+            check_files(one.marker, one.arena.view[: one.received_bytes])
+        except (DamageError, FormatError) as error:
+            _log.warning("a copy of %s of rank %d: %s", base, source, error)
+            with self._lock:
+                self._shelf.drop(source, base)
+                self._memories.pop((source, base), None)
+            return PeerAt(base, 0, False, f"it has arrived damaged: {error.message}")
+        with self._lock:
+            if self._memories.get((source, base)) is not one:
+                return PeerAt(base, 0, False, "another start of the job has begun")
+            self._shelf.finished(source, base)
+            return self._at(source, base)
+
+    def _at(self, source: int, base: BaseId) -> PeerAt:
+        copy = self._shelf.find(source, base)
+        assert copy is not None
+        return PeerAt(base, self._memories[source, base].received_bytes, copy.whole, "")
+
+    def _let_go(self, gone: list[Copy]) -> None:
+        for copy in gone:
+            # A training process may be about to map it: it goes when nobody has it any more.
+            self._memories.pop((copy.source, copy.base), None)

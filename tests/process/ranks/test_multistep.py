@@ -1,0 +1,326 @@
+"""Bases over several steps of several ranks (``docs/design/multistep.md``): killed, resumed, and
+trained to the end
+with the bits of a training that nobody disturbed, whatever becomes of one rank's part."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import everstep
+from everstep.errors import KeeperError
+from everstep.trainer.multistep.multistep_ranks import RankMultistep
+from tests.behaviour.ranks.test_together import bases, resume, train
+from tests.process.ranks.test_parallel import Run, Said, at, compare, steps_of
+from tests.support.keepers import end_keepers
+from tests.support.ranks.parallel import LAYOUTS
+from tests.support.ranks.together import on_all, trainings
+from tests.support.trainers import finish_trainer
+
+STEPS = 8
+_SOON_S = 90.0  # long before ranks stop waiting for each other
+Does = dict[int, str]
+
+
+class Job(Run):
+    """Jobs of two ranks on one run folder. Bases are due at steps 2, 4, ..., in 3 parts: those that
+    begin at steps 2 and 6 end at 4 and 8, where the next would be due."""
+
+    def train(
+        self,
+        layout: str,
+        options: Any,
+        *does: Does,
+        last: int = STEPS,
+        methods: tuple[dict[str, Any], ...] = ({}, {}),
+    ) -> Said:
+        """What each rank says.
+
+        Args:
+            does: what each rank does at the end of which step.
+            methods: what of the method is its own.
+        """
+        environments = [
+            {"DOES": json.dumps(one), "METHOD": json.dumps(own)}
+            for one, own in zip(does or ({}, {}), methods, strict=True)
+        ]
+        return self.ended(layout, options, last, *environments)
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Iterator[Job]:
+    made = Job(tmp_path)
+    yield made
+    end_keepers(tmp_path)
+
+
+def over(parts: int = 3, *, overlap: int = 0, **options: Any) -> dict[str, Any]:
+    """Gradients are held for so many steps; 0: updates wait for them."""
+    about = {"overlap_forward": overlap > 0, "held_steps": max(1, overlap)}
+    method = {"base": "multistep", "parts": parts, **about}
+    return {"method": method, "keep": 50, **options}
+
+
+@cache
+def wanted(layout: str, folder: Path) -> list[dict[int, Any]]:
+    """What nobody has disturbed, and no checkpoint was taken of."""
+    (folder / f"undisturbed-{layout}").mkdir()
+    return steps_of(Job(folder / f"undisturbed-{layout}").train(layout, None, last=STEPS + 2))
+
+
+@pytest.fixture
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    folder = tmp_path_factory.getbasetemp()
+    return lambda layout: wanted(layout, folder)
+
+
+def report(said: Said) -> list[dict[str, Any]]:
+    return [lines[-1]["multistep"] for lines in said]
+
+
+def check_resumed(job: Job, layout: str, step: int, wanted: list[dict[int, Any]]) -> None:
+    """Another start finds the base of ``step``, bit for bit, and goes on as if nothing had been."""
+    assert max(job.committed()) == step
+    said = job.train(layout, {"method": "lazy"}, last=step + 2)
+    assert compare(said, wanted) == step
+
+
+@pytest.mark.parametrize(
+    ("layout", "overlap"),
+    [
+        ("ddp", True),
+        pytest.param("ddp", False, marks=pytest.mark.slow),
+        pytest.param("fsdp", False, marks=pytest.mark.slow),
+        pytest.param("fsdp", True, marks=pytest.mark.slow),
+        pytest.param("fsdp_low", True, marks=pytest.mark.slow),
+        pytest.param("zero", False, marks=pytest.mark.slow),
+        pytest.param("zero", True, marks=pytest.mark.slow),
+        pytest.param("tp", True, marks=pytest.mark.slow),
+        pytest.param("pp", True, marks=pytest.mark.slow),
+        pytest.param("pp", 3, marks=pytest.mark.slow),
+        pytest.param("zero", 3, marks=pytest.mark.slow),
+    ],
+)
+def test_killed_within_a_base_and_resumed(
+    job: Job, undisturbed: Any, layout: str, overlap: int
+) -> None:
+    before = undisturbed(layout)
+    options = over(overlap=overlap)
+    dies = {"DIES": "1 7 before_update", "DOES": json.dumps({5: "wait"})}
+    lives = {"DOES": json.dumps({5: "wait"})}
+    said = job.killed(layout, options, 1, STEPS, lives, dies)
+    assert compare(said, before) == 0
+    assert job.committed() == {4}
+    said = job.train(layout, options)
+    assert compare(said, before) == 4
+    assert [one["windows"] for one in report(said)] == [1, 1]
+    assert [one["abandoned"] for one in report(said)] == [0, 0]
+    check_resumed(job, layout, 8, before)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", [name for name in LAYOUTS if name != "one"])
+def test_a_training_of_every_row_is_resumed(job: Job, layout: str) -> None:
+    nothing = [{"DOES": "{}"}] * LAYOUTS[layout].ranks
+    before = steps_of(job.ended(layout, None, STEPS + 2, *nothing))
+    said = job.ended(layout, over(overlap=True), STEPS + 1, *nothing)
+    assert job.committed() == {4, 8}
+    assert [one["abandoned"] for one in report(said)] == [0] * len(nothing)
+    assert any(one["parts"] == 3 for one in report(said))
+    said = job.ended(layout, {"method": "lazy"}, STEPS + 2, *nothing)
+    assert compare(said, before) == 8
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rebuild", ["keeper", "recovery"])
+def test_what_others_update_is_captured_at_the_last_step(job: Job, rebuild: str) -> None:
+    """On disks of their own ranks write it, too."""
+    disks = [{"DISK": f"-{rank}", "DOES": "{}"} for rank in range(2)]
+    before = steps_of(job.ended("zero", None, STEPS + 2, *disks))
+    options = over(overlap=True)
+    options["method"]["rebuild"] = rebuild
+    said = job.ended("zero", options, STEPS + 1, *disks)
+    assert [(one["parts"], one["windows"], one["abandoned"]) for one in report(said)] == [
+        (3, 2, 0)
+    ] * 2
+    end_keepers(job.path.parent)
+    said = job.ended("zero", {"method": "lazy"}, STEPS + 2, *disks)
+    assert compare(said, before) == 8
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("layout", "world", "other", "others"),
+    [
+        ("fsdp", 2, "fsdp", 3),
+        ("fsdp", 2, "one", 1),
+        ("ddp", 2, "ddp", 3),
+        ("hsdp", 4, "fsdp", 2),
+        ("zero", 2, "zero", 3),
+        ("zero", 3, "ddp", 2),
+    ],
+)
+def test_another_number_of_ranks_goes_on(
+    job: Job, layout: str, world: int, other: str, others: int
+) -> None:
+    """Counters that several ranks write are found once."""
+    last = 4
+    before = at(job.to_the_end(layout, over(), world=world, last=last, whole=True), last)
+    assert last in job.committed()
+    options = {"method": "lazy"}
+    said = job.to_the_end(other, options, world=others, last=last + 1, whole=True)
+    assert [lines[0]["resumed"] for lines in said] == [last] * others
+    assert at(said, last) == before
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["ddp", "fsdp", "zero"])
+@pytest.mark.parametrize("place", ["window.after_assemble", "capture.after_captured"])
+def test_killed_behind_the_last_mark_of_a_base(
+    job: Job, undisturbed: Any, layout: str, place: str
+) -> None:
+    """Whether the other rank had told its keeper, too, is a matter of luck."""
+    before = undisturbed(layout)
+    dies = {"DOES": "{}", "EVERSTEP_FAILPOINTS": f"{place}=kill:1"}
+    job.killed(layout, over(), 1, STEPS, {"DOES": "{}"}, dies)
+    said = job.train(layout, over())
+    assert compare(said, before) in (0, 4)
+    check_resumed(job, layout, 8, before)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("does", ["kill", "lose"])
+def test_a_keeper_that_is_lost_is_replaced(job: Job, undisturbed: Any, does: str) -> None:
+    """Within the steps of a base its rank takes its part in one step; while it makes one whole, no
+    rank has that one, and all the next."""
+    dies = {"DOES": json.dumps({3: does} if does == "kill" else {5: does})}
+    if does == "lose":
+        dies["EVERSTEP_FAILPOINTS"] = "rebuild.before=kill:1"
+    said = job.ended("ddp", over(), STEPS + 1, {"DOES": "{}"}, dies)
+    assert job.committed() == ({4, 8} if does == "kill" else {8})
+    assert [one["abandoned"] for one in report(said)] == [0, int(does == "kill")]
+    check_resumed(job, "ddp", 8, undisturbed("ddp"))
+
+
+@pytest.mark.parametrize("does", ["spoil", pytest.param("tear", marks=pytest.mark.slow)])
+def test_a_rank_whose_window_is_void_takes_its_part_in_one_step(
+    job: Job, undisturbed: Any, does: str
+) -> None:
+    """And no other rank hears of it: there is a base of the step that all had agreed on. What is
+    torn last is known by then, too, and raised nowhere."""
+    options = over(overlap=True, every=4, on_failure="raise" if does == "tear" else "warn")
+    said = job.train("ddp", options, {}, {5: does}, last=7)
+    assert job.committed() == {6}
+    assert [one["windows"] for one in report(said)] == [1, 1]
+    assert [one["abandoned"] for one in report(said)] == [0, 1]
+    check_resumed(job, "ddp", 6, undisturbed("ddp"))
+
+
+@pytest.mark.slow
+def test_a_rank_that_computes_otherwise_than_when_it_began_takes_its_part_in_one_step(
+    job: Job, undisturbed: Any
+) -> None:
+    """Its updates could not be repeated bit for bit: no window is begun there."""
+    said = job.train("ddp", over(every=4, on_failure="raise"), {}, {1: "flush"}, last=7)
+    assert job.committed() == {6}
+    assert [one["windows"] for one in report(said)] == [1, 0]
+    assert [one["abandoned"] for one in report(said)] == [0, 0]
+    check_resumed(job, "ddp", 6, undisturbed("ddp"))
+
+
+@pytest.mark.parametrize(
+    ("last", "draws", "step"),
+    [
+        pytest.param(6, True, 4, marks=pytest.mark.slow),
+        pytest.param(6, False, 6, marks=pytest.mark.slow),
+        pytest.param(8, False, 8, marks=pytest.mark.slow),
+    ],
+)
+def test_ranks_that_want_different_parts_end_at_one_step(
+    job: Job, undisturbed: Any, last: int, draws: bool, step: int
+) -> None:
+    """A base is due at step 2: rank 1 begins there, and rank 0 at step 3, and both end at step 4.
+    One is due at step 6, which would end at 8: when training ends before, all end it there, begun
+    or not. Where one rank is not at that step any more, none does, and nobody has failed."""
+    own: tuple[dict[str, Any], ...] = ({"parts": 2}, {"parts": 3})
+    ends: Does = {last: "draw"} if draws else {}
+    said = job.train("ddp", over(on_failure="raise"), ends, {}, last=last, methods=own)
+    assert job.committed() == {4, step}
+    assert [one["abandoned"] for one in report(said)] == [0, int(draws)]
+    assert [one["bases"][0]["parts"] for one in report(said)] == [2, 3]
+    check_resumed(job, "ddp", step, undisturbed("ddp"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("does", ["save", "wait"])
+def test_all_ranks_end_a_base_where_they_call_for_it(job: Job, undisturbed: Any, does: str) -> None:
+    """The next is due at step 4, and ends at 6."""
+    both: Does = {3: does}
+    said = job.train("ddp", over(on_failure="raise"), both, both, last=7)
+    assert job.committed() == {3, 6}
+    assert [one["windows"] for one in report(said)] == [2, 2]
+    check_resumed(job, "ddp", 6, undisturbed("ddp"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["ddp", "zero"])
+def test_all_ranks_go_back_within_a_base(job: Job, undisturbed: Any, layout: str) -> None:
+    """From step 7 to 4; what they train on is steps 5 to 7 once more, and a base is due at 6."""
+    both: Does = {5: "wait", 7: "rewind 4"}
+    before = undisturbed(layout)
+    said = job.train(layout, over(on_failure="raise"), both, both, last=10)
+    for rank, steps in enumerate(steps_of(said)):
+        assert [steps[at] for at in (8, 9, 10)] == [before[rank][at] for at in (5, 6, 7)]
+    assert [one["windows"] for one in report(said)] == [3, 3]
+    assert [one["abandoned"] for one in report(said)] == [1, 1]
+    check_resumed(job, layout, 7, before)
+
+
+@pytest.mark.slow
+def test_an_error_within_a_base_leaves_nobody_waiting(job: Job) -> None:
+    """Not for what the others would say, nor for a base that they do not take."""
+    ranks = job.start("ddp", 2, STEPS, over(), {}, {"DOES": json.dumps({3: "raise"})})
+    ended = [finish_trainer(one, _SOON_S) for one in ranks]
+    assert all(status == 1 for status, _, _ in ended), ended
+    assert "planted" in ended[1][2]
+    assert job.committed() == set()
+
+
+@pytest.mark.slow
+def test_a_base_of_which_one_part_is_not_exact_is_not(job: Job) -> None:
+    job.train("ddp", over(on_failure="raise"), {}, {1: "doubt"}, last=5)
+    assert job.committed() == {4}
+    said = job.train("ddp", {"method": "lazy"}, last=5)
+    assert [lines[0]["resumed"] for lines in said] == [4, 4]
+    assert [lines[0]["exact"] for lines in said] == [False, False]
+
+
+def test_a_rank_whose_step_fails_where_a_base_begins_has_agreed_all_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And a caller that goes on ends it with the others."""
+    monkeypatch.setattr(RankMultistep, "_wanted", lambda _: 3)
+    path, method = tmp_path / "run", everstep.Method(base="multistep")
+    options = {"method": method, "every": 2, "keeper": everstep.KeeperOptions()}
+    try:
+        with trainings(path, path, **options) as ranks:
+            resume(ranks)
+            train(ranks, 1)
+            ranks[1].ckpt._channel.post(KeeperError("of a test"))
+
+            def fails() -> None:
+                with pytest.raises(KeeperError, match="of a test"):
+                    ranks[1].train(1)
+
+            on_all(lambda: ranks[0].train(1), fails)
+            train(ranks, 2)
+            on_all(*(lambda one=one: one.ckpt.wait(60) for one in ranks))  # type: ignore[misc]
+            assert set(bases(path)) == {4}
+            on_all(*(one.ckpt.close for one in ranks))
+    finally:
+        end_keepers(tmp_path)

@@ -1,0 +1,793 @@
+"""``everstep bench stall``: arms do what they say, rounds are fair, nothing stays."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import gc
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+import everstep
+from everstep.capture.lanes.batches import Batch
+from everstep.capture.lanes.devices import DeviceLane
+from everstep.capture.lanes.emulated import EmulatedLink
+from everstep.capture.lanes.lane import CpuLane
+from everstep.errors import (
+    DeadlineError,
+    EverstepError,
+    KeeperTimeoutError,
+    OutOfSpaceError,
+    UnavailableError,
+)
+from everstep.seams import Seams
+from everstep_bench.persist.machine import Machine
+from everstep_bench.stall import cores, gauges, peers, run, running
+from everstep_bench.stall import ours as ours_module
+from everstep_bench.stall.arms import CAUSES, Arm, Pending
+from everstep_bench.stall.cores import Placement, descendants
+from everstep_bench.stall.files import Saves, SavingArm
+from everstep_bench.stall.loop import Loop, Step
+from everstep_bench.stall.options import (
+    StallOptions,
+)
+from everstep_bench.stall.ours import Buffered, ours_arm
+from everstep_bench.stall.run import run_stall
+from everstep_bench.stall.writers import Writers
+from tests.support.stalls import (
+    invoke,
+    shown_by,
+)
+
+MIB = 1 << 20
+TINY = 200_000
+TIMEOUT_S = 60.0
+
+
+class Shown:
+    """A display that remembers."""
+
+    def __init__(self) -> None:
+        self.parts: list[str] = []
+        self.names: list[str] = []
+
+    def begin(self, what: str, total: int) -> None:
+        self.parts.append(what)
+
+    def advance(self, what: str) -> None:
+        self.names.append(what)
+
+
+# --- Cores, gauges ----------------------------------------------------------------------
+
+
+@pytest.fixture
+def cores_back() -> Iterator[None]:
+    before = os.sched_getaffinity(0)
+    yield
+    os.sched_setaffinity(0, before)
+
+
+@pytest.mark.usefixtures("cores_back")
+def test_training_is_pinned_and_other_threads_are_not() -> None:
+    if len(os.sched_getaffinity(0)) < 2:
+        pytest.skip("one core only")
+    placement, before = Placement(free_core=True), os.sched_getaffinity(0)
+    assert placement.free
+    assert placement.training not in placement.others
+    started, end, ids = threading.Event(), threading.Event(), []
+
+    def other() -> None:
+        ids.append(threading.get_native_id())
+        started.set()
+        end.wait(TIMEOUT_S)
+
+    thread = threading.Thread(target=other)
+    try:
+        with placement.pinned():
+            assert os.sched_getaffinity(0) == {placement.training}
+            thread.start()
+            assert started.wait(TIMEOUT_S)
+            assert os.sched_getaffinity(ids[0]) == {placement.training}  # inherited
+            placement.spread()
+            assert os.sched_getaffinity(ids[0]) == set(placement.others)
+            placement.spread(one_core=True)
+            assert os.sched_getaffinity(ids[0]) == {placement.training}
+            placement.spread()
+            assert os.sched_getaffinity(ids[0]) == set(placement.others)
+            assert os.sched_getaffinity(0) == {placement.training}
+        assert os.sched_getaffinity(0) == os.sched_getaffinity(ids[0]) == before
+    finally:
+        end.set()
+        thread.join(TIMEOUT_S)
+
+
+@pytest.mark.usefixtures("cores_back")
+def test_without_a_free_core_all_share_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    placement = Placement(free_core=False)
+    assert not placement.free
+    assert placement.others == (placement.training,)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {3})
+    assert not Placement(free_core=True).free
+
+
+def test_threads_of_the_backward_pass_belong_to_training(monkeypatch: pytest.MonkeyPatch) -> None:
+    kept: dict[int, set[int]] = {}
+    monkeypatch.setattr(cores, "_threads", lambda pid: [7, 8])
+    monkeypatch.setattr(cores, "_name", lambda thread: "pt_autograd_0" if thread == 7 else "x")
+    monkeypatch.setattr(cores, "_keep", lambda thread, on: kept.update({thread: set(on)}))
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1, 2})
+    Placement(free_core=True).spread()
+    assert kept == {7: {0}, 8: {1, 2}}
+
+
+def test_descendants_and_their_processor_time() -> None:
+    before = descendants()
+    code = (
+        "import sys\nx = 0\nfor n in range(10**6): x += n\nprint(x, flush=True)\nsys.stdin.read()"
+    )
+    child = subprocess.Popen(
+        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    )
+    try:
+        assert child.stdout is not None
+        child.stdout.readline()
+        assert child.pid in descendants() - before
+        assert 0.001 < gauges.cpu_s(child.pid) < 60
+        assert gauges.private_bytes(child.pid) > MIB
+    finally:
+        child.communicate(timeout=TIMEOUT_S)
+    assert child.pid not in descendants()
+    assert gauges.cpu_s(child.pid) == 0.0
+    assert gauges.private_bytes(child.pid) == 0
+    assert gauges.cpu_s(os.getpid()) == pytest.approx(time.process_time(), abs=1.0)
+
+
+def test_the_peak_is_that_since_it_was_reset() -> None:
+    if not gauges.reset_peak():
+        pytest.skip("this process may not reset its peak")
+    before = gauges.own_resident_bytes()
+    block = torch.ones(64 * MIB, dtype=torch.uint8)
+    assert gauges.own_peak_bytes() - before >= block.numel() // 2
+    del block
+    gauges.give_back_free_memory()
+    assert gauges.reset_peak()
+    assert gauges.own_peak_bytes() - before < 48 * MIB
+
+
+# --- Saves under way --------------------------------------------------------------------
+
+
+def test_a_pending_save_ends_with_its_future() -> None:
+    pending, future = Pending(), concurrent.futures.Future[int]()
+    future.add_done_callback(pending.on_done)
+    assert not pending.over
+    assert pending.done_s is None
+    future.set_result(3)
+    assert pending.over
+    assert pending.done_s is not None
+    pending.wait()
+
+
+def test_a_pending_save_fails_with_its_future() -> None:
+    pending, future = Pending(), concurrent.futures.Future[int]()
+    future.add_done_callback(pending.on_done)
+    future.set_exception(ValueError("the disk is gone"))
+    assert pending.over
+    with pytest.raises(ValueError, match="the disk is gone"):
+        pending.wait()
+    cancelled = concurrent.futures.Future[int]()
+    pending = Pending()
+    cancelled.add_done_callback(pending.on_done)
+    cancelled.cancel()
+    with pytest.raises(DeadlineError, match="cancelled"):
+        pending.wait()
+    with pytest.raises(DeadlineError, match="not done after"):
+        Pending().wait(timeout_s=0.0)
+
+
+# --- Rounds -----------------------------------------------------------------------------
+
+
+class Steps:
+    """A loop without training; tells what happened in which order."""
+
+    def __init__(self) -> None:
+        self.told: list[str] = []
+        self.on_step: Any = lambda: None
+
+    def step(self) -> Step:
+        begin_s = time.monotonic()
+        self.told.append("step")
+        self.on_step()
+        return Step(begin_s, time.monotonic())
+
+
+class Slow(Arm):
+    """A save that is done after so many steps."""
+
+    def __init__(self, loop: Steps, name: str, steps: int, role: str = "ours") -> None:
+        super().__init__(name, "")
+        self.role = role  # type: ignore[assignment]
+        self.steps = steps
+        self.loop = loop
+        self.error: BaseException | None = None
+
+    def save(self) -> Pending:
+        self.loop.told.append(f"save {self.name}")
+        pending, left = Pending(), self.steps
+
+        def count() -> None:
+            nonlocal left
+            left -= 1
+            if not left:
+                pending.finish(self.error)
+
+        self.loop.on_step = count
+        self._stalls["gate"] += 0.25
+        return pending
+
+    def settle(self, pending: Pending) -> float:
+        pending.wait()
+        self.loop.told.append(f"settled {self.name}")
+        return 0.5
+
+    def clean(self) -> None:
+        self.loop.told.append(f"clean {self.name}")
+        self.loop.on_step = lambda: None
+
+
+def bench_of(loop: Steps, *, start_s: float = 0.0, **options: Any) -> Any:
+    placement = SimpleNamespace(spread=lambda one_core=False: None)
+    writers = SimpleNamespace(flush=lambda: None, wait=lambda: None)
+    return run._Bench(StallOptions(**options), loop, placement, writers, Shown(), (), start_s)
+
+
+@pytest.fixture
+def no_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sync", lambda: None)
+    monkeypatch.setattr(gc, "collect", lambda: 0)
+
+
+@pytest.mark.usefixtures("no_wait")
+def test_rounds_hold_every_arm_once_and_blocks_do_not_overlap() -> None:
+    loop = Steps()
+    opened = [run._Opened(Slow(loop, "quick", 1)), run._Opened(Slow(loop, "slow", 6))]
+    interval = bench_of(loop, repeats=3).measure(opened, 4)
+    quick, slow = interval.rows
+    assert list(quick.blocks) == list(slow.blocks) == list(interval.ideals) == [1, 2, 3]
+    assert {len(block.steps) for block in quick.blocks.values()} == {4}
+    assert {len(block.steps) for block in slow.blocks.values()} == {6}  # until it is done
+    for ideal in interval.ideals.values():
+        assert [len(block.steps) for block in ideal.blocks] == [4, 4]
+        assert all(block.done_s is None and block.stall_s == 0 for block in ideal.blocks)
+    for block in slow.blocks.values():
+        assert block.causes == {**dict.fromkeys(CAUSES, 0.0), "gate": 0.25}
+        assert block.sync_s == 0.5
+        assert block.stall_s == pytest.approx(0.25 + block.calls_s)
+        assert block.done_s is not None
+        assert block.begin_s < block.done_s <= block.end_s
+    # Between a save and the next one it is settled and cleared away.
+    words = [word for word in loop.told if word != "step"]
+    saves = [n for n, word in enumerate(words) if word.startswith("save ")]
+    assert len(saves) == 2 * (3 + 1)
+    for at in saves:
+        name = words[at].split()[1]
+        assert words[at + 1 : at + 3] == [f"settled {name}", f"clean {name}"]
+
+
+@pytest.mark.usefixtures("no_wait")
+@pytest.mark.parametrize(("within_s", "rounds"), [(1e-9, [1]), (1e9, [1, 2, 3])])
+def test_rounds_for_which_there_is_no_time_are_left_out(within_s: float, rounds: list[int]) -> None:
+    loop = Steps()
+    bench = bench_of(loop, repeats=3, within_s=within_s, start_s=time.monotonic())
+    interval = bench.measure([run._Opened(Slow(loop, "a", 1))], 4)
+    assert list(interval.ideals) == list(interval.rows[0].blocks) == rounds
+
+
+@pytest.mark.usefixtures("no_wait")
+def test_the_order_is_drawn_with_the_seed() -> None:
+    def order(seed: int) -> list[str]:
+        loop = Steps()
+        opened = [run._Opened(Slow(loop, name, 1)) for name in "abcdef"]
+        bench_of(loop, repeats=2, seed=seed).measure(opened, 1)
+        return [word for word in loop.told if word.startswith("save")]
+
+    assert order(1) == order(1)
+    assert order(1) != order(2)
+    assert order(1)[:6] != order(1)[6:12]
+
+
+@pytest.mark.usefixtures("no_wait")
+def test_short_blocks_have_longer_ideals() -> None:
+    loop = Steps()
+    interval = bench_of(loop, repeats=1).measure([run._Opened(Slow(loop, "a", 1))], 1)
+    assert [len(block.steps) for block in interval.ideals[1].blocks] == [4, 4]
+    assert len(interval.rows[0].blocks[1].steps) == 1
+
+
+@pytest.mark.usefixtures("no_wait")
+def test_a_peer_that_fails_is_reported_in_its_row() -> None:
+    loop = Steps()
+    broken, fine = Slow(loop, "broken", 1, "peer"), Slow(loop, "fine", 1)
+    broken.error = BaseException("no disk\n\n  at line 3\n  OSError: really none\n")
+    opened = [run._Opened(broken), run._Opened(fine)]
+    interval = bench_of(loop, repeats=2).measure(opened, 1)
+    assert interval.rows[0].error == "BaseException: no disk ... OSError: really none"
+    assert not interval.rows[0].blocks
+    assert len(interval.rows[1].blocks) == 2
+    assert loop.told.count("save broken") == 1
+    assert loop.told.count("clean broken") == 1
+
+
+@pytest.mark.usefixtures("no_wait")
+def test_writers_are_waited_for_even_when_a_peer_fails() -> None:
+    loop = Steps()
+    broken = Slow(loop, "broken", 1, "peer")
+    broken.error = OSError("no disk")
+    bench = bench_of(loop, repeats=1)
+    told = lambda word: lambda: loop.told.append(word)  # noqa: E731
+    bench._writers = SimpleNamespace(flush=told("flush"), wait=told("wait"))
+    bench.measure([run._Opened(broken)], 1)
+    after = loop.told[loop.told.index("flush") :]
+    assert after[: after.index("clean broken")].count("wait") == 1
+    assert loop.told.count("flush") == 1  # none for blocks without a save
+
+
+@pytest.mark.usefixtures("no_wait")
+def test_an_arm_of_ours_that_fails_ends_the_benchmark() -> None:
+    loop = Steps()
+    broken = Slow(loop, "lazy", 1)
+    broken.error = EverstepError("the disk is full")
+    with pytest.raises(EverstepError, match="the disk is full"):
+        bench_of(loop).measure([run._Opened(broken)], 1)
+    assert loop.told[-1] == "clean lazy"
+
+
+@pytest.mark.usefixtures("no_wait")
+def test_a_save_that_never_ends_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    loop = Steps()
+    monkeypatch.setattr(run, "TIMEOUT_S", 0.0)
+    interval = bench_of(loop, repeats=1).measure([run._Opened(Slow(loop, "p", 10**9, "peer"))], 3)
+    assert interval.rows[0].error is not None
+    assert "is not done after 0 s" in interval.rows[0].error
+
+
+def test_too_little_disk_or_memory_is_said_before_anything_is_written(tmp_path: Path) -> None:
+    def machine(free_bytes: int, memory_bytes: int) -> Machine:
+        return Machine("", 2, memory_bytes, "", "", "", "", "", free_bytes, 0.5, True)
+
+    options, size_bytes = StallOptions(), 10**9
+    run._check_room(options, machine(10**12, 10**12), size_bytes, tmp_path)
+    with pytest.raises(OutOfSpaceError, match="free"):
+        run._check_room(options, machine(size_bytes, 10**12), size_bytes, tmp_path)
+    with pytest.raises(OutOfSpaceError, match="memory"):
+        run._check_room(options, machine(10**12, size_bytes), size_bytes, tmp_path)
+
+
+# --- Arms -------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def loop() -> Loop:
+    return Loop(StallOptions(params=TINY))
+
+
+def test_peers_are_given_every_tensor_once(loop: Loop) -> None:
+    nested = loop.nested()
+    assert set(nested) == {"model", "optimizer", "scheduler", "loader", "progress"}
+    model = loop.training.model
+    assert loop.tensors == 4 * sum(1 for _ in model.parameters())  # step and two moments each
+    assert "head.weight" not in nested["model"]
+    assert loop.size_bytes == pytest.approx(
+        12 * sum(p.numel() for p in model.parameters()), rel=0.01
+    )
+
+
+def test_a_python_heavy_step_has_as_much_python_as_the_rest() -> None:
+    heavy = Loop(StallOptions(params=TINY, python_heavy=True))
+    step = heavy.step()
+    assert heavy.python_part_s > 0
+    assert step.end_s - step.begin_s > heavy.python_part_s / 4  # other processes may interfere
+
+
+def test_steps_tell_when_the_hooks_before_the_update_ran() -> None:
+    loop = Loop(StallOptions(params=TINY))
+    ran: list[float] = []
+    loop.training.optimizer.register_step_pre_hook(lambda *_: ran.append(time.monotonic()))
+    assert loop.step().hooks is None
+    loop.watch_hooks()
+    step = loop.step()
+    assert step.hooks is not None
+    assert step.begin_s <= step.hooks.begin_s <= ran[-1] <= step.hooks.end_s <= step.end_s
+
+
+def test_a_device_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(UnavailableError, match="no CUDA device"):
+        Loop(StallOptions(device="cuda"))
+
+
+def batches() -> tuple[list[Batch], torch.Tensor, bytes]:
+    sources = [torch.arange(n, n + 5, dtype=torch.uint8) for n in (0, 50, 100)]
+    turned = torch.arange(6, dtype=torch.float32).view(2, 3).t()
+    found = [
+        Batch(0, 15, tuple(sources)),
+        Batch(16, 40, (), turned),
+        Batch(40, 45, (sources[0],)),
+    ]
+    expected = b"".join(bytes(s.tolist()) for s in sources) + b"\0"
+    expected += turned.contiguous().numpy().tobytes() + bytes(sources[0].tolist())
+    return found, torch.zeros(45, dtype=torch.uint8), expected
+
+
+@pytest.mark.parametrize("kind", ["packed", "unpacked", "unpacked, emulated"])
+@pytest.mark.parametrize("how", ["mark", "submit"])
+def test_unpacked_lanes_copy_the_same_bytes(kind: str, how: str) -> None:
+    lane: CpuLane = {
+        "packed": CpuLane,
+        "unpacked": ours_module._Unpacked,
+        "unpacked, emulated": lambda: ours_module._UnpackedLink(1e9),
+    }[kind]()
+    found, block, expected = batches()
+    ends: list[int] = []
+    try:
+        if how == "mark":
+            lane.mark(found, block)
+        else:
+            assert lane.submit(found, block, ends.append).wait(TIMEOUT_S)
+            assert ends == ([15, 40, 45] if kind == "packed" else [5, 10, 15, 40, 45])
+    finally:
+        lane.close()
+    assert bytes(block.tolist()) == expected
+
+
+def test_buffered_files_are_never_direct(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    flags: list[int] = []
+    real = os.open
+
+    def watched(path: Any, how: int, *rest: Any, **more: Any) -> int:
+        flags.append(how)
+        return real(path, how, *rest, **more)
+
+    monkeypatch.setattr(os, "open", watched)
+    files = Buffered()
+    file = files.create(tmp_path / "a", direct=True)
+    file.write(memoryview(bytes(8192)), 0)
+    file.close()
+    again = files.reuse(tmp_path / "a", direct=True)
+    if again is not None:
+        again.close()
+    files.open(tmp_path / "a", direct=True).close()
+    assert len(flags) >= 3
+    assert not any(how & os.O_DIRECT for how in flags)
+
+
+def test_a_checkpointer_copies_through_the_lane_that_it_is_given(run_folder: Path) -> None:
+    class Watched(CpuLane):
+        copied = 0
+        closed = False
+
+        def mark(self, batches: Any, block: torch.Tensor) -> None:
+            super().mark(batches, block)
+            self.copied += sum(batch.end - batch.begin for batch in batches)
+
+        def close(self) -> None:
+            super().close()
+            self.closed = True
+
+    lane = Watched()
+    state = {"weights": torch.arange(1000.0)}
+    ckpt = everstep.Checkpointer(
+        run_folder,
+        state,
+        method="async",
+        every=None,
+        keeper=everstep.KeeperOptions(process=False),
+        seams=Seams(lane=lambda: lane),
+    )
+    ckpt.step()
+    ckpt.save().durable.result(TIMEOUT_S)
+    ckpt.close()
+    assert lane.copied >= 4000
+    assert lane.closed
+
+
+@pytest.mark.parametrize(
+    ("name", "process", "packed", "one_core"),
+    [
+        ("lazy", True, True, False),
+        ("lazy-thread", False, True, False),
+        ("lazy-one-core", True, True, True),
+        ("lazy-unpacked", True, False, False),
+    ],
+)
+def test_an_ablated_arm_lacks_one_thing(
+    name: str, process: bool, packed: bool, one_core: bool, loop: Loop, tmp_path: Path
+) -> None:
+    placement = Placement(free_core=True)
+    arm: Any = ours_arm(name, loop, tmp_path, placement, device="cpu", link_bytes_per_s=None)
+    assert arm._method == "lazy"
+    assert arm._keeper.process == process
+    lane = arm._seams.lane()
+    assert isinstance(lane, DeviceLane)  # as the engine's own
+    assert isinstance(lane._host, ours_module._Unpacked) != packed
+    lane.close()
+    assert arm.one_core == one_core
+    wanted = (placement.training,) if one_core else placement.others
+    assert arm._keeper.cores == (wanted if process else None)  # a thread has no cores of its own
+    buffered: Any = ours_arm(
+        "lazy-buffered", loop, tmp_path, placement, device="cpu", link_bytes_per_s=None
+    )
+    assert isinstance(buffered._seams.filesystem, Buffered)
+    assert not buffered._keeper.process
+
+
+def test_an_arm_is_closed_when_its_keeper_has_ended(
+    loop: Loop, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arm: Any = ours_arm(
+        "lazy", loop, tmp_path, Placement(free_core=True), device="cpu", link_bytes_per_s=None
+    )
+    told: list[Any] = []
+    arm._checkpointer = SimpleNamespace(close=lambda: told.append("close"))
+    monkeypatch.setattr(arm, "processes", lambda: [77])
+    monkeypatch.setattr(running, "process_gone", lambda pid, _: told.append(pid) or True)
+    arm.close()
+    assert told == ["close", 77]
+    monkeypatch.setattr(running, "process_gone", lambda *_: False)
+    with pytest.raises(KeeperTimeoutError, match="process 77"):
+        arm.close()
+
+
+def test_a_link_is_in_every_arm_of_ours_and_in_its_words(loop: Loop, tmp_path: Path) -> None:
+    placement = Placement(free_core=True)
+    for name in ("sync", "async", "checkfreq", "lazy", "lazy-unpacked", "lazy-thread"):
+        arm: Any = ours_arm(name, loop, tmp_path, placement, device="cpu", link_bytes_per_s=2e9)
+        lane = arm._seams.lane()
+        assert isinstance(lane, EmulatedLink)
+        lane.close()
+        assert "EMULATED link of 2 GB/s" in arm.detail
+
+
+def test_small_tensors_are_unpacked_on_the_cpu_only(loop: Loop, tmp_path: Path) -> None:
+    with pytest.raises(UnavailableError, match="CPU only"):
+        ours_arm(
+            "lazy-unpacked", loop, tmp_path, Placement(free_core=True), device="cuda",
+            link_bytes_per_s=None,
+        )  # fmt: skip
+
+
+def test_torch_save_is_durable_when_its_call_returns(
+    loop: Loop, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    synced: list[int] = []
+    fsync = os.fsync
+
+    def watched(file: int) -> None:
+        synced.append(os.fstat(file).st_ino)
+        fsync(file)
+
+    monkeypatch.setattr(os, "fsync", watched)
+    arm = peers.TorchSave(loop, tmp_path)
+    arm.prepare()
+    pending = arm.save()
+    (path,) = (tmp_path / "torch.save").iterdir()
+    assert {path.stat().st_ino, path.parent.stat().st_ino} <= set(synced)
+    assert pending.over
+    assert arm.settle(pending) < 1.0
+    assert arm.stalls()["persist"] > 0
+    kept = torch.load(path, weights_only=True)
+    assert torch.equal(kept["model"]["tokens.weight"], loop.training.model.tokens.weight)
+    arm.clean()
+    assert not list((tmp_path / "torch.save").iterdir())
+    probe_s = arm.probe()
+    assert probe_s > 0
+    assert not list((tmp_path / "torch.save").iterdir())
+
+
+def test_what_a_peer_leaves_unsynced_is_synced_outside_of_its_call(
+    loop: Loop, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Lazy(SavingArm):
+        def begin(self, path: Path) -> Pending:
+            (path / "deep").mkdir(parents=True)
+            (path / "deep" / "file").write_bytes(b"x")
+            return Pending.finished()
+
+    synced: list[int] = []
+    monkeypatch.setattr(os, "fsync", lambda file: synced.append(os.fstat(file).st_ino))
+    arm = Lazy("lazy", "", loop, Saves(tmp_path / "saves"))
+    arm.prepare()
+    pending = arm.save()
+    assert not synced
+    assert arm.settle(pending) > 0
+    inside = [path.stat().st_ino for path in (tmp_path / "saves").rglob("*")]
+    assert {*inside, (tmp_path / "saves").stat().st_ino} == set(synced)
+    first = set((tmp_path / "saves").iterdir())
+    arm.clean()
+    arm.prepare()
+    arm.save()
+    assert not first & set((tmp_path / "saves").iterdir())  # a new name each time
+
+
+def test_a_save_that_was_interrupted_is_awaited_before_its_files_go(
+    loop: Loop, tmp_path: Path
+) -> None:
+    class Late(SavingArm):
+        def begin(self, path: Path) -> Pending:
+            pending, self.go = Pending(), threading.Event()
+
+            def write() -> None:
+                assert self.go.wait(TIMEOUT_S)
+                path.write_bytes(b"late")
+                pending.finish(OSError("no disk"))
+
+            self.thread = threading.Thread(target=write)
+            self.thread.start()
+            return pending
+
+    arm = Late("late", "", loop, Saves(tmp_path / "saves"))
+    arm.prepare()
+    pending = arm.save()
+    wait = pending.wait
+
+    def watched(timeout_s: float) -> None:
+        arm.go.set()
+        wait(timeout_s)
+
+    pending.wait = watched  # type: ignore[method-assign]
+    arm.clean()
+    arm.thread.join(TIMEOUT_S)
+    assert not list((tmp_path / "saves").iterdir())
+
+
+def test_missing_packages_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    find = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name: None if name == "torchsnapshot" else find(name)
+    )
+    assert not peers.installed("torchsnapshot")
+    assert peers.installed("lazy")
+
+
+# --- Writers ----------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("cores_back")
+def test_writers_flush_when_told_and_end(tmp_path: Path) -> None:
+    placement = Placement(free_core=True)
+    with Writers(1, TINY * 12, tmp_path, placement) as writers:
+        (process,) = writers._processes
+        assert set(os.sched_getaffinity(process.pid)) == set(placement.others)
+        assert writers.wait() is None  # nothing was asked for
+        writers.flush()
+        took_s = writers.wait()
+        assert took_s is not None
+        assert took_s > 0
+        assert len(list(tmp_path.glob("writer-0/timeline-*/base/*/manifest.json"))) == 1
+        process.kill()
+        process.wait(TIMEOUT_S)
+        with pytest.raises((EverstepError, OSError)):
+            writers.flush()
+            writers.wait()
+    assert process.returncode is not None
+    with Writers(0, TINY, tmp_path, placement) as none:
+        none.flush()
+        assert none.wait() is None
+
+
+# --- End to end -------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> SimpleNamespace:
+    """One tiny run through the command line: result, folder of outputs, where it has run."""
+    outputs, place = tmp_path_factory.mktemp("outputs"), tmp_path_factory.mktemp("place")
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(os, "sync", lambda: None)
+        cores_before = os.sched_getaffinity(0)
+        result = invoke(
+            "stall", "--params", "200K", "--repeats", "2", "--every", "2",
+            "--arms", "lazy,torch.save", "--trace", str(outputs / "trace.json"),
+            "--dir", str(place), "--json",
+        )  # fmt: skip
+    return SimpleNamespace(result=result, outputs=outputs, place=place, cores_before=cores_before)
+
+
+def test_a_tiny_run_from_end_to_end(whole: Any) -> None:
+    assert whole.result.exit_code == 0, whole.result.output
+    found = json.loads(whole.result.stdout)
+    assert (found["rounds"], found["seed"], found["device"]) == (2, 1234, "cpu")
+    assert found["labels"] == ([] if found["free_core"] else found["labels"])
+    (interval,) = found["intervals"]
+    assert interval["every"] == 2
+    assert interval["ideal_step_s"]["median"] > 0
+    assert interval["noise_s"] >= 0
+    assert [arm["name"] for arm in interval["arms"]] == ["torch.save", "lazy"]
+    for arm in interval["arms"]:
+        assert arm["error"] is None
+        assert [block["round"] for block in arm["blocks"]] == [1, 2]
+        for name in ("stall_s", "slowdown_s", "difference_s", "durable_s", "loop_rate"):
+            assert set(arm[name]) == {"min", "median", "max"}
+        for block in arm["blocks"]:
+            assert block["steps"] >= 2
+            parts = block["stall_by_cause_s"]
+            assert set(parts) == {*CAUSES, "other"}
+            assert sum(parts.values()) == pytest.approx(block["stall_s"])
+            assert block["durable_s"] > 0
+    torch_save, lazy = interval["arms"]
+    assert torch_save["loop_rate"]["max"] == 0.0
+    assert torch_save["split"]["serialise_s"] > 0
+    assert lazy["split"]["copy_s"] is not None
+    assert lazy["helper_cpu_s"]["median"] > 0
+    if lazy["memory_bytes"] is not None:
+        assert lazy["memory_bytes"] > 12 * TINY  # the arena and the keeper
+    assert [target["met"] for target in interval["targets"]][1] is None  # DCP was not measured
+
+
+def test_a_run_leaves_nothing_behind(whole: Any) -> None:
+    assert not list(whole.place.iterdir())
+    assert os.sched_getaffinity(0) == whole.cores_before
+
+
+def test_the_trace_of_a_run(whole: Any) -> None:
+    found = json.loads((whole.outputs / "trace.json").read_text())
+    complete = [event for event in found["traceEvents"] if event["ph"] == "X"]
+    assert {event["args"]["arm"] for event in complete} == {"ideal", "torch.save", "lazy"}
+    for event in complete:
+        assert {"name", "cat", "ph", "ts", "dur", "pid", "tid", "args"} <= set(event)
+        assert event["ts"] >= 0
+        assert event["dur"] >= 0
+    lazy = [event["cat"] for event in complete if event["args"]["arm"] == "lazy"]
+    assert set(lazy) >= {"compute", "waits", "state", "write"}
+
+
+@pytest.mark.usefixtures("no_wait")
+def test_an_interrupt_behind_the_last_round_loses_no_table(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To give back much pinned memory takes as long as a round."""
+    close = run._Bench._close
+
+    def interrupted(self: Any, opened: Any) -> None:
+        close(self, opened)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(run._Bench, "_close", interrupted)
+    options = StallOptions(
+        params=TINY, repeats=1, every=(1,), arms=("torch.save",), folder=tmp_path
+    )
+    report = run_stall(options, Shown())
+    assert sorted(report.intervals[0].ideals) == [1]
+    assert "torch.save" in shown_by(report)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("no_wait")
+def test_all_installed_peers_and_ablations_run(tmp_path: Path) -> None:
+    """Warnings are errors here; DCP's are silenced by the benchmark itself."""
+    shown = Shown()
+    options = StallOptions(
+        params=TINY, repeats=1, every=(1,), ablate=True, writers=1, folder=tmp_path,
+        arms=("dcp", "dcp-warm", "dcp-overlap", "sync", "torchsnapshot"),
+    )  # fmt: skip
+    report = run_stall(options, shown)
+    errors = {row.name: row.error for row in report.intervals[0].rows if row.error}
+    if not peers.installed("torchsnapshot"):
+        assert errors.pop("torchsnapshot") == "not installed"
+    assert errors == {}
+    assert "Each mechanism off in turn" in shown_by(report)
+    assert not list(tmp_path.iterdir())

@@ -1,0 +1,402 @@
+"""``everstep bench step`` and ``bench frequency``: what is chosen, the arithmetic, the words."""
+
+from __future__ import annotations
+
+import io
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from rich.console import Console
+
+from everstep.errors import OptionError
+from everstep_bench.persist.machine import Machine
+from everstep_bench.persist.report import Spread
+from everstep_bench.step import frequency, show
+from everstep_bench.step.arms import Recovered
+from everstep_bench.step.figures import Block, Row, Rows
+from everstep_bench.step.frequency import Found, FrequencyReport, Probe, smallest
+from everstep_bench.step.kills import Kill, Killed
+from everstep_bench.step.options import (
+    ARMS,
+    FrequencyOptions,
+    Setting,
+    StepOptions,
+    parse_ratios,
+    parse_share,
+)
+from everstep_bench.step.rate import ReplicaRate
+from everstep_bench.step.recovery import (
+    BLOCKED,
+    EVERSTEP,
+    WHOLE,
+    RecoveryFigures,
+    ReplayFigures,
+)
+from everstep_bench.step.report import StepReport
+
+MACHINE = Machine("cpu", 2, 1, "2", "3", "Linux", "ext4", "/dev/x", 1, 0.5, True)
+BIG = 92_000_000
+
+
+# --- Options ----------------------------------------------------------------------------
+
+
+def test_training_alone_is_always_measured_and_so_is_what_lowdiff_is_compared_with() -> None:
+    assert [s.arm for s in StepOptions().settings()] == list(ARMS)
+    assert [s.arm for s in StepOptions(arms=("lazy",)).settings()] == ["none", "lazy"]
+    names = [s.arm for s in StepOptions(arms=("lowdiff",)).settings()]
+    assert names == ["none", "compressed", "lowdiff"]
+
+
+def test_each_value_is_tried_with_the_usual_ones_of_the_others() -> None:
+    options = StepOptions(
+        arms=("lowdiff", "logged", "lazy"), every=(10, 50), ratio=(0.01, 0.1), batch_steps=(5, 1)
+    )
+    found = options.settings()
+    assert [s.words(options.usual(s.arm)) for s in found] == [
+        "none", "compressed", "compressed ratio 0.1", "lazy", "logged", "logged every 50",
+        "lowdiff", "lowdiff ratio 0.1", "lowdiff batch 1", "lowdiff every 50",
+    ]  # fmt: skip
+    assert {s.every for s in found if s.arm == "lazy"} == {1}  # a base after every step
+    assert all(s.block_steps == (50 if s.every == 50 else 10) for s in found)
+    assert len(set(found)) == len(found)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"every": (1,)}, "between 2"),
+        ({"every": ()}, "between 2"),
+        ({"ratio": (0.0,)}, "above 0"),
+        ({"ratio": (1.5,)}, "at most at 1"),
+        ({"batch_steps": (0,)}, "between 1"),
+        ({"kills": -1}, "between 0"),
+        ({"batch": 0}, "between 1"),
+        ({"params": 5}, "between 100,000"),
+        ({"repeats": 0}, "at least one round"),
+        ({"arms": ("none", "compressed")}, "no arm that saves"),
+        ({"arms": ("lowdif",)}, "no arm 'lowdif'"),
+    ],
+)
+def test_what_cannot_be_measured_is_refused(options: dict[str, Any], said: str) -> None:
+    with pytest.raises(OptionError, match=said):
+        StepOptions(**options)
+
+
+@pytest.mark.parametrize("options", [{"within": 0.0}, {"ratio": 0.0}, {"every_max": 0}])
+def test_what_cannot_be_looked_for_is_refused(options: dict[str, Any]) -> None:
+    with pytest.raises(OptionError):
+        FrequencyOptions(**options)
+
+
+def test_shares_are_written_both_ways() -> None:
+    assert parse_share("3.5%") == pytest.approx(0.035)
+    assert parse_share(" 0.035 ") == pytest.approx(0.035)
+    assert parse_ratios("0.001,1%,0.1") == (0.001, 0.01, 0.1)
+    for text in ("", "3.5 percent", "-1%", "1e-2,"):
+        with pytest.raises(OptionError):
+            parse_ratios(text)
+
+
+# --- Arithmetic -------------------------------------------------------------------------
+
+
+def setting(arm: str, ratio: float = 0.01, every: int = 10) -> Setting:
+    return Setting(arm, every, ratio, 5, 10)
+
+
+def row(arm: str, *rounds: float | tuple[float, float], ratio: float = 0.01, **more: Any) -> Row:
+    """Seconds for each step, by round; two numbers are two blocks."""
+    made = Row(StepOptions(ratio=(ratio,)).usual(arm), "what it does")
+    for number, steps_s in enumerate(rounds, 1):
+        each = steps_s if isinstance(steps_s, tuple) else (steps_s,)
+        made.blocks[number] = tuple(Block(10, 10 * step_s, **more) for step_s in each)
+    return made
+
+
+def test_blocks_are_compared_with_those_of_their_own_round() -> None:
+    rows = Rows([row("none", (1.0, 1.0), (2.0, 4.0), (1.0, 1.0)), row("lazy", 1.1, 6.0, 1.2)])
+    found = rows.slowdown(rows.rows[1], rows.dense())
+    assert found is not None
+    assert (found.low, found.median, found.high) == pytest.approx((0.1, 0.2, 1.0))
+    del rows.rows[1].blocks[3]
+    found = rows.slowdown(rows.rows[1], rows.dense())
+    assert found is not None
+    assert found.median == pytest.approx(0.55)
+    assert rows.slowdown(rows.rows[1], None) is None
+
+
+def test_noise_is_the_difference_of_two_blocks_in_one_round() -> None:
+    assert row("none", (1.0, 1.1), (1.0, 1.3), (1.0, 1.0)).noise() == pytest.approx(0.1 / 1.05)
+    assert row("lazy", 1.0, 2.0).noise() is None
+
+
+def test_lowdiff_is_compared_with_compressed_training_of_its_own_ratio() -> None:
+    rows = Rows(
+        [row("none", (1.0, 1.0)), row("compressed", (2.0, 2.0)),
+         row("compressed", (4.0, 4.0), ratio=0.1), row("lowdiff", 4.4, ratio=0.1),
+         row("logged", 1.5)]
+    )  # fmt: skip
+    for at, expected in ((3, 0.1), (4, 0.5)):
+        found = rows.against_its_own(rows.rows[at])
+        assert found is not None
+        assert found.median == pytest.approx(expected)
+
+
+# --- Targets ----------------------------------------------------------------------------
+
+
+def report_of(
+    *rows: Row,
+    kills: list[Killed] | None = None,
+    free_core: bool = True,
+    params: int = BIG,
+    **more: Any,
+) -> StepReport:
+    return StepReport(
+        options=StepOptions(params=params),
+        machine=MACHINE,
+        size_bytes=12 * params,
+        tensors=300,
+        params=params,
+        workload="a GPT",
+        free_core=free_core,
+        rows=Rows(list(rows)),
+        kills=kills or [],
+        rate=more.pop("rate", None),
+        replay=more.pop("replay", None),
+        recoveries=more.pop("recoveries", []),
+        load_after=0.5,
+        seconds=1.0,
+        folder=".",
+    )
+
+
+def targets(report: StepReport) -> dict[str, tuple[bool | None, str]]:
+    return {verdict.target: (verdict.met, verdict.figure) for verdict in report.verdicts()}
+
+
+def found(report: StepReport, *words: str) -> tuple[bool | None, str]:
+    hits = [value for name, value in targets(report).items() if all(word in name for word in words)]
+    assert len(hits) == 1, targets(report)
+    return hits[0]
+
+
+def rows_with(lowdiff: float, plus: float, checkfreq: float) -> list[Row]:
+    return [
+        row("none", (1.0, 1.0)), row("compressed", (2.0, 2.0)), row("checkfreq", 1 + checkfreq),
+        row("lowdiff", 2 * (1 + lowdiff)), row("lowdiff_plus", 1 + plus),
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("lowdiff", "plus", "expected"),
+    [(0.02, 0.08, (True, True)), (0.04, 0.08, (False, True)), (0.02, 0.1, (True, False))],
+)
+def test_slowdown_targets(lowdiff: float, plus: float, expected: tuple[bool, bool]) -> None:
+    report = report_of(*rows_with(lowdiff, plus, 0.5))
+    assert found(report, "by lowdiff of each step", "compressed")[0] is expected[0]
+    assert found(report, "by lowdiff_plus of each step", "dense")[0] is expected[1]
+    one = report_of(*rows_with(lowdiff, plus, 0.5), free_core=False)
+    met, figure = found(one, "by lowdiff of each step")
+    assert met is None
+    assert "no core is free" in figure
+    assert "%" in figure
+
+
+def test_what_noise_hides_is_neither_met_nor_missed() -> None:
+    """Two blocks that differ by 10 % in each round say nothing of 3 %, unless there are many."""
+    for rounds, lowdiff, expected in (
+        (1, 0.02, None), (1, 0.1, None), (1, 0.5, False), (100, 0.02, True), (100, 0.05, False),
+    ):  # fmt: skip
+        noisy = [(1.9, 2.1)] * rounds
+        report = report_of(
+            row("none", *[(1.0, 1.0)] * rounds),
+            row("compressed", *noisy),
+            row("lowdiff", *[2 * (1 + lowdiff)] * rounds),
+        )
+        met, figure = found(report, "by lowdiff of each step")
+        assert met is expected, (rounds, lowdiff, figure)
+        assert ("cannot be told" in figure) == (expected is None)
+
+
+def test_less_than_half_of_checkfreq() -> None:
+    assert found(report_of(*rows_with(0.02, 0.08, 0.17)), "by lowdiff: less")[0] is True
+    assert found(report_of(*rows_with(0.02, 0.08, 0.17)), "by lowdiff_plus: less")[0] is True
+    assert found(report_of(*rows_with(0.02, 0.08, 0.15)), "by lowdiff_plus: less")[0] is False
+    met, figure = found(report_of(*rows_with(0.02, 0.08, 0.0)), "by lowdiff: less")
+    assert met is None  # nothing to be a half of
+    assert "cannot be told: 2.0% next to 0.0%" in figure
+
+
+def kill(arm: str, *, completed: int = 7, step: int = 7, seconds: float = 1.0, different: int = 0,
+         ) -> Killed:  # fmt: skip
+    recovered = Recovered(step, "memory", 5, step - 5, True)
+    return Killed(setting(arm), [Kill(completed, 0.5, recovered, seconds, 0.1, different, 225)])
+
+
+def test_what_a_kill_may_cost() -> None:
+    words = ("SIGKILL with lowdiff", "step in flight")
+    assert found(report_of(kills=[kill("lowdiff")]), *words)[0] is True
+    assert found(report_of(kills=[kill("lowdiff", step=6)]), *words)[0] is False
+    assert found(report_of(kills=[kill("lowdiff", different=1)]), *words)[0] is False
+    more = kill("lowdiff", step=8)  # it was over, and the process could not say so any more
+    assert more.kills[0].lost == 0
+    failed = Killed(setting("lowdiff"), error="failed: it hangs")
+    assert found(report_of(kills=[failed]), *words) == (False, "failed: it hangs")
+    assert "failed: it hangs" in shown(report_of(kills=[failed]), show.present)
+    assert not [name for name in targets(report_of(kills=[kill("lazy", step=3)])) if "lazy" in name]
+
+
+def test_a_gigabyte_is_back_within_two_seconds() -> None:
+    for seconds, met in ((1.9, True), (2.1, False)):
+        report = report_of(kills=[kill("lowdiff", seconds=seconds)])
+        assert found(report, "resume() after SIGKILL with lowdiff")[0] is met
+    small = report_of(kills=[kill("lowdiff")], params=10_000_000)
+    assert found(small, "resume() after SIGKILL with lowdiff")[0] is None
+    assert "SMALL MODEL" in small.labels()[0]
+
+
+def replay_of(mine_s: float, theirs_s: float) -> ReplayFigures:
+    seconds = {
+        (way, "fused", 1): (at,)
+        for way, at in ((WHOLE, 2.0), (BLOCKED, theirs_s), (EVERSTEP, mine_s))
+    }
+    return ReplayFigures(1_000_000, 5, seconds, {1: 1e9})
+
+
+def recovery_of(replay_s: float, fused: bool = False) -> RecoveryFigures:
+    return RecoveryFigures(
+        to="memory", params=10, state_bytes=1, log_bytes=1, steps=5, resume_s=2.0, load_s=1.0,
+        replay_s=replay_s, training_s=5.0, source="memory", exact=True, identical=True,
+        fused=fused,
+    )  # fmt: skip
+
+
+def test_replay_targets() -> None:
+    for mine_s, met in ((1.1, True), (1.2, False)):
+        report = report_of(replay=replay_of(mine_s, 1.0))
+        assert found(report, "replay on the CPU, 1 thread")[0] is met
+    for replay_s, met in ((0.4, True), (0.6, False)):
+        report = report_of(recoveries=[recovery_of(replay_s)])
+        assert found(report, "reading it from memory")[0] is met
+    report = report_of(recoveries=[recovery_of(0.6), recovery_of(0.4, fused=True)])
+    assert found(report, "included, for-loop AdamW")[0] is False
+    assert found(report, "included, fused AdamW")[0] is True
+
+
+def test_a_target_that_was_not_measured_is_not_met() -> None:
+    assert not report_of(row("none", (1.0, 1.0))).all_met()
+    whole = report_of(
+        *rows_with(0.02, 0.08, 0.5),
+        kills=[kill("lowdiff")],
+        replay=replay_of(1.0, 1.0),
+        recoveries=[recovery_of(0.1)],
+    )
+    assert whole.all_met(), targets(whole)
+
+
+# --- What people see --------------------------------------------------------------------
+
+
+def shown(report: Any, present: Any) -> str:
+    stream = io.StringIO()
+    present(report, Console(file=stream, width=10_000, no_color=True))
+    return stream.getvalue()
+
+
+def test_every_row_and_every_label_is_shown() -> None:
+    missing = Row(setting("lowdiff_plus"), error="this version has none")
+    rows = [
+        row("none", (1.0, 1.1), host_bytes=10**7),
+        row("lazy", 1.5, memory_bytes=20 * 10**6, written_bytes=10**7, host_bytes=5 * 10**7),
+        missing,
+    ]
+    report = report_of(
+        *rows,
+        kills=[kill("lazy", different=3)],
+        free_core=False,
+        replay=replay_of(1.0, 1.0),
+        recoveries=[recovery_of(0.1), recovery_of(0.05, fused=True)],
+        rate=ReplicaRate(10**7, 20, 1.0, 2.0, kept_up=False),
+    )
+    text = shown(report, show.present)
+    for words in (
+        "42.9 %", "2.000", "1.000", "40.0", "no, 3 of 225 differ", "ONE CORE",
+        "this version has none", "differ by 9.5 %", "keeps up with 100 million", "\nmet ",
+        "memory  for-loop", "memory     fused",
+    ):  # fmt: skip
+        assert words in text, (words, text)
+    assert text.count("[ONE CORE]") == 5  # no table is read without it
+
+
+def test_the_outcome_as_data() -> None:
+    report = report_of(
+        row("none", (1.0, 1.1)),
+        row("lazy", 1.5, written_bytes=100),
+        kills=[kill("lazy")],
+        replay=replay_of(1.0, 1.0),
+        recoveries=[recovery_of(0.1)],
+        rate=ReplicaRate(10**7, 20, 1.0, 2.0, kept_up=True),
+    )
+    data = report.as_json()
+    lazy = data["arms"][1]
+    assert lazy["slowdown_against_dense"]["median"] == pytest.approx(1.5 / 1.05 - 1)
+    assert lazy["written_bytes_per_step"]["median"] == 10
+    assert lazy["blocks"][0]["round"] == 1
+    assert (data["kills"][0]["kills"][0]["lost"], data["kills"][0]["arm"]) == (0, "lazy")
+    assert data["replica"]["parameter_steps_per_s"] == pytest.approx(10**8)
+    assert len(data["targets"]) == len(report.verdicts())
+
+
+# --- Frequency --------------------------------------------------------------------------
+
+
+@given(least=st.integers(1, 200), most=st.integers(1, 150))
+def test_the_smallest_interval_is_found_in_few_probes(least: int, most: int) -> None:
+    tried: list[int] = []
+
+    def within(every: int) -> bool:
+        tried.append(every)
+        return every >= least
+
+    assert smallest(within, most) == (least if least <= most else None)
+    assert len(tried) == len(set(tried))
+    assert len(tried) <= 2 * most.bit_length() + 1
+    assert max(tried) <= most
+
+
+def test_frequencies_are_shown_with_what_they_rest_on() -> None:
+    spread = Spread(0.01, 0.02, 0.03)
+    report = FrequencyReport(
+        options=FrequencyOptions(every_max=8),
+        machine=MACHINE,
+        size_bytes=10**9,
+        tensors=300,
+        workload="a GPT",
+        free_core=True,
+        found=[
+            Found("lazy", [Probe(1, Spread(0.1, 0.2, 0.3)), Probe(2, spread, 0.005)], 2),
+            Found("lowdiff", [Probe(1, spread)], 1),
+            Found("torch.save", [Probe(8, Spread(0.5, 0.5, 0.5))]),
+            Found("lowdiff_plus", error="this version has none"),
+        ],
+        load_after=0.5,
+        seconds=1.0,
+        folder=".",
+    )
+    lines = {
+        line.split()[0]: line for line in shown(report, frequency.present).splitlines() if line
+    }
+    assert "every 2" in lines["lazy"]
+    assert "2.0 %" in lines["lazy"]
+    assert lines["lazy"].rstrip().endswith("1, 2")
+    assert "every step" in lines["lowdiff"]
+    assert "not even every 8" in lines["torch.save"]
+    assert "this version has none" in lines["lowdiff_plus"]
+    arms = report.as_json()["arms"]
+    assert [(a["whole_state_every"], a["every_step"]) for a in arms] == [
+        (2, False), (1, True), (None, False), (None, False),
+    ]  # fmt: skip

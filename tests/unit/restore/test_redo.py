@@ -1,0 +1,446 @@
+"""Redo in a live resume: read, checked and decoded ahead, replayed over parameters in parallel.
+
+What training had, by torch itself, is what has to come out, bit for bit.
+"""
+
+from __future__ import annotations
+
+import shutil
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path, PurePath
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+from torch.optim import SGD, Adam, AdamW
+
+from everstep.errors import RecoveryError, ReplayError, StateError
+from everstep.format.log import LogRecord
+from everstep.format.names import base_dir
+from everstep.options import LogOptions
+from everstep.replay import engine
+from everstep.replay.fused import blocked
+from everstep.replay.fused.blocked import Blocked
+from everstep.restore.redo import redo
+from everstep.restore.redo.redo import Redo
+from everstep.restore.start.report import Recovery
+from everstep.run.ahead import Ahead
+from everstep.run.segment_reads import SegmentReads
+from tests.support.logged import World, opened, segments_of
+from tests.support.world import TIMEOUT_S
+
+STEPS = 9
+
+
+class Wide(World):
+    """Tensors of several blocks of 64 elements."""
+
+    def __init__(self, make: Any = None, *, seed: int = 1) -> None:
+        super().__init__(make, seed=seed)
+        self.model = nn.Sequential(
+            nn.Linear(4, 70), nn.BatchNorm1d(70), nn.Dropout(0.2), nn.Linear(70, 9), nn.Linear(9, 2)
+        )
+        self.optimizer = (make or (lambda p: AdamW(p, lr=0.01)))(self.model.parameters())
+        self.scheduler = torch.optim.lr_scheduler.StepLR(self.optimizer, 3, 0.5)
+        self.state |= {
+            "model": self.model,
+            "optimizer": self.optimizer,
+            "scheduler": self.scheduler,
+        }
+
+
+@pytest.fixture(autouse=True)
+def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(blocked, "BLOCK_ELEMENTS", 64)
+    monkeypatch.setattr(redo, "available_cores", lambda: [0, 1])
+
+
+def trained(run: Path, make: Any = None, *, batch_steps: int = 2) -> dict[int, Any]:
+    """A base, then :data:`STEPS` steps in the log on disk, and no base behind them: as after a
+    kill. The state after each step."""
+    world = Wide(make)
+    world.train()  # the optimizer makes its state
+    log = LogOptions(to="disk", batch_steps=batch_steps, history="all")
+    found = {0: world.snapshot()}
+    with opened(run, world, every=None, log=log) as ckpt:
+        ckpt.resume()
+        ckpt.save().durable.result(TIMEOUT_S)
+        for step in range(1, STEPS + 1):
+            world.train()
+            ckpt.step()
+            found[step] = world.snapshot()
+    shutil.rmtree(base_dir(PurePath(run), 1, STEPS))
+    return found
+
+
+@contextmanager
+def resumed(
+    run: Path, make: Any = None, step: int | None = None, **options: Any
+) -> Iterator[tuple[Wide, Recovery]]:
+    world = Wide(make, seed=2)
+    with opened(run, world, every=None, **options) as ckpt:
+        yield world, ckpt.resume(step=step)
+
+
+MOST = {SGD: {"momentum": 0.9, "nesterov": True}, Adam: {"amsgrad": True}, AdamW: {}}
+
+
+@pytest.mark.parametrize("flags", [{"fused": True}, {"foreach": True}, {}], ids=str)
+@pytest.mark.parametrize("kind", [SGD, Adam, AdamW])
+def test_every_row_that_is_replayed_in_blocks(
+    kind: Any, flags: dict[str, bool], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def make(parameters: Any) -> Any:
+        return kind(parameters, lr=0.01, weight_decay=0.1, **MOST[kind], **flags)
+
+    states = trained(tmp_path / "run", make)
+    taken: list[tuple[int, int]] = []
+
+    class NotingBlocked(Blocked):
+        def run(self, updates: Any) -> None:
+            taken.append((len(updates), self._threads))
+            super().run(updates)
+
+    monkeypatch.setattr(engine, "Blocked", NotingBlocked)
+    monkeypatch.setattr(Ahead, "ready", True)  # replay never has to wait for the log
+    with resumed(tmp_path / "run", make) as (world, recovery):
+        assert (recovery.step, recovery.replayed, recovery.exact) == (STEPS, STEPS, True)
+        assert world.snapshot() == states[STEPS]
+    assert taken == [(redo.STEPS_AT_ONCE, 2), (STEPS - redo.STEPS_AT_ONCE, 2)]
+
+
+def test_what_is_there_is_replayed_while_the_next_step_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    states = trained(tmp_path / "run", AdamW)
+    taken: list[int] = []
+
+    class NotingBlocked(Blocked):
+        def run(self, updates: Any) -> None:
+            taken.append(len(updates))
+            super().run(updates)
+
+    monkeypatch.setattr(engine, "Blocked", NotingBlocked)
+    monkeypatch.setattr(Ahead, "ready", False)
+    with resumed(tmp_path / "run", AdamW) as (world, recovery):
+        assert (recovery.replayed, recovery.exact) == (STEPS, True)
+        assert world.snapshot() == states[STEPS]
+    assert taken == [1] * STEPS
+    assert 0 < recovery.replay_s < recovery.seconds
+
+
+def test_steps_that_lie_in_memory_wait_for_each_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each pass over the state takes longer than to verify the next step."""
+    states = trained(tmp_path / "run", AdamW)
+    taken: list[int] = []
+
+    class NotingBlocked(Blocked):
+        def run(self, updates: Any) -> None:
+            taken.append(len(updates))
+            super().run(updates)
+
+    monkeypatch.setattr(engine, "Blocked", NotingBlocked)
+    monkeypatch.setattr(Ahead, "ready", False)
+    monkeypatch.setattr(redo.Step, "read_bytes", 0)
+    with resumed(tmp_path / "run", AdamW) as (world, recovery):
+        assert (recovery.replayed, recovery.exact) == (STEPS, True)
+        assert world.snapshot() == states[STEPS]
+    assert taken == [redo.STEPS_AT_ONCE, STEPS - redo.STEPS_AT_ONCE]
+
+
+RUNS: dict[int, tuple[Path, dict[int, Any]]] = {}
+
+
+@settings(max_examples=25)
+@given(
+    batch_steps=st.integers(1, 4),
+    step=st.integers(1, STEPS),
+    window=st.integers(1, 6),
+    memory_bytes=st.sampled_from([0, 30_000, 1 << 40]),
+    block=st.sampled_from([64, 128, 1 << 18]),
+)
+def test_any_window_gives_the_same_bits(
+    batch_steps: int,
+    step: int,
+    window: int,
+    memory_bytes: int,
+    block: int,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> None:
+    if batch_steps not in RUNS:
+        run = tmp_path_factory.mktemp("trained") / "run"
+        RUNS[batch_steps] = run, trained(run, batch_steps=batch_steps)
+    run, states = RUNS[batch_steps]
+    copy = tmp_path_factory.mktemp("resumed") / "run"
+    shutil.copytree(run, copy)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(blocked, "BLOCK_ELEMENTS", block)
+        patch.setattr(redo, "STEPS_AT_ONCE", window)
+        patch.setattr(redo, "memory_available_bytes", lambda: memory_bytes)
+        with resumed(copy, step=step) as (world, recovery):
+            assert (recovery.step, recovery.replayed, recovery.exact) == (step, step, True)
+            assert world.snapshot() == states[step]
+
+
+@pytest.mark.parametrize("window", [1, 5])
+def test_damage_in_the_middle_ends_replay_before_it(
+    window: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing of the damaged segment is applied, though it was read while others were (I4)."""
+    monkeypatch.setattr(redo, "STEPS_AT_ONCE", window)
+    run = tmp_path / "run"
+    states = trained(run)
+    third = segments_of(run)[2]
+    (record,) = third.marker.files  # type: ignore[union-attr]
+    path = Path(third.path) / record.name
+    data = bytearray(path.read_bytes())
+    data[record.header_length + 100] ^= 1
+    path.write_bytes(data)
+    with resumed(run) as (world, recovery):
+        assert (recovery.step, recovery.replayed) == (third.after, third.after)
+        assert "damaged" in recovery.skipped[-1].reason
+        assert world.snapshot() == states[third.after]
+
+
+def test_a_record_that_is_not_what_it_was_is_not_applied(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A bit that flips in memory, behind the checks of the file."""
+    run = tmp_path / "run"
+    states = trained(run)
+    read = SegmentReads.read
+
+    def flipping(self: SegmentReads) -> LogRecord:
+        record = read(self)
+        if record.head.kind == "update" and record.head.step == 6:
+            record.data[40] ^= 1
+        return record
+
+    monkeypatch.setattr(SegmentReads, "read", flipping)
+    with resumed(run) as (world, recovery):
+        assert (recovery.step, recovery.replayed) == (5, 5)
+        assert str(segments_of(run)[0].path.parent) in recovery.skipped[-1].reason
+        assert world.snapshot() == states[5]
+
+
+def test_the_next_segment_is_read_while_one_is_replayed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Replay of the first segment waits here until the second one has been read."""
+    monkeypatch.setattr(redo, "STEPS_AT_ONCE", 1)
+    states = trained(tmp_path / "run", batch_steps=1)
+    read, apply, count = SegmentReads.read, Redo._apply, threading.Semaphore(0)
+    overlapped: list[bool] = []
+
+    def noting(self: SegmentReads) -> LogRecord:
+        record = read(self)
+        if record.head.kind == "mark":
+            count.release()
+        return record
+
+    def waiting(self: Redo) -> None:
+        if not overlapped:
+            overlapped.append(all(count.acquire(timeout=TIMEOUT_S) for _ in range(2)))
+        apply(self)
+
+    monkeypatch.setattr(SegmentReads, "read", noting)
+    monkeypatch.setattr(Redo, "_apply", waiting)
+    with resumed(tmp_path / "run") as (world, _):
+        assert world.snapshot() == states[STEPS]
+    assert overlapped == [True]
+
+
+@pytest.mark.parametrize("batch_steps", [1, STEPS])
+def test_no_more_is_read_than_memory_allows(
+    batch_steps: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With room for nothing: one step in hand, and one being made."""
+    monkeypatch.setattr(redo, "memory_available_bytes", lambda: 0)
+    states = trained(tmp_path / "run", batch_steps=batch_steps)
+    read, apply = SegmentReads.read, Redo._apply
+    done: list[str] = []
+    most: list[int] = []
+
+    def noting(self: SegmentReads) -> LogRecord:
+        record = read(self)
+        if record.head.kind == "mark":
+            done.append("read")
+            most.append(done.count("read") - done.count("applied"))
+        return record
+
+    def applied(self: Redo) -> None:
+        apply(self)
+        done.append("applied")
+
+    monkeypatch.setattr(SegmentReads, "read", noting)
+    monkeypatch.setattr(Redo, "_apply", applied)
+    with resumed(tmp_path / "run") as (world, recovery):
+        assert recovery.replayed == STEPS
+        assert world.snapshot() == states[STEPS]
+    assert max(most) <= 2
+
+
+class Failing:
+    """Makes the redo of one step fail, once its updates have been applied.
+
+    Attributes:
+        times: failures so far.
+    """
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, at: int, *, times: int = 1000) -> None:
+        self.times = 0
+        step, finish = Redo.step, Redo.finish
+
+        def fail() -> None:
+            self.times += 1
+            raise ReplayError("it does not fit")
+
+        def failing(redo: Redo, one: Any) -> None:
+            step(redo, one)
+            if one.mark.head.step == at and self.times < times:
+                redo._apply()
+                fail()
+
+        def failing_end(redo: Redo) -> list[str]:
+            if at < 0 and redo.last is not None and redo.last.head.step == -at:
+                redo._apply()
+                fail()
+            return finish(redo)
+
+        monkeypatch.setattr(Redo, "step", failing)
+        monkeypatch.setattr(Redo, "finish", failing_end)
+
+
+@pytest.mark.parametrize("at", [1, 2, 7, STEPS, -STEPS])
+def test_where_an_update_fails_the_step_before_is_restored(
+    at: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """From the base again: what had been applied by then is of no step. Negative: the mark."""
+    states = trained(tmp_path / "run", batch_steps=1)
+    with monkeypatch.context() as patch:
+        failing = Failing(patch, at)
+        with resumed(tmp_path / "run") as (world, recovery):
+            assert (recovery.step, recovery.replayed) == (abs(at) - 1, abs(at) - 1)
+            assert world.snapshot() == states[abs(at) - 1]
+            assert recovery.exact
+            (lost,) = recovery.skipped
+            assert (lost.step, "does not fit" in lost.reason) == (abs(at), True)
+    assert failing.times == 2
+    said = f"step {abs(at)} of the log: it cannot be replayed: it does not fit"
+    assert said in capfd.readouterr().err
+    assert not any(thread.name == "everstep-ahead" for thread in threading.enumerate())
+
+
+def test_what_fails_once_and_not_again_costs_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    states = trained(tmp_path / "run", batch_steps=1)
+    with monkeypatch.context() as patch:
+        Failing(patch, 7, times=1)
+        with resumed(tmp_path / "run") as (world, recovery):
+            assert (recovery.step, recovery.skipped) == (STEPS, ())
+            assert world.snapshot() == states[STEPS]
+
+
+@pytest.mark.parametrize("at", [3, 7, -7])
+def test_a_step_that_cannot_be_redone_is_an_error_to_who_asks_for_it(
+    at: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And the mixture that is left is not taken for a state."""
+    states = trained(tmp_path / "run", batch_steps=1)
+    with monkeypatch.context() as patch:
+        Failing(patch, at)
+        with resumed(tmp_path / "run", step=2) as (world, recovery):
+            assert (recovery.step, world.snapshot()) == (2, states[2])
+        with opened(tmp_path / "run", Wide(seed=2), every=None) as ckpt:
+            with pytest.raises(RecoveryError, match="cannot be replayed: it does not fit"):
+                ckpt.resume(step=7)
+            with pytest.raises(StateError, match="that of no step"):
+                ckpt.step()
+    assert not any(thread.name == "everstep-ahead" for thread in threading.enumerate())
+
+
+# --- Memory formats ---------------------------------------------------------------------
+
+ROWS, CHANNELS = torch.contiguous_format, torch.channels_last
+
+
+class Formed(World):
+    """A convolution's weight, in some memory format, and gradients that lie as it does."""
+
+    def __init__(self, form: torch.memory_format, dtype: torch.dtype, **flags: Any) -> None:
+        super().__init__()
+        weight = torch.randn(7, 5, 3, 3).to(dtype).to(memory_format=form)
+        self.model = nn.Module()  # type: ignore[assignment]
+        self.model.weight = nn.Parameter(weight)
+        self.optimizer = AdamW(self.model.parameters(), lr=1e-2, **flags)
+        self.scheduler = torch.optim.lr_scheduler.StepLR(self.optimizer, 3, 0.5)
+        self.state |= {
+            "model": self.model,
+            "optimizer": self.optimizer,
+            "scheduler": self.scheduler,
+        }
+
+    def train(self) -> None:
+        for parameter in self.model.parameters():
+            parameter.grad = torch.randn(parameter.shape).to(parameter)
+            parameter.grad = torch.empty_like(parameter).copy_(parameter.grad)
+        self.optimizer.step()
+
+
+def formed(run: Path, world: Formed) -> dict[str, bytes]:
+    """Trains behind a base; the state in the end."""
+    with opened(run, world, every=None) as ckpt:
+        ckpt.resume()
+        for step in range(4):
+            world.train()
+            ckpt.step()
+            if step == 0:
+                ckpt.save().durable.result(TIMEOUT_S)
+        found = world.snapshot()
+    shutil.rmtree(base_dir(PurePath(run), 1, 4))
+    return found
+
+
+@pytest.mark.parametrize("now", [ROWS, CHANNELS], ids=str)
+@pytest.mark.parametrize("then", [ROWS, CHANNELS], ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_another_memory_format(
+    dtype: torch.dtype, then: torch.memory_format, now: torch.memory_format, tmp_path: Path
+) -> None:
+    """Half precision is rounded by how tensors lie: that is not called exact."""
+    wanted = formed(tmp_path / "run", Formed(then, dtype))
+    world = Formed(now, dtype)
+    with opened(tmp_path / "run", world, every=None) as ckpt:
+        recovery = ckpt.resume()
+    assert (recovery.step, recovery.base_step, recovery.skipped) == (4, 1, ())
+    assert recovery.exact == (then == now or dtype == torch.float32)
+    if recovery.exact:
+        found = world.snapshot()
+        assert {k: v for k, v in found.items() if k != "rng"} == {
+            k: v for k, v in wanted.items() if k != "rng"
+        }
+    else:
+        assert "'model/weight' lies otherwise in memory" in str(recovery.evidence)
+
+
+@pytest.mark.parametrize("now", [ROWS, CHANNELS], ids=str)
+def test_a_fused_kernel_in_another_memory_format(now: torch.memory_format, tmp_path: Path) -> None:
+    """It would give elements each other's gradients: nothing has written to them."""
+    formed(tmp_path / "run", Formed(CHANNELS, torch.float32, fused=True))
+    world = Formed(now, torch.float32, fused=True)
+    with opened(tmp_path / "run", world, every=None) as ckpt:
+        recovery = ckpt.resume()
+    if now == CHANNELS:
+        assert (recovery.step, recovery.exact, recovery.skipped) == (4, True, ())
+        return
+    assert recovery.step == 1
+    assert "'model/weight' lies otherwise in memory" in str(recovery.skipped)
+    assert "written" not in str(recovery.skipped)

@@ -1,0 +1,84 @@
+"""A place whose calls hang is told of, and nobody waits for it; what moves is left alone."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path, PurePath
+
+import pytest
+import torch
+
+from everstep import Checkpointer
+from everstep.errors import DeadlineError, EverstepError
+from everstep.keeper.ship.mirrors import Mirrors
+from everstep.seams import ManualClock, Seams
+from everstep.testing.conformance import CHECKS, Check, Place
+from everstep.tiers.memory import MemoryFile, MemoryTier
+from everstep.tiers.options import TierOptions
+from everstep.tiers.watched import WatchedTier
+from tests.support.following import until
+from tests.support.world import Gate, HookedFileSystem
+
+
+@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
+def test_it_is_the_tier_that_it_watches(check: Check) -> None:
+    tier = WatchedTier(MemoryTier(), ManualClock())
+    check(Place(lambda: tier, large_bytes=1_000_001))
+    assert tier.stuck(1e-9) is None, "nothing is under way"
+
+
+def test_what_is_written_moves_with_each_piece() -> None:
+    clock, moved = ManualClock(), []
+
+    class Slow(MemoryFile):
+        def read_into(self, buffer: memoryview, offset: int) -> int:
+            clock.advance(7.0)
+            moved.append(tier.stuck(7.0))
+            return super().read_into(buffer, offset)
+
+    tier = WatchedTier(MemoryTier(), clock)
+    tier.put("a", Slow([memoryview(bytes(100))]))
+    assert moved[0] == ("writing a", 7.0), "a piece that takes long"
+    assert set(moved) == {("writing a", 7.0)}, "and not longer with each"
+    assert tier.stuck(1.0) is None
+
+
+def test_a_place_that_hangs_is_told_of_once_and_not_waited_for(
+    run_folder: Path, tmp_path: Path
+) -> None:
+    model = torch.nn.Linear(3, 3)
+    with Checkpointer(run_folder, {"model": model}, method="sync", every=1) as ckpt:
+        ckpt.resume()
+        ckpt.step()
+    gate, clock, place = Gate(), ManualClock(), tmp_path / "place"
+
+    def hang(op: str, path: PurePath) -> None:
+        if op == "create" and place in Path(path).parents and path.suffix == ".tmp":
+            gate.wait_at()
+
+    posted: list[EverstepError] = []
+    filesystem = HookedFileSystem(hang)
+    told = [dataclasses.asdict(TierOptions(str(place)))]
+    seams = Seams(filesystem=filesystem, clock=clock)
+    mirrors = Mirrors(seams, PurePath(run_folder), 1, told, posted.append, timeout_s=30.0)
+    try:
+        mirrors.base_durable()
+        assert gate.reached.wait(30)
+        clock.advance(599.0)
+        assert mirrors.finish(), "it may take as long as that"
+        assert not posted
+        clock.advance(1.0)
+        assert not mirrors.finish()
+        assert not mirrors.finish()
+        (error,) = posted
+        assert isinstance(error, DeadlineError)
+        assert f"copying to {place} hangs" in str(error)
+        assert "has not moved for 600 s" in str(error)
+        gate.open()
+        until(lambda: mirrors._mirrors[0].stats.copied == 1, "the copy")
+        until(lambda: not mirrors.finish(), "the end of it")
+        assert len(posted) == 1
+        assert mirrors._hanging == set()
+    finally:
+        gate.open()
+        mirrors.close()
