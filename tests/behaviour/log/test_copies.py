@@ -40,7 +40,7 @@ from everstep.tiers.memory import MemoryFile, MemoryTier
 from everstep.tiers.options import PeerOptions, TierOptions
 from everstep.tiers.rate import ObjectRate
 from everstep.trainer.job import copies as copies_module
-from everstep.trainer.job import job as job_module
+from everstep.trainer.job import start as start_module
 from everstep.trainer.session.components import _refuse_lossy_replicas
 from tests.behaviour.log.test_every_step import World, opened, run_steps
 from tests.behaviour.ranks.test_log_together import die as all_die
@@ -468,11 +468,11 @@ def test_a_lossy_log_is_looked_at_while_others_fetch(
         return restore(self, choice)
 
     monkeypatch.setattr(MemoryTier, "open", noting)
-    monkeypatch.setattr(job_module, "fetch_from_peers", fetch)
+    monkeypatch.setattr(start_module, "fetch_from_peers", fetch)
     monkeypatch.setattr(together._Start, "_restore", noted)
     with trainings(*runs, method="logged", every=4, tiers=["/copies"]) as ranks:
         for one in ranks:
-            one.ckpt._starter._job._fetches = True
+            one.ckpt._starter._job._shared.fetches = True
         assert [(one.step, one.exact) for one in resume(ranks)] == [(7, False)] * 2
         all_die(ranks)
     assert restored == [BaseId(1, 7)] * 2, "at the first attempt"
@@ -512,13 +512,13 @@ def test_of_a_lossy_log_what_is_behind_the_chosen_base_is_read_and_all_of_it_if_
 
     monkeypatch.setattr(MemoryTier, "open", noting)
     monkeypatch.setattr(
-        job_module,
+        start_module,
         "fetch_from_peers",
         lambda meeting, clock, say, *about, **more: told_of_choice(say, *about, **more),
     )
     with trainings(*runs, method="logged", every=4, tiers=["/copies"]) as ranks:
         for one in ranks:
-            one.ckpt._starter._job._fetches = True
+            one.ckpt._starter._job._shared.fetches = True
         found = {(one.step, one.base_step) for one in resume(ranks)}
         all_die(ranks)
     assert found == ({(7, 4)} if damaged else {(10, 8)})
@@ -603,10 +603,10 @@ def test_a_log_comes_from_the_store_while_others_fetch(
             assert reads.ahead.acquire(timeout=TIMEOUT_S), "nothing comes meanwhile"
         return Brought([], [])
 
-    monkeypatch.setattr(job_module, "fetch_from_peers", fetch)
+    monkeypatch.setattr(start_module, "fetch_from_peers", fetch)
     with trainings(*runs, method="logged", every=4, tiers=["/copies"]) as ranks:
         for one in ranks:
-            one.ckpt._starter._job._fetches = True
+            one.ckpt._starter._job._shared.fetches = True
         assert [(one.step, one.replayed, one.exact) for one in resume(ranks)] == [(6, 2, True)] * 2
         for rank in range(2):
             assert torch.equal(ranks[rank].weight, trained(rank, 6))
@@ -639,13 +639,13 @@ def test_what_has_come_damaged_is_read_in_the_store(
 
     monkeypatch.setattr(files_ahead.FilesAhead, "open", spoiling)
     monkeypatch.setattr(
-        job_module,
+        start_module,
         "fetch_from_peers",
         lambda meeting, clock, say, *about, **more: told_of_choice(say, *about, **more),
     )
     with trainings(*runs, method="logged", every=4, tiers=["/copies"]) as ranks:
         for one in ranks:
-            one.ckpt._starter._job._fetches = True
+            one.ckpt._starter._job._shared.fetches = True
         found = resume(ranks)
         assert [(one.step, one.replayed, one.exact) for one in found] == [(6, 2, True)] * 2
         assert torch.equal(ranks[1].weight, trained(1, 6))

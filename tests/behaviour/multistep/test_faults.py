@@ -1366,5 +1366,5 @@ def test_what_a_keeper_cannot_repeat_is_refused_at_once(run_folder: Path) -> Non
 
 def test_without_a_keeper_process_it_is_refused(run_folder: Path) -> None:
     keeper = everstep.KeeperOptions(process=False)
-    with pytest.raises(OptionError, match="a keeper that is a process"):
+    with pytest.raises(OptionError, match="a separate keeper process"):
         opened(run_folder, World(), method="gockpt", keeper=keeper)

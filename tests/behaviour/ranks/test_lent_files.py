@@ -31,7 +31,7 @@ from everstep.run.scan import scan_run
 from everstep.seams import PosixFileSystem, ReadFile
 from everstep.state.entries import Entry
 from everstep.state.layout import Placed
-from everstep.trainer.job import job
+from everstep.trainer.job import start
 from tests.behaviour.ranks.test_log_parts import alike, folders, replicas, until
 from tests.behaviour.ranks.test_log_parts import resume as resume_replicas
 from tests.behaviour.ranks.test_log_parts import train as train_replicas
@@ -231,7 +231,7 @@ def test_what_there_is_no_memory_for_is_not_fetched(
 ) -> None:
     paths = folders(tmp_path, shared=False)
     saved_by(*paths)
-    monkeypatch.setattr(job, "memory_available_bytes", lambda: 1000)
+    monkeypatch.setattr(start, "memory_available_bytes", lambda: 1000)
     with (
         trainings(*reversed(paths)) as ranks,
         pytest.raises(RecoveryError, match="the files of rank"),

@@ -541,7 +541,7 @@ def test_what_a_keeper_cannot_run_is_refused_at_once(run_folder: Path) -> None:
 def test_a_replica_needs_a_log_a_process_and_memory(run_folder: Path) -> None:
     with pytest.raises(OptionError, match="a log to apply"):
         everstep.Method(apply="replica")
-    with pytest.raises(OptionError, match="process of its own"):
+    with pytest.raises(OptionError, match="separate keeper process"):
         opened(run_folder, World(), keeper=everstep.KeeperOptions(process=False))
     with pytest.raises(OutOfSpaceError, match="host memory") as caught:
         opened(run_folder, World(), budget=everstep.Budget(host_bytes=40_000))

@@ -770,7 +770,7 @@ def test_places_that_cannot_be(run_folder: Path, tmp_path: Path) -> None:
     ):
         with pytest.raises(EverstepError):
             Checkpointer(run_folder, {"model": model}, tiers=tiers)
-    with pytest.raises(EverstepError, match="process of its own"):
+    with pytest.raises(EverstepError, match="separate keeper process"):
         Checkpointer(run_folder, {"model": model}, method="sync", tiers=[str(tmp_path / "copies")])
 
 

@@ -105,7 +105,7 @@ def test_bases_are_counted_in_steps(every: str) -> None:
 
 
 def test_without_a_keeper_process_there_is_no_such_memory(tmp_path: Path) -> None:
-    with pytest.raises(OptionError, match="process of its own"):
+    with pytest.raises(OptionError, match="separate keeper process"):
         everstep.Checkpointer(
             tmp_path / "run",
             {"t": {"t": torch.zeros(3)}},

@@ -24,7 +24,7 @@ from everstep.state.image import State
 from everstep.state.providers.providers import ModuleProvider
 from everstep.state.ranks.dtensors import is_dtensor, local_of
 from everstep.state.values.tree import split
-from everstep.trainer.job import job
+from everstep.trainer.job import start
 from everstep.trainer.session.start import RunStarter
 from tests.support.ranks.sharding import as_rank
 from tests.support.ranks.together import on_all, trainings
@@ -49,16 +49,16 @@ def test_a_rank_looks_again_where_something_has_come_from_peers(
         return scan(filesystem, run, *known)
 
     monkeypatch.setattr(together, "scan_run", noting)
-    fetch = job.fetch_from_peers
+    fetch = start.fetch_from_peers
 
     def fetched(*args: Any, **named: Any) -> Brought:
         assert fetch(*args, **named) == Brought([], [])
         return Brought([*brought], [])
 
-    monkeypatch.setattr(job, "fetch_from_peers", fetched)
+    monkeypatch.setattr(start, "fetch_from_peers", fetched)
     with trainings(tmp_path / "run0", tmp_path / "run1") as ranks:
         for one in ranks:
-            one.ckpt._starter._job._fetches = True  # type: ignore[union-attr]
+            one.ckpt._starter._job._shared.fetches = True  # type: ignore[union-attr]
         on_all(*(one.ckpt.resume for one in ranks))
     assert [seen.count(tmp_path / f"run{rank}") for rank in range(2)] == [looks, looks]
 

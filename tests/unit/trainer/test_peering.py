@@ -91,7 +91,7 @@ def test_a_process_that_trains_alone_has_no_peer(tmp_path: Path) -> None:
 def test_there_is_no_peer_without_a_keeper_process(tmp_path: Path) -> None:
     seen = iter("ab")
     with (
-        pytest.raises(OptionError, match="process of its own"),
+        pytest.raises(OptionError, match="separate keeper process"),
         trainings(
             tmp_path / "run",
             tmp_path / "run",

@@ -1,5 +1,7 @@
-"""A process that trains alone where several ranks have trained: it goes on from the last step that
-all of them logged (``docs/design/ranks.md``), as a job of one rank would."""
+"""Resumes in a single process a run that several ranks have trained (``docs/design/ranks.md``).
+
+The process continues from the last step that all of these ranks have logged, as a job of one rank.
+"""
 
 from __future__ import annotations
 
@@ -30,8 +32,8 @@ _RANK = 0
 _DISKS = ("0",)
 
 
-class _Nobody:
-    """The mailbox of a job of one rank."""
+class _EmptyMailbox:
+    """Mailbox of a job with a single rank: there is nobody to exchange messages with."""
 
     def open(self, session: str, rank: int, peers: Sequence[tuple[str, int]]) -> None: ...
 
@@ -61,14 +63,13 @@ def resume_from_several_ranks(
     ready: Callable[[], None],
     trained: bool,
 ) -> tuple[Resumed, bool]:
-    """As :func:`everstep.restore.start.resume.resume`, with the logs of several ranks behind their
-    base.
+    """Resume from a base and the logs of several ranks.
 
     Args:
-        ready: returns when this process's keeper is there.
+        ready: function that waits until this process's keeper is ready.
 
     Returns:
-        What was restored, and whether its base is on no disk yet.
+        The restored state, and True if its base is on no disk yet.
 
     Raises:
         RecoveryError, MismatchError
@@ -76,16 +77,24 @@ def resume_from_several_ranks(
     if step is None:
         refuse_unreachable(scan_run(seams.filesystem, run))
     copies = Copies((), run)
-    both = seams.filesystem
-    if isinstance(both, RunWithCopies):  # a rank looks at its disk and at the copies by itself
-        copies = Copies(both.tiers, run)
-        seams = dataclasses.replace(seams, filesystem=both.local)
+    filesystem = seams.filesystem
+    if isinstance(filesystem, RunWithCopies):  # a job reads its disk and the copies separately
+        copies = Copies(filesystem.tiers, run)
+        seams = dataclasses.replace(seams, filesystem=filesystem.local)
     load = loader(state, ring, strict=strict, timeout_s=timeout_s, on_touch=on_touch)
     left = orphaned_logs(run, run_id, _RANK, [_RANK], seams, timeout_s=timeout_s)
     left = dataclasses.replace(left, held=(*recalled.logs, *left.held))
-    mine = seams, run, state, ring, recalled.records
-    log = RankLog(*mine, strict=strict, timeout_s=timeout_s, left=left)
-    meeting = Meeting(uuid.uuid4().hex, _RANK, _DISKS, _Nobody(), trained=trained)
+    log = RankLog(
+        seams,
+        run,
+        state,
+        ring,
+        recalled.records,
+        strict=strict,
+        timeout_s=timeout_s,
+        left=left,
+    )
+    meeting = Meeting(uuid.uuid4().hex, _RANK, _DISKS, _EmptyMailbox(), trained=trained)
     with contextlib.closing(log):
         resumed, choice = resume_together(
             seams,
@@ -94,7 +103,7 @@ def resume_from_several_ranks(
             meeting,
             recalled.base,
             load,
-            own=[Fetched.of_own(one) for one in recalled.copies],  # also of other ranks then
+            own=[Fetched.of_own(one) for one in recalled.copies],  # also copies of other ranks
             step=step,
             needs=needs_here(state, _DISKS),
             timeout_s=timeout_s,
@@ -104,5 +113,5 @@ def resume_from_several_ranks(
             compare=None if strict else comparer(state, ring, strict=False, timeout_s=timeout_s),
         )
     copies.forget()
-    resumed = dataclasses.replace(resumed, reads=())  # they say which of several ranks has read
+    resumed = dataclasses.replace(resumed, reads=())  # for jobs: which rank has read from where
     return resumed, choice.base is not None and not choice.durable

@@ -1,4 +1,4 @@
-"""What every rank of a job has to be told alike, compared where they meet."""
+"""Checks that all ranks were given the same options, and that the machine and job support them."""
 
 from __future__ import annotations
 
@@ -26,12 +26,14 @@ __all__ = [
 
 
 def shared_options(options: Options) -> dict[str, str]:
-    """Options by which ranks do things together, as text. Not those that are of a rank's machine
-    (cores, budgets, how its link is used and a segment is written), nor what it does with errors,
-    nor how long it waits."""
+    """Return the options that must be the same on all ranks, as text.
+
+    Not included are options that belong to a rank's machine (cores, budgets, use of its link, size
+    of segments), the failure policy, and timeouts.
+    """
     every = options.every
     log = options.log
-    method = replace(options.method, **_OF_A_LINK)
+    method = replace(options.method, **_LINK_OPTIONS)
     named = next((name for name, one in presets.items() if one == method), None)
     when = "auto" if every.auto else every.steps
     found = {
@@ -42,28 +44,28 @@ def shared_options(options: Options) -> dict[str, str]:
     if every.mtbf_s is not None:
         found["Every.mtbf_s"] = repr(every.mtbf_s)
     if options.logs:
-        found |= {f"LogOptions.{name}": repr(getattr(log, name)) for name in _OF_LOG}
+        found |= {f"LogOptions.{name}": repr(getattr(log, name)) for name in _LOG_OPTIONS}
     return found
 
 
-_OF_A_LINK: dict[str, Any] = {"parts": "auto", "held_steps": 1, "chunk_bytes": "auto"}
-_OF_LOG = ("to", "history", "watch", "lag_steps")
+_LINK_OPTIONS: dict[str, Any] = {"parts": "auto", "held_steps": 1, "chunk_bytes": "auto"}
+_LOG_OPTIONS = ("to", "history", "watch", "lag_steps")
 
 
 def refuse_other_options(found: Sequence[Mapping[str, Any]], rank: int) -> None:
-    """Each rank would take bases at steps of its own, or other ones, and the others wait for it.
+    """Refuse different options: ranks would take different bases, and wait for each other.
 
     Args:
-        found: by rank: ``"options"`` as each has said.
-        rank: this one.
+        found: message of each rank, with its ``"options"``.
+        rank: this rank.
 
     Raises:
-        OptionError: naming what differs, and the ranks.
+        OptionError: Naming the option, its values, and the ranks.
     """
-    for name in dict.fromkeys(name for said in found for name in said["options"]):
+    for name in dict.fromkeys(name for message in found for name in message["options"]):
         ranks: dict[str, list[int]] = {}
-        for other, said in enumerate(found):
-            ranks.setdefault(said["options"].get(name, "none"), []).append(other)
+        for other, message in enumerate(found):
+            ranks.setdefault(message["options"].get(name, "none"), []).append(other)
         if len(ranks) > 1:
             listed = "; ".join(
                 f"rank(s) {' '.join(map(str, each))}: {value}" for value, each in ranks.items()
@@ -76,12 +78,14 @@ def refuse_other_options(found: Sequence[Mapping[str, Any]], rank: int) -> None:
 
 
 def same_run(found: Sequence[Mapping[str, Any]], rank: int) -> str:
-    """The run that all of the ranks' folders are of.
+    """Return the run that the folders of all ranks belong to.
 
     Raises:
-        RecoveryError: they are of different ones.
+        RecoveryError: They belong to different runs.
     """
-    runs = {said["run"]: other for other, said in enumerate(found) if said["run"] is not None}
+    runs = {
+        message["run"]: other for other, message in enumerate(found) if message["run"] is not None
+    }
     if len(runs) > 1:
         where = ", ".join(f"rank {other}: run {run}" for run, other in sorted(runs.items()))
         raise RecoveryError(
@@ -93,82 +97,86 @@ def same_run(found: Sequence[Mapping[str, Any]], rank: int) -> str:
 
 
 def same_as_copies(run: str | None, copied: str | None, path: PurePath) -> str | None:
-    """The run that a folder and the places for copies are of; None: they are of none yet.
+    """Return the run that a folder and its places for copies belong to; None for no run yet.
 
     Raises:
-        ForeignDirectoryError: they are of different ones.
+        ForeignDirectoryError: They belong to different runs.
     """
     if None not in (run, copied) and run != copied:
         raise ForeignDirectoryError(
-            f"the places for copies hold those of another run than {path}",
+            f"the places for copies contain another run than {path}",
             path=path,
-            hint="give each run a place of its own",
+            hint="give each run its own place for copies",
         )
     return run if run is not None else copied
 
 
 def refuse_errors(found: Sequence[Mapping[str, Any]], rank: int) -> None:
-    """Of a rank that cannot open its run folder.
+    """Refuse to continue if a rank cannot open its run folder.
 
     Raises:
-        StateError: saying so.
+        StateError: Naming the rank and its error.
     """
-    for other, said in enumerate(found):
-        if said["error"] is not None:
+    for other, message in enumerate(found):
+        if message["error"] is not None:
             raise StateError(
-                f"rank {other} cannot open its run folder: {said['error']}",
+                f"rank {other} cannot open its run folder: {message['error']}",
                 rank=rank,
-                hint="look at what that rank prints",
+                hint="see the output of that rank",
             )
 
 
 def refuse_other_calls(found: Sequence[Mapping[str, Any]], rank: int) -> None:
-    """Ranks start in different ways.
+    """Refuse ranks that start in different ways.
 
     Raises:
-        StateError: saying which.
+        StateError: Naming the calls.
     """
-    if len({said["what"] for said in found}) > 1:
-        calls = "; ".join(f"rank {other}: {said['what']}" for other, said in enumerate(found))
+    if len({message["what"] for message in found}) > 1:
+        calls = "; ".join(f"rank {other}: {message['what']}" for other, message in enumerate(found))
         raise StateError(
-            f"the ranks do different things ({calls})",
+            f"the ranks make different calls ({calls})",
             rank=rank,
-            hint="every rank calls resume() with the same step, or none does",
+            hint="call resume() with the same step on every rank, or on none",
         )
 
 
 def refuse_unsupported(info: RankInfo, options: Options, tiers: Sequence[TierOptions]) -> None:
-    """Raises:
-    OptionError: for what this machine has not, or what several ranks cannot do together.
+    """Refuse options that this machine or a job of several ranks cannot support.
+
+    Raises:
+        OptionError: Naming the option.
     """
     cores = options.keeper.cores
     if cores is not None and min(cores) >= configured_cores():
         raise OptionError(
-            f"KeeperOptions.cores={cores!r}: this machine has none of them, its cores are 0 to "
+            f"KeeperOptions.cores={cores!r}: this machine has only the cores 0 to "
             f"{configured_cores() - 1}",
-            hint="cores=None: wherever the training process may run",
+            hint="cores=None uses the cores of the training process",
         )
     if info.world == 1:
         return
     if any((tier.objects_per_hour or info.world) < info.world for tier in tiers):
         raise OptionError(
-            f"this job has {info.world} ranks: TierOptions.objects_per_hour is shared by all of "
-            "them, and is less than one for each",
+    """Refuse options that this machine, or a job of several ranks, cannot support.
+            "than one for each rank",
             rank=info.rank,
             hint=f"TierOptions(objects_per_hour={info.world}) or more",
         )
 
 
 def refuse_unaudited(info: RankInfo, options: Options) -> None:
-    """Called when the ranks know whose folders are the same.
+    """Refuse audits if the ranks have different folders.
+
+    Called after the ranks have found out which of them share a folder.
 
     Raises:
-        OptionError: audits are asked for, and no rank sees whole bases, and the logs of all.
+        OptionError: Audits are requested, and no rank sees complete bases and all logs.
     """
     if options.log.audit and info.near is not None:
         raise OptionError(
-            f"this job has {info.world} ranks: LogOptions(audit=True) takes a folder that all of "
-            "them share: an audit reads whole bases, and the logs of all ranks",
+            f"this job has {info.world} ranks: LogOptions(audit=True) needs a folder that all of "
+            "them share, because an audit reads complete bases and the logs of all ranks",
             rank=info.rank,
             hint="audit=None; or one folder for all ranks",
         )

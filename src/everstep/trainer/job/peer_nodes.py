@@ -1,4 +1,8 @@
-"""Which node's memory holds whose copies, decided and said when a Checkpointer is made."""
+"""Decides which node's memory holds whose copies, and describes it at the start.
+
+Bases (and logs) of a rank are sent to the keeper of the same local rank on the next node. Nodes are
+machines, unless the options emulate them on fewer machines for tests.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +31,7 @@ _EMULATED = "emulated "
 
 
 def node_name(peers: PeerOptions | None) -> str:
-    """What this rank tells the others of its node; "" where it sends nothing to a peer."""
+    """Return the name of this rank's node; "" if it sends nothing to a peer."""
     if peers is None:
         return ""
     return machine_name() if peers.emulated_node is None else _EMULATED + peers.emulated_node
@@ -36,23 +40,25 @@ def node_name(peers: PeerOptions | None) -> str:
 def node_names(
     found: Sequence[Mapping[str, Any]], rank: int, *, if_there: bool = False
 ) -> tuple[str, ...]:
-    """By rank: what its node is called; empty where nobody sends anything to a peer.
+    """Return the node of each rank; an empty tuple if nothing is sent to peers.
 
     Args:
-        if_there: one node is no error; nothing is sent then.
+        found: message of each rank.
+        rank: this rank.
+        if_there: True to send nothing if there is a single node, instead of raising an error.
 
     Raises:
-        OptionError: some ranks do and others do not; or all ranks are on one node.
+        OptionError: Only some ranks have peers, or all ranks are on one node.
     """
-    nodes = tuple(str(said["node"]) for said in found)
+    nodes = tuple(str(message["node"]) for message in found)
     if not any(nodes):
         return ()
     emulated = [node.startswith(_EMULATED) for node in nodes]
     if not all(nodes) or len(set(emulated)) > 1:
         raise OptionError(
-            "the ranks do not say the same of peers",
+            "only some ranks send copies to peers, or only some emulate nodes",
             rank=rank,
-            hint='tiers=["peer"] on every rank, or on none; and nodes emulated by all, or by none',
+            hint='use tiers=["peer"] on every rank or on none, and emulate nodes on all or on none',
         )
     if len(set(nodes)) == 1 and if_there:
         return ()
@@ -67,26 +73,27 @@ def node_names(
 
 
 def refuse_single_base_with_peer(peers: PeerOptions | None, info: RankInfo, keep: int) -> None:
-    """Of bases that are on disks, and of which ``keep`` are kept.
+    """Refuse ``keep=1`` for bases on disk with a peer.
+
+    A node may be lost while its newest base is being sent to its peer. That base exists nowhere
+    else then, and the other ranks would have deleted the previous one.
 
     Raises:
-        OptionError: nothing might be left. A node that is lost while the newest base is on its
-            way to its peer has it nowhere else, and what its peer has whole, the others would
-            have deleted.
+        OptionError: ``keep`` is 1.
     """
-    if peers is not None and len(set(info.nodes)) > 1 and keep < 2:  # all ranks, or none
+    if peers is not None and len(set(info.nodes)) > 1 and keep < 2:  # the same on all ranks
         raise OptionError(
-            "keep=1 with a peer: a node that is lost before its peer has the newest base leaves no "
-            "base that all ranks can read",
+            "keep=1 with a peer: if a node is lost before its peer has the newest base, no base is "
+            "left that all ranks can read",
             hint="keep=2, or more",
         )
 
 
 def refuse_peer_without_ranks(peers: PeerOptions | None) -> None:
-    """Of a process that trains alone.
+    """Refuse peers for a process that trains alone.
 
     Raises:
-        OptionError: it is to have a peer.
+        OptionError: A peer is required.
     """
     if peers is not None and not peers.if_there:
         raise OptionError(
@@ -103,43 +110,44 @@ def peer_notice(
     *,
     at_once: bool = False,
 ) -> str:
-    """The line printed at start: who holds whose copies, and how much memory that takes.
+    """Return the line about copies in the memory of other nodes.
 
     Args:
-        log_bytes: of ``bound_bytes``, for logs; None: there are none.
-        at_once: bases live in memory only, and are sent as fast as it goes.
+        bound_bytes: memory here for copies of other ranks.
+        log_bytes: share of it for their logs; None if no logs are sent.
+        at_once: True if bases live in memory only, and are sent as fast as possible.
     """
     emulated = all(node.startswith(_EMULATED) for node in info.nodes)
     peer = peer_of(info.nodes, info.rank)
     assert peer is not None
     sources = ", ".join(map(str, peer_sources(info))) or "no rank"
-    pace = "as fast as the link goes" if at_once else "in four fifths of the interval"
+    pace = "as fast as possible" if at_once else "in four fifths of the interval"
     if peers.bytes_per_s is not None:
         pace = f"at {decimal(round(peers.bytes_per_s))} a second at most"
     label = ", EMULATED on fewer machines" if emulated else ""
-    what = "bases"
+    data = "bases"
     of_which = ""
     if log_bytes:
-        what = "bases and log"
+        data = "bases and log"
         of_which = f" ({decimal(log_bytes)} of it for their logs)"
     elif log_bytes is not None:
-        of_which = ", with no room for their logs"
+        of_which = ", without space for their logs"
     return (
-        f"{what} of rank {info.rank} are sent to the memory of rank {peer}'s keeper, on the next "
+        f"{data} of rank {info.rank} are sent to the memory of rank {peer}'s keeper, on the next "
         f"of {len(nodes_of(info.nodes))} nodes{label}, {pace}; up to {decimal(bound_bytes)} here "
         f"for copies of rank {sources}{of_which}"
     )
 
 
 def memory_notice(info: RankInfo, disk_every: int, bound_bytes: int) -> str:
-    """The line printed at start where bases live in memory: what that survives."""
+    """Return the line about bases that live in memory, and the failures that they survive."""
     survives = "survives a killed trainer, NOT a lost node: no other node holds a copy"
     if info.nodes:
         peer = peer_of(info.nodes, info.rank)
-        survives = f"survives the loss of this node in that of rank {peer}'s"
+        survives = f"survives the loss of this node in the memory of rank {peer}'s keeper"
     ordinal = "each base" if disk_every == 1 else f"one base of {disk_every}"
     return (
         f"bases live in the memory of keepers, the newest two, up to {decimal(bound_bytes)} here "
-        f"for those of rank {info.rank}; {ordinal} goes to disk; what is in this keeper's memory "
+        f"for rank {info.rank}; {ordinal} goes to disk; the memory of this keeper "
         f"{survives}"
     )
