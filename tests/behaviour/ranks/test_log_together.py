@@ -30,7 +30,7 @@ from everstep.seams.fingerprint import fingerprint
 from everstep.state.entries import Entry
 from everstep.state.shapes import shape_digest
 from everstep.trainer.attach import keepers
-from everstep.trainer.job import job
+from everstep.trainer.job import start
 from everstep.trainer.session.step_consensus import ASK_EVERY
 from tests.behaviour.ranks.test_together import bases, folders, resume, train
 from tests.support.logged import document, invoke
@@ -210,7 +210,9 @@ def test_ranks_that_train_under_other_conditions_claim_nothing(
     """Rank 0 is where it was, and rank 1 was on another machine: the record is of both (I9)."""
     path, numbers = tmp_path / "run", itertools.count()
     with monkeypatch.context() as patch:
-        patch.setattr(job, "fingerprint", lambda: {**fingerprint(), "threads": str(next(numbers))})
+        patch.setattr(
+            start, "fingerprint", lambda: {**fingerprint(), "threads": str(next(numbers))}
+        )
         until((path, path), 6)
     record = scan_run(FS, path).timelines[1]
     assert record is not None

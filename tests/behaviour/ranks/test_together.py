@@ -425,7 +425,7 @@ def test_the_last_answer_of_a_start_gets_to_rank_0(
 
 def test_all_ranks_do_the_same(tmp_path: Path) -> None:
     path = tmp_path / "run"
-    with trainings(path, path) as ranks, pytest.raises(StateError, match="do different things"):
+    with trainings(path, path) as ranks, pytest.raises(StateError, match="make different calls"):
         on_all(lambda: ranks[0].ckpt.resume(), lambda: ranks[1].train())  # type: ignore[arg-type]
 
 

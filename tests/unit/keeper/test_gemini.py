@@ -139,7 +139,7 @@ def test_bases_that_are_in_memory_only_are_sent_as_fast_as_it_goes() -> None:
     assert Pace(5.0, at_once=True).rate_of(1000) == 5.0
     info = RankInfo(1, 2, nodes=("a", "b"))
     line = peer_notice(PeerOptions(), info, 1000, at_once=True)
-    assert "as fast as the link goes" in line
+    assert "as fast as possible" in line
 
 
 def test_one_node_is_no_error_where_peers_were_not_asked_for() -> None:

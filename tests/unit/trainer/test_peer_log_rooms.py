@@ -163,7 +163,7 @@ def test_the_bound_of_logs_is_printed() -> None:
     line = peer_notice(PeerOptions(), info, 4_000_000, 1_000_000)
     assert "bases and log of rank 0" in line
     assert "1.0 MB of it for their logs" in line
-    assert "no room for their logs" in peer_notice(PeerOptions(), info, 4_000_000, 0)
+    assert "without space for their logs" in peer_notice(PeerOptions(), info, 4_000_000, 0)
     assert "log" not in peer_notice(PeerOptions(), info, 4_000_000)
 
 

@@ -69,7 +69,7 @@ def test_nodes_are_machines_or_emulated_by_all() -> None:
     real = {"node": node_name(PeerOptions())}
     assert real["node"] == machine_name() != ""
     for mixed in (said("a", None), [*said("a"), real]):
-        with pytest.raises(OptionError, match="do not say the same"):
+        with pytest.raises(OptionError, match="only some ranks send copies to peers"):
             node_names(mixed, 0)
     with pytest.raises(OptionError, match="one node"):
         node_names([real, real], 0)
@@ -130,7 +130,7 @@ def test_one_base_is_too_few_on_every_rank() -> None:
         info = RankInfo(rank, 3, nodes=names)
         refuse_single_base_with_peer(PeerOptions(), info, 2)
         refuse_single_base_with_peer(None, info, 1)
-        with pytest.raises(OptionError, match="leaves no base that all ranks can read"):
+        with pytest.raises(OptionError, match="no base is left that all ranks can read"):
             refuse_single_base_with_peer(PeerOptions(), info, 1)
     refuse_single_base_with_peer(PeerOptions(if_there=True), RankInfo(0, 2, nodes=("a", "a")), 1)
 

@@ -158,8 +158,8 @@ def refuse_unsupported(info: RankInfo, options: Options, tiers: Sequence[TierOpt
         return
     if any((tier.objects_per_hour or info.world) < info.world for tier in tiers):
         raise OptionError(
-    """Refuse options that this machine, or a job of several ranks, cannot support.
-            "than one for each rank",
+            f"this job has {info.world} ranks, which share TierOptions.objects_per_hour: it is "
+            "less than one for each rank",
             rank=info.rank,
             hint=f"TierOptions(objects_per_hour={info.world}) or more",
         )
