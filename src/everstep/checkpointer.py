@@ -35,9 +35,9 @@ from everstep.link.save import Save
 from everstep.restore.start.folder import run_path
 from everstep.restore.start.report import Recovery, describe
 from everstep.seams import Seams
-from everstep.state.image import State
-from everstep.state.owners import DeclaredUpdate
+from everstep.state.survey.ownership import DeclaredUpdate
 from everstep.state.survey.survey import Survey
+from everstep.state.training_state import State
 from everstep.tiers.options import PeerOptions, TierOptions, split_peers, validate_tiers
 from everstep.trainer.attach.keeper import Keeper
 from everstep.trainer.base.calls import Calls, not_within, one_at_a_time

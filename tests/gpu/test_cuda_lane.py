@@ -23,7 +23,7 @@ from everstep.capture.lanes.issuing import Enqueued
 from everstep.capture.lanes.lane import CpuLane
 from everstep.capture.lanes.pinned import PinnedMemory
 from everstep.errors import StateError, UnavailableError
-from everstep.state.layout import plan_shards
+from everstep.state.layout.shards import plan_shards
 from everstep.state.values.tensors import byte_view, stored_form
 from tests.gpu.world import DEVICE, ENVIRONMENT, NEEDS_CUDA
 from tests.support.world import TIMEOUT_S

@@ -138,7 +138,10 @@ def test_import_against_the_order(name: str, source: str) -> None:
     ("name", "source"),
     [
         ("everstep.options", "from everstep.errors import OptionError"),
-        ("everstep.state.values.tree", "from everstep.state.entries import Entry\nimport os.path"),
+        (
+            "everstep.state.values.tree",
+            "from everstep.state.layout.entries import Entry\nimport os.path",
+        ),
         ("everstep.state.values.tree", "from .entries import Entry"),
         ("everstep.checkpointer", "from everstep.keeper.persist.local_keeper import Keeper"),
         ("everstep.cli.demo", "import everstep\nfrom everstep import Checkpointer, demo"),

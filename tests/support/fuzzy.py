@@ -25,8 +25,8 @@ from everstep.run.scan import scan_run
 from everstep.run.segments import read_records
 from everstep.seams import PosixFileSystem
 from everstep.seams.progress import silent
-from everstep.state.body import Body
-from everstep.state.image import OBJECT_PREFIX
+from everstep.state.layout.names import OBJECT_PREFIX
+from everstep.state.layout.shards import Body
 from everstep.state.values.tensors import empty_like_entry, host_bytes
 from everstep.tiers.slots import SlotStore
 from tests.support.world import TIMEOUT_S

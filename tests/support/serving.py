@@ -30,7 +30,7 @@ from everstep.restore.start.resume import open_timeline
 from everstep.run.scan import scan_run
 from everstep.seams import Clock, FileSystem, PosixFileSystem, Seams, SystemClock
 from everstep.seams.network.sockets import close_descriptors, connect_stream, listen_at
-from everstep.state.entries import Entry
+from everstep.state.layout.entries import Entry
 from tests.support.world import TIMEOUT_S
 
 __all__ = ["OBJECT", "Bench", "Hand", "bench", "contents_of", "die", "oracle", "serving"]

@@ -21,7 +21,7 @@ import numpy.typing as npt
 import torch
 
 from everstep.seams.gather import Gather
-from everstep.state.layout import ShardLayout
+from everstep.state.layout.shards import ShardLayout
 from everstep.state.values.tensors import byte_view, host_bytes
 
 __all__ = ["Sample", "SpotCheck"]

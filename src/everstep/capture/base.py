@@ -12,8 +12,7 @@ import torch
 
 from everstep.capture.lanes.lane import Lane
 from everstep.seams.memory import copy_view
-from everstep.state.body import Seen, pieces
-from everstep.state.layout import Placed, ShardLayout, append_objects, overlaps
+from everstep.state.layout.shards import Placed, Seen, ShardLayout, append_objects, overlaps, pieces
 from everstep.state.values.tensors import host_bytes
 
 __all__ = ["LiveBody"]

@@ -22,7 +22,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from everstep.state.survey.recent import Recent
+from everstep.state.layout.lru import Recent
 
 __all__ = ["Observed", "StepEvents"]
 

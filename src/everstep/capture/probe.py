@@ -7,8 +7,8 @@ from collections import defaultdict
 import torch
 
 from everstep.capture.audit import SpotCheck
-from everstep.state.layout import plan_shards
-from everstep.state.log import SAMPLE
+from everstep.state.layout.names import SAMPLE
+from everstep.state.layout.shards import plan_shards
 from everstep.state.survey.survey import Survey, same_objects
 from everstep.state.values.tensors import stored_form
 

@@ -23,7 +23,7 @@ import torch
 from everstep.errors import FormatError
 from everstep.seams.gather import Gather
 from everstep.seams.memory import memory_at
-from everstep.state.log import SPOT
+from everstep.state.layout.names import SPOT
 from everstep.state.survey.survey import same_objects
 
 __all__ = ["PHASES", "Comparison", "Spots", "marked", "spots_of", "which_of"]
@@ -172,7 +172,7 @@ class Comparison:
         None: there is none, or the mark holds no elements.
 
         Args:
-            logged: all that the mark holds under :data:`~everstep.state.log.SPOT`.
+            logged: all that the mark holds under :data:`~everstep.state.layout.names.SPOT`.
             tensors: all of the state, by entry name.
             names: of all entries of the state when the mark was made, sorted, where it may have
                 others now (a part may show a tensor only while it runs); none: those of

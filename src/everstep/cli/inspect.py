@@ -50,7 +50,7 @@ if TYPE_CHECKING:
     from everstep.run.scan import BaseFound, Inventory
     from everstep.run.segments import SegmentFound
     from everstep.seams.files.filesystem import FileSystem
-    from everstep.state.entries import Entry
+    from everstep.state.layout.entries import Entry
 
 __all__ = ["inspect"]
 
@@ -288,7 +288,7 @@ def _unvouched(file: Any, path: PurePath) -> ShardHeader:
 
 def _rows(found: _Found) -> list[_Row]:
     from everstep.format.log import LOG_OBJECT
-    from everstep.state.image import OBJECT_PREFIX
+    from everstep.state.layout.names import OBJECT_PREFIX
 
     rows = []
     for file, header in found.headers:

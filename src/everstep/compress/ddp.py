@@ -38,7 +38,7 @@ from everstep.compress.forms import compression
 from everstep.compress.sparse import CHUNK_NUMEL, Sparse, nonzero_count
 from everstep.config.given import named
 from everstep.errors import MismatchError, OptionError, StateError
-from everstep.state.providers.providers import unwrap
+from everstep.state.providers.modules import unwrap
 
 __all__ = ["DDPCompression", "compressed_mean"]
 

@@ -32,9 +32,9 @@ from everstep.compress.forms import Form, compression
 from everstep.compress.sparse import Sparse, nonzero_count
 from everstep.config.given import named
 from everstep.errors import MismatchError, OptionError, StateError
+from everstep.state.layout.placement import Box
 from everstep.state.providers.optimizers import unwrapped
-from everstep.state.ranks.dtensors import LocalPart, box_of, is_dtensor, local_of, spread_as
-from everstep.state.ranks.placing import Box
+from everstep.state.values.tensors import LocalPart, box_of, is_dtensor, local_of, spread_as
 
 __all__ = ["Compressor"]
 

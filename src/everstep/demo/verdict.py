@@ -14,7 +14,7 @@ from pathlib import Path
 import safetensors
 
 from everstep.errors import FormatError
-from everstep.state.entries import DTYPE_BYTES
+from everstep.state.layout.entries import DTYPE_BYTES
 from everstep.state.values.objects import decode
 
 __all__ = [

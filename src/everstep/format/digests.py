@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 import xxhash
 
-from everstep.state.layout import Placed
+from everstep.state.layout.shards import Placed
 
 __all__ = ["DIGEST_CHARS", "Digester", "digest", "digest_of_file"]
 

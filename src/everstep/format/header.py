@@ -19,9 +19,9 @@ from everstep.errors import FormatError, NewerFormatError
 from everstep.format.digests import DIGEST_CHARS
 from everstep.format.names import FORMAT_VERSION
 from everstep.seams.files.filesystem import DIRECT_ALIGNMENT_BYTES
-from everstep.state.entries import DTYPE_BYTES, Entry
-from everstep.state.layout import Placed, ShardLayout, at_lsn
-from everstep.state.ranks.in_common import InCommon
+from everstep.state.layout.entries import DTYPE_BYTES, Entry
+from everstep.state.layout.replica_digest import InCommon
+from everstep.state.layout.shards import Placed, ShardLayout, at_lsn
 
 __all__ = [
     "HEADER_ROOM_BYTES_MAX",

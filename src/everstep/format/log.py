@@ -28,8 +28,8 @@ from everstep.format.digests import digest
 from everstep.format.header import ShardIdentity, header_room_bytes
 from everstep.format.names import shard_name
 from everstep.format.plan import ShardPlan
-from everstep.state.entries import DTYPE_BYTES, Entry
-from everstep.state.layout import Placed, ShardLayout, overlaps, plan_shards
+from everstep.state.layout.entries import DTYPE_BYTES, Entry
+from everstep.state.layout.shards import Placed, ShardLayout, overlaps, plan_shards
 
 __all__ = [
     "LOG_OBJECT",
@@ -209,7 +209,7 @@ class SegmentBody:
         return [self._sources[place.entry.name] for place in self._placed]
 
     def fill(self, begin: int, chunk: memoryview, seen: Any) -> None:
-        """See :class:`everstep.state.body.Body`."""
+        """See :class:`everstep.state.layout.shards.Body`."""
         for place, start, stop in overlaps(self._placed, self._ends, begin, chunk.nbytes):
             part = chunk[start - begin : stop - begin]
             source = self._sources[place.entry.name]

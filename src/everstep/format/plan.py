@@ -7,8 +7,8 @@ from dataclasses import dataclass, field, replace
 
 from everstep.format.header import ShardIdentity, header_room_bytes
 from everstep.format.names import shard_name
-from everstep.state.entries import Entry
-from everstep.state.layout import ShardLayout, plan_shards
+from everstep.state.layout.entries import Entry
+from everstep.state.layout.shards import ShardLayout, plan_shards
 
 __all__ = ["BasePlan", "ShardPlan", "plan_files"]
 
@@ -49,7 +49,7 @@ class BasePlan:
     """All files of this rank.
 
     Attributes:
-        kinds: how entries may change, by name (see :mod:`everstep.state.owners`), where a
+        kinds: how entries may change, by name (see :mod:`everstep.state.survey.ownership`), where a
             capture depends on it; nothing is assumed of the others.
     """
 

@@ -29,7 +29,7 @@ from everstep.format.writer import CHUNK_BYTES, ChunkRing
 from everstep.seams.files.filesystem import DIRECT_ALIGNMENT_BYTES, FileSystem, ReadFile
 from everstep.seams.processes.conditions import all_over
 from everstep.seams.progress import ProgressSink
-from everstep.state.body import PIECE_BYTES
+from everstep.state.layout.shards import PIECE_BYTES
 
 __all__ = ["ReadsAhead", "read_body", "read_header", "read_record_bytes", "read_result"]
 

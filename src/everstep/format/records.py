@@ -19,7 +19,7 @@ from everstep.format.canonical import canonical, rows_of
 from everstep.format.digests import DIGEST_CHARS, digest
 from everstep.format.header import ShardIdentity
 from everstep.format.names import FORMAT_VERSION, parse_shard
-from everstep.state.ranks.in_common import InCommon, members_of, parted
+from everstep.state.layout.replica_digest import InCommon, members_of, parted
 
 __all__ = [
     "RECORD_BYTES_MAX",

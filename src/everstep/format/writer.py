@@ -25,8 +25,7 @@ from everstep.seams.files.moving import is_over
 from everstep.seams.processes.conditions import Condition, all_over
 from everstep.seams.processes.threads import IoThreads
 from everstep.seams.progress import ProgressSink, silent
-from everstep.state.body import Body, pieces
-from everstep.state.layout import Placed, append_objects, at_lsn
+from everstep.state.layout.shards import Body, Placed, append_objects, at_lsn, pieces
 
 __all__ = ["CHUNK_BYTES", "ChunkRing", "Written", "digest_shard", "write_shard"]
 

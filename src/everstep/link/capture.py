@@ -15,7 +15,7 @@ from everstep.link.save import Save
 from everstep.seams.files.filesystem import DIRECT_ALIGNMENT_BYTES
 from everstep.seams.memory import copy_view
 from everstep.seams.processes.conditions import Condition
-from everstep.state.body import Body, Seen, pieces
+from everstep.state.layout.shards import Body, Seen, pieces
 
 __all__ = ["ArenaBody", "Capture", "Incoming", "RedoFile", "shard_offsets"]
 

@@ -1,6 +1,6 @@
 """Layouts of records, of which a keeper is told once: from then on a number stands for each.
 
-Both sides forget those that were not used for longest (:mod:`everstep.state.survey.recent`), and
+Both sides forget those that were not used for longest (:mod:`everstep.state.layout.lru`), and
 their
 numbers stand for others: messages of one connection arrive in their order, and what the keeper
 holds of a record refers to its layout.
@@ -14,8 +14,8 @@ from typing import Any
 
 from everstep.arena import PAGE_BYTES
 from everstep.format.log import layout_from_index, layout_to_index
-from everstep.state.layout import ShardLayout
-from everstep.state.survey.recent import RecentLayouts
+from everstep.state.layout.lru import RecentLayouts
+from everstep.state.layout.shards import ShardLayout
 
 __all__ = [
     "RECORD_BYTES",

@@ -29,9 +29,9 @@ from typing import Any
 from everstep.format.header import ShardIdentity
 from everstep.format.plan import BasePlan, ShardPlan
 from everstep.link.capture import Capture
-from everstep.state.entries import Entry
-from everstep.state.layout import Placed, ShardLayout
-from everstep.state.ranks.in_common import InCommon
+from everstep.state.layout.entries import Entry
+from everstep.state.layout.replica_digest import InCommon
+from everstep.state.layout.shards import Placed, ShardLayout
 
 __all__ = [
     "OBJECT_PART_BYTES",

@@ -18,15 +18,14 @@ from everstep.compress.training import Compressor
 from everstep.errors import EverstepError, OptionError, UnsupportedStateError
 from everstep.format.log import RecordHead
 from everstep.replay.exactness import options_refusal, refusal
-from everstep.state.entries import Entry
-from everstep.state.image import State
-from everstep.state.layout import ShardLayout, plan_shards
-from everstep.state.log import INDICES, INT8, SCALES, VALUES
+from everstep.state.layout.entries import Entry, shape_digest
+from everstep.state.layout.lru import Recent
+from everstep.state.layout.names import INDICES, INT8, SCALES, VALUES
+from everstep.state.layout.shards import ShardLayout, plan_shards
 from everstep.state.providers.optimizers import OptimizerProvider
-from everstep.state.ranks.zero import acting
-from everstep.state.shapes import shape_digest
-from everstep.state.survey.recent import Recent
+from everstep.state.providers.zero import acting
 from everstep.state.survey.survey import Shape, Survey, same_objects
+from everstep.state.training_state import State
 from everstep.state.values.tensors import stored_form
 
 if TYPE_CHECKING:

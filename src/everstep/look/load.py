@@ -35,9 +35,10 @@ from everstep.run.scan import scan_run
 from everstep.seams import PosixFileSystem
 from everstep.seams.files.filesystem import FileSystem
 from everstep.seams.processes.processes import available_cores
-from everstep.state.image import OBJECT_PREFIX, State
+from everstep.state.layout.names import OBJECT_PREFIX
+from everstep.state.providers.modules import ModuleProvider
 from everstep.state.providers.optimizers import OptimizerProvider
-from everstep.state.providers.providers import ModuleProvider
+from everstep.state.training_state import State
 from everstep.state.values.objects import decode
 from everstep.state.values.tree import join, references
 from everstep.tiers.disk import storage_errors

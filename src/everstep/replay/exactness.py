@@ -24,7 +24,7 @@ from torch.optim import Optimizer
 
 from everstep.errors import OptionError
 from everstep.replay.fused.cuts import has_gaps
-from everstep.state.ranks.dtensors import local_of
+from everstep.state.values.tensors import local_of
 
 __all__ = [
     "HALVES",

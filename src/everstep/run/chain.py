@@ -16,7 +16,7 @@ from itertools import accumulate
 from everstep.commit.lineage import BaseId
 from everstep.format.log import RecordHead
 from everstep.format.records import TimelineRecord
-from everstep.state.shapes import shape_of_all
+from everstep.state.layout.entries import shape_of_all
 
 __all__ = ["Chain", "LogIndex", "chains", "common_heads", "path_of"]
 

@@ -15,9 +15,9 @@ from everstep.format.records import FileRecord, Marker
 from everstep.run.redo_file import check_redo_file, is_redo_file
 from everstep.run.scan import BaseFound
 from everstep.seams.files.filesystem import FileSystem, ReadFile
-from everstep.state.entries import Entry
-from everstep.state.layout import Placed, ShardLayout, at_lsn
-from everstep.state.ranks.placing import Placement
+from everstep.state.layout.entries import Entry
+from everstep.state.layout.placement import Placement
+from everstep.state.layout.shards import Placed, ShardLayout, at_lsn
 
 __all__ = ["OpenBase", "Opened", "check_identity", "open_ranks"]
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from everstep.state.image import OBJECT_PREFIX
-from everstep.state.layout import Placed
+from everstep.state.layout.entries import shape_digest
+from everstep.state.layout.names import OBJECT_PREFIX
+from everstep.state.layout.shards import Placed
 from everstep.state.providers.optimizers import OptimizerProvider
-from everstep.state.shapes import shape_digest
 
 __all__ = ["shape_of_base"]
 

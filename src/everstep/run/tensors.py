@@ -9,7 +9,7 @@ import torch
 from everstep.errors import DamageError, FormatError
 from everstep.format.log import LogRecord
 from everstep.seams.machine import memory_available_bytes
-from everstep.state.layout import Placed
+from everstep.state.layout.shards import Placed
 from everstep.state.values.tensors import torch_dtype
 
 __all__ = ["as_complex", "as_it_lay", "tensor_of", "write_into"]

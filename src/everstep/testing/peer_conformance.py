@@ -26,8 +26,8 @@ from everstep.format.plan import plan_files
 from everstep.format.records import Marker, TimelineRecord
 from everstep.format.writer import digest_shard
 from everstep.restore.fetch.peer_copy import PeerCopy, size_of
-from everstep.state.body import Seen
-from everstep.state.entries import Entry
+from everstep.state.layout.entries import Entry
+from everstep.state.layout.shards import Seen
 from everstep.testing.conformance_parts import at_once
 
 __all__ = [
@@ -110,7 +110,7 @@ class _Files:
 
 
 class BodyOfBytes:
-    """A body of these bytes (:class:`~everstep.state.body.Body`)."""
+    """A body of these bytes (:class:`~everstep.state.layout.shards.Body`)."""
 
     def __init__(self, data: bytes) -> None:
         self._data = data

@@ -33,8 +33,8 @@ from everstep.restore.start import resume as resume_module
 from everstep.restore.start import together
 from everstep.run import small_files
 from everstep.seams import PosixFileSystem, ReadFile, SystemClock
-from everstep.state.image import State
-from everstep.state.ranks.log_parts import recorded_by_several
+from everstep.state.ranks.log_shares import recorded_by_several
+from everstep.state.training_state import State
 from everstep.tiers.folder import DiskTier
 from everstep.tiers.memory import MemoryFile, MemoryTier
 from everstep.tiers.options import PeerOptions, TierOptions

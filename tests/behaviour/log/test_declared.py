@@ -23,7 +23,7 @@ from everstep.errors import (
     UnsupportedStateError,
 )
 from everstep.options import LogOptions
-from everstep.state.image import State
+from everstep.state.training_state import State
 from tests.behaviour.log import test_every_step as plain
 from tests.behaviour.log.test_every_step import ON_DISK, opened, run_steps
 from tests.support.serving import Bench, die, serving

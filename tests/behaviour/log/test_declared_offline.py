@@ -23,7 +23,7 @@ from everstep.format.log import (
     records_of_segment,
 )
 from everstep.run.chain import Chain, LogIndex
-from everstep.state.layout import ShardLayout
+from everstep.state.layout.shards import ShardLayout
 from tests.support import logged
 from tests.support.logged import document, invoke, opened, rebuilder_of
 from tests.support.world import forget

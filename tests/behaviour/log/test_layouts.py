@@ -19,10 +19,10 @@ import everstep
 from everstep.link.log_records import LogLayouts, receive_layout
 from everstep.link.recordable import Layouts, record_layout
 from everstep.options import KeeperOptions, LogOptions
-from everstep.state.entries import Entry
-from everstep.state.layout import ShardLayout
-from everstep.state.survey import recent
-from everstep.state.survey.recent import Recent, RecentLayouts
+from everstep.state.layout import lru as recent
+from everstep.state.layout.entries import Entry
+from everstep.state.layout.lru import Recent, RecentLayouts
+from everstep.state.layout.shards import ShardLayout
 from everstep.trainer.attach.remote import RemoteKeeper
 from everstep.trainer.multistep.multistep_gradients import GradientPlaces
 from tests.behaviour.keeper.test_lost_waiting import kill_keeper

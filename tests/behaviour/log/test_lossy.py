@@ -34,7 +34,7 @@ from everstep.replay.packed import Packed, dense
 from everstep.restore.redo.updates import update_of
 from everstep.run.segments import read_segment
 from everstep.seams import PosixFileSystem
-from everstep.state.log import GRADIENT, UPDATE_OBJECT
+from everstep.state.layout.names import GRADIENT, UPDATE_OBJECT
 from everstep.state.values.objects import decode, encode
 from tests.support.logged import opened, rewrite_segment, segments_of
 from tests.support.world import TIMEOUT_S
@@ -356,7 +356,7 @@ _OTHER = """
 import sys
 from everstep.format.log import LogRecord, RecordHead, record_digest
 from everstep.keeper.ship.lossy_log import lossy_record
-from everstep.state.layout import ShardLayout
+from everstep.state.layout.shards import ShardLayout
 
 empty = memoryview(bytearray(0))
 mark = RecordHead("mark", 1, 4, 7, "shape", True)

@@ -24,7 +24,7 @@ from everstep.run.chain import Chain
 from everstep.run.scan import Inventory, scan_run
 from everstep.run.segments import read_segment, scan_log
 from everstep.seams import PosixFileSystem
-from everstep.state.log import UPDATE_OBJECT
+from everstep.state.layout.names import UPDATE_OBJECT
 from everstep.state.values.objects import encode
 from everstep.tiers.contract import Item
 from everstep.tiers.files import TierFileSystem

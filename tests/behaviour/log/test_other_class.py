@@ -21,7 +21,7 @@ from everstep.format.writer import ChunkRing
 from everstep.replay import exactness
 from everstep.restore.redo import redo
 from everstep.restore.redo.updates import update_of
-from everstep.state.log import UPDATE_OBJECT
+from everstep.state.layout.names import UPDATE_OBJECT
 from everstep.state.values.objects import decode, encode
 from tests.behaviour.ranks.test_log_parts import alike, die, replicas, resume, until
 from tests.behaviour.ranks.test_log_parts import trained as weights_at

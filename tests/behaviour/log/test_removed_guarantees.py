@@ -23,7 +23,7 @@ from everstep.restore.log.logs import LogFound
 from everstep.restore.start.report import Recovery
 from everstep.run import chain as chain_module
 from everstep.run.chain import LogIndex
-from everstep.state.owners import Owner
+from everstep.state.survey.ownership import Owner
 from everstep.trainer.log import consumed as consumed_module
 from everstep.trainer.log.recorder import Recorder
 from tests.behaviour.log.test_matrix_kills import LateTransfer

@@ -712,8 +712,8 @@ def test_tools_find_it_as_well(run_folder: Path) -> None:
 def test_marks_without_samples_stay_readable(run_folder: Path) -> None:
     """Those of runs before there were any."""
     from everstep.format.log import LogRecord, record_digest
-    from everstep.state.layout import plan_shards
-    from everstep.state.log import SPOT
+    from everstep.state.layout.names import SPOT
+    from everstep.state.layout.shards import plan_shards
 
     def bare(record: LogRecord) -> LogRecord:
         places = [p for p in record.layout.placed if not p.entry.name.startswith(SPOT)]

@@ -20,8 +20,8 @@ from everstep.capture.lanes.lane import CpuLane
 from everstep.link.recordable import Layouts
 from everstep.plan import multistep_cut
 from everstep.plan.multistep import Pipeline
-from everstep.state.image import State
-from everstep.state.layout import ShardLayout, plan_shards
+from everstep.state.layout.shards import ShardLayout, plan_shards
+from everstep.state.training_state import State
 from everstep.state.values.tensors import stored_form
 from everstep.trainer.log.consumed import Consumption
 from everstep.trainer.multistep import multistep_planner as planner_module

@@ -187,7 +187,7 @@ def turned(found: list[LogRecord]) -> list[LogRecord]:
 def emptied(found: list[LogRecord]) -> list[LogRecord]:
     """The first update concerns nothing."""
     from everstep.format.log import record_digest
-    from everstep.state.layout import ShardLayout
+    from everstep.state.layout.shards import ShardLayout
 
     none = memoryview(b"")
     first = dataclasses.replace(

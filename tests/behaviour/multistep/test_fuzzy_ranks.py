@@ -24,9 +24,9 @@ from everstep.restore.offline.offline_job_load import load_job
 from everstep.run.scan import BaseFound, scan_base
 from everstep.seams import PosixFileSystem
 from everstep.seams.progress import silent
-from everstep.state.image import State
-from everstep.state.layout import ShardLayout
-from everstep.state.ranks.ranks import RankInfo
+from everstep.state.layout.shards import ShardLayout
+from everstep.state.ranks.rank_info import RankInfo
+from everstep.state.training_state import State
 from tests.support.ranks.fuzzy import (
     LAST,
     PARTS,

@@ -10,8 +10,8 @@ import torch
 import everstep
 from everstep.errors import OutOfSpaceError
 from everstep.options import Budget
-from everstep.state.image import State
-from everstep.state.ranks.ranks import RankInfo
+from everstep.state.ranks.rank_info import RankInfo
+from everstep.state.training_state import State
 from everstep.tiers.options import TierOptions
 from everstep.trainer.budget.disk import Bounds, bounds_of
 from everstep.trainer.budget.startup_notice import copies_notice

@@ -297,7 +297,7 @@ def test_an_arena_for_one_capture_pushes_back(method: str, run_folder: Path) -> 
 
 
 def everstep_entries(world: World) -> Any:
-    from everstep.state.image import State
+    from everstep.state.training_state import State
 
     return State(world.state).survey().shape.entries
 

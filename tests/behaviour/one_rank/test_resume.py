@@ -403,7 +403,7 @@ def test_what_descends_from_an_inexact_state_is_inexact(run_folder: Path) -> Non
 def test_generators_that_are_not_here_make_it_inexact(
     run_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from everstep.state.providers.rng import RngStates
+    from everstep.state.values.generators import RngStates
 
     now = RngStates.now
 

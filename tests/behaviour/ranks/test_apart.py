@@ -23,8 +23,8 @@ from everstep.format.names import base_dir, shard_name
 from everstep.options import validate_options
 from everstep.run.scan import scan_run
 from everstep.seams import PosixFileSystem
-from everstep.state.ranks import common
-from everstep.state.ranks.sharing import Sharing
+from everstep.state.ranks import ddp
+from everstep.state.ranks.writers import Sharing
 from everstep.trainer.job.option_check import shared_options
 from tests.behaviour.ranks.test_log_together import die
 from tests.support.ranks.together import on_all, rank_seams
@@ -40,8 +40,8 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 def alike(monkeypatch: pytest.MonkeyPatch) -> None:
     """A module is as if DistributedDataParallel were around it, made when a part was frozen."""
     ranks = lambda module: (getattr(module, "alike", None), frozenset[str]())  # noqa: E731
-    monkeypatch.setattr(common, "_replicated", ranks)
-    monkeypatch.setattr(common, "_unreduced", lambda module: getattr(module, "frozen", ()))
+    monkeypatch.setattr(ddp, "ddp_replicas", ranks)
+    monkeypatch.setattr(ddp, "_unreduced", lambda module: getattr(module, "frozen", ()))
 
 
 @dataclass
@@ -278,7 +278,7 @@ def test_what_replay_has_trained_is_a_ranks_own(
     """On disks of their own the log leads on where the layer begins to be trained: each has all.
     A kernel that replays updates need not move torch's version counters."""
     if not counts:
-        monkeypatch.setattr("everstep.state.ranks.apart._version", lambda parameter: 0)
+        monkeypatch.setattr("everstep.state.ranks.ddp._version", lambda parameter: 0)
     paths = tmp_path / "run 0", tmp_path / "run 1"
     log = LogOptions(to="disk", batch_steps=1)
     about: dict[str, Any] = {"method": "logged", "log": log, "optimizer": "sgd"}

@@ -16,8 +16,8 @@ from everstep.errors import EverstepError, KeeperError, NonFiniteError, StorageE
 from everstep.options import Every
 from everstep.seams import Seams, SystemClock
 from everstep.state.providers.optimizers import OptimizerProvider
-from everstep.state.ranks import common
-from everstep.state.ranks.log_parts import log_parts
+from everstep.state.ranks import ddp
+from everstep.state.ranks.log_shares import log_parts
 from everstep.trainer.session.cadence import ASK_EVERY, FIRST_STEPS
 from tests.behaviour.ranks.test_log_parts import Replica, layers, replicas, take
 from tests.behaviour.ranks.test_log_parts import trained as fresh
@@ -187,7 +187,7 @@ WATCHED: dict[str, Any] = {"method": "logged", "every": 5, "log": LogOptions(wat
 def alike(monkeypatch: pytest.MonkeyPatch) -> None:
     """A module is as if DistributedDataParallel were around it, without a group of processes."""
     ranks = lambda module: (getattr(module, "alike", None), frozenset[str]())  # noqa: E731
-    monkeypatch.setattr(common, "_replicated", ranks)
+    monkeypatch.setattr(ddp, "ddp_replicas", ranks)
 
 
 def spoil(ranks: list[Replica], recorded_by: int) -> None:

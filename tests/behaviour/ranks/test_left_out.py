@@ -18,7 +18,7 @@ from everstep import LogOptions, checkpointer
 from everstep.errors import EverstepError, MismatchError, RecoveryError
 from everstep.run.scan import scan_run
 from everstep.seams import PosixFileSystem
-from everstep.state.ranks import common
+from everstep.state.ranks import ddp
 from tests.behaviour.ranks.test_log_together import die
 from tests.support.ranks.together import on_all, rank_seams
 
@@ -34,8 +34,8 @@ Build = Callable[[int], dict[str, Any]]
 def alike(monkeypatch: pytest.MonkeyPatch) -> None:
     """A module is as if DistributedDataParallel were around it."""
     ranks = lambda module: (getattr(module, "alike", None), frozenset[str]())  # noqa: E731
-    monkeypatch.setattr(common, "_replicated", ranks)
-    monkeypatch.setattr(common, "_unreduced", lambda module: ())
+    monkeypatch.setattr(ddp, "ddp_replicas", ranks)
+    monkeypatch.setattr(ddp, "_unreduced", lambda module: ())
 
 
 @dataclass

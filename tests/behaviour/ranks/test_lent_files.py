@@ -29,8 +29,8 @@ from everstep.restore.fetch.peer_plan import on_disks, proven, with_proven
 from everstep.restore.fetch.peers import Told, plan_of
 from everstep.run.scan import scan_run
 from everstep.seams import PosixFileSystem, ReadFile
-from everstep.state.entries import Entry
-from everstep.state.layout import Placed
+from everstep.state.layout.entries import Entry
+from everstep.state.layout.shards import Placed
 from everstep.trainer.job import start
 from tests.behaviour.ranks.test_log_parts import alike, folders, replicas, until
 from tests.behaviour.ranks.test_log_parts import resume as resume_replicas

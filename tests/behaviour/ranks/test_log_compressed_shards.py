@@ -17,9 +17,9 @@ from everstep.format.writer import ChunkRing
 from everstep.replay.packed import Packed
 from everstep.restore.redo.redo import Redo, Step
 from everstep.restore.redo.updates import update_of
-from everstep.state.image import State
-from everstep.state.ranks.dtensors import box_of, local_of
-from everstep.state.ranks.placing import Box
+from everstep.state.layout.placement import Box
+from everstep.state.training_state import State
+from everstep.state.values.tensors import box_of, local_of
 from tests.behaviour.ranks.test_log_world import Job
 from tests.support.ranks.relogged import logged, redone, train
 from tests.support.ranks.sharding import STEP, Values, as_rank, build, load, tensors_of

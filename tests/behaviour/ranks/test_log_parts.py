@@ -27,11 +27,11 @@ from everstep.restore.start import log_post, ranklog, together
 from everstep.restore.start.log_post import from_bytes, to_bytes
 from everstep.run.segments import read_segment, scan_log
 from everstep.seams import PosixFileSystem, ReadFile, Seams
-from everstep.state.image import State
-from everstep.state.log import PART_OBJECT, UPDATE_OBJECT
-from everstep.state.ranks import common
-from everstep.state.ranks.log_parts import left_to_others_bytes, log_parts
-from everstep.state.ranks.ranks import RankInfo
+from everstep.state.layout.names import PART_OBJECT, UPDATE_OBJECT
+from everstep.state.ranks import ddp
+from everstep.state.ranks.log_shares import left_to_others_bytes, log_parts
+from everstep.state.ranks.rank_info import RankInfo
+from everstep.state.training_state import State
 from tests.behaviour.ranks.test_log_together import ON_DISK, die, segment
 from tests.support.ranks.together import on_all, rank_seams
 from tests.support.world import HookedFileSystem
@@ -44,7 +44,7 @@ WIDTHS = (8, 8, 8, 4)
 def alike(monkeypatch: pytest.MonkeyPatch) -> None:
     """A module is as if DistributedDataParallel were around it, without a group of processes."""
     ranks = lambda module: (getattr(module, "alike", None), frozenset[str]())  # noqa: E731
-    monkeypatch.setattr(common, "_replicated", ranks)
+    monkeypatch.setattr(ddp, "ddp_replicas", ranks)
 
 
 def layers(ranks: tuple[int, ...] | None) -> nn.Sequential:

@@ -27,8 +27,7 @@ from everstep.run.audits import audit_in_words
 from everstep.run.scan import scan_run
 from everstep.seams import ManualClock, PosixFileSystem
 from everstep.seams.fingerprint import fingerprint
-from everstep.state.entries import Entry
-from everstep.state.shapes import shape_digest
+from everstep.state.layout.entries import Entry, shape_digest
 from everstep.trainer.attach import keepers
 from everstep.trainer.job import start
 from everstep.trainer.session.step_consensus import ASK_EVERY

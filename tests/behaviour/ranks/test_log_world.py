@@ -26,8 +26,8 @@ from everstep.restore.relaid.redo_others import redo_of_others
 from everstep.restore.start import log_post
 from everstep.run.scan import scan_run
 from everstep.seams import PosixFileSystem, Seams
-from everstep.state.image import State
-from everstep.state.ranks.ranks import RankInfo
+from everstep.state.ranks.rank_info import RankInfo
+from everstep.state.training_state import State
 from tests.behaviour.ranks.test_log_parts import (
     Replica,
     alike,

@@ -22,14 +22,13 @@ from everstep.restore.redo.redo import Redo, Step
 from everstep.restore.redo.updates import update_of
 from everstep.run.scan import BaseFound
 from everstep.seams.clock import ManualClock
-from everstep.state.image import State
-from everstep.state.log import SPOT
-from everstep.state.ranks import share
-from everstep.state.ranks.common import common_of
-from everstep.state.ranks.log_parts import left_to_others_bytes, updated_elsewhere
-from everstep.state.ranks.ranks import RankInfo
-from everstep.state.ranks.sharing import Common
-from everstep.state.ranks.zero import ZeroProvider
+from everstep.state.layout.names import SPOT
+from everstep.state.providers.zero import ZeroProvider
+from everstep.state.ranks import rank_share as share
+from everstep.state.ranks.log_shares import left_to_others_bytes, updated_elsewhere
+from everstep.state.ranks.rank_info import RankInfo
+from everstep.state.ranks.writers import Common, common_of
+from everstep.state.training_state import State
 from everstep.trainer.log.untold import Untold
 from tests.support.ranks.relogged import Logs, logged, record_of, records_of, redone, train
 from tests.support.ranks.sharding import STEP, Values, as_rank, build, load, locals_of

@@ -17,13 +17,12 @@ from everstep.keeper.ship.lossy_log import lossy_record
 from everstep.replay.packed import Packed, dense
 from everstep.restore.redo.sharded import replayer_of
 from everstep.restore.redo.updates import update_of
-from everstep.state.image import State
-from everstep.state.log import PART_OBJECT
-from everstep.state.ranks.dtensors import local_of
-from everstep.state.ranks.log_parts import log_parts
-from everstep.state.ranks.ranks import RankInfo
+from everstep.state.layout.names import PART_OBJECT
+from everstep.state.ranks.log_shares import log_parts
+from everstep.state.ranks.rank_info import RankInfo
+from everstep.state.training_state import State
 from everstep.state.values.objects import encode
-from everstep.state.values.tensors import byte_view
+from everstep.state.values.tensors import byte_view, local_of
 from everstep.trainer.log.consumed import Consumption
 from everstep.trainer.log.log_part import LogPart
 from tests.behaviour.ranks import test_log_parts

@@ -33,7 +33,7 @@ from everstep.restore.start.together import Meeting, resume_together
 from everstep.run.scan import scan_run
 from everstep.seams import FileSystem, ManualClock, PosixFileSystem, Seams
 from everstep.seams.network.peers import PeerMailbox
-from everstep.state.image import State
+from everstep.state.training_state import State
 from everstep.trainer.job.job import Job
 from tests.support.ranks.together import RankTraining, on_all, rank_seams, trained, trainings
 from tests.support.world import HookedFileSystem, raising

@@ -19,10 +19,10 @@ from everstep.errors import EverstepError
 from everstep.format.names import RUN_RECORD
 from everstep.run.scan import scan_run
 from everstep.seams import PosixFileSystem
-from everstep.state.image import State
-from everstep.state.ranks import log_parts as parts_of_logs
-from everstep.state.ranks.log_parts import Part, log_parts
-from everstep.state.ranks.ranks import RankInfo
+from everstep.state.ranks import log_shares as parts_of_logs
+from everstep.state.ranks.log_shares import Part, log_parts
+from everstep.state.ranks.rank_info import RankInfo
+from everstep.state.training_state import State
 from everstep.trainer.attach import keepers
 from tests.behaviour.ranks import test_log_parts
 from tests.behaviour.ranks.test_log_parts import Replica as Rank

@@ -19,9 +19,9 @@ from everstep.keeper.log.log import LoggedStep
 from everstep.keeper.replica.replica_state import ReplicaState
 from everstep.link.capture import shard_offsets
 from everstep.seams.fingerprint import fingerprint
-from everstep.state.image import State
-from everstep.state.log import UPDATE_OBJECT
-from everstep.state.ranks.log_parts import log_parts, updated_elsewhere
+from everstep.state.layout.names import UPDATE_OBJECT
+from everstep.state.ranks.log_shares import log_parts, updated_elsewhere
+from everstep.state.training_state import State
 from everstep.state.values.tensors import host_bytes
 from everstep.trainer.checks.keeper_replay import require_replayable, require_replicable
 from everstep.trainer.log.consumed import Consumed, Consumption

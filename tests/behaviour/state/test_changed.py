@@ -10,7 +10,7 @@ import torch
 from everstep import Checkpointer, KeeperOptions
 from everstep.errors import EverstepError, StateError
 from everstep.keeper.persist.local_keeper import LocalKeeper
-from everstep.state.image import State
+from everstep.state.training_state import State
 
 
 def test_keys_and_objects_are_fixed_plain_values_are_not() -> None:

@@ -15,7 +15,7 @@ import everstep
 from everstep.errors import FormatError
 from everstep.replay.own import default_dtype
 from everstep.restore.redo.updates import update_of
-from everstep.state.log import UPDATE_OBJECT
+from everstep.state.layout.names import UPDATE_OBJECT
 from everstep.state.values.objects import decode, encode
 from tests.behaviour.log.test_lossy import log_of
 from tests.support.logged import document, opened

@@ -22,9 +22,9 @@ from everstep.errors import (
     StorageError,
     UnsupportedStateError,
 )
-from everstep.state.image import State
 from everstep.state.providers.optimizers import CLASS
-from everstep.state.ranks.ranks import RankInfo
+from everstep.state.ranks.rank_info import RankInfo
+from everstep.state.training_state import State
 from everstep.state.values.objects import decode
 from tests.support.world import opened
 

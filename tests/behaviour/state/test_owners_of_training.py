@@ -23,7 +23,7 @@ import everstep
 from everstep.errors import UnsupportedStateError
 from everstep.format.header import ShardIdentity
 from everstep.format.records import FileRecord, Manifest, Marker
-from everstep.state.image import State
+from everstep.state.training_state import State
 from everstep.trainer.base.saver import Saver
 from everstep.trainer.checks import untracked as strangers
 from everstep.trainer.checks.untracked import is_held

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler, RandomSamp
 
 from everstep import Checkpointer, Recovery
 from everstep.errors import OptionError
-from everstep.state.loaders.worker_draws import WorkerDraws, _WithGenerators
+from everstep.state.loaders.workers import WorkerDraws, _WithGenerators
 from tests.support.stateful_loader import StatefulLoader
 
 COUNT, BATCH = 20, 4

@@ -625,7 +625,7 @@ def test_a_base_larger_than_dev_shm(run_folder: Path) -> None:
 
 def one_and_a_half(world: World) -> Budget:
     """Room for one capture, not for two."""
-    from everstep.state.image import State
+    from everstep.state.training_state import State
 
     size = sum(entry.size_bytes for entry in State(world.state).survey().shape.entries)
     return Budget(host_bytes=size * 3 // 2)

@@ -14,11 +14,11 @@ import torch
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
-from everstep.state.image import State
-from everstep.state.providers.providers import ModuleProvider
-from everstep.state.ranks import buckets
-from everstep.state.ranks.buckets import Buckets
+from everstep.state.providers.modules import ModuleProvider
+from everstep.state.ranks import ddp_buckets as buckets
+from everstep.state.ranks.ddp_buckets import Buckets
 from everstep.state.survey.survey import Part
+from everstep.state.training_state import State
 from everstep.state.values.objects import decode
 from tests.process.ranks.test_parallel import STEPS, Run, compare, run, steps_of
 from tests.support.ranks.parallel import MORE, Deep

@@ -24,7 +24,7 @@ import hashlib, json, os, sys, warnings
 import torch, torch.distributed as dist
 import everstep
 from everstep.errors import NonFiniteError
-from everstep.state.ranks.log_parts import log_parts
+from everstep.state.ranks.log_shares import log_parts
 
 folder, meet, layout, *numbers = sys.argv[1:]
 rank, recorder, bad = map(int, numbers)

@@ -41,8 +41,7 @@ from everstep.run.scan import scan_run
 from everstep.run.segments import read_segment, scan_log
 from everstep.seams import ManualClock, PosixFileSystem, Seams
 from everstep.seams.progress import silent
-from everstep.state.image import OBJECT_PREFIX
-from everstep.state.log import GRADIENT
+from everstep.state.layout.names import GRADIENT, OBJECT_PREFIX
 from everstep.state.values.objects import decode, encode
 from everstep.state.values.tensors import byte_view, empty_like_entry, host_bytes
 from everstep.tiers.slots import SlotStore

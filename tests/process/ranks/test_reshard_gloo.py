@@ -22,8 +22,8 @@ from torch import distributed
 
 from everstep.format.records import Marker
 from everstep.format.writer import ChunkRing
-from everstep.state.image import State
-from everstep.state.ranks.ranks import RankInfo
+from everstep.state.training_state import State
+from everstep.state.ranks.rank_info import RankInfo
 from tests.support.ranks import sharding
 
 folder, rank, world = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])

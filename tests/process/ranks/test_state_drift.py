@@ -22,8 +22,8 @@ from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import (
 from torch.distributed.algorithms.join import Join
 
 from everstep.errors import UnsupportedStateError
-from everstep.state.image import State
-from everstep.state.ranks.drift import before_update
+from everstep.state.ranks.ddp import before_update
+from everstep.state.training_state import State
 from tests.support.keepers import end_keepers
 from tests.support.ranks.sharding import as_rank
 from tests.support.trainers import finish_trainer, start_trainer

@@ -36,7 +36,7 @@ replicas_follow = test_replica_ranks_processes.replicas_follow  # which every te
 
 EARLIER = """
 import dataclasses
-from everstep.state import share
+from everstep.state.ranks import rank_share as share
 
 now = share.common_of
 

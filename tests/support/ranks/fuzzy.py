@@ -26,12 +26,12 @@ from everstep.run.scan import BaseFound
 from everstep.seams import PosixFileSystem
 from everstep.seams.fingerprint import fingerprint
 from everstep.seams.progress import silent
-from everstep.state.image import State
-from everstep.state.layout import ShardLayout
-from everstep.state.log import UPDATE_OBJECT
-from everstep.state.ranks.dtensors import local_of
-from everstep.state.ranks.ranks import RankInfo
+from everstep.state.layout.names import UPDATE_OBJECT
+from everstep.state.layout.shards import ShardLayout
+from everstep.state.ranks.rank_info import RankInfo
+from everstep.state.training_state import State
 from everstep.state.values.objects import encode
+from everstep.state.values.tensors import local_of
 from everstep.tiers.disk import ensure_dirs
 from everstep.tiers.slots import SlotStore
 from everstep.trainer.log.consumed import Consumption

@@ -8,8 +8,8 @@ from everstep.format.log import LogRecord, RecordHead, record_digest
 from everstep.keeper.log.log import LogStore
 from everstep.keeper.ship.log_sender import LogSender
 from everstep.restore.fetch.peer_log import PeerLog, packed
-from everstep.state.entries import Entry
-from everstep.state.layout import ShardLayout, plan_shards
+from everstep.state.layout.entries import Entry
+from everstep.state.layout.shards import ShardLayout, plan_shards
 from tests.support.ranks.peering import Ring, record_of
 
 __all__ = ["LOG_BYTES", "Log", "LogRing", "heads_of_step", "log_of", "records_of_steps"]

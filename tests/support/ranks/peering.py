@@ -28,7 +28,7 @@ from everstep.link.job_session import JobSession
 from everstep.restore.fetch.held import HeldBase
 from everstep.restore.fetch.peer_copy import PeerCopy, files_over
 from everstep.seams import ManualClock
-from everstep.state.entries import Entry
+from everstep.state.layout.entries import Entry
 from everstep.testing.peer_conformance import BodyOfBytes
 
 __all__ = ["BOUND_BYTES", "Ring", "SlowRing", "bytes_of", "copy_of", "piece", "record_of"]

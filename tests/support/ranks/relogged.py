@@ -23,14 +23,13 @@ from everstep.restore.relaid.redo_others import redo_of_others
 from everstep.restore.start.forward import Restored
 from everstep.run.scan import BaseFound
 from everstep.seams.fingerprint import fingerprint
-from everstep.state.image import State
-from everstep.state.layout import ShardLayout
-from everstep.state.ranks.dtensors import box_of, is_dtensor, local_of
-from everstep.state.ranks.log_parts import updated_elsewhere
-from everstep.state.ranks.placing import Box
-from everstep.state.ranks.ranks import RankInfo
+from everstep.state.layout.placement import Box
+from everstep.state.layout.shards import ShardLayout
+from everstep.state.ranks.log_shares import updated_elsewhere
+from everstep.state.ranks.rank_info import RankInfo
+from everstep.state.training_state import State
 from everstep.state.values.objects import encode
-from everstep.state.values.tensors import host_bytes
+from everstep.state.values.tensors import box_of, host_bytes, is_dtensor, local_of
 from everstep.trainer.log.consumed import Consumed, Consumption
 from everstep.trainer.log.log_part import LogPart
 from tests.support.ranks.sharding import STEP, Values, as_rank, build, found, load, open_all, write

@@ -40,9 +40,9 @@ from everstep.run.opened import OpenBase
 from everstep.run.scan import BaseFound
 from everstep.seams import PosixFileSystem
 from everstep.seams.progress import silent
-from everstep.state.image import State
-from everstep.state.ranks.dtensors import local_of
-from everstep.state.ranks.ranks import RankInfo
+from everstep.state.ranks.rank_info import RankInfo
+from everstep.state.training_state import State
+from everstep.state.values.tensors import local_of
 from everstep.tiers.disk import ensure_dirs
 from everstep.tiers.slots import SlotStore
 

@@ -33,8 +33,8 @@ from everstep.link.save import Save
 from everstep.seams import PosixFileSystem
 from everstep.seams.files.filesystem import WriteFile
 from everstep.seams.progress import silent
-from everstep.state.entries import Entry
-from everstep.state.layout import ShardLayout, plan_shards
+from everstep.state.layout.entries import Entry
+from everstep.state.layout.shards import ShardLayout, plan_shards
 from everstep.state.values.tensors import DTYPE_CODES, byte_view, stored_form
 from tests.support.elsewhere import elsewhere
 from tests.support.world import TIMEOUT_S

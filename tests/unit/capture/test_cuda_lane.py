@@ -43,7 +43,7 @@ from everstep.errors import (
     UnavailableError,
 )
 from everstep.seams import driver as driver_module
-from everstep.state.layout import plan_shards
+from everstep.state.layout.shards import plan_shards
 from everstep.state.values.tensors import stored_form
 from tests.support.fakecuda import POISON, FakeCuda, FakeEvent, FakeHost, Token, cuda_device
 from tests.support.world import TIMEOUT_S, freeze, opened

@@ -9,7 +9,7 @@ import torch
 from everstep.capture.audit import SpotCheck
 from everstep.capture.lanes.batches import plan_batches, run_batch
 from everstep.seams.gather import Gather
-from everstep.state.layout import plan_shards
+from everstep.state.layout.shards import plan_shards
 from everstep.state.values.tensors import stored_form
 
 

@@ -30,7 +30,7 @@ from everstep.commit.lineage import BaseId
 from everstep.commit.logs import LogRun
 from everstep.format.digests import digest
 from everstep.format.records import TimelineRecord, manifest_of
-from everstep.state.ranks.in_common import in_common
+from everstep.state.layout.replica_digest import in_common
 from tests.unit.commit.test_offers import marker, offer, own
 
 

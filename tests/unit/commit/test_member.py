@@ -49,7 +49,7 @@ from everstep.commit.watermark import Watermark
 from everstep.format.header import ShardIdentity
 from everstep.format.names import shard_name
 from everstep.format.records import FileRecord, Marker
-from everstep.state.ranks.in_common import InCommon
+from everstep.state.layout.replica_digest import InCommon
 
 PACE = Pace(repeat_s=1.0, take_over_s=4.0, late_s=20.0)
 

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 import everstep
 from everstep.data import ResumableLoader
 from everstep.errors import MismatchError, OptionError, StateError
-from everstep.state.values.plain import is_plain
+from everstep.state.values.objects import is_plain
 from tests.support.loaded import Noisy, NoisyStream, generator_states, loader_of, same, take
 from tests.support.world import opened
 

@@ -21,9 +21,10 @@ from everstep.format.records import (
     manifest_of,
 )
 from everstep.seams.files import filesystem
-from everstep.state import entries, image, layout
-from everstep.state.entries import Entry
-from everstep.state.ranks.in_common import InCommon
+from everstep.state.layout import entries, shards
+from everstep.state.layout import names as entry_names
+from everstep.state.layout.entries import Entry
+from everstep.state.layout.replica_digest import InCommon
 from everstep.state.values import tensors
 from everstep.state.values.tensors import stored_form
 
@@ -45,7 +46,7 @@ def table(heading: str) -> list[list[str]]:
 
 
 def test_constants() -> None:
-    modules = (names, filesystem, header, layout, records, digests, image)
+    modules = (names, filesystem, header, shards, records, digests, entry_names)
     for name, value, _ in table("constant"):
         found = [getattr(module, name) for module in modules if hasattr(module, name)]
         assert found, f"{name} is in the document, not in the code"
@@ -114,7 +115,7 @@ def test_fields_of_the_header() -> None:
     tensor = torch.zeros(2, 3, dtype=torch.complex128).t()
     entry = stored_form("section/name", tensor)
     assert isinstance(entry, Entry)
-    (shard,) = layout.plan_shards([entry])
+    (shard,) = shards.plan_shards([entry])
     room = header_room_bytes(identity, shard.placed, [], {})
     data = encode_header(identity, shard.placed, ["0" * 32], {"other": "section/name"}, room)
     metadata = json.loads(json.loads(data[8:])["__metadata__"][header.METADATA_KEY])

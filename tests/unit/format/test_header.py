@@ -21,8 +21,8 @@ from everstep.format.header import (
     encode_header,
     header_room_bytes,
 )
-from everstep.state.entries import DTYPE_BYTES, Entry
-from everstep.state.layout import append_objects, plan_shards
+from everstep.state.layout.entries import DTYPE_BYTES, Entry
+from everstep.state.layout.shards import append_objects, plan_shards
 
 PATH = PurePath("/run/rank-00000.safetensors")
 IDENTITY = ShardIdentity("run", 2, 1200, 2400, 0, 1, True)

@@ -26,7 +26,7 @@ from everstep.format.records import (
     TimelineRecord,
     manifest_of,
 )
-from everstep.state.ranks.in_common import InCommon
+from everstep.state.layout.replica_digest import InCommon
 
 PATH = PurePath("/run/record")
 hexes = st.text("0123456789abcdef", min_size=32, max_size=32)

@@ -33,8 +33,8 @@ from everstep.format.writer import CHUNK_BYTES, ChunkRing, digest_shard, write_s
 from everstep.link.capture import ArenaBody, Incoming
 from everstep.seams import PosixFileSystem
 from everstep.seams.progress import silent
-from everstep.state.entries import DTYPE_BYTES, Entry
-from everstep.state.layout import Placed, plan_shards
+from everstep.state.layout.entries import DTYPE_BYTES, Entry
+from everstep.state.layout.shards import Placed, plan_shards
 from everstep.state.values.tensors import DTYPE_CODES, byte_view
 from tests.support.world import TIMEOUT_S, assert_same, base_folder, flip, inventory_of, opened
 

@@ -38,9 +38,9 @@ from everstep.run.scan import scan_run
 from everstep.seams import ManualClock
 from everstep.seams.files.posix import PosixFileSystem
 from everstep.seams.progress import silent
-from everstep.state.body import Seen
-from everstep.state.entries import Entry
-from everstep.state.ranks.ranks import RankInfo
+from everstep.state.layout.entries import Entry
+from everstep.state.layout.shards import Seen
+from everstep.state.ranks.rank_info import RankInfo
 from everstep.testing.peer_conformance import BodyOfBytes
 from everstep.tiers.options import PeerOptions
 from everstep.trainer.attach.remote import RemoteKeeper

@@ -36,7 +36,7 @@ from everstep.restore.log.logs import LogFound
 from everstep.run.scan import Inventory
 from everstep.run.segments import read_segment, scan_log
 from everstep.seams import ManualClock, Seams, failpoints
-from everstep.state.ranks.ranks import RankInfo
+from everstep.state.ranks.rank_info import RankInfo
 from everstep.testing.faultytier import FaultyTier, TierFault
 from everstep.tiers.contract import Tier
 from everstep.tiers.files import TierFileSystem

@@ -24,8 +24,8 @@ from everstep.run.segment_reads import ReadRoom, SegmentReads
 from everstep.run.segments import SegmentFound
 from everstep.seams import PosixFileSystem
 from everstep.seams.files.filesystem import ReadFile
-from everstep.state.entries import Entry
-from everstep.state.layout import plan_shards
+from everstep.state.layout.entries import Entry
+from everstep.state.layout.shards import plan_shards
 from tests.support.logged import segments_of, write_segment
 from tests.support.world import TIMEOUT_S
 from tests.unit.restore.test_redo import STEPS as TRAINED

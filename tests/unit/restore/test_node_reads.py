@@ -30,8 +30,8 @@ from everstep.restore.start.loading import loader
 from everstep.run.scan import BaseFound
 from everstep.seams import PosixFileSystem, SystemClock
 from everstep.seams.files.filesystem import ReadFile
-from everstep.state.image import State
-from everstep.state.ranks.ranks import RankInfo
+from everstep.state.ranks.rank_info import RankInfo
+from everstep.state.training_state import State
 from everstep.trainer.job.run_folder import SharedRun
 from tests.support.ranks.sharding import Values, as_rank, build, locals_of, save
 from tests.support.ranks.together import on_all, rank_seams, trained, trainings

@@ -23,8 +23,8 @@ from everstep.restore.offline.rebuild import Rebuilder
 from everstep.run.scan import scan_run
 from everstep.run.segments import _disorder, read_segment, scan_log, vetted
 from everstep.seams import PosixFileSystem
-from everstep.state.entries import Entry
-from everstep.state.layout import plan_shards
+from everstep.state.layout.entries import Entry
+from everstep.state.layout.shards import plan_shards
 from tests.support.logged import (
     World,
     edit_base,

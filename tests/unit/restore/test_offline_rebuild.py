@@ -24,7 +24,7 @@ from everstep.restore.offline.audit import audit, pairs
 from everstep.restore.offline.rebuild import changes, conditions
 from everstep.run.tensors import as_it_lay
 from everstep.seams.fingerprint import fingerprint
-from everstep.state.log import UPDATE_OBJECT
+from everstep.state.layout.names import UPDATE_OBJECT
 from everstep.state.values.objects import decode, encode
 from tests.support.logged import (
     World,

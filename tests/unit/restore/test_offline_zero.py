@@ -21,9 +21,10 @@ from everstep.restore.offline.offline_job_load import load_job
 from everstep.run.scan import BaseFound, scan_base
 from everstep.seams import PosixFileSystem
 from everstep.seams.progress import silent
-from everstep.state.image import OBJECT_PREFIX, State
-from everstep.state.ranks.ranks import RankInfo
-from everstep.state.ranks.zero import PARTITIONED
+from everstep.state.layout.names import OBJECT_PREFIX
+from everstep.state.providers.zero import PARTITIONED
+from everstep.state.ranks.rank_info import RankInfo
+from everstep.state.training_state import State
 from everstep.state.values.objects import decode, encode
 from tests.support.ranks.relogged import Logs, logged, train
 from tests.support.ranks.sharding import (

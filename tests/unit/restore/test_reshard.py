@@ -28,10 +28,11 @@ from everstep.restore.load.reshard import needs_of
 from everstep.restore.offline.offline_job_load import load_job
 from everstep.seams import PosixFileSystem
 from everstep.seams.progress import silent
-from everstep.state.image import OBJECT_PREFIX, State
-from everstep.state.providers.restoring import RestorePlan
-from everstep.state.ranks.in_common import parted
-from everstep.state.ranks.ranks import RankInfo
+from everstep.state.layout.names import OBJECT_PREFIX
+from everstep.state.layout.replica_digest import parted
+from everstep.state.providers.provider import RestorePlan
+from everstep.state.ranks.rank_info import RankInfo
+from everstep.state.training_state import State
 from tests.support.ranks import sharding
 from tests.support.ranks.relogged import logged, train
 from tests.support.ranks.sharding import (
@@ -265,12 +266,12 @@ def test_a_missing_rank_is_named_before_anything_is_touched(
 def test_a_hole_is_listed_by_verify(
     tmp_path: Path, ring: ChunkRing, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    mine = "everstep.state.ranks.sharing.Sharing.mine"
+    mine = "everstep.state.ranks.writers.Sharing.mine"
 
     def forgetful(self: Any) -> Any:
         return {n: e for n, e in original(self).items() if n != "model/up.weight"}
 
-    from everstep.state.ranks.sharing import Sharing
+    from everstep.state.ranks.writers import Sharing
 
     original = Sharing.mine
     markers = []

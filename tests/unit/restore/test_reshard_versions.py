@@ -16,9 +16,9 @@ from torch.distributed.fsdp import fully_shard
 from everstep.errors import MismatchError, RecoveryError
 from everstep.format.writer import ChunkRing
 from everstep.run.scan import BaseFound
-from everstep.state.image import State
-from everstep.state.ranks.dtensors import local_of
-from everstep.state.ranks.ranks import RankInfo
+from everstep.state.ranks.rank_info import RankInfo
+from everstep.state.training_state import State
+from everstep.state.values.tensors import local_of
 from tests.support.ranks import sharding
 from tests.support.ranks.sharding import (
     LAYOUTS,

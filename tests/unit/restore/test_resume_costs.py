@@ -20,9 +20,9 @@ from everstep.restore.fetch.peers import Brought
 from everstep.restore.redo import redo
 from everstep.restore.start import together
 from everstep.run.ahead import Ahead
-from everstep.state.image import State
-from everstep.state.providers.providers import ModuleProvider
-from everstep.state.ranks.dtensors import is_dtensor, local_of
+from everstep.state.providers.modules import ModuleProvider
+from everstep.state.training_state import State
+from everstep.state.values.tensors import is_dtensor, local_of
 from everstep.state.values.tree import split
 from everstep.trainer.job import start
 from everstep.trainer.session.start import RunStarter

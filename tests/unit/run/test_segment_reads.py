@@ -28,8 +28,8 @@ from everstep.run.chain import Chain
 from everstep.run.segment_reads import ReadRoom, SegmentReads
 from everstep.run.segments import read_segment, vetted
 from everstep.seams import PosixFileSystem
-from everstep.state.entries import Entry
-from everstep.state.layout import plan_shards
+from everstep.state.layout.entries import Entry
+from everstep.state.layout.shards import plan_shards
 from tests.support.logged import segments_of, write_segment
 from tests.support.world import TIMEOUT_S
 

@@ -11,8 +11,8 @@ import torch
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
-from everstep.state.image import State
-from everstep.state.ranks.common import common_of
+from everstep.state.ranks.writers import common_of
+from everstep.state.training_state import State
 from tests.support.ranks.sharding import as_rank
 
 DDP = nn.parallel.DistributedDataParallel

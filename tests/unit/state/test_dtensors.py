@@ -7,8 +7,8 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
-from everstep.state.image import State
-from everstep.state.ranks.dtensors import LocalPart, box_of, sharded_form
+from everstep.state.training_state import State
+from everstep.state.values.tensors import LocalPart, box_of, sharded_form
 from tests.support.ranks.sharding import as_rank, build
 
 

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from everstep.state.entries import DTYPE_BYTES, Entry
+from everstep.state.layout.entries import DTYPE_BYTES, Entry
 from everstep.state.values.tensors import (
     DTYPE_CODES,
     byte_view,

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import torch
 from torch import nn
 
-from everstep.state.holders import holders_of
+from everstep.state.values.referrers import holders_of
 
 
 class Holder:

@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from everstep.format.header import ShardIdentity, encode_header, header_room_bytes
-from everstep.state.entries import DTYPE_BYTES, Entry
-from everstep.state.layout import append_objects, plan_shards
+from everstep.state.layout.entries import DTYPE_BYTES, Entry
+from everstep.state.layout.shards import append_objects, plan_shards
 
 IDENTITY = ShardIdentity("r" * 32, 2, 10**11, 10**12, 3, 4, True)
 

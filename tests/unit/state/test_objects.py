@@ -32,6 +32,7 @@ from everstep.errors import FormatError, UnsupportedStateError
 from everstep.state.values import objects
 from everstep.state.values.generators import GeneratorState
 from everstep.state.values.objects import (
+    CROWD,
     MAX_DEPTH,
     TAGS,
     TensorRef,
@@ -40,7 +41,6 @@ from everstep.state.values.objects import (
     join_path,
     unsupported_leaves,
 )
-from everstep.state.values.plain import CROWD
 
 
 def image(value: Any) -> str:

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 from everstep.errors import OptionError, StateError
-from everstep.state.image import State
-from everstep.state.owners import Claims, Holding, Memory, Owner, memory_of
+from everstep.state.survey.ownership import Claims, Holding, Memory, Owner, memory_of
+from everstep.state.training_state import State
 from tests.support.state_changes import step, world
 
 LOGGED = Owner("logged")

@@ -21,11 +21,11 @@ from everstep.format.header import (
 )
 from everstep.restore.load.pieces import PieceReads, fills
 from everstep.restore.load.reshard import Piece
-from everstep.state.entries import Entry
-from everstep.state.layout import plan_shards
-from everstep.state.ranks.placing import Box, Cut, Placement, box_on_mesh, replicas_on_mesh
-from everstep.state.ranks.ranks import RankInfo
-from everstep.state.ranks.sharing import Common, Sharing
+from everstep.state.layout.entries import Entry
+from everstep.state.layout.placement import Box, Cut, Placement, box_on_mesh, replicas_on_mesh
+from everstep.state.layout.shards import plan_shards
+from everstep.state.ranks.rank_info import RankInfo
+from everstep.state.ranks.writers import Common, Sharing
 
 Layout = tuple[tuple[int, ...], tuple[Cut, ...]]
 """Shape of a mesh, and a cut for each of its dimensions."""

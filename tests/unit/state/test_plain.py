@@ -12,8 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from everstep.state.values.objects import _Walker, decode, encode
-from everstep.state.values.plain import is_fixed, is_plain
+from everstep.state.values.objects import _Walker, decode, encode, is_fixed, is_plain
 from everstep.state.values.tree import split
 
 

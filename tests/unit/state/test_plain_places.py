@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from everstep.state.providers.plain_provider import Places
+from everstep.state.providers.plain import Places
 from tests.support.world import assert_same, opened
 
 

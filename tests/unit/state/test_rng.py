@@ -11,9 +11,10 @@ import pytest
 import torch
 
 from everstep.errors import UnsupportedStateError
-from everstep.state.image import OBJECT_PREFIX, RNG_SECTION, State
-from everstep.state.providers.rng import collect_rng, restore_rng
+from everstep.state.layout.names import OBJECT_PREFIX, RNG_SECTION
 from everstep.state.survey.survey import Survey
+from everstep.state.training_state import State
+from everstep.state.values.generators import collect_rng, restore_rng
 from everstep.state.values.objects import decode
 from everstep.state.values.tree import join
 

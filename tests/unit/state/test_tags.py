@@ -10,13 +10,12 @@ import pytest
 import torch
 from torch import nn
 
-from everstep.state.image import State
-from everstep.state.survey import tags
-from everstep.state.survey.proofs import _Containers
-from everstep.state.survey.tags import dict_tags, keep_order
+from everstep.state.survey import guards
+from everstep.state.survey.guards import _Containers, dict_tags, keep_order
+from everstep.state.training_state import State
 from tests.support.state_changes import CHANGES, Values, outcome, world
 
-needs_tags = pytest.mark.skipif(tags._tag is None, reason="dicts have no version tags here")
+needs_tags = pytest.mark.skipif(guards._tag is None, reason="dicts have no version tags here")
 
 
 @needs_tags
@@ -52,7 +51,7 @@ def test_a_function_that_reads_something_else_is_not_used(tag: Callable[[Any], i
         except AttributeError as error:
             raise TypeError("no dict") from error
 
-    assert not tags._notices(read)
+    assert not guards._notices(read)
 
 
 _counted = iter(range(1 << 30))
@@ -100,7 +99,7 @@ def test_what_was_empty_is_looked_at(
     fill: Callable[[nn.Module], object], tagged: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not tagged:
-        monkeypatch.setattr(tags, "_tag", None)
+        monkeypatch.setattr(guards, "_tag", None)
     empty = nn.Module()
     values: Values = {"model": nn.Sequential(empty, nn.Linear(2, 2))}
     state = State(values)
@@ -114,7 +113,7 @@ def test_what_was_empty_is_looked_at(
 @pytest.mark.parametrize("change", sorted(CHANGES)[::3])
 def test_without_tags_a_survey_finds_the_same(change: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The other way round is what all tests of surveys look at."""
-    monkeypatch.setattr(tags, "_tag", None)
+    monkeypatch.setattr(guards, "_tag", None)
     values: Values = world()
     state = State(values)
     state.survey()

@@ -13,7 +13,7 @@ from everstep.format.log import RecordHead
 from everstep.keeper.process.duties import Duties
 from everstep.link.log_records import RECORD_BYTES
 from everstep.link.pool import Block
-from everstep.state.ranks.ranks import RankInfo
+from everstep.state.ranks.rank_info import RankInfo
 from everstep.tiers.options import PeerOptions
 from everstep.trainer.budget.host_memory import peer_log_bytes
 from everstep.trainer.budget.log_limits import log_dropped_early

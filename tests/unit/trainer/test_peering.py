@@ -13,7 +13,7 @@ from everstep.cli.ps import Status
 from everstep.errors import OptionError, OutOfSpaceError
 from everstep.link.job_session import JobSession
 from everstep.seams.machine import machine_name
-from everstep.state.ranks.ranks import RankInfo
+from everstep.state.ranks.rank_info import RankInfo
 from everstep.tiers.options import PeerOptions, TierOptions, split_peers
 from everstep.trainer.budget.host_memory import peer_bytes
 from everstep.trainer.job.peer_nodes import (

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from everstep.commit.job.messages import Message
 from everstep.commit.job.offers import Choice, Offer, Source
 from everstep.format.records import TimelineRecord
-from everstep.state.ranks.in_common import InCommon
+from everstep.state.layout.replica_digest import InCommon
 
 __all__ = [
     "AgreementEvent",

@@ -53,7 +53,7 @@ from everstep.commit.job.offers_wire import (
 from everstep.commit.lineage import BaseId
 from everstep.errors import RecoveryError
 from everstep.format.records import TimelineRecord
-from everstep.state.ranks.in_common import parted
+from everstep.state.layout.replica_digest import parted
 
 __all__ = ["NO_WAY_BACK", "NO_WAY_BACK_HINT", "Agreement"]
 

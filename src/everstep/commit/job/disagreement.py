@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from everstep.format.records import Marker, manifest_of
-from everstep.state.ranks.in_common import parted
+from everstep.state.layout.replica_digest import parted
 
 __all__ = ["disagreement"]
 

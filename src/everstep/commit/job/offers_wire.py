@@ -15,7 +15,7 @@ from everstep.commit.logs import LogReader, LogRun, Reach
 from everstep.commit.reclaim import TIERS
 from everstep.errors import EverstepError, FormatError
 from everstep.format.records import Manifest, Marker, TimelineRecord
-from everstep.state.ranks.in_common import InCommon
+from everstep.state.layout.replica_digest import InCommon
 
 __all__ = [
     "decode_choice",

@@ -24,7 +24,7 @@ from everstep.keeper.held.peer_base_store import PeerBaseStore
 from everstep.keeper.persist.persister import Audit
 from everstep.seams import Clock, FileSystem
 from everstep.seams.progress import ProgressSink
-from everstep.state.body import Body, Seen
+from everstep.state.layout.shards import Body, Seen
 from everstep.tiers.disk import storage_errors
 
 __all__ = ["IsPast", "MemoryBases"]

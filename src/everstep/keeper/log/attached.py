@@ -9,7 +9,7 @@ from everstep.errors import EverstepError
 from everstep.link.capture import Capture
 from everstep.link.wire import Connection
 from everstep.seams.processes.processes import PidWatch
-from everstep.state.layout import ShardLayout
+from everstep.state.layout.shards import ShardLayout
 
 __all__ = ["Attached"]
 

@@ -40,7 +40,7 @@ from everstep.seams import Seams
 from everstep.seams.failpoints import failpoint
 from everstep.seams.files.moving import is_over
 from everstep.seams.processes.threads import IoThreads
-from everstep.state.layout import ShardLayout
+from everstep.state.layout.shards import ShardLayout
 
 if TYPE_CHECKING:
     from everstep.link.keeper_stats import KeeperStats

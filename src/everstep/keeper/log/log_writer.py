@@ -22,7 +22,7 @@ from everstep.seams import Seams
 from everstep.seams.failpoints import failpoint
 from everstep.seams.files.moving import MovingFileSystem
 from everstep.seams.progress import silent
-from everstep.state.body import Body
+from everstep.state.layout.shards import Body
 from everstep.tiers.disk import (
     create_in,
     ensure_dir,

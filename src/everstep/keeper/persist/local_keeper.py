@@ -46,8 +46,7 @@ from everstep.seams.files.moving import MovingFileSystem
 from everstep.seams.network.mailbox import Mailbox
 from everstep.seams.processes.conditions import Condition
 from everstep.seams.progress import Counted, ProgressSink, progress, silent
-from everstep.state.body import Body
-from everstep.state.layout import ShardLayout
+from everstep.state.layout.shards import Body, ShardLayout
 from everstep.tiers.disk import storage_errors
 from everstep.tiers.slots import SlotStore
 

@@ -33,7 +33,7 @@ from everstep.run.scan import newest_timeline, scan_base
 from everstep.seams.failpoints import failpoint
 from everstep.seams.files.filesystem import FileSystem, WriteFile
 from everstep.seams.progress import ProgressSink
-from everstep.state.body import Body
+from everstep.state.layout.shards import Body
 from everstep.tiers.disk import (
     ensure_dir,
     remove_if_there,

@@ -68,7 +68,7 @@ from everstep.seams.failpoints import failpoint
 from everstep.seams.network.mailbox import Mailbox
 from everstep.seams.processes.conditions import Condition
 from everstep.seams.progress import ProgressSink
-from everstep.state.body import Body
+from everstep.state.layout.shards import Body
 from everstep.tiers.disk import storage_errors
 
 __all__ = [

@@ -23,8 +23,7 @@ from everstep.run.opened import OpenBase
 from everstep.run.scan import scan_run
 from everstep.seams.files.filesystem import FileSystem
 from everstep.seams.progress import ProgressSink
-from everstep.state.body import Body
-from everstep.state.layout import ShardLayout, at_lsn
+from everstep.state.layout.shards import Body, ShardLayout, at_lsn
 from everstep.tiers.disk import remove_if_there, temporary
 
 __all__ = ["StaticFiles"]

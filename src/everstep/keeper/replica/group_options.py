@@ -10,9 +10,9 @@ from typing import Any
 
 from everstep.format.plan import BasePlan
 from everstep.link.capture import shard_offsets
-from everstep.state.entries import Entry
-from everstep.state.image import OBJECT_PREFIX
-from everstep.state.layout import Placed, ShardLayout, plan_shards
+from everstep.state.layout.entries import Entry
+from everstep.state.layout.names import OBJECT_PREFIX
+from everstep.state.layout.shards import Placed, ShardLayout, plan_shards
 from everstep.state.providers.optimizers import OptimizerProvider
 from everstep.state.values.objects import decode
 from everstep.state.values.tree import references

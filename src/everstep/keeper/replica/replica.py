@@ -26,7 +26,7 @@ from everstep.link.save import Save, complete
 from everstep.seams.failpoints import failpoint
 from everstep.seams.memory import copy_view
 from everstep.seams.processes.conditions import Condition
-from everstep.state.body import pieces
+from everstep.state.layout.shards import pieces
 
 __all__ = ["Ask", "Replica", "ReplicaEvents", "ReplicaLimits"]
 

@@ -21,8 +21,8 @@ from everstep.restore.offline.offline import OfflineState
 from everstep.restore.offline.rebuild import conditions
 from everstep.run.shape import shape_of_base
 from everstep.run.tensors import as_complex
-from everstep.state.entries import Entry
-from everstep.state.image import OBJECT_PREFIX
+from everstep.state.layout.entries import Entry
+from everstep.state.layout.names import OBJECT_PREFIX
 from everstep.state.values.objects import decode
 from everstep.state.values.tensors import torch_dtype
 

@@ -18,9 +18,9 @@ from everstep.restore.fetch.peer_copy import size_of
 from everstep.run.opened import OpenBase
 from everstep.run.scan import BaseFound
 from everstep.seams.files.filesystem import FileSystem, ReadFile
-from everstep.state.image import OBJECT_PREFIX
-from everstep.state.layout import Placed
-from everstep.state.ranks.placing import Placement, replicas_on_mesh
+from everstep.state.layout.names import OBJECT_PREFIX
+from everstep.state.layout.placement import Placement, replicas_on_mesh
+from everstep.state.layout.shards import Placed
 
 __all__ = [
     "Covers",

@@ -32,14 +32,14 @@ from everstep.run.shape import shape_of_base
 from everstep.seams.files.filesystem import FileSystem
 from everstep.seams.machine import memory_available_bytes
 from everstep.seams.progress import ProgressSink
-from everstep.state.entries import Entry
-from everstep.state.image import NOT_IN_STATE, OBJECT_PREFIX, State
-from everstep.state.providers.restoring import RestorePlan
-from everstep.state.providers.within import forget_gradients
-from everstep.state.ranks.dtensors import local_of
-from everstep.state.ranks.left_out import LeftOut
-from everstep.state.ranks.placing import Box
-from everstep.state.values.tensors import host_bytes
+from everstep.state.layout.entries import Entry
+from everstep.state.layout.names import OBJECT_PREFIX
+from everstep.state.layout.placement import Box
+from everstep.state.providers.gradients import forget_gradients
+from everstep.state.providers.provider import RestorePlan
+from everstep.state.ranks.rank_share import LeftOut
+from everstep.state.training_state import NOT_IN_STATE, State
+from everstep.state.values.tensors import host_bytes, local_of
 from everstep.state.values.tree import join, references
 
 __all__ = [
@@ -73,7 +73,8 @@ class LoadedBase:
         size_bytes: that were read.
         mismatches: what was left out, with ``strict=False``.
         notes: what could not be taken back, in words.
-        shape: what it consists of (see :mod:`everstep.state.shapes`); of one rank's base only.
+        shape: what it consists of (see :func:`everstep.state.layout.entries.shape_digest`); of one
+            rank's base only.
         redone: updates that its parts had not seen, and that were replayed (:mod:`.whole`).
         rank_bytes: of ``size_bytes``, those from the files of each rank that wrote some.
         finite: names of parameters that were seen to hold nothing but numbers as they came.

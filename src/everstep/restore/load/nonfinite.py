@@ -8,9 +8,9 @@ from collections.abc import Collection, Iterator
 import numpy as np
 import torch
 
-from everstep.state.image import State
 from everstep.state.providers.optimizers import OptimizerProvider
-from everstep.state.ranks.dtensors import local_of
+from everstep.state.training_state import State
+from everstep.state.values.tensors import local_of
 
 __all__ = ["are_finite", "is_finite", "nonfinite_parameter", "optimized"]
 

@@ -10,8 +10,8 @@ from typing import Any
 from everstep.restore.load.reshard import SavedRanks
 from everstep.run.opened import OpenBase
 from everstep.run.shape import shape_of_base
-from everstep.state.entries import Entry
-from everstep.state.image import OBJECT_PREFIX
+from everstep.state.layout.entries import Entry
+from everstep.state.layout.names import OBJECT_PREFIX
 from everstep.state.providers.optimizers import OptimizerProvider
 
 __all__ = ["OldLayout"]

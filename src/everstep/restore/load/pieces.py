@@ -15,9 +15,9 @@ import numpy as np
 from everstep.errors import FormatError
 from everstep.format.header import ShardHeader
 from everstep.restore.load.reshard import Piece, SavedRanks
-from everstep.state.entries import DTYPE_BYTES
-from everstep.state.layout import overlaps
-from everstep.state.ranks.placing import Box
+from everstep.state.layout.entries import DTYPE_BYTES
+from everstep.state.layout.placement import Box
+from everstep.state.layout.shards import overlaps
 
 __all__ = ["Fill", "PieceReads", "fills", "fills_by_file"]
 

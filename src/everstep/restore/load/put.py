@@ -10,10 +10,10 @@ import torch
 from everstep.errors import MismatchError
 from everstep.restore.load.targets import Targets
 from everstep.restore.load.ties import sharing_values
-from everstep.state.entries import Entry
-from everstep.state.image import State
-from everstep.state.providers.providers import ModuleProvider
-from everstep.state.providers.within import forget_gradients
+from everstep.state.layout.entries import Entry
+from everstep.state.providers.gradients import forget_gradients
+from everstep.state.providers.modules import ModuleProvider
+from everstep.state.training_state import State
 from everstep.state.values.tree import join
 
 __all__ = ["put_into"]

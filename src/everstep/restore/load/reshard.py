@@ -20,14 +20,15 @@ from everstep.format.header import ShardHeader
 from everstep.format.records import FileRecord, Manifest, Marker
 from everstep.run.opened import OpenBase
 from everstep.seams.files.filesystem import ReadFile
-from everstep.state.entries import Entry
-from everstep.state.image import OBJECT_BYTES_MAX, OBJECT_PREFIX, RNG_SECTION, State
+from everstep.state.layout.entries import Entry
+from everstep.state.layout.names import OBJECT_BYTES_MAX, OBJECT_PREFIX, RNG_SECTION
+from everstep.state.layout.placement import Box, Placement
+from everstep.state.providers.modules import ModuleProvider
 from everstep.state.providers.optimizers import OptimizerProvider
-from everstep.state.providers.providers import ModuleProvider
-from everstep.state.ranks.buckets import BUCKETS_SECTION
-from everstep.state.ranks.placing import Box, Placement
-from everstep.state.ranks.ranks import RankInfo
-from everstep.state.ranks.zero import PARTITIONED, ZeroProvider
+from everstep.state.providers.zero import PARTITIONED, ZeroProvider
+from everstep.state.ranks.ddp_buckets import BUCKETS_SECTION
+from everstep.state.ranks.rank_info import RankInfo
+from everstep.state.training_state import State
 from everstep.state.values.objects import decode
 from everstep.state.values.tree import references
 

@@ -13,12 +13,18 @@ from everstep.restore.load.nonfinite import are_finite, optimized
 from everstep.restore.load.reshard import View
 from everstep.run.tensors import as_it_lay, write_into
 from everstep.seams.machine import memory_available_bytes
-from everstep.state.entries import Entry
-from everstep.state.image import State
-from everstep.state.providers.restoring import RestorePlan
-from everstep.state.ranks.dtensors import box_of, is_dtensor, like, local_of
-from everstep.state.ranks.placing import Box
-from everstep.state.values.tensors import empty_like_entry, same_strides
+from everstep.state.layout.entries import Entry
+from everstep.state.layout.placement import Box
+from everstep.state.providers.provider import RestorePlan
+from everstep.state.training_state import State
+from everstep.state.values.tensors import (
+    box_of,
+    empty_like_entry,
+    is_dtensor,
+    like,
+    local_of,
+    same_strides,
+)
 from everstep.state.values.tree import references
 
 __all__ = ["Looks", "Targets", "part_of", "relaid", "wanted_box"]

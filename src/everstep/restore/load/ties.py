@@ -10,9 +10,8 @@ import torch
 from everstep.errors import RecoveryError
 from everstep.restore.load.reshard import View
 from everstep.restore.load.targets import Targets
-from everstep.state.entries import Entry
-from everstep.state.ranks.dtensors import local_of
-from everstep.state.values.tensors import byte_view
+from everstep.state.layout.entries import Entry
+from everstep.state.values.tensors import byte_view, local_of
 
 __all__ = ["sharing_memory", "sharing_values", "tied_otherwise", "untied"]
 

@@ -12,8 +12,8 @@ from collections.abc import Iterable, Sequence
 
 from everstep.errors import RecoveryError
 from everstep.restore.load.reshard import Piece, SavedRanks, View
-from everstep.state.image import State
-from everstep.state.ranks.placing import Box, Placement
+from everstep.state.layout.placement import Box, Placement
+from everstep.state.training_state import State
 
 __all__ = ["unclear"]
 

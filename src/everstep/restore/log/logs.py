@@ -24,7 +24,7 @@ from everstep.run.log_reads import LogReads
 from everstep.run.scan import Inventory
 from everstep.run.segments import SegmentFound, scan_log, vetted
 from everstep.seams.files.filesystem import FileSystem
-from everstep.state.log import PART_OBJECT, UPDATE_OBJECT
+from everstep.state.layout.names import PART_OBJECT, UPDATE_OBJECT
 from everstep.state.values.objects import decode
 
 __all__ = ["LogFound"]

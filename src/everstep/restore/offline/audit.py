@@ -29,7 +29,7 @@ from everstep.restore.offline.rebuild import Played, Rebuilder
 from everstep.run.chain import Chain, path_of
 from everstep.run.opened import open_ranks
 from everstep.run.scan import BaseFound
-from everstep.state.entries import Entry
+from everstep.state.layout.entries import Entry
 
 __all__ = ["Audit", "Pair", "audit", "pairs"]
 

@@ -26,7 +26,7 @@ from everstep.run.scan import BaseFound, Inventory
 from everstep.run.segments import SegmentFound, scan_logs, vetted
 from everstep.run.shape import shape_of_base
 from everstep.seams.files.filesystem import FileSystem
-from everstep.state.shapes import shape_of_all
+from everstep.state.layout.entries import shape_of_all
 
 __all__ = ["Reach", "RunLog", "spans"]
 
@@ -137,7 +137,7 @@ class RunLog:
         return {base.id: base for base in self.inventory.bases if base.status in there}
 
     def shape(self, base: BaseFound) -> str:
-        """What a base consists of (see :mod:`everstep.state.shapes`), from its objects."""
+        """What a base consists of (see :mod:`everstep.state.layout.entries`), from its objects."""
         found = self._shapes.get(base.id)
         if found is None:
             found = self._shapes[base.id] = self._shape(base)

@@ -34,12 +34,11 @@ from everstep.restore.redo.parts import own_part
 from everstep.restore.redo.redo import compare, tensor_of
 from everstep.restore.redo.updates import update_of
 from everstep.run.tensors import as_it_lay
-from everstep.state.entries import Entry
-from everstep.state.image import OBJECT_PREFIX
-from everstep.state.layout import Placed
-from everstep.state.log import PART_OBJECT, SAMPLE, UPDATE_OBJECT
+from everstep.state.layout.entries import Entry
+from everstep.state.layout.names import OBJECT_PREFIX, PART_OBJECT, SAMPLE, UPDATE_OBJECT
+from everstep.state.layout.shards import Placed
 from everstep.state.providers.optimizers import OptimizerProvider
-from everstep.state.ranks.zero import PARTITIONED
+from everstep.state.providers.zero import PARTITIONED
 from everstep.state.values.objects import TensorRef, decode, encode
 from everstep.state.values.tensors import host_bytes
 from everstep.state.values.tree import join, references
@@ -87,7 +86,7 @@ class OfflineState:
         training_threads: number of torch's threads in training, if it is known.
 
     Attributes:
-        shape: what the state consists of (see :mod:`everstep.state.shapes`).
+        shape: what the state consists of (see :mod:`everstep.state.layout.entries`).
         step, lsn: of the newest step that was applied.
         replayed: entries that an optimizer has computed here.
         unlogged: hyperparameters that are tensors and not in the marks: they are as the last

@@ -22,9 +22,9 @@ from everstep.run.shape import shape_of_base
 from everstep.seams.files.filesystem import FileSystem
 from everstep.seams.machine import memory_available_bytes
 from everstep.seams.progress import ProgressSink, silent
-from everstep.state.entries import Entry
-from everstep.state.image import OBJECT_PREFIX
-from everstep.state.layout import Placed, overlaps
+from everstep.state.layout.entries import Entry
+from everstep.state.layout.names import OBJECT_PREFIX
+from everstep.state.layout.shards import Placed, overlaps
 from everstep.state.values.tensors import empty_like_entry, host_bytes
 
 __all__ = ["load_offline", "read_fuzzy"]

@@ -29,11 +29,10 @@ from everstep.restore.redo.marks import Held, no_longer_held
 from everstep.restore.redo.owned import owned_entries
 from everstep.restore.redo.partitioned import Parts, whole_objects
 from everstep.restore.redo.redo import compare, tensor_of
-from everstep.state.entries import Entry
-from everstep.state.image import OBJECT_PREFIX
-from everstep.state.layout import Placed
-from everstep.state.log import HYPER, PART_OBJECT, SAMPLE
-from everstep.state.ranks.placing import Box, Placement
+from everstep.state.layout.entries import Entry
+from everstep.state.layout.names import HYPER, OBJECT_PREFIX, PART_OBJECT, SAMPLE
+from everstep.state.layout.placement import Box, Placement
+from everstep.state.layout.shards import Placed
 from everstep.state.values.objects import decode, encode
 from everstep.state.values.tensors import empty_like_entry, host_bytes
 from everstep.state.values.tree import references

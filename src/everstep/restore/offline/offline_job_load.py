@@ -25,11 +25,11 @@ from everstep.run.shape import shape_of_base
 from everstep.seams.files.filesystem import FileSystem
 from everstep.seams.machine import memory_available_bytes
 from everstep.seams.progress import ProgressSink
-from everstep.state.entries import Entry
-from everstep.state.image import OBJECT_PREFIX
+from everstep.state.layout.entries import Entry
+from everstep.state.layout.names import OBJECT_PREFIX
+from everstep.state.layout.placement import Box, Placement, box_on_mesh
 from everstep.state.providers.optimizers import OptimizerProvider
-from everstep.state.ranks.placing import Box, Placement, box_on_mesh
-from everstep.state.ranks.zero import PARTITIONED
+from everstep.state.providers.zero import PARTITIONED
 from everstep.state.values.objects import decode
 from everstep.state.values.tensors import empty_like_entry, host_bytes
 

@@ -22,9 +22,9 @@ from everstep.restore.redo.updates import update_of
 from everstep.run.opened import OpenBase
 from everstep.run.redo_file import RedoRecords, read_redo_file
 from everstep.seams.progress import ProgressSink
-from everstep.state.image import State
-from everstep.state.log import GRADIENT
+from everstep.state.layout.names import GRADIENT
 from everstep.state.providers.optimizers import OptimizerProvider
+from everstep.state.training_state import State
 from everstep.state.values.tree import references
 
 __all__ = ["make_live_whole", "make_offline_whole"]

@@ -9,9 +9,9 @@ from everstep.errors import FormatError, ReplayError
 from everstep.format.log import LogRecord
 from everstep.replay.exactness import Exactness
 from everstep.run.tensors import tensor_of, write_into
-from everstep.state.image import State
-from everstep.state.layout import Placed
-from everstep.state.log import SAMPLE, SPOT
+from everstep.state.layout.names import SAMPLE, SPOT
+from everstep.state.layout.shards import Placed
+from everstep.state.training_state import State
 
 __all__ = ["DeclaredRedo"]
 

@@ -14,7 +14,7 @@ from everstep.compress.sparse import Sparse
 from everstep.errors import FormatError
 from everstep.replay.packed import Gradient, Packed
 from everstep.run.tensors import as_it_lay
-from everstep.state.log import GRADIENT, INDICES, INT8, SCALES, VALUES
+from everstep.state.layout.names import GRADIENT, INDICES, INT8, SCALES, VALUES
 
 __all__ = ["gradient_of", "gradients_of"]
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from everstep.format.log import LogRecord
-from everstep.state.layout import Placed
-from everstep.state.log import SAMPLE
+from everstep.state.layout.names import SAMPLE
+from everstep.state.layout.shards import Placed
 
 __all__ = ["Held", "logs_less", "no_longer_held"]
 

@@ -8,9 +8,9 @@ from typing import Any
 
 from everstep.errors import FormatError
 from everstep.format.log import LogRecord
-from everstep.state.image import OBJECT_PREFIX
-from everstep.state.ranks.placing import Placement
-from everstep.state.ranks.zero import PARTITIONED
+from everstep.state.layout.names import OBJECT_PREFIX
+from everstep.state.layout.placement import Placement
+from everstep.state.providers.zero import PARTITIONED
 from everstep.state.values.objects import decode, encode
 
 __all__ = ["Parts", "is_partitioned", "whole_object", "whole_objects"]

@@ -13,8 +13,8 @@ from everstep.replay.packed import Gradient
 from everstep.replay.updates import Update
 from everstep.restore.redo.gradients import gradient_of
 from everstep.run.tensors import tensor_of
-from everstep.state.log import PART_OBJECT
-from everstep.state.ranks.log_parts import digest_of_names
+from everstep.state.layout.names import PART_OBJECT
+from everstep.state.ranks.log_shares import digest_of_names
 from everstep.state.values.objects import decode
 
 __all__ = ["OfOthers", "gradients_of_others", "own_part"]

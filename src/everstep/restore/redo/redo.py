@@ -32,16 +32,15 @@ from everstep.run.tensors import tensor_of, write_into
 from everstep.seams.fingerprint import fingerprint, number_settled
 from everstep.seams.machine import memory_available_bytes
 from everstep.seams.processes.processes import available_cores
-from everstep.state.entries import Entry
-from everstep.state.image import OBJECT_PREFIX, State
-from everstep.state.log import SPOT
+from everstep.state.layout.entries import Entry
+from everstep.state.layout.names import OBJECT_PREFIX, SPOT
 from everstep.state.providers.optimizers import OptimizerProvider
-from everstep.state.providers.restoring import RestorePlan
-from everstep.state.ranks.dtensors import like, local_of
-from everstep.state.ranks.zero import acting
+from everstep.state.providers.provider import RestorePlan
+from everstep.state.providers.zero import acting
 from everstep.state.survey.survey import same_objects
+from everstep.state.training_state import State
 from everstep.state.values.objects import decode
-from everstep.state.values.tensors import stored_form
+from everstep.state.values.tensors import like, local_of, stored_form
 from everstep.state.values.tree import join, references, split
 
 __all__ = [

@@ -16,9 +16,8 @@ import torch
 from torch.optim import Optimizer
 
 from everstep.replay.engine import Replayer
-from everstep.state.entries import Entry
-from everstep.state.ranks.dtensors import is_dtensor, local_of
-from everstep.state.values.tensors import stored_form
+from everstep.state.layout.entries import Entry
+from everstep.state.values.tensors import is_dtensor, local_of, stored_form
 
 __all__ = ["as_live", "replayer_of"]
 

@@ -14,7 +14,7 @@ from everstep.replay.updates import Update
 from everstep.restore.redo.gradients import gradients_of
 from everstep.restore.redo.parts import gradients_of_others
 from everstep.run.tensors import tensor_of
-from everstep.state.log import HYPER, PART_OBJECT, UPDATE_OBJECT
+from everstep.state.layout.names import HYPER, PART_OBJECT, UPDATE_OBJECT
 from everstep.state.values.objects import decode
 from everstep.state.values.tensors import torch_dtype
 from everstep.state.values.tree import join

@@ -23,14 +23,14 @@ from everstep.restore.load.old_layout import OldLayout
 from everstep.restore.redo.gradients import gradients_of
 from everstep.restore.redo.updates import class_for, update_of
 from everstep.run.tensors import tensor_of
-from everstep.state.image import State
-from everstep.state.log import PART_OBJECT, UPDATE_OBJECT
+from everstep.state.layout.names import PART_OBJECT, UPDATE_OBJECT
+from everstep.state.layout.placement import Box, Placement, box_on_mesh
+from everstep.state.providers.modules import ModuleProvider
 from everstep.state.providers.optimizers import OptimizerProvider
-from everstep.state.providers.providers import ModuleProvider
-from everstep.state.ranks.dtensors import box_of, local_of
-from everstep.state.ranks.placing import Box, Placement, box_on_mesh
-from everstep.state.ranks.zero import ZeroProvider, acting
+from everstep.state.providers.zero import ZeroProvider, acting
+from everstep.state.training_state import State
 from everstep.state.values.objects import decode, join_path
+from everstep.state.values.tensors import box_of, local_of
 
 __all__ = ["OldGradients", "giver_of"]
 

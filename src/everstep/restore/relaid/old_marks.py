@@ -28,14 +28,13 @@ from everstep.restore.load.targets import part_of, wanted_box
 from everstep.restore.redo.redo import put_back
 from everstep.run.opened import OpenBase
 from everstep.run.tensors import tensor_of
-from everstep.state.entries import Entry
-from everstep.state.image import OBJECT_PREFIX, State
-from everstep.state.layout import Placed
-from everstep.state.log import SAMPLE, SPOT
-from everstep.state.providers.restoring import RestorePlan
-from everstep.state.ranks.dtensors import like, local_of
-from everstep.state.ranks.placing import Box, Placement
-from everstep.state.values.tensors import empty_like_entry, host_bytes, torch_dtype
+from everstep.state.layout.entries import Entry
+from everstep.state.layout.names import OBJECT_PREFIX, SAMPLE, SPOT
+from everstep.state.layout.placement import Box, Placement
+from everstep.state.layout.shards import Placed
+from everstep.state.providers.provider import RestorePlan
+from everstep.state.training_state import State
+from everstep.state.values.tensors import empty_like_entry, host_bytes, like, local_of, torch_dtype
 from everstep.state.values.tree import references, split
 
 __all__ = ["OldSamples", "live_tensors", "restore_marks"]

@@ -24,8 +24,8 @@ from everstep.restore.relaid.old_marks import OldSamples, live_tensors, restore_
 from everstep.restore.start.forward import Restored
 from everstep.run.decide import Skipped
 from everstep.seams.progress import progress
-from everstep.state.image import State
-from everstep.state.ranks.log_parts import updated_elsewhere
+from everstep.state.ranks.log_shares import updated_elsewhere
+from everstep.state.training_state import State
 
 __all__ = ["Fetch", "redo_of_others"]
 

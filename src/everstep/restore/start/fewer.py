@@ -15,7 +15,7 @@ from everstep.errors import EverstepError, RecoveryError
 from everstep.restore.load.load import parts_of
 from everstep.run.scan import BaseFound
 from everstep.seams.files.filesystem import FileSystem
-from everstep.state.survey.survey import is_reserved
+from everstep.state.layout.names import is_reserved
 
 __all__ = ["lacking_parts", "refuse_to_lose"]
 

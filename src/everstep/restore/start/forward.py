@@ -36,7 +36,7 @@ from everstep.run.scan import BaseFound, Inventory
 from everstep.seams import Seams
 from everstep.seams.messages import say
 from everstep.seams.progress import progress
-from everstep.state.image import State
+from everstep.state.training_state import State
 
 __all__ = ["OTHER_STATE", "Loader", "Restored", "bring_forward", "redoable", "replay"]
 

@@ -22,8 +22,8 @@ from everstep.restore.offline.whole_ranks import made_whole
 from everstep.run.opened import OpenBase
 from everstep.run.scan import BaseFound
 from everstep.seams.progress import ProgressSink, progress, silent
-from everstep.state.image import State
-from everstep.state.ranks.left_out import LeftOut
+from everstep.state.ranks.rank_share import LeftOut
+from everstep.state.training_state import State
 
 __all__ = ["Compares", "Load", "LoadWithNode", "comparer", "layout_in", "loader", "needs_here"]
 

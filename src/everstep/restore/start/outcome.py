@@ -23,7 +23,7 @@ from everstep.run.audits import audit_in_words, audit_of
 from everstep.run.decide import Skipped
 from everstep.run.scan import Inventory
 from everstep.seams.fingerprint import fingerprint, fingerprint_of_all, process_name
-from everstep.state.image import State
+from everstep.state.training_state import State
 
 __all__ = ["Outcome", "doubted", "record_of", "refused", "resumed_of", "told_back", "with_ranks"]
 

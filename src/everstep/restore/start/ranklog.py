@@ -41,10 +41,10 @@ from everstep.run.decide import Skipped
 from everstep.run.scan import BaseFound, Inventory
 from everstep.run.segments import SegmentFound
 from everstep.seams import FileSystem, Seams
-from everstep.state.image import State
+from everstep.state.layout.entries import shape_digest
 from everstep.state.providers.optimizers import OptimizerProvider
-from everstep.state.ranks.log_parts import others_of
-from everstep.state.shapes import shape_digest
+from everstep.state.ranks.log_shares import others_of
+from everstep.state.training_state import State
 
 __all__ = ["RankLog", "Redone"]
 

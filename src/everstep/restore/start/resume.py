@@ -47,7 +47,7 @@ from everstep.run.scan import BaseFound, Inventory, KnownTimelines, scan_base, s
 from everstep.seams import Seams
 from everstep.seams.failpoints import failpoint
 from everstep.seams.fingerprint import fingerprint, process_name
-from everstep.state.image import State
+from everstep.state.training_state import State
 from everstep.tiers.disk import create_exclusive, ensure_dir, storage_errors, write_durably
 
 __all__ = ["OfSeveralError", "Resumed", "not_finite", "open_timeline", "resume"]

@@ -61,8 +61,8 @@ from everstep.run.decide import Skipped, candidates
 from everstep.run.scan import BaseFound, KnownTimelines, scan_run
 from everstep.seams import Seams
 from everstep.seams.failpoints import failpoint
-from everstep.state.image import State
-from everstep.state.ranks.left_out import LeftOut
+from everstep.state.ranks.rank_share import LeftOut
+from everstep.state.training_state import State
 from everstep.tiers.disk import storage_errors
 
 __all__ = ["Load", "Meeting", "resume_together"]

@@ -33,8 +33,8 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, SequentialSampler
 from torch.utils.data.dataloader import _InfiniteConstantSampler
 
-from everstep.state.loaders.worker_draws import WorkerDraws
-from everstep.state.providers.rng import RngStates, restore_rng, rng_kept
+from everstep.state.loaders.workers import WorkerDraws
+from everstep.state.values.generators import RngStates, restore_rng, rng_kept
 
 __all__ = [
     "KEY",

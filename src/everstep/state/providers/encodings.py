@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch.optim import Optimizer
 
-from everstep.state.ranks.dtensors import local_of
+from everstep.state.values.tensors import local_of
 
 __all__ = ["Encodings", "load"]
 

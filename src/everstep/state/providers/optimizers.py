@@ -18,18 +18,16 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from everstep.errors import StateError, UnsupportedStateError
-from everstep.state.entries import Entry
-from everstep.state.owners import Holding, Memory, holding_of
+from everstep.state.layout.entries import Entry
 from everstep.state.providers.encodings import Encodings, load
 from everstep.state.providers.gradients import has_gradient, who_have_gradients
-from everstep.state.providers.providers import ParameterNames, difference
-from everstep.state.providers.restoring import RestorePlan, Saved
-from everstep.state.ranks.dtensors import is_dtensor
-from everstep.state.survey.proofs import OptimizerProof
+from everstep.state.providers.modules import ParameterNames
+from everstep.state.providers.provider import RestorePlan, Saved, difference
+from everstep.state.survey.guards import OptimizerProof
+from everstep.state.survey.ownership import Holding, Memory, holding_of
 from everstep.state.survey.survey import Block, Part, checked_block, look_at, unsupported
-from everstep.state.values.objects import join_path
-from everstep.state.values.plain import is_fixed
-from everstep.state.values.tensors import why_not_storable
+from everstep.state.values.objects import is_fixed, join_path
+from everstep.state.values.tensors import is_dtensor, why_not_storable
 from everstep.state.values.tree import references, split
 
 __all__ = ["CLASS", "FORMS", "GRADIENTS", "Named", "OptimizerProvider", "lost_inside", "unwrapped"]

@@ -16,19 +16,30 @@ from types import MappingProxyType
 import torch
 
 from everstep.errors import OptionError, StateError, UnsupportedStateError
-from everstep.state.entries import Entry
-from everstep.state.owners import Claims, Holding, Memory, Owner, Told, memory_of, owners_of
-from everstep.state.ranks.dtensors import LocalPart, is_dtensor, sharded_form
-from everstep.state.ranks.in_common import InCommon
+from everstep.state.layout.entries import Entry
+from everstep.state.layout.names import OBJECT_BYTES_MAX, OBJECT_PREFIX, is_reserved
+from everstep.state.layout.replica_digest import InCommon
+from everstep.state.survey.ownership import (
+    Claims,
+    Holding,
+    Memory,
+    Owner,
+    Told,
+    memory_of,
+    owners_of,
+)
 from everstep.state.values.objects import Encoded, encode, unsupported_leaves
-from everstep.state.values.tensors import stored_form, why_not_storable
+from everstep.state.values.tensors import (
+    LocalPart,
+    is_dtensor,
+    sharded_form,
+    stored_form,
+    why_not_storable,
+)
 from everstep.state.values.tree import split
 
 __all__ = [
-    "OBJECT_BYTES_MAX",
-    "OBJECT_PREFIX",
     "PLAIN_TENSORS",
-    "RESERVED",
     "Assembler",
     "Block",
     "Later",
@@ -36,18 +47,11 @@ __all__ = [
     "Shape",
     "Survey",
     "checked_block",
-    "is_reserved",
     "look_at",
     "same_objects",
     "unsupported",
 ]
 
-RESERVED = "everstep"
-OBJECT_PREFIX = f"{RESERVED}/objects/"
-"""Entries under this prefix hold a section's objects, encoded (see :mod:`.objects`)."""
-
-OBJECT_BYTES_MAX = 1 << 30
-"""A section's objects, encoded; what is larger belongs into tensors."""
 
 _DRIFT_BYTES = 4096  # objects that grow or shrink by less, or by less than a quarter, are the
 _DRIFT_SHARE = 4  # same to a layout
@@ -289,11 +293,6 @@ def unsupported(leaves: Sequence[tuple[str, str]]) -> UnsupportedStateError:
         leaves=tuple(leaves),
         hint=hint if any("store " in reason for _, reason in leaves) else None,
     )
-
-
-def is_reserved(name: str) -> bool:
-    """Whether the entry is everstep's own, like the states of random generators."""
-    return name.startswith(f"{RESERVED}/")
 
 
 def same_objects(one: Sequence[object], other: Sequence[object]) -> bool:

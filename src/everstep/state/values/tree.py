@@ -10,7 +10,6 @@ import torch
 from torch.nn.parameter import is_lazy
 
 from everstep.errors import UnsupportedStateError
-from everstep.state.ranks.dtensors import is_dtensor
 from everstep.state.values.generators import (
     GeneratorState,
     is_generator,
@@ -20,6 +19,7 @@ from everstep.state.values.generators import (
     state_of,
 )
 from everstep.state.values.objects import MAX_DEPTH, TensorRef, decode, encode, join_path
+from everstep.state.values.tensors import is_dtensor
 
 __all__ = ["join", "references", "split"]
 

@@ -38,7 +38,7 @@ from everstep.seams import Clock, PosixFileSystem, Seams, SystemClock
 from everstep.seams.network.peers import HeldPort, PeerMailbox
 from everstep.seams.processes.conditions import Outcome
 from everstep.seams.processes.processes import available_cores
-from everstep.state.ranks.ranks import ONE_RANK, RankInfo
+from everstep.state.ranks.rank_info import ONE_RANK, RankInfo
 from everstep.tiers.disk import storage_errors
 from everstep.tiers.options import PeerOptions, TierOptions
 from everstep.trainer.attach.attach import attach, is_there

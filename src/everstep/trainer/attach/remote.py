@@ -36,7 +36,7 @@ from everstep.seams import Clock
 from everstep.seams.network.sockets import close_descriptors
 from everstep.seams.processes.conditions import Condition
 from everstep.seams.progress import progress
-from everstep.state.layout import ShardLayout
+from everstep.state.layout.shards import ShardLayout
 from everstep.trainer.attach.requests import ReplicaRequests, Replies, base_request_to_wire
 
 __all__ = [

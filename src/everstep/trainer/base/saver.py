@@ -39,8 +39,8 @@ from everstep.link.save import (
 from everstep.seams import Clock
 from everstep.seams.failpoints import failpoint
 from everstep.seams.processes.conditions import is_over
-from everstep.state.image import State
 from everstep.state.survey.survey import Survey
+from everstep.state.training_state import State
 from everstep.trainer.attach.keeper import Keeper
 from everstep.trainer.attach.remote import RemoteKeeper
 from everstep.trainer.base.flight import Flight

@@ -21,7 +21,7 @@ from everstep.errors import OutOfSpaceError
 from everstep.format.header import ShardIdentity
 from everstep.format.plan import plan_files
 from everstep.seams.files.filesystem import FileSystem
-from everstep.state.ranks.ranks import RankInfo
+from everstep.state.ranks.rank_info import RankInfo
 from everstep.state.survey.survey import Shape
 from everstep.tiers.disk import storage_errors
 from everstep.tiers.options import TierOptions

@@ -15,15 +15,14 @@ import torch
 from torch.optim import Optimizer
 
 from everstep.replay.own import build, own_step
-from everstep.state.entries import Entry
-from everstep.state.image import State
+from everstep.state.layout.entries import Entry
+from everstep.state.providers.modules import ModuleProvider
 from everstep.state.providers.optimizers import OptimizerProvider
-from everstep.state.providers.providers import ModuleProvider
-from everstep.state.ranks.dtensors import local_of
-from everstep.state.ranks.zero import acting
+from everstep.state.providers.zero import acting
 from everstep.state.survey.survey import Shape
+from everstep.state.training_state import State
 from everstep.state.values.objects import join_path
-from everstep.state.values.tensors import stored_form
+from everstep.state.values.tensors import local_of, stored_form
 
 __all__ = ["shape_after_first_update"]
 

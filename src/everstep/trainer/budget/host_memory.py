@@ -19,11 +19,12 @@ from everstep.config.options import Options
 from everstep.errors import OutOfSpaceError
 from everstep.link.log_records import RECORD_BYTES
 from everstep.seams.machine import file_bytes_max, memory_available_bytes
-from everstep.state.entries import Entry
-from everstep.state.layout import plan_shards
-from everstep.state.ranks.dtensors import local_of
-from everstep.state.ranks.ranks import RankInfo
-from everstep.state.survey.survey import Shape, is_reserved
+from everstep.state.layout.entries import Entry
+from everstep.state.layout.names import is_reserved
+from everstep.state.layout.shards import plan_shards
+from everstep.state.ranks.rank_info import RankInfo
+from everstep.state.survey.survey import Shape
+from everstep.state.values.tensors import local_of
 from everstep.tiers.options import PeerOptions
 
 __all__ = [

@@ -13,7 +13,7 @@ from rich.filesize import decimal
 from everstep.config.options import History, Options
 from everstep.keeper.log.log_room import folder_bytes
 from everstep.seams.files.filesystem import FileSystem
-from everstep.state.ranks.ranks import RankInfo
+from everstep.state.ranks.rank_info import RankInfo
 from everstep.state.survey.survey import Shape
 from everstep.tiers.disk import storage_errors
 from everstep.tiers.options import TierOptions

@@ -17,11 +17,11 @@ import torch
 from torch.utils.data import RandomSampler, SequentialSampler
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
-from everstep.state.image import State
 from everstep.state.loaders.positions import POSITIONS, fetches_ahead, is_followed
-from everstep.state.providers.plain_provider import PlainProvider
-from everstep.state.providers.providers import StatefulProvider, restores_data
-from everstep.state.providers.rng import RngStates
+from everstep.state.providers.plain import PlainProvider
+from everstep.state.providers.stateful import StatefulProvider, restores_data
+from everstep.state.training_state import State
+from everstep.state.values.generators import RngStates
 
 __all__ = ["FirstBatches"]
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 from everstep.errors import UnsupportedStateError
 from everstep.link.recordable import replay_refusal
 from everstep.replay.exactness import exactness, is_elementwise, kind_name
-from everstep.state.image import State
+from everstep.state.providers.modules import ModuleProvider
 from everstep.state.providers.optimizers import OptimizerProvider
-from everstep.state.providers.providers import ModuleProvider
-from everstep.state.ranks.log_parts import written_apart
-from everstep.state.ranks.zero import acting
+from everstep.state.providers.zero import acting
+from everstep.state.ranks.log_shares import written_apart
+from everstep.state.training_state import State
 
 __all__ = [
     "require_replayable",

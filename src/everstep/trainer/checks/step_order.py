@@ -14,11 +14,12 @@ from torch.optim import Optimizer
 
 from everstep.capture.updates import UpdateHooks
 from everstep.errors import StateError
-from everstep.state.image import State
-from everstep.state.providers.providers import ModuleProvider, has_begun
-from everstep.state.ranks.common import ddp_in, reduced_in
-from everstep.state.ranks.dtensors import is_dtensor, local_of
-from everstep.state.ranks.fsdp import unreduced_gradients
+from everstep.state.providers.gradients import unreduced_gradients
+from everstep.state.providers.modules import ModuleProvider
+from everstep.state.providers.stateful import has_begun
+from everstep.state.ranks.ddp import ddp_in, reduced_in
+from everstep.state.training_state import State
+from everstep.state.values.tensors import is_dtensor, local_of
 
 __all__ = [
     "PendingGradients",

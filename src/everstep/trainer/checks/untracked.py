@@ -35,13 +35,12 @@ from torch.optim.optimizer import (
 
 from everstep.capture.updates import UpdateHooks
 from everstep.errors import StateError
-from everstep.state.holders import holders_of
-from everstep.state.image import State, some_of
-from everstep.state.owners import Memory, Spans, memory_of
 from everstep.state.providers.optimizers import unwrapped
-from everstep.state.providers.providers import StatefulProvider
-from everstep.state.ranks.dtensors import local_of
-from everstep.state.values.tensors import why_not_storable
+from everstep.state.providers.stateful import StatefulProvider
+from everstep.state.survey.ownership import Memory, Spans, memory_of
+from everstep.state.training_state import State, some_of
+from everstep.state.values.referrers import holders_of
+from everstep.state.values.tensors import local_of, why_not_storable
 
 __all__ = [
     "UntrackedOptimizers",

@@ -27,9 +27,9 @@ from everstep.restore.start.ranklog import RankLog
 from everstep.restore.start.resume import Resumed
 from everstep.seams import Seams
 from everstep.seams.network.group import Group, group_of_job, keeps_store_over_restarts
-from everstep.state.image import State
-from everstep.state.ranks.apart import Apart
-from everstep.state.ranks.ranks import ONE_RANK, RankInfo
+from everstep.state.ranks.ddp import Apart
+from everstep.state.ranks.rank_info import ONE_RANK, RankInfo
+from everstep.state.training_state import State
 from everstep.tiers.options import PeerOptions, TierOptions
 from everstep.trainer.attach.orphaned_keepers import orphaned_logs
 from everstep.trainer.job.option_check import (

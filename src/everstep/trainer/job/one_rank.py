@@ -23,7 +23,7 @@ from everstep.restore.start.together import Meeting, resume_together
 from everstep.run.decide import refuse_unreachable
 from everstep.run.scan import scan_run
 from everstep.seams import Seams
-from everstep.state.image import State
+from everstep.state.training_state import State
 from everstep.trainer.attach.orphaned_keepers import orphaned_logs
 
 __all__ = ["resume_from_several_ranks"]

@@ -10,7 +10,7 @@ from typing import Any
 from everstep.config.options import Options, presets
 from everstep.errors import ForeignDirectoryError, OptionError, RecoveryError, StateError
 from everstep.seams.processes.processes import configured_cores
-from everstep.state.ranks.ranks import RankInfo
+from everstep.state.ranks.rank_info import RankInfo
 from everstep.tiers.options import TierOptions
 
 __all__ = [

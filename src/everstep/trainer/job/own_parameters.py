@@ -10,7 +10,7 @@ import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from everstep.state.ranks.apart import Apart
+from everstep.state.ranks.ddp import Apart
 
 __all__ = ["apply_own_parameters", "own_parameters_message", "warn_of_different_layers"]
 

@@ -14,7 +14,7 @@ from rich.filesize import decimal
 from everstep.commit.peers import nodes_of, peer_of
 from everstep.errors import OptionError
 from everstep.seams.machine import machine_name
-from everstep.state.ranks.ranks import RankInfo
+from everstep.state.ranks.rank_info import RankInfo
 from everstep.tiers.options import PeerOptions
 from everstep.trainer.budget.host_memory import peer_sources
 

@@ -33,12 +33,11 @@ from everstep.replay.checks import widens
 from everstep.replay.exactness import kind_name
 from everstep.replay.fused.cuts import has_gaps
 from everstep.replay.own import writes_gradients
-from everstep.state.image import State
-from everstep.state.layout import ShardLayout, overlaps
-from everstep.state.log import GRADIENT, HYPER
-from everstep.state.ranks.dtensors import is_dtensor, local_of
-from everstep.state.ranks.zero import acting
-from everstep.state.values.tensors import byte_view, dtype_code
+from everstep.state.layout.names import GRADIENT, HYPER
+from everstep.state.layout.shards import ShardLayout, overlaps
+from everstep.state.providers.zero import acting
+from everstep.state.training_state import State
+from everstep.state.values.tensors import byte_view, dtype_code, is_dtensor, local_of
 from everstep.state.values.tree import split
 
 __all__ = ["Consumed", "Consumption"]

@@ -17,10 +17,10 @@ from torch import nn
 from everstep.capture.probe import Probe
 from everstep.errors import AuditError
 from everstep.format.log import RecordHead
-from everstep.state.image import State
-from everstep.state.layout import ShardLayout
-from everstep.state.log import SAMPLE, SPOT
+from everstep.state.layout.names import SAMPLE, SPOT
+from everstep.state.layout.shards import ShardLayout
 from everstep.state.survey.survey import Shape, Survey
+from everstep.state.training_state import State
 
 __all__ = ["DeclaredLog"]
 

@@ -10,7 +10,7 @@ from everstep.capture.lanes.batches import plan_batches
 from everstep.capture.lanes.cuda import on_cuda
 from everstep.capture.lanes.lane import Lane
 from everstep.errors import DeadlineError, EverstepError
-from everstep.state.layout import ShardLayout
+from everstep.state.layout.shards import ShardLayout
 
 __all__ = ["Objects", "copy_now"]
 

@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from everstep.link.recordable import Grouping
-from everstep.state.image import State
-from everstep.state.log import GRADIENT, PART_OBJECT, UPDATE_OBJECT
-from everstep.state.ranks.log_parts import Part, digest_of_names, log_parts
-from everstep.state.ranks.zero import ZeroProvider
+from everstep.state.layout.names import GRADIENT, PART_OBJECT, UPDATE_OBJECT
+from everstep.state.providers.zero import ZeroProvider
+from everstep.state.ranks.log_shares import Part, digest_of_names, log_parts
+from everstep.state.training_state import State
 from everstep.trainer.log.consumed import Consumed, Consumption
 
 __all__ = ["LogPart"]

@@ -30,9 +30,9 @@ from everstep.seams import Clock
 from everstep.seams.failpoints import failpoint
 from everstep.seams.fingerprint import Opened
 from everstep.seams.processes.conditions import is_over
-from everstep.state.image import State
-from everstep.state.layout import ShardLayout
+from everstep.state.layout.shards import ShardLayout
 from everstep.state.survey.survey import Survey
+from everstep.state.training_state import State
 from everstep.state.values.objects import encode
 from everstep.trainer.budget.log_limits import log_dropped, log_dropped_early, too_large
 from everstep.trainer.log.consumed import Consumption

@@ -15,8 +15,8 @@ from torch import nn
 
 from everstep.compress.training import Compressor
 from everstep.link.recordable import compressors_of, exchanges_of
-from everstep.state.image import State
-from everstep.state.providers.providers import ModuleProvider
+from everstep.state.providers.modules import ModuleProvider
+from everstep.state.training_state import State
 
 __all__ = ["residual_bytes", "tell_of_lost_residuals"]
 

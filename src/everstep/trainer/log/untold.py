@@ -24,13 +24,12 @@ from everstep.capture.versions import Versions, storage_of
 from everstep.errors import AuditError
 from everstep.format.digests import digest
 from everstep.link.channel import BackgroundChannel
-from everstep.state.image import State
-from everstep.state.owners import memory_of, slots_of
-from everstep.state.ranks.dtensors import local_of
-from everstep.state.ranks.log_parts import updated_elsewhere
-from everstep.state.ranks.zero import acting
+from everstep.state.providers.zero import acting
+from everstep.state.ranks.log_shares import updated_elsewhere
+from everstep.state.survey.ownership import memory_of, slots_of
 from everstep.state.survey.survey import Shape, Survey, same_objects
-from everstep.state.values.tensors import host_bytes, why_not_storable
+from everstep.state.training_state import State
+from everstep.state.values.tensors import host_bytes, local_of, why_not_storable
 
 __all__ = ["LOOKED_AT_FIRST", "LOOK_EVERY", "Owned", "Untold"]
 

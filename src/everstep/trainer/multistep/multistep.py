@@ -33,8 +33,8 @@ from everstep.link.save import Save, as_everstep_error, fail, failing_save
 from everstep.seams import Clock
 from everstep.seams.failpoints import failpoint
 from everstep.seams.fingerprint import Opened
-from everstep.state.image import State
 from everstep.state.survey.survey import Shape, Survey
+from everstep.state.training_state import State
 from everstep.trainer.attach.remote import RemoteKeeper
 from everstep.trainer.base.saver import Saver
 from everstep.trainer.budget.disk import check_disk_budget

@@ -33,11 +33,11 @@ from torch.optim import Optimizer
 from everstep.capture.lanes.cuda import on_cuda
 from everstep.capture.lanes.lane import Transfer
 from everstep.seams.gather import Gather
-from everstep.state.image import State
-from everstep.state.layout import ShardLayout
-from everstep.state.log import GRADIENT
-from everstep.state.providers.providers import unwrap
-from everstep.state.survey.recent import RecentLayouts
+from everstep.state.layout.lru import RecentLayouts
+from everstep.state.layout.names import GRADIENT
+from everstep.state.layout.shards import ShardLayout
+from everstep.state.providers.modules import unwrap
+from everstep.state.training_state import State
 
 __all__ = ["GradientCheck", "GradientPlaces", "GraphMemory", "HeldGradients", "are_alone"]
 

@@ -21,13 +21,13 @@ from everstep.capture.multistep import Unit
 from everstep.capture.versions import Versions
 from everstep.link.samples import Samples
 from everstep.restore.redo.owned import parameter_names
-from everstep.state.image import State
-from everstep.state.layout import ShardLayout
-from everstep.state.owners import Owner
+from everstep.state.layout.shards import ShardLayout
+from everstep.state.providers.modules import ModuleProvider
 from everstep.state.providers.optimizers import OptimizerProvider
-from everstep.state.providers.providers import ModuleProvider
-from everstep.state.ranks.log_parts import updated_elsewhere
+from everstep.state.ranks.log_shares import updated_elsewhere
+from everstep.state.survey.ownership import Owner
 from everstep.state.survey.survey import Shape, same_objects
+from everstep.state.training_state import State
 from everstep.state.values.objects import TensorRef
 from everstep.state.values.tree import references, split
 from everstep.trainer.base.prepared import Copies, Prepared

@@ -21,7 +21,7 @@ import torch
 from everstep.capture.lanes.lane import Lane
 from everstep.capture.multistep import Unit
 from everstep.link.pool import CapturePool
-from everstep.state.image import State
+from everstep.state.training_state import State
 from everstep.trainer.base.prepared import Prepared
 from everstep.trainer.log.consumed import Consumption
 from everstep.trainer.multistep.multistep_choice import Choice

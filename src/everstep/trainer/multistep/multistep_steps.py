@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 from everstep.capture.lanes.cuda import moment_on
 from everstep.seams import Clock
-from everstep.state.image import State
+from everstep.state.training_state import State
 
 __all__ = ["Lengths", "StepLengths", "moment_of"]
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from everstep.errors import StateError
 from everstep.format.header import ShardIdentity
 from everstep.link.save import Save, copy_outcome, fail
-from everstep.state.image import State
+from everstep.state.training_state import State
 from everstep.trainer.job.job import Job
 from everstep.trainer.multistep.multistep_mark import AtMark
 

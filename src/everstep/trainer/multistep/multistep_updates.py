@@ -18,10 +18,10 @@ from everstep.errors import AuditError, DeadlineError, EverstepError
 from everstep.link.pool import Block
 from everstep.link.save import as_everstep_error
 from everstep.seams import Clock
-from everstep.state.image import State
-from everstep.state.log import GRADIENT, UPDATE_OBJECT
-from everstep.state.ranks.dtensors import is_dtensor
+from everstep.state.layout.names import GRADIENT, UPDATE_OBJECT
+from everstep.state.training_state import State
 from everstep.state.values.objects import encode
+from everstep.state.values.tensors import is_dtensor
 from everstep.trainer.log.consumed import Consumption
 from everstep.trainer.multistep.multistep_choice import Choice
 from everstep.trainer.multistep.multistep_gradients import (

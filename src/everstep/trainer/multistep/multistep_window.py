@@ -15,7 +15,7 @@ from everstep.format.log import RecordHead
 from everstep.link.assembly import PartialUpdate
 from everstep.link.pool import Block, CapturePool
 from everstep.link.save import Save
-from everstep.state.layout import ShardLayout
+from everstep.state.layout.shards import ShardLayout
 from everstep.state.survey.survey import Shape, Survey
 from everstep.trainer.attach.remote import RemoteKeeper
 from everstep.trainer.log.consumed import Consumed

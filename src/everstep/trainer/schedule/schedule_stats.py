@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from everstep.capture.scheduled import Dispatch, Unit
-from everstep.state.layout import overlaps
+from everstep.state.layout.shards import overlaps
 from everstep.trainer.base.prepared import Prepared
 from everstep.trainer.schedule.program import Program
 

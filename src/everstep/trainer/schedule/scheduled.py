@@ -29,7 +29,7 @@ from everstep.capture.lanes.lane import Lane
 from everstep.capture.scheduled import Dispatch, Duplicates
 from everstep.plan.schedule.timeline import Leaving, StepPlan, plan_departures
 from everstep.seams.messages import say
-from everstep.state.image import State
+from everstep.state.training_state import State
 from everstep.trainer.base.prepared import Prepared
 from everstep.trainer.schedule.program import (
     Program,

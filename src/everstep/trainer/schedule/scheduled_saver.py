@@ -32,8 +32,8 @@ from everstep.link.pool import CapturePool
 from everstep.link.save import Save, fail, failing_save
 from everstep.seams import Clock
 from everstep.seams.processes.conditions import Outcome
-from everstep.state.image import State
 from everstep.state.survey.survey import Survey
+from everstep.state.training_state import State
 from everstep.trainer.attach.keeper import Keeper
 from everstep.trainer.attach.remote import RemoteKeeper
 from everstep.trainer.base.prepared import Copies, Prepared

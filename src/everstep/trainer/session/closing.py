@@ -29,8 +29,8 @@ from everstep.link.channel import BackgroundChannel
 from everstep.link.save import Save
 from everstep.restore.load.nonfinite import nonfinite_parameter
 from everstep.seams.messages import say, say_to
-from everstep.state.image import State
 from everstep.state.survey.survey import Survey
+from everstep.state.training_state import State
 from everstep.trainer.attach.keeper import Keeper
 from everstep.trainer.attach.keepers import Keepers, release_keeper
 from everstep.trainer.attach.remote import RemoteKeeper

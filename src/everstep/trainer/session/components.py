@@ -22,10 +22,10 @@ from everstep.link.recordable import refuse_optimizers
 from everstep.seams import Seams
 from everstep.seams.clock import Clock
 from everstep.seams.messages import say
-from everstep.state.image import State
-from everstep.state.ranks.drift import before_update
-from everstep.state.ranks.log_parts import left_to_others_bytes, recorded_by_several
+from everstep.state.ranks.ddp import before_update
+from everstep.state.ranks.log_shares import left_to_others_bytes, recorded_by_several
 from everstep.state.survey.survey import Shape, Survey
+from everstep.state.training_state import State
 from everstep.tiers.options import PeerOptions, TierOptions
 from everstep.trainer.attach.keeper import Keeper
 from everstep.trainer.attach.keepers import Keepers

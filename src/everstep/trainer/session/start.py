@@ -21,7 +21,7 @@ from everstep.restore.start.resume import OfSeveralError, Resumed, open_timeline
 from everstep.run.scan import KnownTimelines
 from everstep.seams import Seams
 from everstep.seams.fingerprint import computed_on, device_types
-from everstep.state.image import State
+from everstep.state.training_state import State
 from everstep.tiers.disk import storage_errors
 from everstep.trainer.attach.keepers import Keepers
 from everstep.trainer.job.copies import with_source

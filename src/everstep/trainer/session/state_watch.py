@@ -26,8 +26,9 @@ from torch import nn
 from everstep.capture.updates import UpdateHooks
 from everstep.config.options import Options
 from everstep.errors import EverstepError, StateError, UnsupportedStateError
-from everstep.state.image import RNG_SECTION, State
+from everstep.state.layout.names import RNG_SECTION
 from everstep.state.survey.survey import Survey
+from everstep.state.training_state import State
 from everstep.trainer.base.last_mark import FreshStart, LastMark
 from everstep.trainer.checks.step_order import PendingGradients, PendingScalers
 from everstep.trainer.checks.untracked import UntrackedOptimizers, UntrackedSchedulers

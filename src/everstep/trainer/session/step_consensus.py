@@ -31,8 +31,8 @@ from typing import Any
 
 from everstep.config.options import Options
 from everstep.errors import DeadlineError, NonFiniteError
-from everstep.state.image import State
 from everstep.state.survey.survey import Survey
+from everstep.state.training_state import State
 from everstep.trainer.job.job import Job
 from everstep.trainer.log.nonfinite import nonfinite_error
 from everstep.trainer.multistep.multistep_ranks import RankMultistep

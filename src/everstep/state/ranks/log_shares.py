@@ -9,18 +9,19 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import xxhash
 
-from everstep.state.image import State
 from everstep.state.providers.optimizers import OptimizerProvider
-from everstep.state.ranks.common import common_of
-from everstep.state.ranks.dtensors import LocalPart, is_dtensor
-from everstep.state.ranks.sharing import Sharing, spread
-from everstep.state.ranks.zero import ZeroProvider
+from everstep.state.providers.zero import ZeroProvider
+from everstep.state.ranks.writers import Sharing, common_of, spread
 from everstep.state.values.objects import join_path
+from everstep.state.values.tensors import LocalPart, is_dtensor
+
+if TYPE_CHECKING:
+    from everstep.state.training_state import State
 
 __all__ = [
     "Part",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import logging
 import threading
 import weakref
@@ -26,59 +25,40 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
-from everstep.errors import FormatError, OptionError, StateError, UnsupportedStateError
-from everstep.seams.memory import copy_memory
-from everstep.state.entries import Entry
-from everstep.state.loaders.loader_provider import LoaderProvider
-from everstep.state.loaders.positions import POSITIONS, is_followed, loader_within
-from everstep.state.owners import DeclaredUpdate, Holding, Memory, Told, memory_of
-from everstep.state.providers.optimizers import OptimizerProvider, lost_inside, unwrapped
-from everstep.state.providers.plain_provider import Places, PlainProvider
-from everstep.state.providers.providers import (
-    ModuleProvider,
-    ParameterNames,
-    Provider,
-    Stateful,
-    StatefulProvider,
-    Unproven,
-)
-from everstep.state.providers.restoring import RestorePlan, Saved
-from everstep.state.providers.rng import RngStates, collect_rng, other_generator, restore_rng
-from everstep.state.ranks.buckets import BUCKETS_SECTION, Buckets
-from everstep.state.ranks.dtensors import local_of
-from everstep.state.ranks.in_common import InCommon
-from everstep.state.ranks.ranks import ONE_RANK, RankInfo
-from everstep.state.ranks.share import OwnShare
-from everstep.state.ranks.sharing import Sharing
-from everstep.state.ranks.zero import ZeroProvider, acting, is_zero
-from everstep.state.survey.survey import (
-    OBJECT_BYTES_MAX,
-    OBJECT_PREFIX,
+from everstep.errors import OptionError, StateError, UnsupportedStateError
+from everstep.state.layout.entries import Entry
+from everstep.state.layout.names import (
     RESERVED,
+    RNG_SECTION,
+    is_reserved,
+)
+from everstep.state.layout.replica_digest import InCommon
+from everstep.state.loaders.positions import POSITIONS, is_followed, loader_within
+from everstep.state.providers.modules import ModuleProvider, ParameterNames
+from everstep.state.providers.optimizers import OptimizerProvider, lost_inside, unwrapped
+from everstep.state.providers.plain import Places, PlainProvider, RngProvider
+from everstep.state.providers.provider import Provider, RestorePlan, Saved
+from everstep.state.providers.stateful import LoaderProvider, Stateful, StatefulProvider
+from everstep.state.providers.zero import ZeroProvider, acting, is_zero
+from everstep.state.ranks.ddp_buckets import BUCKETS_SECTION, Buckets
+from everstep.state.ranks.rank_info import ONE_RANK, RankInfo
+from everstep.state.ranks.rank_share import OwnShare
+from everstep.state.ranks.writers import Sharing
+from everstep.state.survey.ownership import DeclaredUpdate, Holding, Memory, Told, memory_of
+from everstep.state.survey.survey import (
     Assembler,
-    Block,
-    Later,
     Part,
     Survey,
-    is_reserved,
     same_objects,
     unsupported,
 )
-from everstep.state.values.objects import TensorRef, join_path
+from everstep.state.values.objects import join_path
 from everstep.state.values.refusals import snapshot
+from everstep.state.values.tensors import local_of
 from everstep.state.values.tree import references, split
 
-__all__ = [
-    "NOT_IN_STATE",
-    "NOT_SAVED",
-    "OBJECT_BYTES_MAX",
-    "OBJECT_PREFIX",
-    "RNG_SECTION",
-    "State",
-    "some_of",
-]
+__all__ = ["NOT_IN_STATE", "NOT_SAVED", "State", "some_of"]
 
-RNG_SECTION = f"{RESERVED}/rng"
 
 NOT_SAVED = "not in the checkpoint"
 """What differs of a part of the state that a base does not have."""
@@ -203,7 +183,7 @@ class State:
         if rng and self.buckets.are_saved:
             self.providers[BUCKETS_SECTION] = self.buckets
         if rng:
-            self.providers[RNG_SECTION] = _RngProvider()
+            self.providers[RNG_SECTION] = RngProvider()
         self._values = values
         self._places = Places()
         self._objects = {
@@ -561,7 +541,7 @@ class State:
             ModuleProvider: 0,
             OptimizerProvider: 1,
             ZeroProvider: 1,
-            _RngProvider: 3,
+            RngProvider: 3,
         }
         return sorted(self.providers, key=lambda name: ranks.get(type(self.providers[name]), 2))
 
@@ -636,43 +616,3 @@ def _same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
         return True  # what is stored is another part of it, as sharding has it
     parts = (t.contiguous().reshape(-1).view(torch.uint8) for t in (mine, theirs) if t.numel())
     return torch.equal(*parts) if mine.numel() else True
-
-
-class _RngProvider(Unproven):
-    section = RNG_SECTION
-
-    def collect(self) -> Any:
-        return collect_rng()
-
-    def look(self) -> Part:
-        states = RngStates.now()
-        found = [states.torch, *(states.cuda or ())]
-        sizes = [tensor.nbytes for tensor in found]  # len() of a tensor is a method in Python
-        kept = self._blocks[0] if self._blocks else Block()
-        if not states.is_usual or sizes != [tensor.nbytes for tensor in kept.tensors]:
-            return self._look_at(states.tree(states.torch, states.cuda))
-        # Into the same tensors, which nobody reads later than at the step mark: they are as they
-        # were to whoever plans copies. (By bytes: it may be inference mode, now or then.)
-        for tensor, target, size in zip(found, kept.tensors, sizes, strict=True):
-            copy_memory(target.data_ptr(), tensor.data_ptr(), size)
-        first, *others = map(TensorRef, kept.names)
-        return Part(self._blocks, Later(functools.partial(states.tree, first, others)))
-
-    def plan(self, saved: Saved, live: Mapping[str, torch.Tensor]) -> RestorePlan:
-        problem = other_generator(saved.tree)
-        if problem is None:
-            return RestorePlan(saved.tree)
-        return RestorePlan.without([(f"{RNG_SECTION}/numpy", problem)])
-
-    def restore(self, tree: Any, *, strict: bool) -> list[str]:
-        try:
-            return restore_rng(tree)
-        except (
-            ArithmeticError,
-            AttributeError,
-            LookupError,
-            RuntimeError,
-            TypeError,
-            ValueError,
-        ) as e:
-            raise FormatError(f"{RNG_SECTION} holds no state of random generators: {e!r}") from e

@@ -2,26 +2,109 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 
 import torch
+from torch import nn
+from torch.optim.lr_scheduler import LRScheduler
 
-from everstep.state.providers.optimizers import OptimizerProvider
-from everstep.state.providers.providers import ModuleProvider, Provider
-from everstep.state.providers.restoring import RestorePlan
-from everstep.state.ranks.apart import Apart
-from everstep.state.ranks.common import common_of, frozen_for_ddp, why_not_shared
-from everstep.state.ranks.in_common import InCommon
-from everstep.state.ranks.left_out import left_out_in_common
-from everstep.state.ranks.placing import WHOLE, Placement
-from everstep.state.ranks.ranks import RankInfo
-from everstep.state.ranks.sharing import Sharing
+from everstep.state.layout.placement import WHOLE, Placement
+from everstep.state.layout.replica_digest import InCommon, in_common
+from everstep.state.providers.modules import ModuleProvider
+from everstep.state.providers.optimizers import OptimizerProvider, unwrapped
+from everstep.state.providers.provider import Provider, RestorePlan
+from everstep.state.providers.stateful import StatefulProvider
+from everstep.state.ranks.ddp import Apart, frozen_for_ddp
+from everstep.state.ranks.rank_info import RankInfo
+from everstep.state.ranks.writers import Sharing, common_of
 from everstep.state.survey.survey import Shape, Survey, unsupported
 from everstep.state.values.objects import join_path
 
-__all__ = ["OwnShare"]
+__all__ = ["LeftOut", "OwnShare", "left_out_in_common", "why_not_shared"]
+
+_Ranks = tuple[int, ...]
+_LISTED = 3
+
+
+@dataclass(frozen=True, slots=True)
+class LeftOut:
+    """What one rank would leave out.
+
+    Attributes:
+        mismatches: all of it, and what it would take as it may not be meant: ``(name, why)``.
+        common: of what it has in common with others: has to be the same on all of these.
+    """
+
+    mismatches: tuple[tuple[str, str], ...]
+    common: tuple[InCommon, ...]
+
+    @property
+    def words(self) -> tuple[str, ...]:
+        """The first of them, for other ranks."""
+        return tuple(f"{name}: {problem}" for name, problem in self.mismatches[:_LISTED])
+
+
+def left_out_in_common(
+    providers: Mapping[str, Provider],
+    sharing: Sharing,
+    aliases: Mapping[str, str],
+    plans: Mapping[str, RestorePlan],
+    taken: Mapping[str, str],
+) -> tuple[InCommon, ...]:
+    """Parameters, and the optimizers that update them, with all that sets their rates.
+
+    Args:
+        providers: by section.
+        aliases: ``other name -> entry name``.
+        taken: entries that ranks had different ones of -> whose this one takes.
+    """
+    lines: dict[tuple[_Ranks, str], list[str]] = {}
+
+    def say(ranks: frozenset[int], section: str, line: str) -> None:
+        if len(ranks) > 1:
+            lines.setdefault((tuple(sorted(ranks)), section), []).append(line)
+
+    holders: dict[int, frozenset[int]] = {}  # by id of a parameter
+    for section, provider in providers.items():
+        if not isinstance(provider, ModuleProvider):
+            continue
+        plan = plans[section]
+        for key, parameter in provider.named_parameters():
+            name = join_path(section, key)
+            ranks = holders.setdefault(id(parameter), sharing.ranks_of(aliases.get(name, name)))
+            if plan.left_out or key not in plan.tree:
+                say(ranks, section, name)
+    updated: dict[int, set[frozenset[int]]] = {}  # by id of an optimizer
+    for section, provider in providers.items():
+        if not isinstance(provider, OptimizerProvider):
+            continue
+        groups = updated.setdefault(id(provider.optimizer), set())
+        for name, trained in provider.named():
+            ranks = holders.get(id(trained), frozenset())
+            groups.add(ranks)
+            if plans[section].left_out:
+                say(ranks, section, name)
+    for section, provider in providers.items():
+        # A new rank begins without what each had for itself: that is no mismatch.
+        if isinstance(provider, StatefulProvider) and plans[section].mismatches:
+            for ranks in _scaled_by(provider.value, updated):
+                say(ranks, section, section)
+    for name, whose in taken.items():
+        ranks = sharing.ranks_of(sharing.unit_of(aliases.get(name, name)))
+        say(ranks, name.partition("/")[0], f"{name} {whose}")
+    return in_common(lines)
+
+
+def _scaled_by(value: object, updated: Mapping[int, set[frozenset[int]]]) -> set[frozenset[int]]:
+    """Ranks that have parameters in common whose updates depend on a scheduler, or a scaler."""
+    if isinstance(value, LRScheduler):
+        return updated.get(id(unwrapped(value.optimizer)), set())
+    if isinstance(value, torch.amp.GradScaler):
+        return set().union(*updated.values())
+    return set()
 
 
 class OwnShare:
@@ -75,7 +158,7 @@ class OwnShare:
         return self._sharing(survey.shape).is_shared()
 
     def holders(self, survey: Survey) -> Callable[[str], tuple[str, frozenset[int]] | None]:
-        """See :meth:`everstep.state.image.State.holders`."""
+        """See :meth:`everstep.state.training_state.State.holders`."""
         aliases = survey.shape.aliases
         providers = self._providers
         sharing = self._sharing(survey.shape)
@@ -107,7 +190,7 @@ class OwnShare:
     def left_out(
         self, survey: Survey, plans: Mapping[str, RestorePlan], taken: Mapping[str, str]
     ) -> tuple[InCommon, ...]:
-        """See :meth:`everstep.state.image.State.left_out`."""
+        """See :meth:`everstep.state.training_state.State.left_out`."""
         if self._ranks.world == 1:
             return ()
         sharing = self._sharing(survey.shape)
@@ -150,3 +233,12 @@ class OwnShare:
                     leaves.append((section, why))
         if leaves:
             raise unsupported(leaves)
+
+
+def why_not_shared(module: nn.Module) -> str | None:
+    """Why a module cannot be saved by several ranks; None if it can."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")  # not loaded: nobody uses it
+    kind = None if fsdp is None else fsdp.FullyShardedDataParallel
+    if kind is not None and any(isinstance(part, kind) for part in module.modules()):
+        return "FullyShardedDataParallel is not supported; use torch.distributed.fsdp.fully_shard"
+    return None

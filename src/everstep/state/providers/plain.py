@@ -8,29 +8,54 @@ several different ones may have been saved. Random generators are set to the sta
 
 from __future__ import annotations
 
+import functools
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping
+from collections.abc import (
+    Callable,
+    Collection,
+    Iterator,
+    Mapping,
+    MutableMapping,
+)
 from typing import Any
 
 import numpy as np
 import torch
 from torch.nn.parameter import is_lazy
 
-from everstep.seams.memory import WritableMemory
-from everstep.state.entries import Entry
-from everstep.state.providers.providers import Unproven, difference, same_memory
-from everstep.state.providers.restoring import RestorePlan, Saved
+from everstep.errors import FormatError
+from everstep.seams.memory import WritableMemory, copy_memory
+from everstep.state.layout.entries import Entry
+from everstep.state.layout.names import (
+    RNG_SECTION,
+)
+from everstep.state.providers.provider import (
+    RestorePlan,
+    Saved,
+    Unproven,
+    difference,
+    same_memory,
+)
+from everstep.state.survey.survey import (
+    Block,
+    Later,
+    Part,
+)
 from everstep.state.values.generators import (
     GeneratorState,
+    RngStates,
+    collect_rng,
     is_generator,
     kind_of,
+    other_generator,
+    restore_rng,
     set_state,
     state_of,
     why_not_made,
 )
-from everstep.state.values.objects import MAX_DEPTH, join_path
+from everstep.state.values.objects import MAX_DEPTH, TensorRef, join_path
 
-__all__ = ["Places", "PlainProvider"]
+__all__ = ["Places", "PlainProvider", "RngProvider"]
 
 _IMMUTABLE = frozenset((type(None), bool, int, float, complex, str, bytes))
 
@@ -218,3 +243,45 @@ def _trained(value: Any, *, of_module: bool = False) -> Iterator[bool]:
     elif type(value) in (list, tuple):
         for item in value:
             yield from _trained(item, of_module=of_module)
+
+
+class RngProvider(Unproven):
+    """The random generators of the process: Python, NumPy, torch, and the CUDA devices in use."""
+
+    section = RNG_SECTION
+
+    def collect(self) -> Any:
+        return collect_rng()
+
+    def look(self) -> Part:
+        states = RngStates.now()
+        found = [states.torch, *(states.cuda or ())]
+        sizes = [tensor.nbytes for tensor in found]  # len() of a tensor is a method in Python
+        kept = self._blocks[0] if self._blocks else Block()
+        if not states.is_usual or sizes != [tensor.nbytes for tensor in kept.tensors]:
+            return self._look_at(states.tree(states.torch, states.cuda))
+        # Into the same tensors, which nobody reads later than at the step mark: they are as they
+        # were to whoever plans copies. (By bytes: it may be inference mode, now or then.)
+        for tensor, target, size in zip(found, kept.tensors, sizes, strict=True):
+            copy_memory(target.data_ptr(), tensor.data_ptr(), size)
+        first, *others = map(TensorRef, kept.names)
+        return Part(self._blocks, Later(functools.partial(states.tree, first, others)))
+
+    def plan(self, saved: Saved, live: Mapping[str, torch.Tensor]) -> RestorePlan:
+        problem = other_generator(saved.tree)
+        if problem is None:
+            return RestorePlan(saved.tree)
+        return RestorePlan.without([(f"{RNG_SECTION}/numpy", problem)])
+
+    def restore(self, tree: Any, *, strict: bool) -> list[str]:
+        try:
+            return restore_rng(tree)
+        except (
+            ArithmeticError,
+            AttributeError,
+            LookupError,
+            RuntimeError,
+            TypeError,
+            ValueError,
+        ) as e:
+            raise FormatError(f"{RNG_SECTION} holds no state of random generators: {e!r}") from e

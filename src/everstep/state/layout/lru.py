@@ -7,7 +7,7 @@ from collections import OrderedDict
 from collections.abc import Hashable
 from typing import Generic, TypeVar
 
-from everstep.state.layout import ShardLayout
+from everstep.state.layout.shards import ShardLayout
 
 __all__ = ["COUNT_MAX", "ENTRIES_MAX", "Recent", "RecentLayouts"]
 

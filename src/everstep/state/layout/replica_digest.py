@@ -1,7 +1,7 @@
 """Whether what each rank says it has in common with others is what these say.
 
 A rank writes only its part of what several have in common, and refers to the others' for the rest.
-Each decides that by itself (:mod:`everstep.state.ranks.sharing`), so ranks that were given other
+Each decides that by itself (:mod:`everstep.state.ranks.writers`), so ranks that were given other
 states
 would write parts that do not fit together. What each of them goes by is in its marker, and parts
 that do not fit are those of no base.
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import xxhash
 
-from everstep.state.ranks.placing import Placement
+from everstep.state.layout.placement import Placement
 
 __all__ = ["InCommon", "in_common", "members_of", "parted"]
 

@@ -27,9 +27,8 @@ import torch
 from torch.optim import Optimizer
 
 from everstep.errors import OptionError, StateError
-from everstep.state.ranks.dtensors import local_of
 from everstep.state.values.objects import MAX_DEPTH
-from everstep.state.values.tensors import why_not_storable
+from everstep.state.values.tensors import local_of, why_not_storable
 
 __all__ = [
     "Claims",

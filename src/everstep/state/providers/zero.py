@@ -14,11 +14,11 @@ import torch
 from torch.optim import Optimizer
 
 from everstep.errors import UnsupportedStateError
-from everstep.state.owners import Holding, holding_of
+from everstep.state.layout.placement import Placement
+from everstep.state.providers.modules import ParameterNames
 from everstep.state.providers.optimizers import Named, OptimizerProvider
-from everstep.state.providers.providers import ParameterNames
-from everstep.state.providers.restoring import RestorePlan, Saved
-from everstep.state.ranks.placing import Placement
+from everstep.state.providers.provider import RestorePlan, Saved
+from everstep.state.survey.ownership import Holding, holding_of
 
 __all__ = ["PARTITIONED", "ZeroProvider", "acting", "is_zero"]
 

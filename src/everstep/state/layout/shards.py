@@ -11,19 +11,24 @@ file: offset for offset the same bytes.
 from __future__ import annotations
 
 import bisect
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
+from typing import Protocol
 
-from everstep.state.entries import DTYPE_BYTES, Entry
+from everstep.state.layout.entries import DTYPE_BYTES, Entry
 
 __all__ = [
     "HEADER_BYTES_MAX",
+    "PIECE_BYTES",
+    "Body",
     "Placed",
+    "Seen",
     "ShardLayout",
     "append_objects",
     "at_lsn",
     "overlaps",
+    "pieces",
     "plan_shards",
 ]
 
@@ -121,3 +126,36 @@ def _lay_out(entries: Sequence[Entry]) -> ShardLayout:
         placed.append(Placed(entry, position, position + entry.size_bytes))
         position += entry.size_bytes
     return ShardLayout(tuple(placed))
+
+
+PIECE_BYTES = 512 << 10
+"""Bytes that are copied and digested in one go: source and copy together stay in the
+second-level cache."""
+
+Seen = Callable[[memoryview], None]
+
+
+class Body(Protocol):
+    """The data bytes of one shard: tensors in file order, then objects."""
+
+    def fill(self, begin: int, chunk: memoryview, seen: Seen) -> None:
+        """Puts data bytes ``[begin, begin + len(chunk))`` into ``chunk``, and shows them to
+        ``seen`` in order, while they are in the cache."""
+        ...
+
+    def held(self, begin: int, end: int) -> memoryview | None:
+        """Data bytes ``[begin, end)`` where they already lie, if they do; begins at a page if
+        ``begin`` is a multiple of one. Waits for bytes that are still being captured. Bytes
+        behind ``end`` up to the next page are there, and of no meaning."""
+        ...
+
+    def objects_bytes(self) -> Mapping[str, int]:
+        """Sizes of the objects that follow the tensors, by entry name; waits until they are
+        known. Asked for after all whole chunks of tensors."""
+        ...
+
+
+def pieces(memory: memoryview) -> Iterator[memoryview]:
+    """``memory`` in pieces of at most :data:`PIECE_BYTES`."""
+    for begin in range(0, memory.nbytes, PIECE_BYTES):
+        yield memory[begin : begin + PIECE_BYTES]

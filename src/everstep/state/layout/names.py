@@ -7,13 +7,34 @@ __all__ = [
     "HYPER",
     "INDICES",
     "INT8",
+    "OBJECT_BYTES_MAX",
+    "OBJECT_PREFIX",
     "PART_OBJECT",
+    "RESERVED",
+    "RNG_SECTION",
     "SAMPLE",
     "SCALES",
     "SPOT",
     "UPDATE_OBJECT",
     "VALUES",
+    "is_reserved",
 ]
+
+RESERVED = "everstep"
+
+
+OBJECT_PREFIX = f"{RESERVED}/objects/"
+"""Entries under this prefix hold a section's objects, encoded (see :mod:`.objects`)."""
+
+
+OBJECT_BYTES_MAX = 1 << 30
+"""A section's objects, encoded; what is larger belongs into tensors."""
+
+
+def is_reserved(name: str) -> bool:
+    """Whether the entry is everstep's own, like the states of random generators."""
+    return name.startswith(f"{RESERVED}/")
+
 
 GRADIENT = "gradient/"
 """Entries of an update under this prefix are gradients, by name of the parameter."""
@@ -43,3 +64,6 @@ UPDATE_OBJECT = "update"
 PART_OBJECT = "part"
 """The same of one rank's part of an update, whose other gradients are in other ranks' logs; of
 another name, so that nobody who does not know of parts takes one for the whole."""
+
+
+RNG_SECTION = f"{RESERVED}/rng"

@@ -13,8 +13,9 @@ tensors, or a torch whose methods read more than is known here.
 
 from __future__ import annotations
 
+import sys
 from collections import OrderedDict, defaultdict
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
 from operator import attrgetter, is_, itemgetter, methodcaller
@@ -25,12 +26,90 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from everstep.state.owners import Holding
+from everstep.state.survey.ownership import Holding
 from everstep.state.survey.survey import PLAIN_TENSORS, Part, same_objects
-from everstep.state.survey.tags import dict_tags, keep_order
 from everstep.state.values.objects import Encoded, TensorRef, encode
 
-__all__ = ["ModuleProof", "OptimizerProof", "Watch", "canonical_key"]
+__all__ = [
+    "ModuleProof",
+    "OptimizerProof",
+    "Watch",
+    "canonical_key",
+    "dict_tags",
+    "keep_order",
+]
+
+_Tag = Callable[[Any], int]
+
+
+def dict_tags(dicts: Iterable[Mapping[Any, Any]]) -> list[int] | None:
+    """The tags of some dicts: equal ones at another time say that all of them have had the same
+    keys and values all the while, in the same order if they :func:`keep_order`; None where there
+    are no tags."""
+    return None if _tag is None else list(map(_tag, dicts))
+
+
+def keep_order(dicts: Iterable[Mapping[Any, Any]]) -> bool:
+    """Whether none changes the order of its keys without another tag, as an ``OrderedDict`` does,
+    and whatever brings methods of its own."""
+    return {dict, defaultdict}.issuperset(map(type, dicts))
+
+
+class _Plain:
+    a: object
+
+
+_CHANGES: tuple[Callable[[dict[str, object]], object], ...] = (
+    lambda d: d.update(new=1),
+    lambda d: d.__setitem__("a", 2.5),
+    lambda d: d.__delitem__("a"),
+    lambda d: d.pop("b"),
+    lambda d: d.setdefault("other"),
+    lambda d: d.popitem(),
+    lambda d: d.clear(),
+)
+
+
+def _load() -> _Tag | None:
+    """The function that reads a tag, if dicts have one.
+
+    From Python 3.12 on torch counts changes instead, for which training would pay at each.
+    """
+    if sys.version_info >= (3, 12) or sys.implementation.name != "cpython":
+        return None
+    try:
+        from torch._C._dynamo.guards import dict_version
+    except ImportError:
+        return None
+    tag: _Tag = dict_version
+    return tag if _notices(tag) else None
+
+
+def _notices(tag: _Tag) -> bool:
+    """Whether a dict's tag moves with each change, those of an object's attributes too, and
+    otherwise does not."""
+    made = _Plain()
+    members: dict[str, object] = {"a": object(), "b": object(), "c": object()}
+
+    def set_attribute(_: object) -> None:
+        made.a = object()
+
+    try:
+        for held in (members.copy(), defaultdict(object, members), made.__dict__):
+            held.update(members)
+            changes = [*_CHANGES, set_attribute] if held is made.__dict__ else _CHANGES
+            for change in changes:
+                before = tag(held)
+                again = tag(held)
+                change(held)
+                if again != before or tag(held) == before:
+                    return False
+    except (RuntimeError, TypeError):
+        return False
+    return True
+
+
+_tag = _load()
 
 
 def _is_torchs_own(function: object, names: frozenset[str]) -> bool:

@@ -16,12 +16,18 @@ from dataclasses import dataclass, field, replace
 
 import xxhash
 
-from everstep.state.entries import Entry
-from everstep.state.ranks.in_common import InCommon, in_common
-from everstep.state.ranks.placing import Placement, replicas_on_mesh
-from everstep.state.ranks.ranks import RankInfo
+from everstep.state.layout.entries import Entry
+from everstep.state.layout.placement import Placement, replicas_on_mesh
+from everstep.state.layout.replica_digest import InCommon, in_common
+from everstep.state.providers.modules import ModuleProvider
+from everstep.state.providers.optimizers import OptimizerProvider
+from everstep.state.providers.provider import Provider
+from everstep.state.providers.zero import ZeroProvider
+from everstep.state.ranks import ddp
+from everstep.state.ranks.rank_info import RankInfo
+from everstep.state.values.objects import join_path
 
-__all__ = ["Common", "Share", "Sharing", "spread"]
+__all__ = ["Common", "Share", "Sharing", "common_of", "spread"]
 
 _Ranks = tuple[int, ...]
 
@@ -248,3 +254,52 @@ _COUNTER_BYTES = 16  # of one element, complex128 at most
 def _front(name: str) -> str:
     """``section/state/PARAMETER`` of the name of an optimizer's entry."""
     return "/".join(name.split("/", 3)[:3])
+
+
+def common_of(
+    providers: Iterable[Provider], aliases: Mapping[str, str], own: Collection[int]
+) -> Common:
+    """What is known of the sections that ``providers`` are of.
+
+    Parameters inside of DistributedDataParallel are the same on all ranks of its group, and so is
+    what one of torch's optimizers keeps for them; another may keep what is a rank's own. Those that
+    were frozen when DDP was made, and trained since, are not: it reduces no gradients of them.
+    Nor are buffers: each rank computes its own, and where they are broadcast, that happens before
+    the next forward.
+
+    Args:
+        aliases: ``other name -> entry name``.
+        own: ids of those parameters (:class:`.apart.Apart`).
+    """
+    providers = list(providers)
+    entries: dict[int, str] = {}
+    parameters: dict[str, tuple[int, ...]] = {}
+    for provider in providers:
+        if not isinstance(provider, ModuleProvider):
+            continue
+        ranks, ignored = ddp.ddp_replicas(provider.outer)
+        for key, parameter in provider.named_parameters():
+            name = join_path(provider.section, key)
+            name = aliases.get(name, name)
+            entries.setdefault(id(parameter), name)
+            if ranks is not None and key not in ignored and id(parameter) not in own:
+                parameters[name] = ranks
+    states: dict[str, str] = {}
+    owned: dict[str, tuple[int, ...]] = {}
+    updaters: dict[str, tuple[int, tuple[int, ...]]] = {}
+    for provider in providers:
+        if not isinstance(provider, OptimizerProvider):
+            continue
+        where = join_path(provider.section, "state")
+        zero = provider if isinstance(provider, ZeroProvider) else None
+        updated_by: dict[str, int] = {} if zero is None else zero.owners()
+        for name, owner in provider.named():
+            front = join_path(where, name)
+            if id(owner) in entries and provider.is_function_of_gradients:
+                states[front] = entries[id(owner)]
+            if zero is not None:
+                owned[front] = zero.ranks
+                if id(owner) in entries:
+                    updaters[entries[id(owner)]] = updated_by[name], zero.ranks
+    modules = frozenset(one.section for one in providers if isinstance(one, ModuleProvider))
+    return Common(parameters, states, owned, updaters, modules)

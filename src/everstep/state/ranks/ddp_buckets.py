@@ -34,11 +34,12 @@ import numpy as np
 import torch
 from torch import distributed, nn
 
-from everstep.state.holders import holders_of
-from everstep.state.providers.providers import ModuleProvider, Provider, Unproven
-from everstep.state.providers.restoring import RestorePlan, Saved
-from everstep.state.survey.survey import RESERVED, Part
+from everstep.state.layout.names import RESERVED
+from everstep.state.providers.modules import ModuleProvider
+from everstep.state.providers.provider import Provider, RestorePlan, Saved, Unproven
+from everstep.state.survey.survey import Part
 from everstep.state.values.objects import Encoded, encode, join_path
+from everstep.state.values.referrers import holders_of
 
 __all__ = ["BUCKETS_SECTION", "Buckets"]
 

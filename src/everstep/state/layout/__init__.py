@@ -1,0 +1,3 @@
+"""layout."""
+
+__all__: list[str] = []
