@@ -111,5 +111,5 @@ def test_it_is_what_the_budget_is_held_against(tmp_path: Path) -> None:
     """A budget that holds the tensors, and not the files, is refused at the start."""
     state = state_of(40)
     tensors = State(state).survey().shape.size_bytes
-    with pytest.raises(OutOfSpaceError, match="one being written take"):
+    with pytest.raises(OutOfSpaceError, match="one being written need"):
         everstep.Checkpointer(tmp_path, state, keep=1, budget=Budget(disk_bytes=2 * tensors + 100))

@@ -354,7 +354,7 @@ def test_a_replay_that_was_measured_replaces_the_belief() -> None:
 
 def test_a_resume_measures_its_parts(run_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     clock, world, found = ManualClock(), World(), []
-    step, began = Redo.step, Cadence.began
+    step, began = Redo.step, Cadence.resumed
 
     def redo(self: Redo, *args: Any) -> None:
         clock.advance(2.0)
@@ -369,7 +369,7 @@ def test_a_resume_measures_its_parts(run_folder: Path, monkeypatch: pytest.Monke
             clock.advance(7.0)
 
     monkeypatch.setattr(Redo, "step", redo)
-    monkeypatch.setattr(Cadence, "began", note)
+    monkeypatch.setattr(Cadence, "resumed", note)
     options: dict[str, Any] = {"log": LogOptions(to="disk", batch_steps=1), "every": None}
     options |= {"seams": Seams(filesystem=HookedFileSystem(hook), clock=clock)}
     for timeline in range(3):
@@ -460,7 +460,10 @@ def test_where_memory_and_write_budget_contradict_each_other_the_log_goes_first(
     assert run.cadence.interval_steps == 175
     said = lines(capsys, "budget")
     (conflict,) = (line for line in said if "allows" in line)
-    assert "allows a base every 400 steps, but the memory of the log holds 175 steps" in conflict
+    assert (
+        "allows a base every 400 steps, but the memory of the log has space for 175 steps"
+        in conflict
+    )
     assert not any("every=" in line for line in said)
     enough = int(re.findall(r"host_bytes=(\d+)", conflict)[0])
     limits = LogLimits.of(enough, enough, state_bytes)
@@ -697,7 +700,7 @@ def test_a_log_that_never_went_to_disk_is_held_for_what_it_would_write(
     run.recorder.stats.record_bytes = 1000
     run.cadence.step_ended()
     (said,) = lines(capsys, "stays in memory")
-    assert "0 bytes were written within a day, and with the next segment, of about" in said
+    assert "0 bytes were written within a day, and the next segment of about" in said
 
 
 def test_what_goes_back_and_forth_around_the_budget_stays_out() -> None:

@@ -124,7 +124,7 @@ def test_who_records_a_parameter_writes_it_or_it_is_refused(near: Near) -> None:
             assert mine == written
             return
         assert mine <= written
-        with pytest.raises(UnsupportedStateError, match="disks of their own"):
+        with pytest.raises(UnsupportedStateError, match="separate disks"):
             require_replicable(state)
         require_replayable(state)
 

@@ -139,7 +139,7 @@ def test_generators_that_are_seeded_after_resume(
 def test_an_epoch_that_begins_anew_in_its_middle(
     run_folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    what = "the order of batches is in no part of the state"
+    what = "the order of batches is not part of the state"
     train(run_folder, 3, Fixed(), skips=False, counts=False)
     assert what not in caplog.text
     train(run_folder, 4, Fixed(), skips=False, counts=False)
@@ -244,7 +244,7 @@ def test_a_loader_of_a_part_that_has_its_position_back(
 def test_another_loader_beside_the_one_in_the_state(
     run_folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    what = "the order of batches is in no part of the state"
+    what = "the order of batches is not part of the state"
 
     def summed(*loaders: Any) -> Iterator[torch.Tensor]:
         yield from map(sum, zip(*loaders, strict=False))

@@ -29,8 +29,8 @@ from everstep.trainer.checks import untracked as strangers
 from everstep.trainer.checks.untracked import is_held
 
 THREAD = everstep.KeeperOptions(process=False)
-STRANGER = "an optimizer that is in no part of the state"
-SCHEDULER = "a scheduler that is in no part of the state"
+STRANGER = "an optimizer that is not part of the state"
+SCHEDULER = "a scheduler that is not part of the state"
 
 
 def make(seed: int = 0, **options: Any) -> tuple[nn.Linear, AdamW]:
@@ -686,7 +686,7 @@ def test_a_scheduler_of_the_state_that_drives_another_optimizer(
         return {"sched": schedules.StepLR(other, 2)}, []
 
     _, found = scheduled(run_folder, of)
-    assert caplog.text.count("'sched' drives an optimizer that is in no part of the state") == 2
+    assert caplog.text.count("'sched' drives an optimizer that is not part of the state") == 2
     assert [one.exact for one in found] == [True, False]
     assert "'sched' drives an optimizer" in found[1].evidence
 

@@ -145,7 +145,7 @@ def test_a_step_mark_before_its_update_is_told_of_once(
     if told:
         assert isinstance(mine[0], StateError)
         assert mine[0].step == 1
-        assert "behind the scaler's update()" in str(mine[0].hint)
+        assert "after the scaler's update()" in str(mine[0].hint)
 
 
 def test_a_scaler_that_does_nothing(run_folder: Path) -> None:

@@ -145,7 +145,8 @@ def test_a_signal_of_choice_and_the_handler_before(run_folder: Path) -> None:
 
 # Signals that the file system sends to its own process, from within the write of the last base.
 FROM_WITHIN = """
-from everstep.seams import PosixFileSystem, Seams, signals
+from everstep.seams import PosixFileSystem, Seams
+from everstep.seams.processes import signals
 signals.SAME_S = {same_s}
 class Sending(PosixFileSystem):
     def create(self, path, *, direct=False):

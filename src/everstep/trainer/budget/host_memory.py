@@ -280,6 +280,7 @@ def peer_log_bytes(info: RankInfo, held_bytes: int, base_bytes: int) -> int:
 
 
 def peer_sources(info: RankInfo) -> list[int]:
+    """Return the ranks whose copies the keeper of this rank holds."""
     return [rank for rank in range(len(info.nodes)) if peer_of(info.nodes, rank) == info.rank]
 
 

@@ -1,4 +1,4 @@
-"""TODO."""
+"""Refuses states whose updates a keeper cannot repeat, for replicas and multi-step bases."""
 
 from __future__ import annotations
 
@@ -19,16 +19,21 @@ __all__ = [
 
 
 def require_replicable(state: State) -> None:
-    """Raises:
-    UnsupportedStateError: an optimizer that a keeper, which is without the program, cannot run;
-        or of which it would not give the same bits; or of parameters that lie in no module; or a
-        function that is registered; or what another rank updates.
+    """Check that a replica can follow all updates of the state.
+
+    Raises:
+        UnsupportedStateError: An optimizer cannot run without the program, or would give other bits
+            in the keeper; its parameters are in no module; a function of the program updates
+            entries; or another rank updates entries that this rank writes.
     """
     found = [(pattern, "a function of the program updates it") for pattern in state.told.updates]
     found += _unknown_to_keepers(state) + _outside_of_modules(state)
     if name := written_apart(state):
-        why = "one rank updates it, and others write it, too: to disks of their own, or as it is "
-        found.append((name, f"{why}in no DistributedDataParallel of just the ranks that train it"))
+        why = (
+            "one rank updates it, and other ranks write it, too: to separate disks, or because it "
+            "is in no DistributedDataParallel of exactly the ranks that train it"
+        )
+        found.append((name, why))
     if found:
         listed = "\n".join(f"  {key}: {why}" for key, why in found)
         raise UnsupportedStateError(
@@ -39,9 +44,10 @@ def require_replicable(state: State) -> None:
 
 
 def require_replayable(state: State) -> None:
-    """Raises:
-    UnsupportedStateError: an optimizer whose updates a keeper cannot repeat, as a base that is
-        captured over several steps takes it.
+    """Check that a keeper can repeat all updates, as it does to complete a multi-step base.
+
+    Raises:
+        UnsupportedStateError: It cannot run an optimizer.
     """
     optimizers = state.optimizers.items()
     refused = [(key, why) for key, o in optimizers if (why := replay_refusal(acting(o)))]
@@ -56,7 +62,7 @@ def require_replayable(state: State) -> None:
 
 
 def _unknown_to_keepers(state: State) -> list[tuple[str, str]]:
-    """Optimizers that a keeper does not have, or would not give the same bits of, and why."""
+    """Return the optimizers that a keeper cannot run with the same bits, and the reasons."""
     found = []
     for key, optimizer in state.optimizers.items():
         kind = type(acting(optimizer))
@@ -68,8 +74,7 @@ def _unknown_to_keepers(state: State) -> list[tuple[str, str]]:
 
 
 def _outside_of_modules(state: State) -> list[tuple[str, str]]:
-    """Optimizers of parameters that a base does not name: only the program knows which entries
-    these are."""
+    """Return optimizers whose parameters are in no base, so that a keeper cannot find them."""
     named = {
         f"{section}.{key}"
         for section, provider in state.providers.items()
@@ -87,7 +92,7 @@ def _outside_of_modules(state: State) -> list[tuple[str, str]]:
 
 
 def why_inexact(state: State) -> str:
-    """Why no base that a keeper has computed will be exact (I9); "" if it may be."""
+    """Return why bases computed by a keeper are not exact (I9); "" if they may be."""
     parameters = (
         parameter
         for optimizer in state.optimizers.values()

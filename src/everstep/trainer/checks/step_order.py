@@ -1,5 +1,8 @@
-"""Notices that a step is said to be over while gradients wait to be consumed: they are no part of
-the state, and a resume at that step goes on without them."""
+"""Warns when ``ckpt.step()`` is called before the step is complete.
+
+Gradients that wait for an update, and results that a ``GradScaler`` has not processed yet, are not
+part of the state. A resume at such a step mark would continue without them.
+"""
 
 from __future__ import annotations
 
@@ -28,17 +31,17 @@ __all__ = [
 
 
 class PendingGradients:
-    """Looks at gradients where a step ends in which nothing was updated, and at the same once more
-    at the next mark of that kind, or before the next update. At other steps it does nothing.
+    """Detect gradients that wait for an update at a step mark.
 
-    Where a gradient was written to once at most meanwhile, it was not zeroed and computed anew (as
-    behind a step that a GradScaler has skipped), but waited, and was perhaps added to. (DDP writes
-    to it once more, as it puts back what was reduced.) What FSDP2 has not reduced yet waits in any
-    case: ``zero_grad()`` does not see it.
+    Gradients are examined only at step marks without an update, and once more at the next such mark
+    or before the next update. A gradient that was written to at most once in between has waited: it
+    was not zeroed and computed again (as after a step that a GradScaler has skipped), though a
+    backward may have added to it. DDP writes once more, when it copies the reduced gradients back.
+    Gradients that FSDP2 has not reduced yet always wait, as ``zero_grad()`` does not reach them.
 
     Args:
-        updates: whose handles hold the hooks.
-        tell: called once, with what the user should know.
+        updates: hooks of the state; holds the handles of the hooks made here.
+        tell: called once with the warning.
     """
 
     def __init__(
@@ -50,62 +53,62 @@ class PendingGradients:
         modules = (one for one in state.providers.values() if isinstance(one, ModuleProvider))
         self._modules = [one.outer for one in modules]
         self._waiting: dict[str, _Gradient] = {}
-        self._state_watch: set[str] = set()
-        self._told = False
+        self._hooked: set[str] = set()
+        self._reported = False
 
     def marked(self, step: int) -> None:
-        """Step ``step`` is over, and nothing was updated in it."""
-        if self._told:
+        """Examine gradients at the mark of a ``step`` without an update."""
+        if self._reported:
             return
         pairs = (pair for module in self._modules for pair in unreduced_gradients(module))
         unreduced = {id(parameter): gradient for parameter, gradient in pairs}
         for key, optimizer in self._optimizers.items():
-            self._look(key, writes_min=1)  # with none it was no step at all
+            self._examine(key, writes_min=1)  # without a write there was no backward, and no step
             beside = (unreduced.get(id(parameter)) for parameter in _parameters(optimizer))
-            if not self._told and any(one is not None and not _is_zero(one) for one in beside):
-                self._say(key, step)
-            if self._told:
+            if not self._reported and any(one is not None and not _is_zero(one) for one in beside):
+                self._report(key, step)
+            if self._reported:
                 return
             if (found := _Gradient.of(optimizer, step, self._writes_max)) is not None:
                 self._waiting[key] = found
-                if key not in self._state_watch:
+                if key not in self._hooked:
                     self._watch(key, optimizer)
 
     def _writes_max(self, parameter: torch.Tensor) -> int:
-        """How often its gradient is written to as a backward adds to it."""
+        """Return how often a backward writes to the parameter's gradient."""
         ddps = (ddp for module in self._modules if (ddp := ddp_in(module)) is not None)
         return 2 if any(id(parameter) in reduced_in(ddp) for ddp in ddps) else 1
 
     def _watch(self, key: str, optimizer: Optimizer) -> None:
-        """For good: hooks cannot be removed while they are called."""
+        """Examine gradients before each update, permanently: a hook cannot remove itself."""
 
         def look(*_: object) -> None:
-            self._look(key)
+            self._examine(key)
 
         look.looks_on = True  # type: ignore[attr-defined]
         self._updates.handles.append(optimizer.register_step_pre_hook(look))
-        self._state_watch.add(key)
+        self._hooked.add(key)
 
-    def _look(self, key: str, writes_min: int = 0) -> None:
+    def _examine(self, key: str, writes_min: int = 0) -> None:
         before = self._waiting.pop(key, None)
-        if before is not None and not self._told and before.has_waited(writes_min):
-            self._say(key, before.step)
+        if before is not None and not self._reported and before.has_waited(writes_min):
+            self._report(key, before.step)
 
-    def _say(self, key: str, step: int) -> None:
-        self._told = True
+    def _report(self, key: str, step: int) -> None:
+        self._reported = True
         self._tell(
             StateError(
                 f"ckpt.step() was called while gradients of {key!r} waited for an update: they "
-                "are no part of the state, and a resume at that step goes on without them",
+                "are not part of the state, and a resume at that step continues without them",
                 step=step,
-                hint="call ckpt.step() behind optimizer.step(), once for all of its micro-batches",
+                hint="call ckpt.step() after optimizer.step(), once for all of its micro-batches",
             )
         )
 
 
 @dataclass(frozen=True, slots=True)
 class _Gradient:
-    """One of those that a mark of ``step`` has found, as it was."""
+    """Gradient found at a step mark, with its version counters then."""
 
     parameter: torch.Tensor
     tensor: weakref.ref[torch.Tensor]
@@ -117,20 +120,26 @@ class _Gradient:
     def of(
         cls, optimizer: Optimizer, step: int, writes_max: Callable[[torch.Tensor], int]
     ) -> _Gradient | None:
-        """The first one that is to be consumed; zeros are spent."""
+        """Return the first gradient that is not zero; None without one."""
         for parameter in _parameters(optimizer):
             found = parameter.grad
             if found is not None and not _is_zero(found):
-                about = weakref.ref(found), _versions(found), step, writes_max(parameter)
-                return cls(parameter, *about)
+                return cls(
+                    parameter=parameter,
+                    tensor=weakref.ref(found),
+                    versions=_versions(found),
+                    step=step,
+                    writes_max=writes_max(parameter),
+                )
         return None
 
     def has_waited(self, writes_min: int) -> bool:
+        """Return True if the gradient was written to a number of times that a backward explains."""
         there = self.parameter.grad
         if there is None or there is not self.tensor():
             return False
         now, local = _versions(there)
-        # FSDP2 adds to what is in a DTensor, past it, as often as it likes.
+        # FSDP2 writes to the local tensor of a DTensor any number of times.
         writes = now - self.versions[0] + (local != self.versions[1])
         return writes_min <= writes <= self.writes_max and not _is_zero(there)
 
@@ -140,20 +149,20 @@ def _parameters(optimizer: Optimizer) -> Iterator[torch.Tensor]:
 
 
 def _versions(gradient: torch.Tensor) -> tuple[int, int]:
-    """How often it was written to, and of a DTensor what is in it."""
+    """Return the version of the gradient, and that of a DTensor's local tensor."""
     return gradient._version, local_of(gradient)._version if is_dtensor(gradient) else 0
 
 
 def _is_zero(gradient: torch.Tensor) -> bool:
-    own = local_of(gradient.detach())  # no rank waits for the others
+    own = local_of(gradient.detach())  # local: a collective call would wait for other ranks
     return own.layout == torch.strided and not bool(own.any())
 
 
 class PendingScalers:
-    """The scalers of a state, looked at where a step ends.
+    """Detect gradient scalers of the state whose ``update()`` was not called before a step mark.
 
     Args:
-        tell: called once, with what the user should know.
+        tell: called once with the warning.
     """
 
     def __init__(self, values: Mapping[str, Any], tell: Callable[[StateError], None]) -> None:
@@ -161,17 +170,17 @@ class PendingScalers:
         self._tell = tell
 
     def marked(self, step: int) -> None:
-        """Step ``step`` is over."""
+        """Examine the scalers at a step mark."""
         for key, scaler in self._scalers.items():
             if has_begun(scaler):
                 self._scalers = {}  # once
                 self._tell(
                     StateError(
-                        f"ckpt.step() was called before the update() of {key!r}: whether its "
-                        "gradients were finite is no part of the state, and a resume at that step "
-                        "goes on with the scale of before",
+                        f"ckpt.step() was called before the update() of {key!r}: the result of its "
+                        "check for non-finite gradients is not part of the state, and a resume at "
+                        "that step continues with the old scale",
                         step=step,
-                        hint="call ckpt.step() behind the scaler's update()",
+                        hint="call ckpt.step() after the scaler's update()",
                     )
                 )
                 return

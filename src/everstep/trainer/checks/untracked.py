@@ -1,14 +1,15 @@
-"""Finds optimizers that update what a state has and are in no part of it.
+"""Detects optimizers and schedulers that act on the state but are not part of it.
 
-Such an optimizer was forgotten, or the loop has bound a new one in mid-run. What it keeps
-(moments, rates) is in no base, so nothing that is saved from its first update on is exact. Its
-updates are held at the gate and counted like those of the state's own optimizers, and no log can
-repeat them.
+Such an optimizer was forgotten in the state, or the program has made a new one in the middle of a
+run. Its moments and rates are in no base, so nothing saved after its first update is exact. Its
+updates wait at the gate and are counted like those of the state's own optimizers, but no log can
+repeat them. Likewise the counters of a scheduler outside of the state are in no base; frameworks
+often make one of their own.
 
-torch calls the hooks that are registered here before and after the step of every optimizer of the
-process. Each optimizer is judged at its first step, and again when it has more groups; one that
-updates nothing of the state also when the state has other entries. For all but those that are
-reported the hook is a lookup in a dict.
+torch calls the hooks registered here before and after the step of every optimizer of the process.
+An optimizer is classified at its first step, and again when it has more parameter groups. One that
+updates no tensor of the state is classified again when the state has new entries. For all other
+steps the hook is a lookup in a dict.
 """
 
 from __future__ import annotations
@@ -50,7 +51,9 @@ __all__ = [
     "kind_of",
 ]
 
-_TOLD_MAX = 8  # there may be one for each parameter
+_log = logging.getLogger("everstep")
+
+_REPORTED_MAX = 8  # a program may have an optimizer for each parameter
 _OBJECTS_MAX = 50_000
 _ITEMS_MAX = 4096
 _HOLDS_NONE = (
@@ -61,14 +64,14 @@ _HOLDS_NONE = (
 
 
 @dataclass(slots=True)
-class _Stranger:
-    """An optimizer that may update what the state has, and is in no part of it.
+class _Untracked:
+    """Optimizer outside of the state that may update tensors of the state.
 
     Attributes:
-        groups: how many it had when it was judged.
-        parameters: those that the state has.
-        why: what to say of it.
-        consumes: one of these has a gradient that its update, under way, consumes.
+        groups: number of its parameter groups when it was classified.
+        parameters: its parameters that are in the state.
+        why: description for the warning.
+        consumes: True if one of these has a gradient that the running update consumes.
     """
 
     groups: int
@@ -78,13 +81,13 @@ class _Stranger:
 
 
 class UntrackedOptimizers:
-    """The optimizers of the process, as far as they concern a state.
+    """Watch all optimizers of the process for updates of the state.
 
     Args:
         updates: counts updates, and holds the handles of all hooks.
-        gate: called before anything of the state is updated (I1).
-        lost: called, with the reason, behind an update that no log can repeat; None: there is none.
-        tell: called, once for each kind, with what the user should know.
+        gate: called before a tensor of the state is updated (I1).
+        lost: called with the reason after an update that no log can repeat; None without a log.
+        tell: called with a warning, once for each kind of optimizer.
     """
 
     def __init__(
@@ -100,10 +103,10 @@ class UntrackedOptimizers:
         self._gate = gate
         self._lost = lost
         self._tell = tell
-        # With the number of groups then, and whether it is in a part of the state.
+        # By id: number of groups, whether the state saves the optimizer, and a weak reference.
         self._others: dict[int, tuple[int, bool, object]] = {}
-        self._strangers: dict[int, tuple[_Stranger, object]] = {}
-        self._layout: object = None  # of the state that they were judged by
+        self._untracked: dict[int, tuple[_Untracked, object]] = {}
+        self._layout: object = None  # layout of the state at the last classification
         self._hooked = self._is_started = False
 
     def watch(self) -> None:
@@ -111,7 +114,7 @@ class UntrackedOptimizers:
         self._updates.handles.append(register_optimizer_step_pre_hook(self._before))
 
     def started(self) -> None:
-        """The state is that of a start; what updated it before (a search for a rate) is past."""
+        """Begin to classify. Earlier updates (a search for a learning rate) do not matter."""
         self._is_started = True
 
     def _before(self, optimizer: Optimizer, *_: Any) -> None:
@@ -130,37 +133,37 @@ class UntrackedOptimizers:
         known = self._others.get(id(optimizer))
         same = self._layout is self._state.layout
         if same and known is not None and known[0] == len(optimizer.param_groups):
-            return  # mostly
+            return  # the usual case
         if not self._is_started:
             return
-        stranger = self._judged(optimizer)
-        if stranger is None:
+        found = self._classify(optimizer)
+        if found is None:
             return
-        stranger.consumes = _any_gradient(stranger.parameters)
+        found.consumes = _any_gradient(found.parameters)
         if self._is_within_ours:
-            self._updates.within = True  # and no log can repeat that one
+            self._updates.within = True  # no log can repeat the outer update, either
         else:
             self._gate(None)
-        if not self._hooked:  # it is called behind this very step, too
+        if not self._hooked:  # the new hook is called after this very step, too
             self._hooked = True
             self._updates.handles.append(register_optimizer_step_post_hook(self._after))
 
     def _look_after(self, optimizer: Optimizer) -> None:
-        stranger, _ref = self._strangers.get(id(optimizer), (None, None))
-        if stranger is None:
+        found, _ref = self._untracked.get(id(optimizer), (None, None))
+        if found is None:
             return
         # A closure computes gradients within the step, and a hook may free them there.
-        if not (stranger.consumes or _any_gradient(stranger.parameters)):
+        if not (found.consumes or _any_gradient(found.parameters)):
             return
         known = self._state.strangers
-        if stranger.why not in known and len(known) < _TOLD_MAX:
-            known.append(stranger.why)
-            self._tell(self._notice(stranger.why))
+        if found.why not in known and len(known) < _REPORTED_MAX:
+            known.append(found.why)
+            self._tell(self._notice(found.why))
         if self._is_within_ours:
-            return  # of the update of one of the state's own, which is counted
+            return  # the update of the outer optimizer is counted
         self._updates.updated()
         if self._lost is not None:
-            self._lost(stranger.why)
+            self._lost(found.why)
 
     @property
     def _is_within_ours(self) -> bool:
@@ -170,14 +173,14 @@ class UntrackedOptimizers:
     def _notice(self, why: str) -> StateError:
         log = " No log can repeat its updates: a base is taken at the end of each such step."
         return StateError(
-            f"{why}: what it keeps (moments, rates) is not saved, resume() loses it, and nothing "
+            f"{why}: its own state (moments, rates) is not saved, resume() loses it, and nothing "
             f"that is saved from now on is called exact.{'' if self._lost is None else log}",
-            hint='add it to the state, {"optimizer": optimizer}; where the loop goes on with a new '
-            "optimizer, close this Checkpointer first and make one of a state that has the new one",
+            hint='add it to the state, {"optimizer": optimizer}; to continue with a new optimizer, '
+            "close this Checkpointer first and make one for a state with the new optimizer",
         )
 
-    def _judged(self, optimizer: Optimizer) -> _Stranger | None:
-        if self._layout is not self._state.layout:  # a module was replaced, or has grown
+    def _classify(self, optimizer: Optimizer) -> _Untracked | None:
+        if self._layout is not self._state.layout:  # a module was replaced, or has new parameters
             self._layout = self._state.layout
             for number in [number for number, one in self._others.items() if not one[1]]:
                 del self._others[number]
@@ -185,18 +188,18 @@ class UntrackedOptimizers:
         groups = len(optimizer.param_groups)
         if key in self._others and self._others[key][0] == groups:
             return None
-        known, _ref = self._strangers.get(key, (None, None))
+        known, _ref = self._untracked.get(key, (None, None))
         if known is not None and known.groups == groups:
             return known
-        # Numbers of objects are used again: what is known of one goes with it.
+        # Ids of objects are used again, so entries must go with their optimizer.
         others = self._others
-        strangers = self._strangers
+        untracked = self._untracked
 
-        def gone(_: object) -> None:
+        def forget(_: object) -> None:
             others.pop(key, None)
-            strangers.pop(key, None)
+            untracked.pop(key, None)
 
-        alive = weakref.ref(optimizer, gone)
+        alive = weakref.ref(optimizer, forget)
         ours = belongs_to_state(optimizer, self._state)
         found = None if ours else self._updates_ours(optimizer)
         ours = ours or (found is not None and is_held(optimizer, self._state))
@@ -204,10 +207,10 @@ class UntrackedOptimizers:
             others[key] = groups, ours, alive
             return None
         others.pop(key, None)
-        strangers[key] = found, alive
+        untracked[key] = found, alive
         return found
 
-    def _updates_ours(self, optimizer: Optimizer) -> _Stranger | None:
+    def _updates_ours(self, optimizer: Optimizer) -> _Untracked | None:
         listed = [p for group in optimizer.param_groups for p in group["params"]]
         theirs = [(parameter, memory) for parameter in listed if (memory := _memory(parameter))]
         seen = [(name, memory) for name, one in self._state.seen() if (memory := _memory(one))]
@@ -217,20 +220,22 @@ class UntrackedOptimizers:
         if not parameters:
             return None
         names = list(dict.fromkeys(name for name, memory in seen if spans.meet(memory)))
-        what = f"an optimizer that is in no part of the state ({kind_of(optimizer)})"
-        why = f"{what} updates {len(names)} tensor(s) of it ({some_of(names)})"
-        return _Stranger(len(optimizer.param_groups), parameters, why)
+        which = f"an optimizer that is not part of the state ({kind_of(optimizer)})"
+        why = f"{which} updates {len(names)} tensor(s) of it ({some_of(names)})"
+        return _Untracked(len(optimizer.param_groups), parameters, why)
 
 
 @_disable_dynamo
 def _uncompiled(look: Callable[[Optimizer], None], optimizer: Optimizer) -> None:
-    """Look when the step runs, not when it is compiled: this is no part of the graph."""
+    """Examine the optimizer when the step runs, outside of the compiled graph."""
     look(optimizer)
 
 
 def belongs_to_state(optimizer: Optimizer, state: State) -> bool:
-    """Return whether it is an optimizer of the state, or within one of these: what it keeps is
-    saved with the outer one's then, or it is said at the start that it is not."""
+    """Return True if the optimizer is in the state, or wrapped by one that is.
+
+    The wrapping optimizer saves its state, or a warning at the start has said that it does not.
+    """
     for one in state.optimizers.values():
         inside = (value for value in vars(one).values() if isinstance(value, Optimizer))
         if optimizer is one or any(unwrapped(inner) is optimizer for inner in inside):
@@ -239,10 +244,12 @@ def belongs_to_state(optimizer: Optimizer, state: State) -> bool:
 
 
 def is_held(wanted: object, state: State) -> bool:
-    """Return whether ``wanted`` is within an object of the state that may save it: one with a
-    ``state_dict()`` of its own, which has it as an attribute or an item, however deeply. (Of huge
-    structures the nearest objects are looked at.) torch's schedulers do not save the optimizer that
-    they hold."""
+    """Return True if an object of the state holds ``wanted`` and may save it.
+
+    That is an object with its own ``state_dict()`` that has ``wanted`` as an attribute or item, at
+    any depth. The search ends after a number of objects. torch's schedulers hold an optimizer but
+    do not save it.
+    """
     own = state.optimizers.values()
     holders = [o for o in own if type(o).state_dict is not Optimizer.state_dict]
     todo = deque[object]([*state.stateful, *holders])
@@ -250,22 +257,22 @@ def is_held(wanted: object, state: State) -> bool:
     while todo and len(seen) < _OBJECTS_MAX:
         one = todo.popleft()
         if isinstance(one, LRScheduler):
-            parts: Iterable[object] = [v for k, v in vars(one).items() if k != "optimizer"]
+            held: Iterable[object] = [v for k, v in vars(one).items() if k != "optimizer"]
         elif isinstance(one, types.FunctionType):  # not its globals
-            parts = [*(one.__closure__ or ()), *(one.__defaults__ or ())]
+            held = [*(one.__closure__ or ()), *(one.__defaults__ or ())]
         else:
-            parts = gc.get_referents(one)[:_ITEMS_MAX]
-        for part in parts:
-            if part is wanted:
+            held = gc.get_referents(one)[:_ITEMS_MAX]
+        for inner in held:
+            if inner is wanted:
                 return True
-            if id(part) not in seen and not isinstance(part, _HOLDS_NONE):
-                seen.add(id(part))
-                todo.append(part)
+            if id(inner) not in seen and not isinstance(inner, _HOLDS_NONE):
+                seen.add(id(inner))
+                todo.append(inner)
     return False
 
 
 def kind_of(value: object) -> str:
-    """Return the name of its class, with that of the module."""
+    """Return the qualified name of an object's class."""
     return f"{type(value).__module__}.{type(value).__qualname__}"
 
 
@@ -278,23 +285,19 @@ def _any_gradient(parameters: Iterable[torch.Tensor]) -> bool:
     return any(parameter.grad is not None for parameter in parameters)
 
 
-_log = logging.getLogger("everstep")
-
-
 class UntrackedSchedulers:
-    """The schedulers of the process, as far as they concern a state.
+    """Detect schedulers that drive an optimizer of the state but are not part of it.
 
-    torch keeps no list of the schedulers of an optimizer, so what refers to the optimizer is
-    searched for them at the start. Almost all schedulers also mark the ``step`` of their optimizer
-    when they are made (ReduceLROnPlateau does not). Where there is such a mark, the search is
-    repeated at step marks 1, 2, 4, 8 and so on after the start, for those that are made later. A
-    scheduler that exists may be one that nobody uses any more: it is reported once it has counted
-    a step.
+    torch has no list of an optimizer's schedulers, so at the start all objects that refer to the
+    optimizer are searched. Almost all schedulers also mark the ``step`` method of their optimizer
+    (ReduceLROnPlateau does not). If there is a mark, the search is repeated at the step marks 1, 2,
+    4, 8 and so on, to find schedulers made later. A scheduler may no longer be in use, so it is
+    reported only once it has counted a step.
 
     Args:
-        lost: called, with the reason, as a new base is due that carries it: what a log leads to
-            rests on an older one that is exact; None: there is no log.
-        tell: called, once for each, with what the user should know.
+        lost: called with the reason when a new base is due, because the log continues from a base
+            that does not know about the scheduler; None without a log.
+        tell: called with a warning, once for each scheduler.
     """
 
     def __init__(
@@ -307,59 +310,61 @@ class UntrackedSchedulers:
         self._lost = lost
         self._tell = tell
         self._idle: dict[int, tuple[weakref.ref[LRScheduler], object]] = {}  # with what it counted
-        self._parts_then: dict[str, object] = {}
+        self._own_counts: dict[str, object] = {}
         self._marks = 0  # since the start
-        for key, scheduler in self._parts():
+        for key, scheduler in self._own_schedulers():
             driven = unwrapped(scheduler.optimizer)
             if (
                 state.optimizers
                 and not belongs_to_state(driven, state)
                 and not is_held(driven, state)
             ):
-                why = f"{key!r} drives an optimizer that is in no part of the state"
+                why = f"{key!r} drives an optimizer that is not part of the state"
                 state.strangers.append(f"{why} ({kind_of(driven)})")
                 _log.warning(
                     "everstep: %s: its steps do not drive the optimizer of the state, and nothing "
-                    "is called exact\n  hint: give the scheduler that drives the optimizer of the "
+                    "is called exact\n  hint: pass the scheduler that drives the optimizer of the "
                     "state, or the optimizer that it drives; a framework's train() may make "
                     "new ones: make the Checkpointer after that",
                     state.strangers[-1],
                 )
 
     def started(self) -> None:
-        """The state is that of a start: what counts from now on is looked for."""
-        self._idle = {id(one): (weakref.ref(one), _count(one)) for one in self._beside()}
-        self._parts_then = {key: _count(one) for key, one in self._parts()}
+        """Find schedulers at a start; those that count from now on are reported."""
+        self._idle = {id(one): (weakref.ref(one), _count(one)) for one in self._find_untracked()}
+        self._own_counts = {key: _count(one) for key, one in self._own_schedulers()}
         self._marks = 0
 
     def marked(self) -> None:
-        """A step is over."""
+        """Examine the schedulers at a step mark."""
         self._marks += 1
-        if self._marks.bit_count() == 1 and self._are_marked:
-            for one in self._beside():
+        if self._marks.bit_count() == 1 and self._has_marks:
+            for one in self._find_untracked():
                 self._idle.setdefault(id(one), (weakref.ref(one), _count_when_made(one)))
         if self._idle:
-            self._look()
+            self._examine()
 
-    def _look(self) -> None:
+    def _examine(self) -> None:
         for key, (ref, before) in list(self._idle.items()):
             scheduler = ref()
             if scheduler is not None and _count(scheduler) == before:
                 continue
             del self._idle[key]
             if scheduler is not None and not self._may_be_saved(scheduler):
-                self._found(scheduler)
+                self._report(scheduler)
 
     def _may_be_saved(self, scheduler: LRScheduler) -> bool:
-        """Return whether an object of the state has it, and may save it. Not one that has a whole
-        framework, where that has put the scheduler in the place of one that is a part of the state
-        itself and counts no more, and saves nothing like it."""
+        """Return True if an object of the state holds the scheduler and may save it.
+
+        A framework object may hold a scheduler that has replaced one of the state. If the replaced
+        one no longer counts, and no object saves matching counters, the new one is not saved.
+        """
         if not is_held(scheduler, self._state):
             return False
         driven = unwrapped(scheduler.optimizer)
         replaced = any(
-            unwrapped(one.optimizer) is driven and self._parts_then.get(key) == _count(one)
-            for key, one in self._parts()
+            unwrapped(one.optimizer) is driven and self._own_counts.get(key) == _count(one)
+            for key, one in self._own_schedulers()
         )
         if not replaced:
             return True
@@ -368,26 +373,26 @@ class UntrackedSchedulers:
         saved = [one.state_dict() for one in others]  # type: ignore[attr-defined]
         return all(_has(saved, wanted) for wanted in counted)
 
-    def _found(self, scheduler: LRScheduler) -> None:
+    def _report(self, scheduler: LRScheduler) -> None:
         driven = unwrapped(scheduler.optimizer)
         key = next(key for key, one in self._state.optimizers.items() if one is driven)
-        why = f"a scheduler that is in no part of the state ({kind_of(scheduler)}) drives {key!r}"
+        why = f"a scheduler that is not part of the state ({kind_of(scheduler)}) drives {key!r}"
         if why in self._state.strangers:
             return
         self._state.strangers.append(why)
         self._tell(
             StateError(
-                f"{why}: what it counts is not saved, resume() loses it, and nothing that is saved "
+                f"{why}: its counters are not saved, resume() loses them, and nothing saved "
                 "from now on is called exact",
                 hint='add it to the state, {"scheduler": scheduler}; a framework\'s train() may '
-                "make one of its own: make the Checkpointer after that, of what is used then",
+                "make one of its own: make the Checkpointer after that, with that scheduler",
             )
         )
         if self._lost is not None:
             self._lost(why)
 
-    def _parts(self) -> Iterator[tuple[str, LRScheduler]]:
-        """Yield the schedulers of the state, as they are or as a framework wraps them."""
+    def _own_schedulers(self) -> Iterator[tuple[str, LRScheduler]]:
+        """Yield the schedulers of the state, unwrapped from framework objects."""
         for key, value in self._state.values.items():
             if isinstance(self._state.providers.get(key), StatefulProvider):
                 inner = value if isinstance(value, LRScheduler) else _inner(value)
@@ -395,26 +400,26 @@ class UntrackedSchedulers:
                     yield key, inner
 
     @property
-    def _are_marked(self) -> bool:
-        """Return whether a scheduler has been made for an optimizer of the state."""
+    def _has_marks(self) -> bool:
+        """True if a scheduler was made for an optimizer of the state."""
         own = self._state.optimizers.values()
         return any(hasattr(one.step, "_wrapped_by_lr_sched") for one in own)
 
-    def _beside(self) -> list[LRScheduler]:
-        """Return the schedulers of the state's optimizers that are no part of the state."""
+    def _find_untracked(self) -> list[LRScheduler]:
+        """Return the schedulers of the state's optimizers that are not part of the state."""
         own = self._state.optimizers.values()
         if not own:
             return []
-        parts = {id(scheduler) for _, scheduler in self._parts()}
+        tracked = {id(scheduler) for _, scheduler in self._own_schedulers()}
         holders = holders_of(own, Optimizer, LRScheduler, depth=2)
-        # Frameworks put an optimizer into another, which a scheduler may hold instead of it.
+        # Frameworks wrap an optimizer in another one, which a scheduler may hold instead.
         around = [one for one in holders if Optimizer in type(one).__mro__]
         if wrappers := [one for one in around if any(unwrapped(one) is o for o in own)]:
             holders += holders_of(wrappers, LRScheduler, depth=2)
         found = []
         for one in {id(one): one for one in holders if LRScheduler in type(one).__mro__}.values():
             driven = vars(one).get("optimizer")
-            if id(one) not in parts and isinstance(driven, Optimizer):
+            if id(one) not in tracked and isinstance(driven, Optimizer):
                 found += [one] if any(unwrapped(driven) is o for o in own) else []
         return found
 
@@ -431,7 +436,7 @@ def _has(tree: object, wanted: Mapping[str, object]) -> bool:
 
 
 def _inside(scheduler: LRScheduler) -> list[LRScheduler]:
-    """Return the schedulers that it calls (ChainedScheduler, SequentialLR)."""
+    """Return the schedulers that a scheduler calls (ChainedScheduler, SequentialLR)."""
     found: list[LRScheduler] = []
     for value in vars(scheduler).values():
         several = value if isinstance(value, (list, tuple)) else (value,)
@@ -440,23 +445,26 @@ def _inside(scheduler: LRScheduler) -> list[LRScheduler]:
 
 
 def _counting(scheduler: LRScheduler) -> list[LRScheduler]:
-    """Return what counts steps: itself, or those that it calls (ChainedScheduler counts none)."""
+    """Return the schedulers that count steps: itself, or those that it calls.
+
+    ChainedScheduler has no counter of its own.
+    """
     if hasattr(scheduler, "last_epoch"):
         return [scheduler]
     return [one for inner in _inside(scheduler) for one in _counting(inner)]
 
 
 def _count(scheduler: LRScheduler) -> tuple[int, ...]:
-    """Return how often it was called."""
+    """Return how often the scheduler was called."""
     return tuple(
-        # A step() of its own (CosineAnnealingWarmRestarts) may leave _step_count as it is.
+        # An overridden step() (CosineAnnealingWarmRestarts) may not change _step_count.
         getattr(one, "_step_count", 0) if _is_plain(one) else one.last_epoch
         for one in _counting(scheduler)
     )
 
 
 def _count_when_made(scheduler: LRScheduler) -> tuple[int, ...]:
-    """Return what it had counted when it was made, whatever ``last_epoch`` it was given."""
+    """Return the counters of a newly made scheduler, for any ``last_epoch`` argument."""
     return tuple(int(_is_plain(one)) for one in _counting(scheduler))
 
 
