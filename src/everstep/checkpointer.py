@@ -32,8 +32,8 @@ from everstep.config.options import (
 from everstep.errors import EverstepError
 from everstep.format.header import ShardIdentity
 from everstep.link.save import Save
-from everstep.restore.start.folder import run_path
 from everstep.restore.start.report import Recovery, describe
+from everstep.run.folder import run_path
 from everstep.seams import Seams
 from everstep.state.survey.ownership import DeclaredUpdate
 from everstep.state.survey.survey import Survey

@@ -28,9 +28,9 @@ from everstep.commit.watermark import Watermark
 from everstep.keeper.persist import rank_disk as ranks
 from everstep.keeper.persist.rank_disk import RankDisk
 from everstep.restore.fetch import ranks as recover_ranks
-from everstep.testing import simrank
-from everstep.testing.simhost import ProcessDisk
-from everstep.testing.simtruth import RUN
+from tests.crash.sim import rank
+from tests.crash.sim.host import ProcessDisk
+from tests.crash.sim.truth import RUN
 
 __all__ = ["BUGS", "Bug"]
 
@@ -100,7 +100,7 @@ def stale_process_is_heard(patch: pytest.MonkeyPatch) -> None:
     def anyone(data: bytes, session: str) -> Envelope:
         return messages.decode_message(data)
 
-    patch.setattr(simrank, "accept", anyone)
+    patch.setattr(rank, "accept", anyone)
 
 
 def stale_process_commits(patch: pytest.MonkeyPatch) -> None:
@@ -180,12 +180,12 @@ def reclaimed_by_local_age(patch: pytest.MonkeyPatch) -> None:
 
 def swept_before_it_is_rolled_forward(patch: pytest.MonkeyPatch) -> None:
     """A base whose ranks write to disks of their own looks unfinished on each: it is swept."""
-    real = simrank.open_on_disk
+    real = rank.open_on_disk
 
     def without(fs: Any, run: Any, record: Any, choice: Choice, unique: str) -> bool:
         return real(fs, run, record, replace(choice, complete=()), unique)
 
-    patch.setattr(simrank, "open_on_disk", without)
+    patch.setattr(rank, "open_on_disk", without)
 
 
 def nothing_is_verified(patch: pytest.MonkeyPatch) -> None:

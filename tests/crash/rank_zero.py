@@ -17,11 +17,11 @@ from everstep.commit.job.messages import MarkerTold, decode_message
 from everstep.commit.job.offers import Choice
 from everstep.commit.lineage import BaseId
 from everstep.format.names import MANIFEST, base_dir, marker_name, shard_name
-from everstep.testing.faults import SimulatedCrash
-from everstep.testing.simjob import Job, Plan
-from everstep.testing.simnet import NetworkFaults
-from everstep.testing.simrank import SimRank
-from everstep.testing.simtruth import RUN, ViolatedError
+from tests.crash.sim.faults import SimulatedCrash
+from tests.crash.sim.job import Job, Plan
+from tests.crash.sim.network import NetworkFaults
+from tests.crash.sim.rank import SimRank
+from tests.crash.sim.truth import RUN, ViolatedError
 from tests.crash.story import Story
 
 __all__ = ["ENDINGS", "LAYOUTS", "NEW", "OLD", "Commit", "Death", "Ending"]

@@ -21,11 +21,11 @@ from everstep.commit.lineage import BaseId
 from everstep.commit.peers import Rounds, Shelf, peer_of
 from everstep.format.names import base_dir, marker_name, shard_name
 from everstep.format.records import Marker
-from everstep.testing.simhost import Disk
-from everstep.testing.simjob import Job, Plan
-from everstep.testing.simnet import NetworkFaults
-from everstep.testing.simrank import SimRank
-from everstep.testing.simtruth import RUN, ViolatedError
+from tests.crash.sim.host import Disk
+from tests.crash.sim.job import Job, Plan
+from tests.crash.sim.network import NetworkFaults
+from tests.crash.sim.rank import SimRank
+from tests.crash.sim.truth import RUN, ViolatedError
 from tests.crash.story import Story
 
 __all__ = ["Pair", "Ring"]

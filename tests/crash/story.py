@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 
-from everstep.testing.simcluster import SimCluster, SimViolationError, _records_once
+from tests.crash.sim.cluster import SimCluster, SimViolationError, _records_once
 
 __all__ = ["Story"]
 

@@ -13,10 +13,11 @@ from everstep.commit.lineage import BaseId
 from everstep.errors import FencedError
 from everstep.format.names import CONDEMNED, MANIFEST, RUN_RECORD, base_dir
 from everstep.keeper.retain.deletion import perform_deletion
-from everstep.restore.start.folder import open_run_folder
+from everstep.run.folder import open_run_folder
 from everstep.run.scan import newest_timeline
-from everstep.testing import SimFileSystem, TrainingScenario, enumerate_crashes, watch_crashes
-from everstep.testing.crashes import Scenario
+from tests.crash.sim.crashes import Scenario, enumerate_crashes, watch_crashes
+from tests.crash.sim.filesystem import SimFileSystem
+from tests.crash.sim.training import TrainingScenario
 
 BASES = 3
 

@@ -13,17 +13,10 @@ from pathlib import PurePath
 import pytest
 
 import everstep.tiers.slots
-from everstep.testing import (
-    Fault,
-    Moment,
-    Operation,
-    Report,
-    SimFileSystem,
-    TrainingScenario,
-    enumerate_crashes,
-    enumerate_errors,
-    watch_crashes,
-)
+from tests.crash.sim.crashes import Report, enumerate_crashes, enumerate_errors, watch_crashes
+from tests.crash.sim.faults import Fault, Moment, Operation
+from tests.crash.sim.filesystem import SimFileSystem
+from tests.crash.sim.training import TrainingScenario
 
 SHARD = ".safetensors.tmp"
 WRITING = Fault("crash_after", ops=frozenset({"rename"}), path=f"*{SHARD}")

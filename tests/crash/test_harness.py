@@ -9,14 +9,14 @@ from pathlib import PurePath
 import pytest
 
 from everstep.errors import StorageError
-from everstep.testing import SimFileSystem
-from everstep.testing.crashes import (
+from tests.crash.sim.crashes import (
     Scenario,
     enumerate_crashes,
     enumerate_errors,
     replay,
     watch_crashes,
 )
+from tests.crash.sim.filesystem import SimFileSystem
 
 FILE, STAGED = PurePath("/file"), PurePath("/file.tmp")
 OLD, NEW = b"old" * 500, b"new" * 700

@@ -19,8 +19,10 @@ from everstep.keeper.log.log_batch import AutoBatch
 from everstep.keeper.persist.local_keeper import LocalKeeper
 from everstep.options import KeeperOptions, LogOptions
 from everstep.seams import FileSystem, ManualClock, Seams
-from everstep.testing import Scenario, SimFileSystem, TinyTraining, watch_crashes
 from everstep.trainer.log.disklog import DiskLog
+from tests.crash.sim.crashes import Scenario, watch_crashes
+from tests.crash.sim.filesystem import SimFileSystem
+from tests.crash.sim.training import TinyTraining
 
 LENGTHS = (1, 3, 2)
 LAG_STEPS = 3

@@ -17,9 +17,9 @@ from everstep.commit.job.member import Member
 from everstep.commit.job.messages import MarkerTold
 from everstep.commit.job.steps import Send
 from everstep.commit.machine import Action, WriteMarker
-from everstep.testing.simcluster import SimViolationError
 from tests.crash.cluster_bugs import BUGS
 from tests.crash.rank_zero import ENDINGS, LAYOUTS, NEW, OLD, Commit, Death, Ending
+from tests.crash.sim.cluster import SimViolationError
 
 PARTS = 2  # a test each, so that they can be shared out
 ALONE = ["one folder", "a disk each"]

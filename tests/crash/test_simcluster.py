@@ -11,11 +11,11 @@ import os
 import pytest
 
 from everstep.commit.lineage import BaseId
-from everstep.testing.simcluster import SimCluster, SimViolationError, simulate, simulate_many
-from everstep.testing.simjob import Plan
-from everstep.testing.simrank import SimRank
-from everstep.testing.simtruth import ViolatedError
 from tests.crash.cluster_bugs import BUGS
+from tests.crash.sim.cluster import SimCluster, SimViolationError, simulate, simulate_many
+from tests.crash.sim.job import Plan
+from tests.crash.sim.rank import SimRank
+from tests.crash.sim.truth import ViolatedError
 
 SCHEDULES = int(os.environ.get("EVERSTEP_SCHEDULES", "1020"))
 MORE = 4020

@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 
 from everstep.commit.job import offers
-from everstep.testing.simcluster import SimViolationError
 from tests.crash.ring import Pair, Ring
+from tests.crash.sim.cluster import SimViolationError
 
 SCHEDULES = 10
 MORE = 200

@@ -13,7 +13,7 @@ import safetensors.torch
 import torch
 
 from everstep import Checkpointer
-from everstep.testing.training import freeze
+from tests.crash.sim.training import freeze
 from tests.golden.make_golden import FOLDER, state, tensors
 
 

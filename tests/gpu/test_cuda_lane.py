@@ -24,7 +24,7 @@ from everstep.capture.lanes.lane import CpuLane
 from everstep.capture.lanes.pinned import PinnedMemory
 from everstep.errors import StateError, UnavailableError
 from everstep.state.layout.shards import plan_shards
-from everstep.state.values.tensors import byte_view, stored_form
+from everstep.state.values.tensors import byte_view, tensor_entry
 from tests.gpu.world import DEVICE, ENVIRONMENT, NEEDS_CUDA
 from tests.support.world import TIMEOUT_S
 
@@ -99,7 +99,7 @@ def test_every_tensor_lands_in_its_place(when: str, lane: CudaLane, arena: Arena
     live["conjugated"] = made["conjugated"].resolve_conj().conj_physical().to(DEVICE).conj()
     live["in host memory"] = torch.randn(500)
     live["a counter"] = torch.tensor(7.0)
-    (layout,) = plan_shards([stored_form(name, tensor) for name, tensor in live.items()])
+    (layout,) = plan_shards([tensor_entry(name, tensor) for name, tensor in live.items()])
     block = block_of(arena, 256 << 20)
     batches = plan_batches(layout, live, live.keys())
     told: list[int] = []
@@ -121,7 +121,7 @@ def test_every_tensor_lands_in_its_place(when: str, lane: CudaLane, arena: Arena
 def test_progress_is_told_of_bytes_that_are_there(lane: CudaLane, arena: Arena) -> None:
     """A quarter of a GB, told in several pieces, each looked at as it is told."""
     live = {f"t{n}": torch.full((16 << 20,), n + 1.0, device=DEVICE) for n in range(4)}
-    (layout,) = plan_shards([stored_form(name, tensor) for name, tensor in live.items()])
+    (layout,) = plan_shards([tensor_entry(name, tensor) for name, tensor in live.items()])
     block, told, seen = block_of(arena, 256 << 20), [], 0
 
     def progress(end: int) -> None:

@@ -23,7 +23,7 @@ from everstep.errors import AuditError, StateError
 from everstep.link.registry import list_keepers
 from everstep.seams.processes.processes import process_gone
 from tests.gpu.world import DEVICE, ENVIRONMENT, NEEDS_CUDA, World, opened, restored, warm_up
-from tests.process.one_rank.test_keeper import finish
+from tests.support.keeper_process import finish
 from tests.support.world import TIMEOUT_S
 
 pytestmark = NEEDS_CUDA

@@ -21,9 +21,9 @@ from everstep.link.spawn import SpawnOptions, connect, spawn_keeper
 from everstep.options import ANNOUNCING
 from everstep.seams.processes.processes import process_gone
 from everstep.seams.processes.runtime import RUNTIME_DIR_VARIABLE, runtime_folder
-from tests.process.one_rank.test_preemption import PRELUDE, saved_at
-from tests.project.test_readme import masked, run_command, run_program
+from tests.support.documents import masked, run_command, run_program
 from tests.support.logged import invoke
+from tests.support.preempted import PRELUDE, saved_at
 from tests.support.trainers import Popen, finish_trainer, start_trainer
 from tests.support.world import TIMEOUT_S
 

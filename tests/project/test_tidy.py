@@ -67,6 +67,16 @@ def test_tests_do_not_sleep() -> None:
     assert not found
 
 
+def test_tests_import_nothing_from_test_modules() -> None:
+    found = complaints(tidy.check_shared, TESTS)
+    assert not found
+
+
+def test_no_folder_of_tests_is_full() -> None:
+    found = tidy.check_folders(TESTS)
+    assert not found
+
+
 def test_interrupts_leave_no_lock_taken() -> None:
     found = complaints(tidy.check_waits, SOURCES)
     assert not found
@@ -104,6 +114,9 @@ def _own_files() -> list[Path]:
 # --- The rules --------------------------------------------------------------------------
 
 
+PLACE = "tests.unit"  # apart from the imports below, which would count as this module's own
+
+
 def module(name: str, source: str, *, is_package: bool = False) -> Module:
     return Module(name, source, is_package)
 
@@ -121,7 +134,7 @@ def module(name: str, source: str, *, is_package: bool = False) -> Module:
         ("everstep.commit.machine", "from everstep.keeper.persist.local_keeper import Keeper"),
         ("everstep.keeper.persist.local_keeper", "import everstep.demo as d"),
         ("everstep.keeper.persist.local_keeper", "from everstep.checkpointer import Checkpointer"),
-        ("everstep.checkpointer", "from everstep.testing import SimFileSystem"),
+        ("everstep.checkpointer", "from everstep.testing import FaultyTier"),
         ("everstep", "from everstep.cli import main"),
         ("everstep.cli", "import everstep_bench"),
         ("everstep.cli", "if TYPE_CHECKING:\n    from everstep_bench.cli.bench import app"),
@@ -270,7 +283,7 @@ def test_pickle(source: str) -> None:
     for name in (
         "everstep.state.values.objects",
         "everstep.seams.files.posix",
-        "everstep.testing.simfs",
+        "everstep.testing.faultytier",
     ):
         assert tidy.check_pickle(module(name, source))
     assert not tidy.check_pickle(module("everstep_bench.arms", source))
@@ -287,6 +300,27 @@ def test_no_pickle() -> None:
 def test_sleep(source: str) -> None:
     assert tidy.check_sleeps(module("tests.unit.test_a", source))
     assert not tidy.check_sleeps(module("tests.unit.test_a", "import time\ntime.monotonic()"))
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        f"from {PLACE}.test_a import World",
+        f"import {PLACE}.test_a as a",
+        f"from {PLACE} import support, test_a",
+        f"from {PLACE} import (\n    support,\n    test_a,\n)",
+        f"PROGRAM = 'from {PLACE}.test_a import World; World()'",
+    ],
+)
+def test_import_from_a_test_module(source: str) -> None:
+    assert tidy.check_shared(module("tests.unit.test_b", source))
+    assert not tidy.check_shared(module("tests.unit.test_b", source.replace("test_a", "a")))
+
+
+def test_full_folder_of_tests() -> None:
+    modules = [module(f"tests.unit.a.test_{n}", "") for n in range(41)]
+    assert tidy.check_folders(modules)
+    assert not tidy.check_folders(modules[1:])
 
 
 @pytest.mark.parametrize(
@@ -373,7 +407,7 @@ def test_print_that_may_fail(name: str, source: str) -> None:
         ("everstep.cli.ls", "print(1)"),
         ("everstep.demo.show", "print(1)"),
         ("everstep_bench.drill.show", "print(1)"),
-        ("everstep.testing.training", "print(1)"),
+        ("everstep.testing.conformance", "print(1)"),
     ],
 )
 def test_prints_that_are_right(name: str, source: str) -> None:

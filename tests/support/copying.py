@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,8 @@ import torch
 
 from everstep import Checkpointer
 from everstep.link.registry import list_keepers
+from everstep.testing.faultytier import FaultyTier
+from everstep.tiers.memory import MemoryFile, MemoryTier
 from tests.support.world import TIMEOUT_S
 
 __all__ = ["train"]
@@ -35,3 +38,40 @@ def train(run: Path, steps: int, **more: Any) -> tuple[torch.Tensor, Any, Any]:
         left -= 1
         waited.wait(0.02)
     return model.weight.detach().clone(), recovery, ckpt.stats()
+
+
+FOREVER = 1 << 40
+
+
+def put(tier: Any, name: str, data: bytes) -> None:
+    tier.put(name, MemoryFile([memoryview(data)]))
+
+
+def contents(tier: MemoryTier) -> dict[str, bytes]:
+    found = {}
+    for item in tier.walk():
+        file = tier.open(item.name)
+        buffer = bytearray(file.size_bytes)
+        file.read_into(memoryview(buffer), 0)
+        found[item.name] = bytes(buffer)
+    return found
+
+
+class Interloper(FaultyTier):
+    """Opens a newer timeline just before an operation."""
+
+    at = FOREVER
+
+    def begin(self, op: Any, name: Any) -> Any:
+        if len(self.log) + 1 == self.at:
+            self._inner.create("timeline-00002/timeline.json", b"somebody else's")
+        return super().begin(op, name)
+
+
+def wait_for(done: Callable[[], bool], timeout_s: float = 30.0) -> bool:
+    never = threading.Event()
+    for _ in range(int(timeout_s / 0.01)):
+        if done():
+            return True
+        never.wait(0.01)
+    return done()

@@ -243,3 +243,10 @@ def document(*args: object, status: int = 0) -> dict[str, Any]:
     found = json.loads(result.stdout)
     assert isinstance(found, dict)
     return found
+
+
+AT_ONCE = """
+import os
+os.nice = lambda increment: 0
+os.sched_setscheduler = lambda pid, policy, param: None
+"""

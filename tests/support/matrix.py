@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import gc
 import hashlib
+import itertools
 import json
 import os
 import signal
@@ -29,7 +30,7 @@ from torch.optim.lr_scheduler import OneCycleLR
 import everstep
 from everstep.replay.exactness import MATRIX
 from everstep.seams import failpoints
-from everstep.testing.training import freeze
+from tests.crash.sim.training import freeze
 
 __all__ = [
     "CASES",
@@ -421,3 +422,14 @@ def _say(**what: Any) -> None:
 if __name__ == "__main__":
     warnings.simplefilter("error")
     _serve()
+
+
+DOCUMENT = (Path(__file__).parents[2] / "docs" / "EXACTNESS.md").read_text()
+
+
+def table(heading: str) -> list[list[str]]:
+    """Rows of the table whose header row begins with ``heading``."""
+    _, _, rest = DOCUMENT.partition(f"\n| {heading} |")
+    assert rest, f"no table {heading!r} in docs/EXACTNESS.md"
+    rows = itertools.takewhile(lambda line: line.startswith("|"), rest.splitlines()[1:])
+    return [[cell.strip() for cell in row.strip("|").split("|")] for row in list(rows)[1:]]

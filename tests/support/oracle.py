@@ -11,7 +11,8 @@ import numpy as np
 import torch
 from torch import nn
 
-from everstep.testing.training import freeze
+from everstep import Recovery
+from tests.crash.sim.training import freeze
 from tests.support.world import assert_same, opened, seed_everything
 
 __all__ = ["AFTER", "BEFORE", "State", "check_resume", "model_of", "snapshot", "train"]
@@ -95,3 +96,10 @@ def check_resume(
             ckpt.step()
     assert_same(snapshot(state), wanted)
     return state
+
+
+def save_and_resume(run: Path, saved: dict[str, Any], live: dict[str, Any], **how: Any) -> Recovery:
+    with opened(run, saved) as ckpt:
+        ckpt.save()
+    with opened(run, live) as ckpt:
+        return ckpt.resume(**how)

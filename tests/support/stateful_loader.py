@@ -5,7 +5,8 @@ from __future__ import annotations
 import itertools
 from typing import Any
 
-from torch.utils.data import DataLoader
+import torch
+from torch.utils.data import DataLoader, Dataset
 from torch.utils.data.dataloader import _SingleProcessDataLoaderIter
 
 __all__ = ["StatefulLoader"]
@@ -70,3 +71,19 @@ class _Iterator(_SingleProcessDataLoaderIter):
         except StopIteration:
             self._finished = True
             raise
+
+
+COUNT, BATCH = 20, 4
+
+
+EPOCH = COUNT // BATCH
+
+
+class Noisy(Dataset[torch.Tensor]):
+    """Samples with a random part."""
+
+    def __len__(self) -> int:
+        return COUNT
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return index + 0.1 * torch.rand(2)

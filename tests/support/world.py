@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import fnmatch
 import os
@@ -17,7 +18,7 @@ import torch
 
 import everstep
 from everstep import checkpointer as checkpointer_module
-from everstep.restore.load.load import all_contents
+from everstep.restore.load.load import check_contents
 from everstep.run.scan import BaseFound, Inventory, scan_run
 from everstep.run.verify import Verdict, verify_base
 from everstep.seams import (
@@ -31,7 +32,7 @@ from everstep.seams import (
     WriteFile,
 )
 from everstep.seams.progress import silent
-from everstep.testing.training import freeze
+from tests.crash.sim.training import freeze
 
 __all__ = [
     "TIMEOUT_S",
@@ -296,7 +297,7 @@ def verdict_of(base: BaseFound) -> Verdict:
             ring,
             timeout_s=TIMEOUT_S,
             progress=silent,
-            contents=all_contents,
+            contents=check_contents,
         )
     finally:
         ring.close()
@@ -321,3 +322,7 @@ def flip(path: Path, offset: int, bit: int = 0) -> None:
     data = bytearray(path.read_bytes())
     data[offset] ^= 1 << bit
     path.write_bytes(data)
+
+
+def no_space() -> OSError:
+    return OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))

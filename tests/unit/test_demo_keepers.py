@@ -20,7 +20,7 @@ from everstep.demo.workspace import private_keepers
 from everstep.errors import KeeperError, KeeperTimeoutError
 from everstep.link.registry import find_keeper, keeper_files, kill_keeper
 from everstep.link.spawn import SpawnOptions, connect, spawn_keeper
-from everstep.restore.start.folder import open_run_folder
+from everstep.run.folder import open_run_folder
 from everstep.seams.files.locks import lock_file
 from everstep.seams.files.posix import PosixFileSystem
 from everstep.seams.processes.processes import process_gone

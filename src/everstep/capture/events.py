@@ -22,7 +22,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from everstep.state.layout.lru import Recent
+from everstep.state.layout.lru import LRUCache
 
 __all__ = ["Observed", "StepEvents"]
 
@@ -74,7 +74,7 @@ class StepEvents:
         self._now_s = now_s
         self._handles: list[Any] = []
         self._numbers: dict[Hashable, int] = {}
-        self._patterns = Recent[Hashable, int]()  # likewise of updates
+        self._patterns = LRUCache[Hashable, int]()  # likewise of updates
         self._next = itertools.count()
         self._roots: tuple[nn.Module, ...] = ()
         self._optimizers: Mapping[str, Optimizer] = {}
@@ -181,7 +181,7 @@ class StepEvents:
             handle.remove()
         self._handles.clear()
         self._numbers.clear()
-        self._patterns = Recent()
+        self._patterns = LRUCache()
         self._on = self._follows = False
 
     def _note(self, number: int) -> None:

@@ -10,7 +10,7 @@ from everstep.capture.audit import SpotCheck
 from everstep.state.layout.names import SAMPLE
 from everstep.state.layout.shards import plan_shards
 from everstep.state.survey.survey import Survey, same_objects
-from everstep.state.values.tensors import stored_form
+from everstep.state.values.tensors import tensor_entry
 
 __all__ = ["Probe"]
 
@@ -51,7 +51,7 @@ def _checks(
         by_pattern[pattern][name] = _as_it_lies(tensor)
     checks = {}
     for pattern, named in by_pattern.items():
-        entries = [stored_form(name, tensor) for name, tensor in named.items()]
+        entries = [tensor_entry(name, tensor) for name, tensor in named.items()]
         (layout,) = plan_shards(entries, header_bytes_max=1 << 62)
         checks[pattern] = SpotCheck([(layout, 0)], named, named.keys())
     return checks

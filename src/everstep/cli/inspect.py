@@ -213,7 +213,7 @@ def _of_run_now(filesystem: FileSystem, run: str, step: int | None, timeline: in
 
 
 def _of_base(filesystem: FileSystem, base: BaseFound, inventory: Inventory) -> _Found:
-    from everstep.run.opened import OpenBase
+    from everstep.run.open_base import OpenBase
 
     if base.manifest is None:
         raise RecoveryError(
@@ -382,7 +382,7 @@ def _document(found: _Found, rows: list[_Row], shown: list[_Row]) -> dict[str, A
 
 
 def _show(out: Console, found: _Found, rows: list[_Row], shown: list[_Row], as_tree: bool) -> None:
-    from everstep.run.audits import audit_in_words
+    from everstep.run.audits import describe_audit
 
     first = found.headers[0][1].identity
     for base, reason in found.skipped.items():
@@ -397,7 +397,7 @@ def _show(out: Console, found: _Found, rows: list[_Row], shown: list[_Row], as_t
     )
     if found.audit is not None:
         style = "green" if found.audit.verdict == "equal" else "yellow"
-        out.print(label(audit_in_words(found.audit), style, LINE_CHARS_MAX), soft_wrap=True)
+        out.print(label(describe_audit(found.audit), style, LINE_CHARS_MAX), soft_wrap=True)
     if not found.vouched:
         out.print(label("no marker beside the file: nothing vouches for its header", "yellow"))
     if as_tree:

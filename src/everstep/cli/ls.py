@@ -106,8 +106,8 @@ def _would_resume(filesystem: FileSystem, inventory: Inventory) -> Choice:
         NewerFormatError: as ``resume()`` would.
     """
     from everstep.commit.lineage import BaseId, had_steps
-    from everstep.run.decide import candidates
-    from everstep.run.opened import OpenBase
+    from everstep.run.candidates import candidates
+    from everstep.run.open_base import OpenBase
 
     found = candidates(inventory)
     skipped: dict[BaseId, str] = {}
@@ -131,8 +131,8 @@ def _would_resume(filesystem: FileSystem, inventory: Inventory) -> Choice:
     skipped.update({BaseId(one.timeline, one.step): one.reason for one in found.damaged})
     if hidden := found.unreachable:
         listed = hidden.path in inventory.unreachable.get(hidden.timeline, ())
-        had = None if listed else hidden.told
-        return Choice(None, skipped, f"{hidden.told}: it would fail", had)
+        had = None if listed else hidden.message
+        return Choice(None, skipped, f"{hidden.message}: it would fail", had)
     if found.ordered or found.damaged:
         return Choice(None, skipped, "there are bases, but none can be used: it would fail")
     if had := had_steps(inventory.timelines, inventory.branches):
@@ -307,7 +307,7 @@ def _created(base: BaseFound) -> float | None:
 
 def _notes(base: BaseFound, choice: Choice) -> list[str]:
     """What is wrong with a base, in sentences."""
-    from everstep.run.audits import audit_in_words
+    from everstep.run.audits import describe_audit
 
     told = base.status in ("condemned", "incomplete")  # the status says it all
     notes = [base.problem] if base.problem and not told else []
@@ -315,7 +315,7 @@ def _notes(base: BaseFound, choice: Choice) -> list[str]:
     if not notes and base.id in choice.skipped:
         notes = [choice.skipped[base.id]]
     if base.audit is not None and base.audit.verdict == "different":
-        notes.append(audit_in_words(base.audit))
+        notes.append(describe_audit(base.audit))
     return notes
 
 

@@ -207,9 +207,9 @@ def _write(filesystem: FileSystem, run: PurePath, rebuilt: Rebuilt, ring: ChunkR
     from everstep.format.names import SLOTS_DIR, timeline_dir
     from everstep.format.plan import BasePlan, plan_files
     from everstep.keeper.persist.persister import Persister
-    from everstep.restore.load.load import all_contents
-    from everstep.restore.start.folder import open_run_folder
+    from everstep.restore.load.load import check_contents
     from everstep.restore.start.resume import open_timeline
+    from everstep.run.folder import open_run_folder
     from everstep.run.scan import scan_base
     from everstep.run.verify import verify_base
     from everstep.seams import Seams
@@ -242,7 +242,7 @@ def _write(filesystem: FileSystem, run: PurePath, rebuilt: Rebuilt, ring: ChunkR
     base = scan_base(filesystem, run, BaseId(number, state.step))
     with progress("verify", plan.size_bytes) as bar:
         verdict = verify_base(
-            filesystem, base, ring, timeout_s=_TIMEOUT_S, progress=bar, contents=all_contents
+            filesystem, base, ring, timeout_s=_TIMEOUT_S, progress=bar, contents=check_contents
         )
     if verdict.damages:
         raise StorageError(

@@ -183,7 +183,7 @@ def _log_lost(filesystem: FileSystem, inventory: Inventory, base: BaseFound) -> 
 
 def _newest_good(filesystem: FileSystem, inventory: Inventory) -> BaseFound | None:
     """The newest base of the current history that verifies, read back now."""
-    from everstep.run.decide import candidates
+    from everstep.run.candidates import candidates
 
     return _first_good(filesystem, inventory, candidates(inventory).ordered)
 

@@ -109,7 +109,7 @@ def verify(
     from everstep.format.names import LOG_DIR, timeline_dir
     from everstep.format.writer import ChunkRing
     from everstep.keeper.persist.local_keeper import CHUNKS, WRITERS
-    from everstep.run.decide import candidates
+    from everstep.run.candidates import candidates
     from everstep.seams.progress import progress
 
     filesystem = filesystem_of(run)
@@ -181,7 +181,7 @@ def check_base(
         DeadlineError: the storage hangs.
     """
     from everstep.format.names import marker_name
-    from everstep.restore.load.load import all_contents
+    from everstep.restore.load.load import check_contents
     from everstep.run.verify import Damage, verify_base
 
     checked = Checked(base)
@@ -205,7 +205,7 @@ def check_base(
                 ring,
                 timeout_s=_TIMEOUT_S,
                 progress=progress,
-                contents=all_contents,
+                contents=check_contents,
             )
         checked.entries = verdict.entries
         checked.size_bytes = verdict.size_bytes
@@ -335,7 +335,7 @@ def _show(
     segments: list[SegmentFound],
     seconds: float,
 ) -> None:
-    from everstep.run.audits import audit_in_words
+    from everstep.run.audits import describe_audit
 
     columns = ("step", "timeline", "status", "entries", "size", "verdict")
     made = table(*columns, right=("step", "timeline", "entries", "size"))
@@ -357,7 +357,7 @@ def _show(
         if item.note:
             out.print(label(f"note: {item.base.id}: {item.note}", "yellow"))
         if audit := item.base.audit:
-            line = f"the keeper, of {item.base.id}: {audit_in_words(audit)}"
+            line = f"the keeper, of {item.base.id}: {describe_audit(audit)}"
             style = "red" if audit.verdict == "different" else ""
             out.print(label(line, style, LINE_CHARS_MAX), soft_wrap=True)
     lines = [_sentence(damage.path, damage.problem) for item in checked for damage in item.damages]

@@ -33,8 +33,14 @@ from everstep.compress.sparse import Sparse, nonzero_count
 from everstep.config.given import named
 from everstep.errors import MismatchError, OptionError, StateError
 from everstep.state.layout.placement import Box
-from everstep.state.providers.optimizers import unwrapped
-from everstep.state.values.tensors import LocalPart, box_of, is_dtensor, local_of, spread_as
+from everstep.state.providers.optimizers import unwrap_optimizer
+from everstep.state.values.tensors import (
+    LocalShard,
+    dtensor_over,
+    is_dtensor,
+    local_box,
+    local_tensor,
+)
 
 __all__ = ["Compressor"]
 
@@ -91,7 +97,7 @@ class Compressor:
         dense_below: int = 1024,
         error_feedback: bool = True,
     ) -> None:
-        optimizer = unwrapped(optimizer)
+        optimizer = unwrap_optimizer(optimizer)
         hooks: Mapping[int, Any] = optimizer._optimizer_step_pre_hooks
         if any(isinstance(getattr(hook, "__self__", None), Compressor) for hook in hooks.values()):
             raise OptionError("the optimizer has a Compressor already", hint="close() that one")
@@ -151,7 +157,7 @@ class Compressor:
             if form is None:
                 continue
             grad = parameter.grad
-            if grad is None or not _is_there(form, flat_of(local_of(grad.detach()))):
+            if grad is None or not _is_there(form, flat_of(local_tensor(grad.detach()))):
                 raise StateError(
                     f"the gradient of parameter {number} {list(parameter.shape)} was changed "
                     "after it was compressed",
@@ -174,8 +180,8 @@ class Compressor:
         residuals = self._feedback.residuals
         parameters = list(self._parameters())
         for parameter in parameters:
-            if is_dtensor(parameter) and self._takes(parameter, local_of(parameter)):
-                self._feedback.reserve(parameter, local_of(parameter).reshape(-1))
+            if is_dtensor(parameter) and self._takes(parameter, local_tensor(parameter)):
+                self._feedback.reserve(parameter, local_tensor(parameter).reshape(-1))
         return {
             "shapes": [list(parameter.shape) for parameter in parameters],
             "residuals": {
@@ -191,7 +197,7 @@ class Compressor:
             return residual
         known = self._spread.get(parameter)
         if known is None or known[0] is not residual:
-            made = spread_as(parameter, residual.view(local_of(parameter).shape))
+            made = dtensor_over(parameter, residual.view(local_tensor(parameter).shape))
             known = self._spread[parameter] = residual, made
         return known[1]
 
@@ -327,7 +333,7 @@ def _why_not_apart(parameters: list[torch.Tensor]) -> str:
     What is not finite stops a rank's compression, so ranks that share some parts and not all would
     part from each other. Those that share all (HSDP) see the same, as under DDP.
     """
-    sharded = [(one, LocalPart.of(one).placement) for one in parameters if is_dtensor(one)]
+    sharded = [(one, LocalShard.of(one).placement) for one in parameters if is_dtensor(one)]
     sharded = [(one, placement) for one, placement in sharded if math.prod(placement.mesh) > 1]
     alike: dict[tuple[Any, ...], torch.Tensor] = {}
     for one, placement in sharded:
@@ -356,7 +362,7 @@ def _part(parameter: torch.Tensor) -> Any:
             "the parameter is",
             hint="gradient.redistribute(placements=parameter.placements) before optimizer.step()",
         )
-    return local_of(grad)
+    return local_tensor(grad)
 
 
 def _own_part(parameter: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
@@ -364,8 +370,8 @@ def _own_part(parameter: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
     if is_dtensor(parameter) and not is_dtensor(residual):  # another layout has saved it
         shape = tuple(parameter.shape)
         whole = Box((0,) * len(shape), shape)
-        residual = residual.view(shape)[box_of(parameter).slices_in(whole)]
-    return local_of(residual).detach().to(parameter.device, copy=True).reshape(-1)
+        residual = residual.view(shape)[local_box(parameter).slices_in(whole)]
+    return local_tensor(residual).detach().to(parameter.device, copy=True).reshape(-1)
 
 
 def _refuse_strange(grads: list[tuple[torch.Tensor, torch.Tensor]]) -> None:

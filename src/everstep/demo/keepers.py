@@ -20,7 +20,7 @@ from everstep.link.registry import (
     kill_keeper,
 )
 from everstep.link.spawn import connect
-from everstep.restore.start.folder import run_path
+from everstep.run.folder import run_path
 from everstep.seams.files.locks import lock_file
 from everstep.seams.network.sockets import close_descriptors
 from everstep.seams.processes.processes import PidWatch

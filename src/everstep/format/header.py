@@ -20,7 +20,7 @@ from everstep.format.digests import DIGEST_CHARS
 from everstep.format.names import FORMAT_VERSION
 from everstep.seams.files.filesystem import DIRECT_ALIGNMENT_BYTES
 from everstep.state.layout.entries import DTYPE_BYTES, Entry
-from everstep.state.layout.replica_digest import InCommon
+from everstep.state.layout.replica_digest import ReplicaDigest
 from everstep.state.layout.shards import Placed, ShardLayout, at_lsn
 
 __all__ = [
@@ -62,7 +62,7 @@ class ShardIdentity:
     world: int
     exact: bool
     behind_mark: bool = False
-    common: tuple[InCommon, ...] = ()
+    common: tuple[ReplicaDigest, ...] = ()
     inexact: str = ""
     static: bool = False
 

@@ -19,7 +19,7 @@ from everstep.format.canonical import canonical, rows_of
 from everstep.format.digests import DIGEST_CHARS, digest
 from everstep.format.header import ShardIdentity
 from everstep.format.names import FORMAT_VERSION, parse_shard
-from everstep.state.layout.replica_digest import InCommon, members_of, parted
+from everstep.state.layout.replica_digest import ReplicaDigest, describe_mismatch, ranks_of_digest
 
 __all__ = [
     "RECORD_BYTES_MAX",
@@ -154,7 +154,7 @@ class Marker:
     world: int
     exact: bool
     files: tuple[FileRecord, ...]
-    common: tuple[InCommon, ...] = ()
+    common: tuple[ReplicaDigest, ...] = ()
     inexact: str = ""
 
     @classmethod
@@ -301,7 +301,7 @@ def manifest_of(markers: Mapping[int, Marker]) -> Manifest | None:
         return None
     if any(marker.rank != rank for rank, marker in enumerate(ordered)):
         return None
-    if parted({marker.rank: marker.common for marker in ordered}):
+    if describe_mismatch({marker.rank: marker.common for marker in ordered}):
         return None
     return Manifest(ordered)
 
@@ -365,13 +365,13 @@ def _marker(base: _Fields, rank: _Fields) -> Marker:
     )
 
 
-def _common(rank: _Fields, number: int, world: int) -> tuple[InCommon, ...]:
+def _common(rank: _Fields, number: int, world: int) -> tuple[ReplicaDigest, ...]:
     found = []
     for item in rank.items("common"):
         about = item.text("ranks"), item.text("section"), item.number("count"), item.hex("digest")
-        found.append(one := InCommon(*about))
+        found.append(one := ReplicaDigest(*about))
         try:
-            ranks = members_of(one)
+            ranks = ranks_of_digest(one)
         except ValueError as error:
             raise FormatError(f"{rank.path}: {one.ranks!r} are no ranks") from error
         if number not in ranks or max(ranks) >= world:

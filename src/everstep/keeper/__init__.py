@@ -1,10 +1,12 @@
-"""Everything that runs in the keeper process (``python -m everstep.keeper``), without torch.
+"""The keeper process (``python -m everstep.keeper``): everything that runs in it, without torch.
 
-``process``  accepts trainers, dispatches messages to duties
-``persist``  writes, commits and audits bases
-``log``      receives and writes the gradient log
-``replica``  a copy of the state that follows the log; the only room that imports torch
-``retain``   deletes what nothing needs any more
-``ship``     sends copies to tiers and peers
-``held``     captures and copies in memory
+Read it in this order:
+
+``process``  accept trainers and dispatch their messages to duties
+``persist``  write, commit and audit bases
+``log``      receive the gradient log and write it to segments
+``replica``  apply the log to a copy of the state; the only package here that imports torch
+``retain``   delete bases and segments that are no longer needed
+``ship``     send copies to tiers and peers
+``held``     hold captures and peers' copies in memory
 """

@@ -1,4 +1,4 @@
-"""``python -m everstep.keeper``: the keeper process. Started by a trainer, not by people."""
+"""Entry point of the keeper process: ``python -m everstep.keeper``, started by a trainer."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ _ACQUIRE_S = 5.0
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Serves one run and rank until nobody needs it any more; returns the exit status."""
+    """Serve one run and rank until the keeper is no longer needed; return the exit status."""
+    # Before any large import: the trainer waits until this process has detached itself.
     options = begin(arguments)
 
     from everstep.config.options import ANNOUNCING
@@ -41,7 +42,7 @@ def main(arguments: Sequence[str]) -> int:
     )
     registration = Registration.acquire(options.key, info, timeout_s=_ACQUIRE_S)
     if registration is None:
-        logging.info("another keeper serves this run already")
+        logging.info("another keeper already serves this run: exiting")
         return 0
     try:
         listener = registration.listen()
@@ -56,12 +57,17 @@ def main(arguments: Sequence[str]) -> int:
             leave=registration.release,
             still_used=registration.still_used,
         )
-        for name in ANNOUNCING:  # whatever a trainer may be told its end by
+        # Signals that announce the end of a job (preemption) reach the keeper, too: it persists
+        # complete captures first, and then exits.
+        for name in ANNOUNCING:
             signal.signal(signal.Signals[name], lambda *_: server.end())
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # it is the trainer's
+        # Ctrl-C in a terminal is meant for the trainer; the keeper has to outlive it.
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
         logging.info("keeper of rank %d of %s", options.rank, options.run)
         server.run()
     finally:
+        # Release the key on every way out, so that the next trainer need not clear a stale
+        # registration.
         registration.release()
     return 0
 

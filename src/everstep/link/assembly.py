@@ -1,4 +1,5 @@
-"""How a base is made whole that was captured over several steps: what of it the arena holds."""
+"""Data that brings a multi-step capture to one step: updates, samples, and parts to merge on
+load."""
 
 from __future__ import annotations
 
@@ -15,11 +16,13 @@ __all__ = ["Assembly", "FuzzyParts", "PartialUpdate", "assembly_from_wire", "ass
 
 @dataclass(frozen=True, slots=True)
 class PartialUpdate:
-    """An update, with the gradients of those parameters only that had been captured before it.
+    """One update, with the gradients of only those parameters that had been captured before it.
 
     Attributes:
-        layout: of its tensors, at ``offset`` of the arena.
-        objects: encoded objects by name; none of an update that concerns nothing captured.
+        head: head of its log record.
+        layout: layout of its tensors, at ``offset`` of the arena.
+        objects: encoded objects by name; empty if the update concerns nothing captured.
+        offset: byte offset in the arena.
     """
 
     head: RecordHead
@@ -30,13 +33,14 @@ class PartialUpdate:
 
 @dataclass(frozen=True, slots=True)
 class FuzzyParts:
-    """A base that is written as it was captured, and made whole by whoever restores it.
+    """Data for a base that is written as captured and completed by the process that restores it.
 
     Attributes:
-        seen: of each part but the last, the last update that it has seen, and its entries.
-        layout: of what the last step mark holds for replay: hyperparameters that are tensors, and
-            elements of what was captured before it.
-        data: these tensors.
+        seen: for each part but the last, the last update that it has seen, and the names of its
+            entries.
+        layout: layout of the tensors of the last step mark: hyperparameters, and elements of
+            entries captured before it.
+        data: bytes of these tensors.
     """
 
     seen: Sequence[tuple[int, Collection[str]]]
@@ -46,13 +50,13 @@ class FuzzyParts:
 
 @dataclass(frozen=True, slots=True)
 class Assembly:
-    """What brings all parts of a base to its step (GoCkpt 4.3).
+    """Everything that brings all parts of a base to its step (GoCkpt 4.3).
 
     Attributes:
-        shape: digest of what the state consists of, as records of a log have it.
-        updates: in order; with ``fuzzy``, every one since the first part was captured.
-        samples: of the live state at the last step mark, of entries that were captured before it.
-        fuzzy: None: the keeper makes it whole.
+        shape: digest of the state's structure, as in log records.
+        updates: updates in order; with ``fuzzy``, all since the first part was captured.
+        samples: elements of the live state at the last step mark, of entries captured before it.
+        fuzzy: data for the process that restores the base; None if the keeper rebuilds it.
     """
 
     shape: str
@@ -64,11 +68,11 @@ class Assembly:
 def assembly_to_wire(
     number: int, assembly: Assembly, layout_number: Callable[[ShardLayout], int]
 ) -> Iterator[dict[str, Any]]:
-    """The messages that tell a keeper of it, in their order.
+    """Yield the messages that describe an assembly, in order.
 
     Args:
-        number: of the capture.
-        layout_number: names a layout, of which the keeper has been told by then.
+        number: number of the capture.
+        layout_number: returns the number of a layout, after sending the layout to the keeper.
     """
     for update in assembly.updates:
         yield {
@@ -95,13 +99,13 @@ def assembly_to_wire(
 
 
 def assembly_from_wire(message: Mapping[str, Any], updates: Sequence[PartialUpdate]) -> Assembly:
-    """The inverse, of the last of these messages.
+    """Decode the last of the messages of :func:`assembly_to_wire`.
 
     Args:
-        updates: of those before.
+        updates: updates from the messages before.
 
     Raises:
-        FormatError: for what is no layout.
+        FormatError: the message holds an invalid layout.
     """
     samples = tuple(Samples(*some) for some in message["samples"])
     left = message["fuzzy"]

@@ -1,4 +1,4 @@
-"""A base on its way through host memory: what the trainer fills and the keeper writes."""
+"""A base in shared host memory: the trainer fills it, the keeper writes it."""
 
 from __future__ import annotations
 
@@ -23,8 +23,11 @@ _LOOK_AGAIN_S = 0.001
 
 
 def shard_offsets(plan: BasePlan) -> tuple[tuple[int, ...], int]:
-    """Where the tensors of each shard begin in a base's block of memory, and its size; each
-    begins at a page, so that the memory mirrors the files."""
+    """Return the offset of each shard's tensors in a base's block, and the size of the block, in
+    bytes.
+
+    Each shard begins at a page, so that the memory mirrors the files and is written without copies.
+    """
     offsets = []
     position = 0
     for shard in plan.shards:
@@ -36,11 +39,14 @@ def shard_offsets(plan: BasePlan) -> tuple[tuple[int, ...], int]:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RedoFile:
-    """One more file of a base whose parts are of different updates: what brings them to its step.
+    """Additional file of a base whose parts have seen different updates: it brings them to one
+    step.
 
     Attributes:
-        parts: what of its body lies where in the arena, as ``(offset, size)``, or else itself; in
-            the order of the file, without the objects.
+        plan: plan of the file.
+        body: body of the file.
+        parts: pieces of the body in the order of the file, without the objects: each an
+            ``(offset, size)`` in the arena, or the bytes themselves.
     """
 
     plan: ShardPlan
@@ -50,24 +56,27 @@ class RedoFile:
 
 @dataclass(eq=False, slots=True)
 class Capture:
-    """A base under way.
+    """A base in progress.
 
     Attributes:
-        number: names it between trainer and keeper.
-        layout: names its layout between them.
-        offset: of its block in the arena; as long as the plan says.
-        word: the arena's progress word that tells how much of the block is there.
-        stream: write chunks while later ones are still being captured.
-        incoming: what the keeper waits for.
+        number: number of the capture, shared by trainer and keeper.
+        layout: number of its layout, likewise.
+        plan: plan of its files.
+        save: handle that the user waits on.
+        offset: offset of its block in the arena, in bytes.
+        word: index of the progress word that counts the bytes of the block that have arrived.
+        stream: True if chunks are written while later ones are still being captured.
+        incoming: lets the keeper wait for data.
         on_end: called when the keeper no longer writes the base.
         written: its files, once it is durable.
-        begun: whether a keeper has taken it on, and will call ``on_end``.
-        withdrawn: whoever asked for it no longer wants it.
-        users: who still needs the block: those who fill it, and those who write it.
-        arena: that its block is in; None: the training process's.
-        assembling: all of it has arrived, and it is being made whole (:mod:`.rebuilds`).
-        made: set when it has been, or never will be.
-        redo: what whoever restores it makes it whole with; None: it is.
+        begun: True if a keeper has taken it on, and will call ``on_end``.
+        withdrawn: True if the requester no longer wants it.
+        users: number of users of the block: the one that fills it and the one that writes it.
+        arena: arena of its block; None for the arena of the training process.
+        assembling: True while all data has arrived and the base is being rebuilt
+            (:mod:`.rebuilds`).
+        made: set when the rebuild has ended, with or without success.
+        redo: file that completes the base when it is restored; None if it is complete.
     """
 
     number: int
@@ -90,14 +99,14 @@ class Capture:
 
     @property
     def files(self) -> BasePlan:
-        """All of its files; those of its block, which :attr:`plan` has, come first."""
+        """Plan with all files; those of the block, which :attr:`plan` describes, come first."""
         if self.redo is None:
             return self.plan
         return replace(self.plan, shards=(*self.plan.shards, self.redo.plan))
 
     @property
     def durable(self) -> bool:
-        """Whether the base is committed."""
+        """True if the base is committed on disk."""
         future = self.save.durable
         save = self.save
         over = future.done() and not future.cancelled() and not save.in_memory
@@ -113,11 +122,11 @@ class Capture:
 
     @property
     def parked(self) -> bool:
-        """Whether it stays in memory once it is whole, until a newer one is."""
+        """True if it stays in memory only, until a newer capture is complete."""
         return self.save.parked
 
     def bodies(self, arena: Arena) -> list[Body]:
-        """One body per file, over the memory of ``arena``."""
+        """Return one body per file, over the memory of ``arena``."""
         offsets, size = shard_offsets(self.plan)
         ends = (*offsets[1:], size)
         objects_in = self.plan.objects_in
@@ -135,11 +144,11 @@ class Capture:
 
 
 class Incoming:
-    """Tells the keeper what of a capture has arrived.
+    """Lets the keeper wait for the data of a capture.
 
     Args:
-        progress: bytes of the block that are there.
-        timeout_s: so long without progress counts as hung.
+        progress: returns the number of bytes of the block that have arrived.
+        timeout_s: seconds without progress after which the capture counts as hung.
     """
 
     def __init__(self, progress: Callable[[], int], *, timeout_s: float) -> None:
@@ -158,30 +167,30 @@ class Incoming:
         return self._lost is not None
 
     def arrived(self, objects: Mapping[str, bytes]) -> None:
-        """All tensors are there, and these are the objects; of no effect once it is lost."""
+        """Record that all tensors and these objects have arrived; no effect on a lost capture."""
         with self._changed:
             if self._lost is None:
                 self._objects = objects
             self._changed.notify_all()
 
     def lose(self, error: EverstepError) -> None:
-        """The rest will never come; of no effect once it has come."""
+        """Record that the rest will never arrive; no effect on a complete capture."""
         with self._changed:
             if self._objects is None and self._lost is None:
                 self._lost = error
             self._changed.notify_all()
 
     def wait_for(self, end: int) -> None:
-        """Returns when bytes ``[0, end)`` of the block are there.
+        """Wait until the bytes ``[0, end)`` of the block have arrived.
 
         Raises:
-            EverstepError: they will never be.
-            DeadlineError: nothing came for the stated time.
+            EverstepError: they will never arrive.
+            DeadlineError: no byte arrived for ``timeout_s`` seconds.
         """
         self._wait(lambda: self._progress() >= end or self._objects is not None)
 
     def objects(self) -> Mapping[str, bytes]:
-        """The objects, when everything is there.
+        """Wait until everything has arrived, and return the objects.
 
         Raises:
             EverstepError, DeadlineError: as for :meth:`wait_for`.
@@ -197,7 +206,9 @@ class Incoming:
             while not there():
                 if self._lost is not None:
                     raise self._lost
-                self._changed.wait(_LOOK_AGAIN_S)  # the progress word wakes nobody
+                # Polled: the other process advances a word in shared memory, which wakes no
+                # thread here.
+                self._changed.wait(_LOOK_AGAIN_S)
                 waited_s += _LOOK_AGAIN_S
                 now = self._progress()
                 if now != seen:
@@ -206,16 +217,19 @@ class Incoming:
                 if waited_s > self._timeout_s:
                     raise DeadlineError(
                         f"a capture has made no progress for {self._timeout_s:g} s",
-                        hint="the training process hangs, or is stopped",
+                        hint="the training process hangs or is stopped",
                     )
 
 
 class ArenaBody:
-    """The body of a shard in a block that mirrors it, followed by objects.
+    """Body of a shard in a block of memory that mirrors its file; the objects follow.
 
     Args:
-        memory: whole pages; the first ``tensors_bytes`` are the tensors.
-        begin: of ``memory`` in the block whose progress ``incoming`` tells.
+        memory: whole pages; the first ``tensors_bytes`` hold the tensors.
+        tensors_bytes: size of the tensors in bytes.
+        begin: offset of ``memory`` in the block whose progress ``incoming`` counts.
+        incoming: lets the writer wait for data.
+        has_objects: True if the objects belong to this shard.
     """
 
     def __init__(

@@ -1,8 +1,8 @@
-"""Errors and deadlines of work in the background: one channel, nothing is swallowed.
+"""Errors and deadlines of background work: one channel, in which no error is lost.
 
-Work reports its progress and, at last, that it has ended or failed. The training thread
-asks at every call; a piece of work that has made no progress for its stated time is
-reported as hung, once, even if it never returns.
+Background work reports its progress and its end or failure. The training thread checks the channel
+at every call. Work without progress for too long is reported as hung, once, even if it never
+returns.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ __all__ = ["BackgroundChannel", "WatchedProgress", "Work"]
 
 _log = logging.getLogger("everstep")
 _T = TypeVar("_T")
-_NOTHING_TO_TELL: AbstractContextManager[None] = contextlib.nullcontext()
+_NO_ERRORS: AbstractContextManager[None] = contextlib.nullcontext()
 
 
 @dataclass(slots=True, eq=False)
 class Work:
-    """A piece of background work, and when it last got anywhere."""
+    """A piece of background work, and the time of its last progress."""
 
     what: str
     step: int
@@ -45,13 +45,14 @@ class Work:
 
 
 class BackgroundChannel:
-    """Collects what goes wrong behind the training thread.
+    """Collects errors that occur outside of the training thread.
 
     Args:
-        policy: what to do with an error: raise it at the next call, warn, or call a function.
-        clock: in whose ``ticking()`` the work is done.
-        progress_timeout_s: work without progress for so long counts as hung; a time in which all of
-            this process stood still does not.
+        policy: how to report an error: raise it at the next call, warn, or call a function.
+        clock: clock in whose ``ticking()`` the work is done.
+        progress_timeout_s: seconds without progress after which work counts as hung. Time during
+            which
+            the whole process stood still does not count.
     """
 
     def __init__(self, policy: FailurePolicy, clock: Clock, *, progress_timeout_s: float) -> None:
@@ -62,36 +63,38 @@ class BackgroundChannel:
         self._errors: list[EverstepError] = []
         self._notices: list[EverstepError] = []
         self._under_way: list[Work] = []
-        self._timeline: int | None = None  # that this process has opened last
+        self._timeline: int | None = None  # opened last by this process
         self._taking_over = False
 
     def begin(self, what: str, step: int) -> Work:
-        """Registers a piece of work."""
+        """Register a piece of work."""
         work = Work(what, step, self._clock.running_s())
         with self._lock:
             self._under_way.append(work)
         return work
 
     def progressed(self, work: Work) -> None:
-        """The work got somewhere: its deadline starts again."""
+        """Restart the deadline of a piece of work."""
         work.last_progress_s = self._clock.running_s()
 
-    def moved(self) -> None:
-        """The storage has got somewhere: so has all work that is under way, which is done in order.
-        In any thread."""
+    def storage_progressed(self) -> None:
+        """Restart the deadlines of all work: a storage operation has completed; from any thread.
+
+        Work is done in order, so progress of one piece is progress of all that wait for it.
+        """
         now_s = self._clock.running_s()
         with self._lock:
             for work in self._under_way:
                 work.last_progress_s = now_s
 
     def end(self, work: Work) -> None:
-        """The work is over, well or badly."""
+        """Unregister a piece of work that has ended, with or without success."""
         with self._lock:
             if work in self._under_way:
                 self._under_way.remove(work)
 
     def hung(self) -> bool:
-        """Whether any work is overdue, reported or not."""
+        """Return True if any work is overdue, whether reported or not."""
         now_s = self._clock.running_s()
         with self._lock:
             return any(
@@ -101,33 +104,37 @@ class BackgroundChannel:
     def post(
         self, error: EverstepError, *, first: bool = False, timeline: int | None = None
     ) -> None:
-        """Reports an error from any thread; the training thread hears of it at its next call.
+        """Report an error, from any thread; the training thread sees it at its next call.
 
         Args:
-            first: before what was reported already.
-            timeline: that was served when it came up; None: the one that is.
+            first: True to report it before errors posted earlier.
+            timeline: timeline that was served when it occurred; None for the current one.
         """
         with self._lock:
+            # That an older timeline was fenced off is no error any more once this process has
+            # opened a newer one.
             over = timeline is not None and timeline != self._timeline is not None
             if not (over and isinstance(error, FencedError)):
                 self._errors.insert(0 if first else len(self._errors), error)
                 return
         _log_over(error)
 
-    def tell(self, notice: EverstepError) -> None:
-        """Tells of what the user should know though nothing has failed: it is never raised. The
-        training thread hears of it at its next call."""
+    def post_notice(self, notice: EverstepError) -> None:
+        """Report a condition that is no failure, from any thread: it is never raised."""
         with self._lock:
             self._notices.append(notice)
 
     @contextlib.contextmanager
     def going_back(self, step: int | None) -> Iterator[None]:
-        """Around what is waited for before a resume: that another process has taken the run over
-        does not keep this one from taking it back. If it does not, that is raised at its next call.
+        """Suspend fencing errors around the waits before a resume.
+
+        That another process has taken over the run must not keep this one from taking it back. If
+        it does not take it back, the error is raised at the next call.
 
         Args:
-            step: to which training goes back, if it is a step: gradients that were not finite since
-                are only logged, for the steps that consumed them are undone.
+            step: step that training returns to, if known. Non-finite gradients of later steps are
+                only
+                logged, as the steps that consumed them are undone.
         """
         if step is not None:
             for error in self._withdrawn(lambda error: _consumed_since(error, step)):
@@ -139,31 +146,34 @@ class BackgroundChannel:
             self._taking_over = False
 
     def took_over(self, timeline: int) -> None:
-        """This process has opened ``timeline``: that it was fenced off before is only logged."""
+        """Record that this process has opened ``timeline``: earlier fencing errors are only
+        logged."""
         with self._lock:
             self._timeline = timeline
         for error in self._withdrawn(lambda error: isinstance(error, FencedError)):
             _log_over(error)
 
     def _withdrawn(self, which: Callable[[EverstepError], bool]) -> list[EverstepError]:
+        """Remove and return the errors that ``which`` selects."""
         with self._lock:
-            gone = [error for error in self._errors if which(error)]
-            self._errors = [error for error in self._errors if error not in gone]
-        return gone
+            withdrawn = [error for error in self._errors if which(error)]
+            self._errors = [error for error in self._errors if error not in withdrawn]
+        return withdrawn
 
     @property
     def _has_news(self) -> bool:
-        """Whether :meth:`check` may have anything to do; seen without the lock."""
+        """True if :meth:`check` may have something to do."""
+        # Without the lock, as each training step reads it; a miss is seen at the next call.
         return bool(self._notices or self._errors or self._under_way)
 
     def check(self) -> None:
-        """Deals with what was reported, by the policy. Called from the training thread only.
+        """Handle the errors posted so far, by the policy. Call from the training thread only.
 
         Raises:
-            EverstepError: the oldest one, with the policy ``"raise"``; the others stay.
+            EverstepError: the oldest error, with the policy ``"raise"``; the others stay queued.
         """
         if not self._has_news:
-            return  # mostly
+            return
         with self._lock:
             notices = self._notices
             self._notices = []
@@ -183,17 +193,21 @@ class BackgroundChannel:
                 raise error
 
     def raising_storage_errors_last(self) -> AbstractContextManager[None]:
-        """What storage has failed at is raised at the end of the block: a step is over whatever
-        could not be written behind it, and a log without it would lead no further.
+        """Return a context that raises storage errors only at the end of its block.
+
+        A step is complete even if something could not be written after it; a log without the step
+        would
+        reach no further.
 
         Raises:
-            EverstepError: as :meth:`check`; of anything else at once: what hangs would be waited
-                for again, and a state that is not finite be taken for a base.
+            EverstepError: any other error, at once, as in :meth:`check`: work that hangs would be
+                waited
+                for again, and a state that is not finite would become a base.
         """
-        return self._told_last() if self._has_news else _NOTHING_TO_TELL
+        return self._deferring() if self._has_news else _NO_ERRORS
 
     @contextlib.contextmanager
-    def _told_last(self) -> Iterator[None]:
+    def _deferring(self) -> Iterator[None]:
         failed: list[EverstepError] = []
         try:
             while True:
@@ -211,11 +225,12 @@ class BackgroundChannel:
             raise failed[0]
 
     def _put_back(self, failed: list[EverstepError]) -> None:
-        """They are the oldest."""
+        """Put errors back in front of the queue: they are the oldest."""
         with self._lock:
             self._errors[:0] = failed
 
     def _next(self) -> EverstepError | None:
+        """Return the next error to report; check the deadlines of all work first."""
         now_s = self._clock.running_s()
         with self._lock:
             for work in self._under_way:
@@ -226,7 +241,7 @@ class BackgroundChannel:
                             f"{work.what} has made no progress for "
                             f"{now_s - work.last_progress_s:.0f} s: the storage hangs",
                             step=work.step,
-                            hint="look at the disk or network file system (dmesg, df, iostat)",
+                            hint="check the disk or network file system (dmesg, df, iostat)",
                         )
                     )
             for place, error in enumerate(self._errors):
@@ -236,7 +251,8 @@ class BackgroundChannel:
 
 
 class WatchedProgress:
-    """Progress of one base: feeds the deadline of the work and whatever is shown."""
+    """Progress of one base: restarts the deadline of its work, and passes the amount on for
+    display."""
 
     def __init__(self, channel: BackgroundChannel, work: Work, shown: ProgressSink) -> None:
         self._channel = channel
@@ -253,4 +269,4 @@ def _consumed_since(error: EverstepError, step: int) -> bool:
 
 
 def _log_over(error: EverstepError) -> None:
-    _log.info("over, as this process has taken the run over since: %s", error)
+    _log.info("ignored, as this process has taken the run over since: %s", error)

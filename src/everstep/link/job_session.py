@@ -1,4 +1,4 @@
-"""A rank's place in one start of a job."""
+"""One rank's place in one start (session) of a job of several ranks."""
 
 from __future__ import annotations
 
@@ -15,19 +15,21 @@ __all__ = ["JobSession", "mailbox_error"]
 
 @dataclass(frozen=True, slots=True)
 class JobSession:
-    """A rank's place in one start of a job.
+    """One rank's place in one start of a job.
 
     Attributes:
-        session: names the start; no other has the same.
-        disks: by rank: a name of the disk that it writes to.
-        peers: by rank: where its keeper's mailbox is.
-        recovered: what the timeline began with, if that is durable on all ranks.
-        unread: not all of it was read from their disks: nobody knows whether what is there is good.
-        spare: the same, if it is not.
-        unreadable: bases that have a manifest, and that the ranks cannot read all of.
-        again: another keeper has served this rank in this start, and is lost.
-        lost: steps of the bases that were lost with it.
-        nodes: by rank: what its node is called; empty where nobody sends copies to peers.
+        session: unique name of the start.
+        rank: this rank.
+        disks: by rank, name of the disk that it writes to.
+        peers: by rank, address of its keeper's mailbox.
+        recovered: base that the timeline started from, if durable on all ranks.
+        spare: the same base, if it is not durable on all ranks.
+        unreadable: bases with a manifest that the ranks cannot read completely.
+        again: True if this keeper replaces one that was lost during this start.
+        lost: steps of the bases that were lost with that keeper.
+        nodes: by rank, name of its node; empty if no rank sends copies to peers.
+        unread: True if the base was not completely read from disks, so that its copies there are
+            unverified.
     """
 
     session: str
@@ -44,21 +46,21 @@ class JobSession:
 
     @property
     def peer(self) -> int | None:
-        """The rank whose keeper holds copies of this one's bases; None: nobody's does."""
+        """Rank whose keeper holds copies of this rank's bases; None without one."""
         return peer_of(self.nodes, self.rank) if self.nodes else None
 
     @property
     def sources(self) -> tuple[int, ...]:
-        """The ranks whose copies this one's keeper holds."""
+        """Ranks whose copies this rank's keeper holds."""
         return tuple(r for r in range(len(self.nodes)) if peer_of(self.nodes, r) == self.rank)
 
     def to_wire(self) -> dict[str, Any]:
-        """As a message holds it."""
+        """Return the fields for a message."""
         return asdict(self)
 
     @classmethod
     def from_wire(cls, fields: Mapping[str, Any]) -> JobSession:
-        """The inverse of :meth:`to_wire`."""
+        """Decode the fields of :meth:`to_wire`."""
         return cls(
             fields["session"],
             fields["rank"],
@@ -74,11 +76,11 @@ class JobSession:
 
 
 def mailbox_error(host: str, port: int, error: OSError) -> KeeperError:
-    """The error that no mailbox can be opened."""
+    """Return the error for a mailbox that cannot be opened."""
     return KeeperError(
-        f"no mailbox for the other ranks can be opened at {host}, port {port}: "
+        f"the mailbox for the other ranks cannot be opened at {host}, port {port}: "
         f"{error.strerror or error}",
-        hint="MASTER_ADDR has to be an address that this machine can reach",
+        hint="MASTER_ADDR must be an address that this machine can reach",
     )
 
 

@@ -1,4 +1,4 @@
-"""What a keeper has done so far, as it says itself."""
+"""Counters of a keeper, as it reports them to the trainer."""
 
 from __future__ import annotations
 
@@ -13,21 +13,30 @@ __all__ = [
 
 @dataclass(slots=True)
 class KeeperStats:
-    """What the keeper has done so far.
+    """Counters of a keeper since its start.
 
     Attributes:
-        linked_bytes: of static entries, in files that bases link to instead of writing them again.
-        persist_s: seconds from the beginning of writing to the commit, all bases together.
-        retain_s: seconds in retention, read-backs included.
-        log_bytes, log_batch_steps: of the segments of the log so far; steps of the next one.
-        cpu_s: seconds of processor time of the keeper process; 0 where it is a thread.
-        copied, copied_bytes: copies of bases in other tiers.
-        copied_steps, copied_log_bytes, copy_missed: steps of the log that were copied there, as
-            what; steps that will not be.
-        peered, peered_bytes: bases that were sent to the memory of another node.
-        peers_passed_over: bases that were not, because they came too fast.
-        held: bases that live in memory, and were whole there.
-        peered_steps, peer_missed: steps of the log that were sent there; that will not be.
+        committed: number of bases committed.
+        failed: number of bases that failed.
+        written_bytes: bytes of bases written.
+        linked_bytes: bytes of static entries in files that were linked instead of written.
+        persist_s: seconds from the start of writing to the commit, summed over bases.
+        retain_s: seconds in retention, including read-backs.
+        log_bytes: bytes of log segments written.
+        log_batch_steps: steps of the next segment.
+        cpu_s: processor time of the keeper process in seconds; 0 for a keeper thread.
+        copied: number of copies of bases in other tiers.
+        copied_bytes: bytes of these copies.
+        copied_steps: steps of the log copied to other tiers.
+        copied_log_bytes: bytes of these steps.
+        copy_missed: steps of the log that will not be copied.
+        peered: number of bases sent to the memory of another node.
+        peered_bytes: bytes of these bases.
+        peers_passed_over: number of bases not sent, as newer ones came too fast.
+        held: number of bases that live in memory and were complete there.
+        peered_steps: steps of the log sent to the memory of another node.
+        peer_missed: steps of the log that will not be sent.
+        durable_step: step of the newest durable base; None without one.
     """
 
     committed: int = 0
@@ -58,7 +67,7 @@ _COUNTS = [one.name for one in dataclasses.fields(KeeperStats) if one.name not i
 
 
 def add_stats(one: KeeperStats, other: KeeperStats) -> KeeperStats:
-    """Of both; ``other`` is the newer one."""
+    """Return the sum of the counters of two keepers; ``other`` is the newer one."""
     both = KeeperStats(**{name: getattr(one, name) + getattr(other, name) for name in _COUNTS})
     both.durable_step = one.durable_step if other.durable_step is None else other.durable_step
     both.log_batch_steps = other.log_batch_steps or one.log_batch_steps

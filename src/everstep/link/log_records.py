@@ -1,9 +1,9 @@
-"""Layouts of records, of which a keeper is told once: from then on a number stands for each.
+"""Records of the gradient log on their way to the keeper: numbers of layouts, memory of records.
 
-Both sides forget those that were not used for longest (:mod:`everstep.state.layout.lru`), and
-their
-numbers stand for others: messages of one connection arrive in their order, and what the keeper
-holds of a record refers to its layout.
+A layout is sent once; later records refer to it by number. Both sides forget the layouts that were
+unused for longest (:mod:`everstep.state.layout.lru`), and reuse their numbers. That is safe, as
+messages of a connection arrive in order, and a record that the keeper holds refers to its layout
+itself. No torch is needed here.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 
 from everstep.arena import PAGE_BYTES
 from everstep.format.log import layout_from_index, layout_to_index
-from everstep.state.layout.lru import RecentLayouts
+from everstep.state.layout.lru import LayoutCache
 from everstep.state.layout.shards import ShardLayout
 
 __all__ = [
@@ -26,51 +26,54 @@ __all__ = [
 
 
 class LogLayouts:
-    """What one keeper has been told.
+    """Layouts that one keeper has received.
 
     Args:
-        send: a message to it.
-        numbers: that nothing has yet.
+        send: sends a message to the keeper.
+        numbers: layouts with a number; None for none.
 
     Attributes:
-        lock: held from :meth:`number` until the message with that number was sent: before, nobody
-            may give it to another layout.
+        lock: to be held from the call of :meth:`number` until the message with that number was
+            sent:
+            otherwise another thread could give the number to another layout first.
     """
 
     def __init__(
         self,
         send: Callable[[dict[str, Any]], None],
-        numbers: RecentLayouts[int] | None = None,
+        numbers: LayoutCache[int] | None = None,
     ) -> None:
         self.lock = threading.Lock()
         self._send = send
-        self._numbers = RecentLayouts[int]() if numbers is None else numbers
+        self._numbers = LayoutCache[int]() if numbers is None else numbers
         self._free: list[int] = []
 
     def number(self, layout: ShardLayout) -> int:
-        """Of a layout, of which the keeper has been told by then."""
+        """Return the number of a layout, after sending the layout if the keeper does not have
+        it."""
         number = self._numbers.get(layout)
         if number is None:
-            gone = self._numbers.make_room(layout)
-            self._free += gone
+            dropped = self._numbers.evict_for(layout)
+            self._free += dropped
             number = self._free.pop() if self._free else len(self._numbers)
             self._send(
                 {
                     "kind": "log_layout",
                     "number": number,
                     "layout": layout_to_index(layout),
-                    "gone": [other for other in gone if other != number],
+                    "gone": [other for other in dropped if other != number],
                 }
             )
+            # After the send: if that fails, the keeper does not have the layout.
             self._numbers.add(layout, number)
         return number
 
 
 def receive_layout(known: dict[int, ShardLayout], message: dict[str, Any]) -> None:
-    """The keeper's side of it.
+    """Store a layout that the trainer has sent (keeper side).
 
     Raises:
-        FormatError: what it is told of is no layout.
+        FormatError: the message holds an invalid layout.
     """
     for number in message.get("gone", ()):
         known.pop(number, None)
@@ -78,11 +81,11 @@ def receive_layout(known: dict[int, ShardLayout], message: dict[str, Any]) -> No
 
 
 RECORD_BYTES = 2048
-"""What Python takes for a record besides its bytes: measured (CPython 3.11) about 1250 in the
-keeper, and 400 in the training process."""
+"""Python objects of one record, in bytes: measured (CPython 3.11) about 1250 in the keeper and 400
+in the training process."""
 
 
 def record_memory_bytes(tensors_bytes: int, objects: Mapping[str, bytes]) -> int:
-    """Of a record: whole pages of the arena, and what lies beside it."""
+    """Return the memory of a record in bytes: whole pages of the arena, and Python objects."""
     pages = -(-max(1, tensors_bytes) // PAGE_BYTES)
     return pages * PAGE_BYTES + sum(map(len, objects.values())) + RECORD_BYTES

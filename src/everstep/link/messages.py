@@ -1,23 +1,54 @@
-"""What trainer and keeper tell each other: plain dicts, told apart by ``kind``.
+"""Messages between trainer and keeper: plain dicts with a ``kind``, and their encoding.
 
-Trainer to keeper: ``attach`` (who, and how large an arena), ``serve`` (a timeline), ``layout``
-(once per layout of files), ``begin`` (a capture), ``object`` (a part of one), ``captured``,
-``persist`` (what was to stay in memory only), ``redo`` (an update that concerns a capture over
-several steps), ``assemble`` (one is all there), ``abandon``, ``ask`` (for a base of the replica's),
-``no_replica`` (any more), ``forget`` (a kept block is going to be overwritten), ``log_layout``
-(what a number stands for from now on, and which numbers stand for nothing any more), ``log`` (a
-record is whole), ``forget_log`` (the memory of records likewise), ``log_to_disk`` (or no more),
-``settle`` (finish what an earlier trainer left), ``recall`` (what is in memory), ``bye``.
+Trainer to keeper:
 
-From a process that is not attached: ``status``, ``stop``, ``look`` (what is in memory, which stays
-there), answered by ``looked``.
+``attach``       attach, with the size of the arena
+``listen``       open a mailbox for the keepers of other ranks
+``serve``        start a timeline
+``layout``       layout of the files of captures to come
+``begin``        a capture has begun
+``object``       chunk of an encoded object
+``captured``     a capture is complete
+``persist``      make a capture durable that was to stay in memory only
+``redo``         update that concerns a multi-step capture
+``assemble``     all data of a multi-step capture was sent
+``abandon``      the rest of a capture will not be sent
+``ask``          request a base from the replica
+``no_replica``   end the replica
+``forget``       a capture held in memory is about to be overwritten
+``log_layout``   number of a record layout, and numbers that are no longer used
+``log``          a log record is complete
+``forget_log``   the memory of records is about to be reused
+``log_to_disk``  switch writing the log to disk on or off
+``settle``       finish the captures of an earlier trainer
+``recall``       request the contents of memory
+``bye``          detach
 
-Keeper to trainer: ``welcome`` (with the arena's descriptor), ``refused``, ``durable``,
-``failed``, ``error``, ``done`` (with a capture, retention included), ``rebuilt`` (a capture over
-several steps is whole, or will never be), ``progress``, ``settled``,
-``logged`` (records are on disk), ``persisted`` (a base of the replica's), ``retained`` (behind it,
-too), ``asks_refused``, ``replica_stopped``, ``blob`` (a part of what ``recalled`` then refers to),
-``recalled``, ``replaced`` (another trainer has taken over).
+From a process that is not attached: ``status``, ``stop``, ``look`` (request the contents of memory,
+which stay there; the reply is ``looked``).
+
+Keeper to trainer:
+
+``welcome``          reply to ``attach``, with the descriptor of the arena
+``refused``          reply to ``attach``: not possible
+``listening``        reply to ``listen``, with the port
+``durable``          a base is committed
+``failed``           a base has failed
+``error``            other failure
+``notice``           condition that is no failure
+``done``             a capture and its retention have ended
+``rebuilt``          the rebuild of a multi-step capture has ended
+``progress``         counters
+``settled``          reply to ``settle``
+``logged``           records are on disk
+``peered``           a base or step is complete in the memory of other nodes
+``persisted``        a base of the replica is committed
+``retained``         the retention after it has ended
+``asks_refused``     reply to ``ask``: not possible
+``replica_stopped``  the replica has ended
+``blob``             chunk of the data that ``recalled`` refers to
+``recalled``         reply to ``recall``
+``replaced``         another trainer has attached
 """
 
 from __future__ import annotations
@@ -30,7 +61,7 @@ from everstep.format.header import ShardIdentity
 from everstep.format.plan import BasePlan, ShardPlan
 from everstep.link.capture import Capture
 from everstep.state.layout.entries import Entry
-from everstep.state.layout.replica_digest import InCommon
+from everstep.state.layout.replica_digest import ReplicaDigest
 from everstep.state.layout.shards import Placed, ShardLayout
 
 __all__ = [
@@ -45,32 +76,35 @@ __all__ = [
 ]
 
 PROTOCOL = 10
-"""Trainer and keeper must have the same; the two may be of different installations."""
+"""Version of the messages. Trainer and keeper, which may come from different installations, must
+have the same."""
 
 OBJECT_PART_BYTES = 16 << 20
+"""Size limit of a chunk: larger objects are sent in several messages."""
 
 
 def parts_of(data: bytes) -> Iterator[bytes]:
-    """``data`` in parts that fit into messages; at least one, though it may be empty."""
+    """Split ``data`` into chunks that fit into messages; yield at least one, which may be empty."""
     for begin in range(0, max(1, len(data)), OBJECT_PART_BYTES):
         yield data[begin : begin + OBJECT_PART_BYTES]
 
 
 def identity_to_wire(identity: ShardIdentity) -> dict[str, Any]:
-    """A base's identity as a message holds it."""
+    """Encode the identity of a base."""
     fields = asdict(identity)
-    del fields["static"]  # of a file, and never of a base
+    # A property of single files; always False for a base.
+    del fields["static"]
     return fields
 
 
 def identity_from_wire(fields: Mapping[str, Any]) -> ShardIdentity:
-    """The inverse of :func:`identity_to_wire`."""
-    common = tuple(InCommon(**one) for one in fields["common"])
+    """Decode the identity of a base."""
+    common = tuple(ReplicaDigest(**one) for one in fields["common"])
     return ShardIdentity(**{**fields, "common": common})
 
 
 def begin_to_wire(capture: Capture) -> dict[str, Any]:
-    """That a capture has begun; its layout was told before."""
+    """Encode the start of a capture, whose layout was sent before."""
     return {
         "kind": "begin",
         "number": capture.number,
@@ -85,7 +119,7 @@ def begin_to_wire(capture: Capture) -> dict[str, Any]:
 
 
 def layout_to_wire(plan: BasePlan) -> dict[str, Any]:
-    """Everything of a plan that is the same for all bases of this layout."""
+    """Encode the fields of a plan that are the same for all bases of a layout."""
     return {
         "shards": [
             {
@@ -103,7 +137,7 @@ def layout_to_wire(plan: BasePlan) -> dict[str, Any]:
 
 
 def layout_from_wire(fields: Mapping[str, Any], identity: ShardIdentity) -> BasePlan:
-    """The plan of one base of a layout."""
+    """Return the plan of one base of a layout."""
     shards = tuple(
         ShardPlan(
             shard["name"],

@@ -1,8 +1,8 @@
-"""A few elements of a live state, to compare what a replica has with what training has (I8).
+"""Samples of the live state, to verify a state that a keeper has computed (I8).
 
-A replica goes by the log alone: what something has changed behind the optimizer's back, it does
-not see. So the training process reads some elements of each tensor that no mark of the log holds,
-whenever it asks for a base, and the keeper compares them. Without torch.
+A replica follows the log alone, and so does not see changes made without the optimizer. Therefore
+the training process reads a few elements of each tensor that no step mark holds whenever it
+requests a base, and the keeper compares them. No torch is needed here.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ __all__ = ["Samples", "check_samples"]
 
 @dataclass(frozen=True, slots=True)
 class Samples:
-    """Elements of one width.
+    """Sampled elements of one width.
 
     Attributes:
-        width_bytes: of an element: 1, 2, 4 or 8.
-        where: their places in a base's block, in elements (int64).
+        width_bytes: bytes per element: 1, 2, 4 or 8.
+        where: positions in a base's block, in elements (int64).
         values: the elements.
     """
 
@@ -37,16 +37,16 @@ class Samples:
 def check_samples(
     samples: Sequence[Samples], plan: BasePlan, memory: memoryview, step: int
 ) -> None:
-    """Compares a base in memory with samples of the state that it should be.
+    """Compare a base in memory with samples of the live state.
 
     Args:
-        plan: of a base of this layout.
-        memory: its block.
-        step: that the state is of.
+        plan: plan of a base of this layout.
+        memory: block of the base.
+        step: step of the state.
 
     Raises:
-        AuditError: it is not that state; names an entry.
-        FormatError: samples of no such base.
+        AuditError: the base differs; the message names an entry.
+        FormatError: the samples do not fit the layout.
     """
     for some in samples:
         kind = np.dtype(f"i{some.width_bytes}")
@@ -60,16 +60,16 @@ def check_samples(
         if differs.size:
             at = int(where[differs[0]]) * kind.itemsize
             raise AuditError(
-                f"{_entry_at(plan, at)!r} is not what replay of the log gives: something writes "
-                "to it behind the optimizer's back",
+                f"{_entry_at(plan, at)!r} differs from the replayed log: code other than the "
+                "optimizer writes to it",
                 step=step,
-                hint="call before_update() and after_update() around updates that go past "
-                "optimizer.step(), CUDA graphs among them",
+                hint="call before_update() and after_update() around updates that bypass "
+                "optimizer.step() (CUDA graphs, for example)",
             )
 
 
 def _entry_at(plan: BasePlan, position: int) -> str:
-    """The entry that has a byte of the block."""
+    """Return the name of the entry at a byte of the block."""
     for shard, offset in zip(plan.shards, shard_offsets(plan)[0], strict=True):
         for place in shard.layout.placed:
             if offset + place.begin <= position < offset + place.end:

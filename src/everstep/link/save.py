@@ -1,4 +1,4 @@
-"""What the user holds of a base under way."""
+"""Handle of a base in progress, as the user holds it, and helpers to complete its futures."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ _T = TypeVar("_T")
 
 @dataclass(slots=True)
 class Save:
-    """A base that was asked for.
+    """A base that was requested.
 
     Attributes:
         step: the user's step that it holds.
         timeline: the timeline that it is written to.
-        staged: done when the state has been captured: from then on training may change it.
-        parked: it is to stay in memory, and becomes durable only if it is asked for again.
-        in_memory: it lives in the memory of keepers only; ``durable`` is done when it does.
-        durable: done when the base is committed: it survives the machine. Its result is the
-            base's size in bytes; it carries the exception if the base failed.
+        staged: done when the state was captured: from then on training may change it.
+        durable: done when the base is committed and survives the machine. The result is the size of
+            the base in bytes; the exception is the reason of a failure.
+        parked: True if it stays in memory, and becomes durable only on another request.
+        in_memory: True if it lives in the memory of keepers only; ``durable`` then means that.
     """
 
     step: int
@@ -48,27 +48,27 @@ class Save:
 
     @property
     def is_lost(self) -> bool:
-        """Whether it has failed, or was withdrawn."""
+        """True if the base has failed or was withdrawn."""
         future = self.durable
         return future.done() and (future.cancelled() or future.exception() is not None)
 
 
 def complete(future: Future[_T], result: _T) -> None:
-    """Sets a result, unless another thread was faster, or whoever asked has cancelled it."""
+    """Set a result, unless another thread was faster or the requester has cancelled the future."""
     with contextlib.suppress(InvalidStateError):
         future.set_result(result)
 
 
 def fail(future: Future[_T], error: BaseException) -> None:
-    """Sets an exception, as :func:`complete` sets a result; without its traceback, which would keep
-    what was in use where it was raised: memory of a keeper that is gone, say."""
+    """Set an exception, unless the future is done."""
+    # The traceback would keep the objects of its frames alive: a lost keeper's memory, say.
     error.__traceback__ = None
     with contextlib.suppress(InvalidStateError):
         future.set_exception(error)
 
 
 def copy_outcome(save: Save, other: Save) -> None:
-    """What becomes of ``other`` becomes of ``save``."""
+    """Complete the futures of ``save`` as those of ``other``."""
     other.staged.add_done_callback(functools.partial(_pass_on, save.staged))
     other.durable.add_done_callback(functools.partial(_pass_on, save.durable))
 
@@ -82,10 +82,13 @@ def _pass_on(future: Future[_T], ended: Future[_T]) -> None:
         complete(future, ended.result())
 
 
+# A class and no generator, which would take three times as long.
 @dataclass(slots=True)
-class failing_save:  # noqa: N801 - a context manager; one made of a generator takes three times as long
-    """Whoever waits for ``save`` hears what fails inside; it goes to ``post``, and no further.
-    Anything else, an interrupt or a mistake, cancels the save, and goes on to the caller."""
+class failing_save:  # noqa: N801 - used as a function
+    """Context that fails ``save`` with an EverstepError of its block, posts it, and suppresses it.
+
+    Any other exception (an interrupt, a bug) cancels the save and is raised.
+    """
 
     save: Save
     post: Callable[[EverstepError], object]
@@ -106,7 +109,7 @@ class failing_save:  # noqa: N801 - a context manager; one made of a generator t
 
 
 def changed_during_copy_error(name: str, step: int) -> AuditError:
-    """The error that an entry is not what its step left behind."""
+    """Return the error for an entry that changed while it was copied."""
     return AuditError(
         f"{name!r} was changed while it was being copied, and not by an optimizer's step()",
         step=step,
@@ -116,7 +119,7 @@ def changed_during_copy_error(name: str, step: int) -> AuditError:
 
 
 def as_everstep_error(error: BaseException, step: int | None) -> EverstepError:
-    """What went wrong while the state was copied, as an error of this library."""
+    """Return an exception raised while the state was copied as an EverstepError."""
     if isinstance(error, EverstepError):
         return error
     ours = EverstepError(f"internal error while the state was copied: {error!r}", step=step)

@@ -1,4 +1,4 @@
-"""What is said when waiting for a keeper leads nowhere."""
+"""Deadlines and errors of waiting for a keeper."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ __all__ = [
 ]
 
 _LOOK_AGAIN_S = 0.2
-"""How often who waits looks whether the storage hangs, and shows how far it is."""
+"""Interval in which a waiting thread checks for hung storage and shows progress."""
 
-_NOWHERE_S = 60.0
+_REPLICA_TIMEOUT_MIN_S = 60.0
 
 
 class _MayBeLost(Protocol):
@@ -30,8 +30,8 @@ class _MayBeLost(Protocol):
 
 @contextlib.contextmanager
 def ignore_if_lost(keeper: _MayBeLost) -> Iterator[None]:
-    """What is asked of a keeper that is lost meanwhile stays undone, without an error: whoever
-    looks whether it is there sees to its loss."""
+    """Suppress a KeeperError if the keeper is lost: the caller's next liveness check handles
+    the loss."""
     try:
         yield
     except KeeperError:
@@ -40,45 +40,48 @@ def ignore_if_lost(keeper: _MayBeLost) -> Iterator[None]:
 
 
 def storage_hang_error(count: int) -> DeadlineError:
-    """``count`` bases make no progress."""
+    """Return the error for ``count`` bases that make no progress."""
     return DeadlineError(
         f"{count} base(s) are not durable: the storage hangs",
-        hint="look at the disk or the network file system (dmesg, df, iostat)",
+        hint="check the disk or the network file system (dmesg, df, iostat)",
     )
 
 
 class ReplicaProgress:
-    """Whether bases that a keeper's replica was asked for get anywhere: it may load torch first,
-    and parts of other ranks may be late, so there is twice the time that all else has.
+    """Deadline for bases that were requested from the replica.
+
+    It is twice the usual one: the replica may have to load torch first, and other ranks may be
+    late.
 
     Args:
-        timeout_s: that time.
+        timeout_s: usual deadline in seconds.
     """
 
     def __init__(self, clock: Clock, timeout_s: float) -> None:
-        self._still = Standstill(max(_NOWHERE_S, 2 * timeout_s), clock.running_s)
+        timeout_s = max(_REPLICA_TIMEOUT_MIN_S, 2 * timeout_s)
+        self._still = Standstill(timeout_s, clock.running_s)
 
-    def look(self, *at: object) -> None:
-        """It is ``at`` that now; asked several times a second.
+    def check(self, *progress: object) -> None:
+        """Compare the current progress with the last one; call several times a second.
 
         Raises:
-            DeadlineError: as it was for too long.
+            DeadlineError: it has not changed for too long.
         """
-        for_s = self._still.for_s(at)
+        for_s = self._still.for_s(progress)
         if for_s > self._still.timeout_s:
             raise DeadlineError(
-                f"the keeper's replica gets nowhere for {for_s:.0f} s with bases that it was "
-                "asked for",
-                hint="everstep ps shows what it does; its log is in the runtime folder (everstep "
+                f"the keeper's replica has made no progress for {for_s:.0f} s with the bases "
+                "requested from it",
+                hint="everstep ps shows its state; its log is in the runtime folder (everstep "
                 "doctor)",
             )
 
 
 class WaitDeadline:
-    """The time that whoever waits for bases has given.
+    """Deadline of a wait for bases.
 
     Args:
-        timeout_s: None: as long as it takes.
+        timeout_s: seconds to wait; None for no limit.
     """
 
     def __init__(self, clock: Clock, timeout_s: float | None) -> None:
@@ -88,19 +91,19 @@ class WaitDeadline:
 
     @property
     def poll_s(self) -> float:
-        """How long to wait at most before the next look."""
+        """Longest time in seconds to wait before the next check."""
         if self._timeout_s is None:
             return _LOOK_AGAIN_S
         return min(_LOOK_AGAIN_S, max(0.0, self._timeout_s - self._waited_s))
 
     def is_over(self, count: int) -> bool:
-        """Whether no time is left.
+        """Return True if no time is left.
 
         Args:
-            count: bases that are not durable now.
+            count: number of bases that are not durable now.
 
         Raises:
-            DeadlineError: none is, and there are some.
+            DeadlineError: no time is left, and ``count`` is positive.
         """
         waited_s = self._waited_s
         if self._timeout_s is None or waited_s < self._timeout_s:
@@ -108,7 +111,7 @@ class WaitDeadline:
         if count:
             raise DeadlineError(
                 f"{count} base(s) are not durable after {waited_s:.0f} s",
-                hint="wait longer, or look at the disk",
+                hint="wait longer, or check the disk",
             )
         return True
 
@@ -118,10 +121,10 @@ class WaitDeadline:
 
 
 def keeper_lost_error(pid: int, error: BaseException | None) -> KeeperError:
-    """The keeper process has ended, or its connection has."""
+    """Return the error for a keeper process or connection that has ended."""
     why = f": {error}" if error is not None else ""
     return KeeperError(
         f"the keeper (process {pid}) is gone{why}",
-        hint="training goes on; a new keeper is started, and a new base taken (of several ranks, "
-        "as the next one is due)",
+        hint="training continues; a new keeper is started and a new base taken (with several "
+        "ranks, when the next one is due)",
     )

@@ -23,14 +23,14 @@ from everstep.config.given import is_int, named
 from everstep.errors import EverstepError, OptionError, RecoveryError, StorageError
 from everstep.format.writer import ChunkRing
 from everstep.keeper.persist.local_keeper import CHUNKS, WRITERS
-from everstep.look.memory import InMemory, look_in_memory
-from everstep.look.present import GoneError, Present, Way
-from everstep.restore.load.put import put_into
+from everstep.look.keeper_memory import KeeperMemory, read_keeper_memory
+from everstep.look.run_view import BaseDeletedError, RestorePoint, RunView
+from everstep.restore.load.targets import restore_into
 from everstep.restore.offline.rebuild import Rebuilder, Rebuilt
-from everstep.restore.start.folder import run_path
 from everstep.restore.start.report import evidence
-from everstep.run.audits import audit_in_words
-from everstep.run.decide import Skipped
+from everstep.run.audits import describe_audit
+from everstep.run.candidates import Skipped
+from everstep.run.folder import run_path
 from everstep.run.scan import scan_run
 from everstep.seams import PosixFileSystem
 from everstep.seams.files.filesystem import FileSystem
@@ -351,27 +351,27 @@ class _Place:
             return cls(TierFileSystem(tier, root), root, tier.traits.kind)
         return cls(PosixFileSystem(), run_path(where), "disk")
 
-    def look(self) -> tuple[Present, dict[int, InMemory], list[str]]:
+    def look(self) -> tuple[RunView, dict[int, KeeperMemory], list[str]]:
         """Return what there is, what of it keepers have in memory, and which could not be asked.
 
         Keepers come first: what they are still writing is on the disk then.
         """
-        memory = dict[int, InMemory]()
+        memory = dict[int, KeeperMemory]()
         problems = list[str]()
         run = None if self.source == "object" else scan_run(self.filesystem, self.run).run
         if run is not None:
-            memory, problems = look_in_memory(self.filesystem, self.run, run)
+            memory, problems = read_keeper_memory(self.filesystem, self.run, run)
         recalled = {rank: one.recalled for rank, one in memory.items()}
-        return Present.of(self.filesystem, self.run, recalled), memory, problems
+        return RunView.of(self.filesystem, self.run, recalled), memory, problems
 
-    def source_of(self, present: Present, base: BaseId) -> str:
+    def source_of(self, present: RunView, base: BaseId) -> str:
         """Where a base is read."""
         return "memory" if base in present.in_memory else self.source
 
 
 def _newest(
     place: _Place, step: int | None, wanted: Callable[[str], bool]
-) -> tuple[Present, Rebuilt, list[str]]:
+) -> tuple[RunView, Rebuilt, list[str]]:
     """Build the state of a step, or the newest one, from what there is when it is read.
 
     Raises:
@@ -389,7 +389,7 @@ def _newest(
             rebuilder = Rebuilder(present.filesystem, present.log, ring, _TIMEOUT_S, threads)
             try:
                 rebuilt = present.restore(rebuilder, ways, step, wanted)
-            except GoneError:
+            except BaseDeletedError:
                 continue
             # What a process that lives has written over in memory is damaged for who reads it.
             if lives and present.damaged and rebuilt.step < ways[0].step and left:
@@ -404,7 +404,7 @@ def _newest(
     )
 
 
-def _nothing(place: _Place, present: Present, memory: Mapping[int, InMemory]) -> RecoveryError:
+def _nothing(place: _Place, present: RunView, memory: Mapping[int, KeeperMemory]) -> RecoveryError:
     what = "this run has no base yet" if present.is_there else "there is no run"
     if captured := next((one.pending for one in memory.values() if one.pending is not None), None):
         what += f", that of step {captured.step} is being written"
@@ -415,7 +415,9 @@ def _nothing(place: _Place, present: Present, memory: Mapping[int, InMemory]) ->
     )
 
 
-def _of_history(present: Present, rebuilt: Rebuilt, step: int | None, best: Way) -> list[str]:
+def _of_history(
+    present: RunView, rebuilt: Rebuilt, step: int | None, best: RestorePoint
+) -> list[str]:
     """Return what is to be said of where a state lies in the history."""
     if step is not None:
         note = left_at(BaseId(rebuilt.timeline, rebuilt.step), present.inventory.branches)
@@ -437,7 +439,7 @@ def _of_history(present: Present, rebuilt: Rebuilt, step: int | None, best: Way)
     return found
 
 
-def _of_parts(present: Present, base: BaseId) -> list[str]:
+def _of_parts(present: RunView, base: BaseId) -> list[str]:
     """Return in words which newer base was passed over for ``base``, as it lacks parts."""
     lacking = present.lacking
     return [lacking[max(lacking)]] if lacking and base not in lacking else []
@@ -458,7 +460,7 @@ def _reading(run: PurePath) -> Iterator[None]:
 
 def _loaded(
     place: _Place,
-    present: Present,
+    present: RunView,
     rebuilt: Rebuilt,
     patterns: _Patterns,
     state: State | None,
@@ -479,7 +481,7 @@ def _loaded(
         _refuse_incomplete(state, by_part, patterns, rebuilt.step)
         wanted = {part: tree for part, tree in trees.items() if part in state.providers}
         about = wanted, there, found.tensors
-        notes += put_into(state, *about, step=rebuilt.step, takes=patterns.takes_tensor)
+        notes += restore_into(state, *about, step=rebuilt.step, takes=patterns.takes_tensor)
     else:
         moved: dict[str, torch.Tensor] = {}
         for name, entry in there.items():
@@ -491,7 +493,7 @@ def _loaded(
             tensors[name] = moved[entry.name]
         for part, tree in trees.items():
             objects |= _part(part, tree, by_part[part], patterns, tensors)
-    audit = "" if rebuilt.audit is None else audit_in_words(rebuilt.audit)
+    audit = "" if rebuilt.audit is None else describe_audit(rebuilt.audit)
     given = {*objects, *(() if state is None else state.providers)}
     given |= {part for part, used in by_part.items() if not tensors.keys().isdisjoint(used)}
     own = [note for part, note in rebuilt.own.items() if part in given]

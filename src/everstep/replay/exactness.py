@@ -24,7 +24,7 @@ from torch.optim import Optimizer
 
 from everstep.errors import OptionError
 from everstep.replay.fused.cuts import has_gaps
-from everstep.state.values.tensors import local_of
+from everstep.state.values.tensors import local_tensor
 
 __all__ = [
     "HALVES",
@@ -276,7 +276,7 @@ def _refusals(optimizer: Optimizer, parts: bool) -> Iterator[str]:
         if why := options_refusal(kind, group, group["params"]):
             yield why
         for position, parameter in enumerate(group["params"]):
-            own = local_of(parameter) if parts else parameter
+            own = local_tensor(parameter) if parts else parameter
             if own.shape != parameter.shape and not is_elementwise(kind):
                 yield (
                     f"parameter {position} is spread over ranks, and a {kind.__name__} does not "

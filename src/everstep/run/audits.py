@@ -1,4 +1,4 @@
-"""What audits have said of the bases that a state descends from. Without I/O, and without torch."""
+"""Audits of the bases that a state descends from. No I/O and no torch."""
 
 from __future__ import annotations
 
@@ -6,20 +6,22 @@ from everstep.commit.lineage import BaseId, history
 from everstep.format.records import AuditRecord
 from everstep.run.scan import Inventory
 
-__all__ = ["NAMES_MAX", "audit_in_words", "audit_of"]
+__all__ = ["NAMES_MAX", "audit_of", "describe_audit"]
 
 NAMES_MAX = 20
-"""Entries that the record of an audit names, at most."""
+"""Maximum number of entries that an audit record names."""
 
 _NAMES_IN_WORDS = 5
 
 
 def audit_of(inventory: Inventory, state: BaseId) -> AuditRecord | None:
-    """The audit that a state rests on: of the bases in its history, the newest that was found
-    different, else the newest that was audited at all (I9).
+    """Return the audit that a state rests on.
+
+    Of the bases in its history, this is the newest audit that found a difference, else the newest
+    audit (I9).
 
     Args:
-        state: its timeline and step; there need not be a base.
+        state: timeline and step of the state; there need not be a base of it.
     """
     limits = dict(history(state.timeline, inventory.branches))
     limits[state.timeline] = state.step
@@ -32,19 +34,19 @@ def audit_of(inventory: Inventory, state: BaseId) -> AuditRecord | None:
     return max(wrong or found, key=lambda one: (one.step, one.timeline), default=None)
 
 
-def audit_in_words(record: AuditRecord) -> str:
-    """One line for people: which bases, how many steps, and whether they agree."""
+def describe_audit(record: AuditRecord) -> str:
+    """Return one line for the user: the bases, the number of steps, and the verdict."""
     before = record.before[1]
     steps = f"{record.steps} step{'' if record.steps == 1 else 's'}"
     if record.verdict == "unchecked":
         return f"not audited: base {record.step}: {record.reason}"
     log = f"base {before} + log of {steps}"
-    told = f"audited: {log} = base {record.step}, bit for bit, {record.entries} entries"
+    text = f"audited: {log} = base {record.step}, bit for bit, {record.entries} entries"
     if record.verdict == "different":
-        told = f"audit failed: {log} is not base {record.step}"
+        text = f"audit failed: {log} is not base {record.step}"
     if record.count:
         shown = record.differing[:_NAMES_IN_WORDS]
         more = record.count - len(shown)
-        told += f": {record.count} of {record.entries} entries differ: "
-        told += ", ".join(map(repr, shown)) + (f" and {more} more" if more else "")
-    return told + (f" ({record.reason})" if record.reason else "")
+        text += f": {record.count} of {record.entries} entries differ: "
+        text += ", ".join(map(repr, shown)) + (f" and {more} more" if more else "")
+    return text + (f" ({record.reason})" if record.reason else "")

@@ -1,8 +1,8 @@
-"""How far the log reaches from each base: decisions without I/O.
+"""Reach of the gradient log from each base. No I/O.
 
-A log is followed step by step along a history of timelines. It ends at the first step whose
-mark is missing, or is of a state of another shape, or with an update missing before it (I4);
-and at a fork it goes on only with what the younger timeline has written.
+A log is followed step by step along a history of timelines. It ends at the first step whose mark is
+missing, belongs to a state of another shape, or lacks an update (I4). After a fork, only records of
+the younger timeline count.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ __all__ = ["Chain", "LogIndex", "chains", "common_heads", "path_of"]
 
 @dataclass(frozen=True, slots=True)
 class Chain:
-    """What can be made of a base.
+    """A base, and the log steps that can be replayed on it.
 
     Attributes:
-        base: where it begins.
-        steps: ``(timeline, step)`` of every step that the log adds, in order.
-        stopped: why it goes no further, in words.
-        lost: newest step of the history that has a mark and is not reached: between lies a hole.
+        base: base to start from.
+        steps: ``(timeline, step)`` of each step to replay, in order.
+        stopped: reason why the chain ends there.
+        lost: newest step of the history that has a mark but cannot be reached because of a gap.
     """
 
     base: BaseId
@@ -39,17 +39,17 @@ class Chain:
 
     @property
     def end(self) -> tuple[int, int]:
-        """``(timeline, step)`` of the newest state."""
+        """``(timeline, step)`` of the last state."""
         return self.steps[-1] if self.steps else (self.base.timeline, self.base.step)
 
 
 class LogIndex:
-    """Heads of all records, to be looked up.
+    """Index of record heads.
 
     Attributes:
-        marks: by timeline and step.
-        updates: timeline and LSN of each.
-        of_step: by timeline and step: LSNs of the updates of the step.
+        marks: head of the mark, by timeline and step.
+        updates: ``(timeline, LSN)`` of each update.
+        of_step: LSNs of the updates of a step, by timeline and step.
     """
 
     def __init__(self, heads: Iterable[RecordHead]) -> None:
@@ -66,15 +66,18 @@ class LogIndex:
                 if head.declared:
                     self._declared[head.timeline, head.lsn] = head.declared
 
-    def first_beyond(
+    def first_unregistered(
         self, chain: Chain, lsn: int, functions: Collection[str]
     ) -> tuple[int, str] | None:
-        """The first step of a chain that needs a declared update without a function here: its
-        place in the chain, and the pattern.
+        """Return the first step of a chain that needs a declared update without a registered
+        function.
 
         Args:
-            lsn: of the base.
-            functions: patterns for which there is one.
+            lsn: LSN of the base.
+            functions: patterns that have a registered function.
+
+        Returns:
+            Index in the chain and the pattern; None if all functions are registered.
         """
         for place, (timeline, step) in enumerate(chain.steps):
             last = self.marks[timeline, step].lsn
@@ -88,12 +91,13 @@ class LogIndex:
     def follow(
         self, base: BaseId, lsn: int, shape: str | None, path: Sequence[tuple[int, int | None]]
     ) -> Chain:
-        """The longest chain from a base.
+        """Return the longest chain from a base.
 
         Args:
-            lsn: of the base.
-        shape: of the base; None: whatever the first mark says, to be compared later.
-            path: a history, youngest first (see :func:`path_of`).
+            lsn: LSN of the base.
+            shape: shape digest of the base; None: take that of the first mark, to be compared
+                later.
+            path: a history, youngest timeline first (see :func:`path_of`).
         """
         steps: list[tuple[int, int]] = []
         timeline_of = _timelines_of(path)
@@ -101,7 +105,7 @@ class LogIndex:
             step = base.step + len(steps) + 1
             timeline = timeline_of(step)
             if timeline is None:
-                return Chain(base, tuple(steps), "the history ends")
+                return Chain(base, tuple(steps), "the history ends there")
             mark = self.marks.get((timeline, step))
             shape = mark.shape if mark is not None and shape is None else shape
             why = self._break(step, timeline, mark, lsn, shape)
@@ -114,11 +118,11 @@ class LogIndex:
     def _break(
         self, step: int, timeline: int, mark: RecordHead | None, lsn: int, shape: str | None
     ) -> str:
-        """Why a step cannot follow update ``lsn``; "" if it can."""
+        """Return why a step cannot follow update ``lsn``; "" if it can."""
         if mark is None:
-            return f"there is no record of step {step}"
+            return f"step {step} has no mark"
         if mark.shape != shape:
-            return f"at step {step} the state consists of something else"
+            return f"at step {step} the state has another composition"
         missing = [n for n in range(lsn + 1, mark.lsn + 1) if (timeline, n) not in self.updates]
         if missing or mark.lsn < lsn:
             return f"update {missing[0] if missing else lsn} of step {step} is missing"
@@ -126,11 +130,13 @@ class LogIndex:
 
 
 def common_heads(logs: Sequence[Iterable[RecordHead]]) -> list[RecordHead]:
-    """What the logs of several ranks, of one timeline, have all: the heads of one log. It goes on
-    where each of theirs does, with the same updates (I4); its shape is that of all of their states.
+    """Return the record heads that the logs of all ranks of a timeline have in common.
+
+    A common log continues as long as every rank's log does, with the same updates (I4). Its shape
+    digest covers the states of all ranks.
 
     Args:
-        logs: by rank.
+        logs: record heads of each rank.
     """
     if len(logs) == 1:
         return list(logs[0])
@@ -149,15 +155,18 @@ def common_heads(logs: Sequence[Iterable[RecordHead]]) -> list[RecordHead]:
 def path_of(
     timeline: int, records: Mapping[int, TimelineRecord | None]
 ) -> list[tuple[int, int | None]]:
-    """The history of a timeline as its records tell it, youngest first, with the last step of
-    each that counts. It ends where a record cannot be read: what lies before has no known end.
+    """Return the history of a timeline, youngest first, with the last step that counts of each.
+
+    The history ends at a record that cannot be read, since the fork point is unknown there.
 
     Args:
-        records: of all timelines, by number.
+        timeline: timeline to begin with.
+        records: timeline records by number.
     """
     path: list[tuple[int, int | None]] = [(timeline, None)]
     limit: int | None = None
     while (record := records.get(timeline)) is not None and record.parent is not None:
+        # A forged record may name a younger parent. Stop, or the loop would never end.
         if record.parent >= timeline:
             break
         limit = record.fork_step if limit is None else min(limit, record.fork_step)
@@ -171,11 +180,10 @@ def chains(
     index: LogIndex,
     path: Sequence[tuple[int, int | None]],
 ) -> list[Chain]:
-    """One chain for each base of a history, those that reach furthest first, then those that
-    need least replay.
+    """Return one chain for each base of a history, sorted by reach, then by least replay.
 
     Args:
-        bases: LSN and shape of each.
+        bases: LSN and shape digest of each base.
     """
     found = []
     for base, (lsn, shape) in bases.items():
@@ -189,8 +197,11 @@ def chains(
 
 
 def _timelines_of(path: Sequence[tuple[int, int | None]]) -> Callable[[int], int | None]:
-    """What says which timeline of a history has written a step: the oldest that had not forked
-    yet. It is asked for each step, and a run that went back often has a long history."""
+    """Return a function that maps a step to the timeline of a history that wrote it.
+
+    The function is called for each step, and a run that was rewound often has a long history, hence
+    the binary search.
+    """
     oldest_first = [(timeline, math.inf if last is None else last) for timeline, last in path][::-1]
     limits = list(accumulate((last for _, last in oldest_first), max))
 

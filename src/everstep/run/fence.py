@@ -1,4 +1,4 @@
-"""The fence (I11): whether a process may still commit and delete, or another has taken the run."""
+"""The fence (I11): detection of a newer process that has taken the run over."""
 
 from __future__ import annotations
 
@@ -16,57 +16,62 @@ __all__ = ["Fence", "timeline_bytes"]
 
 
 class Fence:
-    """Of the process that writes one timeline; made when that has been opened.
+    """Fence of the process that writes one timeline; created when the timeline has been opened.
 
-    A newer timeline fences it off. So does another of the same number: the folder was put back as
-    it was once (from a copy, or a snapshot of its disk), and taken over by a process that could
-    not know of this one.
+    A newer timeline fences the process off. So does another record of the same timeline number:
+    then the folder was restored to an earlier state, from a copy or a snapshot of its disk, and
+    taken over by a process that could not know of this one.
 
     Attributes:
-        timeline: that is written.
+        timeline: number of the timeline being written.
     """
 
     def __init__(self, filesystem: FileSystem, run: PurePath, timeline: int) -> None:
         self._filesystem = filesystem
         self._run = run
         self.timeline = timeline
+        # Remember the exact bytes: another process may open a timeline of the same number in a
+        # restored folder.
         self._record = timeline_bytes(filesystem, run, timeline)
 
     def newest(self) -> int:
-        """The newest timeline of the run.
+        """Return the newest timeline of the run.
 
         Raises:
-            FencedError: this one is no longer what it was.
+            FencedError: the record of this timeline is missing or was replaced.
         """
         newest = newest_timeline(self._filesystem, self._run)
+        # An older number means that the newest timeline has disappeared: checked below.
         if self._record is None or newest > self.timeline:
             return newest
-        what = "is gone"
+        change = "has disappeared"
         if newest == self.timeline:
             record = timeline_bytes(self._filesystem, self._run, newest)
             if record in (None, self._record):
                 return newest
-            what = "was opened by another one, too"
+            change = "was also opened by another process"
         raise FencedError(
-            f"timeline {self.timeline}, which this process writes, {what}: the folder was put "
-            "back as it was once",
+            f"timeline {self.timeline}, which this process writes, {change}: the folder "
+            "was restored to an earlier state",
             path=self._run,
-            hint="end this one: what it trains belongs to no history of this folder",
+            hint="stop this process: its training is not part of any history of this folder",
         )
 
-    def seen(self) -> int:
-        """As :meth:`newest`, for whoever has something to undo first: where this timeline is no
-        longer what it was, the number behind it."""
+    def newest_or_next(self) -> int:
+        """Return the newest timeline, or the next number if this timeline was replaced.
+
+        For callers that must undo something before they raise.
+        """
         try:
             return self.newest()
         except FencedError:
             return self.timeline + 1
 
     def check(self) -> None:
-        """Looks for newer timelines.
+        """Check for newer timelines.
 
         Raises:
-            FencedError: there is one, or this one is no longer what it was.
+            FencedError: there is a newer timeline, or this one was replaced.
         """
         newest = self.newest()
         if newest > self.timeline:
@@ -75,7 +80,7 @@ class Fence:
 
 
 def _opened_by(filesystem: FileSystem, run: PurePath, timeline: int) -> str:
-    """Return which process has opened a timeline, as its record says; "" if it does not."""
+    """Return the process that opened a timeline, from its record; "" if unknown."""
     data = timeline_bytes(filesystem, run, timeline)
     path = timeline_dir(run, timeline)
     try:
@@ -86,7 +91,7 @@ def _opened_by(filesystem: FileSystem, run: PurePath, timeline: int) -> str:
 
 
 def timeline_bytes(filesystem: FileSystem, run: PurePath, number: int) -> bytes | None:
-    """The record of a timeline, as it is on this disk now; None if it cannot be read."""
+    """Return the record of a timeline as it is on disk now; None if it cannot be read."""
     try:
         return read_record_bytes(filesystem, timeline_dir(run, number) / TIMELINE_RECORD)
     except (OSError, EverstepError):

@@ -1,26 +1,342 @@
-"""Reads the records of a log, from one segment after the other, ahead of whoever replays them.
+"""Read the records of a log ahead of replay, from one segment after another.
 
-Most segments hold a few steps, or one. So what comes next is most often in another file: that is
-opened, and its first records are on their way, before the last one of this file is taken. Where it
-cannot be opened, or has not what it should have, that shows when it is asked for, and not before.
+A segment may hold many steps, so it is never read as one piece: replay starts with the first step
+while the next ones are being read. Most segments hold only a few steps, so the next segment is
+opened, and its first records requested, before the last record of the current one is taken. A few
+threads read past the page cache, straight into the memory that the records keep. Nothing here
+verifies the bytes: the caller verifies each record once, right before it decodes the gradients
+(:meth:`~everstep.format.log.LogRecord.verify`). A segment that cannot be opened raises only when
+one of its records is requested.
+
+If a record is damaged, :func:`find_record` looks for the same record in another place. A record is
+identified by kind, timeline and number, and by its digest in the index of its segment. So a lossy
+copy never replaces an exact record, nor does a record that another process wrote under the same
+number.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future
+from dataclasses import dataclass, field
 
-from everstep.errors import EverstepError
-from everstep.format.log import LogRecord
+from everstep.arena.reused import ReusedMemory
+from everstep.errors import DamageError, EverstepError, FormatError
+from everstep.format.log import LogRecord, RecordHead, RecordIndex, gathered, index_of_segment
+from everstep.format.reader import read_result
 from everstep.format.writer import ChunkRing
-from everstep.run.segment_reads import ReadRoom, SegmentReads
-from everstep.run.segments import SegmentFound
-from everstep.seams.files.filesystem import FileSystem
+from everstep.run.segments import SegmentFound, open_segment, read_index
+from everstep.seams.files.filesystem import DIRECT_ALIGNMENT_BYTES, FileSystem
+from everstep.seams.machine import memory_available_bytes
+from everstep.seams.processes.conditions import all_over
 
-__all__ = ["LogReads"]
+__all__ = [
+    "Key",
+    "LogReads",
+    "ReadBudget",
+    "SegmentReads",
+    "find_record",
+    "key_of",
+]
 
-_OPEN_MAX = 4  # segments: as many small ones as are worth to have on their way
+_READ_BYTES = 2 << 20
+_IN_FLIGHT_MAX = 64  # other users of these threads wait for no more than that
+_AHEAD_BYTES_MAX = 64 << 20
+_LENT_BYTES_MAX = 320 << 20
+_SHARE_OF_MEMORY = 8  # of available memory
+
+
+class ReadBudget:
+    """Limits on reading a log ahead, and the memory for it.
+
+    Records started before they are requested take at most 64 MiB, or one step. All records that
+    were read and are still in use take at most 320 MiB (less if memory is short), or two steps: one
+    step is read while the previous one is applied. Fresh memory is slow to obtain, so a larger
+    budget would only cost time.
+
+    Attributes:
+        ahead_bytes: size of records started, but not requested yet.
+    """
+
+    def __init__(self) -> None:
+        self.ahead_bytes = 0
+        self._memory = ReusedMemory()
+        self._in_flight: deque[Future[int]] = deque()
+        self._lent_bytes_max = min(_LENT_BYTES_MAX, memory_available_bytes() // _SHARE_OF_MEMORY)
+
+    @property
+    def lent_bytes(self) -> int:
+        """Memory of all records that are being read or are in use."""
+        return self._memory.lent_bytes
+
+    @property
+    def can_submit(self) -> bool:
+        """True if not too many reads are in flight."""
+        while self._in_flight and self._in_flight[0].done():
+            self._in_flight.popleft()
+        return len(self._in_flight) < _IN_FLIGHT_MAX
+
+    def submitted(self, future: Future[int]) -> None:
+        """Count a read as in flight."""
+        self._in_flight.append(future)
+
+    def take(self, size_bytes: int) -> memoryview:
+        """Return memory for a tensor of a record, regardless of the limits."""
+        return self._memory.take(size_bytes)
+
+    def allows(self, size_bytes: int, step_bytes: int) -> bool:
+        """Return True if a record may be started before it is requested.
+
+        Args:
+            size_bytes: size of the record.
+            step_bytes: size of all records of its step.
+        """
+        # At least one step may always be read ahead, however large, or replay would wait for every
+        # read.
+        if self.ahead_bytes + size_bytes > max(_AHEAD_BYTES_MAX, step_bytes):
+            return False
+        two_steps = 2 * step_bytes + step_bytes // 8  # plus padding to full pages
+        return self.lent_bytes + size_bytes <= max(self._lent_bytes_max, two_steps)
+
+
+@dataclass(slots=True)
+class _PendingRecord:
+    """A record that is being read.
+
+    Attributes:
+        tensors: memory of its flat tensors, by dtype.
+        left: reads not submitted yet: destination, file offset, and expected bytes.
+        reads: submitted reads: expected bytes, and the future.
+        ahead_bytes: bytes counted as read ahead.
+    """
+
+    index: RecordIndex
+    tensors: dict[str, memoryview] = field(default_factory=dict)
+    left: deque[tuple[memoryview, int, int]] = field(default_factory=deque)
+    reads: list[tuple[int, Future[int]]] = field(default_factory=list)
+    ahead_bytes: int = 0
+
+
+class SegmentReads:
+    """Reader of consecutive records of one segment, unverified.
+
+    To be used by one thread at a time, and closed by its creator; no read is in flight afterwards.
+
+    Args:
+        ring: provides the reading threads.
+        budget: shared by all segments of one log.
+        first: number of the first record.
+        end: number after the last record; None: up to the end of the segment.
+        meanwhile: called while a record is awaited, to submit later reads; None:
+            :meth:`submit_ahead`.
+
+    Attributes:
+        next: number of the next record.
+        end: number after the last record.
+        digests: expected digests of the records.
+
+    Raises:
+        DamageError, FormatError: the header or the index is damaged; with the path.
+        OSError: the segment cannot be read.
+    """
+
+    def __init__(
+        self,
+        filesystem: FileSystem,
+        segment: SegmentFound,
+        ring: ChunkRing,
+        budget: ReadBudget,
+        *,
+        first: int,
+        timeout_s: float,
+        end: int | None = None,
+        meanwhile: Callable[[], object] | None = None,
+    ) -> None:
+        self.segment = segment
+        self.next = first
+        self._ring = ring
+        self._budget = budget
+        self._timeout_s = timeout_s
+        self._meanwhile = meanwhile
+        self._file, _, header, self._path = open_segment(filesystem, segment)
+        try:
+            data = read_index(self._file, header, self._path)
+            records = index_of_segment(header.identity, data, self._path)
+        except BaseException:
+            self._file.close()
+            raise
+        self.digests = [index.digest for index in records]
+        self._header_bytes = header.room_bytes
+        self._places: dict[str, list[tuple[str, int, int]]] = {}
+        for place in header.placed:
+            number, _, dtype = place.entry.name.partition("/")
+            self._places.setdefault(number, []).append((dtype, place.begin, place.end))
+        self._step_bytes: dict[int, int] = {}
+        for index in records:
+            step = index.head.step
+            self._step_bytes[step] = self._step_bytes.get(step, 0) + self._size_bytes(index)
+        self.end = len(records) if end is None else end
+        self._unstarted = deque(records[first:end])
+        self._pending: deque[_PendingRecord] = deque()
+
+    def read(self) -> LogRecord:
+        """Return the next record.
+
+        Raises:
+            DamageError: the file ends before the record does.
+            FormatError: the record is malformed, or there are no more.
+            DeadlineError: a read hangs.
+            OSError: the segment cannot be read.
+        """
+        meanwhile = self._meanwhile or self.submit_ahead
+        if not self._pending:
+            if not self._unstarted:
+                raise FormatError(f"{self._path} has no record number {self.next}", path=self._path)
+            self._start_next()
+        record = self._pending[0]
+        self._release_ahead(record)
+        done = 0
+        while record.left or done < len(record.reads):
+            meanwhile()
+            if done == len(record.reads):
+                self._submit_next(record)
+            expected, future = record.reads[done]
+            if read_result(future, self._ring, self._timeout_s, self._path) < expected:
+                raise DamageError(f"{self._path} is truncated", path=self._path)
+            done += 1
+        self._pending.popleft()
+        meanwhile()  # later reads proceed while the caller verifies this record
+        self.next += 1
+        data = gathered(record.index.layout, record.tensors, self._path)
+        return record.index.record(data, self._path)
+
+    def submit_ahead(self) -> bool:
+        """Submit as many reads as the budget allows; return True if none are left to submit."""
+        for record in self._pending:
+            while record.left:
+                if not self._budget.can_submit:
+                    return False
+                self._submit_next(record)
+        while self._unstarted:
+            index = self._unstarted[0]
+            size_bytes = self._size_bytes(index)
+            step_bytes = self._step_bytes[index.head.step]
+            if not self._budget.can_submit or not self._budget.allows(size_bytes, step_bytes):
+                return False
+            try:
+                record = self._start_next()
+            except OSError:  # no memory now; there may be some when the record is requested
+                return False
+            while record.left and self._budget.can_submit:
+                self._submit_next(record)
+            if record.left:
+                return False
+        return True
+
+    def close(self) -> None:
+        """Cancel outstanding reads and close the file. Idempotent."""
+        self._unstarted.clear()
+        futures = [future for record in self._pending for _, future in record.reads]
+        for future in futures:
+            future.cancel()
+        # A hanging read may still write later. Its memory stays lent, so it is never reused.
+        all_over(futures, self._timeout_s)
+        for record in self._pending:
+            self._release_ahead(record)
+        self._pending.clear()
+        self._file.close()
+
+    def _release_ahead(self, record: _PendingRecord) -> None:
+        """Stop counting a record as read ahead: it was requested, or is discarded."""
+        self._budget.ahead_bytes -= record.ahead_bytes
+        record.ahead_bytes = 0
+
+    def _size_bytes(self, index: RecordIndex) -> int:
+        places = self._places.get(f"{index.number:06d}", ())
+        return sum(end - begin for _, begin, end in places)
+
+    def _start_next(self) -> _PendingRecord:
+        """Allocate memory for the next unstarted record and plan its reads."""
+        record = _PendingRecord(self._unstarted[0])
+        for dtype, begin, end in self._places.get(f"{record.index.number:06d}", ()):
+            # Direct I/O needs offsets and lengths in full pages, so both ends are padded.
+            offset = self._header_bytes + begin
+            ahead = offset % DIRECT_ALIGNMENT_BYTES
+            size_bytes = ahead + end - begin
+            padded = -(-size_bytes // DIRECT_ALIGNMENT_BYTES) * DIRECT_ALIGNMENT_BYTES
+            memory = self._budget.take(padded)
+            record.tensors[dtype] = memory[ahead:size_bytes]
+            for at in range(0, padded, _READ_BYTES):
+                stop = min(padded, at + _READ_BYTES)
+                expected = min(stop, size_bytes) - at
+                record.left.append((memory[at:stop], offset - ahead + at, expected))
+        self._unstarted.popleft()
+        self._pending.append(record)
+        record.ahead_bytes = self._size_bytes(record.index)
+        self._budget.ahead_bytes += record.ahead_bytes
+        return record
+
+    def _submit_next(self, record: _PendingRecord) -> None:
+        memory, offset, expected = record.left.popleft()
+        future = self._ring.threads.submit(self._file.read_into, memory, offset)
+        record.reads.append((expected, future))
+        self._budget.submitted(future)
+
+
+Key = tuple[str, int, int]
+"""Kind, timeline, and number: the LSN of an update, the step of a mark."""
+
+
+def key_of(head: RecordHead) -> Key:
+    """Return the identity of a record."""
+    return head.kind, head.timeline, head.step if head.kind == "mark" else head.lsn
+
+
+def find_record(
+    key: Key,
+    digest: str,
+    segments: Iterable[SegmentFound],
+    filesystem: FileSystem,
+    ring: ChunkRing,
+    timeout_s: float,
+) -> LogRecord | None:
+    """Return a verified record from the first of these segments that has it; None if no segment
+    has.
+
+    Args:
+        key: identity of the record.
+        digest: expected digest.
+        segments: searched lazily, in order.
+        filesystem: for segments that do not name their own.
+    """
+    for segment in segments:
+        places = [number for number, head in enumerate(segment.heads) if key_of(head) == key]
+        if segment.problem is not None or not places:
+            continue
+        files = segment.files or filesystem
+        try:
+            found = _read(files, segment, places[0], ring, timeout_s)
+        except (EverstepError, OSError):  # the caller reports the error of the first place
+            continue
+        if found.digest == digest:
+            return found
+    return None
+
+
+def _read(
+    files: FileSystem, segment: SegmentFound, place: int, ring: ChunkRing, timeout_s: float
+) -> LogRecord:
+    reads = SegmentReads(files, segment, ring, ReadBudget(), first=place, timeout_s=timeout_s)
+    try:
+        found = reads.read()
+    finally:
+        reads.close()
+    found.verify()
+    return found
+
+
+_OPEN_MAX = 4  # segments open at a time; more would not make reading faster
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,13 +349,15 @@ class _Run:
 
 
 class LogReads:
-    """Records by segment and number; not verified. To be used by one thread at a time, and closed.
+    """Reader of log records by segment and number, unverified.
+
+    To be used by one thread at a time, and closed.
 
     Args:
-        filesystem: of segments that name none.
-        ring: whose threads read.
-        expected: the records that are going to be asked for, in this order: these are read ahead.
-            Any other may be asked for, too.
+        filesystem: for segments that do not name their own.
+        ring: provides the reading threads.
+        expected: records that will be requested, in this order; they are read ahead. Other records
+            may be requested, too.
     """
 
     def __init__(
@@ -52,18 +370,19 @@ class LogReads:
         self._filesystem = filesystem
         self._ring = ring
         self._timeout_s = timeout_s
-        self._room = ReadRoom()
-        self._runs = _runs(expected)  # that are not open yet
-        self._open: deque[SegmentReads] = deque()  # the one that is being read first
-        self._looks_ahead = True
+        self._budget = ReadBudget()
+        self._runs = _runs(expected)  # not open yet
+        self._open: deque[SegmentReads] = deque()  # the segment being read comes first
+        self._reads_ahead = True
 
     def read(self, segment: SegmentFound, place: int) -> LogRecord:
-        """A record.
+        """Return a record.
 
         Raises:
-            DamageError, FormatError: of the segment, or the file ends before it.
-            DeadlineError: a transfer hangs.
-            OSError: it cannot be read.
+            DamageError, FormatError: the segment is damaged, or the file ends before the record
+                does.
+            DeadlineError: a read hangs.
+            OSError: the segment cannot be read.
         """
         reads = self._at(segment, place)
         while reads.next < place:
@@ -71,18 +390,19 @@ class LogReads:
         return reads.read()
 
     def digest_of(self, segment: SegmentFound, place: int) -> str | None:
-        """That a record must have, of the segment that was read last; None: that is another one."""
+        """Return the expected digest of a record of the segment read last; None for other
+        segments."""
         if self._open and self._open[0].segment is segment:
             return self._open[0].digests[place]
         return None
 
     def close(self) -> None:
-        """Ends what is under way. Idempotent; what is asked for later is read anew."""
+        """Cancel outstanding reads. Idempotent; records requested later are read anew."""
         while self._open:
             self._open.popleft().close()
 
     def _at(self, segment: SegmentFound, place: int) -> SegmentReads:
-        """The segment, open, and not past that place."""
+        """Return a reader of the segment that is not past ``place``."""
         while self._open and not _has(self._open[0], segment, place):
             self._open.popleft().close()
         if not self._open:
@@ -92,7 +412,7 @@ class LogReads:
                     self._runs.popleft()
                 run = self._runs.popleft()
                 end = run.end if place < run.end else None
-            self._looks_ahead = True
+            self._reads_ahead = True
             self._open.append(self._opened(segment, place, end))
         return self._open[0]
 
@@ -101,27 +421,27 @@ class LogReads:
             segment.files or self._filesystem,
             segment,
             self._ring,
-            self._room,
+            self._budget,
             first=first,
             end=end,
-            meanwhile=self._send_ahead,
+            meanwhile=self._submit_ahead,
             timeout_s=self._timeout_s,
         )
 
-    def _send_ahead(self) -> None:
-        """As many reads as are of use, in the order in which they will be asked for."""
-        if not all(reads.send_ahead() for reads in self._open):
+    def _submit_ahead(self) -> None:
+        """Submit as many reads as the budget allows, in the expected order."""
+        if not all(reads.submit_ahead() for reads in self._open):
             return
-        while self._runs and self._looks_ahead and len(self._open) < _OPEN_MAX:
+        while self._runs and self._reads_ahead and len(self._open) < _OPEN_MAX:
             run = self._runs[0]
             try:
                 reads = self._opened(run.segment, run.first, run.end)
-            except (EverstepError, OSError):  # whoever asks for it is told
-                self._looks_ahead = False
+            except (EverstepError, OSError):  # raised again when a record of it is requested
+                self._reads_ahead = False
                 return
             self._runs.popleft()
             self._open.append(reads)
-            if not reads.send_ahead():
+            if not reads.submit_ahead():
                 return
 
 

@@ -1,8 +1,8 @@
-"""Reads what a run folder holds: names and records, no data.
+"""Scan a run folder: names and records, no data.
 
-A run folder is not trusted: symbolic links are not followed, names that are not ours are
-left alone, records are bounded in size and checked by digest, and nothing is allocated by
-what they claim.
+The contents are not trusted. Symbolic links are not followed, unknown names are ignored, records
+are limited in size and verified by digest, and no memory is allocated on the strength of a size
+that a record claims.
 """
 
 from __future__ import annotations
@@ -56,8 +56,8 @@ from everstep.seams.files.filesystem import DirEntry, FileSystem
 __all__ = [
     "BaseFound",
     "Inventory",
-    "KnownTimelines",
-    "bases_with_a_log",
+    "TimelineCache",
+    "bases_keeping_log",
     "newest_timeline",
     "not_a_directory",
     "scan_base",
@@ -66,10 +66,10 @@ __all__ = [
 
 _Record = TypeVar("_Record", RunRecord, TimelineRecord, Marker, Manifest, AuditRecord)
 BaseStatus = Literal["committed", "complete", "damaged", "incomplete", "condemned"]
-_TO_LOSE: tuple[BaseStatus, ...] = ("committed", "complete", "damaged")
+_MAY_BE_GOOD: tuple[BaseStatus, ...] = ("committed", "complete", "damaged")
 _ATTEMPTS = 8
 _KNOWN_MAX = 4096
-_KNOWN_BYTES_MAX = 4096  # of one: there are larger ones where there are many ranks
+_KNOWN_BYTES_MAX = 4096  # larger records exist for many ranks; caching them would cost memory
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,18 +77,18 @@ class BaseFound:
     """A base directory.
 
     Attributes:
-        status: ``committed``: has its manifest. ``complete``: has not, but its markers yield
-            one, so it can be rolled forward. ``damaged``: it has records, but they cannot be
-            read; it may have been good, so it is never swept away. ``incomplete``: it was
-            never finished; it does not exist. ``condemned``: to be deleted.
-        manifest: for ``committed`` and ``complete``; for ``condemned``, until the first of its
-            files is going to be removed.
-        problem: damage to its records, in words.
-        files: everything in the directory.
-        audit: what replay from an older base has said of it, if that was tried.
-        audit_problem: damage to the record of that, in words; the base is none the worse.
-        markers: those that could be read in a directory without a manifest: of a base whose
-            ranks write to disks of their own, each disk has some.
+        status: ``committed``: has a manifest. ``complete``: has no manifest, but all markers, so it
+            can be rolled forward. ``damaged``: has records that cannot be read; since the base may
+            have been good, it is never removed automatically. ``incomplete``: was never finished
+            and counts as nonexistent. ``condemned``: is marked for deletion.
+        manifest: of ``committed`` and ``complete`` bases; of ``condemned`` ones until the deletion
+            of files begins.
+        problem: description of damaged records.
+        files: all directory entries.
+        audit: result of replaying the log from the previous base up to this one, if that was done.
+        audit_problem: description of a damaged audit record, which does not affect the base.
+        markers: readable markers in a directory without a manifest. If ranks write to separate
+            disks, each disk has some of them.
     """
 
     id: BaseId
@@ -103,21 +103,28 @@ class BaseFound:
 
     @property
     def size_bytes(self) -> int:
+        """Total size of all files."""
         return sum(file.size_bytes for file in self.files)
 
     @property
     def is_usable(self) -> bool:
-        """Whether a resume may read it. A condemned one counts while nothing of it is gone: its
-        deleter may have died before it saw that a newer timeline needs it (``adr/004``)."""
+        """True if a resume may read the base.
+
+        A condemned base is usable while all its files exist: its deleter may have died before it
+        noticed that a newer timeline needs the base (``adr/004``).
+        """
         if self.status == "condemned" and self.manifest is not None:
             return all(self.has_files_of(marker) for marker in self.manifest.markers)
         return self.status in ("committed", "complete")
 
     @property
     def missing_file(self) -> str | None:
-        """The name of a data file that the manifest lists and that is not in the directory with the
-        length that it has there; None: there is no such file. A rank of several of which nothing is
-        here writes to a disk of its own."""
+        """Name of a data file that the manifest lists and that is missing or has another length;
+        None if there is none.
+
+        Of several ranks, a rank without any file here writes to a disk of its own and is not
+        checked.
+        """
         sizes = {file.name: file.size_bytes for file in self.files if file.kind == "file"}
         markers = () if self.manifest is None else self.manifest.markers
         for marker in markers:
@@ -128,7 +135,7 @@ class BaseFound:
         return None
 
     def has_files_of(self, marker: Marker) -> bool:
-        """Whether a rank's marker and files are in the directory, by name and length."""
+        """Return True if the marker and all files of a rank exist with the recorded lengths."""
         sizes = {file.name: file.size_bytes for file in self.files if file.kind == "file"}
         there = marker_name(marker.rank) in sizes
         return there and all(sizes.get(file.name) == file.length for file in marker.files)
@@ -136,18 +143,18 @@ class BaseFound:
 
 @dataclass(slots=True)
 class Inventory:
-    """All that a run folder holds.
+    """Contents of a run folder.
 
     Attributes:
-        run: the run's id; None in a folder that is empty or not there.
-        timelines: records by number; None where the record is damaged.
-        abandoned: numbers of timeline directories without a record: taken, but never opened.
-        unreachable: by timeline, parts of it that are there and cannot be read: path, and why. A
-            symbolic link is one, as none is followed within a run. What they hold may be newer than
-            all that can be read (:func:`everstep.run.decide.first_unreachable`).
-        logged: timelines without bases, but with a log: they were trained on.
-        names: what there is in the directory of each timeline.
-        problems: ``(path, what is wrong)`` of records other than those of bases.
+        run: id of the run; None if the folder is empty or missing.
+        timelines: records by timeline number; None for a damaged record.
+        abandoned: numbers of timeline directories without a record: reserved, but never opened.
+        unreachable: by timeline, paths that exist but cannot be read, with the reason; symbolic
+            links are among them. Their contents may be newer than everything readable
+            (:func:`everstep.run.candidates.newest_unreachable`).
+        logged: timelines without bases, but with log segments, so training took place on them.
+        names: names in the directory of each timeline.
+        problems: ``(path, problem)`` of damaged records other than those of bases.
     """
 
     path: PurePath
@@ -162,77 +169,86 @@ class Inventory:
 
     @property
     def branches(self) -> dict[int, Branch]:
-        """Where each timeline forked from (:func:`everstep.commit.lineage.branches_of`)."""
-        there = {base.id for base in self.bases if base.status in _TO_LOSE or base.is_usable}
+        """Fork point of each timeline (:func:`everstep.commit.lineage.branches_of`)."""
+        there = {base.id for base in self.bases if base.status in _MAY_BE_GOOD or base.is_usable}
         return branches_of(self.timelines, there, self.logged)
 
     @property
     def next_timeline(self) -> int:
-        """The smallest number that nobody has taken."""
+        """Smallest timeline number not yet taken."""
         return max([*self.timelines, *self.abandoned, *self.unreachable], default=0) + 1
 
     def may_hold(self, timeline: int, name: str) -> bool:
-        """Whether it is worth a look if the directory of a timeline has a name: not where it had
-        not, and has been left for a newer timeline, nor where it is a link."""
+        """Return False if a timeline's directory certainly has no usable entry of this name.
+
+        That is so if the name is a link, or if it was absent when the timeline had already been
+        superseded.
+        """
         if timeline_dir(self.path, timeline) / name in self.unreachable.get(timeline, ()):
             return False
         names = self.names.get(timeline)
         return names is None or name in names or timeline + 1 not in self.names
 
 
-class KnownTimelines:
-    """Records of timelines of a run that one process has read: they are written once, exclusively.
-    One is read anew where its name shows another file, by length and time."""
+class TimelineCache:
+    """Timeline records that this process has already read.
+
+    Timeline records are created exclusively and never rewritten. A record is read again only if its
+    length or modification time has changed.
+    """
 
     def __init__(self) -> None:
         self._found: dict[int, tuple[int, float, TimelineRecord]] = {}
 
-    def of(self, timeline: int, entry: DirEntry) -> TimelineRecord | None:
-        """The record that has a name in the timeline's directory; None if it has to be read."""
+    def get(self, timeline: int, entry: DirEntry) -> TimelineRecord | None:
+        """Return the cached record for a directory entry, or None if it must be read."""
         size_bytes, time_s, record = self._found.get(timeline, (0, 0.0, None))
         return record if (size_bytes, time_s) == (entry.size_bytes, entry.mtime_s) else None
 
-    def keep(self, entry: DirEntry, record: TimelineRecord) -> None:
-        """It was read, behind the listing that had ``entry``."""
+    def put(self, entry: DirEntry, record: TimelineRecord) -> None:
+        """Store the record that was read after ``entry`` was listed."""
         self._found[record.timeline] = entry.size_bytes, entry.mtime_s, record
 
 
 def scan_run(
-    filesystem: FileSystem, path: PurePath, known: KnownTimelines | None = None
+    filesystem: FileSystem, path: PurePath, known: TimelineCache | None = None
 ) -> Inventory:
-    """Takes the inventory of a run folder.
+    """Scan a run folder.
 
-    When something that was listed is gone a moment later, or the newest base is being deleted,
-    another process is at work and has something newer instead: then everything is looked at once
-    more.
+    The scan is repeated if a listed file has disappeared, or if the newest base is being deleted:
+    then another process is active and has committed something newer in the meantime.
 
     Args:
-        known: of the process that looks, which looks often.
+        known: timeline records read by earlier scans of this process.
 
     Raises:
-        ForeignDirectoryError: for a directory with other people's files.
-        NewerFormatError: when any part was written by a newer everstep.
-        OSError: when the directory cannot be read.
+        ForeignDirectoryError: the directory holds files that are not of everstep.
+        NewerFormatError: a record was written by a newer everstep.
+        OSError: the directory cannot be read.
     """
+    # Another process may delete bases and segments during the scan. Retry until one scan sees a
+    # consistent folder.
     for left in reversed(range(_ATTEMPTS)):
         try:
             entries = filesystem.scan(path)
         except FileNotFoundError:
             return Inventory(path)
         try:
-            inventory = _scan(filesystem, path, entries, known or KnownTimelines())
+            inventory = _scan(filesystem, path, entries, known or TimelineCache())
         except FileNotFoundError:
             if not left:
                 raise
             continue
-        if not left or not _overtaken(inventory):
+        if not left or not _newest_is_being_deleted(inventory):
             return inventory
     raise AssertionError("unreachable")
 
 
-def _overtaken(inventory: Inventory) -> bool:
-    """Return whether the newest base is being deleted: then a newer one was committed after its
-    directory was looked at, since retention deletes a base only once a newer one is there."""
+def _newest_is_being_deleted(inventory: Inventory) -> bool:
+    """Return True if the newest base is being deleted.
+
+    Retention deletes a base only after a newer one is committed, so the scan has missed that one.
+    """
     usable = max((base.id for base in inventory.bases if base.is_usable), default=BaseId(0, 0))
     return any(
         base.status == "condemned" and not base.is_usable and base.id > usable
@@ -241,7 +257,7 @@ def _overtaken(inventory: Inventory) -> bool:
 
 
 def _scan(
-    filesystem: FileSystem, path: PurePath, entries: list[DirEntry], known: KnownTimelines
+    filesystem: FileSystem, path: PurePath, entries: list[DirEntry], known: TimelineCache
 ) -> Inventory:
     inventory = Inventory(path)
     names = {entry.name: entry for entry in entries}
@@ -251,7 +267,7 @@ def _scan(
         foreign = [name for name in names if name not in ours]
         if foreign:
             raise ForeignDirectoryError(
-                f"{path} is not a run of everstep: it holds {foreign[0]!r}"
+                f"{path} is not an everstep run folder: it contains {foreign[0]!r}"
                 + (f" and {len(foreign) - 1} more" if len(foreign) > 1 else ""),
                 path=path,
                 hint="choose a new or empty directory",
@@ -261,7 +277,7 @@ def _scan(
         record = _record(filesystem, path / RUN_RECORD, RunRecord, inventory)
         inventory.run = record.run if record else None
     else:
-        inventory.problems.append((path / RUN_RECORD, "it is missing"))
+        inventory.problems.append((path / RUN_RECORD, "is missing"))
     for number in sorted(numbers):
         directory = timeline_dir(path, number)
         if names[directory.name].kind != "dir":
@@ -273,32 +289,36 @@ def _scan(
         if renamed is None or renamed in numbers or entry.kind not in ("dir", "link"):
             continue
         if entry.kind == "link" or _holds_timeline(filesystem, path / entry.name):
-            why = f"seems to be timeline {renamed}, renamed from {timeline_dir(path, renamed).name}"
+            why = f"looks like timeline {renamed}, renamed from {timeline_dir(path, renamed).name}"
             inventory.unreachable.setdefault(renamed, {})[path / entry.name] = why
             inventory.problems.append((path / entry.name, why))
-    if inventory.run is None:  # a damaged run.json loses nothing: every record has the id
+    # The id is in every record, so a damaged run.json loses nothing.
+    if inventory.run is None:
         ids = [record.run for record in inventory.timelines.values() if record is not None]
         ids += [base.manifest.markers[0].run for base in inventory.bases if base.manifest]
         inventory.run = ids[0] if ids else None
     return inventory
 
 
-def bases_with_a_log(bases: Iterable[BaseFound]) -> list[BaseId]:
-    """Those of which retention leaves the log: the committed ones, and what is none, or none yet,
-    unless all of these are newer. What a process that died has left, or what is damaged, would
-    else keep all segments since, for ever."""
+def bases_keeping_log(bases: Iterable[BaseFound]) -> list[BaseId]:
+    """Return the bases whose log retention must keep.
+
+    These are all committed bases, and unfinished or damaged ones no older than the oldest committed
+    base. Older remains of a crash do not count: they would keep all later segments for ever.
+    """
     found = list(bases)
     oldest = min((base.id for base in found if base.status == "committed"), default=None)
     return [base.id for base in found if oldest is None or base.id >= oldest]
 
 
 def newest_timeline(filesystem: FileSystem, path: PurePath) -> int:
-    """The newest timeline that has been opened; 0 if there is none. The fence (I11)."""
+    """Return the newest timeline that has been opened, or 0. This is the fence (I11)."""
     directories = {
         number: path / entry.name
         for entry in filesystem.scan(path)
         if entry.kind == "dir" and (number := parse_timeline(entry.name)) is not None
     }
+    # A directory without a record is only reserved. Its process has not fenced anybody off yet.
     for number in sorted(directories, reverse=True):
         if any(item.name == TIMELINE_RECORD for item in filesystem.scan(directories[number])):
             return number
@@ -306,11 +326,11 @@ def newest_timeline(filesystem: FileSystem, path: PurePath) -> int:
 
 
 def scan_base(filesystem: FileSystem, run: PurePath, base: BaseId) -> BaseFound:
-    """What there is of one base.
+    """Scan one base.
 
     Raises:
-        OSError: when the directory is not there (any more) or cannot be read.
-        NewerFormatError: when it was written by a newer everstep.
+        OSError: the directory is missing or cannot be read.
+        NewerFormatError: the base was written by a newer everstep.
     """
     path = base_dir(run, base.timeline, base.step)
     files = tuple(filesystem.scan(path))
@@ -323,8 +343,8 @@ def scan_base(filesystem: FileSystem, run: PurePath, base: BaseId) -> BaseFound:
     manifest: Manifest | None = None
     if MANIFEST in names:
         manifest = _try(filesystem, path / MANIFEST, Manifest, problems)
-        if manifest is not None and _claims(manifest.markers[0]) != base:
-            problems.append(f"{MANIFEST} is of another base")
+        if manifest is not None and _base_of(manifest.markers[0]) != base:
+            problems.append(f"{MANIFEST} belongs to another base")
             manifest = None
     status: BaseStatus = "committed"
     markers: dict[int, Marker] = {}
@@ -333,7 +353,7 @@ def scan_base(filesystem: FileSystem, run: PurePath, base: BaseId) -> BaseFound:
         markers = _markers(filesystem, path, names, base, problems)
         manifest = manifest_of(markers)
     if manifest is None:
-        # Records appear whole or not at all, so one that cannot be read is damage.
+        # Records appear atomically, so an unreadable record means damage, not an unfinished write.
         status = "damaged" if problems else "incomplete"
         problems.append(_how_many_markers(names))
     problem = "; ".join(problems) or None
@@ -348,12 +368,15 @@ def scan_base(filesystem: FileSystem, run: PurePath, base: BaseId) -> BaseFound:
 def _scan_condemned(
     filesystem: FileSystem, base: BaseId, path: PurePath, files: tuple[DirEntry, ...]
 ) -> BaseFound:
-    """Its manifest still counts for something until a deleter says that it removes files now."""
+    """Scan a condemned base.
+
+    Its manifest counts until a deleter records that it is removing files.
+    """
     manifest = None
     names = {entry.name for entry in files if entry.kind == "file"}
     if DELETING not in names:
         manifest = _try(filesystem, path / CONDEMNED, Manifest, [])
-    if manifest is None or _claims(manifest.markers[0]) != base:
+    if manifest is None or _base_of(manifest.markers[0]) != base:
         return BaseFound(base, path, "condemned", None, None, files)
     audit = _audit(filesystem, path, manifest)[0] if AUDIT_RECORD in names else None
     return BaseFound(base, path, "condemned", manifest, None, files, audit)
@@ -364,22 +387,22 @@ def _scan_timeline(
     inventory: Inventory,
     number: int,
     directory: PurePath,
-    known: KnownTimelines,
+    known: TimelineCache,
 ) -> None:
     entries = {entry.name: entry for entry in filesystem.scan(directory)}
     names = {name: entry.kind for name, entry in entries.items()}
     inventory.names[number] = frozenset(names)
     if TIMELINE_RECORD in names:
         entry = entries[TIMELINE_RECORD]
-        record = known.of(number, entry)
+        record = known.get(number, entry)
         if record is None:
             path = directory / TIMELINE_RECORD
             record = _record(filesystem, path, TimelineRecord, inventory)
             if record is not None and not _plausible(record, number):
-                inventory.problems.append((path, "is of another timeline"))
+                inventory.problems.append((path, "belongs to another timeline"))
                 record = None
             if record is not None:
-                known.keep(entry, record)
+                known.put(entry, record)
         inventory.timelines[number] = record
     for kind in (BASE_DIR, LOG_DIR, LOSSY_DIR):
         if names.get(kind, "dir") != "dir":
@@ -403,36 +426,36 @@ def _scan_timeline(
                 inventory.problems.append((one.path, one.audit_problem))
         except FileNotFoundError:
             raise
-        except OSError as error:  # this one cannot be read; the others may be fine
+        except OSError as error:  # the other bases may still be readable
             reason = f"cannot be read: {error.strerror or error}"
             path = directory / BASE_DIR / entry.name
             inventory.bases.append(BaseFound(base, path, "damaged", None, reason, ()))
     mine = inventory.bases[before:]
-    has_bases = any(base.status in _TO_LOSE or base.is_usable for base in mine)
+    has_bases = any(base.status in _MAY_BE_GOOD or base.is_usable for base in mine)
     logs = [directory / kind for kind in (LOG_DIR, LOSSY_DIR) if names.get(kind) == "dir"]
     if not has_bases and any(_holds_segments(filesystem, log) for log in logs):
         inventory.logged.add(number)
     if TIMELINE_RECORD in names:
         return
     if has_bases:
-        # It was opened once: losing its record must not lose its bases.
-        inventory.problems.append((directory / TIMELINE_RECORD, "it is missing"))
+        # The timeline was opened once. A lost record must not make its bases unreachable.
+        inventory.problems.append((directory / TIMELINE_RECORD, "is missing"))
         inventory.timelines[number] = None
     else:
         inventory.abandoned.append(number)
 
 
 def _note_unreachable(inventory: Inventory, number: int, path: PurePath, kind: str) -> None:
-    """Record a part of a timeline that is no directory."""
+    """Record a path of a timeline that should be a directory and is not."""
     inventory.unreachable.setdefault(number, {})[path] = not_a_directory(kind)
     inventory.problems.append((path, not_a_directory(kind)))
 
 
 def not_a_directory(kind: str) -> str:
-    """Return why what has the name of a directory of everstep's is not read, by its kind."""
+    """Return why a path named like a directory of everstep is not read, given its kind."""
     if kind == "link":
-        return "is a symbolic link, and none is followed within a run"
-    return f"is no directory (a {'file' if kind == 'file' else 'special file'})"
+        return "is a symbolic link; links inside a run folder are not followed"
+    return f"is not a directory (but a {'file' if kind == 'file' else 'special file'})"
 
 
 def _holds_timeline(filesystem: FileSystem, directory: PurePath) -> bool:
@@ -441,10 +464,11 @@ def _holds_timeline(filesystem: FileSystem, directory: PurePath) -> bool:
 
 
 def _holds_segments(filesystem: FileSystem, log: PurePath) -> bool:
-    """Whether any is finished; the newest are looked at first."""
+    """Return True if the log has a finished segment; the newest are checked first."""
     named = (entry for entry in filesystem.scan(log) if parse_segment(entry.name) is not None)
     for one in sorted(named, key=lambda entry: entry.name, reverse=True):
-        with contextlib.suppress(FileNotFoundError):  # a process at work deletes it
+        # Retention of a running process may delete a segment between the two listings.
+        with contextlib.suppress(FileNotFoundError):
             files = filesystem.scan(log / one.name) if one.kind == "dir" else []
             if any(parse_marker(file.name) is not None for file in files):
                 return True
@@ -460,35 +484,36 @@ def _markers(
         if rank is None:
             continue
         marker = _try(filesystem, path / name, Marker, problems)
-        if marker is not None and _claims(marker) == base and marker.rank == rank:
+        if marker is not None and _base_of(marker) == base and marker.rank == rank:
             markers[rank] = marker
         elif marker is not None:
-            problems.append(f"{name} is of another base or rank")
+            problems.append(f"{name} belongs to another base or rank")
     return markers
 
 
 def _audit(
     filesystem: FileSystem, path: PurePath, manifest: Manifest
 ) -> tuple[AuditRecord | None, str]:
-    """The audit of the base with this manifest, or what is wrong with its record."""
+    """Return the audit record of the base with this manifest, and a description of any damage to
+    it."""
     problems: list[str] = []
     found = _try(filesystem, path / AUDIT_RECORD, AuditRecord, problems)
     if found is None:
         return None, "; ".join(problems)
     first = manifest.markers[0]
     if (found.run, found.timeline, found.step) != (first.run, first.timeline, first.step):
-        return None, f"{AUDIT_RECORD} is of another base"
+        return None, f"{AUDIT_RECORD} belongs to another base"
     if found.manifest != digest(manifest.encode()):
-        return None, f"{AUDIT_RECORD} is of other contents of this base"
+        return None, f"{AUDIT_RECORD} belongs to another version of this base"
     return found, ""
 
 
 def _how_many_markers(names: set[str]) -> str:
     count = sum(parse_marker(name) is not None for name in names)
-    return f"no manifest that can be read, and {count or 'no'} marker{'' if count == 1 else 's'}"
+    return f"no readable manifest, and {count or 'no'} marker{'' if count == 1 else 's'}"
 
 
-def _claims(marker: Marker) -> BaseId:
+def _base_of(marker: Marker) -> BaseId:
     return BaseId(marker.timeline, marker.step)
 
 
@@ -511,8 +536,11 @@ def _known(decode: Callable[[bytes, PurePath], _Record], data: bytes) -> _Record
 
 
 def _decoded(kind: type[_Record], data: bytes, path: PurePath) -> _Record:
-    """A record, which is a function of its bytes: a start looks at those of each timeline several
-    times, and what has been verified needs only to be compared."""
+    """Decode a record, using a cache keyed by its bytes.
+
+    A start reads the records of each timeline several times; identical bytes need no second
+    verification.
+    """
     if len(data) > _KNOWN_BYTES_MAX:
         return kind.decode(data, path)
     try:
@@ -525,7 +553,7 @@ def _decoded(kind: type[_Record], data: bytes, path: PurePath) -> _Record:
 def _try(
     filesystem: FileSystem, path: PurePath, kind: type[_Record], problems: list[str]
 ) -> _Record | None:
-    """Decodes a record; damage becomes a line in ``problems``."""
+    """Read and decode a record; append a description of any damage to ``problems``."""
     try:
         return _decoded(kind, read_record_bytes(filesystem, path), path)
     except (NewerFormatError, FileNotFoundError):

@@ -1,4 +1,7 @@
-"""Reads the log of a run folder: which segments there are, and their records, verified."""
+"""Segments of the gradient log: the list of them, and their records, verified.
+
+A segment holds the records of consecutive steps of one rank. It counts once its marker exists.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +42,7 @@ from everstep.seams.files.filesystem import FileSystem, ReadFile
 from everstep.seams.progress import ProgressSink, silent
 
 __all__ = [
-    "KnownSegments",
+    "SegmentCache",
     "SegmentFound",
     "open_segment",
     "read_heads",
@@ -48,24 +51,24 @@ __all__ = [
     "read_segment",
     "scan_log",
     "scan_logs",
-    "vetted",
+    "validated",
 ]
 
 
-_AGAIN = 32  # of those that are known, read anew in each look
+_REREAD = 32  # known segments that each scan reads again
 
 _Key = tuple[PurePath, int]
 
 
 @dataclass(frozen=True, slots=True)
 class SegmentFound:
-    """A segment on disk: steps ``(after, last]`` of a timeline.
+    """A segment on disk with the steps ``(after, last]`` of a timeline.
 
     Attributes:
-        marker: None where it cannot be used, for the reason ``problem``.
-        heads: what its records are; read with the marker.
-        lossy: its gradients are not what training has consumed.
-        files: where it is read from; None: from the run folder.
+        marker: None if the segment is unusable; ``problem`` says why.
+        heads: heads of its records; read together with the marker.
+        lossy: its gradients are approximations of those that training consumed.
+        files: file system that it is read from; None: that of the run folder.
     """
 
     timeline: int
@@ -80,25 +83,31 @@ class SegmentFound:
     files: FileSystem | None = None
 
 
-class KnownSegments:
-    """What one process has read of the log, so that its next look reads what is new.
+class SegmentCache:
+    """Segments that this process has already read, so that later scans read only new ones.
 
-    Segments are written once. One is read anew where a name in its directory has changed since (it
-    was replaced, or a file of it is gone), or where it could not be used. As a file can be damaged
-    without that, a few are read anew in each look, those first that were not read for longest.
+    Segments are written once. A segment is read again if a name in its directory has changed (it
+    was replaced, or lost a file) or if it was unusable. Files can also be damaged without such a
+    change, so each scan rereads a few segments, least recently read first.
     """
 
     def __init__(self) -> None:
-        self._found: dict[_Key, tuple[float, SegmentFound]] = {}  # in the order they were read
+        self._found: dict[_Key, tuple[float, SegmentFound]] = {}  # least recently read first
 
-    def to_trust(self) -> dict[_Key, tuple[float, SegmentFound]]:
-        """By path and rank: the time of the directory, by the disk, and what was in it."""
-        return dict(islice(self._found.items(), _AGAIN, None))
+    def trusted_segments(self) -> dict[_Key, tuple[float, SegmentFound]]:
+        """Return the segments that need no reading now, by path and rank, with the modification
+        time of their directory."""
+        return dict(islice(self._found.items(), _REREAD, None))
 
-    def looked(
+    def update(
         self, trusted: Collection[_Key], read: Mapping[_Key, tuple[float, SegmentFound]]
     ) -> None:
-        """All that there is now: what was not read, and what was."""
+        """Replace the contents by the result of a scan.
+
+        Args:
+            trusted: keys of segments that exist and were not read.
+            read: segments that were read.
+        """
         self._found = {key: self._found[key] for key in self._found if key in trusted}
         self._found |= {key: item for key, item in read.items() if item[1].problem is None}
 
@@ -114,22 +123,24 @@ def scan_log(
     threads: int = 1,
     there: Callable[[int, str], bool] = lambda timeline, name: True,
 ) -> list[SegmentFound]:
-    """All segments of these timelines, in order, lossy ones behind the others; one without its
-    marker was never finished and is left out.
+    """Return all segments of these timelines, in order, lossy ones last.
+
+    A segment without its marker was never finished and is left out.
 
     Args:
-        wanted: whether a segment of these steps of a timeline is looked at; else it is left out,
-            too.
-        lossy: look at lossy ones, too.
-        threads: look at segments at a time: of use where each look waits for a network.
-        there: whether a timeline may have a directory of this name (:meth:`.Inventory.may_hold`).
+        wanted: returns True if a segment with these steps of a timeline shall be read; others are
+            left out.
+        lossy: include lossy segments.
+        threads: number of segments to read at a time; useful over a network.
+        there: returns False if a timeline certainly has no directory of this name
+            (:meth:`.Inventory.may_hold`).
 
     Raises:
-        NewerFormatError: one was written by a newer everstep.
+        NewerFormatError: a segment was written by a newer everstep.
         OSError: a directory cannot be read.
     """
     places = []
-    for poor, kind in ((False, LOG_DIR), (True, LOSSY_DIR))[: 1 + lossy]:
+    for is_lossy, kind in ((False, LOG_DIR), (True, LOSSY_DIR))[: 1 + lossy]:
         for timeline in sorted(timelines):
             if not there(timeline, kind):
                 continue
@@ -141,10 +152,11 @@ def scan_log(
                 steps = parse_segment(entry.name)
                 if steps is None or not wanted(timeline, *steps):
                     continue
-                places.append((timeline, *steps, poor, entry.kind))
+                places.append((timeline, *steps, is_lossy, entry.kind))
 
     def look(place: tuple[int, int, int, bool, str]) -> SegmentFound | None:
-        return _scan(filesystem, run, *place[:3], rank, lossy=place[3], kind=place[4])
+        timeline, after, last, is_lossy, kind = place
+        return _scan(filesystem, run, timeline, after, last, rank, lossy=is_lossy, kind=kind)
 
     if threads == 1 or len(places) < 2:
         found = [look(place) for place in places]
@@ -158,53 +170,65 @@ def scan_logs(
     filesystem: FileSystem,
     run: PurePath,
     timelines: Mapping[int, TimelineRecord | None],
-    known: KnownSegments | None = None,
+    known: SegmentCache | None = None,
     there: Callable[[int, str], bool] = lambda timeline, name: True,
 ) -> dict[int, dict[int, list[SegmentFound]]]:
-    """All segments of these timelines, as of :func:`scan_log`, by timeline and rank; of ranks that
-    have none there is no list.
+    """Return all segments of these timelines, as :func:`scan_log` does, by timeline and rank.
+
+    Ranks without segments have no list.
 
     Args:
-        known: of the process that looks, which looks often; told what there is now.
+        known: segments read by earlier scans of this process; updated.
         there: as of :func:`scan_log`.
 
     Raises:
-        NewerFormatError, OSError: as :func:`scan_log`.
+        NewerFormatError, OSError: as of :func:`scan_log`.
     """
     found: dict[int, dict[int, list[SegmentFound]]] = {}
-    before = {} if known is None else known.to_trust()
+    # A directory with an unchanged modification time is trusted: segments are written once.
+    before = {} if known is None else known.trusted_segments()
     trusted: set[_Key] = set()
     read: dict[_Key, tuple[float, SegmentFound]] = {}
     for timeline, record in timelines.items():
-        of_one = record is not None and record.world == 1
+        of_single_rank = record is not None and record.world == 1
         by_rank = found.setdefault(timeline, {})
-        for poor, name in ((False, LOG_DIR), (True, LOSSY_DIR)):
+        for is_lossy, name in ((False, LOG_DIR), (True, LOSSY_DIR)):
             if not there(timeline, name):
                 continue
             directory = timeline_dir(run, timeline) / name
             for after, last, kind, time_s in _segments_in(filesystem, directory):
-                path = segment_dir(run, timeline, after, last, lossy=poor)
-                alone = of_one or kind != "dir"
-                for rank in (0,) if alone else _ranks_in(filesystem, path):
+                path = segment_dir(run, timeline, after, last, lossy=is_lossy)
+                single_rank = of_single_rank or kind != "dir"
+                for rank in (0,) if single_rank else _ranks_in(filesystem, path):
                     key = path, rank
                     then_s, one = before.get(key, (0.0, None))
                     if one is not None and then_s == time_s:
                         trusted.add(key)
                     else:
-                        about = timeline, after, last, rank
-                        one = _scan(filesystem, run, *about, lossy=poor, kind=kind)
+                        one = _scan(
+                            filesystem,
+                            run,
+                            timeline,
+                            after,
+                            last,
+                            rank,
+                            lossy=is_lossy,
+                            kind=kind,
+                        )
                         if one is None:
                             continue
                         read[key] = time_s, one
                     by_rank.setdefault(rank, []).append(one)
     if known is not None:
-        known.looked(trusted, read)
+        known.update(trusted, read)
     return found
 
 
 def _segments_in(filesystem: FileSystem, directory: PurePath) -> list[tuple[int, int, str, float]]:
-    """The steps of the segments in a directory of them, in order, the kind of each (a directory, or
-    something in its place), and when it has got its last name, by the disk."""
+    """Return ``(after, last, kind, mtime)`` of the segments in a directory, in order.
+
+    The kind is "dir" unless something else has the name of a segment. The time is that of the disk.
+    """
     try:
         entries = filesystem.scan(directory)
     except FileNotFoundError:
@@ -214,10 +238,10 @@ def _segments_in(filesystem: FileSystem, directory: PurePath) -> list[tuple[int,
 
 
 def _ranks_in(filesystem: FileSystem, path: PurePath) -> list[int]:
-    """Ranks that have finished a segment."""
+    """Return the ranks that have finished a segment."""
     try:
         names = [entry.name for entry in filesystem.scan(path)]
-    except FileNotFoundError:  # a process at work deletes it
+    except FileNotFoundError:  # retention of a running process has just deleted it
         return []
     return sorted(rank for name in names if (rank := parse_marker(name)) is not None)
 
@@ -230,11 +254,11 @@ def read_segment(
     timeout_s: float,
     progress: ProgressSink = silent,
 ) -> list[LogRecord]:
-    """The records of a segment, every byte verified.
+    """Return the records of a segment, every byte verified.
 
     Raises:
         DamageError, FormatError: with the path.
-        OSError: it cannot be read.
+        OSError: the segment cannot be read.
     """
     file, record, header, path = open_segment(filesystem, segment)
     try:
@@ -248,11 +272,11 @@ def read_segment(
 def open_segment(
     filesystem: FileSystem, segment: SegmentFound
 ) -> tuple[ReadFile, FileRecord, ShardHeader, PurePath]:
-    """A segment opened for reading, its header verified; whoever asks closes the file.
+    """Open a segment and verify its header; the caller closes the file.
 
     Raises:
         DamageError, FormatError: with the path.
-        OSError: it cannot be read.
+        OSError: the segment cannot be read.
     """
     marker = segment.marker
     assert marker is not None
@@ -276,7 +300,7 @@ def _check_identity(identity: ShardIdentity, marker: Marker, path: PurePath) -> 
         marker.lsn,
         marker.rank,
     ):
-        raise FormatError(f"{path} is of another segment than its marker", path=path)
+        raise FormatError(f"{path} belongs to another segment than its marker", path=path)
 
 
 def read_records(
@@ -289,16 +313,16 @@ def read_records(
     timeout_s: float,
     progress: ProgressSink,
 ) -> list[LogRecord]:
-    """The records of an open segment whose header has been verified, every byte verified.
+    """Return the records of an open segment with a verified header, every byte verified.
 
     Raises:
         DamageError, FormatError: with the path.
-        OSError: it cannot be read.
+        OSError: the segment cannot be read.
     """
-    # Huge pages, taken as they are filled: a bytearray is filled with zeros first, page by
-    # page, which takes three times as long as to read and digest the segment.
+    # Huge pages, touched only as they are filled. A bytearray would be zeroed first, page by
+    # page, which takes three times as long as reading and digesting the segment.
     body = Block(record.length - header.room_bytes, touch=False).view
-    target = np.frombuffer(body, np.uint8)  # other threads run while it is copied to
+    target = np.frombuffer(body, np.uint8)  # releases the GIL while copying
 
     def keep(begin: int, piece: memoryview) -> None:
         target[begin : begin + piece.nbytes] = np.frombuffer(piece, np.uint8)
@@ -311,13 +335,16 @@ def read_records(
     return records
 
 
-def vetted(segment: SegmentFound, run: str | None) -> SegmentFound:
-    """The segment, or one that says why it cannot be used: what its index lists must be records
-    of this run and timeline, in the order in which they were made (I4)."""
+def validated(segment: SegmentFound, run: str | None) -> SegmentFound:
+    """Return the segment, or a copy of it that records why it is unusable.
+
+    The records in its index must belong to this run and timeline, in the order in which they were
+    made (I4).
+    """
     if segment.problem is not None or segment.marker is None:
         return segment
     if run is not None and segment.marker.run != run:
-        why: str | None = "it belongs to another run"
+        why: str | None = "belongs to another run"
     else:
         why = _disorder(segment.heads, segment.timeline, segment.last)
     if why is None:
@@ -330,18 +357,18 @@ def _disorder(heads: Sequence[RecordHead], timeline: int, last: int) -> str | No
     for number, head in enumerate(heads):
         numbers = (head.step, head.lsn)
         if not all(type(n) is int and n >= 0 for n in numbers) or not isinstance(head.shape, str):
-            return f"record {number} has no step or number"
+            return f"record {number} has no valid step or LSN"
         if head.timeline != timeline:
-            return f"record {number} is of timeline {head.timeline}"
+            return f"record {number} belongs to timeline {head.timeline}"
         if head.kind not in ("update", "mark"):
-            return f"record {number} is of no kind that is known"
+            return f"record {number} is of an unknown kind"
         newer = head.lsn > lsn if head.kind == "update" else head.lsn >= lsn
         if not newer or head.step < step or head.step <= marked:
             return f"record {number} ({head}) is out of order"
         step, lsn = numbers
         marked = step if head.kind == "mark" else marked
     if not heads or heads[-1].kind != "mark" or heads[-1].step != last:
-        return f"it does not end with the mark of step {last}"
+        return f"does not end with the mark of step {last}"
     return None
 
 
@@ -365,7 +392,7 @@ def _scan(
     if kind != "dir":
         return bad(f"{path} {not_a_directory(kind)}")
     try:
-        # By name: a store takes as long for a listing as for this, and there are many segments.
+        # Read by name without a listing: in an object store a listing costs as much as this read.
         data = read_record_bytes(filesystem, path / name)
     except FileNotFoundError:
         return None
@@ -381,7 +408,7 @@ def _scan(
             rank,
             1,
         ):
-            return bad(f"{path / name} is of another segment")
+            return bad(f"{path / name} belongs to another segment")
         heads = _heads(filesystem, path, marker)
     except NewerFormatError:
         raise
@@ -394,7 +421,7 @@ def _scan(
 
 
 def _heads(filesystem: FileSystem, path: PurePath, marker: Marker) -> tuple[RecordHead, ...]:
-    """What the records are, without their tensors."""
+    """Return the heads of the records, without reading tensors."""
     (record,) = marker.files
     path = path / record.name
     file = filesystem.open(path)
@@ -405,27 +432,27 @@ def _heads(filesystem: FileSystem, path: PurePath, marker: Marker) -> tuple[Reco
 
 
 def read_heads(file: ReadFile, header: ShardHeader, path: PurePath) -> tuple[RecordHead, ...]:
-    """What the records of an open segment are, without their tensors.
+    """Return the heads of the records of an open segment, without reading tensors.
 
     Raises:
         DamageError, FormatError: with the path.
-        OSError: it cannot be read.
+        OSError: the segment cannot be read.
     """
     return heads_of(header.identity.timeline, read_index(file, header, path), path)
 
 
 def read_index(file: ReadFile, header: ShardHeader, path: PurePath) -> bytes:
-    """The object of an open segment that says what its records are, verified.
+    """Return the index object of an open segment, verified.
 
     Raises:
         DamageError, FormatError: with the path.
-        OSError: it cannot be read.
+        OSError: the segment cannot be read.
     """
     for place, expected in zip(header.placed, header.digests, strict=True):
         if place.entry.name == LOG_OBJECT:
             data = bytearray(place.end - place.begin)
             got = file.read_into(memoryview(data), header.room_bytes + place.begin)
             if got != len(data) or digest(memoryview(data)) != expected:
-                raise DamageError(f"{path}: its index is damaged", path=path)
+                raise DamageError(f"{path}: the index is damaged", path=path)
             return bytes(data)
     raise FormatError(f"{path} has no index", path=path)

@@ -1,4 +1,4 @@
-"""What a saved base consists of, in the digest that a log is compared with."""
+"""Shape digest of a base, which the gradient log is compared with."""
 
 from __future__ import annotations
 
@@ -16,7 +16,13 @@ __all__ = ["shape_of_base"]
 def shape_of_base(
     placed: Iterable[Placed], aliases: Mapping[str, str], trees: Mapping[str, Any]
 ) -> str:
-    """The shape digest of a base, from its entries and objects (see :mod:`.state.shapes`)."""
+    """Return the shape digest of a base (see :mod:`everstep.state.layout.entries`).
+
+    Args:
+        placed: entries of the base; objects are ignored.
+        aliases: other names of tensors, and the names of their entries.
+        trees: decoded objects by section.
+    """
     entries = [p.entry for p in placed if not p.entry.name.startswith(OBJECT_PREFIX)]
     groups = {}
     for section, tree in trees.items():

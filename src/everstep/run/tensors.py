@@ -1,4 +1,4 @@
-"""Entries of log records as tensors."""
+"""Tensors of log records."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from everstep.seams.machine import memory_available_bytes
 from everstep.state.layout.shards import Placed
 from everstep.state.values.tensors import torch_dtype
 
-__all__ = ["as_complex", "as_it_lay", "tensor_of", "write_into"]
+__all__ = ["as_complex", "copy_into", "tensor_of", "with_strides"]
 
-_COMPLEX_BYTES = 16  # torch's kernels end the process where one begins elsewhere
+_COMPLEX_BYTES = 16  # alignment; torch's kernels crash on a complex128 that lacks it
 
 
 def tensor_of(record: LogRecord, place: Placed) -> torch.Tensor:
-    """An entry of a record as a tensor; it may share the record's memory, so only to read."""
+    """Return an entry of a record as a tensor. Read only: it may share the record's memory."""
     entry = place.entry
     data = record.data[place.begin : place.end]
     if entry.logical_dtype is not None:
@@ -27,23 +27,24 @@ def tensor_of(record: LogRecord, place: Placed) -> torch.Tensor:
         tensor = _from_memory(data, torch_dtype(entry.dtype), entry.shape)
     if entry.stride is None:
         return tensor
-    return as_it_lay(tensor, entry.stride)
+    return with_strides(tensor, entry.stride)
 
 
 def as_complex(pairs: torch.Tensor) -> torch.Tensor:
-    """complex128 over these pairs of float64; over a copy where they lie as float64 may lie, and
-    complex128 may not."""
+    """View pairs of float64 as complex128; copies them first if they are not aligned for
+    complex128."""
     if pairs.numel() and pairs.data_ptr() % _COMPLEX_BYTES:
         pairs = pairs.clone()
     return torch.view_as_complex(pairs)
 
 
-def as_it_lay(tensor: torch.Tensor, stride: Sequence[int]) -> torch.Tensor:
-    """A copy with these strides; where one is 0, as in an expanded tensor, all elements along it
-    are one element in memory, as they were.
+def with_strides(tensor: torch.Tensor, stride: Sequence[int]) -> torch.Tensor:
+    """Return a copy with the given strides.
+
+    Along a dimension of stride 0, as in an expanded tensor, all elements share memory again.
 
     Raises:
-        FormatError: they claim more memory than this machine has left.
+        FormatError: the strides claim more memory than this machine has available.
     """
     shape = tuple(tensor.shape)
     span = 1 + sum((n - 1) * step for n, step in zip(shape, stride, strict=True))
@@ -57,8 +58,8 @@ def as_it_lay(tensor: torch.Tensor, stride: Sequence[int]) -> torch.Tensor:
     return strided.copy_(tensor).expand(shape)
 
 
-def write_into(live: torch.Tensor, source: torch.Tensor) -> None:
-    """Copies into a live tensor; of an expanded dimension only the one element there is."""
+def copy_into(live: torch.Tensor, source: torch.Tensor) -> None:
+    """Copy into a live tensor; along expanded dimensions, into their only element."""
     with torch.no_grad():
         for dim, stride in enumerate(live.stride()):
             if stride == 0 and live.shape[dim] > 1:
@@ -74,5 +75,5 @@ def _from_memory(data: memoryview, dtype: torch.dtype, shape: tuple[int, ...]) -
         data = memoryview(bytearray(data))
     try:
         return torch.frombuffer(data, dtype=dtype).view(shape)
-    except ValueError as error:  # not aligned for the dtype
-        raise DamageError(f"an entry of the log lies where none can: {error}") from error
+    except ValueError as error:
+        raise DamageError(f"a log entry is not aligned for its dtype: {error}") from error

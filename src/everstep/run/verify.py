@@ -1,4 +1,4 @@
-"""Reads bases back and believes nothing."""
+"""Verification of a base: read back every byte, and check records, digests and contents."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from everstep.errors import DamageError, FormatError
 from everstep.format.names import marker_name
 from everstep.format.reader import read_body, read_record_bytes
 from everstep.format.writer import ChunkRing
-from everstep.run.opened import OpenBase
+from everstep.run.open_base import OpenBase
 from everstep.run.scan import BaseFound
 from everstep.seams.files.filesystem import FileSystem
 from everstep.seams.progress import ProgressSink
@@ -19,20 +19,20 @@ __all__ = ["Damage", "Verdict", "verify_base"]
 
 
 _UNFIT = (
-    "its bytes are as they were written, but the ranks held different things to be in common when "
-    "they wrote it"
+    "the bytes are as they were written, but when the ranks wrote the base they disagreed about "
+    "the tensors that they share"
 )
 
 
 @dataclass(frozen=True, slots=True)
 class Damage:
-    """One thing that is wrong.
+    """A problem found in a base.
 
     Attributes:
         path: the file.
-        entry: the entry in it, if it is one.
-        unreadable: the file system gave no bytes, so nobody knows what they are.
-        unfit: every byte is as it was written, and the parts of the ranks do not fit together.
+        entry: the damaged entry; None if the problem concerns the whole file.
+        unreadable: the file system returned no bytes, so their condition is unknown.
+        unfit: all bytes are as written, but the files of the ranks contradict each other.
     """
 
     path: str
@@ -44,7 +44,7 @@ class Damage:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What reading a base back has shown; good if ``damages`` is empty."""
+    """Result of reading a base back; the base is good if ``damages`` is empty."""
 
     entries: int
     size_bytes: int
@@ -60,12 +60,12 @@ def verify_base(
     progress: ProgressSink,
     contents: Callable[[Sequence[OpenBase]], object] = lambda opened: None,
 ) -> Verdict:
-    """Reads every byte of a base that has a manifest (or whose markers yield one).
+    """Read and verify every byte of a base that has a manifest, or whose markers yield one.
 
     Args:
-        contents: gets the files of all ranks and looks at what the bytes mean, too
-            (:func:`everstep.restore.load.load.all_contents`, which needs torch); raises what
-            :class:`OpenBase` raises.
+        contents: called with the files of all ranks, to check the meaning of the bytes as well
+            (:func:`everstep.restore.load.load.check_contents`, which needs torch); raises the same
+            errors as :class:`OpenBase`.
     """
     assert base.manifest is not None
     damages = [Damage(str(base.path), None, base.problem)] if base.problem else []
@@ -83,7 +83,7 @@ def verify_base(
         record_path = base.path / marker_name(marker.rank)
         try:
             if read_record_bytes(filesystem, record_path) != marker.encode():
-                raise DamageError(f"{record_path}: it is not the marker that the manifest lists")
+                raise DamageError(f"{record_path}: differs from the marker listed in the manifest")
         except (DamageError, FormatError, OSError) as error:
             note(str(record_path), error)
         try:
@@ -128,8 +128,8 @@ def verify_base(
             if len(base.manifest.markers) == 1 or isinstance(error, OSError):
                 note(str(base.path), error)
             else:
-                told = f"{_UNFIT}: {error.message}"
+                problem = f"{_UNFIT}: {error.message}"
                 damages.append(
-                    Damage(str(base.path), getattr(error, "entry", None), told, unfit=True)
+                    Damage(str(base.path), getattr(error, "entry", None), problem, unfit=True)
                 )
     return Verdict(entries, size_bytes, tuple(damages))

@@ -32,32 +32,42 @@ from everstep.state.layout.names import (
     RNG_SECTION,
     is_reserved,
 )
-from everstep.state.layout.replica_digest import InCommon
+from everstep.state.layout.replica_digest import ReplicaDigest
 from everstep.state.loaders.positions import POSITIONS, is_followed, loader_within
 from everstep.state.providers.modules import ModuleProvider, ParameterNames
-from everstep.state.providers.optimizers import OptimizerProvider, lost_inside, unwrapped
-from everstep.state.providers.plain import Places, PlainProvider, RngProvider
+from everstep.state.providers.optimizers import (
+    OptimizerProvider,
+    unsaved_inner_optimizers,
+    unwrap_optimizer,
+)
+from everstep.state.providers.plain import Occurrences, PlainProvider, RngProvider
 from everstep.state.providers.provider import Provider, RestorePlan, Saved
 from everstep.state.providers.stateful import LoaderProvider, Stateful, StatefulProvider
-from everstep.state.providers.zero import ZeroProvider, acting, is_zero
-from everstep.state.ranks.ddp_buckets import BUCKETS_SECTION, Buckets
+from everstep.state.providers.zero import ZeroProvider, is_zero, local_optimizer
+from everstep.state.ranks.ddp_buckets import BUCKETS_SECTION, DDPBuckets
 from everstep.state.ranks.rank_info import ONE_RANK, RankInfo
-from everstep.state.ranks.rank_share import OwnShare
-from everstep.state.ranks.writers import Sharing
-from everstep.state.survey.ownership import DeclaredUpdate, Holding, Memory, Told, memory_of
+from everstep.state.ranks.rank_share import RankShare
+from everstep.state.ranks.writers import WriterAssignment
+from everstep.state.survey.ownership import (
+    DeclaredUpdate,
+    Memory,
+    OwnedMemory,
+    OwnershipRules,
+    memory_of,
+)
 from everstep.state.survey.survey import (
-    Assembler,
-    Part,
+    SectionContents,
     Survey,
+    SurveyBuilder,
     same_objects,
     unsupported,
 )
 from everstep.state.values.objects import join_path
-from everstep.state.values.refusals import snapshot
-from everstep.state.values.tensors import local_of
+from everstep.state.values.refusals import copied_state_dict_owner
+from everstep.state.values.tensors import local_tensor
 from everstep.state.values.tree import references, split
 
-__all__ = ["NOT_IN_STATE", "NOT_SAVED", "State", "some_of"]
+__all__ = ["NOT_IN_STATE", "NOT_SAVED", "State", "first_few"]
 
 
 NOT_SAVED = "not in the checkpoint"
@@ -75,7 +85,7 @@ class State:
     Args:
         values: the state dict; kept by reference, plain data is read from it at each save.
         declared: patterns on names of entries that a declared update covers (see
-            :class:`.owners.Told`), perhaps with the functions that replay runs.
+            :class:`.owners.OwnershipRules`), perhaps with the functions that replay runs.
         static: patterns on names of entries that do not change.
         ranks: which rank of which job this is; a survey lists what this rank writes.
         rng: the random generators of the process are part of the state.
@@ -131,7 +141,7 @@ class State:
                     f"{name!r} cannot name a part of the state",
                     hint=f'names are non-empty strings without "/", other than "{RESERVED}"',
                 )
-        self.told = told = Told.of(declared, static)
+        self.ownership_rules = rules = OwnershipRules.of(declared, static)
         self.replaying = False
         self.ranks = ranks
         self._follow(values.values())
@@ -141,11 +151,11 @@ class State:
         self.descends_from = ""
         self.unsaved: dict[str, list[str]] = {}
         self.unsaved_frozen: dict[str, list[str]] = {}
-        self.lost_beside: tuple[str, ...] = ()
-        self.strangers: list[str] = []
+        self.unsaved_inputs: tuple[str, ...] = ()
+        self.unsaved_trainers: list[str] = []
         self.layout: tuple[Entry, ...] = ()
         self._tensors: Mapping[str, torch.Tensor] = {}  # surveyed last
-        self._holdings: tuple[Holding, ...] | None = None  # when unsaved was looked for last
+        self._holdings: tuple[OwnedMemory, ...] | None = None  # when unsaved was looked for last
         self._frozen: list[torch.Tensor] = []
         self.said: set[str] = set()
         modules: dict[str, ModuleProvider] = {}
@@ -157,14 +167,14 @@ class State:
             if isinstance(value, nn.Module):
                 provider = modules[key] = ModuleProvider(key, value)
             elif isinstance(value, Optimizer):
-                self.optimizers[key] = optimizer = unwrapped(value)
+                self.optimizers[key] = optimizer = unwrap_optimizer(value)
                 kind = ZeroProvider if is_zero(optimizer) else OptimizerProvider
                 provider = kind(key, optimizer, names)
             elif isinstance(value, Stateful) and not isinstance(value, type):
                 kind_of = LoaderProvider if LoaderProvider.takes(value) else StatefulProvider
                 provider = kind_of(key, value)
             else:
-                if whose := snapshot(value):
+                if whose := copied_state_dict_owner(value):
                     name = whose.split()[1]
                     raise OptionError(
                         f"{key!r} holds what the state_dict() of {whose} gave: training does not "
@@ -175,33 +185,33 @@ class State:
             self.providers[key] = provider
         if any(isinstance(p, ZeroProvider) and len(p.ranks) > 1 for p in self.providers.values()):
             # A rank that replays has not yet what the others update: functions would read that.
-            self.told = told = replace(told, replays=False)
+            self.ownership_rules = rules = replace(rules, replays=False)
         found = self.providers.values()
         self._optimizer_providers = [one for one in found if isinstance(one, OptimizerProvider)]
         self._keys = frozenset(self.providers)
-        self.buckets = Buckets(self.providers)
+        self.buckets = DDPBuckets(self.providers)
         if rng and self.buckets.are_saved:
             self.providers[BUCKETS_SECTION] = self.buckets
         if rng:
             self.providers[RNG_SECTION] = RngProvider()
         self._values = values
-        self._places = Places()
+        self._places = Occurrences()
         self._objects = {
             key: value
             for key, value in values.items()
             if not isinstance(self.providers[key], PlainProvider)
         }
-        self._looking_order = [*modules, *(key for key in self.providers if key not in modules)]
-        self._assembler = Assembler(told)
-        self._share = OwnShare(ranks, self.providers)
-        self.apart = self._share.apart
+        self._inspection_order = [*modules, *(key for key in self.providers if key not in modules)]
+        self._survey_builder = SurveyBuilder(rules)
+        self._share = RankShare(ranks, self.providers)
+        self.rank_local = self._share.rank_local
         # Refuses what cannot be stored now, rather than at the first save.
         survey = self._survey()
         self._share.of(survey)
         shape = survey.shape
-        told.check_used(name for name in (*shape.owners, *shape.aliases) if not is_reserved(name))
-        self._loses = (*self._tell_of_rounded(survey), *self._tell_of_apart(survey))
-        self._inside = self._tell_of_inside()
+        rules.check_used(name for name in (*shape.owners, *shape.aliases) if not is_reserved(name))
+        self._loses = (*self._warn_of_rounded(survey), *self._warn_of_split_memory(survey))
+        self._inside = self._warn_of_inner_optimizers()
 
     def _follow(self, values: Iterable[object]) -> None:
         """Complete what loaders save, as long as this state is in use."""
@@ -255,7 +265,7 @@ class State:
         ``state_dict()`` gives copies of (hooks of its own do that)."""
         for name, parameter in self._named_parameters():
             stored = survey.tensors.get(name)
-            if stored is not None and _where(stored) != _where(parameter):
+            if stored is not None and _address_of(stored) != _address_of(parameter):
                 yield name, stored, parameter
 
     def _named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
@@ -264,7 +274,7 @@ class State:
                 for key, parameter in provider.named_parameters():
                     yield join_path(section, key), parameter
 
-    def _tell_of_rounded(self, survey: Survey) -> list[str]:
+    def _warn_of_rounded(self, survey: Survey) -> list[str]:
         """Return which of those copies are rounded, so that what comes back is not what training
         had, in words."""
         found = list[str]()
@@ -278,11 +288,11 @@ class State:
                 "everstep: state_dict() gives %d parameter(s) otherwise than training has them: "
                 "%s; what resume() gives back is rounded, and is not called exact",
                 len(found),
-                some_of(found),
+                first_few(found),
             )
-        return [f"state_dict() rounds {some_of(found)}"] if found else []
+        return [f"state_dict() rounds {first_few(found)}"] if found else []
 
-    def _tell_of_apart(self, survey: Survey) -> list[str]:
+    def _warn_of_split_memory(self, survey: Survey) -> list[str]:
         """Tensors in plain data may lie in the memory of others: each comes back in its own, and
         what training writes to one of them the others do not get. Return which do, in words."""
         held = self._held()
@@ -307,11 +317,11 @@ class State:
                 "gives each memory of its own, and is not called exact\n  hint: keep one of them "
                 "in the state, and make the others of it behind resume()",
                 len(found),
-                some_of(found),
+                first_few(found),
             )
-        return [f"tensors of plain data lie in others: {some_of(found)}"] if found else []
+        return [f"tensors of plain data lie in others: {first_few(found)}"] if found else []
 
-    def _look_for_unsaved(self, survey: Survey, holdings: tuple[Holding, ...]) -> None:
+    def _find_unsaved(self, survey: Survey, holdings: tuple[OwnedMemory, ...]) -> None:
         """Find the parameters that an optimizer trains and no part of the state has: a head, a loss
         with weights of its own. Their moments would come back, and they would not.
 
@@ -321,15 +331,15 @@ class State:
         same = self._holdings is not None and same_objects(holdings, self._holdings)
         if same and not any(parameter.requires_grad for parameter in self._frozen):
             return  # mostly
-        copied = (_where(parameter) for *_, parameter in self._copied(survey))
-        saved = {0, *copied, *map(_where, survey.tensors.values())}
+        copied = (_address_of(parameter) for *_, parameter in self._copied(survey))
+        saved = {0, *copied, *map(_address_of, survey.tensors.values())}
         self._frozen = []
         self.unsaved_frozen = {}
         unsaved = dict[str, list[str]]()
         for provider in self._optimizer_providers:
-            state = acting(provider.optimizer).state
+            state = local_optimizer(provider.optimizer).state
             for name, tensor in provider.named():
-                if _where(tensor) in saved:
+                if _address_of(tensor) in saved:
                     continue
                 if tensor.requires_grad or tensor.grad is not None or state.get(tensor):
                     unsaved.setdefault(provider.section, []).append(name)
@@ -345,17 +355,17 @@ class State:
                     "the state",
                     section,
                     len(lost),
-                    some_of(lost),
+                    first_few(lost),
                 )
         self.unsaved = unsaved
         self._holdings = holdings
 
-    def _tell_of_inside(self) -> list[str]:
+    def _warn_of_inner_optimizers(self) -> list[str]:
         """Return, in words, which optimizers hold another one (SAM does) whose state is in no part
         of the state."""
         found = list[str]()
         for section, optimizer in self.optimizers.items():
-            for name, inner in lost_inside(optimizer):
+            for name, inner in unsaved_inner_optimizers(optimizer):
                 if not any(inner is one for one in self.optimizers.values()):
                     what = f"{section!r} holds another optimizer ({name})"
                     found.append(f"{what}, which is in no part of the state")
@@ -386,19 +396,19 @@ class State:
         for provider in self.providers.values():
             if isinstance(provider, ModuleProvider):
                 found += (tensor for _, tensor in provider.memory())
-        held = set(map(_where, found)) - {0}
-        return lambda tensor: _where(tensor) in held
+        held = set(map(_address_of, found)) - {0}
+        return lambda tensor: _address_of(tensor) in held
 
     @property
-    def beside(self) -> tuple[str, ...]:
+    def unsaved_reasons(self) -> tuple[str, ...]:
         """What training has and no part of the state has, in words: it is neither saved nor
         restored."""
         trained = (
             f"{key!r} trains {len(names)} parameter(s) that are in no part of the state "
-            f"({some_of(names)})"
+            f"({first_few(names)})"
             for key, names in self.unsaved.items()
         )
-        return (*self._inside, *trained, *self.lost_beside, *self.strangers)
+        return (*self._inside, *trained, *self.unsaved_inputs, *self.unsaved_trainers)
 
     @property
     def losses(self) -> tuple[str, ...]:
@@ -410,7 +420,7 @@ class State:
         )
         late = ("a DistributedDataParallel was made after resume()",)
         missed = late if self.trains_in is not None and self.buckets.missed() else ()
-        return (*self._loses, *lossy, *self.beside, *missed)
+        return (*self._loses, *lossy, *self.unsaved_reasons, *missed)
 
     @property
     def exact(self) -> bool:
@@ -459,18 +469,20 @@ class State:
         """All that this rank holds."""
         self._names.asks_gradients = self.trains_in in (None, threading.get_ident())
         self._check_unchanged()
-        found: dict[str, Part] = {}
+        found: dict[str, SectionContents] = {}
         leaves: dict[str, tuple[tuple[str, str], ...]] = {}
-        for section in self._looking_order:
+        for section in self._inspection_order:
             try:
                 found[section] = self.providers[section].look()
             except UnsupportedStateError as error:
                 leaves[section] = error.leaves
         if leaves:  # of all sections
             raise unsupported([leaf for key in self.providers for leaf in leaves.get(key, ())])
-        survey = self._assembler.survey({section: found[section] for section in self.providers})
+        survey = self._survey_builder.survey(
+            {section: found[section] for section in self.providers}
+        )
         holdings = tuple(part.holding for part in found.values() if part.holding is not None)
-        self._look_for_unsaved(survey, holdings)
+        self._find_unsaved(survey, holdings)
         self.layout = survey.shape.entries
         self._tensors = survey.tensors
         return survey
@@ -490,14 +502,14 @@ class State:
             hint="close it and make a new one for the new state",
         )
 
-    def updates_as_seen(self, optimizer: str | None) -> bool:
+    def has_known_parameters(self, optimizer: str | None) -> bool:
         """Whether an optimizer, by its key, has the parameters that it had at the last survey, as
         far as that can be proven; None: whoever updates may have any."""
         provider = None if optimizer is None else self.providers.get(optimizer)
         return isinstance(provider, OptimizerProvider) and provider.has_its_parameters
 
     @property
-    def sharing(self) -> Sharing | None:
+    def sharing(self) -> WriterAssignment | None:
         """Who writes what, of the state as it was surveyed last; None: this rank is alone."""
         return self._share.sharing
 
@@ -512,7 +524,7 @@ class State:
 
     def left_out(
         self, plans: Mapping[str, RestorePlan], taken: Mapping[str, str]
-    ) -> tuple[InCommon, ...]:
+    ) -> tuple[ReplicaDigest, ...]:
         """What is not restored of what this rank has in common with others.
 
         Args:
@@ -521,15 +533,15 @@ class State:
         """
         return self._share.left_out(self._survey(), plans, taken)
 
-    def gather(self) -> None:
+    def sync_zero_parameters(self) -> None:
         """Replay has brought each rank's own parameters to a step: hands them to those that train
         them as copies. To be called by all ranks."""
         for provider in self.providers.values():
             if isinstance(provider, ZeroProvider):
-                provider.gather()
+                provider.sync_parameters()
 
     @property
-    def stateful(self) -> list[object]:
+    def stateful_objects(self) -> list[object]:
         """What is saved by its own ``state_dict()``, whatever it has within it."""
         found = self.providers.values()
         return [one.value for one in found if isinstance(one, StatefulProvider)]
@@ -563,7 +575,7 @@ class State:
             if isinstance(provider, StatefulProvider):
                 provider.restored_data = False
         plain = (one for one in self.providers.values() if isinstance(one, PlainProvider))
-        self._places = Places([one.collect() for one in plain])
+        self._places = Occurrences([one.collect() for one in plain])
         names = Counter(entry.name for entry in entries.values())
         tied = frozenset(name for name, count in names.items() if count > 1)
         for section, provider in self.providers.items():
@@ -595,14 +607,14 @@ class State:
         return plans
 
 
-def some_of(names: Sequence[str]) -> str:
+def first_few(names: Sequence[str]) -> str:
     """The first few of many names, for a message."""
     return ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
 
 
-def _where(tensor: torch.Tensor) -> int:
+def _address_of(tensor: torch.Tensor) -> int:
     """The address of a tensor's memory; 0 if it has none yet, or none of its own."""
-    local = local_of(tensor)
+    local = local_tensor(tensor)
     if is_lazy(local) or local.layout is not torch.strided:
         return 0
     return local.untyped_storage().data_ptr()
@@ -610,8 +622,8 @@ def _where(tensor: torch.Tensor) -> int:
 
 def _same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
     """Whether two tensors of one dtype have the same bits; as far as they lie here."""
-    mine = local_of(one).detach()
-    theirs = local_of(other).detach()
+    mine = local_tensor(one).detach()
+    theirs = local_tensor(other).detach()
     if mine.shape != theirs.shape or mine.device != theirs.device:
         return True  # what is stored is another part of it, as sharding has it
     parts = (t.contiguous().reshape(-1).view(torch.uint8) for t in (mine, theirs) if t.numel())

@@ -28,9 +28,9 @@ from everstep.link.wire import error_from_wire
 from everstep.seams import ManualClock
 from everstep.seams.files.locks import file_identity
 from everstep.seams.network.sockets import listen_at
-from tests.behaviour.log.test_last_mark import Training, resumed, same
 from tests.support.fakekeeper import TIMEOUT_S, info_of
 from tests.support.following import until
+from tests.support.log.last_mark import Training, resumed, same
 from tests.support.serving import Bench, Hand, bench, die
 from tests.support.world import HookedFileSystem
 
@@ -338,7 +338,7 @@ def test_no_step_is_lost_with_the_folder(run_folder: Path, folder: Path) -> None
     it.train()
     ckpt.step()
     log = keeper_files(before.key, create=False).log
-    until(lambda: "they are there again" in " ".join(read_tail(log)))
+    until(lambda: "were removed: written again" in " ".join(read_tail(log)))
     assert list_keepers() == [before]
     die(ckpt)
     recovery, there = resumed(run_folder)

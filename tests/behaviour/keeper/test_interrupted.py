@@ -17,9 +17,9 @@ from everstep.link.save import Save
 from everstep.link.wire import Connection, connected_pair
 from everstep.seams import SystemClock
 from everstep.trainer.attach.remote import RemoteKeeper
-from tests.behaviour.log.test_every_step import World
 from tests.support import following
 from tests.support.interrupts import interrupted_at
+from tests.support.log.every_step import World
 from tests.support.world import TIMEOUT_S
 
 

@@ -10,16 +10,16 @@ from typing import Any
 import pytest
 
 import everstep
-from everstep import KeeperOptions
+from everstep.config.options import KeeperOptions
 from everstep.link import registry
 from everstep.link.messages import PROTOCOL
 from everstep.link.registry import KeeperInfo
-from everstep.restore.relaid.old_logs import InMemory
+from everstep.restore.reshard.logs import LogsInMemory
 from everstep.seams import Seams
 from everstep.seams.network.sockets import close_descriptors
 from everstep.trainer.attach import orphaned_keepers as left_keepers
-from tests.behaviour.keeper.test_takeover import World, opened, stepped
 from tests.support.serving import Bench, bench, die, serving
+from tests.support.takeover import World, opened, stepped
 from tests.support.world import TIMEOUT_S
 
 RANK, ABSENT = 7, 0
@@ -43,7 +43,7 @@ def logged(served: Bench, world: World) -> everstep.Checkpointer:
     return ckpt
 
 
-def left(served: Bench) -> InMemory:
+def left(served: Bench) -> LogsInMemory:
     return left_keepers.orphaned_logs(
         served.run, served.run_id, RANK, [RANK], Seams(), timeout_s=TIMEOUT_S
     )

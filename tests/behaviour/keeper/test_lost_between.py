@@ -19,9 +19,9 @@ from everstep.errors import KeeperError
 from everstep.link.pool import Block, CapturePool
 from everstep.trainer.attach.remote import RemoteKeeper
 from everstep.trainer.session.closing import finish_at_exit
-from tests.behaviour.keeper.test_lost_waiting import kill_keeper, lost_of
-from tests.behaviour.log.test_every_step import World, opened, run_steps
 from tests.support.following import until
+from tests.support.log.every_step import World, opened, run_steps
+from tests.support.lost_keepers import kill_keeper, kill_noticed, lost_of
 from tests.support.world import TIMEOUT_S
 
 pytestmark = [
@@ -30,11 +30,6 @@ pytestmark = [
 ]
 
 FAILPOINTS = "EVERSTEP_FAILPOINTS"
-
-
-def kill_noticed(ckpt: Any) -> None:
-    kill_keeper()
-    until(lambda: ckpt._keepers.lost is not None, "the loss of the keeper")
 
 
 def test_a_capture_that_is_only_parked_finds_no_keeper(

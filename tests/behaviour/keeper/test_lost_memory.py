@@ -13,9 +13,9 @@ import everstep
 from everstep.arena.memory import Arena
 from everstep.errors import KeeperError
 from everstep.link.pool import CapturePool
-from tests.behaviour.multistep.test_faults import World, begin
-from tests.behaviour.multistep.test_loops import over, restored
 from tests.support.following import opened, run_steps, steps_on_disk, until
+from tests.support.multistep.rows import over, restored
+from tests.support.multistep.world import World, begin
 from tests.support.serving import serving
 from tests.support.world import TIMEOUT_S, Gate, HookedFileSystem
 

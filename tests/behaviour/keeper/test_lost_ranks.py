@@ -15,9 +15,16 @@ import torch
 from everstep import KeeperOptions
 from everstep.errors import EverstepError, KeeperError, StorageError
 from everstep.trainer.attach.remote import RemoteKeeper
-from tests.behaviour.ranks.test_together import bases, resume, train
 from tests.support.following import until
-from tests.support.ranks.together import RankTraining, on_all, trained, trainings
+from tests.support.ranks.together import (
+    RankTraining,
+    bases,
+    on_all,
+    resume,
+    train,
+    trained,
+    trainings,
+)
 from tests.support.world import TIMEOUT_S
 
 pytestmark = [
@@ -25,7 +32,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:everstep. the keeper .* is gone:RuntimeWarning"),
 ]
 
-LOST = "no rank has the base of step 2: the keeper of rank 1 was lost with it"
+LOST = "no rank has the base of step 2: it was lost with the keeper of rank 1"
 
 
 def kill_before(one: RankTraining, of: Any, name: str, monkeypatch: pytest.MonkeyPatch) -> None:

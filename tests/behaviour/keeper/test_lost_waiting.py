@@ -3,8 +3,6 @@ lost, and nobody goes on waiting."""
 
 from __future__ import annotations
 
-import os
-import signal
 import time
 from pathlib import Path
 from typing import Any
@@ -14,11 +12,10 @@ import torch
 
 from everstep.errors import EverstepError, KeeperError
 from everstep.link.pool import Block, CapturePool
-from everstep.link.registry import list_keepers
 from everstep.options import LogOptions
-from everstep.seams.processes.processes import process_gone
-from tests.behaviour.log.test_every_step import World, opened, run_steps
 from tests.support.following import until
+from tests.support.log.every_step import World, opened, run_steps
+from tests.support.lost_keepers import kill_keeper, lost_of
 from tests.support.world import TIMEOUT_S
 
 pytestmark = [
@@ -27,20 +24,6 @@ pytestmark = [
 ]
 
 FAILPOINTS = "EVERSTEP_FAILPOINTS"
-
-
-def kill_keeper() -> None:
-    (keeper,) = list_keepers()
-    os.kill(keeper.pid, signal.SIGKILL)
-    assert process_gone(keeper.pid, TIMEOUT_S)
-
-
-def lost_of(pool: CapturePool) -> KeeperError:
-    """What its reader says of the keeper of this pool, once it has noticed."""
-    until(lambda: pool._lost() is not None, "the loss of the keeper")
-    lost = pool._lost()
-    assert isinstance(lost, KeeperError)
-    return lost
 
 
 @pytest.mark.thinned(3)

@@ -12,9 +12,9 @@ from everstep.errors import DeadlineError, EverstepError
 from everstep.link.waiting import ReplicaProgress
 from everstep.seams.clock import ManualClock
 from everstep.trainer.attach.remote import Silence
-from tests.behaviour.log.test_every_step import World, opened, run_steps
-from tests.process.one_rank.test_keeper_faults import keeper_of, stopped
 from tests.support.following import until
+from tests.support.log.every_step import World, opened, run_steps
+from tests.support.lost_keepers import keeper_of, stopped
 from tests.support.world import TIMEOUT_S
 
 
@@ -100,9 +100,9 @@ def test_a_replica_that_gets_nowhere_is_not_waited_for() -> None:
     for timeout_s, twice_s in ((5.0, 60.0), (120.0, 240.0)):
         moves = ReplicaProgress(clock, timeout_s)
         for step in range(3):
-            moves.look(step)
+            moves.check(step)
             clock.advance(twice_s)
-            moves.look(step)
+            moves.check(step)
         clock.advance(1.0)
-        with pytest.raises(DeadlineError, match="the keeper's replica gets nowhere for"):
-            moves.look(2)
+        with pytest.raises(DeadlineError, match="the keeper's replica has made no progress for"):
+            moves.check(2)

@@ -35,10 +35,9 @@ from everstep.seams import ManualClock, PosixFileSystem, Seams
 from everstep.seams.files.moving import Standstill, is_over
 from everstep.trainer.attach.requests import Replies
 from everstep.trainer.log.disklog import DiskLog
-from tests.behaviour.log.test_every_step import World
-from tests.behaviour.ranks.test_together import resume
+from tests.support.log.every_step import World
 from tests.support.ranks.peer_logs import Log
-from tests.support.ranks.together import RankTraining, rank_seams, trainings
+from tests.support.ranks.together import RankTraining, rank_seams, resume, trainings
 from tests.support.serving import bench
 from tests.support.world import TIMEOUT_S, Gate, HookedFileSystem, forget, opened, raising
 
@@ -312,7 +311,7 @@ def test_ranks_name_one_whose_disk_hangs_behind_slow_operations(
         pair.told.wait()
     late = waits.durable.exception(0)
     assert isinstance(late, DeadlineError)
-    assert f"rank(s) {pair.slow} have not written their parts" in late.message
+    assert f"rank(s) {pair.slow} have not written their shards" in late.message
     assert clock.monotonic_s() - begun_s < 1.5 * LIMIT_S
     clock.advance(1.0)
     assert hangs.ckpt._channel.hung()

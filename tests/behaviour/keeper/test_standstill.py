@@ -30,10 +30,10 @@ from everstep.seams.processes.conditions import Condition, Outcome, all_over, is
 from everstep.seams.processes.running import Allowance, RunningTime
 from everstep.tiers.memory import MemoryTier
 from everstep.tiers.watched import WatchedTier
-from tests.process.one_rank.test_keeper_faults import stopped
+from tests.support.events import Capture
 from tests.support.following import until
+from tests.support.lost_keepers import stopped
 from tests.support.world import TIMEOUT_S, Gate, HookedFileSystem, opened, raising
-from tests.unit.capture.test_scheduled import Capture
 
 HOUR_S, TIMEOUT_OF_PROGRESS_S = 3600.0, 120.0
 RING = ChunkRing(1, 1)
@@ -147,12 +147,12 @@ def test_a_pause_is_no_hanging_storage(looked_at: bool) -> None:
 def test_a_pause_is_no_replica_that_gets_nowhere() -> None:
     clock = ManualClock()
     moves = ReplicaProgress(clock, TIMEOUT_OF_PROGRESS_S)
-    moves.look(1)
+    moves.check(1)
     clock.stand_still(HOUR_S)
-    moves.look(1)
+    moves.check(1)
     clock.advance(2 * TIMEOUT_OF_PROGRESS_S + 1.0)
     with pytest.raises(DeadlineError, match="gets nowhere for 241 s"):
-        moves.look(1)
+        moves.check(1)
 
 
 def test_a_pause_is_no_place_that_hangs() -> None:

@@ -27,9 +27,8 @@ from everstep.seams import Seams, SystemClock
 from everstep.trainer.attach import keepers as keepers_module
 from everstep.trainer.attach.attach import attach
 from everstep.trainer.attach.keepers import Keepers
-from tests.behaviour.ranks.test_together import resume, train
 from tests.support.fakekeeper import running, started
-from tests.support.ranks.together import on_all, trainings
+from tests.support.ranks.together import on_all, resume, train, trainings
 
 HOST, DEADLINE_S = "127.0.0.1", 20.0
 

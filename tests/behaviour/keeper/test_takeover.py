@@ -4,15 +4,12 @@ do to each other, what is restored is the state of the step that it claims."""
 from __future__ import annotations
 
 import errno
-import threading
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path, PurePath
 from typing import Any
 
 import pytest
-import torch
-from torch import nn
 
 import everstep
 from everstep.commit.lineage import BaseId
@@ -29,50 +26,10 @@ from everstep.seams import Seams
 from everstep.trainer.attach.keepers import Keepers
 from everstep.trainer.attach.remote import RemoteKeeper
 from tests.support.serving import Bench, die, serving
-from tests.support.world import TIMEOUT_S, Gate, HookedFileSystem, forget, inventory_of
+from tests.support.takeover import World, opened, stepped, until
+from tests.support.world import TIMEOUT_S, Gate, HookedFileSystem, inventory_of
 
 RELOST = "now serves process|is gone"
-
-
-class World:
-    """A model and its optimizer."""
-
-    def __init__(self, seed: int = 1, width: int = 30) -> None:
-        torch.manual_seed(seed)
-        self.model = nn.Sequential(nn.Linear(8, width), nn.BatchNorm1d(width), nn.Linear(width, 3))
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.1)
-        self.state: dict[str, Any] = {
-            "model": self.model,
-            "optimizer": self.optimizer,
-            "plain": {"seen": 0},
-        }
-        self.train()
-
-    def train(self) -> None:
-        self.optimizer.zero_grad()
-        self.model(torch.randn(4, 8)).square().mean().backward()
-        self.optimizer.step()
-        self.state["plain"]["seen"] += 1
-
-    def snapshot(self) -> list[bytes]:
-        found = [t.numpy().tobytes() for t in self.model.state_dict().values()]
-        for values in self.optimizer.state.values():
-            found += [t.numpy().tobytes() for t in values.values()]
-        return [*found, str(self.state["plain"]).encode(), torch.get_rng_state().numpy().tobytes()]
-
-
-def opened(run: Path, world: World, **options: Any) -> everstep.Checkpointer:
-    """A Checkpointer of another process, as far as it knows."""
-    forget(run)
-    options = {"every": None, "method": "lazy"} | options
-    return everstep.Checkpointer(run, world.state, **options)
-
-
-def stepped(ckpt: everstep.Checkpointer, world: World) -> list[bytes]:
-    """Trains one step; the state after it."""
-    world.train()
-    ckpt.step()
-    return world.snapshot()
 
 
 def restored(run: Path, step: int | None = None) -> tuple[everstep.Recovery, list[bytes]]:
@@ -110,16 +67,6 @@ def saved_and_killed(
     # Whoever is there still writes over the memory of what has failed: it is held only then.
     until(lambda: served.server._trainer is None)
     return wanted
-
-
-def until(there: Callable[[], bool]) -> None:
-    """Waits for what other threads do."""
-    waited = threading.Event()
-    for _ in range(2000):
-        if there():
-            return
-        waited.wait(0.01)
-    raise AssertionError("it never came")
 
 
 @pytest.fixture

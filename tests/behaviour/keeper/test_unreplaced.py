@@ -15,8 +15,8 @@ from everstep.errors import EverstepError, KeeperError, KeeperTimeoutError
 from everstep.options import LogOptions
 from everstep.seams.clock import ManualClock
 from everstep.trainer.attach.keepers import Keepers, ReplacementAttempts
-from tests.behaviour.keeper.test_lost_between import kill_noticed
-from tests.behaviour.log.test_every_step import World, opened, run_steps
+from tests.support.log.every_step import World, opened, run_steps
+from tests.support.lost_keepers import kill_noticed
 
 pytestmark = [
     pytest.mark.usefixtures("no_keeper_stays"),

@@ -17,7 +17,7 @@ from everstep.compress.lossy import lossy_copies, restored_values
 from everstep.compress.sparse import Sparse
 from everstep.errors import OptionError
 from everstep.options import LogOptions
-from tests.behaviour.log.test_every_step import World, opened, run_steps
+from tests.support.log.every_step import World, opened, run_steps
 from tests.support.logged import invoke
 from tests.support.serving import Bench, die, serving
 from tests.support.world import inventory_of

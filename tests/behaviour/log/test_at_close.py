@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from everstep import Checkpointer, LogOptions
+from everstep.checkpointer import Checkpointer
+from everstep.config.options import LogOptions
 from everstep.errors import (
     EverstepError,
     RecoveryError,
@@ -22,8 +23,8 @@ from everstep.link.registry import list_keepers
 from everstep.restore.start.report import Recovery
 from everstep.restore.start.resume import resume
 from everstep.trainer.session import start as starts
-from tests.behaviour.log.test_last_mark import Training, resumed, same
 from tests.support.keepers import end_keepers
+from tests.support.log.last_mark import Training, resumed, same
 from tests.support.logged import invoke
 from tests.support.serving import die
 

@@ -19,12 +19,11 @@ from everstep.keeper.log.log_batch import AutoBatch, Batch
 from everstep.keeper.persist.local_keeper import LocalKeeper
 from everstep.options import Budget, LogOptions
 from everstep.seams import ManualClock, Seams, WriteFile
-from tests.behaviour.one_rank.test_cadence import MB, Run
-from tests.behaviour.ranks.test_log_together import ON_DISK, resumed
-from tests.behaviour.ranks.test_log_together import die as die_together
-from tests.behaviour.ranks.test_together import resume, train
+from tests.support.cadence import MB, Run
 from tests.support.logged import World, opened, segments_of
-from tests.support.ranks.together import trainings
+from tests.support.ranks.logs import ON_DISK, resumed
+from tests.support.ranks.logs import die as die_together
+from tests.support.ranks.together import resume, train, trainings
 from tests.support.serving import serving
 from tests.support.world import TIMEOUT_S, HookedFileSystem, forget
 

@@ -13,7 +13,7 @@ from rich.filesize import decimal
 import everstep
 from everstep.compress.training import Compressor
 from everstep.errors import OptionError
-from tests.behaviour.log.test_every_step import World, opened, run_steps
+from tests.support.log.every_step import World, opened, run_steps
 from tests.support.serving import Bench, die, serving
 
 

@@ -15,46 +15,40 @@ import torch
 from typer.testing import CliRunner
 
 import everstep
-from everstep import LogOptions
 from everstep.cli import app
 from everstep.commit.job.offers_wire import decode_offer, encode_offer
 from everstep.commit.lineage import BaseId
 from everstep.errors import OptionError
-from everstep.format.header import ShardIdentity
 from everstep.format.names import LOG_DIR
 from everstep.keeper.log.log import LogStore
 from everstep.keeper.process.duties import Duties
 from everstep.keeper.ship.log_mirror import LogMirror
-from everstep.keeper.ship.lossy_log import shrinking
 from everstep.keeper.ship.place import CopyPlace
-from everstep.restore.fetch import files_ahead
+from everstep.restore.fetch import files_ahead, rank_copies
 from everstep.restore.fetch.peers import Brought, plan_of
 from everstep.restore.start import resume as resume_module
-from everstep.restore.start import together
-from everstep.run import small_files
-from everstep.seams import PosixFileSystem, ReadFile, SystemClock
-from everstep.state.ranks.log_shares import recorded_by_several
+from everstep.restore.start import resume_job
+from everstep.seams import PosixFileSystem, ReadFile
+from everstep.state.ranks.log_shares import parameter_logged_twice
 from everstep.state.training_state import State
 from everstep.tiers.folder import DiskTier
 from everstep.tiers.memory import MemoryFile, MemoryTier
 from everstep.tiers.options import PeerOptions, TierOptions
-from everstep.tiers.rate import ObjectRate
 from everstep.trainer.job import copies as copies_module
 from everstep.trainer.job import start as start_module
 from everstep.trainer.session.components import _refuse_lossy_replicas
-from tests.behaviour.log.test_every_step import World, opened, run_steps
-from tests.behaviour.ranks.test_log_together import die as all_die
-from tests.behaviour.ranks.test_together import resume, train
-from tests.behaviour.tiers.test_mirror import contents, put, wait_for
+from tests.support.copying import contents, put, wait_for
+from tests.support.log.copies import ON_DISK, copy_log, until
+from tests.support.log.every_step import World, opened, run_steps
 from tests.support.ranks.copying import Job, store
+from tests.support.ranks.logs import die as all_die
 from tests.support.ranks.sharding import as_rank, build
-from tests.support.ranks.together import RankTraining, trained, trainings
+from tests.support.ranks.together import resume, train, trained, trainings
 from tests.support.serving import die, serving
 from tests.support.world import TIMEOUT_S, HookedFileSystem, forget
 
 __all__ = ["store"]  # a fixture
 
-ON_DISK = {"log": LogOptions(to="disk", batch_steps=1)}
 STEPS = 7  # three behind the base of step 4
 
 
@@ -320,36 +314,6 @@ def test_whoever_goes_back_itself_is_not_told_that_another_has_taken_over(
 # --- Several ranks ----------------------------------------------------------------------
 
 
-def copy_log(one: RankTraining, tier: MemoryTier, ratio: float | None = None) -> None:
-    """What the keeper of a rank would do."""
-    keeper = one.ckpt._keepers.current
-    assert keeper is not None
-    place = CopyPlace(tier, 1, ObjectRate(None, SystemClock()))
-    identity = ShardIdentity(one.ckpt._run_id, 1, 0, 0, one.rank, 2, True)
-    about = place, keeper.records, identity, SystemClock()  # type: ignore[attr-defined]
-    posted: list[Any] = []
-    form = TierOptions("/place", log="adaptive", log_ratio=ratio) if ratio else PeerOptions()
-    LogMirror(*about, posted.append, batch_steps=1, lossy=shrinking(form)).turn(flush=True)
-    assert not posted
-
-
-def until(
-    runs: list[Path], store: MemoryTier, steps: int, *, ratio: float | None = None, **options: Any
-) -> None:
-    """Two ranks with a base at step 4, whose copies and logs are in the store."""
-    settings = {"method": "logged", "every": 4, "tiers": ["/copies"], **options}
-    with trainings(*runs, **settings) as ranks:
-        resume(ranks)
-        train(ranks, 4)
-        for one in ranks:
-            one.ckpt.wait(20)
-        Job(runs, store).copy()
-        train(ranks, steps - 4)
-        all_die(ranks)
-        for one in ranks:
-            copy_log(one, store, ratio)
-
-
 @pytest.mark.parametrize(
     ("layout", "world", "who"),
     [("ddp", 2, ""), ("fsdp", 4, ""), ("tp", 2, "."), ("hsdp", 4, "."), ("fsdp_tp", 4, ".")],
@@ -361,7 +325,7 @@ def test_a_lossy_log_is_refused_where_replicas_would_part(
     with as_rank(1, world) as ranks:
         values = build(layout, ranks, 3)
         state = State({key: values[key] for key in ("model", "optimizer")}, ranks=ranks)
-        assert bool(who) == bool(recorded_by_several(state))
+        assert bool(who) == bool(parameter_logged_twice(state))
         places = [TierOptions("/copies", log="adaptive")]
         if who:
             with pytest.raises(OptionError, match="would part"):
@@ -461,7 +425,7 @@ def test_a_lossy_log_is_looked_at_while_others_fetch(
         return Brought([], [])
 
     restored: list[Any] = []
-    restore = together._Start._restore
+    restore = resume_job._Start._restore
 
     def noted(self: Any, choice: Any) -> Any:
         restored.append(choice.end)
@@ -469,7 +433,7 @@ def test_a_lossy_log_is_looked_at_while_others_fetch(
 
     monkeypatch.setattr(MemoryTier, "open", noting)
     monkeypatch.setattr(start_module, "fetch_from_peers", fetch)
-    monkeypatch.setattr(together._Start, "_restore", noted)
+    monkeypatch.setattr(resume_job._Start, "_restore", noted)
     with trainings(*runs, method="logged", every=4, tiers=["/copies"]) as ranks:
         for one in ranks:
             one.ckpt._starter._job._shared.fetches = True
@@ -559,7 +523,7 @@ class _Reads:
             return _Noted(self, name, file) if "/log/" in name else file
 
         monkeypatch.setattr(MemoryTier, "open", noting)
-        monkeypatch.setattr(small_files, "_SMALL_BYTES", 0)  # or a look would read all of them
+        monkeypatch.setattr(rank_copies, "_SMALL_BYTES", 0)  # or a look would read all of them
 
     def by(self, thread: str) -> list[str]:
         return sorted(name for name, who in self.found if who.startswith(thread))

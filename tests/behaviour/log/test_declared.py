@@ -24,8 +24,8 @@ from everstep.errors import (
 )
 from everstep.options import LogOptions
 from everstep.state.training_state import State
-from tests.behaviour.log import test_every_step as plain
-from tests.behaviour.log.test_every_step import ON_DISK, opened, run_steps
+from tests.support.log import every_step as plain
+from tests.support.log.every_step import ON_DISK, opened, run_steps
 from tests.support.serving import Bench, die, serving
 
 Average = Callable[[], object]

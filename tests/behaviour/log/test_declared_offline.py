@@ -141,8 +141,8 @@ def test_how_far_a_chain_goes_without_a_function() -> None:
     later = [dataclasses.replace(head, step=2, lsn=head.lsn + 2) for head in HEADS]
     index = LogIndex([*HEADS, *later])
     chain = Chain(BaseId(1, 0), ((1, 1), (1, 2)), "")
-    assert index.first_beyond(chain, 0, {"ema/*"}) is None
-    assert index.first_beyond(chain, 0, ()) == (0, "ema/*")
-    assert index.first_beyond(Chain(BaseId(1, 1), ((1, 2),), ""), 2, {"swa"}) == (0, "ema/*")
+    assert index.first_unregistered(chain, 0, {"ema/*"}) is None
+    assert index.first_unregistered(chain, 0, ()) == (0, "ema/*")
+    assert index.first_unregistered(Chain(BaseId(1, 1), ((1, 2),), ""), 2, {"swa"}) == (0, "ema/*")
     plain = LogIndex([HEADS[0], dataclasses.replace(HEADS[2], lsn=1), *later])
-    assert plain.first_beyond(chain, 0, ()) == (1, "ema/*")
+    assert plain.first_unregistered(chain, 0, ()) == (1, "ema/*")

@@ -19,7 +19,7 @@ from everstep.options import LogOptions
 from everstep.state.values.objects import encode
 from everstep.trainer.log import recorder as recording
 from everstep.trainer.log.recorder import Recorder
-from tests.behaviour.log.test_every_step import DENSE, World
+from tests.support.log.every_step import DENSE, World
 from tests.support.world import TIMEOUT_S, Gate, forget
 
 ALL = LogOptions(to="disk", batch_steps=1, history="all")

@@ -25,11 +25,11 @@ from everstep.format.records import TimelineRecord
 from everstep.options import Budget, LogOptions
 from everstep.run.chain import LogIndex, path_of
 from everstep.trainer.log.recorder import Recorder
-from tests.behaviour.keeper.test_takeover import until
-from tests.behaviour.log.test_every_step import DENSE, ON_DISK, World, opened, run_steps
-from tests.process.one_rank.test_keeper import PRELUDE, TRAIN, finish, keepers_gone, start
+from tests.support.keeper_process import PRELUDE, TRAIN, finish, keepers_gone, start
 from tests.support.lanes import HeldLane
+from tests.support.log.every_step import DENSE, ON_DISK, World, opened, run_steps
 from tests.support.serving import Bench, die, serving
+from tests.support.takeover import until
 from tests.support.world import TIMEOUT_S, Gate
 
 assert PRELUDE

@@ -8,7 +8,7 @@ from pathlib import Path
 import everstep
 from everstep.keeper.persist.local_keeper import LocalKeeper
 from everstep.options import LogOptions
-from tests.behaviour.log.test_every_step import World, opened, run_steps
+from tests.support.log.every_step import World, opened, run_steps
 from tests.support.world import TIMEOUT_S
 
 

@@ -19,14 +19,14 @@ from everstep.errors import RecoveryError
 from everstep.format.names import TIMELINE_RECORD, timeline_dir
 from everstep.run.scan import scan_run
 from everstep.seams import PosixFileSystem
-from tests.behaviour.log.test_every_step import run_steps
-from tests.behaviour.one_rank.test_resume import look, shard, train_on
-from tests.behaviour.ranks.test_log_together import ON_DISK, until
-from tests.behaviour.ranks.test_together import resume
+from tests.support.lineage import _bases, branches
+from tests.support.lineage import trees as _trees
+from tests.support.log.every_step import run_steps
 from tests.support.logged import World, document, invoke, opened, segments_of, train
-from tests.support.ranks.together import trainings
+from tests.support.ranks.logs import ON_DISK, until
+from tests.support.ranks.together import resume, trainings
+from tests.support.resuming import look, shard, train_on
 from tests.support.world import flip, inventory_of
-from tests.unit.commit.test_lineage import _bases, _trees, branches
 
 FS = PosixFileSystem()
 

@@ -12,7 +12,7 @@ import pytest
 
 from everstep import KeeperOptions
 from everstep.trainer.log.rooms import LogRooms
-from tests.behaviour.log.test_last_mark import Training, resumed, same
+from tests.support.log.last_mark import Training, resumed, same
 
 STEPS = 12
 

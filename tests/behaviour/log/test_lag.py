@@ -15,9 +15,8 @@ import everstep
 from everstep.errors import DeadlineError, EverstepError
 from everstep.options import LogOptions
 from everstep.seams import Seams
-from tests.behaviour.log.test_every_step import World, opened
-from tests.behaviour.ranks.test_log_together import bases, resume, train
-from tests.support.ranks.together import trainings
+from tests.support.log.every_step import World, opened
+from tests.support.ranks.together import bases, resume, train, trainings
 from tests.support.world import TIMEOUT_S, Gate, HookedFileSystem, inventory_of
 
 _RETURNS_S = 0.5

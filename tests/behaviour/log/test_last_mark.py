@@ -21,12 +21,11 @@ from everstep.errors import (
 )
 from everstep.format.names import base_dir, shard_name
 from everstep.link.channel import BackgroundChannel
-from everstep.restore.start.report import Recovery
 from everstep.seams import ManualClock, Seams, SystemClock
-from tests.behaviour.one_rank.test_faults import no_space
 from tests.support.following import until
 from tests.support.keepers import end_keepers
-from tests.support.world import HookedFileSystem, raising
+from tests.support.log.last_mark import Training, resumed, same
+from tests.support.world import HookedFileSystem, no_space, raising
 
 STEPS = 7
 WITHIN: dict[str, Callable[[Any], None]] = {
@@ -35,33 +34,6 @@ WITHIN: dict[str, Callable[[Any], None]] = {
     "buffers": lambda it: it.model(torch.randn(4, 8)),
     "an update": lambda it: it.train(),
 }
-
-
-class Training:
-    """Dropout, running statistics, and a position in the data."""
-
-    def __init__(self) -> None:
-        torch.manual_seed(11)
-        self.model = torch.nn.Sequential(
-            torch.nn.Dropout(0.2), torch.nn.Linear(8, 8), torch.nn.BatchNorm1d(8)
-        )
-        self.optimizer = torch.optim.AdamW(self.model.parameters())
-        self.data = {"at": 0}
-
-    def opened(self, run: Path, **options: Any) -> Checkpointer:
-        state = {"model": self.model, "optimizer": self.optimizer, "data": self.data}
-        return Checkpointer(run, state, method="logged", every=5, **options)
-
-    def train(self) -> None:
-        self.model(torch.randn(4, 8)).pow(2).sum().backward()
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-        self.data["at"] += 1
-
-    def seen(self) -> list[Any]:
-        tensors = [*self.model.state_dict().values(), torch.get_rng_state()]
-        moments = [self.optimizer.state[p]["exp_avg_sq"] for p in self.model.parameters()]
-        return [t.clone() for t in (*tensors, *moments)] + [self.data["at"]]
 
 
 def ended_within(run: Path, what: str, **options: Any) -> list[Any]:
@@ -77,18 +49,6 @@ def ended_within(run: Path, what: str, **options: Any) -> list[Any]:
     assert not same(it.seen(), wanted)
     ckpt.close()
     return wanted
-
-
-def resumed(run: Path, **options: Any) -> tuple[Recovery, list[Any]]:
-    it = Training()
-    with it.opened(run, **options) as ckpt:
-        recovery = ckpt.resume()
-        return recovery, it.seen()
-
-
-def same(some: list[Any], others: list[Any]) -> bool:
-    pairs = zip(some, others, strict=True)
-    return all(torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b for a, b in pairs)
 
 
 @pytest.mark.parametrize("what", WITHIN)

@@ -21,13 +21,13 @@ from everstep.link.recordable import Layouts, record_layout
 from everstep.options import KeeperOptions, LogOptions
 from everstep.state.layout import lru as recent
 from everstep.state.layout.entries import Entry
-from everstep.state.layout.lru import Recent, RecentLayouts
+from everstep.state.layout.lru import LayoutCache, LRUCache
 from everstep.state.layout.shards import ShardLayout
 from everstep.trainer.attach.remote import RemoteKeeper
 from everstep.trainer.multistep.multistep_gradients import GradientPlaces
-from tests.behaviour.keeper.test_lost_waiting import kill_keeper
-from tests.behaviour.log.test_every_step import opened
 from tests.support.following import until
+from tests.support.log.every_step import opened
+from tests.support.lost_keepers import kill_keeper
 from tests.support.serving import Bench, die, serving
 
 LAYERS = 10
@@ -110,11 +110,11 @@ def layouts_alive() -> int:
 
 
 def test_of_too_many_those_go_that_were_not_used_for_longest() -> None:
-    values = Recent[str, int](count_max=3, weight_max=10)
+    values = LRUCache[str, int](count_max=3, weight_max=10)
     for number, name in enumerate("abc"):
         values.add(name, number, 2)
     assert values.get("a") == 0
-    assert values.make_room(2) == [1]
+    assert values.evict_for(2) == [1]
     values.add("d", 3, 2)
     assert [values.get(name) for name in "abcd"] == [0, None, 2, 3]
     values.add("e", 4, 7)
@@ -130,7 +130,7 @@ def test_of_too_many_those_go_that_were_not_used_for_longest() -> None:
 def test_both_sides_mean_the_same_by_a_number(seed: int) -> None:
     draw, known, told = random.Random(seed), dict[int, ShardLayout](), list[dict[str, Any]]()
     entries = [Entry.whole(f"{n}", "U8", (n % 7,)) for n in range(60)]
-    ours = LogLayouts(told.append, RecentLayouts(8, 50))
+    ours = LogLayouts(told.append, LayoutCache(8, 50))
     there = [record_layout(entries[: draw.choice([0, 1, 2, 20, 60])]) for _ in range(12)]
     for _ in range(400):
         if draw.random() < 0.3:

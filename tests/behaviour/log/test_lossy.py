@@ -18,29 +18,23 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-import everstep
 from everstep.compress import Compressor
 from everstep.compress.lossy import lossy_copies
 from everstep.compress.quantized import BLOCK_NUMEL, Int8
 from everstep.compress.sparse import Sparse
 from everstep.errors import FormatError, OptionError
-from everstep.format.log import LogRecord, RecordHead, record_digest
-from everstep.format.writer import ChunkRing
+from everstep.format.log import LogRecord, RecordHead
 from everstep.keeper.ship import lossy_update
 from everstep.keeper.ship.lossy_log import lossy_record
-from everstep.link.recordable import Layouts
-from everstep.options import LogOptions
 from everstep.replay.packed import Packed, dense
 from everstep.restore.redo.updates import update_of
-from everstep.run.segments import read_segment
-from everstep.seams import PosixFileSystem
 from everstep.state.layout.names import GRADIENT, UPDATE_OBJECT
 from everstep.state.values.objects import decode, encode
+from tests.support.log.lossy import large_and_small, log_of, raw, record_of
 from tests.support.logged import opened, rewrite_segment, segments_of
 from tests.support.world import TIMEOUT_S
 
 RATIO = 0.05
-HEAD = RecordHead("update", 1, 4, 7, "shape", True)
 
 
 class Several:
@@ -110,29 +104,6 @@ WORLDS: Mapping[str, functools.partial[Several]] = {
     "complex ones": functools.partial(Several, others=(torch.complex64, torch.complex128)),
     "a GradScaler": functools.partial(Several, scaled=True),
 }
-
-
-def raw(tensor: torch.Tensor) -> bytes:
-    flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
-    return flat.numpy().tobytes()
-
-
-def log_of(run: Path, world: Any, log: str, steps: int = 3, **options: Any) -> list[LogRecord]:
-    """The log on disk of a training with a base of step 1 and one of the last."""
-    kept: dict[str, Any] = {"to": "disk", "batch_steps": 1, "history": "all", **options}
-    method = everstep.Method(base="lazy", log=log)  # type: ignore[arg-type]
-    with opened(run, world, method=method, log=LogOptions(**kept), every=100) as ckpt:
-        ckpt.resume()
-        for _ in range(steps):
-            world.train()
-            ckpt.step()
-    ring = ChunkRing(4, 2)
-    try:
-        segments = segments_of(run)
-        read = functools.partial(read_segment, PosixFileSystem(), timeout_s=TIMEOUT_S)
-        return [record for segment in segments for record in read(segment, ring)]
-    finally:
-        ring.close()
 
 
 def parts_of(record: LogRecord) -> tuple[Any, ...]:
@@ -258,18 +229,6 @@ def test_memory_that_cannot_be_written_to_will_do() -> None:
 # --- How far off it is --------------------------------------------------------------------
 
 
-def record_of(gradients: Mapping[str, torch.Tensor], *, head: RecordHead = HEAD) -> LogRecord:
-    """A record of dense gradients."""
-    named = {GRADIENT + name: gradient for name, gradient in gradients.items()}
-    layout = Layouts().of(named)
-    data = memoryview(bytearray(layout.size_bytes))
-    for place in layout.placed:
-        data[place.begin : place.end] = raw(named[place.entry.name])
-    about = {"optimizer": "o", "kind": "torch.optim.sgd.SGD", "groups": [{"lr": 0.1}]}
-    objects = {} if head.declared or head.kind == "mark" else {UPDATE_OBJECT: encode(about)}
-    return LogRecord(head, layout, objects, data, record_digest(data, objects))
-
-
 @st.composite
 def gradients(draw: st.DrawFn) -> torch.Tensor:
     """Of any shape, with any order of dimensions in memory, on any scale."""
@@ -364,19 +323,9 @@ found = lossy_record(LogRecord(mark, ShardLayout(()), {}, empty, record_digest(e
 found.verify()
 assert "torch" not in sys.modules, "only gradients need it"
 
-from tests.behaviour.log.test_lossy import large_and_small
+from tests.support.log.lossy import large_and_small
 print(lossy_record(large_and_small(), 0.05).digest)
 """
-
-
-def large_and_small() -> LogRecord:
-    generator = torch.Generator().manual_seed(3)
-    named = {
-        "large": torch.randn(200_003, generator=generator),
-        "half": torch.randn(100_001, generator=generator).to(torch.bfloat16),
-        "small": torch.randn(77_777, generator=generator),
-    }
-    return record_of(named)
 
 
 def test_another_process_with_other_threads_makes_the_same() -> None:

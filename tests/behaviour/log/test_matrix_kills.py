@@ -5,23 +5,16 @@ from __future__ import annotations
 
 import random
 import signal
-import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
 
-import everstep
-from everstep.capture.lanes.batches import Batch, run_batch
-from everstep.capture.lanes.lane import CpuLane, CpuTransfer, Progress, Transfer
-from everstep.seams import Seams
 from tests.conftest import SEED
 from tests.support.keepers import end_keepers
+from tests.support.log.late import opened
 from tests.support.matrix import CASES, LOOPS, MOMENTS, STEPS, Case, Loop, Said, World, workers
 from tests.support.serving import Bench, die, serving
-from tests.support.world import forget
 
 Runner = Callable[..., tuple[int, Said]]
 
@@ -45,47 +38,6 @@ def states_of(case: Case, loop: Loop) -> list[dict[str, str]]:
         world.train()
         found.append(world.snapshot())
     return found
-
-
-class LateTransfer(CpuTransfer):
-    """Copies when somebody cannot go on without it, and not before."""
-
-    def __init__(self, copy: Callable[[], None]) -> None:
-        super().__init__()
-        self._copy, self._lock = copy, threading.Lock()
-
-    def gate(self, end: int, timeout_s: float) -> bool:
-        return self.wait(timeout_s)
-
-    def wait(self, timeout_s: float) -> bool:
-        with self._lock:
-            if not self._over:
-                self._copy()
-                self.end()
-        return super().wait(timeout_s)
-
-
-class LateLane(CpuLane):
-    """The latest lane that the rules allow: what changes too early is torn, every time."""
-
-    def submit(self, batches: Sequence[Batch], block: torch.Tensor, progress: Progress) -> Transfer:
-        def copy() -> None:
-            for batch in batches:
-                run_batch(batch, block)
-                progress(batch.end)
-
-        return LateTransfer(copy)
-
-    def submit_yielding(
-        self, batches: Sequence[Batch], block: torch.Tensor, progress: Progress
-    ) -> Transfer:
-        return self.submit(batches, block, progress)
-
-
-def opened(run: Path, world: World, **options: Any) -> everstep.Checkpointer:
-    forget(run)
-    options = {"method": "logged", "every": 4, "seams": Seams(lane=LateLane)} | options
-    return everstep.Checkpointer(run, world.state, **options)
 
 
 def differing(found: dict[str, str], wanted: dict[str, str]) -> list[str]:

@@ -18,7 +18,7 @@ from everstep.errors import EverstepError, RecoveryError, StorageError
 from everstep.format.log import LogRecord, record_digest
 from everstep.format.writer import ChunkRing
 from everstep.restore.fetch.peer_log import PeerLog, packed
-from everstep.restore.log.logs import LogFound
+from everstep.restore.log.log_found import LogFound
 from everstep.restore.redo.redo import checked
 from everstep.run.chain import Chain
 from everstep.run.scan import Inventory, scan_run
@@ -31,17 +31,15 @@ from everstep.tiers.files import TierFileSystem
 from everstep.tiers.memory import MemoryTier
 from everstep.tiers.options import TierOptions
 from everstep.trainer.job.job import Job
-from tests.behaviour.log.test_copies import ON_DISK, until
-from tests.behaviour.log.test_every_step import World, opened, run_steps
-from tests.behaviour.ranks.test_log_together import die as all_die
-from tests.behaviour.ranks.test_together import resume
-from tests.behaviour.tiers.test_mirror import contents, put
+from tests.support.copying import contents, put
+from tests.support.log.copies import ON_DISK, until
+from tests.support.log.every_step import World, opened, run_steps
 from tests.support.ranks.copying import store
-from tests.support.ranks.peer_logs import records_of_steps
+from tests.support.ranks.logs import die as all_die
+from tests.support.ranks.peer_logs import Copying, records_of_steps
 from tests.support.ranks.peering import record_of
-from tests.support.ranks.together import trained, trainings
+from tests.support.ranks.together import resume, trained, trainings
 from tests.support.world import forget
-from tests.unit.keeper.test_log_mirror import Copying
 
 __all__ = ["store"]  # a fixture
 
@@ -158,11 +156,11 @@ def test_what_is_damaged_where_it_is_nearest_is_read_where_it_is_whole(
     assert [bytes(one.data) for one in lent] == [
         bytes(one.data) for one in records_of_steps(2, 2) if one.head.kind == "update"
     ]
-    mended = log.take_mended()
+    mended = log.take_repaired()
     first = 0 if near == "memory" else 1  # of a segment of two steps it is in the first
     assert {one.step for one in mended} == {step - first for step in steps}
     assert all("whole in another place" in one.reason for one in mended)
-    assert log.take_mended() == []
+    assert log.take_repaired() == []
 
 
 class _Unreadable(MemoryTier):

@@ -23,13 +23,13 @@ from everstep.restore.redo import redo
 from everstep.restore.redo.updates import update_of
 from everstep.state.layout.names import UPDATE_OBJECT
 from everstep.state.values.objects import decode, encode
-from tests.behaviour.ranks.test_log_parts import alike, die, replicas, resume, until
-from tests.behaviour.ranks.test_log_parts import trained as weights_at
-from tests.behaviour.ranks.test_log_world import same, trained_on
-from tests.behaviour.ranks.test_marks_less import only
 from tests.support import following
 from tests.support.logged import opened, rewrite_segment, segments_of
-from tests.support.ranks.relogged import logged, redone
+from tests.support.ranks.logs import die
+from tests.support.ranks.relaid import same, trained_on
+from tests.support.ranks.relogged import logged, only, redone
+from tests.support.ranks.replicas import alike, replicas, resume, until
+from tests.support.ranks.replicas import trained as weights_at
 from tests.support.ranks.sharding import as_rank
 from tests.support.ranks.together import on_all
 from tests.support.serving import serving

@@ -18,16 +18,16 @@ import torch
 
 from everstep.capture.spots import Spots
 from everstep.format.log import LogRecord
-from everstep.restore.log import logs as logs_module
-from everstep.restore.log.logs import LogFound
+from everstep.restore.log import log_found as logs_module
+from everstep.restore.log.log_found import LogFound
 from everstep.restore.start.report import Recovery
 from everstep.run import chain as chain_module
 from everstep.run.chain import LogIndex
 from everstep.state.survey.ownership import Owner
 from everstep.trainer.log import consumed as consumed_module
 from everstep.trainer.log.recorder import Recorder
-from tests.behaviour.log.test_matrix_kills import LateTransfer
-from tests.behaviour.log.test_matrix_kills import opened as late
+from tests.support.log.late import LateTransfer
+from tests.support.log.late import opened as late
 from tests.support.logged import World, opened, record, rewrite_segment, segments_of, train
 from tests.support.matrix import CASES, LOOPS
 from tests.support.matrix import World as MatrixWorld
@@ -130,7 +130,7 @@ def of_another_run(other: Path) -> Spoil:
 SPOILS: dict[str, tuple[Spoil, int, str]] = {
     "an update is lost": (rewritten(lambda r: r[1:]), 4, "update 5 of step 5 is missing"),
     "a later update is lost": (rewritten(lambda r: [r[0], r[1], r[3]]), 5, "update 6 of step 6"),
-    "a mark is lost": (rewritten(lambda r: [r[0], r[2], r[3]]), 4, "no record of step 5"),
+    "a mark is lost": (rewritten(lambda r: [r[0], r[2], r[3]]), 4, "step 5 has no mark"),
     "a segment is lost": (lambda run: shutil.rmtree(segments_of(run)[2].path), 4, "no record of"),
     "a flipped bit": (flipped, 4, "its digest does not match"),
     "a bit flipped before it was written": (rewritten(altered), 4, "update 5 of step 5"),
@@ -138,11 +138,11 @@ SPOILS: dict[str, tuple[Spoil, int, str]] = {
     "steps swapped": (rewritten(lambda r: [*r[2:], *r[:2]]), 4, "out of order"),
     "an update twice": (rewritten(lambda r: [r[0], *r]), 4, "out of order"),
     "a mark before its update": (rewritten(lambda r: [r[1], r[0], *r[2:]]), 4, "out of order"),
-    "another timeline": (of_another_timeline, 4, "is of another segment"),
+    "another timeline": (of_another_timeline, 4, "belongs to another segment"),
     "another shape": (
         rewritten(lambda r: [*r[:3], record(r[3], shape="x")]),
         5,
-        "at step 6 the state consists of something else",
+        "at step 6 the state has another composition",
     ),
 }
 
@@ -321,7 +321,7 @@ REMOVED: dict[str, tuple[Scenario, Remove]] = {
     "timeline check: updates of any timeline will do": (two_timelines, updates_of_any_timeline),
     "run check: records of any run will do": (
         spoiled(of_another_run, 4),
-        patched(logs_module, "vetted", lambda segment, run: segment),
+        patched(logs_module, "validated", lambda segment, run: segment),
     ),
     "digest: a bit that was flipped is replayed": (
         spoiled(lambda other: rewritten(altered), 4),

@@ -15,7 +15,7 @@ from everstep.errors import StorageError
 from everstep.format.names import MANIFEST, base_dir, marker_name, segment_dir
 from everstep.keeper.retain.deletion import delete_segments
 from everstep.seams import PosixFileSystem
-from tests.behaviour.log.test_every_step import World, opened, run_steps
+from tests.support.log.every_step import World, opened, run_steps
 from tests.support.world import flip
 
 FILES = PosixFileSystem()

@@ -15,7 +15,7 @@ from everstep.keeper.retain.deletion import delete_segments
 from everstep.options import LogOptions
 from everstep.run.fence import Fence
 from everstep.seams import PosixFileSystem
-from tests.behaviour.log.test_budget import Trained, assert_rebuilt, spans
+from tests.support.log.budget import Trained, assert_rebuilt, spans
 from tests.support.logged import segments_of
 from tests.support.world import HookedFileSystem, raising
 
@@ -145,7 +145,7 @@ def test_one_that_was_taken_over_is_left_to_whoever_did(
         run.train_slowly(2)
         fs.hook = raising(full(), "rename", MARKER)
         with monkeypatch.context() as patched:
-            patched.setattr(Fence, "seen", lambda self: 2)
+            patched.setattr(Fence, "newest_or_next", lambda self: 2)
             run.train_slowly(2)
         left = Path(segment_dir(run_folder, 1, 2, 4))
         assert shard_name(0, 0) in {path.name for path in left.iterdir()}

@@ -7,8 +7,7 @@ import copy
 import dataclasses
 import errno
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path, PurePath
 from typing import Any
 
@@ -24,6 +23,7 @@ from everstep.options import LogOptions
 from everstep.seams import Seams
 from everstep.trainer.log import untold as untold_module
 from everstep.trainer.log.untold import Owned
+from tests.support.log.untold import opened, said_once
 from tests.support.logged import document, rewrite_segment, segments_of
 from tests.support.matrix import CASES, LOOPS, Fleet, Loop
 from tests.support.serving import die, serving
@@ -137,20 +137,6 @@ UNSEEN = (data_clamped, data_swapped_in, moment_data_reset, through_numpy)
 PLACES = ("before backward", "before update", "after update")
 
 
-@contextmanager
-def opened(run: Path, world: Any, **options: Any) -> Iterator[everstep.Checkpointer]:
-    forget(run)
-    options = {
-        "method": everstep.Method(base="lazy", log="dense"),
-        "log": LogOptions(to="disk", batch_steps=1, audit=False),
-        "keeper": everstep.KeeperOptions(process=False),
-        "every": None,
-        "keep": 50,
-    } | options
-    with everstep.Checkpointer(run, world.state, **options) as ckpt:
-        yield ckpt
-
-
 def train(
     run: Path,
     world: World,
@@ -198,16 +184,6 @@ def assert_never_wrong(run: Path, states: dict[int, Any], **options: Any) -> Non
             assert not recovery.exact or world.snapshot() == states[recovery.step], step
             found.append(recovery.step)
     assert found
-
-
-@contextmanager
-def said_once() -> Iterator[None]:
-    with pytest.warns(RuntimeWarning) as said:
-        yield
-    (only,) = [str(one.message) for one in said]
-    assert "was changed" in only
-    assert "each such step costs a whole copy" in only
-    assert "before_update()" in only
 
 
 @pytest.fixture

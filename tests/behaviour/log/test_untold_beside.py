@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.behaviour.log.test_untold import opened, said_once
+from tests.support.log.untold import opened, said_once
 
 
 def odd_run(

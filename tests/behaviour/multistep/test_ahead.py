@@ -22,20 +22,20 @@ from everstep.plan import multistep_cut
 from everstep.plan.multistep import Pipeline
 from everstep.state.layout.shards import ShardLayout, plan_shards
 from everstep.state.training_state import State
-from everstep.state.values.tensors import stored_form
+from everstep.state.values.tensors import tensor_entry
 from everstep.trainer.log.consumed import Consumption
 from everstep.trainer.multistep import multistep_planner as planner_module
 from everstep.trainer.multistep.multistep_choice import Choice
 from everstep.trainer.multistep.multistep_fuzzy import redo_bytes
 from everstep.trainer.multistep.multistep_gradients import GradientCheck, GradientPlaces
 from everstep.trainer.multistep.multistep_plan import PartsPlan
-from tests.behaviour.multistep.test_faults import World, begin
-from tests.behaviour.multistep.test_loops import over, restored
 from tests.support.elsewhere import DEVICE, elsewhere
 from tests.support.following import opened, run_steps, steps_on_disk
+from tests.support.multistep.measured import Bench as Steps
+from tests.support.multistep.rows import over, restored
+from tests.support.multistep.world import World, begin
 from tests.support.serving import Bench, serving
 from tests.support.world import TIMEOUT_S
-from tests.unit.trainer.test_multistep_choice import Bench as Steps
 
 CPU = torch.device("cpu")
 BOTH = pytest.mark.parametrize("overlap", [False, True], ids=["gockpt", "gockpt_o"])
@@ -328,7 +328,7 @@ def test_the_best_cut_is_looked_for_once_while_measurements_stay_alike(
 
 
 def layout_of(live: dict[str, torch.Tensor]) -> ShardLayout:
-    (layout,) = plan_shards([stored_form(name, tensor) for name, tensor in live.items()])
+    (layout,) = plan_shards([tensor_entry(name, tensor) for name, tensor in live.items()])
     return layout
 
 

@@ -13,14 +13,14 @@ from everstep.capture.lanes.cuda import CudaLane
 from everstep.capture.lanes.devices import DeviceLane
 from everstep.errors import EverstepError
 from everstep.trainer.multistep.multistep_gradients import GraphMemory
-from tests.behaviour.multistep.test_faults import World, report_of, start
-from tests.behaviour.multistep.test_loops import over, restored
+from tests.support import cuda_world
 from tests.support.following import run_steps, steps_on_disk
+from tests.support.multistep.rows import over, restored
+from tests.support.multistep.world import World, report_of, start
 from tests.support.serving import Bench, serving
 from tests.support.world import TIMEOUT_S
-from tests.unit.capture import test_cuda_lane
 
-played = test_cuda_lane.played  # the fixture
+played = cuda_world.played  # the fixture
 
 
 @pytest.fixture

@@ -26,10 +26,10 @@ from everstep.plan.multistep import Pipeline
 from everstep.plan.multistep_cut import best_cut
 from everstep.seams import Seams
 from everstep.trainer.multistep.multistep_cut import cut_units, modelled, shares_of
-from tests.behaviour.multistep.test_loops import restored
 from tests.support.following import opened, run_steps, steps_on_disk
+from tests.support.multistep.measured import Bench as Steps
+from tests.support.multistep.rows import restored
 from tests.support.serving import Bench, serving
-from tests.unit.trainer.test_multistep_choice import Bench as Steps
 
 STATE_BYTES = 14_000_000
 

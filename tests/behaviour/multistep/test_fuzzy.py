@@ -17,14 +17,13 @@ from everstep.errors import OptionError, ReplayError
 from everstep.restore.offline.whole import make_live_whole
 from everstep.seams import Seams
 from everstep.seams.progress import silent
-from tests.behaviour.log.test_matrix_kills import LateLane
-from tests.behaviour.multistep.test_faults import World
-from tests.behaviour.multistep.test_loops import ROWS, check, matrix, over, restored
-from tests.behaviour.replica.test_state import Odd
-from tests.support.following import opened, run_steps, steps_on_disk
-from tests.support.fuzzy import heads_on_disk, left, lsns_on_disk
+from tests.support.following import Odd, opened, run_steps, steps_on_disk
+from tests.support.log.late import LateLane
 from tests.support.logged import document, invoke, rebuilder_of
 from tests.support.matrix import CASES, LOOPS
+from tests.support.multistep.fuzzy import heads_on_disk, left, lsns_on_disk
+from tests.support.multistep.rows import ROWS, check, matrix, over, restored
+from tests.support.multistep.world import World
 from tests.support.serving import Bench, serving
 
 

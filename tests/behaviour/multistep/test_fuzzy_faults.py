@@ -18,11 +18,11 @@ import everstep
 from everstep.errors import EverstepError, OutOfSpaceError
 from everstep.format.log import LogRecord
 from everstep.trainer.multistep.multistep_fuzzy import CapturedParts, redo_bytes
-from tests.behaviour.multistep.test_faults import World, begin
-from tests.behaviour.multistep.test_loops import restored
 from tests.support.following import opened, run_steps, steps_on_disk
-from tests.support.fuzzy import heads_on_disk, left, lsns_on_disk, rewrite
 from tests.support.logged import invoke, rebuilder_of, record
+from tests.support.multistep.fuzzy import heads_on_disk, left, lsns_on_disk, rewrite
+from tests.support.multistep.rows import restored
+from tests.support.multistep.world import World, begin
 from tests.support.serving import Bench, die, serving
 from tests.support.world import (
     TIMEOUT_S,
@@ -197,17 +197,17 @@ def emptied(found: list[LogRecord]) -> list[LogRecord]:
 
 
 BROKEN: dict[str, tuple[dict[str, Any], str]] = {
-    "no gradients": ({"records": None}, "no file that brings them there"),
-    "a hole": ({"records": lambda found: found[1:]}, "cannot be made whole"),
-    "a hole in the middle": ({"records": lambda f: [f[0], *f[2:]]}, "cannot be made whole"),
-    "out of order": ({"records": lambda f: [f[1], f[0], *f[2:]]}, "cannot be made whole"),
+    "no gradients": ({"records": None}, "the base has no redo file"),
+    "a hole": ({"records": lambda found: found[1:]}, "the base is incomplete"),
+    "a hole in the middle": ({"records": lambda f: [f[0], *f[2:]]}, "the base is incomplete"),
+    "out of order": ({"records": lambda f: [f[1], f[0], *f[2:]]}, "the base is incomplete"),
     "another shape": (
         {"records": lambda f: [*f[:-1], record(f[-1], shape="another")]},
-        "consists of something else",
+        "another composition",
     ),
     "turned": ({"records": turned}, "has seen the updates up to"),
     "a gradient dropped": ({"records": emptied}, "another"),
-    "applied twice": ({"lsns": lift_all}, "cannot be made whole"),
+    "applied twice": ({"lsns": lift_all}, "the base is incomplete"),
     "torn apart": ({"lsns": lift("optimizer/state/model.0.weight/exp_avg")}, "not seen the same"),
 }
 
@@ -397,7 +397,7 @@ def test_gradients_stay_in_memory_as_long_as_their_base(served: Bench) -> None:
 
 def test_its_keeper_does_without_torch() -> None:
     modules = "everstep.keeper.process.server, everstep.keeper.replica.rebuilds"
-    modules += ", everstep.keeper.replica.fuzzy, everstep.run.redo_file"
+    modules += ", everstep.keeper.replica.fuzzy, everstep.run.open_base"
     check = f"import sys, {modules}; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", check], check=True, timeout=60)
 

@@ -19,7 +19,7 @@ from everstep.format.records import TimelineRecord
 from everstep.format.writer import ChunkRing
 from everstep.restore.fetch.held import HeldBase
 from everstep.restore.fetch.ranks import verify_rank
-from everstep.restore.load.load import LoadedBase, all_contents, load_ranks
+from everstep.restore.load.load import LoadedBase, check_contents, load_ranks
 from everstep.restore.offline.offline_job_load import load_job
 from everstep.run.scan import BaseFound, scan_base
 from everstep.seams import PosixFileSystem
@@ -231,8 +231,8 @@ def lifted(lsns: dict[str, int]) -> dict[str, int]:
 
 
 SPOILT: dict[str, tuple[str, Any, str]] = {
-    "a hole": ("spoil", lambda records: records[:-2] + records[-1:], "cannot be made whole"),
-    "another shape": ("spoil", reshaped, "consists of something else"),
+    "a hole": ("spoil", lambda records: records[:-2] + records[-1:], "the base is incomplete"),
+    "another shape": ("spoil", reshaped, "another composition"),
     "a gradient dropped": ("spoil", emptied, "gives another"),
     "another gradient": ("spoil", negated, "gives another"),
     "torn apart": ("seen", torn, "have not seen the same updates"),
@@ -305,7 +305,7 @@ def test_commands_make_it_whole(layout: str, world: int, tmp_path: Path, ring: C
     """Its digests are those of the same base taken in one step."""
     base = fuzzy_base(tmp_path / "run", layout, world, ring)
     with open_all(base) as opened:
-        all_contents(opened)
+        check_contents(opened)
     state = offline(base, ring, tmp_path / "run", trained=TRAINED)
     assert state.doubt == ""
     sharp = fuzzy_base(tmp_path / "sharp", layout, world, ring, begins=lambda rank: LAST)

@@ -23,13 +23,13 @@ from everstep.trainer.multistep.multistep_gradients import (
     GradientPlaces,
     HeldGradients,
 )
-from tests.behaviour.multistep.test_faults import World, begin, report_of, start
-from tests.behaviour.multistep.test_loops import over, restored
 from tests.support.elsewhere import elsewhere
 from tests.support.following import run_steps
+from tests.support.multistep.measured import Bench as Choices
+from tests.support.multistep.rows import over, restored
+from tests.support.multistep.world import World, begin, report_of, start
 from tests.support.serving import Bench, serving
 from tests.support.world import TIMEOUT_S
-from tests.unit.trainer.test_multistep_choice import Bench as Choices
 
 
 class SlowGradients(CpuLane):

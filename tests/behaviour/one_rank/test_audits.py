@@ -24,7 +24,7 @@ from everstep.options import LogOptions
 from everstep.restore.offline import audit_newest as newest_module
 from everstep.restore.offline.audit_newest import audit_newest
 from everstep.restore.start.resume import open_timeline
-from everstep.run.audits import audit_in_words, audit_of
+from everstep.run.audits import audit_of, describe_audit
 from everstep.run.scan import Inventory, scan_run
 from everstep.seams import FileSystem, ManualClock, PosixFileSystem, Seams, SystemClock
 from everstep.seams.processes.children import Ended
@@ -170,7 +170,7 @@ def test_a_bit_that_every_digest_vouches_for(name: str, run: Path) -> None:
     spoil(run, 10, name)
     record = record_of(run)
     assert (record.verdict, record.count, record.differing) == ("different", 1, (name,))
-    assert f"1 of {record.entries} entries differ: '{name}'" in audit_in_words(record)
+    assert f"1 of {record.entries} entries differ: '{name}'" in describe_audit(record)
 
 
 def test_many_entries_are_counted_and_some_named(
@@ -185,7 +185,7 @@ def test_many_entries_are_counted_and_some_named(
     edit_base(run, 10, change)
     record = record_of(run)
     assert (record.count, len(record.differing)) == (7, 3)
-    assert audit_in_words(record).endswith(" and 4 more")
+    assert describe_audit(record).endswith(" and 4 more")
 
 
 @pytest.mark.parametrize("part", ["rank-00000.safetensors", "rank-00000.done"])
@@ -368,7 +368,7 @@ def test_an_audit_of_other_contents_is_none(run: Path) -> None:
     keep(run, replace(record_of(run), step=8)).rename(path)
     assert scan_run(PosixFileSystem(), PurePath(run)).bases[-1].audit is None
     recovery = resumed(run)
-    assert any("is of another base" in note for note in recovery.notes)
+    assert any("belongs to another base" in note for note in recovery.notes)
     assert "audit" not in recovery.evidence
 
 
@@ -407,7 +407,7 @@ def test_what_a_crash_leaves_of_a_base_is_swept_with_its_audit(run: Path) -> Non
 
 def test_the_command_shows_it(run: Path) -> None:
     keep(run, record_of(run))
-    told = audit_in_words(record_of_disk(run))
+    told = describe_audit(record_of_disk(run))
     *_, base = document("ls", run)["bases"]
     assert base["audit"]["before"] == {"timeline": 1, "step": 8}
     assert base["audit"]["verdict"] == "equal"
@@ -426,7 +426,7 @@ def test_the_command_shows_it(run: Path) -> None:
 def test_the_command_shows_that_it_failed(run: Path) -> None:
     spoil(run, 10)
     keep(run, record_of(run))
-    told = audit_in_words(record_of_disk(run))
+    told = describe_audit(record_of_disk(run))
     assert told in invoke("verify", run).stdout
     assert not document("verify", run, status=1)["ok"]
     assert document("verify", run, "--step", 8)["ok"]
@@ -532,7 +532,7 @@ def test_nothing_is_started_where_there_is_nothing_to_compare(
         (Ended(0, b"", "not enough memory", 1.0), "not enough memory"),
         (Ended(1, b"", "Traceback ...", 1.0), "Traceback"),
         (Ended(-9, b"", "", 1.0), "status -9"),
-        (Ended(-9, b"", "", 1.0, late=True), "not done after"),
+        (Ended(-9, b"", "", 1.0, late=True), "not finished after"),
         (Ended(0, b"{}", "", 1.0), "not a audit record"),
     ],
 )

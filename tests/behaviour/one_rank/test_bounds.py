@@ -15,8 +15,8 @@ from everstep.state.training_state import State
 from everstep.tiers.options import TierOptions
 from everstep.trainer.budget.disk import Bounds, bounds_of
 from everstep.trainer.budget.startup_notice import copies_notice
+from tests.support.given import options
 from tests.support.world import files_below, size_below
-from tests.unit.config.test_options import options
 
 KEEP, EVERY, STEPS = 2, 2, 14
 

@@ -23,11 +23,11 @@ from everstep.keeper.log.log_writer import SegmentWriter
 from everstep.options import Budget, KeeperOptions, LogOptions
 from everstep.seams import PosixFileSystem, Seams
 from everstep.trainer.budget.log_limits import LogLimits
-from tests.behaviour.log.test_budget import Trained
+from tests.support.given import options
+from tests.support.log.budget import Trained
 from tests.support.logged import World, opened
 from tests.support.ranks.peer_logs import records_of_steps
 from tests.support.world import TIMEOUT_S, forget, size_below
-from tests.unit.config.test_options import options
 
 TO_DISK = LogOptions(to="disk", batch_steps=2)
 KEEP = 2

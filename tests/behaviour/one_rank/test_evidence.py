@@ -34,8 +34,9 @@ def test_what_was_left_out_and_what_descends_from_it(run_folder: Path) -> None:
         found = resumed(run_folder, {"a": 1})
         assert not found.exact
         assert found.evidence.endswith(
-            f"; not exact: the base of step {timeline} of timeline {timeline} is not called exact: "
-            "it descends from what timeline 2 began with at step 1, which was not exact: 'gone' "
+            f"; not exact: the base of step {timeline} of timeline {timeline} is marked as not "
+            "exact: it descends from the state with which timeline 2 began at step 1, which was "
+            "not exact: 'gone' "
             "was left out, or may differ: in the checkpoint, not in the state (and 1 more, see "
             "Recovery.mismatched)"
         )
@@ -60,8 +61,8 @@ def test_what_could_not_be_saved_as_it_was(run_folder: Path) -> None:
     found = resumed(run_folder, {"model": model})
     assert not found.exact
     assert (
-        "not exact: the base of step 1 of timeline 1 is not called exact: what was saved then was "
-        "not all of the state as training had it"
+        "not exact: the base of step 1 of timeline 1 is marked as not exact: it was not saved "
+        "from the complete, exact state of training"
     ) in found.evidence
 
 

@@ -38,14 +38,11 @@ from tests.support.world import (
     base_folder,
     forget,
     inventory_of,
+    no_space,
     opened,
     raising,
     verdict_of,
 )
-
-
-def no_space() -> OSError:
-    return OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 def leftovers(run: Path) -> list[str]:

@@ -265,7 +265,7 @@ def test_resumed_while_being_deleted(when: str, run_folder: Path) -> None:
         assert not verdict_of(scan_base(PosixFileSystem(), run, BaseId(1, 2))).damages
     else:
         assert recovery.step == 1
-        assert [s.step for s in recovery.skipped if s.reason == "it is being deleted"] == [2]
+        assert [s.step for s in recovery.skipped if s.reason == "is being deleted"] == [2]
         assert fenced
     assert live == {"n": 1}
     assert recovery.step == (1 if when == "unlink" else 2)

@@ -12,7 +12,7 @@ import torch
 
 from everstep import Checkpointer
 from everstep.errors import MismatchError, RecoveryError, UnsupportedStateError
-from tests.behaviour.log.test_last_mark import Training
+from tests.support.log.last_mark import Training
 
 METHODS = ["lazy", "sync", "logged"]
 

@@ -11,7 +11,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -22,44 +21,13 @@ from everstep.capture.versions import Versions
 from everstep.errors import AuditError, DeadlineError, EverstepError
 from everstep.trainer.base.saver import Saver
 from tests.support.lanes import gives_up_soon, held
+from tests.support.lazy import World
 from tests.support.trainers import run_trainer, whole_lines
 from tests.support.world import TIMEOUT_S, Gate, assert_same, freeze, opened
 
 __all__ = ["held"]  # a fixture
 
 LAZY = ["lazy", "checkfreq"]
-
-
-class World:
-    """A model with buffers, its optimizer, and plain data."""
-
-    def __init__(self, seed: int = 3) -> None:
-        torch.manual_seed(seed)
-        self.model = nn.Sequential(nn.Linear(40, 300), nn.BatchNorm1d(300), nn.Linear(300, 7))
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.1)
-        self.plain = {"seen": [0], "array": np.zeros(5)}
-        self.state: dict[str, Any] = {
-            "model": self.model,
-            "optimizer": self.optimizer,
-            "plain": self.plain,
-        }
-        self.backward()
-        self.optimizer.step()
-
-    def backward(self) -> None:
-        self.optimizer.zero_grad()
-        self.model(torch.randn(16, 40)).square().mean().backward()
-        self.plain["seen"][0] += 1
-        self.plain["array"] += 1
-
-    def snapshot(self) -> Any:
-        return freeze(
-            {
-                "model": self.model.state_dict(),
-                "optimizer": self.optimizer.state_dict(),
-                "plain": self.plain,
-            }
-        )
 
 
 def restored(run: Path, step: int | None = None) -> Any:
@@ -254,7 +222,7 @@ def test_a_static_entry_that_changes_is_refused(run_folder: Path) -> None:
         ckpt.step()
         error = ckpt.save().durable.exception(TIMEOUT_S)
         assert isinstance(error, AuditError)
-        assert "'frozen/weight' was declared static and has changed" in str(error)
+        assert "'frozen/weight' was declared static but has changed" in str(error)
         with pytest.warns(RuntimeWarning):
             ckpt.wait()
 
@@ -430,7 +398,7 @@ A_THOUSAND_SAVES = """
 import sys
 from pathlib import Path
 from everstep.options import Budget
-from tests.behaviour.one_rank.test_lazy import World, opened
+from tests.support.lazy import World; from tests.support.world import opened
 
 world = World()
 options = {"every": 1, "keep": 1, "budget": Budget(host_bytes=2 << 20)}

@@ -14,7 +14,7 @@ import everstep
 from everstep.errors import FencedError, RecoveryError
 from everstep.run.scan import scan_run
 from everstep.seams import ManualClock, Seams
-from everstep.testing import SimFileSystem
+from tests.crash.sim.filesystem import SimFileSystem
 from tests.support.world import forget
 
 RUN = PurePath("/disk/run")

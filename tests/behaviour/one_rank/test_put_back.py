@@ -18,8 +18,8 @@ from everstep import KeeperOptions
 from everstep.errors import EverstepError, FencedError, KeeperError
 from everstep.keeper.persist.local_keeper import LocalKeeper
 from everstep.trainer.attach.remote import RemoteKeeper
-from tests.behaviour.keeper.test_takeover import opened, until
 from tests.support.serving import Bench, die, serving
+from tests.support.takeover import opened, until
 from tests.support.world import TIMEOUT_S
 
 
@@ -160,7 +160,9 @@ def test_a_process_that_lives_is_fenced_off(
     if another:
         began, states = trained(served, 4, 3.0, dies=False, method="lazy", keeper=alone)
         assert (began, max(states)) == (4, 8)
-    with pytest.raises(FencedError, match="was opened by another one" if another else "is gone"):
+    with pytest.raises(
+        FencedError, match="was also opened by another" if another else "has disappeared"
+    ):
         for _ in range(4):
             world.train(2.0)
             ckpt.step()

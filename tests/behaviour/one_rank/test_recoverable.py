@@ -12,8 +12,8 @@ import pytest
 import everstep
 from everstep.keeper.replica import replica
 from everstep.options import KeeperOptions, LogOptions
-from tests.behaviour.log.test_every_step import World
 from tests.support.following import opened, run_steps, steps_on_disk, taken_here, until, until_at
+from tests.support.log.every_step import World
 from tests.support.serving import die, serving
 from tests.support.trainers import run_trainer, whole_lines
 from tests.support.world import TIMEOUT_S, Gate, HookedFileSystem, forget
@@ -160,7 +160,7 @@ TRAIN = """
 import os, signal, sys, time
 import everstep
 from tests.support.following import until
-from tests.behaviour.log.test_every_step import World
+from tests.support.log.every_step import World
 
 run, method, lost_at, steps = sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
 world = World()

@@ -23,8 +23,8 @@ from everstep.options import History
 from everstep.run.chain import LogIndex, path_of
 from everstep.run.scan import scan_run
 from everstep.seams import ManualClock, PosixFileSystem
-from tests.behaviour.log.test_budget import Trained
-from tests.behaviour.log.test_every_step import World, opened, run_steps
+from tests.support.log.budget import Trained
+from tests.support.log.every_step import World, opened, run_steps
 
 FILES = PosixFileSystem()
 HOUR_S = 3600.0
@@ -296,7 +296,7 @@ def test_only_so_much_of_it(run_folder: Path) -> None:
     for number, segment in enumerate(segments):
         os.utime(segment, (0.0, 1_000.0 * number))
     ages = SegmentAges(FILES, ManualClock())
-    ages.look(inventory)
+    ages.observe(inventory)
     lsns = {b.id: b.manifest.markers[0].lsn for b in inventory.bases if b.manifest is not None}
     going = sorted(lsns)[:-1]
 

@@ -15,7 +15,7 @@ from everstep.options import LogOptions
 from everstep.run.scan import Inventory, scan_run
 from everstep.seams import ManualClock, PosixFileSystem, Seams
 from everstep.seams.files.filesystem import DirEntry
-from tests.behaviour.log.test_budget import Trained
+from tests.support.log.budget import Trained
 from tests.support.world import HookedFileSystem
 
 FILES = PosixFileSystem()
@@ -140,13 +140,13 @@ def folder(path: Path, *spans: tuple[int, int]) -> Inventory:
 def test_another_one_in_the_place_of_a_segment_is_young(tmp_path: Path) -> None:
     fs, clock = ClockedFiles(), ManualClock()
     ages, inventory = SegmentAges(fs, clock), folder(tmp_path, (0, 1), (1, 2))
-    ages.look(inventory)
+    ages.observe(inventory)
     paths = [segment_dir(tmp_path, 1, *span) for span in ((0, 1), (1, 2))]
     clock.advance(10.0)
-    ages.look(inventory)
+    ages.observe(inventory)
     assert [ages.of_s(path) for path in paths] == [10.0, 10.0]
     fs.times[paths[1]] = 5.0
-    ages.look(inventory)
+    ages.observe(inventory)
     clock.advance(1.0)
     assert [ages.of_s(path) for path in paths] == [11.0, 1.0]
     assert ages.of_s(tmp_path) == 0.0, "it was not seen yet"

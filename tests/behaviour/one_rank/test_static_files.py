@@ -25,9 +25,10 @@ from everstep.errors import AuditError, DamageError
 from everstep.format.names import SLOTS_DIR
 from everstep.format.reader import read_header
 from everstep.keeper.persist.static_files import StaticFiles
-from everstep.run.opened import check_identity
+from everstep.run.open_base import check_identity
 from everstep.seams import PosixFileSystem
-from tests.process.one_rank.test_keeper import finish, keepers_gone, start
+from tests.support.command import document, invoke
+from tests.support.keeper_process import finish, keepers_gone, start
 from tests.support.ranks.together import on_all, rank_seams
 from tests.support.world import (
     TIMEOUT_S,
@@ -39,7 +40,6 @@ from tests.support.world import (
     opened,
     verdict_of,
 )
-from tests.unit.cli.test_verbs import document, invoke
 
 STATIC = ["model/0.*"]
 MAIN, APART = "rank-00000.safetensors", "rank-00000-00001.safetensors"
@@ -210,7 +210,7 @@ def test_a_change_is_refused_and_what_was_there_stays(run_folder: Path) -> None:
         world.step(ckpt)
         error = ckpt.save().durable.exception(TIMEOUT_S)
         assert isinstance(error, AuditError)
-        assert "'model/0.bias' was declared static and has changed" in str(error)
+        assert "'model/0.bias' was declared static but has changed" in str(error)
         with pytest.warns(RuntimeWarning):
             ckpt.wait()
         with torch.no_grad():
@@ -258,7 +258,7 @@ def test_what_is_damaged_is_not_linked_to(run_folder: Path) -> None:
         world.base(ckpt)
         path = base_folder(run_folder, 1) / APART
         flip(path, path.stat().st_size - 1)
-        with pytest.warns(RuntimeWarning, match=r"read back it is damaged.*model/0\.bias"):
+        with pytest.warns(RuntimeWarning, match=r"is damaged when read back.*model/0\.bias"):
             world.base(ckpt)
         wanted = world.base(ckpt)
     (base,) = inventory_of(run_folder).bases  # the damaged ones may go now
@@ -390,7 +390,7 @@ def test_only_a_static_file_may_be_of_another_base(run_folder: Path) -> None:
         headers.append(read_header(file, record, path))
         file.close()
     main, static = headers
-    with pytest.raises(DamageError, match="a shard of another base"):
+    with pytest.raises(DamageError, match="belongs to another base"):
         check_identity(main, two.markers[0], found[1].path / MAIN)
     taken = check_identity(static, two.markers[0], found[1].path / APART)
     assert (static.identity.step, taken.identity.step) == (1, 2)
@@ -398,7 +398,7 @@ def test_only_a_static_file_may_be_of_another_base(run_folder: Path) -> None:
     others = {"run": "another", "rank": 1, "world": 2}
     for field, value in others.items():
         header = replace(static, identity=replace(static.identity, **{field: value}))
-        with pytest.raises(DamageError, match="a shard of another base"):
+        with pytest.raises(DamageError, match="belongs to another base"):
             check_identity(header, two.markers[0], found[1].path / APART)
 
 
@@ -473,7 +473,7 @@ def test_a_rank_does_not_link_to_what_is_damaged(
         if step == 3:
             assert forgotten.wait(TIMEOUT_S)
 
-    with pytest.warns(RuntimeWarning, match=f"read back it is damaged.*{APART_1}"):
+    with pytest.warns(RuntimeWarning, match=f"is damaged when read back.*{APART_1}"):
         rank_job(run_folder, 3, keep=1, before=damage)
     newest = max(inventory_of(run_folder).bases, key=lambda base: base.id)
     assert newest.id.step == 3

@@ -16,17 +16,18 @@ from torch import nn
 from typer.testing import CliRunner
 
 import everstep
-from everstep import LogOptions, checkpointer
+from everstep import checkpointer
 from everstep.cli import app
+from everstep.config.options import LogOptions
 from everstep.errors import EverstepError, OptionError, StorageError
 from everstep.format.names import base_dir, shard_name
 from everstep.options import validate_options
 from everstep.run.scan import scan_run
 from everstep.seams import PosixFileSystem
 from everstep.state.ranks import ddp
-from everstep.state.ranks.writers import Sharing
+from everstep.state.ranks.writers import WriterAssignment
 from everstep.trainer.job.option_check import shared_options
-from tests.behaviour.ranks.test_log_together import die
+from tests.support.ranks.logs import die
 from tests.support.ranks.together import on_all, rank_seams
 
 FROZEN = ("0.weight", "0.bias")
@@ -257,7 +258,7 @@ def test_what_has_two_names_and_nobody_trains_stays_common(tmp_path: Path) -> No
         with job(tmp_path / "run", change=tied) as ranks:
             assert {found.step for found in resume(ranks)} == {2 * life}
             train(ranks, 2, nobody)
-            assert [one.ckpt._state.apart.names() for one in ranks] == [[], []]
+            assert [one.ckpt._state.rank_local.names() for one in ranks] == [[], []]
 
 
 def test_what_was_trained_is_a_ranks_own_behind_a_rewind_too(tmp_path: Path) -> None:
@@ -293,7 +294,7 @@ def test_what_replay_has_trained_is_a_ranks_own(
         assert {(one.step, one.replayed) for one in found} == {(3, 2)}
         for one, mine in zip(ranks, wanted, strict=True):
             assert all(map(torch.equal, one.weights, mine))
-            assert one.ckpt._state.apart.names() == ["model/0.bias", "model/0.weight"]
+            assert one.ckpt._state.rank_local.names() == ["model/0.bias", "model/0.weight"]
         die(ranks)
 
 
@@ -347,13 +348,18 @@ def test_verify_does_not_blame_the_disk_for_parts_that_do_not_fit(
 ) -> None:
     path = tmp_path / "run"
     with monkeypatch.context() as patched, job(path, change=change) as ranks:
-        patched.setattr(Sharing, "in_common", lambda self, aliases: ())  # as it was once
+        patched.setattr(
+            WriterAssignment, "replica_digests", lambda self, aliases: ()
+        )  # as it was once
         resume(ranks)
         train(ranks, 2, nobody)
     found = CliRunner().invoke(app, ["verify", str(path)])
     told = " ".join(found.output.split())
     assert found.exit_code == 1
-    assert "its bytes are as they were written, but the ranks held different things" in told
+    assert (
+        "the bytes are as they were written, but when the ranks wrote the base they disagreed"
+        in told
+    )
     assert "no disk is to blame: give every rank the same state" in told
     assert "failing" not in told
     why = "do not fit those of others|not in the checkpoint"

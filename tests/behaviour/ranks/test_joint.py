@@ -17,14 +17,21 @@ from everstep.options import Every
 from everstep.seams import Seams, SystemClock
 from everstep.state.providers.optimizers import OptimizerProvider
 from everstep.state.ranks import ddp
-from everstep.state.ranks.log_shares import log_parts
+from everstep.state.ranks.log_shares import log_shares
 from everstep.trainer.session.cadence import ASK_EVERY, FIRST_STEPS
-from tests.behaviour.ranks.test_log_parts import Replica, layers, replicas, take
-from tests.behaviour.ranks.test_log_parts import trained as fresh
-from tests.behaviour.ranks.test_log_together import die
-from tests.behaviour.ranks.test_together import bases, resume, train
 from tests.support.keepers import end_keepers
-from tests.support.ranks.together import RankTraining, on_all, rank_seams, trainings
+from tests.support.ranks.logs import die
+from tests.support.ranks.replicas import Replica, layers, replicas, take
+from tests.support.ranks.replicas import trained as fresh
+from tests.support.ranks.together import (
+    RankTraining,
+    bases,
+    on_all,
+    rank_seams,
+    resume,
+    train,
+    trainings,
+)
 from tests.support.world import HookedFileSystem
 
 FASTER_S, SLOWER_S = 10.0, 13.0
@@ -194,7 +201,7 @@ def spoil(ranks: list[Replica], recorded_by: int) -> None:
     """An update that consumes NaN, for a parameter whose gradients only one rank records."""
     for one in ranks:
         state = one.ckpt._state
-        owners = {name: part.owner for name, part in log_parts(state)["optimizer"].items()}
+        owners = {name: part.owner for name, part in log_shares(state)["optimizer"].items()}
         provider = state.providers["optimizer"]
         assert isinstance(provider, OptimizerProvider)
         named = [parameter for name, parameter in provider.named() if owners[name] == recorded_by]

@@ -12,10 +12,9 @@ import torch
 
 from everstep.capture.spots import Comparison, Spots, marked, which_of
 from everstep.errors import FormatError
-from tests.behaviour.ranks.test_log_together import ON_DISK, die
-from tests.behaviour.ranks.test_together import resume, train
 from tests.support.logged import World, opened
-from tests.support.ranks.together import trained, trainings
+from tests.support.ranks.logs import ON_DISK, die
+from tests.support.ranks.together import resume, train, trained, trainings
 from tests.support.world import forget, inventory_of
 
 STEPS = 7

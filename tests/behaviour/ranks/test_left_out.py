@@ -19,7 +19,7 @@ from everstep.errors import EverstepError, MismatchError, RecoveryError
 from everstep.run.scan import scan_run
 from everstep.seams import PosixFileSystem
 from everstep.state.ranks import ddp
-from tests.behaviour.ranks.test_log_together import die
+from tests.support.ranks.logs import die
 from tests.support.ranks.together import on_all, rank_seams
 
 LOGGED: dict[str, Any] = {
@@ -328,9 +328,7 @@ def test_a_step_of_the_log_of_another_state(tmp_path: Path) -> None:
         was = [one.weights for one in ranks]
         found = resume(ranks, 3)
         assert [type(one) for one in found] == [RecoveryError] * 2, found
-        assert "step 2: the log behind it is of a state that consists of something else" in str(
-            found[0]
-        )
+        assert "step 2: the log after it belongs to a state of another composition" in str(found[0])
         for one, mine in zip(ranks, was, strict=True):
             assert all(map(torch.equal, one.weights, mine))
             assert not one.ckpt._live_state.is_mixed
@@ -347,7 +345,7 @@ def test_a_step_of_the_log_of_another_state_in_one_process(tmp_path: Path) -> No
     with everstep.Checkpointer(tmp_path, state, keeper=keeper, **LOGGED) as ckpt:
         one = Rank(0, ckpt, state)
         was = one.weights
-        with pytest.raises(RecoveryError, match="a state that consists of something else"):
+        with pytest.raises(RecoveryError, match="a state of another composition"):
             ckpt.resume(3, strict=False)
         assert all(map(torch.equal, one.weights, was))
         assert not ckpt._live_state.is_mixed
@@ -362,7 +360,7 @@ def test_the_newest_base_where_the_log_is_of_another_state(tmp_path: Path, build
         found = resume(ranks)
         assert [(one.step, one.replayed) for one in found] == [(4, 0)] * 2, found
         mine = found[0]
-        assert any("consists of something else" in one.reason for one in mine.skipped)
+        assert any("another composition" in one.reason for one in mine.skipped)
         same_everywhere(ranks)
 
 

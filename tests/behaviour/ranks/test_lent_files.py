@@ -32,15 +32,14 @@ from everstep.seams import PosixFileSystem, ReadFile
 from everstep.state.layout.entries import Entry
 from everstep.state.layout.shards import Placed
 from everstep.trainer.job import start
-from tests.behaviour.ranks.test_log_parts import alike, folders, replicas, until
-from tests.behaviour.ranks.test_log_parts import resume as resume_replicas
-from tests.behaviour.ranks.test_log_parts import train as train_replicas
-from tests.behaviour.ranks.test_log_parts import trained as trained_replicas
-from tests.behaviour.ranks.test_log_together import die
-from tests.behaviour.ranks.test_replicas_left import BASES, own_models, saved
-from tests.behaviour.ranks.test_together import resume, save, train
+from tests.support.ranks.logs import die
 from tests.support.ranks.peering import RUN, bytes_of, piece, record_of
-from tests.support.ranks.together import on_all, trained, trainings
+from tests.support.ranks.replicas import alike, folders, replicas, until
+from tests.support.ranks.replicas import resume as resume_replicas
+from tests.support.ranks.replicas import train as train_replicas
+from tests.support.ranks.replicas import trained as trained_replicas
+from tests.support.ranks.replicas_left import BASES, own_models, saved
+from tests.support.ranks.together import on_all, resume, save, train, trained, trainings
 
 __all__ = ["alike"]
 

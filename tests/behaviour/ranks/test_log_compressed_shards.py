@@ -19,8 +19,8 @@ from everstep.restore.redo.redo import Redo, Step
 from everstep.restore.redo.updates import update_of
 from everstep.state.layout.placement import Box
 from everstep.state.training_state import State
-from everstep.state.values.tensors import box_of, local_of
-from tests.behaviour.ranks.test_log_world import Job
+from everstep.state.values.tensors import local_box, local_tensor
+from tests.support.ranks.relaid import Job
 from tests.support.ranks.relogged import logged, redone, train
 from tests.support.ranks.sharding import STEP, Values, as_rank, build, load, tensors_of
 
@@ -73,7 +73,7 @@ def trained(layout: str, world: int, compress: Any) -> dict[str, torch.Tensor]:
                 train(values, step)
                 values["optimizer"].step()
             for name, tensor in tensors_with_residuals(values).items():
-                local, box = local_of(tensor).detach(), box_of(tensor)
+                local, box = local_tensor(tensor).detach(), local_box(tensor)
                 made = whole.setdefault(name, torch.full(tensor.shape, torch.nan).to(local.dtype))
                 made[box.slices_in(Box((0,) * tensor.dim(), tuple(tensor.shape)))] = local
     return whole
@@ -87,8 +87,8 @@ def parts_of(values: Values, whole: dict[str, torch.Tensor]) -> list[str]:
         name
         for name, tensor in found.items()
         if not torch.equal(
-            local_of(tensor).detach(),
-            whole[name][box_of(tensor).slices_in(Box((0,) * tensor.dim(), tuple(tensor.shape)))],
+            local_tensor(tensor).detach(),
+            whole[name][local_box(tensor).slices_in(Box((0,) * tensor.dim(), tuple(tensor.shape)))],
         )
     ]
 
@@ -153,7 +153,7 @@ def test_a_gradient_is_compressed_on_all_ranks_or_on_none() -> None:
                 if number in kept:
                     assert kept[number].placements == parameter.placements
                     form = compressor.last[id(parameter)]
-                    assert (form is not None) == (local_of(parameter).numel() > 0)
+                    assert (form is not None) == (local_tensor(parameter).numel() > 0)
 
 
 @pytest.mark.parametrize("layout", ["tp", "fsdp_tp"])
@@ -212,4 +212,6 @@ def test_residuals_of_a_base_are_each_ranks_part(tmp_path: Path, ring: ChunkRing
             values["compressor"] = COMPRESS["topk"](values["optimizer"])
             load(base, State(values, ranks=info), ring)
             kept = values["compressor"].state_dict()["residuals"]
-            assert all(local_of(one).any() for one in kept.values() if local_of(one).numel() > 4)
+            assert all(
+                local_tensor(one).any() for one in kept.values() if local_tensor(one).numel() > 4
+            )

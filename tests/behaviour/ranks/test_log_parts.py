@@ -2,142 +2,43 @@
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import os
 import threading
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path, PurePath
-from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
 import everstep
-from everstep import checkpointer
 from everstep.errors import DamageError, EverstepError, FormatError
 from everstep.format.log import LogRecord
 from everstep.format.names import marker_name, shard_name
-from everstep.format.writer import ChunkRing
 from everstep.restore.redo import redo
 from everstep.restore.redo.updates import update_of
-from everstep.restore.start import log_post, ranklog, together
-from everstep.restore.start.log_post import from_bytes, to_bytes
-from everstep.run.segments import read_segment, scan_log
-from everstep.seams import PosixFileSystem, ReadFile, Seams
+from everstep.restore.start import log_exchange, rank_log, resume_job
+from everstep.restore.start.log_exchange import decode_records, encode_records
+from everstep.seams import ReadFile
 from everstep.state.layout.names import PART_OBJECT, UPDATE_OBJECT
-from everstep.state.ranks import ddp
-from everstep.state.ranks.log_shares import left_to_others_bytes, log_parts
+from everstep.state.ranks.log_shares import bytes_logged_elsewhere, log_shares
 from everstep.state.ranks.rank_info import RankInfo
 from everstep.state.training_state import State
-from tests.behaviour.ranks.test_log_together import ON_DISK, die, segment
+from tests.support.ranks.logs import die, segment
+from tests.support.ranks.replicas import (
+    folders,
+    layers,
+    records_of,
+    replicas,
+    resume,
+    train,
+    trained,
+    until,
+)
 from tests.support.ranks.together import on_all, rank_seams
 from tests.support.world import HookedFileSystem
-
-FS = PosixFileSystem()
-WIDTHS = (8, 8, 8, 4)
-
-
-@pytest.fixture(autouse=True)
-def alike(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A module is as if DistributedDataParallel were around it, without a group of processes."""
-    ranks = lambda module: (getattr(module, "alike", None), frozenset[str]())  # noqa: E731
-    monkeypatch.setattr(ddp, "ddp_replicas", ranks)
-
-
-def layers(ranks: tuple[int, ...] | None) -> nn.Sequential:
-    """The same on every rank, without a generator, which all threads would share."""
-    model = nn.Sequential(*map(nn.Linear, WIDTHS, WIDTHS[1:]))
-    with torch.no_grad():
-        for number, parameter in enumerate(model.parameters()):
-            values = torch.arange(float(parameter.numel())).add(number).sin()
-            parameter.copy_(values.reshape(parameter.shape))
-    model.alike = ranks  # type: ignore[assignment]
-    return model
-
-
-@dataclass
-class Replica:
-    """One of several ranks that train alike: all consume the same gradients."""
-
-    ckpt: everstep.Checkpointer
-    model: nn.Module
-    state: dict[str, Any]
-    optimizer: torch.optim.Optimizer
-
-    def train(self, steps: int) -> None:
-        for _ in range(steps):
-            at = self.state["data"]["step"]
-            take(self.model, self.optimizer, at)
-            self.state["data"]["step"] = at + 1
-            self.ckpt.step()
-
-    @property
-    def weights(self) -> list[torch.Tensor]:
-        return [parameter.detach().clone() for parameter in self.model.parameters()]
-
-
-def take(model: nn.Module, optimizer: torch.optim.Optimizer, at: int) -> None:
-    for number, parameter in enumerate(model.parameters()):
-        value = 0.1 * (at + 1) + number
-        parameter.grad = torch.full_like(parameter, value)
-    optimizer.step()
-
-
-def trained(steps: int) -> list[torch.Tensor]:
-    model = layers(None)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-    for at in range(steps):
-        take(model, optimizer, at)
-    return [parameter.detach().clone() for parameter in model.parameters()]
-
-
-@contextlib.contextmanager
-def replicas(
-    *paths: Path, seams: list[Seams] | None = None, **options: Any
-) -> Iterator[list[Replica]]:
-    world = len(paths)
-    seams = seams or rank_seams(world)
-    about = {**ON_DISK, "keeper": everstep.KeeperOptions(process=False), **options}
-    about.setdefault("progress_timeout_s", 20.0)
-    apart = about.pop("apart", False)  # modules of their own, which nobody has in common
-
-    def start(rank: int) -> Replica:
-        model = layers(None if apart else tuple(range(world)))
-        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-        state = {"model": model, "optimizer": optimizer, "data": {"step": 0}}
-        ckpt = everstep.Checkpointer(paths[rank], state, seams=seams[rank], **about)
-        checkpointer._live.clear()
-        return Replica(ckpt, model, state, optimizer)
-
-    ranks = on_all(*(lambda rank=rank: start(rank) for rank in range(world)))  # type: ignore[misc]
-    try:
-        yield ranks
-    finally:
-        for one in ranks:
-            with contextlib.suppress(everstep.EverstepError):
-                one.ckpt.close()
-
-
-def resume(ranks: list[Replica]) -> list[everstep.Recovery]:
-    return on_all(*(one.ckpt.resume for one in ranks))
-
-
-def train(ranks: list[Replica], steps: int) -> None:
-    on_all(*(lambda one=one: one.train(steps) for one in ranks))  # type: ignore[misc]
-
-
-def until(paths: tuple[Path, ...], steps: int, **options: Any) -> list[int]:
-    """A job that dies behind this step; returns the bytes that each rank has recorded."""
-    with replicas(*paths, **options) as ranks:
-        resume(ranks)
-        train(ranks, steps)
-        die(ranks)
-        found = [one.ckpt._recorder for one in ranks]
-        assert all(one is not None and one.stats.holes == 0 for one in found)
-        return [one.stats.record_bytes for one in found if one is not None]
 
 
 def resumed(paths: tuple[Path, ...], step: int, replayed: int) -> list[everstep.Recovery]:
@@ -154,10 +55,6 @@ def resumed(paths: tuple[Path, ...], step: int, replayed: int) -> list[everstep.
         return found
 
 
-def folders(tmp_path: Path, shared: bool, world: int = 2) -> tuple[Path, ...]:
-    return tuple(tmp_path / ("run" if shared else f"run {rank}") for rank in range(world))
-
-
 @pytest.mark.thinned(2)
 @pytest.mark.parametrize("world", [2, 3])
 @pytest.mark.parametrize("shared", [True, False], ids=["shared folder", "disks of their own"])
@@ -171,14 +68,6 @@ def test_each_rank_records_a_part_and_all_come_back(
 
 def gradients_in(record: LogRecord) -> set[str]:
     return {p.entry.name for p in record.layout.placed if p.entry.name.startswith("gradient/")}
-
-
-def records_of(path: Path, step: int, rank: int) -> list[LogRecord]:
-    ring = ChunkRing(2, 1)
-    with contextlib.closing(ring):
-        found = scan_log(FS, path, [1], rank=rank)
-        (one,) = (segment for segment in found if segment.last == step)
-        return read_segment(FS, one, ring, timeout_s=20.0)
 
 
 def test_every_gradient_is_recorded_once(tmp_path: Path) -> None:
@@ -197,10 +86,10 @@ def test_parts_are_about_as_large(world: int) -> None:
         model = layers(tuple(range(world)))
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
         states.append(State({"m": model, "o": optimizer}, ranks=RankInfo(rank, world)))
-    found = [log_parts(state) for state in states]
+    found = [log_shares(state) for state in states]
     assert all(one == found[0] for one in found), "without a word between them"
     sizes = [p.numel() * 4 for p in layers(None).parameters()]
-    own = [sum(sizes) - left_to_others_bytes(state) for state in states]
+    own = [sum(sizes) - bytes_logged_elsewhere(state) for state in states]
     assert sum(own) == sum(sizes)
     assert max(own) - min(own) <= max(sizes)
     assert {part.owner for part in found[0]["o"].values()} == set(range(world))
@@ -209,14 +98,14 @@ def test_parts_are_about_as_large(world: int) -> None:
 def test_a_rank_alone_records_everything() -> None:
     model = layers((0,))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-    assert log_parts(State({"m": model, "o": optimizer})) == {}
+    assert log_shares(State({"m": model, "o": optimizer})) == {}
 
 
 def test_what_is_not_trained_alike_is_recorded_by_each() -> None:
     model, own = layers((0, 1)), nn.Linear(3, 3)
     optimizer = torch.optim.AdamW([*model.parameters(), *own.parameters()], lr=0.1)
     about = {"m": model, "own": own, "o": optimizer}
-    parts = log_parts(State(about, ranks=RankInfo(1, 2)))["o"]
+    parts = log_shares(State(about, ranks=RankInfo(1, 2)))["o"]
     assert len(parts) == len(list(model.parameters()))
     assert not any(name.startswith("own") for name in parts)
 
@@ -275,10 +164,10 @@ def test_steps_are_redone_one_by_one_on_the_base_and_not_on_what_is_left(
 def test_parts_come_in_pieces_and_a_few_steps_at_a_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(log_post, "_PART_BYTES", 100)
-    monkeypatch.setattr(log_post, "_UNANSWERED_MAX", 2)
-    monkeypatch.setattr(log_post, "_KEPT_BYTES", 1)
-    monkeypatch.setattr(ranklog, "_PARTS_BYTES_MAX", 1)
+    monkeypatch.setattr(log_exchange, "_PART_BYTES", 100)
+    monkeypatch.setattr(log_exchange, "_UNANSWERED_MAX", 2)
+    monkeypatch.setattr(log_exchange, "_KEPT_BYTES", 1)
+    monkeypatch.setattr(rank_log, "_PARTS_BYTES_MAX", 1)
     paths = folders(tmp_path, shared=False)
     until(paths, 7)
     resumed(paths, 7, 3)
@@ -321,7 +210,7 @@ def test_what_was_read_for_other_ranks_is_closed(
     seams = [replace(one, filesystem=fs) for one, fs in zip(rank_seams(2), there, strict=True)]
     with replicas(*paths, seams=seams) as ranks:
         if fails:
-            monkeypatch.setattr(together, "open_on_disk", refuse)
+            monkeypatch.setattr(resume_job, "open_on_disk", refuse)
             with pytest.raises(EverstepError):
                 resume(ranks)
         else:
@@ -348,14 +237,6 @@ def test_a_log_in_memory_leads_back_in_the_same_processes(tmp_path: Path) -> Non
 
 
 # --- A part is never taken for the whole --------------------------------------------------
-
-
-@pytest.fixture
-def two(tmp_path: Path) -> list[list[LogRecord]]:
-    """Both ranks' updates of steps 2 and 3."""
-    path = tmp_path / "run"
-    until((path, path), 3)
-    return [[records_of(path, step, rank)[0] for step in (2, 3)] for rank in range(2)]
 
 
 def test_both_parts_are_the_update(two: list[list[LogRecord]]) -> None:
@@ -393,13 +274,13 @@ def test_who_does_not_know_of_parts_finds_no_update(two: list[list[LogRecord]]) 
 
 
 def test_a_part_on_its_way_is_compared_with_its_digests(two: list[list[LogRecord]]) -> None:
-    data = to_bytes(two[0])
-    assert [r.head for r in from_bytes(bytearray(data), 1)] == [r.head for r in two[0]]
+    data = encode_records(two[0])
+    assert [r.head for r in decode_records(bytearray(data), 1)] == [r.head for r in two[0]]
     for at in range(16, len(data), 7):
         other = bytearray(data)
         other[at] ^= 4
         try:
-            found = from_bytes(other, 1)
+            found = decode_records(other, 1)
         except (DamageError, FormatError):
             continue
         for here, there in zip(found, two[0], strict=True):  # between records

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import shutil
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,8 +13,8 @@ import torch
 from torch import nn
 
 import everstep
-from everstep import LogOptions
 from everstep.commit.lineage import BaseId
+from everstep.config.options import LogOptions
 from everstep.errors import OptionError
 from everstep.format.digests import digest
 from everstep.format.names import AUDIT_RECORD, marker_name, shard_name
@@ -23,7 +22,7 @@ from everstep.format.records import AuditRecord
 from everstep.keeper.retain.deletion import delete_segments
 from everstep.keeper.retain.history import HistoryWindow, SegmentAges
 from everstep.options import History
-from everstep.run.audits import audit_in_words
+from everstep.run.audits import describe_audit
 from everstep.run.scan import scan_run
 from everstep.seams import ManualClock, PosixFileSystem
 from everstep.seams.fingerprint import fingerprint
@@ -31,61 +30,26 @@ from everstep.state.layout.entries import Entry, shape_digest
 from everstep.trainer.attach import keepers
 from everstep.trainer.job import start
 from everstep.trainer.session.step_consensus import ASK_EVERY
-from tests.behaviour.ranks.test_together import bases, folders, resume, train
 from tests.support.logged import document, invoke
-from tests.support.ranks.together import RankTraining, on_all, trained, trainings
+from tests.support.ranks.logs import ON_DISK, die, resumed, segment, until
+from tests.support.ranks.together import (
+    RankTraining,
+    bases,
+    folders,
+    on_all,
+    resume,
+    train,
+    trained,
+    trainings,
+)
 
 FS = PosixFileSystem()
-ON_DISK: dict[str, Any] = {
-    "method": "logged",
-    "every": 4,
-    "log": LogOptions(to="disk", batch_steps=1),
-}
-
-
-def die(ranks: Sequence[Any]) -> None:
-    """Nothing more is written than what is under way: no base at the end."""
-    for one in ranks:
-        one.ckpt.wait(20)
-        recorder, keeper = one.ckpt._recorder, one.ckpt._keepers.current
-        assert recorder is not None
-        recorder.base_step = 1 << 40
-        assert keeper is not None
-        keeper.records.settle(20.0)  # type: ignore[attr-defined]
-
-
-def until(paths: tuple[Path, Path], steps: int, **options: Any) -> None:
-    """A job that dies behind this step."""
-    with trainings(*paths, **{**ON_DISK, **options}) as ranks:
-        resume(ranks)
-        train(ranks, steps)
-        die(ranks)
-
-
-def segment(path: Path, step: int, timeline: int = 1) -> Path:
-    return path / f"timeline-{timeline:05d}" / "log" / f"{step - 1:012d}-{step:012d}"
 
 
 def lose(path: Path, rank: int, *steps: int) -> None:
     """Some steps of one rank's log."""
     for step in steps:
         (segment(path, step) / marker_name(rank)).unlink()
-
-
-def resumed(
-    paths: tuple[Path, Path], step: int, *, replayed: int, asked: int | None = None
-) -> list[everstep.Recovery]:
-    """What a job of two ranks comes back to, and that it is what training had."""
-    with trainings(*paths, **ON_DISK) as ranks:
-        found = resume(ranks, asked)
-        for rank, one in enumerate(found):
-            assert (one.step, one.replayed, one.exact) == (step, replayed, True), one
-            assert torch.equal(ranks[rank].weight, trained(rank, step))
-        train(ranks, 2)
-        for rank, training in enumerate(ranks):
-            assert torch.equal(training.weight, trained(rank, step + 2))
-        die(ranks)
-        return found
 
 
 @pytest.mark.parametrize("shared", [True, False], ids=["shared folder", "disks of their own"])
@@ -233,7 +197,7 @@ def test_the_log_of_ranks_of_their_own_is_none_for_one_process(tmp_path: Path) -
     with everstep.Checkpointer(path, state, method="sync", every=None, keeper=keeper) as ckpt:
         found = ckpt.resume(strict=False)  # each rank had weights of its own
     assert (found.step, found.replayed) == (4, 0)
-    assert "the log behind it is of a state that consists of something else" in str(found.skipped)
+    assert "the log after it belongs to a state of another composition" in str(found.skipped)
     assert len(found.mismatched) == 3
 
 
@@ -404,7 +368,7 @@ def test_a_state_of_several_ranks_rests_on_audits(tmp_path: Path, verdict: str) 
     with trainings(path, path, **ON_DISK) as ranks:
         for one in resume(ranks):
             assert (one.step, one.exact) == (6, verdict == "equal")
-            assert audit_in_words(record) in one.evidence
+            assert describe_audit(record) in one.evidence
         die(ranks)
     timeline = scan_run(FS, path).timelines[2]
     assert timeline is not None

@@ -22,31 +22,22 @@ from everstep.format.names import marker_name, shard_name
 from everstep.format.writer import ChunkRing
 from everstep.restore.redo.redo import Redo, Step
 from everstep.restore.redo.updates import update_of
-from everstep.restore.relaid.redo_others import redo_of_others
-from everstep.restore.start import log_post
+from everstep.restore.reshard.replay import replay_resharded
+from everstep.restore.start import log_exchange
 from everstep.run.scan import scan_run
-from everstep.seams import PosixFileSystem, Seams
+from everstep.seams import PosixFileSystem
 from everstep.state.ranks.rank_info import RankInfo
 from everstep.state.training_state import State
-from tests.behaviour.ranks.test_log_parts import (
-    Replica,
-    alike,
-    die,
-    replicas,
-    resume,
-    trained,
-    until,
-)
-from tests.behaviour.ranks.test_log_parts import train as train_all
-from tests.behaviour.ranks.test_log_together import segment
 from tests.support.ranks import relogged
-from tests.support.ranks.relogged import Logs, logged, redone, train
-from tests.support.ranks.sharding import STEP, Values, as_rank, build, load, locals_of
+from tests.support.ranks.logs import die, segment
+from tests.support.ranks.relaid import STEPS, Job, alone, check, same, trained_on
+from tests.support.ranks.relogged import Logs, logged, redone
+from tests.support.ranks.replicas import Replica, alike, replicas, resume, until
+from tests.support.ranks.replicas import train as train_all
+from tests.support.ranks.sharding import STEP, Values, as_rank, build, load
 
 __all__ = ["alike"]
 
-STEPS = 3
-Job = tuple[str, int]
 JOBS: list[tuple[Job, Job]] = [
     (("fsdp", 4), ("fsdp", 2)),
     (("fsdp", 2), ("fsdp", 4)),
@@ -73,28 +64,6 @@ def ring() -> Iterator[ChunkRing]:
     made = ChunkRing(4, 2)
     yield made
     made.close()
-
-
-def trained_on(
-    layout: str, info: RankInfo, optimizer: Callable[[Any], Any] | None = None
-) -> Values:
-    """A rank of a job that nobody disturbed."""
-    values = build(layout, info, 3)
-    if optimizer is not None:
-        values["optimizer"] = optimizer(values["model"].parameters())
-        train(values, 0)
-        values["optimizer"].step()
-    for step in range(STEP + 1, STEP + 1 + STEPS):
-        train(values, step)
-        values["optimizer"].step()
-    return values
-
-
-def same(values: Values, wanted: Values) -> list[str]:
-    """Names of tensors that differ."""
-    mine, theirs = locals_of(values), locals_of(wanted)
-    assert mine.keys() == theirs.keys()
-    return [name for name, tensor in theirs.items() if not torch.equal(mine[name], tensor)]
 
 
 @pytest.mark.thinned(3)
@@ -201,9 +170,9 @@ def test_no_two_steps_are_in_memory_at_once(
                 del whole
             return found
 
-        redo_of_others(restored, steps, state, fetched, *about, **more)
+        replay_resharded(restored, steps, state, fetched, *about, **more)
 
-    monkeypatch.setattr(relogged, "redo_of_others", in_one_piece)
+    monkeypatch.setattr(relogged, "replay_resharded", in_one_piece)
     with as_rank(0, 2) as info:
         values, restored = redone(base, logs, wrote[0], info, ring, STEPS, together=False)
         assert restored.replayed == STEPS
@@ -282,7 +251,7 @@ def test_the_log_of_another_state_is_noticed(tmp_path: Path, ring: ChunkRing) ->
             replace(one, head=replace(one.head, shape="f" * 32)) for one in logs[1, STEP + 1]
         ]
 
-    refused(tmp_path, ring, spoil, "consists of something else")
+    refused(tmp_path, ring, spoil, "another composition")
 
 
 def test_the_log_of_another_rank_is_noticed(tmp_path: Path, ring: ChunkRing) -> None:
@@ -291,7 +260,7 @@ def test_the_log_of_another_rank_is_noticed(tmp_path: Path, ring: ChunkRing) -> 
     def spoil(logs: Logs) -> None:
         logs[1, STEP + 1] = logs[0, STEP + 1]
 
-    refused(tmp_path, ring, spoil, "consists of something else")
+    refused(tmp_path, ring, spoil, "another composition")
 
 
 def test_a_part_of_a_gradient_that_is_gone_is_noticed(tmp_path: Path, ring: ChunkRing) -> None:
@@ -341,11 +310,6 @@ def came_back(path: Path, world: int, step: int, replayed: int, *, exact: bool =
         return found
 
 
-def check(training: Replica, step: int) -> None:
-    assert all(map(torch.equal, training.weights, trained(step)))
-    assert training.state["data"]["step"] == step
-
-
 @pytest.mark.thinned(3)
 @pytest.mark.parametrize(("before", "world"), [(2, 3), (4, 2), (3, 2)])
 def test_another_number_of_ranks_comes_back_to_the_last_step(
@@ -359,11 +323,6 @@ def test_another_number_of_ranks_comes_back_to_the_last_step(
     assert (record.parent, record.fork_step, record.base) == (1, 6, (1, 4))
     assert record.exact
     came_back(path, before, 9, 1)  # from a base of step 8, and what this number has logged
-
-
-def alone(path: Path, **options: Any) -> Any:
-    """A process that no others train with."""
-    return replicas(path, seams=[Seams()], **options)
 
 
 @pytest.mark.parametrize("before", [2, 3])
@@ -455,9 +414,9 @@ def test_the_first_step_behind_it_waits_for_a_base(tmp_path: Path) -> None:
 
 
 def test_parts_come_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(log_post, "_PART_BYTES", 100)
-    monkeypatch.setattr(log_post, "_UNANSWERED_MAX", 2)
-    monkeypatch.setattr(log_post, "_KEPT_BYTES", 1)
+    monkeypatch.setattr(log_exchange, "_PART_BYTES", 100)
+    monkeypatch.setattr(log_exchange, "_UNANSWERED_MAX", 2)
+    monkeypatch.setattr(log_exchange, "_KEPT_BYTES", 1)
     path = tmp_path / "run"
     until((path, path), 7)
     came_back(path, 3, 7, 3)

@@ -13,13 +13,14 @@ import everstep
 from everstep.errors import NewerFormatError, RecoveryError
 from everstep.format.names import base_dir, shard_name
 from everstep.format.records import Manifest
-from everstep.restore.start import loading
-from everstep.run.decide import begins_with_several
+from everstep.restore.start import rank_loader
+from everstep.run.candidates import starts_with_job_base
 from everstep.run.scan import Inventory, scan_run
 from everstep.seams import PosixFileSystem, Seams
-from tests.behaviour.ranks.test_log_parts import alike, die, replicas, resume, trained, until
-from tests.behaviour.ranks.test_log_world import alone, check
-from tests.support.fuzzy import left, lsns_on_disk
+from tests.support.multistep.fuzzy import left, lsns_on_disk
+from tests.support.ranks.logs import die
+from tests.support.ranks.relaid import alone, check
+from tests.support.ranks.replicas import alike, replicas, resume, trained, until
 
 __all__ = ["alike"]
 
@@ -79,14 +80,14 @@ def test_what_a_newer_everstep_has_written_is_not_passed_over(
 ) -> None:
     path = tmp_path / "run"
     until((path, path), 10)
-    load = loading.load_ranks
+    load = rank_loader.load_ranks
 
     def newer(opened: Any, *about: Any, **given: Any) -> Any:
         if opened[0].marker.step == 8:
             raise NewerFormatError("a header is written in format 2")
         return load(opened, *about, **given)
 
-    monkeypatch.setattr(loading, "load_ranks", newer)
+    monkeypatch.setattr(rank_loader, "load_ranks", newer)
     seams = [Seams()] if world == 1 else None
     refused = pytest.raises(NewerFormatError, match="format 2")
     with replicas(*(path,) * world, seams=seams) as ranks, refused:
@@ -152,9 +153,9 @@ def test_a_base_of_several_is_one_wherever_it_is(tmp_path: Path) -> None:
     until((path, path), 6)
     inventory = scan_run(PosixFileSystem(), path)
     for found in (inventory, in_memory(inventory)):
-        assert begins_with_several(found)
-        assert begins_with_several(found, step=5)
-        assert not begins_with_several(found, step=0)
+        assert starts_with_job_base(found)
+        assert starts_with_job_base(found, step=5)
+        assert not starts_with_job_base(found, step=0)
 
 
 def test_a_base_over_several_updates_is_for_several_ranks_too(tmp_path: Path) -> None:

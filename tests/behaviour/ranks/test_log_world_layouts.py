@@ -13,21 +13,12 @@ import everstep
 from everstep.commit.job.agreed import TakeInventory
 from everstep.commit.lineage import BaseId
 from everstep.format.names import base_dir, marker_name, shard_name
-from everstep.restore.start import loading, ranklog, together
+from everstep.restore.start import rank_loader, rank_log, resume_job
 from everstep.run.scan import scan_run
 from everstep.seams import PosixFileSystem
-from tests.behaviour.ranks.test_log_parts import (
-    Replica,
-    alike,
-    die,
-    folders,
-    replicas,
-    resume,
-    train,
-    until,
-)
-from tests.behaviour.ranks.test_log_parts import trained as trained_to
-from tests.behaviour.ranks.test_log_together import segment
+from tests.support.ranks.logs import die, segment
+from tests.support.ranks.replicas import Replica, alike, folders, replicas, resume, train, until
+from tests.support.ranks.replicas import trained as trained_to
 
 __all__ = ["alike"]
 
@@ -69,7 +60,11 @@ class Seen:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.loads = self.layouts = 0
         self.asked: list[bool] = []
-        load, layout, absorb = loading.load_ranks, ranklog.layout_in, together._Start._absorb
+        load, layout, absorb = (
+            rank_loader.load_ranks,
+            rank_log.read_layout,
+            resume_job._Start._absorb,
+        )
 
         def counted(*args: Any, **given: Any) -> Any:
             loaded = load(*args, **given)
@@ -85,9 +80,9 @@ class Seen:
             self.asked += [out.relaid for out in outs if isinstance(out, TakeInventory)]
             absorb(start, outs)
 
-        monkeypatch.setattr(loading, "load_ranks", counted)
-        monkeypatch.setattr(ranklog, "layout_in", looked)
-        monkeypatch.setattr(together._Start, "_absorb", absorbed)
+        monkeypatch.setattr(rank_loader, "load_ranks", counted)
+        monkeypatch.setattr(rank_log, "read_layout", looked)
+        monkeypatch.setattr(resume_job._Start, "_absorb", absorbed)
 
 
 @pytest.mark.thinned(2)
@@ -120,7 +115,7 @@ def test_where_nobody_can_say_who_had_what_they_go_on_from_the_base(
 ) -> None:
     path = tmp_path / "run"
     until((path, path), 6)
-    monkeypatch.setattr(ranklog, "layout_in", lambda *about: None)
+    monkeypatch.setattr(rank_log, "read_layout", lambda *about: None)
     for one in came_back((path, path), 4, 0, apart=True):
         assert "who had what is in files of other ranks, which are not here" in str(one.skipped)
 
@@ -154,9 +149,9 @@ def test_what_one_rank_notices_all_do(tmp_path: Path, monkeypatch: pytest.Monkey
     to the base, and replays with the others. What it could not use is no hole in the log."""
     path = tmp_path / "run"
     until((path, path), 6)
-    notices = ranklog.RankLog._is_relaid
+    notices = rank_log.RankLog._is_relaid
     monkeypatch.setattr(
-        ranklog.RankLog, "_is_relaid", lambda log, *about: log._rank == 1 and notices(log, *about)
+        rank_log.RankLog, "_is_relaid", lambda log, *about: log._rank == 1 and notices(log, *about)
     )
     came_back((path, path), 6, 2, apart=True)
 
@@ -191,7 +186,7 @@ def test_where_nothing_was_replayed_its_log_leads_on_from_that_base(
     came_back((path, path), 9, 1, apart=now, steps=1)
     lose(path, 3, 10)
     for one in came_back((path, path), 8, 0, apart=before, steps=1):
-        assert "at step 9 the state consists of something else" in str(one.skipped)
+        assert "at step 9 the state has another composition" in str(one.skipped)
 
 
 def test_a_log_without_a_base_of_its_layout_is_refused_and_said(tmp_path: Path) -> None:

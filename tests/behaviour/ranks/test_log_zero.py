@@ -25,9 +25,9 @@ from everstep.seams.clock import ManualClock
 from everstep.state.layout.names import SPOT
 from everstep.state.providers.zero import ZeroProvider
 from everstep.state.ranks import rank_share as share
-from everstep.state.ranks.log_shares import left_to_others_bytes, updated_elsewhere
+from everstep.state.ranks.log_shares import bytes_logged_elsewhere, updated_elsewhere
 from everstep.state.ranks.rank_info import RankInfo
-from everstep.state.ranks.writers import Common, common_of
+from everstep.state.ranks.writers import Replication, find_replication
 from everstep.state.training_state import State
 from everstep.trainer.log.untold import Untold
 from tests.support.ranks.relogged import Logs, logged, record_of, records_of, redone, train
@@ -113,7 +113,7 @@ def test_each_gradient_is_in_one_log(tmp_path: Path, ring: ChunkRing) -> None:
             assert set(first(logs, rank)) == provider.owned()
             own = {name.removeprefix("model.") for name in provider.owned()}
             left = sum(size * 4 for name, size in sizes.items() if name not in own)
-            assert left_to_others_bytes(state) == left
+            assert bytes_logged_elsewhere(state) == left
 
 
 def test_a_part_that_is_missing_is_noticed(tmp_path: Path, ring: ChunkRing) -> None:
@@ -235,13 +235,13 @@ def test_where_others_have_written_what_a_rank_updates_its_log_leads_on(
 ) -> None:
     """As bases were split once: to those who replay it, that is another layout."""
 
-    def by_the_next(*about: Any) -> Common:
-        found = common_of(*about)
+    def by_the_next(*about: Any) -> Replication:
+        found = find_replication(*about)
         next_to = {name: ((r + 1) % world, ranks) for name, (r, ranks) in found.updaters.items()}
         return replace(found, updaters=next_to)
 
     with monkeypatch.context() as patched:
-        patched.setattr(share, "common_of", by_the_next)
+        patched.setattr(share, "find_replication", by_the_next)
         base, logs = logged(tmp_path, "zero", world, ring, STEPS)
         with as_rank(0, world) as info:
             state = State(build("zero", info, 3), ranks=info)
@@ -267,7 +267,7 @@ def test_what_a_registered_function_updates_is_in_the_marks(
         for name in ("mean/weight", "mean/bias"):
             assert (owners[name].kind, owners[name].update) == ("declared", update)
             assert owners[name].in_marks == (update is None)
-        state.told.check_updates(["mean/*"])
+        state.ownership_rules.check_updates(["mean/*"])
 
 
 def test_a_log_that_has_left_it_out_gives_nothing_exact(tmp_path: Path, ring: ChunkRing) -> None:

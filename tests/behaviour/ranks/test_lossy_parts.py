@@ -18,27 +18,20 @@ from everstep.replay.packed import Packed, dense
 from everstep.restore.redo.sharded import replayer_of
 from everstep.restore.redo.updates import update_of
 from everstep.state.layout.names import PART_OBJECT
-from everstep.state.ranks.log_shares import log_parts
+from everstep.state.ranks.log_shares import log_shares
 from everstep.state.ranks.rank_info import RankInfo
 from everstep.state.training_state import State
 from everstep.state.values.objects import encode
-from everstep.state.values.tensors import byte_view, local_of
+from everstep.state.values.tensors import byte_view, local_tensor
 from everstep.trainer.log.consumed import Consumption
 from everstep.trainer.log.log_part import LogPart
-from tests.behaviour.ranks import test_log_parts
-from tests.behaviour.ranks.test_log_parts import (
-    die,
-    layers,
-    records_of,
-    replicas,
-    resume,
-    trained,
-    until,
-)
+from tests.support.ranks import replicas as parts
+from tests.support.ranks.logs import die
+from tests.support.ranks.replicas import layers, records_of, replicas, resume, trained, until
 from tests.support.ranks.sharding import as_rank, build
 
-alike = test_log_parts.alike  # which every test here takes, too
-two = test_log_parts.two
+alike = parts.alike  # which every test here takes, too
+two = parts.two
 
 
 def waves(model: nn.Module, optimizer: torch.optim.Optimizer, at: int) -> None:
@@ -54,7 +47,7 @@ def lossy_ones(rank: int, model: nn.Module) -> list[str]:
     state = State(
         {"model": model, "optimizer": torch.optim.AdamW(model.parameters())}, ranks=RankInfo(0, 2)
     )
-    return [n for n, part in log_parts(state)["optimizer"].items() if part.owner == rank]
+    return [n for n, part in log_shares(state)["optimizer"].items() if part.owner == rank]
 
 
 @pytest.mark.parametrize("ranks", [{0}, {1}, {0, 1}], ids=["rank 0", "rank 1", "both"])
@@ -68,7 +61,7 @@ def test_lossy_parts_of_some_ranks_take_all_to_the_same_approximation(
         return plan_segment(identity, [lossy_record(r, 0.1) if lossy else r for r in records])
 
     monkeypatch.setattr(log_writer, "plan_segment", plan)
-    monkeypatch.setattr(test_log_parts, "take", waves)
+    monkeypatch.setattr(parts, "take", waves)
     until((tmp_path / "run",) * 2, 6)
     model = layers((0, 1))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
@@ -151,11 +144,11 @@ def test_sharded_parameters_are_replayed_by_lossy_gradients_of_this_ranks_shards
         update = update_of(lossy_record(recorded(State(values, ranks=info)), 0.1))
         assert update.lossy
         assert any(isinstance(gradient, Packed) for gradient in update.gradients.values())
-        shards = {name: local_of(p.detach()).clone() for name, p in parameters.items()}
+        shards = {name: local_tensor(p.detach()).clone() for name, p in parameters.items()}
         by_torch = torch.optim.AdamW(shards.values(), lr=0.1)
         for name, shard in shards.items():
             kept = optimizer.state[parameters[name]].items()
-            by_torch.state[shard] = {key: local_of(value).clone() for key, value in kept}
+            by_torch.state[shard] = {key: local_tensor(value).clone() for key, value in kept}
             shard.grad = dense(update.gradients[name])
         by_torch.step()
         names = {id(parameter): name for name, parameter in parameters.items()}
@@ -163,4 +156,4 @@ def test_sharded_parameters_are_replayed_by_lossy_gradients_of_this_ranks_shards
         replayer.apply([update])
         assert not replayer.exact.exact
         for name, shard in shards.items():
-            assert torch.equal(local_of(parameters[name].detach()), shard)
+            assert torch.equal(local_tensor(parameters[name].detach()), shard)

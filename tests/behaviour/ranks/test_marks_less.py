@@ -3,7 +3,6 @@ was in the last of them, whoever replays both logs (I8)."""
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +16,11 @@ from everstep.link.recordable import Layouts
 from everstep.restore.offline.offline_job import Resting
 from everstep.restore.redo import redo
 from everstep.seams import Seams
-from tests.behaviour.ranks import test_log_parts
-from tests.behaviour.ranks.test_log_parts import alike, die, layers, replicas, resume
 from tests.support.logged import World, document, opened
-from tests.support.ranks.relogged import record_of
+from tests.support.ranks import replicas as parts
+from tests.support.ranks.logs import die
+from tests.support.ranks.relogged import only, record_of
+from tests.support.ranks.replicas import alike, layers, replicas, resume
 from tests.support.world import forget
 
 __all__ = ["alike"]
@@ -86,13 +86,6 @@ def two_programs(run_folder: Path) -> dict[str, bytes]:
     return world.snapshot()
 
 
-def only(run: Path, step: int) -> None:
-    """Leaves no later base, so that it must be by replay, from one program to the other."""
-    for base in run.glob("timeline-*/base/*"):
-        if int(base.name) > step:
-            shutil.rmtree(base)
-
-
 @pytest.mark.parametrize("static", [[], STATIC], ids=["logged", "static"])
 def test_what_is_static_from_then_on(
     run_folder: Path, two_programs: dict[str, bytes], static: list[str]
@@ -149,7 +142,7 @@ def several(run_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         model.register_buffer("seen", torch.zeros(3))
         return model
 
-    monkeypatch.setattr(test_log_parts, "layers", counting)
+    monkeypatch.setattr(parts, "layers", counting)
     for last, static in ((FIRST, []), (LAST, ["model/seen"])):
         with replicas(run_folder, run_folder, static=static) as ranks:
             step = resume(ranks)[0].step
@@ -157,7 +150,7 @@ def several(run_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
                 if not static:
                     for one in ranks:
                         one.model.seen += 1  # type: ignore[operator]
-                test_log_parts.train(ranks, 1)
+                parts.train(ranks, 1)
             die(ranks)
     only(run_folder, 4)
 
@@ -172,7 +165,7 @@ def test_of_several_ranks(run_folder: Path, world: int, static: list[str]) -> No
         for found, one in zip(resume(ranks), ranks, strict=True):
             assert (found.step, found.base_step, found.replayed) == (LAST, 4, LAST - 4)
             assert one.model.seen.tolist() == [FIRST] * 3  # type: ignore[operator, union-attr]
-            assert all(map(torch.equal, one.weights, test_log_parts.trained(LAST)))
+            assert all(map(torch.equal, one.weights, parts.trained(LAST)))
         die(ranks)
 
 

@@ -22,13 +22,12 @@ from everstep.format.names import (
 )
 from everstep.run.scan import scan_run
 from everstep.seams.files.posix import PosixFileSystem
-from tests.behaviour.one_rank.test_resume import look, train_on
-from tests.behaviour.ranks.test_log_together import ON_DISK
-from tests.behaviour.ranks.test_together import resume, save
-from tests.behaviour.ranks.test_together import train as train_all
 from tests.support import logged
 from tests.support.logged import World, invoke
-from tests.support.ranks.together import trainings
+from tests.support.ranks.logs import ON_DISK
+from tests.support.ranks.together import resume, save, trainings
+from tests.support.ranks.together import train as train_all
+from tests.support.resuming import look, train_on
 from tests.support.world import base_folder, opened
 
 
@@ -100,7 +99,7 @@ def test_all_timelines_behind_links(run: Path) -> None:
         link_away(timeline(run, number))
     assert "goes on from" not in refused(run, timeline(run, 2))
     (run / RUN_RECORD).unlink()  # a new one would make another run of it
-    with pytest.raises(StateError, match="nothing else tells the id"):
+    with pytest.raises(StateError, match="no other file records the id"):
         look(run)
     assert not (run / RUN_RECORD).exists()
     for number in (1, 2):
@@ -191,7 +190,7 @@ def test_a_copy_without_a_timeline_of_the_history(run: Path) -> None:
     look(run)
     shutil.rmtree(timeline(run, 2))
     told = refused(run, timeline(run, 2))
-    assert "is missing, and timeline 3 began there" in told
+    assert "is missing, although timeline 3 forked from it" in told
     assert look(run, step=2)[1] == 2
     assert look(run)[1] == 2
 

@@ -14,17 +14,16 @@ from everstep.commit.job.offers import BaseOffer, Offer, choose
 from everstep.commit.lineage import BaseId, had_steps, of_no_use
 from everstep.errors import EverstepError, RecoveryError, StateError
 from everstep.format.names import BASE_DIR, TIMELINE_RECORD, timeline_dir
-from tests.behaviour.one_rank.test_resume import look, train_on
-from tests.behaviour.ranks.test_log_together import ON_DISK
-from tests.behaviour.ranks.test_together import resume, save
-from tests.behaviour.ranks.test_together import train as train_all
 from tests.support import logged
 from tests.support.copying import train as train_copied
+from tests.support.lineage import branches
 from tests.support.logged import World, invoke
-from tests.support.ranks.together import trainings
+from tests.support.offers import offer, pieces, record
+from tests.support.ranks.logs import ON_DISK
+from tests.support.ranks.together import resume, save, trainings
+from tests.support.ranks.together import train as train_all
+from tests.support.resuming import look, train_on
 from tests.support.world import HookedFileSystem, base_folder, flip, inventory_of, opened
-from tests.unit.commit.test_lineage import branches
-from tests.unit.commit.test_offers import offer, pieces, record
 
 HAD = r"the history of this run had step 4 \(timeline 2 began there, behind timeline 1\)"
 

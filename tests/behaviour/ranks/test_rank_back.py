@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tests.behaviour.ranks.test_log_parts import alike, folders, replicas, resume, train, until
-from tests.behaviour.ranks.test_log_together import die
-from tests.behaviour.ranks.test_replicas_left import BASES
+from tests.support.ranks.logs import die
+from tests.support.ranks.replicas import alike, folders, replicas, resume, train, until
+from tests.support.ranks.replicas_left import BASES
 
 __all__ = ["alike"]
 

@@ -13,21 +13,11 @@ import torch
 from everstep.errors import RecoveryError
 from everstep.format.names import MANIFEST, base_dir, marker_name, shard_name
 from everstep.seams import Seams
-from tests.behaviour.ranks.test_log_parts import alike, folders, replicas, resume, train, trained
+from tests.support.ranks.replicas import alike, folders, replicas, resume, train, trained
+from tests.support.ranks.replicas_left import BASES, own_models, saved
 from tests.support.ranks.together import on_all
 
 __all__ = ["alike"]
-
-BASES: dict[str, Any] = {"method": "lazy", "every": 2, "log": None}
-
-
-def saved(paths: tuple[Path, ...], steps: int = 4) -> None:
-    """A job that has a base of this step, on every disk."""
-    with replicas(*paths, **BASES) as ranks:
-        resume(ranks)
-        train(ranks, steps)
-        for one in ranks:
-            one.ckpt.wait(20)
 
 
 def start(paths: tuple[Path, ...], step: int | None = None, **options: Any) -> list[Any]:
@@ -106,11 +96,6 @@ def test_what_only_the_lost_rank_had_is_missed(tmp_path: Path) -> None:
         assert all(map(torch.equal, one.weights, before)), "nothing has been touched"
 
 
-def own_models(paths: tuple[Path, ...], **options: Any) -> Any:
-    """Ranks whose models have nothing in common."""
-    return replicas(*paths, **{**BASES, "apart": True, **options})
-
-
 def test_damage_to_what_is_left_is_noticed(tmp_path: Path) -> None:
     paths = folders(tmp_path, shared=False)
     saved(paths)
@@ -150,7 +135,7 @@ def test_a_whole_start_is_asked_once(tmp_path: Path, monkeypatch: pytest.MonkeyP
         asked.append(partly)
         return look(*args, partly=partly, **options)
 
-    monkeypatch.setattr("everstep.restore.start.together.offer_of", offer_of)
+    monkeypatch.setattr("everstep.restore.start.resume_job.offer_of", offer_of)
     paths = folders(tmp_path, shared=False)
     saved(paths)
     with replicas(*paths, **BASES) as ranks:

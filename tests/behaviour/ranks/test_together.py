@@ -28,42 +28,27 @@ from everstep.errors import (
 )
 from everstep.keeper.persist.rank_commits import outcome_error
 from everstep.restore.fetch.ranks import open_on_disk
-from everstep.restore.start import together
-from everstep.restore.start.together import Meeting, resume_together
+from everstep.restore.start import resume_job
+from everstep.restore.start.resume_job import Meeting, resume_all_ranks
 from everstep.run.scan import scan_run
-from everstep.seams import FileSystem, ManualClock, PosixFileSystem, Seams
+from everstep.seams import FileSystem, ManualClock, Seams
 from everstep.seams.network.peers import PeerMailbox
 from everstep.state.training_state import State
 from everstep.trainer.job.job import Job
-from tests.support.ranks.together import RankTraining, on_all, rank_seams, trained, trainings
+from tests.support.ranks.together import (
+    FS,
+    RankTraining,
+    bases,
+    folders,
+    on_all,
+    rank_seams,
+    resume,
+    save,
+    train,
+    trained,
+    trainings,
+)
 from tests.support.world import HookedFileSystem, raising
-
-FS = PosixFileSystem()
-
-
-def bases(path: Path) -> dict[int, str]:
-    """Status of each base by step."""
-    return {base.id.step: base.status for base in scan_run(FS, path).bases}
-
-
-def resume(ranks: list[RankTraining], step: int | None = None) -> list[everstep.Recovery]:
-    return on_all(*(lambda one=one: one.ckpt.resume(step) for one in ranks))  # type: ignore[misc]
-
-
-def train(ranks: list[RankTraining], steps: int) -> None:
-    on_all(*(lambda one=one: one.train(steps) for one in ranks))  # type: ignore[misc]
-
-
-def save(ranks: list[RankTraining]) -> None:
-    def one_saves(one: RankTraining) -> None:
-        one.ckpt.save()
-        one.ckpt.wait(20)
-
-    on_all(*(lambda one=one: one_saves(one) for one in ranks))  # type: ignore[misc]
-
-
-def folders(tmp_path: Path, shared: bool) -> tuple[Path, Path]:
-    return (tmp_path / "run", tmp_path / "run") if shared else (tmp_path / "a", tmp_path / "b")
 
 
 @pytest.mark.thinned(3)
@@ -247,7 +232,7 @@ def test_a_rank_that_does_not_save_is_named_and_not_waited_for(tmp_path: Path) -
             waited.wait(0.01)
         with pytest.raises(DeadlineError, match=r"rank\(s\) 1 have not written") as caught:
             late.durable.result(0)
-        assert "they have not taken this base (every rank calls" in str(caught.value)
+        assert "they have not taken this base (every rank must call" in str(caught.value)
     assert told
     assert bases(path) == {1: "incomplete"}
     with trainings(path, path) as ranks:
@@ -258,8 +243,8 @@ def test_a_rank_that_does_not_save_is_named_and_not_waited_for(tmp_path: Path) -
     ("missing", "gone", "says", "hint"),
     [
         ((1,), (), "within 8 s [step 6", "they have not taken this base"),
-        ((1,), (1, 2), "; the keeper(s) of rank(s) 1 are no longer there", "they have left"),
-        ((1, 3), (3,), "; the keeper(s) of rank(s) 3 are no longer there", "they have not taken"),
+        ((1,), (1, 2), "; the keeper(s) of rank(s) 1 have ended", "they have left"),
+        ((1, 3), (3,), "; the keeper(s) of rank(s) 3 have ended", "they have not taken"),
         ((), (), "rank(s) that lead on a disk have not written", "they have not taken"),
     ],
 )
@@ -271,7 +256,7 @@ def test_what_is_known_of_ranks_without_a_part_is_said(
     assert isinstance(error, DeadlineError)
     assert says in str(error)
     assert f"hint: {hint}" in str(error)
-    assert "every rank calls ckpt.step() at the end of the same steps" in str(error)
+    assert "every rank must call ckpt.step() at the end of the same steps" in str(error)
 
 
 def test_a_rank_that_says_nothing_while_others_agree_is_named(tmp_path: Path) -> None:
@@ -281,7 +266,7 @@ def test_a_rank_that_says_nothing_while_others_agree_is_named(tmp_path: Path) ->
     meeting = Meeting("session", 0, ("0", "0"), mine)
     try:
         with pytest.raises(DeadlineError, match=r"rank\(s\) 1 have said nothing"):
-            resume_together(
+            resume_all_ranks(
                 Seams(),
                 tmp_path,
                 State({"data": 1}),
@@ -326,7 +311,7 @@ def test_a_rank_that_fails_says_why_to_all_others(
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         return open_on_disk(fs, run, record, choice, unique)
 
-    monkeypatch.setattr(together, "open_on_disk", fails)
+    monkeypatch.setattr(resume_job, "open_on_disk", fails)
     path, found = tmp_path / "run", dict[int, everstep.EverstepError]()
 
     def resumes(one: RankTraining) -> None:

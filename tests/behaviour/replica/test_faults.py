@@ -29,7 +29,6 @@ from everstep.restore.offline.offline import OfflineState
 from everstep.seams.failpoints import arm
 from everstep.seams.progress import progress
 from everstep.trainer.log import untold
-from tests.behaviour.log.test_every_step import World
 from tests.support.following import (
     base_of,
     opened,
@@ -39,6 +38,7 @@ from tests.support.following import (
     until,
     until_at,
 )
+from tests.support.log.every_step import World
 from tests.support.serving import Bench, die, serving
 from tests.support.world import TIMEOUT_S, Gate, HookedFileSystem, raising
 

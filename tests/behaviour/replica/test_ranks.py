@@ -20,20 +20,20 @@ from everstep.format.names import RUN_RECORD
 from everstep.run.scan import scan_run
 from everstep.seams import PosixFileSystem
 from everstep.state.ranks import log_shares as parts_of_logs
-from everstep.state.ranks.log_shares import Part, log_parts
+from everstep.state.ranks.log_shares import LogShare, log_shares
 from everstep.state.ranks.rank_info import RankInfo
 from everstep.state.training_state import State
 from everstep.trainer.attach import keepers
-from tests.behaviour.ranks import test_log_parts
-from tests.behaviour.ranks.test_log_parts import Replica as Rank
-from tests.behaviour.ranks.test_log_parts import layers, replicas, resume, train, trained
 from tests.support.following import until
+from tests.support.ranks import replicas as parts
+from tests.support.ranks.replicas import Replica as Rank
+from tests.support.ranks.replicas import layers, replicas, resume, train, trained
 from tests.support.ranks.together import on_all
 from tests.support.serving import Bench, serving
 from tests.support.serving import die as lose_keeper
 from tests.support.world import TIMEOUT_S, Gate, HookedFileSystem
 
-alike = test_log_parts.alike  # which every test here takes, too
+alike = parts.alike  # which every test here takes, too
 FS = PosixFileSystem()
 WORLD = 2
 FOLLOWED: dict[str, Any] = {
@@ -416,16 +416,16 @@ def test_a_base_is_exact_if_all_of_it_is(tmp_path: Path) -> None:
 def test_a_part_of_the_wrong_rank_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Logs that are split otherwise than bases: replicas stop, what they have made is no base."""
     paths, told = folders(tmp_path, True), list[EverstepError]()
-    as_bases = parts_of_logs._as_bases
+    as_bases = parts_of_logs._shares_as_written
 
-    def swapped(*about: Any) -> dict[str, dict[str, Part]]:
+    def swapped(*about: Any) -> dict[str, dict[str, LogShare]]:
         found = as_bases(*about)
         return {
             key: {n: replace(p, owner=WORLD - 1 - p.owner) for n, p in named.items()}
             for key, named in found.items()
         }
 
-    monkeypatch.setattr(parts_of_logs, "_as_bases", swapped)
+    monkeypatch.setattr(parts_of_logs, "_shares_as_written", swapped)
     with kept(paths), job(paths, on_failure=told.append) as ranks:
         resume(ranks)
         train(ranks, 5)
@@ -451,7 +451,7 @@ def test_who_writes_a_parameter_records_its_gradients(near: tuple[int, ...] | No
         shape = state.survey().shape
         mine = {entry.name.removeprefix("m/") for entry in shape.entries}
         names = {n.removeprefix("m."): n for n in dict(layers(None).named_parameters())}
-        parts = log_parts(state).get("o", {})
+        parts = log_shares(state).get("o", {})
         for name in names:
             part = parts.get(f"m.{name}")
             assert (part is None) == (near == (1,))
@@ -459,7 +459,7 @@ def test_who_writes_a_parameter_records_its_gradients(near: tuple[int, ...] | No
             assert owns == (name in mine), name
             written += [name] if owns else []
     assert sorted(written) == sorted(names), "each once on a disk"
-    owners = {part.owner for part in log_parts(states[0]).get("o", {}).values()}
+    owners = {part.owner for part in log_shares(states[0]).get("o", {}).values()}
     assert len(owners) in (0, len(states))
 
 
@@ -474,7 +474,7 @@ def test_parameters_without_a_gradient_stay_as_they_are(
             parameter.grad = value if at == 0 or (at + number) % 3 else None
         optimizer.step()
 
-    monkeypatch.setattr(test_log_parts, "take", some)
+    monkeypatch.setattr(parts, "take", some)
     paths = folders(tmp_path, True)
     with kept(paths), job(paths) as ranks:
         resume(ranks)

@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from torch import nn
 
 from everstep.options import KeeperOptions
 from everstep.seams.failpoints import arm
 from tests.support.following import (
+    Odd,
     base_of,
     opened,
     run_steps,
@@ -25,73 +25,6 @@ from tests.support.matrix import World as MatrixWorld
 from tests.support.serving import serving
 
 STEPS = 6
-
-
-class Odd:
-    """Parameters of all kinds, two optimizers that share one, and a tensor for a learning rate."""
-
-    def __init__(self, *, seed: int = 1) -> None:
-        torch.manual_seed(seed)
-        self.model = nn.Module()
-        parameters = {
-            "large": torch.randn(700, 97),
-            "transposed": torch.randn(9, 33).t(),
-            "channels_last": torch.randn(4, 3, 5, 5).to(memory_format=torch.channels_last),
-            "scalar": torch.randn(()),
-            "empty": torch.randn(0, 3),
-            "precise": torch.randn(13, dtype=torch.float64),
-            "short": torch.randn(33, 7, dtype=torch.bfloat16),
-            "turning": torch.randn(5, dtype=torch.complex64),
-            "wide": torch.randn(5, dtype=torch.complex128),
-            "shared": torch.randn(17),
-            "frozen": torch.randn(11),
-        }
-        for name, tensor in parameters.items():
-            self.model.register_parameter(name, nn.Parameter(tensor))
-        self.model.frozen.requires_grad_(False)
-        self.model.register_buffer("drawn", torch.zeros(3))
-        self.model.register_buffer("count", torch.zeros((), dtype=torch.int64))
-        named = dict(self.model.named_parameters())
-        rest = [tensor for name, tensor in named.items() if name not in ("large", "short")]
-        self.first = torch.optim.AdamW(rest, lr=torch.tensor(0.01))
-        self.second = torch.optim.SGD(
-            [named["large"], named["short"], named["shared"]], lr=0.1, momentum=0.9
-        )
-        self.state: dict[str, Any] = {
-            "model": self.model,
-            "first": self.first,
-            "second": self.second,
-        }
-
-    def train(self) -> None:
-        loss = torch.zeros(())
-        for parameter in self.model.parameters():
-            if parameter.requires_grad and parameter.numel():
-                value = parameter.abs() if parameter.is_complex() else parameter
-                loss = loss + (value.to(torch.float32) * torch.randn(value.shape)).square().sum()
-        loss.backward()
-        self.first.step()
-        if int(self.model.count) % 2 == 0:
-            self.second.step()
-        self.second.zero_grad()
-        self.first.zero_grad()
-        self.first.param_groups[0]["lr"].mul_(0.9)
-        self.model.drawn.copy_(torch.randn(3))
-        self.model.count.add_(1)
-
-    def snapshot(self) -> dict[str, bytes]:
-        found = {name: _bytes(tensor) for name, tensor in self.model.state_dict().items()}
-        for key, optimizer in (("first", self.first), ("second", self.second)):
-            for number, values in enumerate(optimizer.state.values()):
-                for name, value in values.items():
-                    found[f"{key}.{number}.{name}"] = _bytes(torch.as_tensor(value))
-        found["rng"] = _bytes(torch.get_rng_state())
-        return found
-
-
-def _bytes(tensor: torch.Tensor) -> bytes:
-    flat = tensor.detach().contiguous().reshape(-1)
-    return bytes(flat.view(torch.uint8).numpy()) if flat.numel() else b""
 
 
 def bases_as_training_takes_them(run: Path, make: Callable[[], Any]) -> None:

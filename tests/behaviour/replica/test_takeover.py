@@ -12,8 +12,8 @@ import pytest
 import everstep
 from everstep.keeper.replica.replica import Replica
 from everstep.seams.failpoints import arm
-from tests.behaviour.log.test_every_step import World
 from tests.support.following import opened, run_steps, steps_on_disk, until, until_at
+from tests.support.log.every_step import World
 from tests.support.serving import Bench, die, serving
 from tests.support.world import TIMEOUT_S, Gate, HookedFileSystem
 

@@ -20,7 +20,7 @@ from everstep.keeper.replica.replica_state import ReplicaState
 from everstep.link.capture import shard_offsets
 from everstep.seams.fingerprint import fingerprint
 from everstep.state.layout.names import UPDATE_OBJECT
-from everstep.state.ranks.log_shares import log_parts, updated_elsewhere
+from everstep.state.ranks.log_shares import log_shares, updated_elsewhere
 from everstep.state.training_state import State
 from everstep.state.values.tensors import host_bytes
 from everstep.trainer.checks.keeper_replay import require_replayable, require_replicable
@@ -116,7 +116,7 @@ def test_who_records_a_parameter_writes_it_or_it_is_refused(near: Near) -> None:
     """On disks of their own ranks write what others update, for whom nobody sends them moments."""
     with as_rank(0, 3) as info:
         state = State(build("zero", info, 3), ranks=replace(info, near=near, followed=True))
-        parts = log_parts(state)["optimizer"]
+        parts = log_shares(state)["optimizer"]
         mine = {f"model/{n.removeprefix('model.')}" for n, p in parts.items() if p.owner == 0}
         written = {n for n in state.survey().tensors if n.startswith("model/")} - {"model/seen"}
         if near is None:

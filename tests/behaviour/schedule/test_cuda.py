@@ -12,11 +12,11 @@ import pytest
 from everstep.capture.audit import SpotCheck
 from everstep.capture.lanes.cuda import CudaLane, CudaTransfer
 from everstep.capture.lanes.devices import DeviceLane
+from tests.support import cuda_world
+from tests.support.cuda_world import World, restored
 from tests.support.world import opened
-from tests.unit.capture import test_cuda_lane
-from tests.unit.capture.test_cuda_lane import World, restored
 
-played = test_cuda_lane.played  # the fixture
+played = cuda_world.played  # the fixture
 
 
 @pytest.mark.parametrize("gate", [True, False], ids=["gate", "no gate"])

@@ -17,7 +17,7 @@ from everstep.replay.own import default_dtype
 from everstep.restore.redo.updates import update_of
 from everstep.state.layout.names import UPDATE_OBJECT
 from everstep.state.values.objects import decode, encode
-from tests.behaviour.log.test_lossy import log_of
+from tests.support.log.lossy import log_of
 from tests.support.logged import document, opened
 from tests.support.serving import Bench, die, serving
 from tests.support.world import TIMEOUT_S

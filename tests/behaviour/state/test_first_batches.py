@@ -15,8 +15,7 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from everstep import Checkpointer, Recovery
 from everstep.data import ResumableLoader
-from tests.behaviour.state.test_positions import BATCH, COUNT, EPOCH, Noisy
-from tests.support.stateful_loader import StatefulLoader
+from tests.support.stateful_loader import BATCH, COUNT, EPOCH, Noisy, StatefulLoader
 
 MOVED = "batches were skipped, and the loader, its sampler or its samples have drawn from them"
 

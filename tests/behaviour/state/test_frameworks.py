@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 import everstep
 from everstep.errors import MismatchError, UnsupportedStateError
-from everstep.state.providers.optimizers import unwrapped
+from everstep.state.providers.optimizers import unwrap_optimizer
 from tests.support.oracle import State, check_resume, model_of, train
 from tests.support.world import opened
 
@@ -155,8 +155,8 @@ def test_an_optimizer_whose_step_calls_no_hooks_is_refused(kind: Any, run_folder
 def test_unwrapped_stops_at_optimizers_that_keep_state_of_their_own() -> None:
     inner = torch.optim.SGD(model_of(1).parameters(), lr=0.1)
     outer = Around(inner)
-    assert unwrapped(outer) is outer
-    assert unwrapped(ByProperties(outer)) is outer
+    assert unwrap_optimizer(outer) is outer
+    assert unwrap_optimizer(ByProperties(outer)) is outer
 
 
 # --- Others hold what an optimizer is made of ---------------------------------------------

@@ -55,7 +55,7 @@ def test_a_step_of_the_log_before_a_group_was_added(run_folder: Path) -> None:
             ckpt.resume(3, strict=False)
         said = str(caught.value)
         assert "no base, nor the log behind one, gives step 3" in said
-        assert "the log behind it is of a state that consists of something else" in said
+        assert "the log after it belongs to a state of another composition" in said
         assert "optimizer/param_groups: saved 1 groups, live 2" in said
         assert "damaged" not in said
         assert "strict=False leads to steps of bases only: 1, 4, " in str(caught.value.hint)

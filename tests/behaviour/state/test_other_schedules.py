@@ -13,7 +13,7 @@ import torch
 from torch.optim import lr_scheduler as schedules
 
 from everstep.errors import MismatchError
-from tests.behaviour.state.test_plain import save_and_resume
+from tests.support.oracle import save_and_resume
 
 _Make = Callable[[torch.optim.Optimizer], Any]
 

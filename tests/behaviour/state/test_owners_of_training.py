@@ -478,7 +478,7 @@ def test_parameters_that_are_frozen_and_in_no_part_of_the_state(
     assert "'opt' trains 1 parameter(s) that are in no part of the state" in caplog.text
     head.requires_grad_(False)
     assert [peeked(run_folder, state, step).exact for step in (2, 1)] == [False, True]
-    with pytest.raises(UnsupportedStateError, match="in no part of the state"):
+    with pytest.raises(UnsupportedStateError, match="not in the state"):
         everstep.Checkpointer(run_folder, state, method="logged", keeper=THREAD)
 
 
@@ -782,6 +782,6 @@ def test_why_is_in_words_what_all_of_it_is() -> None:
     model, optimizer = make()
     state = State({"model": model, "optimizer": optimizer})
     assert (state.exact, state.why_inexact) == (True, "")
-    state.strangers.append("one")
-    state.lost_beside = ("two", "one")
+    state.unsaved_trainers.append("one")
+    state.unsaved_inputs = ("two", "one")
     assert (state.exact, state.why_inexact) == (False, "two; one")

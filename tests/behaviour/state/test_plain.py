@@ -12,8 +12,9 @@ import pytest
 import torch
 from torch import nn
 
-from everstep import LogOptions, Recovery
+from everstep import LogOptions
 from everstep.errors import MismatchError, StateError
+from tests.support.oracle import save_and_resume
 from tests.support.world import assert_same, opened
 
 DATA: dict[str, Any] = {
@@ -33,13 +34,6 @@ DATA: dict[str, Any] = {
     "torch": [torch.float8_e4m3fn, torch.device("cpu"), torch.channels_last, torch.strided],
     "bit_generator": np.random.PCG64(3).state,
 }
-
-
-def save_and_resume(run: Path, saved: dict[str, Any], live: dict[str, Any], **how: Any) -> Recovery:
-    with opened(run, saved) as ckpt:
-        ckpt.save()
-    with opened(run, live) as ckpt:
-        return ckpt.resume(**how)
 
 
 def test_every_kind_comes_back_with_its_type(run_folder: Path) -> None:

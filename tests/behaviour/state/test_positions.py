@@ -10,25 +10,12 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, Dataset, DistributedSampler, RandomSampler, Sampler
+from torch.utils.data import DataLoader, DistributedSampler, RandomSampler, Sampler
 
 from everstep import Checkpointer, Recovery
 from everstep.errors import OptionError
-from everstep.state.loaders.workers import WorkerDraws, _WithGenerators
-from tests.support.stateful_loader import StatefulLoader
-
-COUNT, BATCH = 20, 4
-EPOCH = COUNT // BATCH
-
-
-class Noisy(Dataset[torch.Tensor]):
-    """Samples with a random part."""
-
-    def __len__(self) -> int:
-        return COUNT
-
-    def __getitem__(self, index: int) -> torch.Tensor:
-        return index + 0.1 * torch.rand(2)
+from everstep.state.loaders.workers import WorkerGenerators, _DatasetState
+from tests.support.stateful_loader import BATCH, COUNT, EPOCH, Noisy, StatefulLoader
 
 
 class Permuted(Sampler[int]):
@@ -254,13 +241,13 @@ def test_a_stream_that_takes_its_position_later(run_folder: Path) -> None:
 
 def test_workers_go_on_with_the_numbers_that_they_would_have_drawn() -> None:
     data: Any = Noisy()
-    state = _WithGenerators(None)
+    state = _DatasetState(None)
     data.state_dict, data.load_state_dict = state.state_dict, state.load_state_dict
     assert data.state_dict() is None, "nothing was drawn: nothing is added"
     torch.rand(3), random.random()
     saved = data.state_dict()
     wanted = [torch.rand(2).tolist(), random.random()]
-    later = _WithGenerators(None)
+    later = _DatasetState(None)
     later.load_state_dict(saved)
     later.state_dict()  # torchdata asks for it before the first batch
     assert [torch.rand(2).tolist(), random.random()] == wanted
@@ -268,7 +255,7 @@ def test_workers_go_on_with_the_numbers_that_they_would_have_drawn() -> None:
 
 def test_a_workers_own_initialization_comes_first() -> None:
     called: list[int] = []
-    WorkerDraws(called.append)(3)
+    WorkerGenerators(called.append)(3)
     assert called == [3]
 
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import shutil
-import threading
-from collections.abc import Callable
 from pathlib import Path, PurePath
 from typing import Any
 
@@ -31,8 +29,8 @@ from everstep.keeper.ship import mirror as mirror_module
 from everstep.keeper.ship.mirror import Mirror
 from everstep.keeper.ship.place import ROOT, CopyPlace, newest_timeline_in
 from everstep.restore.fetch.copies import RunWithCopies
-from everstep.restore.start.folder import open_run_folder
 from everstep.restore.start.resume import open_timeline
+from everstep.run.folder import open_run_folder
 from everstep.run.scan import scan_run
 from everstep.run.verify import verify_base
 from everstep.seams import ManualClock, PosixFileSystem, Seams
@@ -40,13 +38,12 @@ from everstep.seams.progress import silent
 from everstep.testing.faultytier import FaultyTier, TierFault
 from everstep.tiers.files import TierFileSystem
 from everstep.tiers.folder import DiskTier
-from everstep.tiers.memory import MemoryFile, MemoryTier
+from everstep.tiers.memory import MemoryTier
 from everstep.tiers.rate import HOUR_S, ObjectRate
-from tests.support.copying import train
+from tests.support.copying import FOREVER, Interloper, contents, put, train, wait_for
 from tests.support.world import flip
 
 FILES = PosixFileSystem()
-FOREVER = 1 << 40
 
 
 def trained(run: Path, steps: int, *, keep: int = 9) -> dict[str, Any]:
@@ -91,20 +88,6 @@ def damages(tier: Any, base: Any) -> tuple[Any, ...]:
         return verify_base(files, base, ring, timeout_s=30, progress=silent).damages
     finally:
         ring.close()
-
-
-def put(tier: Any, name: str, data: bytes) -> None:
-    tier.put(name, MemoryFile([memoryview(data)]))
-
-
-def contents(tier: MemoryTier) -> dict[str, bytes]:
-    found = {}
-    for item in tier.walk():
-        file = tier.open(item.name)
-        buffer = bytearray(file.size_bytes)
-        file.read_into(memoryview(buffer), 0)
-        found[item.name] = bytes(buffer)
-    return found
 
 
 # --- A copy -----------------------------------------------------------------------------
@@ -250,17 +233,6 @@ def test_the_run_of_somebody_else(run_folder: Path, tmp_path: Path) -> None:
 
 
 # --- The fence --------------------------------------------------------------------------
-
-
-class Interloper(FaultyTier):
-    """Opens a newer timeline just before an operation."""
-
-    at = FOREVER
-
-    def begin(self, op: Any, name: Any) -> Any:
-        if len(self.log) + 1 == self.at:
-            self._inner.create("timeline-00002/timeline.json", b"somebody else's")
-        return super().begin(op, name)
 
 
 def test_whoever_is_fenced_off_commits_nothing(run_folder: Path) -> None:
@@ -566,15 +538,6 @@ def test_a_bug_ends_no_thread(run_folder: Path, monkeypatch: pytest.MonkeyPatch)
     mirror.base_durable()
     assert wait_for(lambda: mirror.stats.copied == 1)
     mirror.close()
-
-
-def wait_for(done: Callable[[], bool], timeout_s: float = 30.0) -> bool:
-    never = threading.Event()
-    for _ in range(int(timeout_s / 0.01)):
-        if done():
-            return True
-        never.wait(0.01)
-    return done()
 
 
 # --- Resuming from copies ---------------------------------------------------------------

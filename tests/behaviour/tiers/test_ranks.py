@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 
-import everstep
 from everstep.commit.lineage import BaseId
 from everstep.errors import (
     DeadlineError,
@@ -40,42 +39,15 @@ from everstep.tiers.rate import ObjectRate
 from everstep.tiers.retry import RetryingTier
 from everstep.trainer.attach.keepers import Keepers
 from everstep.trainer.job import copies as copies_module
-from tests.behaviour.ranks.test_together import resume, save, train
-from tests.behaviour.tiers.test_mirror import FOREVER, Interloper, contents, put, wait_for
+from tests.support.copying import FOREVER, Interloper, contents, put, wait_for
 from tests.support.ranks.copying import FILES, Job, names_in, store, usable
-from tests.support.ranks.together import trained, trainings
+from tests.support.ranks.tiers import fill, saved, sources, started, up_to
+from tests.support.ranks.together import resume, save, train, trained, trainings
 from tests.support.world import flip
 
 __all__ = ["store"]  # a fixture
 
 BASE = "timeline-00001/base/{:012d}/"
-
-
-def saved(*runs: Path, steps: int = 1, **options: Any) -> list[Path]:
-    """A job of so many ranks, with a base after each step."""
-    with trainings(*runs, **{"every": 1, "keep": 9, **options}) as ranks:
-        resume(ranks)
-        train(ranks, steps)
-    return list(runs)
-
-
-@pytest.fixture(scope="module")
-def apart(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
-    """Two ranks with disks of their own, after three steps: not to be changed."""
-    folder = tmp_path_factory.mktemp("apart")
-    return saved(folder / "a", folder / "b", steps=3)
-
-
-def up_to(runs: list[Path], folder: Path, step: int) -> list[Path]:
-    """The same job, a while before."""
-    found = []
-    for run in runs:
-        found.append(folder / run.name)
-        shutil.copytree(run, found[-1])
-        for base in (found[-1] / "timeline-00001/base").iterdir():
-            if int(base.name) > step:
-                shutil.rmtree(base)
-    return found
 
 
 # --- A copy -----------------------------------------------------------------------------
@@ -434,20 +406,6 @@ def test_mirrors_of_two_keepers(apart: list[Path], tmp_path: Path) -> None:
 
 
 # --- Resuming ---------------------------------------------------------------------------
-
-
-def fill(store: MemoryTier, apart: list[Path], folder: Path, *steps: int) -> None:
-    for step in steps:
-        Job(up_to(apart, folder / f"then-{step}", step), store).copy()
-
-
-def started(*runs: Path, **options: Any) -> Any:
-    return trainings(*runs, **{"tiers": ["/copies"], **options})
-
-
-def sources(recovery: everstep.Recovery) -> list[tuple[int, str]]:
-    assert all(one.size_bytes for one in recovery.reads)
-    return [(one.rank, one.source) for one in recovery.reads]
 
 
 def test_a_lost_disk_is_made_good_by_the_copy(

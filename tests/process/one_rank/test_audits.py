@@ -23,7 +23,7 @@ from everstep.options import LogOptions
 from everstep.seams.processes.children import Child
 from everstep.seams.processes.processes import process_gone
 from everstep.trainer.log import untold
-from tests.support.logged import World, train
+from tests.support.logged import AT_ONCE, World, train
 from tests.support.world import TIMEOUT_S, files_below, forget
 
 AUDIT_TIMEOUT_S = 4 * TIMEOUT_S
@@ -54,7 +54,7 @@ def waits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 PARENT = """
 import subprocess, sys, threading
-from everstep.seams import children
+from everstep.seams.processes import children
 
 def keep():
     child = children.Child("waits", [])
@@ -123,13 +123,6 @@ def test_the_keeper_does_without_torch() -> None:
     command = [sys.executable, "-c", textwrap.dedent(body)]
     found = subprocess.run(command, capture_output=True, timeout=3 * TIMEOUT_S, check=False)
     assert found.returncode == 0, found.stderr.decode()
-
-
-AT_ONCE = """
-import os
-os.nice = lambda increment: 0
-os.sched_setscheduler = lambda pid, policy, param: None
-"""
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.process.one_rank.test_keeper import finish, keepers_gone, start
+from tests.support.keeper_process import finish, keepers_gone, start
 
 TRAIN = """
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn

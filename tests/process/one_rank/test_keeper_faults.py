@@ -14,7 +14,7 @@ import sys
 import textwrap
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
@@ -30,13 +30,15 @@ from everstep.keeper.persist.local_keeper import CHUNKS, WRITERS
 from everstep.link.messages import OBJECT_PART_BYTES
 from everstep.link.registry import list_keepers
 from everstep.options import Budget
-from everstep.restore.load.load import all_contents
+from everstep.restore.load.load import check_contents
 from everstep.run.verify import verify_base
 from everstep.seams import PosixFileSystem, SystemClock
 from everstep.seams.processes.processes import PidWatch, process_gone
 from everstep.seams.progress import silent
-from tests.process.one_rank.test_keeper import PRELUDE, finish, start
+from tests.support.following import until
+from tests.support.keeper_process import PRELUDE, finish, start
 from tests.support.leftovers import MARK, processes_marked
+from tests.support.lost_keepers import keeper_of, stopped
 from tests.support.serving import die, serving
 from tests.support.world import (
     TIMEOUT_S,
@@ -99,12 +101,6 @@ def restored(run: Path, step: int, width: int = 64) -> Any:
     return world.snapshot()
 
 
-def keeper_of(ckpt: everstep.Checkpointer) -> int:
-    remote = ckpt._keepers._remote
-    assert remote is not None
-    return remote.pid
-
-
 def saved(ckpt: everstep.Checkpointer, world: World, snapshots: dict[int, Any]) -> everstep.Save:
     """Trains a step and saves it."""
     world.train()
@@ -112,32 +108,6 @@ def saved(ckpt: everstep.Checkpointer, world: World, snapshots: dict[int, Any]) 
     save = ckpt.save()
     snapshots[save.step] = world.snapshot()
     return save
-
-
-@contextmanager
-def stopped(pid: int) -> Iterator[None]:
-    """The process stands still in the block, but not for ever."""
-    os.kill(pid, signal.SIGSTOP)
-    until(lambda: state_of(pid) == "T", "the process goes on")
-    goes_on = threading.Timer(TIMEOUT_S, lambda: os.kill(pid, signal.SIGCONT))
-    goes_on.start()
-    try:
-        yield
-    finally:
-        goes_on.cancel()
-        os.kill(pid, signal.SIGCONT)
-
-
-def state_of(pid: int) -> str:
-    text = Path(f"/proc/{pid}/stat").read_text()
-    return text.rpartition(")")[2].split()[0]
-
-
-def until(there: Callable[[], bool], what: str) -> None:
-    deadline_s, waited = time.monotonic() + TIMEOUT_S, threading.Event()
-    while not there():
-        assert time.monotonic() < deadline_s, what
-        waited.wait(0.01)
 
 
 def check_bases(run: Path) -> int:
@@ -153,7 +123,7 @@ def check_bases(run: Path) -> int:
                 ring,
                 timeout_s=TIMEOUT_S,
                 progress=silent,
-                contents=all_contents,
+                contents=check_contents,
             )
             assert not verdict.damages
     finally:

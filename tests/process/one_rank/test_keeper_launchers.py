@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from everstep.link.registry import list_keepers
-from tests.process.one_rank.test_keeper import PRELUDE, finish
+from tests.support.keeper_process import PRELUDE, finish
 from tests.support.trainers import finish_trainer, start_trainer
 from tests.support.world import TIMEOUT_S
 

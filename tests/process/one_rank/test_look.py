@@ -15,7 +15,7 @@ import torch
 
 import everstep
 from everstep.link.registry import find_keeper, list_keepers
-from everstep.look import memory as looking
+from everstep.look import keeper_memory as looking
 from everstep.seams.processes.processes import PidWatch
 from tests.support.keepers import end_keepers
 from tests.support.trainers import finish_trainer, start_trainer, whole_lines

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from tests.behaviour.log.test_every_step import World
 from tests.support.following import steps_on_disk
+from tests.support.log.every_step import World
 from tests.support.trainers import run_trainer, whole_lines
 
 STEPS = 10
@@ -19,7 +19,7 @@ STEPS = 10
 TRAIN = """
 import hashlib, os, signal, sys
 import everstep
-from tests.behaviour.log.test_every_step import World
+from tests.support.log.every_step import World
 
 run, steps = sys.argv[1], int(sys.argv[2])
 world = World(seed=int(sys.argv[3]))

@@ -18,21 +18,9 @@ from everstep.options import Preemption
 from everstep.seams import ManualClock
 from everstep.seams.processes.signals import SAME_S, SignalWatch
 from everstep.trainer.session.preemption import PreemptionHandler, any_rank, rank_vote
+from tests.support.preempted import PRELUDE, saved_at
 from tests.support.trainers import Trainer, finish_trainer, start_trainer
 from tests.support.world import TIMEOUT_S, opened
-
-PRELUDE = """
-import os, signal, sys, threading
-import torch
-import everstep
-from everstep.options import Preemption
-run = sys.argv[1]
-state = {"n": [0], "t": torch.zeros(50_000)}
-def advance(ckpt):
-    state["n"][0] += 1
-    state["t"] += 1
-    ckpt.step()
-"""
 
 
 def start(run: Path, body: str, **environment: str) -> Trainer:
@@ -41,17 +29,6 @@ def start(run: Path, body: str, **environment: str) -> Trainer:
 
 def finish(process: Trainer) -> tuple[int, str, str]:
     return finish_trainer(process, 3 * TIMEOUT_S)
-
-
-def saved_at(run: Path) -> int:
-    """The step that a next process would go on from; its values are those of that step."""
-    live: dict[str, Any] = {"n": None, "t": None}
-    with opened(run, live) as ckpt:
-        step = ckpt.resume().step
-    if step:
-        assert live["n"] == [step]
-        assert (live["t"] == step).all()
-    return step
 
 
 @pytest.fixture(autouse=True)

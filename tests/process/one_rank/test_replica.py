@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 import everstep
-from tests.behaviour.log.test_every_step import World
 from tests.support.following import opened, run_steps
+from tests.support.log.every_step import World
 from tests.support.trainers import run_trainer, whole_lines
 
 SEED = 4711
@@ -21,7 +21,7 @@ TRAIN = """
 import hashlib, os, sys, torch
 import everstep
 from tests.support.following import until
-from tests.behaviour.log.test_every_step import World
+from tests.support.log.every_step import World
 
 run, method, steps = sys.argv[1], sys.argv[2], int(sys.argv[3])
 world = World(seed=int(sys.argv[4]))

@@ -14,12 +14,12 @@ from everstep import KeeperOptions
 from everstep.errors import KeeperError, StorageError
 from everstep.link.registry import keeper_files, keepers_left_by_a_move, keepers_of, list_keepers
 from everstep.link.spawn import SpawnOptions
-from everstep.restore.start.folder import run_path
+from everstep.run.folder import run_path
 from everstep.seams import ManualClock
 from everstep.trainer.attach import attach as attach_module
 from everstep.trainer.attach.attach import attach, is_there
-from tests.process.one_rank.test_keeper import finish, keepers_gone, start
 from tests.support.fakekeeper import running
+from tests.support.keeper_process import finish, keepers_gone, start
 from tests.support.logged import invoke
 
 THREAD = KeeperOptions(process=False)

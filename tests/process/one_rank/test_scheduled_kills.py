@@ -14,7 +14,7 @@ import pytest
 import everstep
 from everstep.seams.processes.processes import process_gone
 from everstep.trainer.attach.remote import RemoteKeeper
-from tests.behaviour.schedule.test_captures import Loop
+from tests.support.scheduled import Loop
 from tests.support.trainers import run_trainer, whole_lines
 from tests.support.world import TIMEOUT_S, inventory_of
 
@@ -25,9 +25,9 @@ EVERY = 5
 TRAIN = """
 import hashlib, os, signal, sys, torch
 import everstep
-from everstep.capture.lanes.emulated import EmulatedLink
+from everstep.testing.emulated_link import EmulatedLink
 from everstep.seams import Seams
-from tests.behaviour.schedule.test_captures import Loop
+from tests.support.scheduled import Loop
 
 run, kind, steps, kill_at = sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
 loop, ticks = Loop(kind), 0

@@ -16,12 +16,12 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 from everstep.state.providers.modules import ModuleProvider
 from everstep.state.ranks import ddp_buckets as buckets
-from everstep.state.ranks.ddp_buckets import Buckets
-from everstep.state.survey.survey import Part
+from everstep.state.ranks.ddp_buckets import DDPBuckets
+from everstep.state.survey.survey import SectionContents
 from everstep.state.training_state import State
 from everstep.state.values.objects import decode
-from tests.process.ranks.test_parallel import STEPS, Run, compare, run, steps_of
 from tests.support.ranks.parallel import MORE, Deep
+from tests.support.ranks.trainings import STEPS, Run, compare, run, steps_of
 
 __all__ = ["run"]
 
@@ -34,9 +34,9 @@ def any_ranks(alone: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(buckets, "_RANKS_MIN", 1)
 
 
-def made(module: nn.Module | None = None, **options: Any) -> tuple[Any, Buckets]:
+def made(module: nn.Module | None = None, **options: Any) -> tuple[Any, DDPBuckets]:
     ddp = DDP(module or Deep(), **{"bucket_cap_mb": 0.004, **options})
-    return ddp, Buckets({"model": ModuleProvider("model", ddp)})
+    return ddp, DDPBuckets({"model": ModuleProvider("model", ddp)})
 
 
 def train(ddp: Any, steps: int = 1) -> None:
@@ -45,11 +45,11 @@ def train(ddp: Any, steps: int = 1) -> None:
         ddp.zero_grad()
 
 
-def restored(ddp: Any, found: Buckets, tree: Any) -> tuple[str, ...]:
+def restored(ddp: Any, found: DDPBuckets, tree: Any) -> tuple[str, ...]:
     """The doubts of a process that has restored this; it has rehearsed what it could."""
     found.restore(tree, strict=True)
     doubts = found.settle(as_many=True)
-    assert not found.rebuild([found.wishes()])
+    assert not found.rebuild([found.rehearsals()])
     return doubts
 
 
@@ -59,7 +59,7 @@ def layout(ddp: Any) -> list[list[str]]:
     return [[names[id(one)] for one in bucket.parameters()] for bucket in found]
 
 
-def objects(part: Part) -> Any:
+def objects(part: SectionContents) -> Any:
     return decode(part.tree.data)  # type: ignore[attr-defined]
 
 
@@ -120,7 +120,7 @@ def test_the_module_in_ddp_is_as_good_as_ddp(any_ranks: None) -> None:
     first, of_first = made()
     train(first, 2)
     ddp = DDP(Deep(), bucket_cap_mb=0.004)
-    found = Buckets({"model": ModuleProvider("model", ddp.module)})
+    found = DDPBuckets({"model": ModuleProvider("model", ddp.module)})
     assert found.are_saved
     assert not restored(ddp, found, of_first.collect())
     assert layout(ddp) == layout(first)
@@ -145,8 +145,8 @@ def stateful_hook(state: Any, bucket: Any) -> Any:
 stateful_hook.__annotations__.clear()  # torch compares them, and these are postponed
 
 
-def with_hook(state: Any, hook: Any) -> Callable[[], tuple[Any, Buckets]]:
-    def make() -> tuple[Any, Buckets]:
+def with_hook(state: Any, hook: Any) -> Callable[[], tuple[Any, DDPBuckets]]:
+    def make() -> tuple[Any, DDPBuckets]:
         ddp, found = made()
         ddp.register_comm_hook(state, hook)
         return ddp, found
@@ -154,7 +154,7 @@ def with_hook(state: Any, hook: Any) -> Callable[[], tuple[Any, Buckets]]:
     return make
 
 
-def rebuilt_otherwise() -> tuple[Any, Buckets]:
+def rebuilt_otherwise() -> tuple[Any, DDPBuckets]:
     ddp, found = made()
     buckets._rehearse(ddp, range(14))
     return ddp, found
@@ -242,7 +242,7 @@ def test_all_ranks_rehearse_or_none(any_ranks: None) -> None:
     before = layout(ddp)
     found.restore(of_first.collect(), strict=True)
     assert not found.settle(as_many=True)
-    assert found.wishes()
+    assert found.rehearsals()
     (told,) = found.rebuild([[]])
     assert "not all ranks" in told
     assert layout(ddp) == before
@@ -251,7 +251,7 @@ def test_all_ranks_rehearse_or_none(any_ranks: None) -> None:
 def test_sums_of_another_number_of_ranks_are_no_doubt(any_ranks: None) -> None:
     _, found = made()
     assert not found.settle(as_many=False)
-    assert not found.wishes()
+    assert not found.rehearsals()
 
 
 def drill(run: Run, layout: str, *steps: int, **options: Any) -> int:

@@ -11,14 +11,14 @@ from typing import Any
 
 import pytest
 
-from everstep.run.opened import open_ranks
+from everstep.run.open_base import open_ranks
 from everstep.run.scan import scan_run
 from everstep.seams import PosixFileSystem
-from tests.process.ranks.test_multistep import STEPS, Job, check_resumed, over, report, wanted
-from tests.process.ranks.test_parallel import at, compare, steps_of
 from tests.support.keepers import end_keepers
 from tests.support.logged import document
+from tests.support.ranks.multistep import STEPS, Job, check_resumed, over, report, wanted
 from tests.support.ranks.parallel import LAYOUTS
+from tests.support.ranks.trainings import at, compare, steps_of
 from tests.support.world import flip
 
 pytestmark = pytest.mark.slow

@@ -16,8 +16,8 @@ import pytest
 from everstep.link.registry import list_keepers
 from everstep.run.scan import scan_run
 from everstep.seams.files.posix import PosixFileSystem
-from tests.process.ranks.test_peers import STEPS, TRAINING, WORLD, Nodes, check, lines_of
 from tests.support.keepers import end_keepers
+from tests.support.ranks.nodes import STEPS, TRAINING, WORLD, Nodes, check, lines_of
 from tests.support.trainers import Trainer, finish_trainer, start_trainer
 from tests.support.world import TIMEOUT_S
 

@@ -22,8 +22,8 @@ from everstep.run.segments import scan_log
 from everstep.seams import PosixFileSystem
 from everstep.tiers.files import TierFileSystem
 from everstep.tiers.urls import open_tier
-from tests.process.ranks.test_rank_tiers import wait_for
 from tests.support.keepers import end_keepers
+from tests.support.ranks.tier_processes import wait_for
 from tests.support.trainers import Trainer, finish_trainer, start_trainer
 from tests.support.world import TIMEOUT_S
 

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from everstep.trainer.session.cadence import FIRST_STEPS
-from tests.process.ranks.test_parallel import Run, compare, run, steps_of
 from tests.support.keepers import end_keepers
+from tests.support.ranks.trainings import Run, compare, run, steps_of
 from tests.support.trainers import finish_trainer, start_trainer
 from tests.support.world import TIMEOUT_S
 
@@ -24,7 +24,7 @@ import hashlib, json, os, sys, warnings
 import torch, torch.distributed as dist
 import everstep
 from everstep.errors import NonFiniteError
-from everstep.state.ranks.log_shares import log_parts
+from everstep.state.ranks.log_shares import log_shares
 
 folder, meet, layout, *numbers = sys.argv[1:]
 rank, recorder, bad = map(int, numbers)
@@ -78,7 +78,7 @@ for batch in range(1, 9):
         if layout == "fsdp":  # the part that one rank has, and nobody else
             spoilt = next(model.parameters()) if rank == recorder else None
         else:  # all have the same gradient, and one looks at it
-            parts = log_parts(ckpt._state)["optimizer"]
+            parts = log_shares(ckpt._state)["optimizer"]
             named = dict(ckpt._state.providers["optimizer"].named())
             spoilt = next(p for name, p in named.items() if parts[name].owner == recorder)
         try:

@@ -6,9 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.process.ranks.test_log_together import came_back, undisturbed
-from tests.process.ranks.test_parallel import Run, at, compare, steps_of
-from tests.process.ranks.test_replica import (
+from tests.support.keepers import end_keepers
+from tests.support.ranks.log_processes import came_back, undisturbed
+from tests.support.ranks.processes import STEPS
+from tests.support.ranks.replica_processes import (
     Made,
     change,
     committed,
@@ -16,8 +17,7 @@ from tests.process.ranks.test_replica import (
     made,
     replicas_follow,
 )
-from tests.process.ranks.test_together import STEPS
-from tests.support.keepers import end_keepers
+from tests.support.ranks.trainings import Run, at, compare, steps_of
 
 __all__ = ["made", "replicas_follow"]
 

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -15,41 +14,14 @@ import pytest
 import everstep
 from everstep.errors import KeeperError
 from everstep.trainer.multistep.multistep_ranks import RankMultistep
-from tests.behaviour.ranks.test_together import bases, resume, train
-from tests.process.ranks.test_parallel import Run, Said, at, compare, steps_of
 from tests.support.keepers import end_keepers
+from tests.support.ranks.multistep import STEPS, Does, Job, check_resumed, over, report, wanted
 from tests.support.ranks.parallel import LAYOUTS
-from tests.support.ranks.together import on_all, trainings
+from tests.support.ranks.together import bases, on_all, resume, train, trainings
+from tests.support.ranks.trainings import at, compare, steps_of
 from tests.support.trainers import finish_trainer
 
-STEPS = 8
 _SOON_S = 90.0  # long before ranks stop waiting for each other
-Does = dict[int, str]
-
-
-class Job(Run):
-    """Jobs of two ranks on one run folder. Bases are due at steps 2, 4, ..., in 3 parts: those that
-    begin at steps 2 and 6 end at 4 and 8, where the next would be due."""
-
-    def train(
-        self,
-        layout: str,
-        options: Any,
-        *does: Does,
-        last: int = STEPS,
-        methods: tuple[dict[str, Any], ...] = ({}, {}),
-    ) -> Said:
-        """What each rank says.
-
-        Args:
-            does: what each rank does at the end of which step.
-            methods: what of the method is its own.
-        """
-        environments = [
-            {"DOES": json.dumps(one), "METHOD": json.dumps(own)}
-            for one, own in zip(does or ({}, {}), methods, strict=True)
-        ]
-        return self.ended(layout, options, last, *environments)
 
 
 @pytest.fixture
@@ -59,35 +31,10 @@ def job(tmp_path: Path) -> Iterator[Job]:
     end_keepers(tmp_path)
 
 
-def over(parts: int = 3, *, overlap: int = 0, **options: Any) -> dict[str, Any]:
-    """Gradients are held for so many steps; 0: updates wait for them."""
-    about = {"overlap_forward": overlap > 0, "held_steps": max(1, overlap)}
-    method = {"base": "multistep", "parts": parts, **about}
-    return {"method": method, "keep": 50, **options}
-
-
-@cache
-def wanted(layout: str, folder: Path) -> list[dict[int, Any]]:
-    """What nobody has disturbed, and no checkpoint was taken of."""
-    (folder / f"undisturbed-{layout}").mkdir()
-    return steps_of(Job(folder / f"undisturbed-{layout}").train(layout, None, last=STEPS + 2))
-
-
 @pytest.fixture
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Any:
     folder = tmp_path_factory.getbasetemp()
     return lambda layout: wanted(layout, folder)
-
-
-def report(said: Said) -> list[dict[str, Any]]:
-    return [lines[-1]["multistep"] for lines in said]
-
-
-def check_resumed(job: Job, layout: str, step: int, wanted: list[dict[int, Any]]) -> None:
-    """Another start finds the base of ``step``, bit for bit, and goes on as if nothing had been."""
-    assert max(job.committed()) == step
-    said = job.train(layout, {"method": "lazy"}, last=step + 2)
-    assert compare(said, wanted) == step
 
 
 @pytest.mark.parametrize(

@@ -36,7 +36,7 @@ from everstep.format.writer import ChunkRing
 from everstep.keeper.log.log_writer import SegmentWriter
 from everstep.keeper.persist.persister import Persister
 from everstep.restore.offline.audit_newest import audit_newest
-from everstep.run.opened import OpenBase
+from everstep.run.open_base import OpenBase
 from everstep.run.scan import scan_run
 from everstep.run.segments import read_segment, scan_log
 from everstep.seams import ManualClock, PosixFileSystem, Seams
@@ -45,9 +45,8 @@ from everstep.state.layout.names import GRADIENT, OBJECT_PREFIX
 from everstep.state.values.objects import decode, encode
 from everstep.state.values.tensors import byte_view, empty_like_entry, host_bytes
 from everstep.tiers.slots import SlotStore
-from tests.process.one_rank.test_audits import AT_ONCE
 from tests.support.keepers import end_keepers
-from tests.support.logged import document, invoke
+from tests.support.logged import AT_ONCE, document, invoke
 from tests.support.ranks.parallel import LAYOUTS, MORE, Training
 from tests.support.trainers import finish_trainer, start_trainer, whole_lines
 from tests.support.world import flip, forget
@@ -478,7 +477,7 @@ def test_a_log_of_another_number_of_ranks_leads_on_from_their_own_base(tmp_path:
     for base in (run / "timeline-00002" / "base").iterdir():
         shutil.rmtree(base)
     refused = document("restore", run, "--step", last, "--out", tmp_path / "none", status=1)
-    assert "the state consists of something else" in refused["message"]
+    assert "the state has another composition" in refused["message"]
     assert not (tmp_path / "none").exists()
     document("restore", run, "--step", LAST, "--out", tmp_path / "before")
 

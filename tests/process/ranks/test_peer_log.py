@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
-from tests.process.ranks.test_peers import STEPS, WORLD, Nodes, check, lines_of
 from tests.support.keepers import end_keepers
+from tests.support.ranks.nodes import STEPS, WORLD, Nodes, check, lines_of
 from tests.support.trainers import Trainer, finish_trainer
 from tests.support.world import TIMEOUT_S
 

@@ -5,9 +5,8 @@ from __future__ import annotations
 
 import json
 import shutil
-import threading
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,21 +18,13 @@ from everstep.run.scan import scan_run
 from everstep.seams import PosixFileSystem
 from everstep.tiers.files import TierFileSystem
 from everstep.tiers.urls import open_tier
-from tests.process.ranks.test_together import TRAINING, check, undisturbed
-from tests.process.ranks.test_together import Job as Together
 from tests.support.keepers import end_keepers
 from tests.support.objectstore import KEY, SECRET, server, weed
+from tests.support.ranks.processes import TRAINING, check, undisturbed
+from tests.support.ranks.processes import Job as Together
+from tests.support.ranks.tier_processes import wait_for
 from tests.support.trainers import Trainer, finish_trainer, start_trainer
 from tests.support.world import TIMEOUT_S
-
-
-def wait_for(done: Callable[[], bool], what: str) -> None:
-    never = threading.Event()
-    for _ in range(int(3 * TIMEOUT_S / 0.02)):
-        if done():
-            return
-        never.wait(0.02)
-    raise AssertionError(f"waited in vain for {what}")
 
 
 class Hosts:

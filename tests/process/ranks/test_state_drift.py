@@ -22,7 +22,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import (
 from torch.distributed.algorithms.join import Join
 
 from everstep.errors import UnsupportedStateError
-from everstep.state.ranks.ddp import before_update
+from everstep.state.ranks.ddp import refuse_divergent_updates
 from everstep.state.training_state import State
 from tests.support.keepers import end_keepers
 from tests.support.ranks.sharding import as_rank
@@ -51,7 +51,7 @@ def gated(*, world: int = 2, compiled: bool = False) -> Iterator[tuple[Any, Stat
 
 def refused(state: State, heard: list[str], key: str = "both") -> str:
     with pytest.raises(UnsupportedStateError) as caught:
-        before_update(state, heard.append)(key)
+        refuse_divergent_updates(state, heard.append)(key)
     assert heard == []
     assert caught.value.leaves[0][0] == "model"
     assert "ddp.module" in str(caught.value.hint)
@@ -59,7 +59,7 @@ def refused(state: State, heard: list[str], key: str = "both") -> str:
 
 
 def passes(state: State, heard: list[str], *keys: str) -> None:
-    look = before_update(state, heard.append)
+    look = refuse_divergent_updates(state, heard.append)
     for key in keys:
         look(key)
     assert heard == list(keys)
@@ -77,7 +77,7 @@ def test_an_update_within_no_sync(compiled: bool) -> None:
 
 def test_a_group_that_is_added() -> None:
     with gated() as (ddp, state, heard):
-        look = before_update(state, heard.append)
+        look = refuse_divergent_updates(state, heard.append)
         with ddp.no_sync():
             look("alone")
             state.optimizers["alone"].add_param_group({"params": ddp.module["shared"].weight})

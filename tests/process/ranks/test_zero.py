@@ -11,10 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.process.ranks import test_log_together as test_log_together_processes
-from tests.process.ranks import test_replica as test_replica_ranks_processes
-from tests.process.ranks.test_log_together import LogJob, undisturbed
-from tests.process.ranks.test_replica import (
+from tests.support.keepers import end_keepers
+from tests.support.ranks import log_processes, replica_processes
+from tests.support.ranks.log_processes import LogJob, undisturbed
+from tests.support.ranks.processes import STEPS, WORLD, check
+from tests.support.ranks.replica_processes import (
     LARGE_STATE,
     LARGE_UPDATE,
     LONG,
@@ -25,27 +26,27 @@ from tests.process.ranks.test_replica import (
     came_back,
     change,
     committed,
+    compressed_training,
     followed,
+    lose_a_node,
 )
-from tests.process.ranks.test_together import STEPS, WORLD, check
-from tests.support.keepers import end_keepers
 from tests.support.trainers import finish_trainer
 
 pytestmark = pytest.mark.slow
-replicas_follow = test_replica_ranks_processes.replicas_follow  # which every test here takes
+replicas_follow = replica_processes.replicas_follow  # which every test here takes
 
 EARLIER = """
 import dataclasses
 from everstep.state.ranks import rank_share as share
 
-now = share.common_of
+now = share.find_replication
 
 def by_the_other(*about):
     found = now(*about)
     others = {name: (1 - rank, ranks) for name, (rank, ranks) in found.updaters.items()}
     return dataclasses.replace(found, updaters=others)
 
-share.common_of = by_the_other
+share.find_replication = by_the_other
 """
 """Bases are split otherwise, as they were before who updates a parameter wrote it."""
 
@@ -131,14 +132,13 @@ def test_another_method_goes_on(
 
 
 def test_compressed_training(tmp_path: Path, made: Made, monkeypatch: pytest.MonkeyPatch) -> None:
-    test_replica_ranks_processes.test_compressed_training(tmp_path, made, "zero", monkeypatch)
+    compressed_training(tmp_path, made, "zero", monkeypatch)
 
 
 def test_a_node_that_is_lost_comes_back_from_its_peer(
     tmp_path: Path, made: Made, expected: Steps, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    about = tmp_path, made, "zero", expected, monkeypatch
-    test_replica_ranks_processes.test_a_node_that_is_lost_comes_back_from_its_peer(*about)
+    lose_a_node(tmp_path, made, "zero", expected, monkeypatch)
 
 
 @pytest.mark.parametrize("after", ["logged", "lowdiff_plus"])
@@ -148,8 +148,8 @@ def test_a_log_behind_a_base_that_was_split_otherwise_leads_on(
     job = LogJob(tmp_path, "zero", method="logged", **LONG)
     made.append(job)
     with monkeypatch.context() as patched:
-        program = test_log_together_processes.TRAINING
-        patched.setattr(test_log_together_processes, "TRAINING", EARLIER + program)
+        program = log_processes.TRAINING
+        patched.setattr(log_processes, "TRAINING", EARLIER + program)
         job.until_all_die(5)
     job._options["method"] = after
     assert came_back(job, expected) == 5

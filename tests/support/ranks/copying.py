@@ -14,7 +14,7 @@ from everstep.errors import EverstepError
 from everstep.format.writer import ChunkRing
 from everstep.keeper.ship.place import ROOT
 from everstep.keeper.ship.rank_mirror import FollowingMirror, LeadingMirror
-from everstep.restore.load.load import all_contents
+from everstep.restore.load.load import check_contents
 from everstep.run.scan import scan_run
 from everstep.run.verify import verify_base
 from everstep.seams import ManualClock, PosixFileSystem
@@ -166,7 +166,7 @@ def usable(tier: Tier) -> list[int]:
             ring = ChunkRing(3, 1)
             try:
                 verdict = verify_base(
-                    files, base, ring, timeout_s=30, progress=silent, contents=all_contents
+                    files, base, ring, timeout_s=30, progress=silent, contents=check_contents
                 )
             finally:
                 ring.close()

@@ -21,7 +21,8 @@ from everstep.format.records import Marker, TimelineRecord
 from everstep.format.writer import ChunkRing
 from everstep.keeper.persist.persister import Persister
 from everstep.link.recordable import Layouts, state_digest
-from everstep.restore.offline.whole_ranks import MakeWhole, made_whole
+from everstep.restore.load.load import CompleteRank
+from everstep.restore.offline.whole_ranks import made_whole
 from everstep.run.scan import BaseFound
 from everstep.seams import PosixFileSystem
 from everstep.seams.fingerprint import fingerprint
@@ -31,7 +32,7 @@ from everstep.state.layout.shards import ShardLayout
 from everstep.state.ranks.rank_info import RankInfo
 from everstep.state.training_state import State
 from everstep.state.values.objects import encode
-from everstep.state.values.tensors import local_of
+from everstep.state.values.tensors import local_tensor
 from everstep.tiers.disk import ensure_dirs
 from everstep.tiers.slots import SlotStore
 from everstep.trainer.log.consumed import Consumption
@@ -50,7 +51,7 @@ Spoil = Callable[[int, Records], Sequence[LogRecord]]
 Seen = Callable[[int, dict[str, int]], dict[str, int]]
 
 
-def whole(ring: ChunkRing, trained: TimelineRecord | None = TRAINED) -> MakeWhole:
+def whole(ring: ChunkRing, trained: TimelineRecord | None = TRAINED) -> CompleteRank:
     """As whoever restores makes files whole."""
     return partial(made_whole, ring=ring, trained=trained, timeout_s=TIMEOUT_S, progress=silent)
 
@@ -138,7 +139,7 @@ def _write(
             spots = spots_at_mark(set(held), survey.tensors, step)
             mine = [entry.name for entry in survey.shape.entries if entry.name not in held]
         for name in mine:
-            held[name] = local_of(survey.tensors[name]).detach().clone()
+            held[name] = local_tensor(survey.tensors[name]).detach().clone()
             lsns[name] = step
     objects, shape = survey.objects(), survey.shape
     identity = ShardIdentity("run", 1, LAST, LAST, info.rank, info.world, True)

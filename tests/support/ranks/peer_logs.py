@@ -2,14 +2,28 @@
 
 from __future__ import annotations
 
+from pathlib import PurePath
+from typing import Any
+
 from everstep.arena.memory import Arena
 from everstep.commit.lineage import BaseId
+from everstep.errors import EverstepError
+from everstep.format.header import ShardIdentity
 from everstep.format.log import LogRecord, RecordHead, record_digest
+from everstep.format.writer import ChunkRing
 from everstep.keeper.log.log import LogStore
+from everstep.keeper.ship.log_mirror import LogMirror
 from everstep.keeper.ship.log_sender import LogSender
+from everstep.keeper.ship.place import CopyPlace
 from everstep.restore.fetch.peer_log import PeerLog, packed
+from everstep.run.segments import read_segment, scan_log
+from everstep.seams import ManualClock
 from everstep.state.layout.entries import Entry
 from everstep.state.layout.shards import ShardLayout, plan_shards
+from everstep.tiers.contract import Tier
+from everstep.tiers.files import TierFileSystem
+from everstep.tiers.memory import MemoryTier
+from everstep.tiers.rate import ObjectRate
 from tests.support.ranks.peering import Ring, record_of
 
 __all__ = ["LOG_BYTES", "Log", "LogRing", "heads_of_step", "log_of", "records_of_steps"]
@@ -137,3 +151,47 @@ class LogRing(Ring):
         if wait:
             self.run()
         return base
+
+
+IDENTITY = ShardIdentity("0" * 32, 1, 0, 0, 1, 2, True)
+
+
+RUN = PurePath("/run")
+
+
+class Copying:
+    """The mirror of rank 1 of two, in no thread of its own."""
+
+    def __init__(self, tier: Tier | None = None, *, cap: int | None = None, **more: Any) -> None:
+        self.tier = tier or MemoryTier()
+        self.clock = ManualClock()
+        self.posted: list[EverstepError] = []
+        self.log = Log()
+        self.rate = ObjectRate(cap, self.clock)
+        more = {"batch_steps": 2, "leads": False, "objects_per_hour": cap, **more}
+        place, identity = CopyPlace(self.tier, 1, self.rate), more.pop("identity", IDENTITY)
+        about = place, self.log.store, identity, self.clock, self.posted.append
+        self.mirror = LogMirror(*about, **more)
+
+    def train(self, *steps: int, flush: bool = False) -> None:
+        for step in steps:
+            self.log.step(step)
+            self.mirror.turn(flush=flush)
+
+    def there(self, rank: int = 1) -> list[tuple[int, int]]:
+        """Steps of the segments that can be read, each compared with what was logged."""
+        files, ring, found = TierFileSystem(self.tier, RUN), ChunkRing(3, 1), []
+        try:
+            for segment in scan_log(files, RUN, [1, 2], rank=rank):
+                assert segment.problem is None
+                read = read_segment(files, segment, ring, timeout_s=20.0)
+                wanted = records_of_steps(segment.after + 1, segment.last)
+                assert [_told(one) for one in read] == [_told(one) for one in wanted]
+                found.append((segment.after, segment.last))
+        finally:
+            ring.close()
+        return found
+
+
+def _told(record: LogRecord) -> tuple[Any, ...]:
+    return record.head, bytes(record.data), dict(record.objects)

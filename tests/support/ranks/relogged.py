@@ -3,6 +3,7 @@ another number of ranks, or another layout (see :mod:`tests.support.ranks.shardi
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -17,10 +18,9 @@ from everstep.format.log import LogRecord, RecordHead, record_digest
 from everstep.format.records import TimelineRecord
 from everstep.format.writer import ChunkRing
 from everstep.link.recordable import Layouts, state_digest
-from everstep.restore.load.old_layout import OldLayout
-from everstep.restore.load.reshard import SavedRanks
-from everstep.restore.relaid.redo_others import redo_of_others
-from everstep.restore.start.forward import Restored
+from everstep.restore.load.saved_ranks import SavedLayout, SavedRanks
+from everstep.restore.reshard.replay import replay_resharded
+from everstep.restore.start.roll_forward import Restored
 from everstep.run.scan import BaseFound
 from everstep.seams.fingerprint import fingerprint
 from everstep.state.layout.placement import Box
@@ -29,7 +29,7 @@ from everstep.state.ranks.log_shares import updated_elsewhere
 from everstep.state.ranks.rank_info import RankInfo
 from everstep.state.training_state import State
 from everstep.state.values.objects import encode
-from everstep.state.values.tensors import box_of, host_bytes, is_dtensor, local_of
+from everstep.state.values.tensors import host_bytes, is_dtensor, local_box, local_tensor
 from everstep.trainer.log.consumed import Consumed, Consumption
 from everstep.trainer.log.log_part import LogPart
 from tests.support.ranks.sharding import STEP, Values, as_rank, build, found, load, open_all, write
@@ -62,7 +62,7 @@ def train(values: Values, step: int) -> None:
     """Gives every parameter this rank's part of its gradient; no update."""
     for name, parameter in values["model"].named_parameters():
         whole = gradient(name.removeprefix("module."), parameter.shape, step)
-        box = box_of(parameter)
+        box = local_box(parameter)
         part = whole[box.slices_in(Box((0,) * whole.dim(), tuple(whole.shape)))].contiguous()
         if is_dtensor(parameter):
             kind: Any = distributed.tensor.DTensor
@@ -155,7 +155,7 @@ def redone(
     loaded = load(base, state, ring)
     if loaded.layout is None:  # as many ranks, in another layout
         with open_all(base) as opened:
-            layout_then = OldLayout.of(SavedRanks(opened), opened, state.optimizers)
+            layout_then = SavedLayout.of(SavedRanks(opened), opened, state.optimizers)
         loaded = replace(loaded, layout=layout_then)
     restored = Restored(base, loaded, base.id, loaded.marker.lsn)
 
@@ -170,7 +170,7 @@ def redone(
     numbers = [(1, step) for step in range(STEP + 1, STEP + 1 + steps)]
     record = TimelineRecord("run", 1, None, 0, True, 1, fingerprint(), 0.0)
     about = restored, numbers, state, fetch, {1: record}
-    redo_of_others(*about, together=together, alive=lambda: None)
+    replay_resharded(*about, together=together, alive=lambda: None)
     assert restored.end == BaseId(1, STEP + restored.replayed) or not restored.replayed
     return values, restored
 
@@ -238,7 +238,14 @@ def record_of(
     """A record of these tensors, of DTensors this rank's parts."""
     data = bytearray(layout.size_bytes)
     for place in layout.placed:
-        tensor = local_of(tensors[place.entry.name]).detach().contiguous()
+        tensor = local_tensor(tensors[place.entry.name]).detach().contiguous()
         data[place.begin : place.end] = host_bytes(tensor)
     view = memoryview(data)
     return LogRecord(head, layout, objects, view, record_digest(view, objects))
+
+
+def only(run: Path, step: int) -> None:
+    """Leaves no later base, so that it must be by replay, from one program to the other."""
+    for base in run.glob("timeline-*/base/*"):
+        if int(base.name) > step:
+            shutil.rmtree(base)

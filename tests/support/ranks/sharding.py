@@ -36,13 +36,13 @@ from everstep.format.records import (
 from everstep.format.writer import ChunkRing
 from everstep.keeper.persist.persister import Persister
 from everstep.restore.load.load import LoadedBase, load_ranks
-from everstep.run.opened import OpenBase
+from everstep.run.open_base import OpenBase
 from everstep.run.scan import BaseFound
 from everstep.seams import PosixFileSystem
 from everstep.seams.progress import silent
 from everstep.state.ranks.rank_info import RankInfo
 from everstep.state.training_state import State
-from everstep.state.values.tensors import local_of
+from everstep.state.values.tensors import local_tensor
 from everstep.tiers.disk import ensure_dirs
 from everstep.tiers.slots import SlotStore
 
@@ -262,7 +262,7 @@ def load(base: BaseFound, state: State, ring: ChunkRing, **given: Any) -> Loaded
 def locals_of(values: Values) -> dict[str, torch.Tensor]:
     """What a rank holds of the model and of the optimizer's state, by name, copied."""
     tensors = tensors_of(values)
-    return {name: local_of(tensor).detach().clone() for name, tensor in tensors.items()}
+    return {name: local_tensor(tensor).detach().clone() for name, tensor in tensors.items()}
 
 
 def tensors_of(values: Values) -> dict[str, torch.Tensor]:

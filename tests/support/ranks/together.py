@@ -19,7 +19,8 @@ from torch import nn
 import everstep
 from everstep import checkpointer
 from everstep.errors import DeadlineError
-from everstep.seams import Seams
+from everstep.run.scan import scan_run
+from everstep.seams import PosixFileSystem, Seams
 
 __all__ = ["RankTraining", "ThreadGroup", "on_all", "rank_seams", "trained", "trainings"]
 
@@ -178,3 +179,31 @@ def trainings(
         for one in ranks:
             with contextlib.suppress(everstep.EverstepError):
                 one.ckpt.close()
+
+
+FS = PosixFileSystem()
+
+
+def bases(path: Path) -> dict[int, str]:
+    """Status of each base by step."""
+    return {base.id.step: base.status for base in scan_run(FS, path).bases}
+
+
+def resume(ranks: list[RankTraining], step: int | None = None) -> list[everstep.Recovery]:
+    return on_all(*(lambda one=one: one.ckpt.resume(step) for one in ranks))  # type: ignore[misc]
+
+
+def train(ranks: list[RankTraining], steps: int) -> None:
+    on_all(*(lambda one=one: one.train(steps) for one in ranks))  # type: ignore[misc]
+
+
+def save(ranks: list[RankTraining]) -> None:
+    def one_saves(one: RankTraining) -> None:
+        one.ckpt.save()
+        one.ckpt.wait(20)
+
+    on_all(*(lambda one=one: one_saves(one) for one in ranks))  # type: ignore[misc]
+
+
+def folders(tmp_path: Path, shared: bool) -> tuple[Path, Path]:
+    return (tmp_path / "run", tmp_path / "run") if shared else (tmp_path / "a", tmp_path / "b")

@@ -17,19 +17,9 @@ from everstep_bench.convergence import (
     present,
     run_convergence,
 )
+from tests.support.displays import Silent
 
 TINY = GPTConfig(layers=1, width=32, heads=1, context=32)
-
-
-class Silent:
-    def __init__(self) -> None:
-        self.total = self.done = 0
-
-    def begin(self, what: str, total: int) -> None:
-        self.total = total
-
-    def advance(self, what: str) -> None:
-        self.done += 1
 
 
 @pytest.fixture(scope="module")

@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from everstep.capture.lanes.emulated import EmulatedLink
 from everstep.demo.fingerprint import fingerprint
 from everstep.errors import EverstepError, OptionError
+from everstep.testing.emulated_link import EmulatedLink
 from everstep.workloads import make_deterministic
 from everstep_bench.crash import lives as lives_module
 from everstep_bench.crash import run, show

@@ -23,7 +23,6 @@ from everstep.demo.journal import Event, JournalWriter
 from everstep.demo.verdict import Difference
 from everstep.errors import OptionError, UnavailableError
 from everstep.options import presets
-from everstep_bench.drill import job as job_module
 from everstep_bench.drill import run as run_module
 from everstep_bench.drill import store as store_module
 from everstep_bench.drill.arms import ARMS, parse_arms
@@ -36,6 +35,7 @@ from everstep_bench.drill.report import DrillReport, Outcome
 from everstep_bench.drill.run import run_drill
 from everstep_bench.drill.scenario import Drill, _into, compare, median_step_s
 from everstep_bench.drill.show import introduce, present, progress_display
+from tests.support.displays import SilentDrill
 from tests.support.world import TIMEOUT_S
 
 # --- Options ----------------------------------------------------------------------------
@@ -318,7 +318,7 @@ def test_what_a_store_takes_is_named(
         store_module.shutil, "which", lambda name: None if name == missing else f"/bin/{name}"
     )
     with pytest.raises(UnavailableError, match=missing):
-        run_drill(drill_plan(store="seaweedfs"), Silent(), network=lambda word: Wire())
+        run_drill(drill_plan(store="seaweedfs"), SilentDrill(), network=lambda word: Wire())
 
 
 @pytest.mark.parametrize("fails", ["netns add es-abc-1", "type bridge", "tbf", "addr add"])
@@ -456,16 +456,6 @@ def test_the_network_goes_down_even_if_a_host_does_not_die(tmp_path: Path) -> No
     assert wire.closed == 1
 
 
-class Silent:
-    """A display that shows nothing."""
-
-    def event(self, text: str) -> None:
-        pass
-
-    def progress(self, name: str, step: int) -> None:
-        pass
-
-
 @pytest.mark.parametrize("error", [KeyboardInterrupt, DrillError("it went wrong")])
 def test_whatever_happens_nothing_is_left(
     monkeypatch: pytest.MonkeyPatch, sleeper: Callable[[str], int], error: Any
@@ -488,7 +478,7 @@ def test_whatever_happens_nothing_is_left(
 
     monkeypatch.setattr(run_module, "Drill", Broken)
     with pytest.raises(error if isinstance(error, type) else DrillError):
-        run_drill(drill_plan(), Silent(), network=network)
+        run_drill(drill_plan(), SilentDrill(), network=network)
     assert wire.closed == 1
     assert not place[0].exists()
     assert not pids(word[0])
@@ -547,7 +537,7 @@ def test_an_arm_consumes_what_it_is_compared_with(tmp_path: Path) -> None:
             raise DrillError("enough")
 
     hosts = Hosts(tmp_path, "word", 2, Wire(), lambda drill, host: 0)
-    asks = Asked(drill_plan(arms="everstep_int8"), hosts, tmp_path, tmp_path / "t", Silent())
+    asks = Asked(drill_plan(arms="everstep_int8"), hosts, tmp_path, tmp_path / "t", SilentDrill())
     with pytest.raises(DrillError, match="enough"):
         asks.undisturbed("int8")
     assert asked == ["int8"]

@@ -20,10 +20,10 @@ from everstep_bench.drill.network import why_no_namespaces
 from everstep_bench.drill.plan import drill_plan
 from everstep_bench.drill.report import DrillReport, Outcome
 from everstep_bench.drill.run import run_drill
+from tests.support.displays import SilentDrill
 from tests.support.leftovers import MARK, processes_marked
 from tests.support.objectstore import weed
 from tests.support.world import TIMEOUT_S
-from tests.unit.bench.test_drill import Silent
 
 pytestmark = pytest.mark.slow
 
@@ -69,7 +69,7 @@ def _namespaces() -> set[str]:
 
 
 def drill(**changes: Any) -> DrillReport:
-    return run_drill(drill_plan(**{**TINY, **changes}), Silent())
+    return run_drill(drill_plan(**{**TINY, **changes}), SilentDrill())
 
 
 def check(outcome: Outcome, at_step: int) -> None:
@@ -155,7 +155,7 @@ def test_a_wrong_state_is_found(tmp_path: Path) -> None:
     script = tmp_path / "wrong.py"
     script.write_text(WRONG)
     plan = drill_plan(**{**TINY, "kills": "process", "arms": "lazy"})
-    report = run_drill(plan, Silent(), child=(str(script),))
+    report = run_drill(plan, SilentDrill(), child=(str(script),))
     (outcome,) = report.outcomes
     assert outcome.exact, "that is what it claims"
     assert not report.same

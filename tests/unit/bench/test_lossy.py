@@ -18,7 +18,7 @@ from everstep_bench.lossy import (
     present,
     run_lossy,
 )
-from tests.unit.bench.test_convergence import Silent
+from tests.support.displays import Silent
 
 # Its fused projection and its feed-forward layers are large ones (192 x 576, 192 x 768).
 SMALL = GPTConfig(layers=1, width=192, heads=4, context=16)

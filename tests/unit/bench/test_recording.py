@@ -14,11 +14,11 @@ import pytest
 import torch
 
 from everstep.capture.lanes.batches import Batch
-from everstep.capture.lanes.emulated import EmulatedLink
 from everstep.capture.lanes.lane import CpuLane
 from everstep.errors import UnavailableError
 from everstep.options import Method
 from everstep.state.values.tensors import byte_view
+from everstep.testing.emulated_link import EmulatedLink
 from everstep_bench.stall import run, timeline
 from everstep_bench.stall.arms import CAUSES, Arm, Pending
 from everstep_bench.stall.cores import Placement

@@ -22,7 +22,6 @@ import torch
 import everstep
 from everstep.capture.lanes.batches import Batch
 from everstep.capture.lanes.devices import DeviceLane
-from everstep.capture.lanes.emulated import EmulatedLink
 from everstep.capture.lanes.lane import CpuLane
 from everstep.errors import (
     DeadlineError,
@@ -32,6 +31,7 @@ from everstep.errors import (
     UnavailableError,
 )
 from everstep.seams import Seams
+from everstep.testing.emulated_link import EmulatedLink
 from everstep_bench.persist.machine import Machine
 from everstep_bench.stall import cores, gauges, peers, run, running
 from everstep_bench.stall import ours as ours_module

@@ -32,7 +32,7 @@ from everstep_bench.tiers.sampling import (
     files_bytes,
     memory_bytes,
 )
-from tests.unit.bench.test_convergence import Silent
+from tests.support.displays import Silent
 
 STEPS = 16
 OPTIONS = TiersOptions(steps=STEPS, every=2, keep=2, params=100_000)

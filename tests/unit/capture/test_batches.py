@@ -35,7 +35,7 @@ from everstep.seams.files.filesystem import WriteFile
 from everstep.seams.progress import silent
 from everstep.state.layout.entries import Entry
 from everstep.state.layout.shards import ShardLayout, plan_shards
-from everstep.state.values.tensors import DTYPE_CODES, byte_view, stored_form
+from everstep.state.values.tensors import DTYPE_CODES, byte_view, tensor_entry
 from tests.support.elsewhere import elsewhere
 from tests.support.world import TIMEOUT_S
 
@@ -77,7 +77,7 @@ def row_major(tensor: torch.Tensor) -> bytes:
 
 
 def layout_of(live: Mapping[str, torch.Tensor]) -> ShardLayout:
-    (layout,) = plan_shards([stored_form(name, tensor) for name, tensor in live.items()])
+    (layout,) = plan_shards([tensor_entry(name, tensor) for name, tensor in live.items()])
     return layout
 
 

@@ -44,12 +44,12 @@ from everstep.errors import (
 )
 from everstep.seams import driver as driver_module
 from everstep.state.layout.shards import plan_shards
-from everstep.state.values.tensors import stored_form
+from everstep.state.values.tensors import tensor_entry
+from tests.support.cuda_world import GPU, World, restored
 from tests.support.fakecuda import POISON, FakeCuda, FakeEvent, FakeHost, Token, cuda_device
-from tests.support.world import TIMEOUT_S, freeze, opened
+from tests.support.world import TIMEOUT_S, opened
 
 PAGE = 4096
-GPU = cuda_device(0)
 
 
 def slices_of(size_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -99,7 +99,7 @@ class Loop:
         self.live: dict[str, torch.Tensor] = {}
         for slot in self.slots:
             self._place(slot)
-        (self.layout,) = plan_shards([stored_form(s.name, self.live[s.name]) for s in self.slots])
+        (self.layout,) = plan_shards([tensor_entry(s.name, self.live[s.name]) for s in self.slots])
         owners = {slot.name: slot.owner for slot in self.slots}
         self.ends: dict[str, int] = {}
         for place in self.layout.placed:
@@ -1145,56 +1145,6 @@ def test_a_captured_step_is_refused_whether_or_not_a_save_is_under_way(
 
 
 # --- The whole engine -------------------------------------------------------------------
-
-
-@pytest.fixture
-def played(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
-    """All but the smallest tensors lie on a device, whose copies run only where somebody waits
-    for them; the lane's thread does not until the event is set."""
-    cuda = FakeCuda(random.Random(1), eager=True)
-    cuda.install(monkeypatch)
-    monkeypatch.setattr(batches_module, "_SMALL_BYTES", 0)  # no packs across devices
-    monkeypatch.setattr(
-        cuda_module, "_device", lambda t: GPU if t.nbytes > 8 else torch.device("cpu")
-    )
-    opened, trainer = threading.Event(), threading.get_ident()
-    synchronize = FakeEvent.synchronize
-
-    def held(event: FakeEvent) -> None:
-        if threading.get_ident() != trainer:
-            assert opened.wait(TIMEOUT_S)
-        synchronize(event)
-
-    monkeypatch.setattr(FakeEvent, "synchronize", held)
-    yield opened
-    opened.set()
-    assert not cuda.registered
-
-
-class World:
-    """A model with buffers, and an optimizer with step counters in host memory."""
-
-    def __init__(self, seed: int = 3) -> None:
-        torch.manual_seed(seed)
-        self.model = nn.Sequential(nn.Linear(40, 300), nn.BatchNorm1d(300), nn.Linear(300, 7))
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.1)
-        self.state: dict[str, Any] = {"model": self.model, "optimizer": self.optimizer}
-        self.train()
-
-    def train(self) -> None:
-        self.optimizer.zero_grad()
-        self.model(torch.randn(16, 40)).square().mean().backward()
-        self.optimizer.step()
-
-    def snapshot(self) -> Any:
-        return freeze([self.model.state_dict(), self.optimizer.state_dict()])
-
-
-def restored(run: Path, step: int) -> Any:
-    world = World(seed=99)
-    with opened(run, world.state) as ckpt:
-        ckpt.resume(step)
-    return world.snapshot()
 
 
 @pytest.mark.parametrize("gate", [True, False], ids=["gate", "no gate"])

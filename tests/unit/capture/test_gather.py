@@ -10,7 +10,7 @@ from everstep.capture.audit import SpotCheck
 from everstep.capture.lanes.batches import plan_batches, run_batch
 from everstep.seams.gather import Gather
 from everstep.state.layout.shards import plan_shards
-from everstep.state.values.tensors import stored_form
+from everstep.state.values.tensors import tensor_entry
 
 
 @pytest.mark.parametrize("kind", ["i1", "i2", "i4", "i8"])
@@ -51,7 +51,7 @@ def test_a_spot_check_reads_tensors_that_begin_at_an_odd_address() -> None:
     raw = np.arange(250, dtype=np.uint8)
     odd = torch.frombuffer(raw.data[1:201], dtype=torch.int32)
     live = {"even": torch.arange(40, dtype=torch.int32), "odd": odd}
-    (layout,) = plan_shards([stored_form(name, tensor) for name, tensor in live.items()])
+    (layout,) = plan_shards([tensor_entry(name, tensor) for name, tensor in live.items()])
     block = torch.zeros(layout.size_bytes, dtype=torch.uint8)
     for batch in plan_batches(layout, live, live.keys()):
         run_batch(batch, block)

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 from rich.console import Console
-from typer.testing import CliRunner, Result
+from typer.testing import CliRunner
 
 import everstep
 import everstep.cli
@@ -45,6 +45,7 @@ from everstep.format.records import RunRecord
 from everstep.seams import PosixFileSystem
 from everstep.seams.failpoints import FailpointError, arm, disarm_all
 from everstep.tiers.memory import MemoryTier
+from tests.support.command import document, invoke
 
 HOSTILE = "[bold red]x[/] :skull: \x1b[2J\x1b]0;title\x07\u202eevil\n\rline"
 """Markup, an emoji code, escapes, a mark that turns the direction of writing, line ends."""
@@ -112,25 +113,6 @@ def listing(folder: Path) -> dict[str, tuple[int, ...]]:
 
 
 # --- Running the command ----------------------------------------------------------------
-
-
-def invoke(*args: object, columns: int | None = None) -> Result:
-    """Runs the command in this process; nothing but an exit may come out of it."""
-    env = {"COLUMNS": None if columns is None else str(columns)}
-    result = CliRunner(env=env).invoke(app, [str(arg) for arg in args])
-    assert result.exception is None or isinstance(result.exception, SystemExit), result.exc_info
-    assert "Traceback" not in result.output
-    return result
-
-
-def document(*args: object, status: int = 0) -> dict[str, Any]:
-    """The one JSON document that the command prints."""
-    result = invoke(*args, "--json")
-    assert result.exit_code == status, result.output
-    assert "\x1b" not in result.stdout
-    found = json.loads(result.stdout)
-    assert isinstance(found, dict)
-    return found
 
 
 def entries_of(run: Path, *args: object) -> dict[str, dict[str, Any]]:
@@ -863,7 +845,7 @@ def test_folders_that_are_no_runs(run: Path, tmp_path: Path, verb: str) -> None:
         tmp_path / "rum": f"did you mean {run}?",
         tmp_path: "runs in it: run",
         tmp_path / "empty": "is empty",
-        tmp_path / "foreign": "is not a run of everstep",
+        tmp_path / "foreign": "is not an everstep run folder",
         base_of(run).parent: f"the run is {run}",
         Path(run / "run.json"): "but a file",
         Path("s3://bucket/run"): "",

@@ -205,13 +205,13 @@ def test_without_the_log(run: Path) -> None:
     shutil.rmtree(run / "timeline-00001" / "log" / "000000000004-000000000006")
     found = document("verify", run, "--replay")
     assert verdicts(found) == [(1, 4, "equal"), (4, 8, "unchecked"), (8, 10, "equal")]
-    assert found["replay"][1]["reason"] == "there is no record of step 5"
+    assert found["replay"][1]["reason"] == "step 5 has no mark"
     shutil.rmtree(run / "timeline-00001" / "log")
     found = document("verify", run, "--replay")
     assert [one["verdict"] for one in found["replay"]] == ["unchecked"] * 3
     text = invoke("verify", run, "--replay").stdout
     assert "0 of 3 bases equal what replay gives, 3 not checked" in text
-    assert "there is no record of step 2" in text
+    assert "step 2 has no mark" in text
     assert 'LogOptions(to="disk")' in text, "what to do"
 
 
@@ -229,7 +229,7 @@ def test_another_shape(run_folder: Path) -> None:
     by_step = {one["after"]["step"]: one for one in found["replay"]}
     assert by_step[3]["verdict"] == "equal"
     assert by_step[5]["verdict"] == "unchecked"
-    assert "state consists of something else" in by_step[5]["reason"]
+    assert "state has another composition" in by_step[5]["reason"]
     assert by_step[6]["verdict"] == "equal"
 
 

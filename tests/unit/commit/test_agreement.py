@@ -30,8 +30,8 @@ from everstep.commit.lineage import BaseId
 from everstep.commit.logs import LogRun
 from everstep.format.digests import digest
 from everstep.format.records import TimelineRecord, manifest_of
-from everstep.state.layout.replica_digest import in_common
-from tests.unit.commit.test_offers import marker, offer, own
+from everstep.state.layout.replica_digest import replica_digests
+from tests.support.offers import marker, offer, own
 
 
 def record_of(choice: Choice, number: int) -> TimelineRecord:
@@ -135,7 +135,7 @@ def test_nobody_is_in_the_next_step_before_all_are_done() -> None:
 
 def left(rank: int, *names: str) -> Compared:
     """A rank leaves this out of what both have in common."""
-    common = in_common({((0, 1), "model"): names}) if names else ()
+    common = replica_digests({((0, 1), "model"): names}) if names else ()
     return Compared(common=common, why=tuple(f"{name}: not in the checkpoint" for name in names))
 
 

@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 from hypothesis import given
-from hypothesis import strategies as st
 
 from everstep.commit.lineage import BaseId, Branch, history, split_by_history
-
-
-def branches(*triples: tuple[int, int | None, int | None]) -> dict[int, Branch]:
-    return {number: Branch(number, parent, fork) for number, parent, fork in triples}
+from tests.support.lineage import _bases, branches, trees
 
 
 def test_a_rewind_is_not_undone() -> None:
@@ -51,18 +47,6 @@ def test_a_parent_that_is_not_older_ends_the_history() -> None:
     assert history(2, branches((1, 2, 5), (2, 2, 5))) == [(2, None)]
 
 
-@st.composite
-def _trees(draw: st.DrawFn) -> dict[int, Branch]:
-    found: dict[int, Branch] = {}
-    for number in range(1, draw(st.integers(1, 6)) + 1):
-        parent = draw(st.one_of(st.none(), st.integers(1, number - 1))) if number > 1 else None
-        found[number] = Branch(number, parent, None if parent is None else draw(st.integers(0, 9)))
-    return found
-
-
-_bases = st.lists(st.builds(BaseId, st.integers(1, 6), st.integers(0, 9)), unique=True)
-
-
 def _reached(base: BaseId, tree: dict[int, Branch]) -> bool:
     """The oracle: walks from the newest timeline to the base, fork by fork."""
     at, limit = max(tree), 10**9
@@ -76,7 +60,7 @@ def _reached(base: BaseId, tree: dict[int, Branch]) -> bool:
         at, limit = branch.parent, branch.fork_step
 
 
-@given(_bases, _trees())
+@given(_bases, trees())
 def test_against_a_walk(bases: list[BaseId], tree: dict[int, Branch]) -> None:
     here, elsewhere = split_by_history(bases, tree)
     assert sorted(here + elsewhere) == sorted(bases)

@@ -49,7 +49,7 @@ from everstep.commit.watermark import Watermark
 from everstep.format.header import ShardIdentity
 from everstep.format.names import shard_name
 from everstep.format.records import FileRecord, Marker
-from everstep.state.layout.replica_digest import InCommon
+from everstep.state.layout.replica_digest import ReplicaDigest
 
 PACE = Pace(repeat_s=1.0, take_over_s=4.0, late_s=20.0)
 
@@ -367,7 +367,7 @@ def test_ranks_that_made_other_updates_give_up_at_once(disks: tuple[str, ...], l
 def test_parts_that_do_not_fit_together_are_given_up_at_once(disks: tuple[str, ...]) -> None:
     """Ranks that were given other states: each leaves to others what these do not write."""
     room, world = Room(disks), len(disks)
-    common = InCommon(f"0-{world - 1}", "model", 4, "a" * 32)
+    common = ReplicaDigest(f"0-{world - 1}", "model", 4, "a" * 32)
     for rank in range(world):
         said = () if rank == 1 else (common,)
         identity = ShardIdentity("run", 1, 10, 10, rank, world, True, common=said)

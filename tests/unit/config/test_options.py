@@ -13,19 +13,8 @@ from hypothesis import strategies as st
 import everstep
 from everstep.config.given import nearest
 from everstep.errors import EverstepError, OptionError
-from everstep.options import Every, Method, Options, presets, validate_options
-
-
-def options(**changes: Any) -> Options:
-    given: dict[str, Any] = {
-        "method": "async",
-        "every": 100,
-        "keep": 3,
-        "budget": None,
-        "on_failure": "raise",
-        "progress_timeout_s": 120.0,
-    }
-    return validate_options(**{**given, **changes})
+from everstep.options import Every, Method, presets
+from tests.support.given import options
 
 
 @pytest.mark.parametrize("name", presets)
@@ -318,9 +307,9 @@ def test_numbers_that_no_message_could_carry(
     run_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     odd: list[dict[str, Any]] = [{"keep": 2**70}, {"every": "9" * 20 + "h"}]
-    for options in odd:
+    for odd_options in odd:
         with pytest.raises(OptionError, match=r"at most|less than"):
-            everstep.Checkpointer(run_folder, {"n": 1}, **options)
+            everstep.Checkpointer(run_folder, {"n": 1}, **odd_options)
     with pytest.raises(OptionError) as caught:
         everstep.Checkpointer(run_folder, {"n": 1}, every="0min")
     assert "did you mean" not in str(caught.value.hint)

@@ -24,9 +24,9 @@ from everstep.seams.files import filesystem
 from everstep.state.layout import entries, shards
 from everstep.state.layout import names as entry_names
 from everstep.state.layout.entries import Entry
-from everstep.state.layout.replica_digest import InCommon
+from everstep.state.layout.replica_digest import ReplicaDigest
 from everstep.state.values import tensors
-from everstep.state.values.tensors import stored_form
+from everstep.state.values.tensors import tensor_entry
 
 DOCUMENT = (Path(__file__).parents[3] / "docs" / "FORMAT.md").read_text()
 
@@ -100,7 +100,7 @@ def test_fields_of_records() -> None:
     extra = set(json.loads(forked)) - set(json.loads(encoded["timeline"]))
     assert extra == {"base"}
     assert "also has\n`base`: timeline and step" in DOCUMENT
-    said = InCommon("0-1", "model", 2, "0" * 32)
+    said = ReplicaDigest("0-1", "model", 2, "0" * 32)
     of_several = set(json.loads(replace(marker, world=2, common=(said,)).encode()))
     assert of_several - set(json.loads(encoded["marker"])) == {"common"}
     assert all(f"`{field.name}`" in DOCUMENT for field in fields_of(said))
@@ -113,7 +113,7 @@ def test_fields_of_records() -> None:
 def test_fields_of_the_header() -> None:
     identity = ShardIdentity("r", 1, 2, 3, 0, 1, True, behind_mark=True, static=True)
     tensor = torch.zeros(2, 3, dtype=torch.complex128).t()
-    entry = stored_form("section/name", tensor)
+    entry = tensor_entry("section/name", tensor)
     assert isinstance(entry, Entry)
     (shard,) = shards.plan_shards([entry])
     room = header_room_bytes(identity, shard.placed, [], {})

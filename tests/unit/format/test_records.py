@@ -26,7 +26,7 @@ from everstep.format.records import (
     TimelineRecord,
     manifest_of,
 )
-from everstep.state.layout.replica_digest import InCommon
+from everstep.state.layout.replica_digest import ReplicaDigest
 
 PATH = PurePath("/run/record")
 hexes = st.text("0123456789abcdef", min_size=32, max_size=32)
@@ -118,7 +118,7 @@ def test_a_manifest_is_a_function_of_the_markers(data: Any, world: int) -> None:
         assert manifest_of(fewer) is None
 
 
-COMMON = InCommon("0-1", "model", 4, "c" * 32)
+COMMON = ReplicaDigest("0-1", "model", 4, "c" * 32)
 OTHERS = [
     (),
     (replace(COMMON, count=3),),
@@ -128,7 +128,7 @@ OTHERS = [
 ]
 
 
-def of_two(*common: tuple[InCommon, ...]) -> dict[int, Marker]:
+def of_two(*common: tuple[ReplicaDigest, ...]) -> dict[int, Marker]:
     return {
         rank: replace(MARKER, rank=rank, world=2, files=files_of(rank), common=own)
         for rank, own in enumerate(common)
@@ -145,7 +145,7 @@ def test_what_ranks_have_in_common_is_in_their_markers_and_in_the_manifest() -> 
 
 @pytest.mark.parametrize("other", OTHERS)
 def test_ranks_that_differ_in_what_they_have_in_common_have_no_base(
-    other: tuple[InCommon, ...],
+    other: tuple[ReplicaDigest, ...],
 ) -> None:
     assert manifest_of(of_two((COMMON,), other)) is None
     assert manifest_of(of_two(other, (COMMON,))) is None

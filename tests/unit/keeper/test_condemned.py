@@ -29,8 +29,8 @@ from everstep.format.writer import ChunkRing
 from everstep.keeper.retain.deletion import delete_base, perform_deletion
 from everstep.keeper.retain.retention import Retention
 from everstep.restore.fetch.copies import RunWithCopies
-from everstep.run.lift import lift_mark
 from everstep.run.scan import scan_base, scan_run
+from everstep.run.uncondemn import uncondemn
 from everstep.seams import ManualClock, PosixFileSystem
 from everstep.tiers.folder import DiskTier
 from everstep.tiers.slots import SlotStore
@@ -212,11 +212,11 @@ def _retention(run: PurePath, timeline: int, fs: Any) -> Retention:
 def test_of_lifting_and_removing_one_succeeds(run_folder: Path) -> None:
     saved(run_folder, 2)
     path = PurePath(condemn(run_folder, 1))
-    assert lift_mark(FILES, path)
-    assert not lift_mark(FILES, path)
+    assert uncondemn(FILES, path)
+    assert not uncondemn(FILES, path)
     condemn(run_folder, 1)
     _mark(Path(path))
-    assert not lift_mark(FILES, path)
+    assert not uncondemn(FILES, path)
     assert scan_base(FILES, PurePath(run_folder), BaseId(1, 1)).manifest is None
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import PurePath
 from typing import Any
 
 import pytest
@@ -32,62 +31,20 @@ from everstep.keeper.ship import mirrors as mirrors_module
 from everstep.keeper.ship.log_mirror import LogMirror
 from everstep.keeper.ship.mirrors import Mirrors
 from everstep.keeper.ship.place import ROOT, CopyPlace
-from everstep.restore.log.logs import LogFound
+from everstep.restore.log.log_found import LogFound
 from everstep.run.scan import Inventory
-from everstep.run.segments import read_segment, scan_log
+from everstep.run.segments import scan_log
 from everstep.seams import ManualClock, Seams, failpoints
 from everstep.state.ranks.rank_info import RankInfo
 from everstep.testing.faultytier import FaultyTier, TierFault
-from everstep.tiers.contract import Tier
 from everstep.tiers.files import TierFileSystem
 from everstep.tiers.memory import MemoryTier
 from everstep.tiers.options import PeerOptions, TierOptions, validate_tiers
 from everstep.tiers.rate import HOUR_S, ObjectRate
 from everstep.tiers.retry import RetryingTier
 from everstep.trainer.attach.keepers import Keepers
-from tests.support.ranks.peer_logs import Log, records_of_steps
+from tests.support.ranks.peer_logs import IDENTITY, RUN, Copying, Log, records_of_steps
 from tests.support.ranks.peering import record_of
-
-IDENTITY = ShardIdentity("0" * 32, 1, 0, 0, 1, 2, True)
-RUN = PurePath("/run")
-
-
-class Copying:
-    """The mirror of rank 1 of two, in no thread of its own."""
-
-    def __init__(self, tier: Tier | None = None, *, cap: int | None = None, **more: Any) -> None:
-        self.tier = tier or MemoryTier()
-        self.clock = ManualClock()
-        self.posted: list[EverstepError] = []
-        self.log = Log()
-        self.rate = ObjectRate(cap, self.clock)
-        more = {"batch_steps": 2, "leads": False, "objects_per_hour": cap, **more}
-        place, identity = CopyPlace(self.tier, 1, self.rate), more.pop("identity", IDENTITY)
-        about = place, self.log.store, identity, self.clock, self.posted.append
-        self.mirror = LogMirror(*about, **more)
-
-    def train(self, *steps: int, flush: bool = False) -> None:
-        for step in steps:
-            self.log.step(step)
-            self.mirror.turn(flush=flush)
-
-    def there(self, rank: int = 1) -> list[tuple[int, int]]:
-        """Steps of the segments that can be read, each compared with what was logged."""
-        files, ring, found = TierFileSystem(self.tier, RUN), ChunkRing(3, 1), []
-        try:
-            for segment in scan_log(files, RUN, [1, 2], rank=rank):
-                assert segment.problem is None
-                read = read_segment(files, segment, ring, timeout_s=20.0)
-                wanted = records_of_steps(segment.after + 1, segment.last)
-                assert [_told(one) for one in read] == [_told(one) for one in wanted]
-                found.append((segment.after, segment.last))
-        finally:
-            ring.close()
-        return found
-
-
-def _told(record: LogRecord) -> tuple[Any, ...]:
-    return record.head, bytes(record.data), dict(record.objects)
 
 
 def test_steps_are_copied_batch_by_batch() -> None:

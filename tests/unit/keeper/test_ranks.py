@@ -43,8 +43,8 @@ from everstep.keeper.persist.rank_disk import RankDisk
 from everstep.restore.fetch.ranks import keep_manifest, offer_of, open_on_disk
 from everstep.run.fence import Fence
 from everstep.run.scan import newest_timeline, scan_run
-from everstep.testing import SimFileSystem
 from everstep.tiers.disk import ensure_dirs, temporary, write_durably
+from tests.crash.sim.filesystem import SimFileSystem
 
 RUN = PurePath("/disk/run")
 BASE = BaseId(1, 10)

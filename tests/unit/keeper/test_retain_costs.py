@@ -18,11 +18,11 @@ from everstep.keeper.ship.place import CopyPlace
 from everstep.restore.start.resume import open_timeline
 from everstep.run import segments
 from everstep.run.scan import Inventory, scan_run
-from everstep.run.segments import KnownSegments, SegmentFound, scan_logs
+from everstep.run.segments import SegmentCache, SegmentFound, scan_logs
 from everstep.seams import ManualClock, PosixFileSystem, Seams
 from everstep.tiers.folder import DiskTier
 from everstep.tiers.rate import ObjectRate
-from tests.behaviour.log.test_budget import Trained
+from tests.support.log.budget import Trained
 from tests.support.world import HookedFileSystem, flip, forget, opened
 
 FILES = PosixFileSystem()
@@ -32,7 +32,7 @@ AGAIN = 2  # segments that are read anew at each base
 
 @pytest.fixture(autouse=True)
 def few_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(segments, "_AGAIN", AGAIN)
+    monkeypatch.setattr(segments, "_REREAD", AGAIN)
 
 
 def options_of(keep: int) -> dict[str, object]:
@@ -91,7 +91,7 @@ def inventory_of(run: Path) -> Inventory:
     return scan_run(FILES, PurePath(run))
 
 
-def looks(run: Path, known: KnownSegments | None) -> dict[int, list[SegmentFound]]:
+def looks(run: Path, known: SegmentCache | None) -> dict[int, list[SegmentFound]]:
     inventory = inventory_of(run)
     return scan_logs(FILES, inventory.path, inventory.timelines, known)[1]
 
@@ -134,8 +134,8 @@ CHANGES = [remove_marker, remove, damage, cut, exchange]
 def test_a_segment_that_was_replaced_is_read_anew(
     run: Path, change: Callable[[Path], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(segments, "_AGAIN", 0)
-    known = KnownSegments()
+    monkeypatch.setattr(segments, "_REREAD", 0)
+    known = SegmentCache()
     assert looks(run, known) == looks(run, None)
     assert looks(run, known) == looks(run, None)
     change(folders(run)[-1])
@@ -147,8 +147,8 @@ def test_a_segment_that_was_replaced_is_read_anew(
 
 def test_one_that_comes_back_is_another_one(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As in a folder that is put back as it was once, and trained in again."""
-    monkeypatch.setattr(segments, "_AGAIN", 0)
-    known = KnownSegments()
+    monkeypatch.setattr(segments, "_REREAD", 0)
+    known = SegmentCache()
     last = folders(run)[-1]
     looks(run, known)
     shutil.move(last, run / "aside")
@@ -161,7 +161,7 @@ def test_one_that_comes_back_is_another_one(run: Path, monkeypatch: pytest.Monke
 
 def test_one_that_was_cut_in_its_place_is_found_in_its_turn(run: Path) -> None:
     """No name has changed: of these a few are read anew in each look."""
-    known = KnownSegments()
+    known = SegmentCache()
     looks(run, known)
     count = len(folders(run))
     for path in folders(run):
@@ -178,7 +178,7 @@ def test_no_base_goes_on_account_of_a_segment_that_is_gone(
     run_folder: Path, change: Callable[[Path], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The base behind it is the only way to the steps that follow it."""
-    monkeypatch.setattr(segments, "_AGAIN", 0)
+    monkeypatch.setattr(segments, "_REREAD", 0)
     with Trained(run_folder, **options_of(1)) as run:
         for _ in range(4):
             run.train_slowly(3)

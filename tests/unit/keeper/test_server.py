@@ -944,7 +944,7 @@ def test_a_bug_behind_a_save_does_not_end_the_writer(
         one.await_("done")
     assert len(one.hear("durable")) == 1
     b.until(lambda: bool(one.hear("error")))
-    assert "internal error behind a save" in one.hear("error")[0]["error"]["message"]
+    assert "internal error after a save" in one.hear("error")[0]["error"]["message"]
     one.take(2, 6)
     b.until(lambda: len(one.hear("done")) == 2)
     assert b.committed() == {(1, 5), (1, 6)}

@@ -255,7 +255,7 @@ def test_a_damaged_log_ends_before_the_step(
 
 def test_a_damaged_entry_that_is_not_asked_for(run: Path) -> None:
     """What is read is verified; nothing else is read."""
-    from everstep.run.opened import OpenBase
+    from everstep.run.open_base import OpenBase
     from everstep.run.scan import scan_run
 
     (base,) = [b for b in scan_run(PosixFileSystem(), run).bases if b.id == BaseId(1, 10)]

@@ -17,18 +17,9 @@ from everstep.errors import UnsupportedStateError
 from everstep.replay.exactness import MATRIX, kind_refusal
 from everstep.replay.own import writes_gradients
 from everstep.seams.fingerprint import computed_on, fingerprint
-from tests.support.matrix import CASES, FLAGS, LOOPS, OPTIONS, SKIPPED, STEPS, Case, World
+from tests.support.matrix import CASES, FLAGS, LOOPS, OPTIONS, SKIPPED, STEPS, Case, World, table
 
-DOCUMENT = (Path(__file__).parents[3] / "docs" / "EXACTNESS.md").read_text()
 VARIANTS = ("for-loop", "foreach", "fused")
-
-
-def table(heading: str) -> list[list[str]]:
-    """Rows of the table whose header row begins with ``heading``."""
-    _, _, rest = DOCUMENT.partition(f"\n| {heading} |")
-    assert rest, f"no table {heading!r} in docs/EXACTNESS.md"
-    rows = itertools.takewhile(lambda line: line.startswith("|"), rest.splitlines()[1:])
-    return [[cell.strip() for cell in row.strip("|").split("|")] for row in list(rows)[1:]]
 
 
 def test_the_document_has_the_matrix() -> None:

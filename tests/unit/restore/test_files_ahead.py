@@ -20,9 +20,9 @@ from everstep.restore.fetch.peers import Brought, plan_of
 from everstep.seams import PosixFileSystem
 from everstep.tiers.memory import MemoryTier
 from everstep.trainer.job import start as start_module
-from tests.behaviour.tiers.test_ranks import apart, fill, resume, sources, started, up_to
 from tests.support.ranks.copying import store
-from tests.support.ranks.together import trained
+from tests.support.ranks.tiers import apart, fill, sources, started, up_to
+from tests.support.ranks.together import resume, trained
 
 __all__ = ["apart", "store"]  # fixtures
 

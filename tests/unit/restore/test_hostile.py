@@ -174,7 +174,7 @@ def test_a_file_in_place_of_a_base(run_folder: Path) -> None:
 def test_a_file_in_place_of_a_timeline(run_folder: Path) -> None:
     make_run(run_folder)
     (run_folder / "timeline-00002").write_text("x")
-    with pytest.raises(RecoveryError, match="timeline-00002 is no directory"):
+    with pytest.raises(RecoveryError, match="timeline-00002 is not a directory"):
         resume_into(run_folder)
     assert resume_into(run_folder, step=2) == (2, 2)
 
@@ -186,7 +186,7 @@ def test_a_file_in_place_of_all_bases(run_folder: Path) -> None:
     bases.write_text("x")
     live: dict[str, Any] = {"m": nn.Linear(2, 3), "d": None}
     with opened(run_folder, live) as ckpt:
-        with pytest.raises(RecoveryError, match="base is no directory"):
+        with pytest.raises(RecoveryError, match="base is not a directory"):
             ckpt.resume()
         recovery = ckpt.resume(step=0)
     assert recovery.source == "fresh"

@@ -15,21 +15,20 @@ import torch
 from everstep.errors import EverstepError
 from everstep.format.log import LogRecord, RecordHead, record_digest
 from everstep.format.writer import ChunkRing
-from everstep.restore.log.logs import LogFound
+from everstep.restore.log.log_found import LogFound
 from everstep.restore.redo.redo import Redo
-from everstep.run import segment_reads
+from everstep.run import log_reads
 from everstep.run.chain import Chain
-from everstep.run.log_reads import LogReads
-from everstep.run.segment_reads import ReadRoom, SegmentReads
+from everstep.run.log_reads import LogReads, ReadBudget, SegmentReads
 from everstep.run.segments import SegmentFound
 from everstep.seams import PosixFileSystem
 from everstep.seams.files.filesystem import ReadFile
 from everstep.state.layout.entries import Entry
 from everstep.state.layout.shards import plan_shards
+from tests.support.log.redone import STEPS as TRAINED
+from tests.support.log.redone import resumed, trained
 from tests.support.logged import segments_of, write_segment
 from tests.support.world import TIMEOUT_S
-from tests.unit.restore.test_redo import STEPS as TRAINED
-from tests.unit.restore.test_redo import resumed, trained
 
 RUN = "r" * 32
 STEPS = 6
@@ -81,14 +80,14 @@ def chain_of(first: int = 1, last: int = STEPS) -> Chain:
 def noting(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """What is lent each time that memory for a part of a record was taken."""
     found: list[int] = []
-    take = ReadRoom.take
+    take = ReadBudget.take
 
-    def taking(self: ReadRoom, size_bytes: int) -> memoryview:
+    def taking(self: ReadBudget, size_bytes: int) -> memoryview:
         memory = take(self, size_bytes)
         found.append(self.lent_bytes)
         return memory
 
-    monkeypatch.setattr(ReadRoom, "take", taking)
+    monkeypatch.setattr(ReadBudget, "take", taking)
     return found
 
 
@@ -139,8 +138,8 @@ def test_segments_together_take_no_more_memory_than_one(
     batch_steps: int, tmp_path: Path, ring: ChunkRing, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two steps, where only they are allowed, although four files may be open."""
-    monkeypatch.setattr(segment_reads, "_AHEAD_BYTES_MAX", 0)
-    monkeypatch.setattr(segment_reads, "_LENT_BYTES_MAX", 0)
+    monkeypatch.setattr(log_reads, "_AHEAD_BYTES_MAX", 0)
+    monkeypatch.setattr(log_reads, "_LENT_BYTES_MAX", 0)
     written(tmp_path, ring, batch_steps)
     most = noting(monkeypatch)
     log = LogFound((), segments_of(tmp_path))
@@ -175,7 +174,7 @@ def test_a_segment_that_cannot_be_read_ahead_is_an_error_in_its_place(
     error = found[-1][1]
     assert isinstance(error, EverstepError)
     assert str(path.parent) in error.message
-    assert log.take_mended() == []  # nothing but that was damaged
+    assert log.take_repaired() == []  # nothing but that was damaged
 
 
 def test_what_was_not_expected_is_read_too(tmp_path: Path, ring: ChunkRing) -> None:
@@ -193,7 +192,7 @@ def test_what_was_not_expected_is_read_too(tmp_path: Path, ring: ChunkRing) -> N
             assert reads.digest_of(found[number - 1], place) is None
         del got
         reads.close()
-        assert (reads._room.ahead_bytes, reads._room.lent_bytes) == (0, 0)
+        assert (reads._budget.ahead_bytes, reads._budget.lent_bytes) == (0, 0)
 
 
 @pytest.mark.usefixtures("no_garbage")

@@ -26,7 +26,7 @@ from everstep.restore.fetch.node_reads import NodeReads, NodeStart, memory_name
 from everstep.restore.fetch.node_window import NodeWindow
 from everstep.restore.fetch.sources import Place
 from everstep.restore.load.load import LoadedBase
-from everstep.restore.start.loading import loader
+from everstep.restore.start.rank_loader import loader
 from everstep.run.scan import BaseFound
 from everstep.seams import PosixFileSystem, SystemClock
 from everstep.seams.files.filesystem import ReadFile
@@ -299,7 +299,7 @@ def test_who_shares_memory_is_told_apart(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_the_ranks_of_a_job_read_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """From the making of a Checkpointer to what they restore; and nothing is left behind."""
     monkeypatch.setattr("everstep.trainer.job.run_folder.on_own_device", lambda path: False)
-    monkeypatch.setattr("everstep.trainer.job.job.needs_here", lambda *about: all_ranks)
+    monkeypatch.setattr("everstep.trainer.job.start.needs_on_disk", lambda *about: all_ranks)
     shared: list[bool] = []
     begin, close = NodeReads.begin, NodeWindow.close
     closed: list[NodeWindow] = []

@@ -21,7 +21,7 @@ from everstep.format.writer import ChunkRing
 from everstep.restore.offline.logged import RunLog
 from everstep.restore.offline.rebuild import Rebuilder
 from everstep.run.scan import scan_run
-from everstep.run.segments import _disorder, read_segment, scan_log, vetted
+from everstep.run.segments import _disorder, read_segment, scan_log, validated
 from everstep.seams import PosixFileSystem
 from everstep.state.layout.entries import Entry
 from everstep.state.layout.shards import plan_shards
@@ -113,7 +113,7 @@ def test_a_flipped_bit_at_every_byte_is_noticed_and_named(tmpfs_folder: Path) ->
             data = path.read_bytes()
             for at in range(len(data)):
                 path.write_bytes(data[:at] + bytes([data[at] ^ (1 << at % 8)]) + data[at + 1 :])
-                (segment,) = (vetted(one, RUN) for one in segments_of(tmpfs_folder))
+                (segment,) = (validated(one, RUN) for one in segments_of(tmpfs_folder))
                 said = segment.problem
                 if said is None:
                     try:
@@ -185,11 +185,11 @@ def test_a_missing_marker(run: Path) -> None:
     (Path(segment.path) / "rank-00000.done").unlink()
     assert newest(run) == 4
     with rebuilder_of(run) as rebuilder:
-        assert rebuilder.log.reaches()[1].stopped == "there is no record of step 5"
+        assert rebuilder.log.reaches()[1].stopped == "step 5 has no mark"
         with pytest.raises(OptionError) as caught:
             rebuilder.state_at(5)
         assert caught.value.hint == "steps there are: 1 to 4"
-        with pytest.raises(RecoveryError, match="not lead to step 7: there is no record of step 5"):
+        with pytest.raises(RecoveryError, match="not lead to step 7: step 5 has no mark"):
             rebuilder.state_at(7)
 
 
@@ -209,7 +209,7 @@ def test_verify_tells_of_steps_after_a_hole_that_no_base_covers(run: Path) -> No
     (Path(segments_of(run)[2].path) / "rank-00000.done").unlink()
     told = verified(run, 1)
     assert "timeline-00001/log" in told
-    assert "up to step 8, is of no use: there is no record of step 5" in told
+    assert "up to step 8, is of no use: step 5 has no mark" in told
     assert "1 damage" in told
 
 
@@ -254,11 +254,11 @@ def test_a_segment_of_another_timeline(run: Path) -> None:
     """A folder that somebody has copied; and records that claim to be of another."""
     segment = segments_of(run)[2]
     shutil.copytree(run / "timeline-00001" / "log", run / "timeline-00002" / "log")
-    found = [vetted(one, None) for one in scan_log(PosixFileSystem(), PurePath(run), [2])]
-    assert all("is of another segment" in (one.problem or "") for one in found)
+    found = [validated(one, None) for one in scan_log(PosixFileSystem(), PurePath(run), [2])]
+    assert all("belongs to another segment" in (one.problem or "") for one in found)
     assert len(found) == 4
     heads = tuple(dataclasses.replace(head, timeline=2) for head in segment.heads)
-    odd = vetted(dataclasses.replace(segment, heads=heads), None)
+    odd = validated(dataclasses.replace(segment, heads=heads), None)
     assert "record 0 is of timeline 2" in (odd.problem or "")
     assert odd.heads == ()
 
@@ -309,16 +309,16 @@ def test_records_out_of_order(name: str, run: Path) -> None:
 def test_a_record_of_no_kind_or_number() -> None:
     head = RecordHead("mark", 1, 2, 1, "s")
     for wrong, told in (
-        ({"step": "2"}, "no step or number"),
-        ({"lsn": -1}, "no step or number"),
-        ({"lsn": True}, "no step or number"),
-        ({"shape": 3}, "no step or number"),
-        ({"kind": "other"}, "of no kind that is known"),
+        ({"step": "2"}, "no valid step or LSN"),
+        ({"lsn": -1}, "no valid step or LSN"),
+        ({"lsn": True}, "no valid step or LSN"),
+        ({"shape": 3}, "no valid step or LSN"),
+        ({"kind": "other"}, "of an unknown kind"),
     ):
         said = _disorder([dataclasses.replace(head, **wrong)], 1, 2)  # type: ignore[arg-type]
         assert said is not None
         assert told in said
-    assert _disorder([], 1, 2) == "it does not end with the mark of step 2"
+    assert _disorder([], 1, 2) == "does not end with the mark of step 2"
     assert _disorder([head], 1, 3) == "it does not end with the mark of step 3"
     assert _disorder([head], 1, 2) is None
 
@@ -326,11 +326,11 @@ def test_a_record_of_no_kind_or_number() -> None:
 HOLES: dict[str, tuple[Spoil, int, str]] = {
     "an update": (lambda r: [r[1], r[2], r[3]], 4, "update 5 of step 5 is missing"),
     "the second update": (lambda r: [r[0], r[1], r[3]], 5, "update 6 of step 6 is missing"),
-    "a mark": (lambda r: [r[0], r[2], r[3]], 4, "there is no record of step 5"),
+    "a mark": (lambda r: [r[0], r[2], r[3]], 4, "step 5 has no mark"),
     "another shape": (
         lambda r: [r[0], r[1], r[2], record(r[3], shape="x")],
         5,
-        "at step 6 the state consists of something else",
+        "at step 6 the state has another composition",
     ),
 }
 
@@ -402,7 +402,7 @@ def test_a_base_of_another_shape_is_passed_over(tmp_path: Path) -> None:
         rebuilt = rebuilder.state_at(6)
     assert rebuilt.base.step == 1
     assert bytes(rebuilt.state.bytes_of("model/0.weight")) == states[6]["0.weight"]
-    assert "is of a state that consists of something else" in rebuilt.skipped[0].reason
+    assert "belongs to a state of another composition" in rebuilt.skipped[0].reason
 
 
 def test_segments_that_vanish_while_they_are_read(run: Path) -> None:

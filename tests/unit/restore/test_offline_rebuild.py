@@ -22,7 +22,7 @@ from everstep.replay import exactness
 from everstep.restore.offline import offline_base
 from everstep.restore.offline.audit import audit, pairs
 from everstep.restore.offline.rebuild import changes, conditions
-from everstep.run.tensors import as_it_lay
+from everstep.run.tensors import with_strides
 from everstep.seams.fingerprint import fingerprint
 from everstep.state.layout.names import UPDATE_OBJECT
 from everstep.state.values.objects import decode, encode
@@ -139,7 +139,7 @@ def test_half_precision_with_gaps(run_folder: Path) -> None:
 
 def test_strides_that_claim_more_memory_than_there_is() -> None:
     with pytest.raises(FormatError, match="claim"):
-        as_it_lay(torch.zeros(2, 2), (1 << 60, 1))
+        with_strides(torch.zeros(2, 2), (1 << 60, 1))
 
 
 def test_a_learning_rate_that_is_a_tensor(run_folder: Path) -> None:

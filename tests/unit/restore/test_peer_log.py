@@ -21,10 +21,10 @@ from everstep.restore.fetch.peer_log_plan import LogTold
 from everstep.restore.fetch.peers import Brought, fetch_from_peers, plan_of
 from everstep.run.scan import Inventory
 from everstep.seams import SystemClock
+from tests.support.ranks.boxes import Box, Meets, offer, own, told
 from tests.support.ranks.peer_logs import heads_of_step, log_of, records_of_steps
 from tests.support.ranks.peering import copy_of, piece, record_of
 from tests.support.ranks.together import on_all
-from tests.unit.restore.test_peers import Box, Meets, offer, own, told
 
 A, B = BaseId(1, 10), BaseId(1, 20)
 

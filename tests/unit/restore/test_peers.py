@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-import queue
 import threading
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection
 from pathlib import PurePath
 from typing import Any
 
@@ -24,34 +22,17 @@ from everstep.commit.job.messages import (
 from everstep.commit.job.offers import BaseOffer, Needs, Offer, Piece
 from everstep.commit.lineage import BaseId
 from everstep.errors import DeadlineError, RecoveryError
-from everstep.format.records import Manifest, TimelineRecord
+from everstep.format.records import Manifest
 from everstep.restore.fetch import peers
-from everstep.restore.fetch.held import HeldBase
 from everstep.restore.fetch.peer_copy import PeerCopy
 from everstep.restore.fetch.peers import Fetched, Told, _Exchange, fetch_from_peers, plan_of
 from everstep.run.scan import Inventory
 from everstep.seams import ManualClock, SystemClock
+from tests.support.ranks.boxes import Box, Meets, offer, own, told
 from tests.support.ranks.peering import RUN, bytes_of, copy_of, piece, record_of
 from tests.support.ranks.together import on_all
 
 A, B = BaseId(1, 10), BaseId(1, 20)
-
-
-def own(rank: int, manifest: Manifest) -> Collection[int]:
-    return (rank,)
-
-
-def offer(
-    rank: int, *bases: BaseId, tiers: tuple[str, ...] = ("disk",), session: str = "s"
-) -> Offer:
-    """What a rank with a disk of its own can read."""
-    timelines: dict[int, TimelineRecord | None] = {1: record_of(1, session)} if bases else {}
-    found = {base: BaseOffer({rank: Piece(piece(rank, base).marker, tiers)}) for base in bases}
-    return Offer(rank, str(rank), RUN if bases else None, 2 if bases else 1, timelines, found)
-
-
-def told(holder: int, held: HeldBase, session: str = "s") -> Told:
-    return Told(holder, held.marker, record_of(held.marker.timeline, session).encode())
 
 
 def test_a_rank_that_has_lost_its_disk_fetches_what_its_peer_holds() -> None:
@@ -120,43 +101,6 @@ def test_a_wanted_step_is_what_counts() -> None:
 
 
 # --- Fetching ---------------------------------------------------------------------------
-
-
-@dataclass
-class Box:
-    """A mailbox among threads."""
-
-    rank: int
-    boxes: list[Box]
-    lost: Callable[[Message], bool]
-
-    def __post_init__(self) -> None:
-        self._arrived: queue.SimpleQueue[bytes] = queue.SimpleQueue()
-
-    def open(self, session: str, rank: int, peers: Sequence[tuple[str, int]]) -> None: ...
-
-    def send(self, rank: int, message: bytes) -> None:
-        assert rank != self.rank, "a mailbox leads to the others"
-        if not self.lost(decode_message(message).message):
-            self.boxes[rank]._arrived.put(message)
-
-    def receive(self, timeout_s: float) -> bytes | None:
-        try:
-            return self._arrived.get(timeout=timeout_s)
-        except queue.Empty:
-            return None
-
-    def is_gone(self, rank: int) -> bool:
-        return False
-
-    def close(self) -> None: ...
-
-
-@dataclass(frozen=True)
-class Meets:
-    session: str
-    rank: int
-    mailbox: Box
 
 
 def fetched(

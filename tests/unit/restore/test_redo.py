@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import shutil
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path, PurePath
 from typing import Any
 
@@ -22,69 +20,22 @@ from torch.optim import SGD, Adam, AdamW
 from everstep.errors import RecoveryError, ReplayError, StateError
 from everstep.format.log import LogRecord
 from everstep.format.names import base_dir
-from everstep.options import LogOptions
 from everstep.replay import engine
 from everstep.replay.fused import blocked
 from everstep.replay.fused.blocked import Blocked
 from everstep.restore.redo import redo
 from everstep.restore.redo.redo import Redo
-from everstep.restore.start.report import Recovery
-from everstep.run.ahead import Ahead
-from everstep.run.segment_reads import SegmentReads
+from everstep.run.log_reads import SegmentReads
+from everstep.run.prefetch import Prefetch
+from tests.support.log.redone import STEPS, Wide, resumed, trained
 from tests.support.logged import World, opened, segments_of
 from tests.support.world import TIMEOUT_S
-
-STEPS = 9
-
-
-class Wide(World):
-    """Tensors of several blocks of 64 elements."""
-
-    def __init__(self, make: Any = None, *, seed: int = 1) -> None:
-        super().__init__(make, seed=seed)
-        self.model = nn.Sequential(
-            nn.Linear(4, 70), nn.BatchNorm1d(70), nn.Dropout(0.2), nn.Linear(70, 9), nn.Linear(9, 2)
-        )
-        self.optimizer = (make or (lambda p: AdamW(p, lr=0.01)))(self.model.parameters())
-        self.scheduler = torch.optim.lr_scheduler.StepLR(self.optimizer, 3, 0.5)
-        self.state |= {
-            "model": self.model,
-            "optimizer": self.optimizer,
-            "scheduler": self.scheduler,
-        }
 
 
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(blocked, "BLOCK_ELEMENTS", 64)
     monkeypatch.setattr(redo, "available_cores", lambda: [0, 1])
-
-
-def trained(run: Path, make: Any = None, *, batch_steps: int = 2) -> dict[int, Any]:
-    """A base, then :data:`STEPS` steps in the log on disk, and no base behind them: as after a
-    kill. The state after each step."""
-    world = Wide(make)
-    world.train()  # the optimizer makes its state
-    log = LogOptions(to="disk", batch_steps=batch_steps, history="all")
-    found = {0: world.snapshot()}
-    with opened(run, world, every=None, log=log) as ckpt:
-        ckpt.resume()
-        ckpt.save().durable.result(TIMEOUT_S)
-        for step in range(1, STEPS + 1):
-            world.train()
-            ckpt.step()
-            found[step] = world.snapshot()
-    shutil.rmtree(base_dir(PurePath(run), 1, STEPS))
-    return found
-
-
-@contextmanager
-def resumed(
-    run: Path, make: Any = None, step: int | None = None, **options: Any
-) -> Iterator[tuple[Wide, Recovery]]:
-    world = Wide(make, seed=2)
-    with opened(run, world, every=None, **options) as ckpt:
-        yield world, ckpt.resume(step=step)
 
 
 MOST = {SGD: {"momentum": 0.9, "nesterov": True}, Adam: {"amsgrad": True}, AdamW: {}}
@@ -107,7 +58,7 @@ def test_every_row_that_is_replayed_in_blocks(
             super().run(updates)
 
     monkeypatch.setattr(engine, "Blocked", NotingBlocked)
-    monkeypatch.setattr(Ahead, "ready", True)  # replay never has to wait for the log
+    monkeypatch.setattr(Prefetch, "ready", True)  # replay never has to wait for the log
     with resumed(tmp_path / "run", make) as (world, recovery):
         assert (recovery.step, recovery.replayed, recovery.exact) == (STEPS, STEPS, True)
         assert world.snapshot() == states[STEPS]
@@ -126,7 +77,7 @@ def test_what_is_there_is_replayed_while_the_next_step_is_read(
             super().run(updates)
 
     monkeypatch.setattr(engine, "Blocked", NotingBlocked)
-    monkeypatch.setattr(Ahead, "ready", False)
+    monkeypatch.setattr(Prefetch, "ready", False)
     with resumed(tmp_path / "run", AdamW) as (world, recovery):
         assert (recovery.replayed, recovery.exact) == (STEPS, True)
         assert world.snapshot() == states[STEPS]
@@ -147,7 +98,7 @@ def test_steps_that_lie_in_memory_wait_for_each_other(
             super().run(updates)
 
     monkeypatch.setattr(engine, "Blocked", NotingBlocked)
-    monkeypatch.setattr(Ahead, "ready", False)
+    monkeypatch.setattr(Prefetch, "ready", False)
     monkeypatch.setattr(redo.Step, "read_bytes", 0)
     with resumed(tmp_path / "run", AdamW) as (world, recovery):
         assert (recovery.replayed, recovery.exact) == (STEPS, True)

@@ -23,13 +23,13 @@ from everstep.errors import (
     UnsupportedStateError,
 )
 from everstep.format.writer import ChunkRing
-from everstep.restore.load.load import all_contents
-from everstep.restore.load.reshard import needs_of
+from everstep.restore.load.load import check_contents
+from everstep.restore.load.saved_ranks import needs_of
 from everstep.restore.offline.offline_job_load import load_job
 from everstep.seams import PosixFileSystem
 from everstep.seams.progress import silent
 from everstep.state.layout.names import OBJECT_PREFIX
-from everstep.state.layout.replica_digest import parted
+from everstep.state.layout.replica_digest import describe_mismatch
 from everstep.state.providers.provider import RestorePlan
 from everstep.state.ranks.rank_info import RankInfo
 from everstep.state.training_state import State
@@ -169,7 +169,7 @@ def test_every_byte_is_written_once(job: Job, tmp_path: Path, ring: ChunkRing) -
         }
     base, sizes, own = save(tmp_path, *job, SEED, ring), dict[str, int](), set[str]()
     with open_all(base) as ranks:
-        all_contents(ranks)
+        check_contents(ranks)
         for one in ranks:
             for place in one.placed():
                 entry, alone = place.entry, f"whole@{one.marker.rank}"
@@ -271,9 +271,9 @@ def test_a_hole_is_listed_by_verify(
     def forgetful(self: Any) -> Any:
         return {n: e for n, e in original(self).items() if n != "model/up.weight"}
 
-    from everstep.state.ranks.writers import Sharing
+    from everstep.state.ranks.writers import WriterAssignment
 
-    original = Sharing.mine
+    original = WriterAssignment.mine
     markers = []
     for rank in range(2):
         with as_rank(rank, 2) as info, monkeypatch.context() as patch:
@@ -282,7 +282,7 @@ def test_a_hole_is_listed_by_verify(
             markers.append(write(tmp_path, State(build("fsdp", info, SEED), ranks=info), ring))
     base = found(tmp_path, markers)
     with open_all(base) as ranks, pytest.raises(DamageError, match=r"model/up.weight: 20 of 40"):
-        all_contents(ranks)
+        check_contents(ranks)
     with as_rank(0, 1) as info:
         state = State(build("one", info, OTHER), ranks=info)
         with pytest.raises(DamageError, match=r"model/up\.weight"):
@@ -316,7 +316,7 @@ def test_another_model_is_refused(tmp_path: Path, ring: ChunkRing) -> None:
 def test_each_disk_has_what_its_ranks_need(layout: str, tmp_path: Path, ring: ChunkRing) -> None:
     base = save(tmp_path, layout, 4, SEED, ring, near=lambda r: (0, 1) if r < 2 else (2, 3))
     with open_all(base) as ranks:
-        all_contents(ranks)
+        check_contents(ranks)
     for rank, near in ((0, [0, 1]), (3, [2, 3])):
         with as_rank(rank, 4) as info:
             values, want = build(layout, info, OTHER), locals_of(build(layout, info, SEED))
@@ -430,5 +430,5 @@ def test_where_all_leave_out_the_same_each_rank_says_the_same(job: tuple[str, in
     assert {one.section for one in said[0]} == {"model", "optimizer"}
     assert sum(one.count for one in said[0]) == 12
     assert {one.section for one in optimizers[0]} == {"optimizer"}
-    assert parted(said) == parted(optimizers) == ""
-    assert "'model'" in parted({**said, 0: optimizers[0]})
+    assert describe_mismatch(said) == describe_mismatch(optimizers) == ""
+    assert "'model'" in describe_mismatch({**said, 0: optimizers[0]})

@@ -18,7 +18,7 @@ from everstep.format.writer import ChunkRing
 from everstep.run.scan import BaseFound
 from everstep.state.ranks.rank_info import RankInfo
 from everstep.state.training_state import State
-from everstep.state.values.tensors import local_of
+from everstep.state.values.tensors import local_tensor
 from tests.support.ranks import sharding
 from tests.support.ranks.sharding import (
     LAYOUTS,
@@ -206,7 +206,7 @@ class Local(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         for parameter in self.param_groups[0]["params"]:
-            local = local_of(parameter)
+            local = local_tensor(parameter)
             self.state[parameter] = {
                 "momentum": torch.full(tuple(local.shape), self.param_groups[0]["own"]),
                 "norm": torch.tensor(self.param_groups[0]["own"]),

@@ -18,18 +18,18 @@ from everstep.replay import engine
 from everstep.replay.fused.blocked import Blocked
 from everstep.restore.fetch.peers import Brought
 from everstep.restore.redo import redo
-from everstep.restore.start import together
-from everstep.run.ahead import Ahead
+from everstep.restore.start import resume_job
+from everstep.run.prefetch import Prefetch
 from everstep.state.providers.modules import ModuleProvider
 from everstep.state.training_state import State
-from everstep.state.values.tensors import is_dtensor, local_of
+from everstep.state.values.tensors import is_dtensor, local_tensor
 from everstep.state.values.tree import split
 from everstep.trainer.job import start
 from everstep.trainer.session.start import RunStarter
+from tests.support.log.redone import STEPS, resumed, trained
 from tests.support.ranks.sharding import as_rank
 from tests.support.ranks.together import on_all, trainings
 from tests.support.replays import record, replayed
-from tests.unit.restore.test_redo import STEPS, resumed, trained
 
 
 @pytest.mark.parametrize(
@@ -42,13 +42,13 @@ def test_a_rank_looks_again_where_something_has_come_from_peers(
 ) -> None:
     """Before it fetches; before the choice, if anything came; and behind the fence."""
     seen: list[Path] = []
-    scan = together.scan_run
+    scan = resume_job.scan_run
 
     def noting(filesystem: Any, run: Any, *known: Any) -> Any:
         seen.append(run)
         return scan(filesystem, run, *known)
 
-    monkeypatch.setattr(together, "scan_run", noting)
+    monkeypatch.setattr(resume_job, "scan_run", noting)
     fetch = start.fetch_from_peers
 
     def fetched(*args: Any, **named: Any) -> Brought:
@@ -90,7 +90,7 @@ def test_the_state_is_looked_at_once_however_often_it_is_compared(
         compare(comparison, mark, tensors, names)
 
     monkeypatch.setattr(redo, "compare", noting)
-    monkeypatch.setattr(Ahead, "ready", together_)
+    monkeypatch.setattr(Prefetch, "ready", together_)
     replay = together_looks(monkeypatch, surveys)
     with resumed(tmp_path / "run", AdamW) as (world, recovery):
         assert (recovery.replayed, recovery.exact) == (STEPS, True)
@@ -189,10 +189,10 @@ def test_parameters_of_fsdp2_that_were_not_read_into_are_loaded() -> None:
         provider = ModuleProvider("model", model)
         tree = {key: value.detach().clone() for key, value in provider.collect().items()}
         for value in tree.values():
-            local_of(value).fill_(3.0)
+            local_tensor(value).fill_(3.0)
         assert provider._needs_load(tree)
         provider.restore(tree, strict=True)
-        assert all((local_of(p) == 3.0).all() for p in model.parameters())
+        assert all((local_tensor(p) == 3.0).all() for p in model.parameters())
 
 
 def test_a_dtensor_that_is_in_no_graph_is_taken_as_it_is() -> None:

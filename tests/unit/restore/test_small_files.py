@@ -13,8 +13,7 @@ from everstep.format.names import TIMELINE_RECORD, timeline_dir
 from everstep.format.reader import read_record_bytes
 from everstep.format.records import TimelineRecord
 from everstep.restore.fetch import rank_copies
-from everstep.restore.fetch.rank_copies import Copies
-from everstep.run.small_files import SmallFiles
+from everstep.restore.fetch.rank_copies import Copies, SmallFiles
 from everstep.seams import PosixFileSystem
 from everstep.tiers.memory import MemoryTier
 

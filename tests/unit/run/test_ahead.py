@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from everstep.errors import FormatError
-from everstep.run.ahead import Ahead
+from everstep.run.prefetch import Prefetch
 from tests.support.world import TIMEOUT_S
 
 
@@ -60,7 +60,9 @@ def test_the_same_items_in_the_same_order(
     source = Source(total, fails_at=fails_at)
     found: list[int] = []
     failed = ""
-    with Ahead(source.items(), count=count, size_bytes=lambda _: size, limit_bytes=limit) as items:
+    with Prefetch(
+        source.items(), count=count, size_bytes=lambda _: size, limit_bytes=limit
+    ) as items:
         try:
             for item in items:
                 if item == stop_at:
@@ -81,7 +83,7 @@ def test_the_same_items_in_the_same_order(
 def test_no_more_wait_than_there_is_room_for(count: int, limit: int, most: int) -> None:
     """Items of 10 bytes: one is in use, so many wait, and one more has been made."""
     source = Source(30)
-    with Ahead(source.items(), count=count, size_bytes=lambda _: 10, limit_bytes=limit) as items:
+    with Prefetch(source.items(), count=count, size_bytes=lambda _: 10, limit_bytes=limit) as items:
         for taken, _ in enumerate(items, 1):
             if taken + most <= 30:
                 source.wait_until(taken + most - 1)
@@ -92,7 +94,7 @@ def test_no_more_wait_than_there_is_room_for(count: int, limit: int, most: int) 
 def test_work_goes_on_while_the_caller_is_busy() -> None:
     """The second item is made before the caller has asked for it."""
     source = Source(2)
-    with Ahead(source.items(), count=1) as items:
+    with Prefetch(source.items(), count=1) as items:
         assert next(items) == 0
         source.wait_until(2)
         assert next(items) == 1
@@ -103,7 +105,7 @@ def test_an_interrupt_in_the_thread_reaches_the_caller() -> None:
         yield 1
         raise KeyboardInterrupt
 
-    with Ahead(items(), count=2) as ahead:
+    with Prefetch(items(), count=2) as ahead:
         assert next(ahead) == 1
         with pytest.raises(KeyboardInterrupt):
             next(ahead)
@@ -111,7 +113,7 @@ def test_an_interrupt_in_the_thread_reaches_the_caller() -> None:
 
 def test_an_error_of_the_caller_leaves_no_thread() -> None:
     source = Source(1000)
-    with suppress(RuntimeError), Ahead(source.items(), count=1):
+    with suppress(RuntimeError), Prefetch(source.items(), count=1):
         raise RuntimeError
     assert source.closed
     assert source.made < 1000
@@ -126,7 +128,7 @@ def test_ready_says_whether_anybody_would_wait() -> None:
         assert go_on.wait(30)
         yield 2
 
-    with Ahead(items(), count=2, limit_bytes=10) as found:
+    with Prefetch(items(), count=2, limit_bytes=10) as found:
         assert next(found) == 1
         assert not found.ready  # the second one is being made
         go_on.set()

@@ -17,7 +17,7 @@ from everstep.format.names import (
     timeline_dir,
 )
 from everstep.format.records import RunRecord, TimelineRecord
-from everstep.run.scan import KnownTimelines, scan_run
+from everstep.run.scan import TimelineCache, scan_run
 from everstep.seams import PosixFileSystem
 from tests.support.world import HookedFileSystem
 
@@ -54,8 +54,8 @@ def test_what_was_verified_is_not_decoded_again(run: Path, monkeypatch: pytest.M
     assert not decoded
 
 
-@pytest.mark.parametrize("known", [None, KnownTimelines()], ids=["at once", "in one process"])
-def test_what_has_changed_since_is_noticed(run: Path, known: KnownTimelines | None) -> None:
+@pytest.mark.parametrize("known", [None, TimelineCache()], ids=["at once", "in one process"])
+def test_what_has_changed_since_is_noticed(run: Path, known: TimelineCache | None) -> None:
     for number in range(1, 6):  # else what is changed at once may have the same time
         os.utime(record_of(run, number), (1e9, 1e9))
     assert not scan_run(FS, run, known).problems
@@ -71,7 +71,7 @@ def test_what_has_changed_since_is_noticed(run: Path, known: KnownTimelines | No
 
 
 def test_one_process_reads_each_record_once(run: Path) -> None:
-    fs, known = HookedFileSystem(), KnownTimelines()
+    fs, known = HookedFileSystem(), TimelineCache()
     first = scan_run(fs, run, known)
     assert scan_run(fs, run, known) == first
     read = [path for op, path in fs.seen if op == "open" and path.name == TIMELINE_RECORD]
@@ -81,7 +81,7 @@ def test_one_process_reads_each_record_once(run: Path) -> None:
 @pytest.mark.parametrize("by", ["another", "nothing", "a shorter one", "a link"])
 def test_a_record_whose_place_is_taken_counts_no_more(run: Path, by: str) -> None:
     """As in a folder that is put back as it was once, and resumed again."""
-    known, path = KnownTimelines(), record_of(run, 5)
+    known, path = TimelineCache(), record_of(run, 5)
     assert scan_run(FS, run, known).branches[5].parent == 4
     other = TimelineRecord(run.name, 5, 1, 0, True, 1, {}, 0.0).encode()
     path.unlink()
@@ -110,7 +110,7 @@ def test_the_same_bytes_elsewhere_are_judged_by_where_they_are(run: Path) -> Non
     scan_run(FS, run)
     record_of(run, 4).write_bytes(record_of(run, 2).read_bytes())
     found = scan_run(FS, run)
-    assert found.problems == [(record_of(run, 4), "is of another timeline")]
+    assert found.problems == [(record_of(run, 4), "belongs to another timeline")]
 
 
 def test_the_same_damage_in_two_places_is_told_of_both(run: Path) -> None:

@@ -21,12 +21,12 @@ from everstep.arena.reused import ReusedMemory
 from everstep.errors import DamageError, EverstepError
 from everstep.format.log import LogRecord, RecordHead, record_digest
 from everstep.format.writer import ChunkRing
-from everstep.restore.log.logs import LogFound
+from everstep.restore.log.log_found import LogFound
 from everstep.restore.redo.redo import checked
-from everstep.run import segment_reads
+from everstep.run import log_reads
 from everstep.run.chain import Chain
-from everstep.run.segment_reads import ReadRoom, SegmentReads
-from everstep.run.segments import read_segment, vetted
+from everstep.run.log_reads import ReadBudget, SegmentReads
+from everstep.run.segments import read_segment, validated
 from everstep.seams import PosixFileSystem
 from everstep.state.layout.entries import Entry
 from everstep.state.layout.shards import plan_shards
@@ -69,9 +69,9 @@ def written(run: Path, ring: ChunkRing, numel: int) -> list[LogRecord]:
 
 @contextmanager
 def reading(run: Path, ring: ChunkRing, first: int) -> Iterator[SegmentReads]:
-    (segment,) = (vetted(one, RUN) for one in segments_of(run))
+    (segment,) = (validated(one, RUN) for one in segments_of(run))
     reads = SegmentReads(
-        PosixFileSystem(), segment, ring, ReadRoom(), first=first, timeout_s=TIMEOUT_S
+        PosixFileSystem(), segment, ring, ReadBudget(), first=first, timeout_s=TIMEOUT_S
     )
     try:
         yield reads
@@ -85,7 +85,7 @@ def test_the_same_records_from_any_place_on(
     numel: int, first: int, tmp_path: Path, ring: ChunkRing, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In reads of a page, of which several make up a record."""
-    monkeypatch.setattr(segment_reads, "_READ_BYTES", 4096)
+    monkeypatch.setattr(log_reads, "_READ_BYTES", 4096)
     records = written(tmp_path, ring, numel)
     with reading(tmp_path, ring, first) as reads:
         found = [reads.read() for _ in records[first:]]
@@ -153,7 +153,7 @@ def test_a_file_that_is_cut_while_it_is_read(tmp_path: Path, ring: ChunkRing) ->
     (segment,) = segments_of(tmp_path)
     with reading(tmp_path, ring, 0) as reads:
         os.truncate(Path(segment.path) / "rank-00000.safetensors", 8192)
-        with pytest.raises(DamageError, match="ends too early"):
+        with pytest.raises(DamageError, match="is truncated"):
             reads.read()
 
 
@@ -194,12 +194,12 @@ def test_no_more_is_begun_than_the_next_step(
     limit: int, begun: int, tmp_path: Path, ring: ChunkRing, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An update of 5000 bytes and the small mark behind it; the next step is as large."""
-    monkeypatch.setattr(segment_reads, "_AHEAD_BYTES_MAX", limit)
+    monkeypatch.setattr(log_reads, "_AHEAD_BYTES_MAX", limit)
     records = written(tmp_path, ring, 1000)
     with reading(tmp_path, ring, 0) as reads:
         first = reads.read()
         assert bytes(first.data) == bytes(records[0].data)
-        assert len(reads._coming) == begun - 1
+        assert len(reads._pending) == begun - 1
         assert [bytes(reads.read().data) for _ in records[1:]] == [
             bytes(record.data) for record in records[1:]
         ]
@@ -210,20 +210,20 @@ def test_one_step_is_read_while_another_is_in_use(
     kept: int, tmp_path: Path, ring: ChunkRing, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where a step is all that is allowed: the memory of two, whoever keeps the last one."""
-    monkeypatch.setattr(segment_reads, "_AHEAD_BYTES_MAX", 0)
-    monkeypatch.setattr(segment_reads, "_LENT_BYTES_MAX", 0)
+    monkeypatch.setattr(log_reads, "_AHEAD_BYTES_MAX", 0)
+    monkeypatch.setattr(log_reads, "_LENT_BYTES_MAX", 0)
     records = written(tmp_path, ring, 100_000)
     step_bytes = sum(record.layout.size_bytes for record in records[4:])
     most_bytes, ahead = 0, 0
-    take = segment_reads.ReadRoom.take
+    take = log_reads.ReadBudget.take
 
-    def noting(self: segment_reads.ReadRoom, size_bytes: int) -> memoryview:
+    def noting(self: log_reads.ReadBudget, size_bytes: int) -> memoryview:
         nonlocal most_bytes
         memory = take(self, size_bytes)
         most_bytes = max(most_bytes, self.lent_bytes)
         return memory
 
-    monkeypatch.setattr(segment_reads.ReadRoom, "take", noting)
+    monkeypatch.setattr(log_reads.ReadBudget, "take", noting)
     with reading(tmp_path, ring, 0) as reads:
         held: list[LogRecord] = []
         for number, record in enumerate(records):
@@ -231,7 +231,7 @@ def test_one_step_is_read_while_another_is_in_use(
                 held = held[-2:] if kept else []
             held.append(reads.read())
             assert bytes(held[-1].data) == bytes(record.data)
-            ahead += any(coming.index.head.step > record.head.step for coming in reads._coming)
+            ahead += any(coming.index.head.step > record.head.step for coming in reads._pending)
     assert ahead  # of the step that was asked for
     assert step_bytes < most_bytes <= 2 * step_bytes + step_bytes // 8
 

@@ -16,8 +16,8 @@ import pytest
 from everstep import Checkpointer
 from everstep.run.scan import scan_run
 from everstep.seams import ManualClock, PosixFileSystem, Seams
-from everstep.testing import SimFileSystem
-from everstep.testing.training import TinyTraining
+from tests.crash.sim.filesystem import SimFileSystem
+from tests.crash.sim.training import TinyTraining
 
 FILE_EVENTS = ("open", "os.listdir", "os.scandir", "os.mkdir", "os.rmdir", "os.rename", "os.remove")
 FILE_EVENTS += ("os.link", "os.symlink", "os.truncate", "os.chmod", "shutil.", "tempfile.", "mmap.")

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
-from everstep.state.ranks.writers import common_of
+from everstep.state.ranks.writers import find_replication
 from everstep.state.training_state import State
 from tests.support.ranks.sharding import as_rank
 
@@ -33,7 +33,7 @@ def state_of(module: nn.Module, rank: int) -> Iterator[State]:
 
 def common(state: State) -> list[str]:
     """Parameters that ranks keep equal."""
-    found = common_of(state.providers.values(), {}, state.apart.own()).parameters
+    found = find_replication(state.providers.values(), {}, state.rank_local.own()).parameters
     return sorted(name.removeprefix("model/") for name in found)
 
 

@@ -8,7 +8,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 from everstep.state.training_state import State
-from everstep.state.values.tensors import LocalPart, box_of, sharded_form
+from everstep.state.values.tensors import LocalShard, local_box, shard_entry
 from tests.support.ranks.sharding import as_rank, build
 
 
@@ -20,9 +20,9 @@ def test_a_part_of_a_mesh_has_the_ranks_of_the_rank_that_looks() -> None:
             mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))["tensor"]
             kept.append(mesh)  # so that they are known at the same time
             tensor = DTensor.from_local(torch.zeros(3, 4), mesh, [Shard(0)], run_check=False)
-            part = LocalPart.of(tensor)
-            seen[rank] = sharded_form("w", tensor, part).placement
-            assert part.box == box_of(tensor)
+            part = LocalShard.of(tensor)
+            seen[rank] = shard_entry("w", tensor, part).placement
+            assert part.box == local_box(tensor)
     assert kept[0] == kept[1], "this test cannot fail"
     assert seen == {0: "shard(0)@2:0-1", 2: "shard(0)@2:2-3"}
 

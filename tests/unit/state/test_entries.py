@@ -16,7 +16,7 @@ from everstep.state.values.tensors import (
     byte_view,
     dtype_code,
     empty_like_entry,
-    stored_form,
+    tensor_entry,
     torch_dtype,
     why_not_storable,
 )
@@ -40,7 +40,7 @@ def test_a_dtype_without_a_code() -> None:
 )
 def test_the_stored_form_has_the_tensors_bytes(shape: tuple[int, ...], dtype: torch.dtype) -> None:
     tensor = torch.empty(shape, dtype=dtype)
-    entry = stored_form("x", tensor, lsn=7)
+    entry = tensor_entry("x", tensor, lsn=7)
     assert entry.size_bytes == tensor.numel() * tensor.element_size() == byte_view(tensor).numel()
     assert (entry.lsn, entry.stride, entry.placement) == (7, None, "whole")
     assert entry.global_shape == entry.shape
@@ -51,13 +51,13 @@ def test_the_stored_form_has_the_tensors_bytes(shape: tuple[int, ...], dtype: to
 
 
 def test_complex128_is_stored_as_pairs() -> None:
-    entry = stored_form("x", torch.zeros(3, 2, dtype=torch.complex128))
+    entry = tensor_entry("x", torch.zeros(3, 2, dtype=torch.complex128))
     assert (entry.dtype, entry.shape, entry.logical_dtype) == ("F64", (3, 2, 2), "complex128")
 
 
 def test_strides_are_noted_where_they_matter() -> None:
-    assert stored_form("x", torch.zeros(3, 4).t()).stride == (1, 4)
-    assert stored_form("x", torch.zeros(3, 4)).stride is None
+    assert tensor_entry("x", torch.zeros(3, 4).t()).stride == (1, 4)
+    assert tensor_entry("x", torch.zeros(3, 4)).stride is None
 
 
 def test_a_byte_view_is_no_copy() -> None:

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import torch
 from torch import nn
 
-from everstep.state.values.referrers import holders_of
+from everstep.state.values.referrers import find_referrers
 
 
 class Holder:
@@ -23,16 +23,16 @@ class Around(Holder):
 def test_holders_by_attribute_and_in_lists() -> None:
     held = nn.Linear(1, 1)
     direct, listed, other = Holder(held), Around([held]), Holder(nn.Linear(1, 1))
-    found = {id(one) for one in holders_of([held], Holder, depth=3)}
+    found = {id(one) for one in find_referrers([held], Holder, depth=3)}
     assert found == {id(direct), id(listed)}
-    assert [id(one) for one in holders_of([held], Around, depth=3)] == [id(listed)]
-    assert holders_of([other.held], Around, depth=3) == []
+    assert [id(one) for one in find_referrers([held], Around, depth=3)] == [id(listed)]
+    assert find_referrers([other.held], Around, depth=3) == []
 
 
 def test_a_module_is_found_through_the_dict_of_its_modules() -> None:
     inner = nn.Linear(1, 1)
     outer = nn.Sequential(inner)
-    assert [id(one) for one in holders_of([inner], nn.Module, depth=3)] == [id(outer)]
+    assert [id(one) for one in find_referrers([inner], nn.Module, depth=3)] == [id(outer)]
 
 
 def test_a_tuple_that_another_thread_fills_is_left_alone() -> None:
@@ -56,7 +56,7 @@ def test_a_tuple_that_another_thread_fills_is_left_alone() -> None:
     thread = threading.Thread(target=fill)
     thread.start()
     assert begun.wait(30)
-    kept = holders_of([optimizer], torch.optim.lr_scheduler.LRScheduler, depth=2)
+    kept = find_referrers([optimizer], torch.optim.lr_scheduler.LRScheduler, depth=2)
     go_on.set()
     thread.join(30)
     assert not failed

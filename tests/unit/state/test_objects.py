@@ -32,7 +32,7 @@ from everstep.errors import FormatError, UnsupportedStateError
 from everstep.state.values import objects
 from everstep.state.values.generators import GeneratorState
 from everstep.state.values.objects import (
-    CROWD,
+    COLLISIONS_MAX,
     MAX_DEPTH,
     TAGS,
     TensorRef,
@@ -444,7 +444,7 @@ def test_hostile_bytes_are_refused_without_allocating_what_they_claim(name: str)
     assert peak_bytes < 200_000 + 40 * len(data)
 
 
-_ALIKE = [n * sys.hash_info.modulus for n in range(1, CROWD + 2)]  # one more than may be
+_ALIKE = [n * sys.hash_info.modulus for n in range(1, COLLISIONS_MAX + 2)]  # one more than may be
 _CROWDS: list[list[Any]] = [
     _ALIKE,
     [(n, "a") for n in _ALIKE],

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from everstep.errors import OptionError, StateError
-from everstep.state.survey.ownership import Claims, Holding, Memory, Owner, memory_of
+from everstep.state.survey.ownership import Memory, OwnedMemory, Owner, OwnershipIndex, memory_of
 from everstep.state.training_state import State
 from tests.support.state_changes import step, world
 
@@ -319,7 +319,9 @@ def meet(one: Memory, other: Memory) -> bool:
 
 @given(owned=st.lists(pieces, max_size=6), others=st.lists(pieces, max_size=6))
 def test_overlaps_are_those_of_the_bytes(owned: list[Memory], others: list[Memory]) -> None:
-    claims = Claims([Holding("o", tuple(owned[:3])), Holding("p", tuple(owned[3:]))])
+    claims = OwnershipIndex(
+        [OwnedMemory("o", tuple(owned[:3])), OwnedMemory("p", tuple(owned[3:]))]
+    )
     everything = {*owned, *others}
     assert claims.overlapping(others) == {
         one for one in everything if any(meet(one, other) for other in everything - {one})
@@ -347,7 +349,7 @@ def test_the_end_of_memory() -> None:
 
 def test_devices_are_apart() -> None:
     there = Memory(torch.device("cuda:0"), 1, (4,), (1,), torch.uint8, False, False)
-    claims = Claims([Holding("o", (there,))])
+    claims = OwnershipIndex([OwnedMemory("o", (there,))])
     assert not claims.own_part_of(piece(1, 4, 1))
     assert claims.own_part_of(there)
     assert claims.overlapping([piece(1, 4, 1)]) == set()

@@ -20,12 +20,12 @@ from everstep.format.header import (
     header_room_bytes,
 )
 from everstep.restore.load.pieces import PieceReads, fills
-from everstep.restore.load.reshard import Piece
+from everstep.restore.load.saved_ranks import Piece
 from everstep.state.layout.entries import Entry
 from everstep.state.layout.placement import Box, Cut, Placement, box_on_mesh, replicas_on_mesh
 from everstep.state.layout.shards import plan_shards
 from everstep.state.ranks.rank_info import RankInfo
-from everstep.state.ranks.writers import Common, Sharing
+from everstep.state.ranks.writers import Replication, WriterAssignment
 
 Layout = tuple[tuple[int, ...], tuple[Cut, ...]]
 """Shape of a mesh, and a cut for each of its dimensions."""
@@ -76,8 +76,8 @@ def write_all(
     for rank in range(world):
         box = box_of(whole.shape, placement, rank)
         entry = Entry("model/w", dtype, box.shape, whole.shape, box.offset, placement.text)
-        common = Common({}, {"optimizer/state/model.w": "model/w"}, {})
-        mine = Sharing(RankInfo(rank, world), [entry], common).mine()
+        common = Replication({}, {"optimizer/state/model.w": "model/w"}, {})
+        mine = WriterAssignment(RankInfo(rank, world), [entry], common).mine()
         (shard,) = plan_shards(list(mine.values()))
         identity = ShardIdentity("run", 1, 1, 1, rank, world, True)
         room = header_room_bytes(identity, shard.placed, (), {})
@@ -183,10 +183,13 @@ def entry(name: str, size: int, placement: str = "whole") -> Entry:
 
 
 def shares(
-    world: int, entries: list[Entry], common: Common, near: dict[int, tuple[int, ...]] | None = None
+    world: int,
+    entries: list[Entry],
+    common: Replication,
+    near: dict[int, tuple[int, ...]] | None = None,
 ) -> list[dict[str, Entry]]:
     return [
-        Sharing(RankInfo(rank, world, near and near[rank]), entries, common).mine()
+        WriterAssignment(RankInfo(rank, world, near and near[rank]), entries, common).mine()
         for rank in range(world)
     ]
 
@@ -201,7 +204,7 @@ def test_what_is_common_is_written_once_and_evenly(sizes: list[int], world: int)
         front = f"optimizer/state/model.{name[6:]}"
         states[front] = name
         entries += [entry(name, size), entry(f"{front}/exp_avg", size), entry(f"{front}/step", 4)]
-    written = shares(world, entries, Common(dict.fromkeys(names, everyone), states, {}))
+    written = shares(world, entries, Replication(dict.fromkeys(names, everyone), states, {}))
     assert sorted(name for mine in written for name in mine) == sorted(e.name for e in entries)
     for mine in written:
         for front, name in states.items():  # a parameter with its moments
@@ -215,17 +218,20 @@ def test_state_that_is_there_on_some_ranks_only_changes_no_other_writer() -> Non
     states = {f"optimizer/state/model.p{n}": f"model/p{n}" for n in range(6)}
     bare = [entry(name, 10 + n) for n, name in enumerate(names)]
     more = [*bare, entry("optimizer/state/model.p3/exp_avg", 500)]
-    common = Common(names, states, {})
+    common = Replication(names, states, {})
     for rank in (0, 1):
-        without = set(Sharing(RankInfo(rank, 2), bare, common).mine())
-        assert set(Sharing(RankInfo(rank, 2), more, common).mine()) - {more[-1].name} == without
+        without = set(WriterAssignment(RankInfo(rank, 2), bare, common).mine())
+        assert (
+            set(WriterAssignment(RankInfo(rank, 2), more, common).mine()) - {more[-1].name}
+            == without
+        )
 
 
 def test_what_is_common_is_written_once_to_each_disk() -> None:
     names = {f"model/p{n}": (0, 1, 2, 3) for n in range(5)}
     near = {0: (0, 1), 1: (0, 1), 2: (2, 3), 3: (2, 3)}
     entries = [entry(name, 10) for name in names]
-    written = shares(4, entries, Common(names, {}, {}), near)
+    written = shares(4, entries, Replication(names, {}, {}), near)
     for pair in ((0, 1), (2, 3)):
         assert sorted(name for rank in pair for name in written[rank]) == sorted(names)
 
@@ -233,7 +239,7 @@ def test_what_is_common_is_written_once_to_each_disk() -> None:
 def test_who_updates_a_parameter_for_all_writes_it() -> None:
     everyone, names = (0, 1, 2), [f"model/p{number}" for number in range(6)]
     updaters = {name: (number % 2, everyone) for number, name in enumerate(names[:4])}
-    common = Common(dict.fromkeys(names, everyone), {}, {}, updaters)
+    common = Replication(dict.fromkeys(names, everyone), {}, {}, updaters)
     entries = [entry(name, 10) for name in names]
     written = shares(3, entries, common)
     for name, (rank, _) in updaters.items():
@@ -253,19 +259,21 @@ def test_ranks_that_do_not_know_who_updates_what_split_as_ever() -> None:
     entries, alike = [entry(name, 10) for name in names], dict.fromkeys(names, everyone)
     halves = [(0, 1), (0, 1), (2, 3), (2, 3)]
     commons = [
-        Common(alike, {}, {}, {name: (half[n % 2], half) for n, name in enumerate(names)})
+        Replication(alike, {}, {}, {name: (half[n % 2], half) for n, name in enumerate(names)})
         for half in halves
     ]
     about = list(enumerate(zip(commons, halves, strict=True)))
-    together = [Sharing(RankInfo(rank, 4), entries, c).mine() for rank, (c, _) in about]
+    together = [WriterAssignment(RankInfo(rank, 4), entries, c).mine() for rank, (c, _) in about]
     assert sorted(name for mine in together for name in mine) == sorted(names)
-    apart = [Sharing(RankInfo(rank, 4, half), entries, c).mine() for rank, (c, half) in about]
+    apart = [
+        WriterAssignment(RankInfo(rank, 4, half), entries, c).mine() for rank, (c, half) in about
+    ]
     for rank, mine in enumerate(apart):
         assert sorted(mine) == names[rank % 2 :: 2]
 
 
 def test_what_is_nobody_elses_says_whose_it_is() -> None:
-    (zero, one) = shares(2, [entry("loader/x", 3)], Common({}, {}, {}))
+    (zero, one) = shares(2, [entry("loader/x", 3)], Replication({}, {}, {}))
     assert zero["loader/x"].placement == "whole@0"
     assert one["loader/x"].placement == "whole@1"
 

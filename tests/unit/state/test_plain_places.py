@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from everstep.state.providers.plain import Places
+from everstep.state.providers.plain import Occurrences
 from tests.support.world import assert_same, opened
 
 
@@ -160,7 +160,7 @@ def test_other_forms_are_put_there_anew(run_folder: Path) -> None:
 
 def test_whoever_has_no_memory_is_nowhere() -> None:
     empty = torch.zeros(0)
-    assert not Places([empty]).can_be_filled(empty)
-    assert not Places([torch.zeros(2)]).is_alone(torch.ones(2))
+    assert not Occurrences([empty]).can_be_filled(empty)
+    assert not Occurrences([torch.zeros(2)]).is_alone(torch.ones(2))
     sparse = torch.zeros(2, 2).to_sparse()
-    assert not Places([sparse]).can_be_filled(sparse)
+    assert not Occurrences([sparse]).can_be_filled(sparse)

@@ -14,7 +14,7 @@ from everstep.errors import UnsupportedStateError
 from everstep.state.layout.names import OBJECT_PREFIX, RNG_SECTION
 from everstep.state.survey.survey import Survey
 from everstep.state.training_state import State
-from everstep.state.values.generators import collect_rng, restore_rng
+from everstep.state.values.generators import capture_rng, restore_rng
 from everstep.state.values.objects import decode
 from everstep.state.values.tree import join
 
@@ -104,7 +104,7 @@ def test_a_device_is_in_use_before_its_generator_is_put_back(
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "init", lambda: calls.append("init"))
     monkeypatch.setattr(torch.cuda, "set_rng_state", lambda state, device: calls.append(device))
-    saved = collect_rng()
+    saved = capture_rng()
     states = [torch.zeros(16, dtype=torch.uint8)] * 2
     assert restore_rng({**saved, "cuda": states}) == ["RNG of 1 CUDA device(s) that are not here"]
     assert calls == ["init", 0]

@@ -27,7 +27,12 @@ from everstep.state.layout.names import is_reserved
 from everstep.state.providers.modules import ModuleProvider
 from everstep.state.providers.optimizers import OptimizerProvider
 from everstep.state.survey import survey as survey_module
-from everstep.state.survey.guards import _MODULE_NAMES, _OPTIMIZER_NAMES, Watch, _is_torchs_own
+from everstep.state.survey.guards import (
+    _MODULE_NAMES,
+    _OPTIMIZER_NAMES,
+    TensorGuard,
+    _is_torchs_own,
+)
 from everstep.state.survey.survey import Survey
 from everstep.state.training_state import State
 from tests.support.state_changes import CHANGES, EXTRA, SHAPES, Values, step, world
@@ -524,7 +529,7 @@ def test_random_states_of_generators_are_no_reason_to_look_for_ties() -> None:
     values = world()
     state = State(values)
     kept = []
-    with mock.patch.object(survey_module, "_Known", side_effect=AssertionError) as known:
+    with mock.patch.object(survey_module, "_TensorIndex", side_effect=AssertionError) as known:
         for number in range(100):
             values["data"]["seen"] = torch.zeros(3)
             survey = state.survey()
@@ -744,7 +749,7 @@ def test_a_watch_notices_what_makes_a_view_different(kind: str, edit: str) -> No
     others = [torch.randn(2), nn.Parameter(torch.randn(2))]
     watched = [others[0], tensor, others[1]]
     before = tensor.detach()
-    watch = Watch(watched, [others[0].detach(), before, others[1].detach()])
+    watch = TensorGuard(watched, [others[0].detach(), before, others[1].detach()])
     assert watch.holds() != tensor.is_conj()
     try:
         EDITS[edit](tensor)
@@ -770,7 +775,7 @@ def alike(tensor: torch.Tensor, view: torch.Tensor) -> bool:
 
 def test_a_watch_notices_that_a_storage_has_moved() -> None:
     tensor = torch.zeros(4)
-    watch = Watch([tensor], [tensor.detach()])
+    watch = TensorGuard([tensor], [tensor.detach()])
     begin = tensor.data_ptr()
     tensor.untyped_storage().resize_(1 << 22)
     assert tensor.data_ptr() != begin
@@ -778,5 +783,5 @@ def test_a_watch_notices_that_a_storage_has_moved() -> None:
 
 
 def test_a_watch_of_nothing_holds() -> None:
-    assert Watch([], []).holds()
-    assert not Watch([torch.ones(1)], []).holds()
+    assert TensorGuard([], []).holds()
+    assert not TensorGuard([torch.ones(1)], []).holds()

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from everstep.state.survey import guards
-from everstep.state.survey.guards import _Containers, dict_tags, keep_order
+from everstep.state.survey.guards import _DictGuard, dict_versions, keep_order
 from everstep.state.training_state import State
 from tests.support.state_changes import CHANGES, Values, outcome, world
 
@@ -22,13 +22,13 @@ needs_tags = pytest.mark.skipif(guards._tag is None, reason="dicts have no versi
 def test_a_tag_stays_until_something_changes() -> None:
     module = nn.Linear(2, 2)
     dicts = [module.__dict__, module._parameters, defaultdict(dict)]
-    before = dict_tags(dicts)
+    before = dict_versions(dicts)
     with torch.no_grad():
         module(torch.ones(1, 2))
         module.weight.add_(1)
-    assert dict_tags(dicts) == before
+    assert dict_versions(dicts) == before
     module.weight = nn.Parameter(torch.zeros(2, 2))
-    after = dict_tags(dicts)
+    after = dict_versions(dicts)
     assert before is not None
     assert after is not None
     assert [a == b for a, b in zip(after, before, strict=True)] == [True, False, True]
@@ -51,7 +51,7 @@ def test_a_function_that_reads_something_else_is_not_used(tag: Callable[[Any], i
         except AttributeError as error:
             raise TypeError("no dict") from error
 
-    assert not guards._notices(read)
+    assert not guards._detects_changes(read)
 
 
 _counted = iter(range(1 << 30))
@@ -65,7 +65,7 @@ def test_an_order_that_changes_without_a_tag_is_looked_at() -> None:
     ordered: OrderedDict[str, object] = OrderedDict(a=1, b=2)
     assert not keep_order([{}, ordered])
     assert keep_order([{}, defaultdict(list)])
-    containers = _Containers([ordered])
+    containers = _DictGuard([ordered])
     assert containers.hold()
     assert containers.hold()
     ordered.move_to_end("a")
@@ -74,7 +74,7 @@ def test_an_order_that_changes_without_a_tag_is_looked_at() -> None:
 
 def test_containers_that_were_changed_and_put_back_hold_again() -> None:
     held: dict[str, object] = {"a": object(), "b": object()}
-    containers = _Containers([held, {}])
+    containers = _DictGuard([held, {}])
     assert containers.hold()
     kept = held.pop("b")
     assert not containers.hold()

@@ -12,7 +12,6 @@ import pytest
 
 from everstep.errors import DamageError, StorageError
 from everstep.seams import PosixFileSystem
-from everstep.testing import SimFileSystem
 from everstep.testing import conformance as checks
 from everstep.testing.conformance import CHECKS, Check, Place, conformance
 from everstep.testing.faultytier import SURVIVED, FaultKind, FaultyTier
@@ -21,6 +20,7 @@ from everstep.tiers.contract import Item, Tier, Traits, check_name
 from everstep.tiers.folder import DiskTier
 from everstep.tiers.memory import MemoryFile, MemoryTier
 from everstep.tiers.retry import RetryingTier
+from tests.crash.sim.filesystem import SimFileSystem
 
 every_check = pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
 

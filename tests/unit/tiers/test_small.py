@@ -17,7 +17,6 @@ from everstep.errors import (
     UnreachableError,
 )
 from everstep.seams import ManualClock, PosixFileSystem
-from everstep.testing import Fault, SimFileSystem
 from everstep.testing.faultytier import FaultyTier, TierFault
 from everstep.tiers.files import TierFileSystem
 from everstep.tiers.folder import DiskTier
@@ -26,6 +25,8 @@ from everstep.tiers.options import TierOptions
 from everstep.tiers.rate import HOUR_S, ObjectRate, batch_steps_for, objects_per_hour
 from everstep.tiers.retry import RetryingTier, RetryPolicy
 from everstep.tiers.urls import UrlPath, is_url
+from tests.crash.sim.faults import Fault
+from tests.crash.sim.filesystem import SimFileSystem
 from tests.support.world import HookedFileSystem
 
 FOREVER = 1 << 40

@@ -7,9 +7,9 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from everstep.capture.lanes.emulated import EmulatedLink
 from everstep.config.options import LogOptions
 from everstep.seams import Seams
+from everstep.testing.emulated_link import EmulatedLink
 from everstep_bench.persist.machine import sync_folder
 from everstep_bench.stall.arms import TIMEOUT_S, Pending
 from everstep_bench.stall.cores import Placement

@@ -8,12 +8,12 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from everstep.capture.lanes.emulated import EmulatedLink
 from everstep.checkpointer import Checkpointer
 from everstep.config.options import Budget, KeeperOptions, Method
 from everstep.errors import DeadlineError
 from everstep.plan.multistep import PARTS_MAX
 from everstep.seams import Seams
+from everstep.testing.emulated_link import EmulatedLink
 from everstep_bench.multistep.figures import AUTO, MeasuredSave, Row
 from everstep_bench.multistep.options import WAYS
 from everstep_bench.multistep.training import Lengths, TimedStep, TimedTraining

@@ -25,12 +25,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from everstep.capture.lanes.emulated import EmulatedLink
 from everstep.checkpointer import Checkpointer
 from everstep.errors import EverstepError
 from everstep.restore.fetch.held import HeldBase
 from everstep.seams import Seams
 from everstep.state.values.tensors import host_bytes
+from everstep.testing.emulated_link import EmulatedLink
 from everstep.trainer.schedule.schedule_stats import ScheduleStats
 from everstep_bench.persist.show import Display
 from everstep_bench.persist.workspace import interruptible, workspace

@@ -10,13 +10,13 @@ import torch
 
 from everstep.capture.lanes.batches import Batch
 from everstep.capture.lanes.devices import DeviceLane
-from everstep.capture.lanes.emulated import EmulatedLink
 from everstep.capture.lanes.lane import CpuLane, Lane, Progress, Transfer
 from everstep.checkpointer import Checkpointer
 from everstep.config.method import Method
 from everstep.config.options import Budget, KeeperOptions
 from everstep.errors import UnavailableError
 from everstep.seams import PosixFileSystem, ReadFile, Seams, WriteFile
+from everstep.testing.emulated_link import EmulatedLink
 from everstep_bench.stall.arms import CAUSES, TIMEOUT_S, Arm, Pending, Role
 from everstep_bench.stall.cores import Placement
 from everstep_bench.stall.loop import Loop

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from everstep.commit.job.messages import Message
 from everstep.commit.job.offers import Choice, Offer, Source
 from everstep.format.records import TimelineRecord
-from everstep.state.layout.replica_digest import InCommon
+from everstep.state.layout.replica_digest import ReplicaDigest
 
 __all__ = [
     "AgreementEvent",
@@ -127,7 +127,7 @@ class Compared:
 
     damaged: tuple[tuple[int, Source], ...] = ()
     spoilt: tuple[int, int] | None = None
-    common: tuple[InCommon, ...] = ()
+    common: tuple[ReplicaDigest, ...] = ()
     why: tuple[str, ...] = ()
 
 

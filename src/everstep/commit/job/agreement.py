@@ -53,7 +53,7 @@ from everstep.commit.job.offers_wire import (
 from everstep.commit.lineage import BaseId
 from everstep.errors import RecoveryError
 from everstep.format.records import TimelineRecord
-from everstep.state.layout.replica_digest import parted
+from everstep.state.layout.replica_digest import describe_mismatch
 
 __all__ = ["NO_WAY_BACK", "NO_WAY_BACK_HINT", "Agreement"]
 
@@ -318,7 +318,9 @@ class Agreement:
         assert self._choice is not None
         told = [Compared(*decode_compared(answer)) for answer in answers]
         damaged = any(one.damaged for one in told)
-        if not damaged and (differ := parted({r: one.common for r, one in enumerate(told)})):
+        if not damaged and (
+            differ := describe_mismatch({r: one.common for r, one in enumerate(told)})
+        ):
             listed = [f"\n  rank {r}: {why}" for r, one in enumerate(told) for why in one.why]
             text = (
                 f"with strict=False some ranks leave out of {self._choice.base} what others, that "

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from everstep.format.records import Marker, manifest_of
-from everstep.state.layout.replica_digest import parted
+from everstep.state.layout.replica_digest import describe_mismatch
 
 __all__ = ["disagreement"]
 
@@ -18,7 +18,7 @@ def disagreement(world: int, markers: Mapping[int, Marker]) -> str:
     by_lsn: dict[int, list[int]] = {}
     for rank, marker in sorted(markers.items()):
         by_lsn.setdefault(marker.lsn, []).append(rank)
-    if why := parted({rank: marker.common for rank, marker in markers.items()}):
+    if why := describe_mismatch({rank: marker.common for rank, marker in markers.items()}):
         return (
             f"the ranks differ in what they have in common ({why}), so each leaves to others "
             "what these do not write; give every rank the same state (the DDP wrapper or the "

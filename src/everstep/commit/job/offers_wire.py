@@ -15,7 +15,7 @@ from everstep.commit.logs import LogReader, LogRun, Reach
 from everstep.commit.reclaim import TIERS
 from everstep.errors import EverstepError, FormatError
 from everstep.format.records import Manifest, Marker, TimelineRecord
-from everstep.state.layout.replica_digest import InCommon
+from everstep.state.layout.replica_digest import ReplicaDigest
 
 __all__ = [
     "decode_choice",
@@ -34,7 +34,10 @@ _WIRE = PurePath("message")
 _T = TypeVar("_T")
 _Restored = tuple[tuple[tuple[int, Source], ...], tuple[int, int] | None, bool, bool]
 _Compared = tuple[
-    tuple[tuple[int, Source], ...], tuple[int, int] | None, tuple[InCommon, ...], tuple[str, ...]
+    tuple[tuple[int, Source], ...],
+    tuple[int, int] | None,
+    tuple[ReplicaDigest, ...],
+    tuple[str, ...],
 ]
 
 
@@ -134,7 +137,7 @@ def decode_restored(data: bytes) -> _Restored:
 def encode_compared(
     damaged: Iterable[tuple[int, Source]],
     spoilt: tuple[int, int] | None,
-    common: Iterable[InCommon],
+    common: Iterable[ReplicaDigest],
     why: Iterable[str],
 ) -> bytes:
     """Bytes for what a rank would leave out of a base.
@@ -159,7 +162,7 @@ def decode_compared(data: bytes) -> _Compared:
         files, spoilt, common, why = found
         damaged = _damaged(files)
         at = _step(spoilt)
-        said = (InCommon(str(r), str(s), int(n), str(d)) for r, s, n, d in common)
+        said = (ReplicaDigest(str(r), str(s), int(n), str(d)) for r, s, n, d in common)
         return damaged, at, tuple(said), tuple(map(str, why))
 
     return _unpack(data, make)

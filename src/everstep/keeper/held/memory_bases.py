@@ -1,10 +1,10 @@
-"""Bases of this rank that live in memory: in that of its keeper, and of the next node's.
+"""Bases of this rank that live in memory: that of its keeper, and that of the next node's keeper.
 
 A base is copied out of the arena into memory of its own, compared with its digests, and then sent
-to the peer like one that is durable. There are two of them at most: the newest that is whole
-with all ranks (I10), and the one behind it, which is on its way. The next one waits for that, and
-training for the next one, as GEMINI does (TierCheck, section 2.3). What is in memory
-only counts for a resume where all ranks can read their parts of it (I7).
+to the peer like a durable one. At most two exist: the newest that is complete on all ranks (I10),
+and the next one, which is in flight. The next capture waits for that one, and training for the next
+capture, as in GEMINI (TierCheck, section 2.3). A base in memory counts for a resume only if all
+ranks can read their shards (I7).
 """
 
 from __future__ import annotations
@@ -31,21 +31,23 @@ __all__ = ["IsPast", "MemoryBases"]
 
 _PIECE_BYTES = 1 << 20
 _LOOK_AGAIN_S = 0.02
-_LATE = 3  # times the deadline: rank 0 gives a round up behind two of them
+_LATE = 3
+"""Multiple of the deadline: longer than the two deadlines after which rank 0 gives up a round."""
 
 IsPast = Callable[[BaseId], bool]
-"""Whether a base is whole with all ranks, or will not be."""
+"""Returns True if a base is complete on all ranks, or never will be."""
 
 
 class MemoryBases:
-    """What a keeper does for a base that lives in memory.
+    """Holds the bases of this rank that live in memory.
 
     Args:
         run: the run folder, which has the record of the timeline.
-        store: where it is held, within its bound.
-        is_past: None: this process trains alone.
-        whole: told of each base of this rank that is whole here.
-        timeout_s: ranks that get nowhere for so long are not waited for.
+        store: holds the bases, within its bound.
+        is_past: returns True if a base is complete on all ranks, or never will be; None for a
+            single process.
+        whole: receives each base that is complete here.
+        timeout_s: seconds without progress after which other ranks are no longer waited for.
     """
 
     def __init__(
@@ -70,19 +72,19 @@ class MemoryBases:
         self._released = threading.Event()
 
     def release(self) -> None:
-        """The next start of the job has begun: nobody waits for other ranks any more."""
+        """Stop waiting for other ranks: the next start of the job has begun."""
         self._released.set()
 
     def hold(
         self, plan: BasePlan, bodies: Sequence[Body], progress: ProgressSink, audit: Audit
     ) -> tuple[Written, ...]:
-        """Returns when a base is whole in the memory of this keeper, its digests compared.
+        """Copy a base into the memory of this keeper and compare its digests.
 
         Raises:
-            AuditError: it is not the state of its step.
+            AuditError: the base is not the state of its step.
             OutOfSpaceError: it does not fit into the bound.
-            DamageError: its bytes have changed while they were copied.
-            DeadlineError: other ranks are not through with the one before.
+            DamageError: its bytes changed while they were copied.
+            DeadlineError: other ranks have not finished the previous base.
             StateError: another start of the job has begun.
         """
         identity = plan.identity
@@ -95,7 +97,7 @@ class MemoryBases:
         with storage_errors("read the record of the timeline", self._run, step=base.step):
             path = timeline_dir(self._run, base.timeline) / TIMELINE_RECORD
             record = read_record_bytes(self._filesystem, path)
-        self._wait_for_room(base, progress)
+        self._wait_for_previous(base, progress)
 
         def fill(memory: memoryview) -> None:
             begin = 0
@@ -116,8 +118,8 @@ class MemoryBases:
         self._whole(base)
         return written
 
-    def _wait_for_room(self, base: BaseId, progress: ProgressSink) -> None:
-        """Until the base before is whole with all ranks: then the one before that may go."""
+    def _wait_for_previous(self, base: BaseId, progress: ProgressSink) -> None:
+        """Wait until the previous base is complete on all ranks, which frees the one before it."""
         last = self._last
         is_past = self._is_past
         if last is None or is_past is None:
@@ -129,18 +131,19 @@ class MemoryBases:
                     "the next start of the job began before the base was held in memory",
                     step=base.step,
                 )
-            progress.advance(0)  # it is not this one that hangs
+            # Waiting for other ranks must not count as a hang of this base.
+            progress.advance(0)
             if self._clock.running_s() - since_s > _LATE * self._timeout_s:
                 raise DeadlineError(
-                    f"the base of step {last.step} is not whole with all ranks yet",
+                    f"the base of step {last.step} is not complete on all ranks yet",
                     step=base.step,
                     tier="memory",
-                    hint="another rank's keeper hangs, or is gone: look at what its rank prints",
+                    hint="another rank's keeper hangs or has ended: see the output of its rank",
                 )
 
 
 class _Watched:
-    """A body of which it is seen how far it was read."""
+    """Body that reports how far it was read."""
 
     def __init__(self, body: Body, progress: ProgressSink) -> None:
         self._body = body
@@ -149,6 +152,6 @@ class _Watched:
         self.held = body.held
 
     def fill(self, begin: int, chunk: memoryview, seen: Seen) -> None:
-        """As of the body."""
+        """Fill a chunk like the body, and report it as progress."""
         self._body.fill(begin, chunk, seen)
         self._progress.advance(chunk.nbytes)

@@ -1,7 +1,7 @@
-"""The newest whole capture, kept in memory for a training process that is restarted.
+"""The newest complete capture, held in memory for a restarted training process.
 
-It stays until a newer one is whole, until its memory is written over, or until it can be of
-no use. What the disk has refused is the only copy there is, and stays as long as it can.
+It is held until a newer one is complete, until its memory is overwritten, or until nobody can use
+it any more. A capture that the disk has refused is the only copy, and is held as long as possible.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ _log = logging.getLogger("everstep.keeper")
 
 
 class NewestCapture:
-    """What is in memory, if anything. The thread that serves and the one that writes use it.
+    """The newest complete capture, if there is one; used by the serving and the writing thread.
 
     Attributes:
-        on_disk: a base that the disks of all ranks have, whatever became of its capture here: a
-            start that finds all parts of it commits it.
+        on_disk: base that the disks of all ranks have, even if its capture has failed here: a start
+            that finds all its shards commits it.
     """
 
     def __init__(self) -> None:
@@ -47,43 +47,43 @@ class NewestCapture:
 
     @property
     def step(self) -> int | None:
-        """Of the base that is held."""
+        """Step of the capture; None without one."""
         held = self._held
         return None if held is None else held[0].step
 
     @property
     def arena(self) -> Arena | None:
-        """The memory that it lies in."""
+        """Memory of the capture; None without one."""
         held = self._held
         return None if held is None else held[1]
 
     @property
     def undigested(self) -> ShardIdentity | None:
-        """The identity of what is held, while there are no digests of it yet."""
+        """Identity of the capture if its digests do not exist yet."""
         held = self._held
         return None if held is None or held[0].written else held[0].plan.identity
 
     @property
     def is_only_copy(self) -> bool:
-        """Whether there is one that is on no disk."""
+        """True if there is a capture that no disk has."""
         held = self._held
         if held is None or held[0].durable:
             return False
         return BaseId(held[0].timeline, held[0].step) != self.on_disk
 
     def take(self, capture: Capture, arena: Arena) -> None:
-        """A capture is whole: it takes the place of the one before; not of a newer one, which may
-        have become whole while this one was put together."""
+        """Hold a complete capture instead of the previous one."""
         mine = capture.plan.identity
         with self._lock:
             if self._held is not None and self._held[1] is arena:
+                # A multi-step capture takes time to rebuild: a newer one may have overtaken it.
                 held = self._held[0].plan.identity
                 if (held.timeline, held.step) > (mine.timeline, mine.step):
                     return
             self._held = (capture, arena)
 
-    def written_over_by(self, capture: Capture, arena: Arena) -> None:
-        """Memory that is written again holds no base any more, whatever we were told."""
+    def drop_overwritten(self, capture: Capture, arena: Arena) -> None:
+        """Drop the capture if a new one uses its memory, even if ``forget`` was not received."""
         with self._lock:
             if self._held is None or self._held[1] is not arena:
                 return
@@ -93,11 +93,11 @@ class NewestCapture:
                 self._held = None
 
     def forget(self, number: int | None, arena: Arena) -> None:
-        """A training process says that it needs a base no more.
+        """Drop a capture that a training process no longer needs.
 
         Args:
-            number: of its own captures; None for what another process left.
-            arena: of the process that says so.
+            number: number of its own capture; None for the capture of an earlier process.
+            arena: arena of the process that sends the request.
         """
         with self._lock:
             if self._held is None:
@@ -105,6 +105,7 @@ class NewestCapture:
             capture = self._held[0]
             mine = self._held[1] is arena
             if number is None:
+                # Another process's capture that is not durable stays: it is the only copy.
                 forgets = not mine and capture.durable
             else:
                 forgets = mine and capture.number == number
@@ -112,7 +113,8 @@ class NewestCapture:
                 self._held = None
 
     def parked(self, arena: Arena, timeline: int) -> Capture | None:
-        """What is held, of this timeline, and on no disk because nobody has asked for it."""
+        """Return a parked capture of this timeline, which is on no disk as nobody has asked for
+        it."""
         with self._lock:
             if self._held is None or self._held[1] is not arena:
                 return None
@@ -120,7 +122,7 @@ class NewestCapture:
             return capture if capture.parked and capture.timeline == timeline else None
 
     def durable(self, base: BaseId) -> tuple[Capture, Arena] | None:
-        """The capture of a base that is on the disk, too, and its memory, if it is held."""
+        """Return the capture of a durable base, and its memory, if it is held."""
         held = self._held
         if held is None or held[0].redo is not None or not held[0].durable:
             return None
@@ -128,36 +130,38 @@ class NewestCapture:
         return held if found == base and held[0].written else None
 
     def has(self, capture: Capture) -> bool:
-        """Whether the memory of a capture is as it was."""
+        """Return True if ``capture`` is held, and so its memory is unchanged."""
         held = self._held
         return held is not None and held[0] is capture
 
     def drop(self, capture: Capture) -> None:
-        """The memory of a base is going to change."""
+        """Drop a capture whose memory is about to change."""
         with self._lock:
             if self._held is not None and self._held[0] is capture:
                 self._held = None
 
-    def passed_over(self) -> None:
-        """The run goes on from a base on the disk: one that is in memory only, and was not chosen,
-        is of a history that nobody comes back to."""
+    def drop_not_durable(self) -> None:
+        """Drop a capture that is not durable: the run was resumed from a base on disk instead.
+
+        It belongs to a history that no process will resume.
+        """
         with self._lock:
             if self._held is not None and not self._held[0].durable:
                 self._held = None
 
-    def drop_from(self, timeline: int) -> None:
-        """Bases of this timeline, and of those behind it, are of another history."""
+    def drop_from_timeline(self, timeline: int) -> None:
+        """Drop a capture of this timeline or a later one: it belongs to another history."""
         with self._lock:
             if self._held is not None and self._held[0].timeline >= timeline:
                 self._held = None
 
     def failed(self, capture: Capture, error: BaseException, *, reused: bool) -> None:
-        """A capture has not become durable.
+        """Handle a capture that has not become durable.
 
         Args:
-            reused: its training process is there, and will use the memory again.
+            reused: True if its training process is alive and will reuse the memory.
         """
-        # What an audit has refused is not the state of its step.
+        # A capture that failed the audit is not the state of its step: never restore from it.
         wrong = reused or isinstance(error, AuditError)
         with self._lock:
             if wrong and self._held is not None and self._held[0] is capture:
@@ -170,13 +174,15 @@ class NewestCapture:
         *,
         own: bool = False,
     ) -> tuple[dict[str, Any], list[bytes], Arena] | None:
-        """What another process than that of ``arena`` has left: see
-        :func:`.held.base_to_wire`, and its arena.
+        """Return the capture that an earlier process has left, as :func:`.held.base_to_wire`, and
+        its arena.
 
         Args:
-            own: what the process of ``arena`` has captured, too.
-            audit: raises AuditError for what may not be restored; asked where the disk has
-                refused a base before it could be audited.
+            arena: arena of the process that asks.
+            audit: raises AuditError for a capture that must not be restored; called for one that
+                the disk
+                has refused before it was audited.
+            own: also return a capture of the process that asks.
         """
         held = self._held
         if held is None or (held[1] is arena and not own):
@@ -186,17 +192,19 @@ class NewestCapture:
     def look(
         self, audit: Callable[[BasePlan, Sequence[Written]], None] | None
     ) -> tuple[dict[str, Any], list[bytes], Arena] | None:
-        """What is held, whoever has captured it; as :meth:`recall`.
+        """Return the capture, whichever process made it; see :meth:`recall`.
 
         Args:
-            audit: as there; None: what has no digests yet is left out. It can be written over by
-                who has captured it, and nothing would tell.
+            audit: as for :meth:`recall`; None leaves out a capture without digests, as nothing
+                would
+                reveal that its process has overwritten it.
         """
         held = self._held
         if held is None or (audit is None and not held[0].written):
             return None
         capture, theirs = held
-        if audit is not None and not capture.written:  # what is in memory is all there is
+        # No disk has this capture, so nobody has digested or audited it yet: do that now.
+        if audit is not None and not capture.written:
             identity = capture.plan.identity
             written = tuple(
                 digest_shard(shard, identity, body)
@@ -213,19 +221,23 @@ class NewestCapture:
 
 
 def _block(capture: Capture) -> tuple[int, int]:
-    """Where its memory begins and ends in the arena."""
+    """Return the begin and end of a capture's memory in the arena."""
     return capture.offset, capture.offset + shard_offsets(capture.plan)[1]
 
 
 @dataclass(frozen=True, slots=True)
 class LookReply:
-    """What a keeper shows to a process that is not attached.
+    """Reply to ``look``: the contents of memory, for a process that only reads them.
+
+    It is one small message, however large the index: the index is in shared memory of its own,
+    whose
+    descriptor is sent along. So a reader that is stopped never blocks the keeper.
 
     Attributes:
-        recalled, blobs, arenas: as in the answer to ``recall``.
-        settled: nothing of it is still being written or digested.
-        moves: change as long as that goes on.
-        pending: the identity of a base in memory that has no digests yet.
+        recalled, blobs, arenas: as in the reply to ``recall``.
+        settled: True if nothing is still being written or digested.
+        moves: counters that change while that goes on.
+        pending: identity of a base in memory that has no digests yet.
     """
 
     recalled: dict[str, Any]
@@ -236,17 +248,24 @@ class LookReply:
     pending: dict[str, Any] | None
 
     def send(self, connection: Connection, trainer: int | None) -> None:
-        """Sends it.
+        """Send the reply.
 
         Args:
-            trainer: the process that is served.
+            trainer: process id of the trainer that is attached; None without one.
         """
         index: bytes = msgpack.packb(
             {**self.recalled, "blobs": self.blobs, "pending": self.pending},
             unicode_errors="surrogatepass",
         )
-        about = {"settled": self.settled, "moves": self.moves, "trainer": trainer}
+        # The receiver gets duplicates of the descriptors: this mapping can be closed at once.
         with Arena.create(len(index)) as memory:
             memory.view[: len(index)] = index
             fds = [one.fd for one in (memory, *self.arenas) if one.fd is not None]
-            connection.send({"kind": "looked", "size_bytes": len(index), **about}, fds)
+            message = {
+                "kind": "looked",
+                "size_bytes": len(index),
+                "settled": self.settled,
+                "moves": self.moves,
+                "trainer": trainer,
+            }
+            connection.send(message, fds)

@@ -1,4 +1,4 @@
-"""The memory in which a keeper holds copies of other nodes' bases."""
+"""Memory for copies of other nodes' bases."""
 
 from __future__ import annotations
 
@@ -22,16 +22,18 @@ _log = logging.getLogger("everstep.keeper")
 
 
 def copy_memory_bytes(size_bytes: int) -> int:
-    """Host memory that a copy of so many bytes takes."""
+    """Return the host memory that a copy takes, in bytes."""
     return CONTROL_BYTES + max(1, -(-size_bytes // PAGE_BYTES)) * PAGE_BYTES
 
 
 @dataclass(slots=True)
 class _Memory:
-    """Where a copy lies.
+    """Memory of one copy.
 
     Attributes:
-        received_bytes: from the first one on.
+        marker: marker of the rank's files.
+        record: record of the timeline.
+        received_bytes: bytes received so far, from the start.
     """
 
     marker: Marker
@@ -41,10 +43,12 @@ class _Memory:
 
 
 class PeerBaseStore:
-    """Copies that other ranks' keepers have sent. It outlives timelines; several threads use it.
+    """Copies of bases that other ranks' keepers have sent.
+
+    It outlives timelines, and several threads use it.
 
     Args:
-        bound_bytes: of all copies together, those that are on their way included (I10).
+        bound_bytes: limit for all copies together, including those in flight (I10).
     """
 
     def __init__(self, bound_bytes: int = 0) -> None:
@@ -54,33 +58,34 @@ class PeerBaseStore:
 
     @property
     def used_bytes(self) -> int:
-        """Host memory that is taken."""
+        """Host memory in use, in bytes."""
         return self._shelf.used_bytes
 
     @property
     def held(self) -> list[tuple[int, int]]:
-        """Rank and step of each whole copy."""
+        """Rank and step of each complete copy."""
         with self._lock:
             return [(copy.source, copy.base.step) for copy in self._shelf.copies if copy.whole]
 
     @property
     def bases(self) -> set[BaseId]:
-        """Of which there is a whole copy."""
+        """Bases of which there is a complete copy."""
         with self._lock:
             return {copy.base for copy in self._shelf.copies if copy.whole}
 
     def ranks_of(self, base: BaseId) -> set[int]:
-        """Whose parts of a base are held whole."""
+        """Return the ranks whose files of a base are held completely."""
         with self._lock:
             return {one.source for one in self._shelf.copies if one.whole and one.base == base}
 
     def holds_two(self, source: int) -> bool:
-        """Whether two copies of a rank are whole: one of them makes room for the next."""
+        """Return True if two copies of a rank are complete: the older one makes space for the
+        next."""
         with self._lock:
             return sum(copy.whole and copy.source == source for copy in self._shelf.copies) > 1
 
     def whole(self) -> list[tuple[PeerCopy, Arena]]:
-        """Every copy that is whole, and its memory."""
+        """Return all complete copies, each with its memory."""
         with self._lock:
             found = []
             for copy in self._shelf.copies:
@@ -97,29 +102,29 @@ class PeerBaseStore:
         recovered: BaseId | None,
         spare: BaseId | None = None,
     ) -> None:
-        """The job was started anew; see :meth:`.peers.Shelf.new_start`."""
+        """Prepare for a new start of the job; see :meth:`.peers.Shelf.new_start`."""
         with self._lock:
             self._shelf.bound_bytes = bound_bytes
-            self._let_go(self._shelf.new_start(sources, recovered, spare))
+            self._free(self._shelf.new_start(sources, recovered, spare))
 
     def passed(self, everywhere: BaseId) -> None:
-        """A base is whole with all peers."""
+        """Free copies that a base, now complete on all peers, replaces."""
         with self._lock:
-            self._let_go(self._shelf.passed(everywhere))
+            self._free(self._shelf.passed(everywhere))
 
     def begun(self, source: int, message: PeerBegun) -> PeerAt:
-        """A rank wants to send its files of a base, or asks how far they have come."""
+        """Handle the announcement of a copy; reply with the bytes received so far."""
         marker = message.marker
         base = BaseId(marker.timeline, marker.step)
         if marker.rank != source:
-            return PeerAt(base, 0, False, "it is of another rank")
+            return PeerAt(base, 0, False, "its files belong to another rank")
         with self._lock:
             known = self._memories.get((source, base))
             if known is not None and known.marker == marker and known.record == message.record:
                 return self._at(source, base)
             size_bytes = size_of(marker)
-            gone, why = self._shelf.begin(source, base, copy_memory_bytes(size_bytes))
-            self._let_go(gone)
+            dropped, why = self._shelf.begin(source, base, copy_memory_bytes(size_bytes))
+            self._free(dropped)
             if why:
                 return PeerAt(base, 0, False, why)
             try:
@@ -131,13 +136,13 @@ class PeerBaseStore:
             return self._at(source, base)
 
     def part(self, source: int, message: PeerPart) -> PeerAt:
-        """Bytes have come; those that were expected next are kept."""
+        """Receive bytes of a copy; bytes out of order are ignored."""
         base = message.base
         data = message.data
         with self._lock:
             one = self._memories.get((source, base))
             if one is None:
-                return PeerAt(base, 0, False, "nothing of it is held: its keeper was replaced")
+                return PeerAt(base, 0, False, "the keeper was replaced and holds no such copy")
             size_bytes = size_of(one.marker)
             end = message.offset + len(data)
             if message.offset != one.received_bytes or end > size_bytes or not data:
@@ -146,29 +151,30 @@ class PeerBaseStore:
             one.received_bytes = end
             if end < size_bytes:
                 return self._at(source, base)
+        # Without the lock: digesting a copy takes long, and other sources send meanwhile.
         return self._check(source, base, one)
 
     def keep(self, marker: Marker, record: bytes, fill: Callable[[memoryview], None]) -> None:
-        """Takes a base of this keeper's own rank in, like a copy that a peer has sent.
+        """Hold a base of this keeper's own rank, like a copy that a peer has sent.
 
         Args:
-            fill: puts its files into the memory, one after the other.
+            fill: writes the files into the memory, one after the other.
 
         Raises:
-            OutOfSpaceError: there is no room for it.
-            DamageError: what was put there does not have its digests.
+            OutOfSpaceError: there is no space for it.
+            DamageError: the bytes written do not have their digests.
         """
         source = marker.rank
         base = BaseId(marker.timeline, marker.step)
         at = self.begun(source, PeerBegun(marker, record))
-        what = f"the base of step {base.step} is not held in memory"
+        summary = f"the base of step {base.step} is not held in memory"
         if at.problem:
             raise OutOfSpaceError(
-                f"{what}: {at.problem}",
+                f"{summary}: {at.problem}",
                 step=base.step,
                 rank=source,
                 tier="memory",
-                hint="a larger Budget(host_bytes=), or another method",
+                hint="use a larger Budget(host_bytes=), or another method",
             )
         if at.whole:
             return
@@ -179,10 +185,12 @@ class PeerBaseStore:
         one.received_bytes = size_of(marker)
         at = self._check(source, base, one)
         if at.problem:
-            raise DamageError(f"{what}: {at.problem}", step=base.step, rank=source, tier="memory")
+            raise DamageError(
+                f"{summary}: {at.problem}", step=base.step, rank=source, tier="memory"
+            )
 
     def find(self, source: int, base: BaseId) -> PeerCopy | None:
-        """The copy of a rank's files of a base, if all of it is there."""
+        """Return the copy of a rank's files of a base, if it is complete."""
         with self._lock:
             copy = self._shelf.find(source, base)
             one = self._memories.get((source, base))
@@ -191,7 +199,10 @@ class PeerBaseStore:
             return PeerCopy(one.marker, one.record, one.arena.view[: size_of(one.marker)])
 
     def _check(self, source: int, base: BaseId, one: _Memory) -> PeerAt:
-        """All of it is there. Without the lock: only this source's thread writes to it."""
+        """Verify a copy that has arrived completely.
+
+        Needs no lock for the data: only the thread of this source writes to it.
+        """
         try:
             check_files(one.marker, one.arena.view[: one.received_bytes])
         except (DamageError, FormatError) as error:
@@ -199,8 +210,9 @@ class PeerBaseStore:
             with self._lock:
                 self._shelf.drop(source, base)
                 self._memories.pop((source, base), None)
-            return PeerAt(base, 0, False, f"it has arrived damaged: {error.message}")
+            return PeerAt(base, 0, False, f"it arrived damaged: {error.message}")
         with self._lock:
+            # A new start may have dropped or replaced the copy while the lock was free.
             if self._memories.get((source, base)) is not one:
                 return PeerAt(base, 0, False, "another start of the job has begun")
             self._shelf.finished(source, base)
@@ -211,7 +223,8 @@ class PeerBaseStore:
         assert copy is not None
         return PeerAt(base, self._memories[source, base].received_bytes, copy.whole, "")
 
-    def _let_go(self, gone: list[Copy]) -> None:
-        for copy in gone:
-            # A training process may be about to map it: it goes when nobody has it any more.
+    def _free(self, dropped: list[Copy]) -> None:
+        for copy in dropped:
+            # Not closed: a training process may be about to map it. The memory is freed with the
+            # last reference.
             self._memories.pop((copy.source, copy.base), None)

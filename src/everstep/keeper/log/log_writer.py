@@ -157,7 +157,7 @@ class SegmentWriter:
         marker = directory / marker_name(self._identity.rank)
         with contextlib.suppress(OSError):  # the disk that failed the segment may fail this, too
             names = {entry.name for entry in filesystem.scan(directory)}
-            if marker.name in names or self._fence.seen() != self._identity.timeline:
+            if marker.name in names or self._fence.newest_or_next() != self._identity.timeline:
                 return
             shard = directory / name
             for path in (temporary(shard), shard, temporary(marker)):

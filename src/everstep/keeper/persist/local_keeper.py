@@ -1,7 +1,7 @@
-"""Makes captured bases durable, in the order in which they were taken.
+"""Make captured bases durable, in the order in which they were taken.
 
-One thread writes: in the keeper process, or, where there is none, in the training process.
-``sync`` bases are written by the calling thread.
+One thread writes: in the keeper process, or in the training process where there is no keeper
+process. The calling thread writes bases of ``sync``.
 """
 
 from __future__ import annotations
@@ -50,13 +50,16 @@ from everstep.state.layout.shards import Body, ShardLayout
 from everstep.tiers.disk import storage_errors
 from everstep.tiers.slots import SlotStore
 
-if TYPE_CHECKING:  # loaded where there are several ranks, or bases in memory
+# Loaded at first use: only jobs of several ranks, or with bases in memory, need them.
+if TYPE_CHECKING:
     from everstep.keeper.held.memory_bases import MemoryBases
     from everstep.keeper.persist.rank_commits import RankCommits
 
 __all__ = ["CHUNKS", "WRITERS", "LocalKeeper"]
 
-WRITERS = 6  # transfers under way at a time: a virtual or an NVMe disk wants several
+WRITERS = 6
+"""Transfers in flight: virtual and NVMe disks reach their bandwidth only with several."""
+
 CHUNKS = WRITERS + 2
 _LOOK_AGAIN_S = 0.2
 
@@ -66,15 +69,25 @@ class LocalKeeper:
 
     Args:
         run: the run folder.
-        arena: the memory that captures are in; None if there will be none.
-        keep: bases to keep.
-        verified: a base that was read and found whole, if any.
-        on_done: called after the retention that follows a base, which still counts as
-            :attr:`waiting`.
-        timeout_s: a transfer that takes longer counts as hung.
-        history: which segments of the log stay (see :class:`.retain.Retention`).
-        job_session: of this rank among several; None: it is alone.
-        mailbox: to the keepers of the others.
+        timeline: number of the timeline that this process writes.
+        channel: collects errors and deadlines of background work.
+        ring: chunks and threads that write to disk.
+        arena: memory that holds the captures; None if there are none.
+        keep: number of bases to keep.
+        verified: base that was read back and found intact, if any.
+        timeout_s: seconds without progress after which a transfer counts as hung.
+        history: log segments to keep (see :class:`.retention.Retention`).
+        on_done: called after the retention that follows a base; until it returns, the capture
+            counts as :attr:`waiting`.
+        job_session: place of this rank among several ranks; None for a single rank.
+        mailbox: connects to the keepers of the other ranks.
+
+    Attributes:
+        lost: why this keeper can no longer be used; always None, as it ends with its process.
+        log_of_run: log that leads from base to base, if there is one.
+        records: the same log, if this keeper is a thread of the training process.
+        bases: holds bases that live in memory, if there are any.
+        stats: counters of this keeper.
     """
 
     def __init__(
@@ -94,11 +107,11 @@ class LocalKeeper:
         job_session: JobSession | None = None,
         mailbox: Mailbox | None = None,
     ) -> None:
-        self.lost: EverstepError | None = None  # it goes with this process
-        self._operations = 0  # on the disk, that have come back
+        self.lost: EverstepError | None = None
+        self._operations = 0  # completed operations on the disk
         self._written = Counted()
         self._commits: RankCommits | None = None
-        filesystem: FileSystem = MovingFileSystem(seams.filesystem, self._moved)
+        filesystem: FileSystem = MovingFileSystem(seams.filesystem, self._operation_done)
         self._filesystem = filesystem
         seams = dataclasses.replace(seams, filesystem=filesystem)
         self._clock = seams.clock
@@ -110,14 +123,21 @@ class LocalKeeper:
         self._slots = slots = SlotStore(filesystem, directory)
         fence = Fence(filesystem, run, timeline)
         self._persister = Persister(filesystem, run, ring, slots, timeout_s=timeout_s, fence=fence)
-        about = filesystem, run, timeline, ring, slots
         self._retention = Retention(
-            *about, keep=keep, timeout_s=timeout_s, history=history, clock=seams.clock
+            filesystem,
+            run,
+            timeline,
+            ring,
+            slots,
+            keep=keep,
+            timeout_s=timeout_s,
+            history=history,
+            clock=seams.clock,
         )
-        self._promised = HistoryFlush(history, keep)
+        self._history_flush = HistoryFlush(history, keep)
         if verified is not None:
             self._retention.verified.add(verified)
-        self._port = 0  # of the mailbox
+        self._port = 0  # port of the mailbox, if there is one
         if job_session is not None:
             assert mailbox is not None
             from everstep.keeper.persist.rank_commits import RankCommits
@@ -139,9 +159,9 @@ class LocalKeeper:
             )
         self._audit = DigestAudit()
         self.log_of_run: LogStore | None = None
-        self.records: LogStore | None = None  # the same, if this is a thread of the trainer
+        self.records: LogStore | None = None
         self._on_done = on_done
-        self.bases: MemoryBases | None = None  # for those that live in memory
+        self.bases: MemoryBases | None = None
         self.stats = KeeperStats()
         self._jobs: queue.SimpleQueue[Capture | Callable[[], None] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
@@ -155,57 +175,58 @@ class LocalKeeper:
 
     @property
     def moves(self) -> int:
-        """Changes as long as a base that is being written gets anywhere, or retention does."""
+        """Counter that changes while a base or retention makes progress."""
         return self._operations + self._written.count
 
     @property
     def log_moves(self) -> int:
-        """Changes as long as the log gets anywhere."""
+        """Counter that changes while writing the log makes progress."""
         return 0 if self.log_of_run is None else self.log_of_run.moves
 
-    def _moved(self) -> None:
+    def _operation_done(self) -> None:
+        """Count a completed disk operation: deadlines here and at other ranks start again."""
         self._operations += 1
-        self._channel.moved()
+        self._channel.storage_progressed()
         if self._commits is not None:
-            self._commits.moved()
+            self._commits.storage_progressed()
 
     @property
     def waiting(self) -> list[Capture]:
-        """Captures of whose end (durable, or failed) not everybody has heard yet."""
+        """Captures whose end (durable or failed) was not yet reported to everyone."""
         with self._changed:
             return list(self._waiting)
 
     @property
     def commits(self) -> RankCommits | None:
-        """Of this rank with others; None: it is alone."""
+        """Commits of this rank with other ranks; None for a single rank."""
         return self._commits
 
     @property
     def is_one_of_several(self) -> bool:
-        """Whether other ranks have parts of each base."""
+        """True if other ranks write shards of each base."""
         return self._commits is not None
 
     def sweep(self) -> None:
-        """Cleans up after crashes; a failure is reported, and no reason to stop."""
+        """Clean up after crashes; a failure is reported but does not stop the keeper."""
         try:
             if self._commits is not None:
                 self._commits.sweep()
                 return
             with storage_errors("clean up", self._run):
-                self._retention.sweep(self._retention.look(), in_flight=())
+                self._retention.sweep(self._retention.scan(), in_flight=())
         except EverstepError as error:
             self._channel.post(error)
 
     def sweep_in_background(self) -> None:
-        """:meth:`sweep` in the thread, before any base."""
+        """Run :meth:`sweep` in the writing thread, before any base."""
         self._start()
         self._jobs.put(self.sweep)
 
     def persist(self, plan: BasePlan, bodies: Sequence[Body], save: Save, *, show: bool) -> None:
-        """Makes a base durable in the calling thread.
+        """Make a base durable in the calling thread.
 
         Raises:
-            EverstepError: the base failed; nothing of it is left.
+            EverstepError: the base failed; its files were removed.
         """
         with progress(f"save step {save.step}", plan.size_bytes) as bar:
             audit = self._audit.of(plan)
@@ -213,52 +234,57 @@ class LocalKeeper:
         self._retain(save)
 
     def release(self) -> None:
-        """Whoever resumes the run comes next: what only waits for other ranks fails now."""
+        """Fail bases that only wait for other ranks: the next start of the job decides on them."""
         if self.bases is not None:
             self.bases.release()
         if self._commits is not None:
             self._commits.release()
 
-    def no_more(self) -> None:
-        """Behind what was captured whole nothing more will come."""
+    def training_ended(self) -> None:
+        """Tell other ranks, after the complete captures, that this rank takes no more bases."""
         if self._commits is not None:
             self._start()
-            self._jobs.put(self._commits.no_more)
+            # Through the queue: captures before it still become durable on all ranks.
+            self._jobs.put(self._commits.training_ended)
 
     def begin(self, capture: Capture) -> None:
-        """A capture has begun; one that streams is written as it arrives."""
+        """Register a capture that has begun; a streaming one is written while it arrives."""
         self._start()
         with self._changed:
             capture.begun = True
             self._waiting.append(capture)
+        # The log writer yields the disk to bases from now on.
         self._tell_log(True)
         if capture.stream:
             self._jobs.put(capture)
 
     def announce(self, capture: Capture) -> None:
-        """It has been told already: it lives in this process."""
+        """Do nothing: a keeper in this process needs no message."""
 
     def expect(self, capture: Capture) -> None:
-        """A capture is being made whole; what follows is written behind it."""
+        """Queue a capture that is still being rebuilt; later captures are written after it."""
         self._jobs.put(capture)
 
     def captured(self, capture: Capture, objects: Mapping[str, bytes]) -> None:
-        """All of a capture has arrived: whatever happens to training, it becomes durable."""
-        if not capture.stream:  # first: behind an interrupt what has arrived cannot be withdrawn
+        """Accept a complete capture: it becomes durable whatever happens to training."""
+        # Queued before it counts as arrived: an interrupt between the two must not leave an
+        # arrived capture, which can no longer be withdrawn, outside of the queue.
+        if not capture.stream:
             self._jobs.put(capture)
         capture.incoming.arrived(objects)
 
     def abandon(self, capture: Capture, error: EverstepError | None) -> None:
-        """The rest of a capture will never arrive; nothing of it is left.
+        """Drop a capture whose remaining data will never arrive, with all its files.
 
         Args:
-            error: why, to be reported; None when whoever asked for it has withdrawn it.
+            error: reason to report; None if the requester has withdrawn the capture.
         """
         if capture.incoming.complete or capture.incoming.lost:
             return
         capture.withdrawn = error is None
         capture.incoming.lose(error or StateError("the save was interrupted", step=capture.step))
-        self._jobs.put(capture)  # perhaps once more: an interrupt may have come before the first
+        # Possibly a second time, which is harmless: an interrupt may have prevented the first.
+        self._jobs.put(capture)
 
     def log(
         self,
@@ -268,37 +294,41 @@ class LocalKeeper:
         objects: Mapping[str, bytes],
         offset: int,
     ) -> None:
-        """A record of the log lies whole in the arena."""
+        """Accept a log record that is complete in the arena."""
         assert self.records is not None
         self.records.add(number, head, layout, objects, offset)
         self.records.add_to(self.stats)
 
     def forget_log(self, upto: int) -> None:
-        """The memory of records up to this number is going to be used again."""
+        """Drop records up to ``upto``: their memory is about to be reused."""
         if self.records is not None:
             self.records.forget(upto)
 
     def log_to_disk(self, on: bool) -> None:
-        """Records of the steps from now on are written to disk, too; or they are not."""
+        """Switch writing the log of later steps to disk on or off."""
         assert self.records is not None
         self.records.to_disk(on)
 
     def audit(self, plan: BasePlan, written: Sequence[Written]) -> None:
-        """Compares a base that could not be written with the one before.
+        """Audit the digests of a base that could not be written against the previous base.
 
         Raises:
-            AuditError: it is not the state of its step.
+            AuditError: the base is not the state of its step.
         """
         self._audit.of(plan)(digests_of(written))
 
     def wait(self, timeout_s: float | None, *, show: bool = True) -> None:
-        """Waits until everything that was begun is durable or has failed.
+        """Wait until everything that was begun is durable or has failed.
+
+        Args:
+            timeout_s: seconds to wait; None for no limit.
+            show: show a progress bar.
 
         Raises:
-            DeadlineError: after ``timeout_s``, or when the work makes no progress.
-            EverstepError: what failed meanwhile, by the policy.
+            DeadlineError: after ``timeout_s``, or when no work makes progress.
+            EverstepError: an error reported meanwhile, according to the failure policy.
         """
-        patience = WaitDeadline(self._clock, timeout_s)
+        deadline = WaitDeadline(self._clock, timeout_s)
         with self._changed:
             total = sum(capture.plan.size_bytes for capture in self._waiting)
         seen = self._written.count
@@ -307,24 +337,25 @@ class LocalKeeper:
                 with self._changed:
                     if not self._waiting:
                         break
-                    self._changed.wait(patience.poll_s)
+                    self._changed.wait(deadline.poll_s)
                 if show:
                     bar.advance(self._written.count - seen)
                     seen = self._written.count
                 self._channel.check()
-                if self._channel.hung():  # reported already; waiting on would be for ever
+                # A hang is reported once, by check(): without this the wait would never end.
+                if self._channel.hung():
                     raise storage_hang_error(len(self._waiting))
-                if patience.is_over(len(self.waiting)):
+                if deadline.is_over(len(self.waiting)):
                     break
         self._channel.check()
 
-    def leave(self, port: int) -> None:
-        """Makes room for who takes its place with a mailbox at ``port``, if that is its own."""
+    def free_port(self, port: int) -> None:
+        """Close the mailbox if it listens at ``port``, so that its successor can use the port."""
         if self._commits is not None and self._port == port:
             self._commits.close()
 
     def close(self) -> None:
-        """Ends the thread; what is queued is persisted first."""
+        """End the thread after it has persisted the captures in the queue."""
         if self.records is not None:
             self.records.flush()
             try:
@@ -337,11 +368,13 @@ class LocalKeeper:
         if thread is not None:
             self._jobs.put(None)
             thread.join(timeout=_LOOK_AGAIN_S if self._waiting else self._timeout_s)
+            # The storage hangs: make no further call to it, which would hang this thread, too.
             if thread.is_alive():
-                return  # the storage hangs: not one more call to it
+                return
         if self._commits is not None:
             self._commits.close()
-        with contextlib.suppress(OSError):  # nobody will overwrite them now
+        # Parked files save allocation for the next base; after the end they only take space.
+        with contextlib.suppress(OSError):
             self._slots.clear()
 
     def _start(self) -> None:
@@ -353,58 +386,75 @@ class LocalKeeper:
                 self._thread.start()
 
     def _work(self) -> None:
-        with contextlib.ExitStack() as stack:  # whatever of this hangs, training is told
-            with self._reporting("in starting a thread", None):
+        with contextlib.ExitStack() as stack:
+            # A failure to start the ticking thread is reported, but does not stop the writing.
+            with self._reporting("while starting a thread", None):
                 stack.enter_context(self._clock.ticking())
             self._do_all()
 
     def _do_all(self) -> None:
+        """Process the queue until ``None``."""
         while (job := self._jobs.get()) is not None:
             if not isinstance(job, Capture):
-                with self._reporting("in cleaning up", None):
+                with self._reporting("during cleanup", None):
                     job()
                 continue
             if job not in self.waiting:
                 continue
             try:
                 self._do(job)
-            finally:  # whatever happens, nobody waits for it for ever
+            finally:
+                # Whatever happens, threads that wait for this capture must be released.
                 try:
                     self._on_done(job)
-                finally:  # only now: a keeper that has nothing to wait for may end
+                finally:
+                    # After on_done: a keeper process with nothing in ``waiting`` may exit, and
+                    # would not send the messages of on_done.
                     with self._changed:
                         self._waiting.remove(job)
                         self._changed.notify_all()
                     self._tell_log(bool(self.waiting))
+            # Drop the reference before the next wait: the capture keeps its arena alive.
             del job
 
     def _tell_log(self, coming: bool) -> None:
+        """Tell the log writer whether bases compete for the disk."""
         if self.log_of_run is not None:
             self.log_of_run.relief(coming)
 
     def _do(self, capture: Capture) -> None:
+        """Persist one capture and run retention."""
         save = capture.save
+        # A multi-step capture is rebuilt in another thread first.
         if capture.assembling:
             capture.made.wait()
         try:
             if capture.withdrawn and capture.incoming.complete:
-                fail(save.durable, StateError("a newer base is there", step=save.step))
+                fail(save.durable, StateError("a newer base exists", step=save.step))
                 return
             arena = capture.arena or self._arena
             assert arena is not None
             failpoint("keeper.before_persist")
             audit = self._audit.of(capture.plan)
-            about = capture.files, capture.bodies(arena), save, self._written, audit
-            capture.written = self._persist(*about, whole=capture.incoming.objects)
+            capture.written = self._persist(
+                capture.files,
+                capture.bodies(arena),
+                save,
+                self._written,
+                audit,
+                wait_complete=capture.incoming.objects,
+            )
         except EverstepError as error:
             if not capture.withdrawn:
                 self._channel.post(error)
             return
-        except BaseException as error:  # a bug: reported like any other failure
+        except BaseException as error:
+            # A bug in everstep is reported like any other failure: the thread has to go on.
             fail(save.durable, self._post_internal("in a save", error, save))
             return
         finally:
-            with self._reporting("behind a save", save):
+            # In every case: the trainer takes its memory back when it learns of the end.
+            with self._reporting("after a save", save):
                 capture.on_end(capture)
         if save.in_memory:
             return
@@ -413,7 +463,8 @@ class LocalKeeper:
 
     @contextlib.contextmanager
     def _reporting(self, where: str, save: Save | None) -> Iterator[None]:
-        """What goes wrong would end this thread, and with it all saves to come."""
+        """Report an exception instead of raising it: it would end this thread and all later
+        saves."""
         try:
             yield
         except BaseException as error:
@@ -433,8 +484,14 @@ class LocalKeeper:
         save: Save,
         shown: ProgressSink,
         audit: Audit,
-        whole: Callable[[], object] = lambda: None,
+        wait_complete: Callable[[], object] = lambda: None,
     ) -> tuple[Written, ...]:
+        """Write and commit one base, or hold it in memory; update the counters.
+
+        Args:
+            shown: receives the bytes written.
+            wait_complete: waits until the capture is complete; raises if it never will be.
+        """
         start_s = self._clock.monotonic_s()
         work = self._channel.begin(f"writing the base of step {save.step}", save.step)
         watched = WatchedProgress(self._channel, work, shown)
@@ -443,12 +500,16 @@ class LocalKeeper:
                 assert self.bases is not None
                 written = self.bases.hold(plan, bodies, watched, audit)
             else:
-                about = save.step, self.log_of_run, self._timeout_s
-                self._promised.before_base(*about, lambda: watched.advance(0))
-                keeps = self._commits or self._persister
-                written = keeps.persist(plan, bodies, watched, audit)
-                if not written:  # it was there already, but this capture may still be under way
-                    whole()
+                # Before the commit, as retention runs right after it and looks at the log on disk.
+                self._history_flush.before_base(
+                    save.step, self.log_of_run, self._timeout_s, lambda: watched.advance(0)
+                )
+                committer = self._commits or self._persister
+                written = committer.persist(plan, bodies, watched, audit)
+                # Nothing was written, as the base is committed already. Its memory may not be
+                # released before the capture, which may still be in progress, has ended.
+                if not written:
+                    wait_complete()
         except BaseException as error:
             self.stats.failed += 1
             fail(save.durable, error)
@@ -469,11 +530,12 @@ class LocalKeeper:
         return written
 
     def _post_damage(self, error: DamageError) -> None:
+        # The damaged file may be one that later bases would link to.
         self._persister.static.forget()
         self._channel.post(error)
 
     def _retain(self, save: Save) -> None:
-        """Retention after a commit; its failure is reported, the base stays durable."""
+        """Run retention after a commit; its failure is reported, and the base stays durable."""
         start_s = self._clock.monotonic_s()
         work = self._channel.begin("cleaning up old bases", save.step)
         try:

@@ -1,4 +1,4 @@
-"""Makes one base durable: drives the commit machine over the file system."""
+"""Make one base durable: drive the commit machine over the file system; audit its digests."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ __all__ = [
 ]
 
 Audit = Callable[[Mapping[str, str]], None]
-"""Told the digests of all entries, by name, before they are committed; raises to refuse."""
+"""Receives the digests of all entries by name before the commit; raises to refuse the base."""
 
 
 class Persister:
@@ -59,8 +59,10 @@ class Persister:
 
     Args:
         run: the run folder.
-        timeout_s: a single transfer that takes longer counts as hung.
-        fence: of the process that writes; None: it looks for newer timelines only.
+        ring: chunks and threads that write to disk.
+        slots: files of deleted bases, to be recycled.
+        timeout_s: seconds without progress after which a single transfer counts as hung.
+        fence: fence of the writing process; None: only newer timelines fence it off.
 
     Attributes:
         static: files that bases link to instead of writing them again.
@@ -92,19 +94,23 @@ class Persister:
         progress: ProgressSink,
         audit: Audit = lambda digests: None,
     ) -> tuple[Written, ...]:
-        """Returns when the base is committed: what its files are (nothing if it was already).
+        """Write and commit a base.
+
+        Returns:
+            The files of the base; an empty tuple if it was committed before.
 
         Raises:
-            FencedError: when a newer timeline has taken over.
-            StorageError: with what the file system said; nothing half-made is left behind.
+            FencedError: a newer timeline has taken over the run.
+            StorageError: the file system failed; the files of the base were removed.
         """
         commit = BaseCommit(plan.identity)
         written: tuple[Written, ...] = ()
         directory = base_dir(self._run, plan.identity.timeline, plan.identity.step)
         where = {"step": plan.identity.step, "rank": plan.identity.rank}
         with storage_errors("write the base", directory, **where):
+            # An earlier attempt may have failed after its commit: files of a committed base must
+            # never be overwritten. Its manifest was renamed but perhaps not synced: sync it.
             if self._is_committed(plan):
-                # An attempt that failed after its commit: nothing may be written over it.
                 self._filesystem.sync_dir(directory)
                 return ()
             try:
@@ -118,8 +124,11 @@ class Persister:
                     action = commit.on(event)
                 return written
             except FencedError:
-                raise  # what lies there is the new timeline's to judge and to delete
-            except FileNotFoundError:  # swept away by whoever has taken the run over?
+                # No cleanup: the process of the new timeline may rely on these files, and deletes
+                # them if it does not.
+                raise
+            except FileNotFoundError:
+                # A newer process may have swept the directory: raise FencedError in that case.
                 BaseCommit(plan.identity).on(self._look_at_fence())
                 self._clean_up(plan, directory)
                 raise
@@ -134,13 +143,14 @@ class Persister:
         progress: ProgressSink,
         audit: Audit = lambda digests: None,
     ) -> tuple[Written, ...]:
-        """Writes the files of one rank, so that they have their names, durably; no more.
+        """Write the files of one rank durably under their final names, without marker and manifest.
 
         Raises:
-            OSError, EverstepError: and leaves what there is to the caller.
+            OSError, EverstepError: the files written so far stay; the caller removes them.
         """
         directory = base_dir(self._run, plan.identity.timeline, plan.identity.step)
         written = self._write_files(plan, bodies, directory, progress)
+        # Before the caller writes the marker: a base that fails the audit must never be committed.
         audit({k: v for shard in written for k, v in shard.digests.items()})
         for shard, one in zip(plan.shards, written, strict=True):
             if shard.static:
@@ -164,12 +174,15 @@ class Persister:
         if isinstance(action, WriteMarker):
             failpoint("save.before_marker")
             path = directory / marker_name(action.marker.rank)
+            # The files were synced before: a marker on disk promises that all files of its rank are
+            # durable.
             write_durably(self._filesystem, path, action.marker.encode())
             return MarkerDurable()
         if isinstance(action, GatherMarkers):
             return MarkersSeen(self._markers(plan, directory))
         assert isinstance(action, WriteManifest)
         failpoint("save.before_manifest")
+        # The commit point: the base exists if and only if this rename is durable.
         write_durably(self._filesystem, directory / MANIFEST, action.manifest.encode())
         failpoint("save.after_manifest")
         return ManifestDurable()
@@ -188,7 +201,8 @@ class Persister:
         self._slots.drop_unfit(sizes)
         filesystem = self._filesystem
         self._check_space(plan, sum(sizes))
-        if not self._has_base_dir:  # its name is durable from the first base on
+        # Once per process: the name of the directory stays durable after its first sync.
+        if not self._has_base_dir:
             ensure_dir(filesystem, directory.parent)
             self._has_base_dir = True
         ensure_dir(filesystem, directory)
@@ -215,17 +229,21 @@ class Persister:
                 file.close()
             written.append(shard_written)
             failpoint("save.before_rename")
+            # After write_shard() has synced the data: a final name never has partial contents.
             filesystem.rename(temporary(path), path)
+        # One sync of the directory makes all names durable, before the marker refers to them.
         filesystem.sync_dir(directory)
         return tuple(written)
 
     def _open(self, path: PurePath, size_bytes: int) -> WriteFile:
+        """Open a file for writing, recycled or new, with its blocks allocated."""
         recycled = self._slots.claim(path, size_bytes)
         if recycled is not None:
             return recycled
         remove_if_there(self._filesystem, path)
         file = self._filesystem.create(path, direct=True)
         try:
+            # Allocate all blocks first: a full disk fails here, before anything is written.
             file.reserve(size_bytes)
         except BaseException:
             file.close()
@@ -240,11 +258,11 @@ class Persister:
         return found
 
     def _check_space(self, plan: BasePlan, size_bytes: int) -> None:
-        """Refuses before writing what cannot fit; parked files count as room."""
-        room = self._filesystem.free_bytes(self._run) + self._slots.parked_bytes()
-        if room < size_bytes:
+        """Refuse a base that cannot fit, before it is written; parked files count as free space."""
+        free_bytes = self._filesystem.free_bytes(self._run) + self._slots.parked_bytes()
+        if free_bytes < size_bytes:
             raise OutOfSpaceError(
-                f"a base takes {size_bytes} bytes, {room} are free",
+                f"a base takes {size_bytes} bytes, {free_bytes} are free",
                 step=plan.identity.step,
                 rank=plan.identity.rank,
                 tier="disk",
@@ -253,24 +271,30 @@ class Persister:
             )
 
     def _clean_up(self, plan: BasePlan, directory: PurePath) -> None:
-        """Leaves nothing of a base that failed: marker first, so that no mixture can be
-        rolled forward, then the files. A committed base is past this.
+        """Remove the files of a base that failed; a committed base stays.
 
-        Whoever resumes meanwhile may make it whole, and rest on it. It looks whether the marker is
-        there behind its new timeline, and we look for that behind the marker's going: of the two
-        one sees the other (``adr/004``)."""
+        A process that resumes the run meanwhile may complete the base and rely on it. It opens its
+        timeline first and looks for the marker second; this method renames the marker first and
+        looks for
+        the timeline second. So at least one of the two sees the other (``adr/004``).
+        """
         filesystem = self._filesystem
         try:
             names = {entry.name for entry in filesystem.scan(directory)}
             if MANIFEST in names or self._is_fenced_off():
                 return
             marker = marker_name(plan.identity.rank)
+            # The marker first: files with a marker could be rolled forward to a base of mixed
+            # contents.
             if marker in names:
-                gone = directory / temporary(PurePath(marker)).name
-                filesystem.rename(directory / marker, gone)
+                set_aside = directory / temporary(PurePath(marker)).name
+                # Renamed, not deleted: it is put back if a newer timeline turns out to exist. Both
+                # renames are synced, so that a crash leaves the state that the other process has
+                # seen.
+                filesystem.rename(directory / marker, set_aside)
                 filesystem.sync_dir(directory)
                 if self._is_fenced_off():
-                    filesystem.rename(gone, directory / marker)
+                    filesystem.rename(set_aside, directory / marker)
                     filesystem.sync_dir(directory)
                     return
             mine = {shard.name for shard in plan.shards} | {marker, MANIFEST}
@@ -279,10 +303,11 @@ class Persister:
             if not filesystem.scan(directory):
                 filesystem.remove_dir(directory)
         except OSError:
-            pass  # the disk that failed the save may fail this too; retention cleans up later
+            # The disk that failed the save may fail the cleanup, too: retention repeats it later.
+            pass
 
     def _is_fenced_off(self) -> bool:
-        return self._fence is not None and self._fence.seen() != self._fence.timeline
+        return self._fence is not None and self._fence.newest_or_next() != self._fence.timeline
 
 
 def _base(plan: BasePlan) -> BaseId:
@@ -290,7 +315,14 @@ def _base(plan: BasePlan) -> BaseId:
 
 
 class DigestAudit:
-    """Compares each base with the one before, of one timeline."""
+    """Digest audit (I8): compares the digests of each base with the previous base of the timeline.
+
+    A base is captured during the next step, on the promise that only a registered optimizer (or a
+    declared update) writes to the tensors that it owns. An optimizer step inside a CUDA graph, or a
+    write without torch, breaks the promise silently. The digests, which are computed anyway, reveal
+    it: without an update between two bases, no updated entry may differ, and no static entry may
+    ever differ.
+    """
 
     def __init__(self) -> None:
         self._lsn = -1
@@ -298,7 +330,7 @@ class DigestAudit:
         self._forms: Mapping[str, object] = {}
 
     def of(self, plan: BasePlan) -> Audit:
-        """What to ask before a base is committed."""
+        """Return the check to run on the digests of a base before it is committed."""
 
         def audit(digests: Mapping[str, str]) -> None:
             forms = {
@@ -314,17 +346,17 @@ class DigestAudit:
                     continue
                 if kind == "static":
                     raise AuditError(
-                        f"{name!r} was declared static and has changed",
+                        f"{name!r} was declared static but has changed",
                         step=plan.identity.step,
                         hint="do not declare it static",
                     )
                 if idle:
                     raise AuditError(
-                        f"{name!r} has changed, but no update was seen since the base before: "
-                        "something writes to it behind the optimizer's back",
+                        f"{name!r} has changed since the previous base, but no update was seen: "
+                        "code other than the optimizer writes to it",
                         step=plan.identity.step,
-                        hint="call before_update() and after_update() around updates that go past "
-                        'optimizer.step(), CUDA graphs among them, or use method="async"',
+                        hint="call before_update() and after_update() around updates that bypass "
+                        'optimizer.step() (CUDA graphs, for example), or use method="async"',
                     )
             self._lsn = plan.identity.lsn
             self._digests = digests
@@ -334,5 +366,5 @@ class DigestAudit:
 
 
 def digests_of(written: Sequence[Written]) -> dict[str, str]:
-    """Of all entries of files that were written, by name."""
+    """Return the digests of all entries in ``written``, by name."""
     return {name: digest for shard in written for name, digest in shard.digests.items()}

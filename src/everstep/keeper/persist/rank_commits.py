@@ -1,8 +1,9 @@
-"""Commits of one rank's bases together with those of the other ranks.
+"""Commit this rank's bases together with those of the other ranks.
 
-Drives a :class:`~everstep.commit.job.member.Member` over disk and mailbox. Whoever persists a base
-waits here until every rank has its part of it; a thread answers the others meanwhile. What one rank
-cannot write exists on none, and a rank that is silent is named, and not waited for.
+Drives a :class:`~everstep.commit.job.member.Member` over disk and mailbox. The thread that persists
+a base waits here until every rank has written its shards; another thread answers messages
+meanwhile. A base that one rank cannot write exists on no rank. A silent rank is named in an error
+and no longer waited for.
 """
 
 from __future__ import annotations
@@ -79,15 +80,27 @@ __all__ = [
 
 _log = logging.getLogger("everstep.keeper")
 _TICK_S = 0.1
-_SETTLE_S = 5.0  # of retention over all ranks; whoever is left out of it is asked next time
+# For retention over all ranks. A rank that does not answer in time is asked again after the next
+# base.
+_SETTLE_S = 5.0
 _FAREWELL_S = 2.0
 _TAKE_OVER_S = 10.0
-_BEATS = 20  # within the time after which a silent rank is reported
+# Heartbeats within the time after which a silent rank is reported.
+_BEATS = 20
 
 
 @dataclass(eq=False, slots=True)
 class _Work:
-    """A base that somebody waits for."""
+    """A base that a thread waits for.
+
+    Attributes:
+        since_s: start of the wait, or time at which the marker was written.
+        written: files of this rank, once written.
+        begun: this rank has started to write its files.
+        marked: this rank's marker is durable.
+        durable: the base is committed on all ranks.
+        error: reason why the wait is over without a commit.
+    """
 
     plan: BasePlan
     bodies: Sequence[Body]
@@ -102,19 +115,22 @@ class _Work:
 
 
 class RankCommits:
-    """Persists one rank's bases of one timeline, as a :class:`.persist.Persister` does alone.
+    """Persists one rank's bases of one timeline; the multi-rank counterpart of :class:`.Persister`.
 
     Args:
-        mailbox: open to the other ranks of the same start; closed with this.
-        keep, history: bases to keep, on all disks together; steps that can be gone back to.
-        post: told of what fails behind commits.
-        timeout_s: other ranks that have not written their parts for so long are reported.
+        job_session: place of this rank in this start of the job.
+        mailbox: connects to the other ranks of the same start; closed together with this object.
+        persister: writes this rank's files.
+        keep: number of bases to keep, over all disks.
+        history: steps that resume can go back to (:meth:`everstep.config.options.History.parse`).
+        post: receives errors of background work.
+        timeout_s: seconds after which a rank that has not written its shards is reported.
 
     Attributes:
-        on_peer: told of messages about copies in peers' memory, and who has sent them.
-        on_copy: likewise, about copies in other tiers.
-        spared: which bases stay on all disks, however old they are.
-        last_receive_s: when it was last looked what others say.
+        on_peer: receives messages about copies in peers' memory, and their sender.
+        on_copy: receives messages about copies in other tiers, and their sender.
+        spared: returns bases that stay on all disks, however old they are.
+        last_receive_s: time at which the mailbox was last read.
     """
 
     def __init__(
@@ -142,7 +158,8 @@ class RankCommits:
         self._post = post
         self._timeout_s = timeout_s
         self.spared: Callable[[], Iterable[BaseId]] = tuple
-        # Whoever waits asks who has a marker before it says who is late.
+        # Take over from a silent leader well before the deadline, so that the deadline error can
+        # name the ranks whose markers are missing.
         pace = Pace(take_over_s=min(_TAKE_OVER_S, timeout_s / 2), late_s=timeout_s)
         self._cluster = cluster = Cluster(job_session.disks)
         self._beat_s = timeout_s / _BEATS
@@ -177,7 +194,7 @@ class RankCommits:
             write_shards=self._write_shards,
             read_shards=self._read_shards,
             unique=f"{job_session.session}-{job_session.rank}",
-            promise=history_windows(seams, history),
+            history_window=history_windows(seams, history),
             fence=Fence(seams.filesystem, run, timeline),
         )
         self.on_peer: Callable[[int, PeerMessage], None] = lambda sender, message: None
@@ -185,19 +202,18 @@ class RankCommits:
         self.last_receive_s = self._clock.running_s()
         self._changed = Condition()
         self._works: dict[BaseId, _Work] = {}
-        self._again: list[Do] = []  # what the disk has refused
-        self._withdrawing: dict[BaseId, str] = {}
-        self._complained: set[str] = set()
+        self._again: list[Do] = []  # actions to repeat, as the disk has refused them
+        self._withdrawing: dict[BaseId, str] = {}  # bases to withdraw, with the reason
+        self._reported: set[str] = set()  # messages of errors that were posted
         self._released = self._closing = self._in_vain = False
-        self._late: BaseId | None = None  # waits for ranks that are silent
+        self._late: BaseId | None = None  # base that waits for silent ranks
         for step in job_session.lost:
-            self.refuse(
-                BaseId(timeline, step), f"the keeper of rank {job_session.rank} was lost with it"
-            )
+            why = f"it was lost with the keeper of rank {job_session.rank}"
+            self.refuse(BaseId(timeline, step), why)
         self._thread = threading.Thread(target=self._drive, name="everstep-ranks", daemon=True)
         self._thread.start()
 
-    # What a keeper calls.
+    # --- Called by the keeper ---
 
     def persist(
         self,
@@ -206,12 +222,15 @@ class RankCommits:
         progress: ProgressSink,
         audit: Audit = lambda digests: None,
     ) -> tuple[Written, ...]:
-        """Returns when the base is committed on all ranks: what this rank's files are.
+        """Write this rank's files of a base; wait until the base is committed on all ranks.
+
+        Returns:
+            The files of this rank; an empty tuple if the base was committed before.
 
         Raises:
-            FencedError: when a newer timeline has taken over.
-            StorageError: this rank or another one could not write its part; no rank has any.
-            DeadlineError: other ranks have not written theirs in time; which, it says.
+            FencedError: a newer timeline has taken over the run.
+            StorageError: this or another rank could not write its shards; no rank keeps any.
+            DeadlineError: other ranks, which the message names, have not written theirs in time.
         """
         base = BaseId(plan.identity.timeline, plan.identity.step)
         work = _Work(plan, bodies, progress, audit, self._clock.running_s())
@@ -223,7 +242,8 @@ class RankCommits:
                 self._absorb(self._member.persist(plan.identity))
                 while not self._is_over(base, work):
                     self._changed.wait(_TICK_S)
-                    progress.advance(0)  # it is not the storage that hangs
+                    # Waiting for other ranks must not count as a hang of this rank's storage.
+                    progress.advance(0)
             except BaseException:
                 self._leave(base, work)
                 raise
@@ -233,9 +253,11 @@ class RankCommits:
             raise work.error
         return work.written
 
-    def moved(self) -> None:
-        """An operation on the disk has come back: others, who may wait for what it is part of,
-        hear that this rank is not silent. In any thread, with or without what is held in it."""
+    def storage_progressed(self) -> None:
+        """Send the other ranks a heartbeat, now and then: a disk operation has completed.
+
+        Takes no lock, as any thread calls this, with or without the lock of this object.
+        """
         now_s = self._clock.monotonic_s()
         if now_s >= self._beat_not_before_s:
             self._beat_not_before_s = now_s + self._beat_s
@@ -243,29 +265,29 @@ class RankCommits:
                 self.send(rank, DiskMoves())
 
     def release(self) -> None:
-        """The next start of the job has begun: what only waits for other ranks is left to it."""
+        """Fail bases that only wait for other ranks: the next start of the job decides on them."""
         with self._changed:
             self._released = True
             self._changed.notify_all()
 
-    def no_more(self) -> None:
-        """Training of this rank has ended: the others need not wait for bases of it."""
+    def training_ended(self) -> None:
+        """Tell the other ranks not to wait for further bases of this rank."""
         with self._changed:
             why = f"training of rank {self._job_session.rank} has ended"
             self._absorb(self._member.no_more(why))
 
     def refuse(self, base: BaseId, why: str) -> None:
-        """This rank will not begin a base for which others may wait."""
+        """Tell the other ranks that this rank will not begin a base."""
         with self._changed:
             self._absorb(self._member.refuse(base, why))
 
     def retain(self) -> None:
-        """Waits, on the rank that leads all, until no rank has anything left to do; and deletes
-        what of this rank's log leads nowhere any more.
+        """Wait until retention has finished on all ranks (leading rank only); delete unneeded log
+        segments.
 
         Raises:
             FencedError: a newer timeline has begun.
-            StorageError
+            StorageError: segments could not be deleted.
         """
         with self._changed:
             self._changed.wait_for(self._is_settled, _SETTLE_S)
@@ -273,32 +295,34 @@ class RankCommits:
             self._disk.retain_log(self._member.timeline, leads=self._member.leads)
 
     def sweep(self) -> None:
-        """Removes what older timelines have left unfinished, if this rank leads on its disk."""
+        """Remove unfinished bases of older timelines, if this rank leads on its disk."""
         if not self._member.leads:
             return
         with self._changed, storage_errors("clean up", self._run, rank=self._job_session.rank):
             self._disk.sweep(self._member.timeline, spare=self._job_session.spare)
 
     def close(self) -> None:
-        """Ends the thread, and lets the other ranks go."""
+        """End the thread after the other ranks can do without this one."""
         with self._changed:
             if self._member.fenced is None and not self._released:
                 self._changed.wait_for(self._is_dispensable, _FAREWELL_S)
+            # Set under the lock: the thread must not handle a message after the mailbox is closed.
             self._closing = True
         self._thread.join(self._timeout_s)
         self._mailbox.close()
 
-    # Waiting.
+    # --- Waiting ---
 
     def _leave(self, base: BaseId, work: _Work) -> None:
-        """Whoever wanted a base was interrupted."""
+        """Give up a base after an interrupt in the thread that waited for it."""
         if not work.begun:
             self._absorb(self._member.drop(base, "the save was interrupted"))
         elif not work.marked:
+            # Without a marker no other rank counts on it. With one, the commit goes on.
             self._withdrawing[base] = "the save was interrupted"
 
     def _is_over(self, base: BaseId, work: _Work) -> bool:
-        """Whether nobody has to wait for ``base`` any more."""
+        """Return True if the wait for ``base`` is over; set ``work.error`` if it has failed."""
         if work.durable or work.error is not None:
             return True
         if self._member.fenced is not None:
@@ -313,58 +337,65 @@ class RankCommits:
             )
         elif not work.begun and (self._late is not None or waited_s > self._timeout_s):
             work.error = DeadlineError(
-                "the base before it is not durable on all ranks yet",
+                "the previous base is not durable on all ranks yet",
                 step=base.step,
                 rank=self._job_session.rank,
-                hint="another rank hangs, or its storage does",
+                hint="another rank or its storage hangs",
             )
-        if work.error is not None and not work.begun:  # its memory is going to be used again
+        # The trainer reuses the memory after the error: this rank must never begin to write it.
+        if work.error is not None and not work.begun:
             self._absorb(self._member.drop(base, str(work.error)))
         return work.error is not None
 
     def _is_settled(self) -> bool:
+        """Return True if no rank has work left for retention, as far as this rank must know."""
         coordinator = self._member
         if not isinstance(coordinator, Coordinator) or coordinator.fenced is not None:
             return True
         return coordinator.is_settled or self._in_vain or self._closing
 
     def _is_in_vain(self) -> bool:
-        """Whether a rank is waited for that has gone; the next start does what is left to do."""
+        """Return True if a rank that is waited for has ended: the next start does the remaining
+        work."""
         awaited = self._member.awaited if isinstance(self._member, Coordinator) else ()
         return any(self._mailbox.is_gone(rank) for rank in awaited if rank != COORDINATOR)
 
     def _is_dispensable(self) -> bool:
-        """Whether no other rank will ask this one for anything that it cannot do without."""
+        """Return True if no other rank still needs an answer from this one."""
         if self._job_session.rank == COORDINATOR:
             return self._is_settled()
         may_delete = self._member.watermark.before is not None or self._member.is_behind
         return self._mailbox.is_gone(COORDINATOR) or not may_delete
 
-    # The thread.
+    # --- The thread ---
 
     def _drive(self) -> None:
+        """Handle messages and deadlines until :meth:`close`."""
         while not self._closing:
             data = self._mailbox.receive(_TICK_S)
             self.last_receive_s = self._clock.running_s()
             try:
                 with self._changed:
                     if data is not None:
-                        self._hear(data)
-                    # Of a rank that has gone there may be messages until there are none.
+                        self._receive(data)
+                    # Only when the mailbox is empty: a rank that has ended may have left messages.
                     self._in_vain = data is None and self._is_in_vain()
                     self._absorb(self._member.tick(self._clock.running_s()))
                     self._try_again()
                     self._changed.notify_all()
-            except BaseException as error:  # would end this thread, and all commits to come
+            except BaseException as error:
+                # An exception would end this thread, and with it all later commits.
                 _log.exception("internal error in the commits of rank %d", self._job_session.rank)
-                self._complain(EverstepError(f"internal error in commits: {error!r}"))
+                self._post_once(EverstepError(f"internal error in commits: {error!r}"))
 
-    def _hear(self, data: bytes) -> None:
+    def _receive(self, data: bytes) -> None:
+        """Handle one message of another rank."""
         try:
             envelope = accept(data, self._job_session.session)
         except FormatError as error:
-            _log.warning("a message was passed over: %s", error)
+            _log.warning("an invalid message of another rank was ignored: %s", error)
             return
+        # From an earlier start of the job: its sender knows nothing of this one.
         if envelope is None:
             return
         if isinstance(envelope.message, PeerMessage):
@@ -376,15 +407,16 @@ class RankCommits:
         self._absorb(self._member.heard(envelope.sender, envelope.message))
 
     def is_gone(self, rank: int) -> bool:
-        """Whether the keeper of a rank has been heard, and will not be heard any more."""
+        """Return True if the keeper of a rank was connected and has ended."""
         return self._mailbox.is_gone(rank)
 
     def send(self, rank: int, message: Message) -> None:
-        """Sends to the keeper of another rank; does not wait. In any thread."""
+        """Send a message to the keeper of another rank, without waiting; from any thread."""
         envelope = Envelope(self._job_session.session, self._job_session.rank, message)
         self._mailbox.send(rank, encode_message(envelope))
 
     def _try_again(self) -> None:
+        """Repeat actions and withdrawals that the disk has refused."""
         again = self._again
         self._again = []
         self._absorb(again)
@@ -392,6 +424,7 @@ class RankCommits:
             self._absorb(self._withdraw(base, reason))
 
     def _absorb(self, outs: Iterable[Out]) -> None:
+        """Carry out the outputs of the state machine, and those that follow from them."""
         todo = deque(outs)
         while todo:
             out = todo.popleft()
@@ -403,6 +436,8 @@ class RankCommits:
                 self._report(out)
 
     def _perform(self, do: Do) -> list[Out]:
+        """Carry out one action on the disk; return the outputs that follow."""
+        # A newer timeline owns the run: write nothing more.
         if self._member.fenced is not None:
             return []
         try:
@@ -415,13 +450,15 @@ class RankCommits:
             return self._member.fence_off(error)
         except (OSError, EverstepError) as error:
             return self._failed(do, error)
-        except Exception as error:  # a bug: the others are not left waiting because of it
+        except Exception as error:
+            # A bug in everstep counts as a failure, so that the other ranks do not wait for it.
             internal = EverstepError(f"internal error in a save: {error!r}", step=do.base.step)
             internal.__cause__ = error
             return self._failed(do, internal)
         work = self._works.get(do.base)
         if isinstance(do.action, WriteMarker) and work is not None:
             work.marked = True
+            # The other ranks get the full time from here on.
             work.since_s = self._clock.running_s()
         elif isinstance(do.action, WriteManifest):
             failpoint("save.after_manifest")
@@ -430,29 +467,31 @@ class RankCommits:
         return self._member.done(do.base, event)
 
     def _failed(self, do: Do, error: OSError | EverstepError) -> list[Out]:
-        """Files or marker that cannot be written end a base; all else is tried again."""
+        """End the base if its files or marker cannot be written; repeat any other action later."""
         ours = self._in_words(do, error)
         if not isinstance(do.action, WriteFiles | WriteMarker):
             self._again.append(do)
-            self._complain(ours)
+            self._post_once(ours)
             return []
         if do.base in self._works:
             self._works[do.base].error = ours
         return self._withdraw(do.base, f"rank {self._job_session.rank}: {ours.message}")
 
     def _withdraw(self, base: BaseId, reason: str) -> list[Out]:
+        """Remove this rank's marker and files of a base, then tell the other ranks."""
         try:
             self._disk.withdraw(base)
             self._remove_empty(base)
-        except OSError:  # until that is done the others wait: a marker of it may be there
+        except OSError:
+            # Say nothing to the other ranks yet: a marker on disk could still commit the base.
             self._withdrawing[base] = reason
             return []
         self._withdrawing.pop(base, None)
         return self._member.failed(base, reason)
 
     def _remove_empty(self, base: BaseId) -> None:
-        """The last rank that withdraws leaves no directory behind."""
-        with contextlib.suppress(OSError):  # others have files there
+        """Remove the directory of a base; the last rank that withdraws succeeds."""
+        with contextlib.suppress(OSError):
             self._filesystem.remove_dir(base_dir(self._run, base.timeline, base.step))
 
     def _in_words(self, do: Do, error: OSError | EverstepError) -> EverstepError:
@@ -465,13 +504,14 @@ class RankCommits:
         except EverstepError as ours:
             return ours
 
-    def _complain(self, error: EverstepError) -> None:
-        """Once for each kind of trouble, however often it is tried again."""
-        if error.message not in self._complained:
-            self._complained.add(error.message)
+    def _post_once(self, error: EverstepError) -> None:
+        """Post an error, but only once however often the action is repeated."""
+        if error.message not in self._reported:
+            self._reported.add(error.message)
             self._post(error)
 
     def _report(self, out: Out) -> None:
+        """Pass the outcome of a base on to the thread that waits for it."""
         if isinstance(out, IsDamaged):
             self._post(damaged_after_commit_error(out, self._run))
         elif isinstance(out, IsDurable | GaveUp | IsLate):
@@ -484,17 +524,17 @@ class RankCommits:
             _log.warning("%s", out.error)
         self._changed.notify_all()
 
-    # Files.
+    # --- Files ---
 
     def _is_committed(self, base: BaseId) -> bool:
-        """An attempt that failed after its commit: nothing may be written over it."""
+        """Return True if an earlier attempt has committed ``base``: it must not be overwritten."""
         try:
             return scan_base(self._filesystem, self._run, base).status == "committed"
         except FileNotFoundError:
             return False
 
     def _markers_of(self, timeline: int) -> dict[BaseId, Marker]:
-        """This rank's, of the bases of a timeline."""
+        """Return this rank's markers of the bases of a timeline."""
         found = scan_run(self._filesystem, self._run).bases
         return {
             base.id: marker
@@ -511,27 +551,36 @@ class RankCommits:
         return tuple(shard.record for shard in work.written)
 
     def _read_shards(self, base: BaseId) -> str:
-        about = self._filesystem, self._run, base, self._job_session.rank, self._ring
-        problem = verify_rank(*about, timeout_s=self._timeout_s)
-        if problem:  # perhaps in a file that the next base would link to
+        problem = verify_rank(
+            self._filesystem,
+            self._run,
+            base,
+            self._job_session.rank,
+            self._ring,
+            timeout_s=self._timeout_s,
+        )
+        # The damage may be in a file that the next base would link to.
+        if problem:
             self._persister.static.forget()
         return problem
 
 
 _EACH = (
-    "every rank calls ckpt.step() at the end of the same steps, and save() and close() there, too"
+    "every rank must call ckpt.step() at the end of the same steps, and save() and close() at the "
+    "same steps, too"
 )
 _SILENT = (
     f"they have not taken this base ({_EACH}), or they hang, or have died; everstep ps on their "
     "machine shows their keepers"
 )
-_GONE = f"they have left training ({_EACH}), or have died: what they have printed says which"
+_GONE = f"they have left training ({_EACH}), or have died: see the output of these ranks"
 
 
 def damaged_after_commit_error(out: IsDamaged, run: PurePath) -> DamageError:
-    """Of a base that was read back before older ones were to be deleted."""
+    """Return the error for a committed base that is damaged when read back before older ones
+    are deleted."""
     return DamageError(
-        f"{out.base} was committed, but read back it is damaged: {out.problem}; "
+        f"{out.base} was committed, but is damaged when read back: {out.problem}; "
         "older bases are kept",
         step=out.base.step,
         rank=out.rank,
@@ -546,11 +595,11 @@ def outcome_error(
     timeout_s: float,
     is_gone: Callable[[int], bool] = lambda rank: False,
 ) -> EverstepError | None:
-    """Why whoever waits for a base waits no longer; None: it is durable.
+    """Return the error for a base that is not durable; None if it is.
 
     Args:
-        timeout_s: that other ranks had for their parts.
-        is_gone: whether the keeper of a rank was there, and is no more.
+        timeout_s: seconds that other ranks had to write their shards.
+        is_gone: returns True for a rank whose keeper was connected and has ended.
     """
     where: dict[str, Any] = {"step": out.base.step, "path": run}
     if isinstance(out, GaveUp):
@@ -561,13 +610,13 @@ def outcome_error(
         )
     if isinstance(out, IsLate):
         silent = _numbers(out.missing) or "that lead on a disk"
-        gone = [rank for rank in out.missing if is_gone(rank)]
-        left = f"; the keeper(s) of rank(s) {_numbers(gone)} are no longer there" if gone else ""
+        ended = [rank for rank in out.missing if is_gone(rank)]
+        left = f"; the keeper(s) of rank(s) {_numbers(ended)} have ended" if ended else ""
         return DeadlineError(
-            f"rank(s) {silent} have not written their parts of the base of step "
+            f"rank(s) {silent} have not written their shards of the base of step "
             f"{out.base.step} within {timeout_s:g} s{left}",
             **where,
-            hint=_GONE if len(gone) == len(out.missing) > 0 else _SILENT,
+            hint=_GONE if len(ended) == len(out.missing) > 0 else _SILENT,
         )
     return None
 

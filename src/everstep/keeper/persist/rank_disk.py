@@ -1,7 +1,7 @@
-"""What one rank's keeper does on its disk for the commits of several ranks.
+"""Disk operations of one rank's keeper for commits of several ranks.
 
-The decisions are in :mod:`everstep.commit.job.member`; here they are carried out, one at a time,
-and each is an operation (or a few) that a crash may interrupt anywhere.
+:mod:`everstep.commit.job.member` makes the decisions; this module carries them out, one at a time.
+Each consists of a few file operations, and a crash may interrupt it anywhere.
 """
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ from everstep.run.fence import Fence
 from everstep.run.scan import (
     BaseFound,
     Inventory,
-    KnownTimelines,
-    bases_with_a_log,
+    TimelineCache,
+    bases_keeping_log,
     newest_timeline,
     scan_run,
 )
@@ -65,20 +65,20 @@ from everstep.tiers.disk import remove_if_there, temporary, write_durably
 __all__ = ["RankDisk"]
 
 WriteShards = Callable[[BaseId], tuple[FileRecord, ...]]
-"""Writes this rank's files of a base, so that they have their names, durably."""
+"""Writes this rank's files of a base durably, under their final names."""
 
 ReadShards = Callable[[BaseId], str]
-"""Reads this rank's files of a base back; says what is wrong, or nothing."""
+"""Reads this rank's files of a base back; returns a description of the damage, or ``""``."""
 
 
 class RankDisk:
     """One rank's disk.
 
     Args:
-        unique: makes the temporary names this process's own.
-        promise: what of the log on this disk can be gone back to; None: nothing but what bases
-            that are there for other reasons lead to.
-        fence: of the process that writes; None: it looks for newer timelines only.
+        unique: suffix that makes the temporary names of this process unique.
+        history_window: reads the steps that the log on this disk must keep reachable; None if only
+            bases that are kept anyway have to stay.
+        fence: fence of the writing process; None: only newer timelines fence it off.
     """
 
     def __init__(
@@ -90,7 +90,7 @@ class RankDisk:
         write_shards: WriteShards,
         read_shards: ReadShards,
         unique: str,
-        promise: Callable[[Inventory], HistoryWindow] | None = None,
+        history_window: Callable[[Inventory], HistoryWindow] | None = None,
         fence: Fence | None = None,
     ) -> None:
         self._fence = fence
@@ -100,16 +100,16 @@ class RankDisk:
         self._write_shards = write_shards
         self._read_shards = read_shards
         self._unique = unique
-        self._promise = promise
-        self._timelines = KnownTimelines()
+        self._history_window = history_window
+        self._timelines = TimelineCache()
 
     def perform(self, do: Do) -> Event:
-        """Does what a :class:`~everstep.commit.job.member.Member` asks for.
+        """Carry out one action of a :class:`~everstep.commit.job.member.Member`.
 
         Raises:
-            FencedError: a newer timeline has swept the base up.
-            OSError, EverstepError: of the disk. Where files or a marker could not be written,
-                :meth:`withdraw` removes what there is.
+            FencedError: a newer timeline has removed the base.
+            OSError, EverstepError: the disk failed. If files or a marker could not be written,
+                :meth:`withdraw` removes the rest.
         """
         action = do.action
         base = do.base
@@ -119,6 +119,8 @@ class RankDisk:
         if isinstance(action, WriteFiles):
             return FilesDurable(self._write_shards(base))
         if isinstance(action, WriteMarker):
+            # The files were synced before: a marker on disk promises that all files of its rank are
+            # durable.
             path = directory / marker_name(self._rank)
             write_durably(self._filesystem, path, action.marker.encode())
             return MarkerDurable()
@@ -145,9 +147,9 @@ class RankDisk:
         return BasesSeen(committed, inventory.branches, self._needed(inventory, action.damaged))
 
     def _needed(self, inventory: Inventory, damaged: Collection[BaseId]) -> tuple[BaseId, ...]:
-        """Bases that have to stay, so that every promised step that can be reached by the logs on
-        this disk can be reached without the others, whichever of them go."""
-        if self._promise is None:
+        """Return the bases that must stay so that every reachable step of the history stays
+        reachable."""
+        if self._history_window is None:
             return ()
         lsns = {
             found.id: found.manifest.markers[0].lsn
@@ -155,11 +157,10 @@ class RankDisk:
             if found.manifest is not None and found.id not in damaged
             if found.status == "committed" or _is_spared(found)
         }
-        return tuple(sorted(self._promise(inventory).kept(lsns, sorted(lsns)[:-1])))
+        return tuple(sorted(self._history_window(inventory).kept(lsns, sorted(lsns)[:-1])))
 
     def withdraw(self, base: BaseId) -> None:
-        """Removes this rank's marker, durably, and then its files: what is left of a base that
-        will not exist."""
+        """Remove this rank's marker durably, and then its files of a base that will not exist."""
         filesystem = self._filesystem
         directory = base_dir(self._run, base.timeline, base.step)
         try:
@@ -169,6 +170,8 @@ class RankDisk:
         marker = directory / marker_name(self._rank)
         remove_if_there(filesystem, marker)
         remove_if_there(filesystem, temporary(marker))
+        # The removal of the marker must be durable before any file is deleted: after a crash, a
+        # marker without its files would count as a complete share of the base.
         filesystem.sync_dir(directory)
         for name in names:
             shard = parse_shard(name.removesuffix(TEMPORARY_SUFFIX))
@@ -176,14 +179,15 @@ class RankDisk:
                 remove_if_there(filesystem, directory / name)
 
     def sweep(self, timeline: int, *, spare: BaseId | None) -> None:
-        """Removes what older timelines have left unfinished on this disk, when every rank trains.
+        """Remove the unfinished bases of older timelines on this disk, once every rank trains.
 
-        Whatever was whole over all disks has its manifest here by then (``open_on_disk``).
+        A base that is complete over all disks has its manifest here by then (``open_on_disk``).
 
         Args:
-            timeline: the one that was opened.
-            spare: what it began with, if that is not durable: the parts that are on disks may
-                be needed until the next base is.
+            timeline: number of the timeline that was opened.
+            spare: base that the timeline started from, if it is not durable: its shards on disks
+                may be
+                needed until the next base is durable.
 
         Raises:
             FencedError: a newer timeline has begun.
@@ -192,24 +196,27 @@ class RankDisk:
             unfinished = found.status in ("incomplete", "condemned") and not _is_spared(found)
             if unfinished and found.id.timeline < timeline and found.id != spare:
                 check_fence = partial(self._check_fence, timeline, found.id)
+                # A newer process may have chosen this base meanwhile: look again right before the
+                # deletion.
                 check_fence()
                 delete_files(self._filesystem, found, None, check_fence=check_fence)
 
     def retain_log(self, timeline: int, *, leads: bool) -> None:
-        """Deletes segments of this rank's log behind which no base is left on this disk that they
-        could be replayed on; not a base only that is whole here: of one that is not, others may
-        have the rest.
+        """Delete segments of this rank's log that can be replayed on no base that is left on this
+        disk.
+
+        A base counts even if it is incomplete here: other ranks may have its other shards.
 
         Args:
-            timeline: the one that was opened.
-            leads: this rank cleans up for those that were there before, too: of older timelines
-                nobody writes anything any more.
+            timeline: number of the timeline that was opened.
+            leads: True if this rank also cleans up for earlier ranks: nobody writes to older
+                timelines any more.
 
         Raises:
             FencedError: a newer timeline has begun.
         """
         inventory = scan_run(self._filesystem, self._run, self._timelines)
-        left = bases_with_a_log(inventory.bases)
+        left = bases_keeping_log(inventory.bases)
         for number in sorted(n for n in inventory.timelines if n <= timeline):
             if not inventory.may_hold(number, LOG_DIR):
                 continue
@@ -224,14 +231,20 @@ class RankDisk:
             )
 
     def _write_manifest(self, base: BaseId, directory: PurePath, manifest: Manifest) -> Event:
-        """Only beside this rank's own marker: where that is gone, a newer timeline has swept up,
-        and what is made here now must count for nothing. Nor may it where a newer timeline has
-        begun meanwhile: it took its inventory without this, and may be sweeping up on other disks.
-        One that begins later finds it."""
+        """Write the manifest of a base.
+
+        Raises:
+            FencedError: a newer timeline has begun, or has removed this rank's marker.
+        """
         marker = marker_name(self._rank)
         try:
+            # Only next to this rank's own marker: if that is missing, a newer timeline has swept
+            # the base, and a manifest written now must not count.
             if marker in {entry.name for entry in self._filesystem.scan(directory)}:
                 keep_manifest(self._filesystem, self._run, manifest, self._unique, make=False)
+                # Checked again after the write. A timeline opened before the manifest was durable
+                # took its inventory without it, and may be deleting shards on other disks. A
+                # timeline opened later finds the manifest.
                 there = marker in {entry.name for entry in self._filesystem.scan(directory)}
                 if there and self._newest() <= base.timeline:
                     return ManifestDurable()
@@ -245,7 +258,7 @@ class RankDisk:
 
     def _newest(self) -> int:
         if self._fence is not None:
-            return self._fence.seen()
+            return self._fence.newest_or_next()
         return newest_timeline(self._filesystem, self._run)
 
     def _fenced(self, base: BaseId) -> FencedError:
@@ -259,6 +272,7 @@ class RankDisk:
         )
 
     def _markers(self, directory: PurePath) -> MarkersSeen:
+        """Return the markers of all ranks in a base's directory."""
         filesystem = self._filesystem
         try:
             names = {entry.name for entry in filesystem.scan(directory)}
@@ -268,7 +282,9 @@ class RankDisk:
             if MANIFEST in names:
                 path = directory / MANIFEST
                 manifest = Manifest.decode(read_record_bytes(filesystem, path), path)
-                filesystem.sync_dir(directory)  # whoever wrote it may not have got so far
+                # Its writer may have crashed between rename and sync: make it durable before any
+                # rank relies on the commit.
+                filesystem.sync_dir(directory)
                 return MarkersSeen({m.rank: m for m in manifest.markers}, committed=True)
             found = {}
             for name in sorted(names):
@@ -276,11 +292,14 @@ class RankDisk:
                     path = directory / name
                     found[rank] = Marker.decode(read_record_bytes(filesystem, path), path)
             return MarkersSeen(found)
-        except (FileNotFoundError, EverstepError):  # gone meanwhile, or damaged: not there
+        except (FileNotFoundError, EverstepError):
+            # Removed meanwhile, or damaged: both count as missing.
             return MarkersSeen({})
 
 
 def _is_spared(found: BaseFound) -> bool:
-    """Whether a base is condemned, and nothing of it was removed from this disk: the rules say what
-    becomes of it, as of any other (``adr/004``)."""
+    """Return True if a base is condemned but no file was removed from this disk.
+
+    The rules of retention decide on it like on any other base (``adr/004``).
+    """
     return found.status == "condemned" and found.manifest is not None

@@ -1,7 +1,7 @@
-"""Files of entries that never change: written once, then linked to by later bases (``adr/050``).
+"""Files of entries that never change: written once, then hard-linked by later bases (``adr/050``).
 
-No declaration is taken on trust: the entries of each base are digested, and it links to a file
-of an older one only where that has the same entries with the same digests.
+No declaration is trusted: the entries of each base are digested, and a base links to an older file
+only if that holds the same entries with the same digests.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from everstep.format.plan import ShardPlan
 from everstep.format.reader import read_body, read_header
 from everstep.format.records import FileRecord
 from everstep.format.writer import ChunkRing, Written, digest_shard
-from everstep.run.opened import OpenBase
+from everstep.run.open_base import OpenBase
 from everstep.run.scan import scan_run
 from everstep.seams.files.filesystem import FileSystem
 from everstep.seams.progress import ProgressSink
@@ -33,18 +33,19 @@ _log = logging.getLogger("everstep.keeper")
 
 @dataclass(frozen=True, slots=True)
 class _Source:
-    """A file that can be linked to."""
+    """File that can be linked to."""
 
     path: PurePath
     record: FileRecord
     header: ShardHeader
 
     def has_layout_of(self, shard: ShardPlan, identity: ShardIdentity) -> bool:
-        """Return whether it is what would be written for a shard, but for base and digests."""
+        """Return True if the file is laid out as a shard would be, apart from base and digests."""
         mine = self.header.identity
         theirs = shard.identity_in(identity)
         theirs = replace(theirs, timeline=mine.timeline, step=mine.step, lsn=mine.lsn)
-        theirs = replace(theirs, common=(), inexact="")  # of markers only
+        # Fields of markers only; the header of a file does not have them.
+        theirs = replace(theirs, common=(), inexact="")
         return (
             mine == theirs
             and self.header.room_bytes == shard.room_bytes
@@ -54,11 +55,10 @@ class _Source:
 
 
 class StaticFiles:
-    """One rank's static files in a run folder, whose bytes are known to be good.
+    """One rank's static files in a run folder, whose contents are known to be intact.
 
     Attributes:
-        refused: why the file system gave no second name to a file, when it last refused; "" if it
-            never has.
+        refused: reason of the file system for its last refusal to link a file; ``""`` without one.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class StaticFiles:
         self.refused = ""
 
     def may_link(self, shard: ShardPlan, identity: ShardIdentity) -> bool:
-        """Return whether a shard is likely to take no room."""
+        """Return True if a shard is likely to need no space."""
         return any(source.has_layout_of(shard, identity) for source in self._sources)
 
     def link(
@@ -83,21 +83,23 @@ class StaticFiles:
         target: PurePath,
         progress: ProgressSink,
     ) -> Written | None:
-        """Give a file that has the bytes of ``body`` the name ``target``, which is durable once the
-        directory is synced.
+        """Give a file with the bytes of ``body`` the name ``target``, durable after a sync of the
+        directory.
 
         Returns:
-            None where there is no such file, or the file system refuses the link: the shard has to
-            be written.
+            None if there is no such file or the file system refuses the link: the shard has to be
+                written.
 
         Raises:
-            OSError: what the file system said to anything but the link.
+            OSError: the file system failed at anything but the link.
         """
         digested: Written | None = None
         for source in self._candidates(shard, identity):
             digested = digested or digest_shard(shard, identity, body, progress)
             if tuple(digested.digests.values()) != source.header.digests:
                 continue
+            # A file of another process: read it back once, as its digests alone say nothing about
+            # the disk.
             if source not in self._sources and not self._is_good(source, progress):
                 continue
             header = self._link(source, target)
@@ -108,29 +110,32 @@ class StaticFiles:
         return None
 
     def remember(self, path: PurePath, written: Written) -> None:
-        """Later bases may link to a static file that this process has written, or linked to."""
+        """Offer a static file that this process has written or linked to later bases."""
         header = decode_header(written.header, written.record.length, path)
         others = [one for one in self._sources if one.path.name != path.name]
         self._sources = [*others, _Source(path, written.record, header)]
 
     def forget(self) -> None:
-        """Something on the disk is damaged: files are read again before they are linked to."""
+        """Forget all files after damage on the disk: they are read back before they are linked
+        again."""
         self._sources.clear()
 
     def _link(self, source: _Source, target: PurePath) -> bytes | None:
-        """Return the header of the file that has the name now."""
+        """Link a file to ``target``; return its header, or None if that failed."""
         filesystem = self._filesystem
         staged = temporary(target)
         remove_if_there(filesystem, staged)
         try:
             filesystem.link(source.path, staged)
         except OSError as error:
-            if error.errno == errno.ENOENT:  # its base was given up, or deleted
+            # ENOENT: its base was withdrawn or deleted meanwhile.
+            if error.errno == errno.ENOENT:
                 self._drop(source)
             else:
-                self._say_refused(source.path, error)
+                self._warn_refused(source.path, error)
             return None
-        # Read under its new name: now that it has two nobody recycles it (``tiers/slots``).
+        # Read after the link: a file with two names is never recycled (``tiers/slots``), so its
+        # contents can no longer change.
         try:
             header = _header_bytes(filesystem, staged, source.record)
         except (OSError, EverstepError):
@@ -138,15 +143,18 @@ class StaticFiles:
             remove_if_there(filesystem, staged)
             return None
         filesystem.rename(staged, target)
-        remove_if_there(filesystem, staged)  # where target was the same file, both names stay
+        # If target was the same file already, rename() does nothing and both names stay.
+        remove_if_there(filesystem, staged)
         return header
 
     def _drop(self, source: _Source) -> None:
         self._sources = [one for one in self._sources if one is not source]
 
     def _candidates(self, shard: ShardPlan, identity: ShardIdentity) -> Iterator[_Source]:
-        """Yield files that may have the bytes of a shard: those of this process; where it has none,
-        or no more, those in the folder, newest base first."""
+        """Yield files that may have the bytes of a shard.
+
+        Files of this process first; if there are none, files in the run folder, newest base first.
+        """
         yield from (one for one in list(self._sources) if one.has_layout_of(shard, identity))
         if not self.may_link(shard, identity):
             yield from (
@@ -160,7 +168,8 @@ class StaticFiles:
                 continue
             if len(base.manifest.markers) != identity.world:
                 continue
-            with contextlib.suppress(OSError, EverstepError):  # then it is not linked to
+            # A base that cannot be opened is not linked to; its shard is written instead.
+            with contextlib.suppress(OSError, EverstepError):
                 opened = OpenBase.open(self._filesystem, base, identity.rank)
                 opened.close()
                 for _, record, header, path in opened.shards:
@@ -168,8 +177,11 @@ class StaticFiles:
                         yield _Source(path, record, header)
 
     def _is_good(self, source: _Source, progress: ProgressSink) -> bool:
-        """Read all of a file that another process has written: whoever restored its base may have
-        read a copy of it."""
+        """Read back a file that another process has written; return True if it is intact.
+
+        The process that restored its base may have read another copy, so nobody has verified this
+        one.
+        """
         try:
             file = self._filesystem.open(source.path, direct=True)
             try:
@@ -189,10 +201,11 @@ class StaticFiles:
             return False
         return True
 
-    def _say_refused(self, path: PurePath, error: OSError) -> None:
+    def _warn_refused(self, path: PurePath, error: OSError) -> None:
+        """Warn once that the file system refuses hard links."""
         if not self.refused:
             _log.warning(
-                "%s: the file system refuses hard links (%s): static entries are written again",
+                "%s: the file system refuses hard links (%s): each base writes static entries anew",
                 path,
                 error.strerror or error,
             )

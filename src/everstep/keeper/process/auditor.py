@@ -1,8 +1,8 @@
-"""The keeper's background audit: is the newest base what the one before it and the log give?
+"""Background audit: check that the newest base equals the previous base plus the log.
 
-The keeper computes nothing itself (it has no torch): a child does, at the lowest priority, one at
-a time, and the keeper writes down what it has found. Commits, retention and the trainer wait for
-none of it. The child ends with the keeper, or when another trainer is served.
+The keeper has no torch and computes nothing itself. A child process replays the log, at the lowest
+priority and one at a time; the keeper records the result. Commits, retention and the trainer never
+wait for an audit. The child ends with the keeper, or when another trainer attaches.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from everstep.format.names import AUDIT_RECORD, base_dir
 from everstep.format.records import AuditRecord
 from everstep.keeper.log.logs import Logs
 from everstep.link.job_session import JobSession
-from everstep.run.audits import audit_in_words
+from everstep.run.audits import describe_audit
 from everstep.run.scan import newest_timeline, scan_run
 from everstep.seams import Clock, Seams
 from everstep.seams.files.filesystem import FileSystem
@@ -31,7 +31,7 @@ from everstep.tiers.disk import write_durably
 __all__ = ["CPU_SHARE", "AuditedElsewhere", "Auditor", "auditor_of"]
 
 CPU_SHARE = 0.05
-"""Of one core, that audits take at most, averaged from the beginning of one to that of the next."""
+"""Largest share of one core for audits, averaged from the start of one to the start of the next."""
 
 _log = logging.getLogger("everstep.keeper")
 _PROGRAM = "everstep.restore.offline.audit_process"
@@ -54,31 +54,40 @@ def auditor_of(
     logs: Logs,
     timeout_s: float,
 ) -> Auditor | AuditedElsewhere:
-    """This keeper's part in audits: of several ranks, which share a disk, the first one's audits
-    all that bases hold, by the logs of all.
+    """Return this keeper's role in audits.
+
+    Of several ranks that share a disk, only the coordinator's keeper audits: all entries of a base,
+    with the logs of all ranks.
 
     Args:
-        job_session: of this rank among several; None: it is alone.
-        timeout_s: until the log is on disk.
+        job_session: place of this rank among several ranks; None for a single rank.
+        post: receives an error when a base differs from the replayed state.
+        timeout_s: seconds without progress after which waiting for the log on disk ends.
     """
     if job_session is not None and job_session.rank != COORDINATOR:
         return AuditedElsewhere(logs)
-    about = seams.filesystem, run, timeline, seams.clock, post
-    return Auditor(*about, lambda: logs.settle(timeout_s))
+    return Auditor(
+        seams.filesystem,
+        run,
+        timeline,
+        seams.clock,
+        post,
+        lambda: logs.settle(timeout_s),
+    )
 
 
 class AuditedElsewhere:
-    """The part of a keeper whose rank's bases another one's audits: the log is on disk for it."""
+    """Role of a keeper whose bases another rank's keeper audits: keep the log on disk current."""
 
     def __init__(self, logs: Logs) -> None:
         self._logs = logs
 
     def base_durable(self) -> None:
-        """There is a new base: what was logged before it is written, whatever batch it is of."""
+        """Flush the log: the audit of a new base needs all records before it, batched or not."""
         self._logs.flush()
 
     def close(self) -> None:
-        """There is nothing to end."""
+        """Do nothing: no audit runs here."""
 
 
 class Auditor:
@@ -86,8 +95,9 @@ class Auditor:
 
     Args:
         run: the run folder.
-        post: told of a difference.
-        settle: returns when the log on disk is as long as it can be now.
+        timeline: number of the timeline that this process writes.
+        post: receives an error when a base differs from the replayed state.
+        settle: waits until the log on disk is as long as it can be now.
         start: starts the program that audits.
     """
 
@@ -116,7 +126,10 @@ class Auditor:
         self._thread: threading.Thread | None = None
 
     def base_durable(self) -> None:
-        """There is a new base: what was not audited yet is older than the newest now."""
+        """Request an audit of the base that has just become durable.
+
+        Requests do not queue: only the newest base is audited.
+        """
         with self._changed:
             if self._closed:
                 return
@@ -129,26 +142,28 @@ class Auditor:
             self._changed.notify_all()
 
     def close(self) -> None:
-        """Ends the audit that is under way; nothing is known of it."""
+        """Kill the audit that is running and discard its result."""
         with self._changed:
             self._closed = True
             if self._child is not None:
                 self._child.kill()
             self._changed.notify_all()
         if self._thread is not None:
-            self._thread.join(_STOP_TIMEOUT_S)  # it may be writing, to a disk that hangs
+            # Bounded: the thread may be writing its record to a disk that hangs.
+            self._thread.join(_STOP_TIMEOUT_S)
 
     def _work(self) -> None:
         while self._next():
             try:
                 self._audit()
             except (EverstepError, OSError) as error:
-                _log.error("not audited: %s", error)
-            except Exception:  # a bug of ours is none of the run's troubles
-                _log.exception("not audited")
+                _log.error("the audit failed: %s", error)
+            except Exception:
+                # An internal error here must not reach the run: the base itself is durable.
+                _log.exception("the audit failed with an internal error")
 
     def _next(self) -> bool:
-        """Waits until an audit may begin; False when there will be no more."""
+        """Wait until an audit may start; return False when there will be no more."""
         with self._changed:
             while not self._closed:
                 early_s = self._not_before_s - self._clock.monotonic_s()
@@ -159,15 +174,19 @@ class Auditor:
             return False
 
     def _audit(self) -> None:
+        # Checked before the log is settled: settling closes the current segment early.
         if not self._has_two_bases():
-            return  # before the log is settled, which ends a segment wherever it is
+            return
         try:
             self._settle()
-        except DeadlineError as error:  # reported by those who wait for it
-            _log.error("not audited: %s", error)
+        except DeadlineError as error:
+            # Not posted: the log writer reports a disk that hangs on its own.
+            _log.error("the audit was skipped: %s", error)
             return
         began_s = self._clock.monotonic_s()
         with self._changed:
+            # Started under the lock: close() either finds the child and kills it, or prevents its
+            # start.
             if self._closed:
                 return
             arguments = [f"--run={self._run}", f"--timeline={self._timeline}"]
@@ -175,46 +194,50 @@ class Auditor:
         ended = self._child.wait(_TIMEOUT_S)
         with self._changed:
             self._child = None
+            # Space audits out by the processor time of the last one, so that the average stays
+            # below CPU_SHARE.
             self._not_before_s = began_s + ended.cpu_s / CPU_SHARE
             if self._closed:
                 return
-        _log.info("an audit has taken %.1f s of processor time", ended.cpu_s)
+        _log.info("the audit took %.1f s of processor time", ended.cpu_s)
         if ended.status == 0 and ended.output:
             self._take(AuditRecord.decode(ended.output, PurePath(AUDIT_RECORD)))
         elif ended.late:
-            _log.warning("not audited: it was not done after %g s", _TIMEOUT_S)
+            _log.warning("the audit was stopped: not finished after %g s", _TIMEOUT_S)
         else:
             level = logging.INFO if ended.status == 0 else logging.ERROR
-            _log.log(level, "not audited (status %d): %s", ended.status, ended.words)
+            _log.log(level, "no audit result (exit status %d): %s", ended.status, ended.words)
 
     def _has_two_bases(self) -> bool:
-        """Whether the newest base of the history has one before it, and no audit yet."""
+        """Return True if the newest base has a predecessor in its history and no audit record."""
         inventory = scan_run(self._filesystem, self._run)
         there = {base.id: base for base in inventory.bases if base.manifest is not None}
         here, _ = split_by_history(there, inventory.branches)
         return len(here) > 1 and there[here[0]].audit is None
 
     def _take(self, record: AuditRecord) -> None:
-        """Writes down what an audit has found, and reports a difference."""
+        """Record the result of an audit, and report a difference."""
+        # Fence: a process that was superseded must not add files to bases of the run.
         newest = newest_timeline(self._filesystem, self._run)
         if newest > self._timeline:
-            _log.info("timeline %d has taken the run over: its audits count", newest)
+            _log.info("the audit result is dropped: timeline %d has taken the run over", newest)
             return
-        told = audit_in_words(record)
-        _log.log(logging.ERROR if record.verdict == "different" else logging.INFO, "%s", told)
+        summary = describe_audit(record)
+        level = logging.ERROR if record.verdict == "different" else logging.INFO
+        _log.log(level, "%s", summary)
         try:
             self._write(record)
         finally:
             if record.verdict == "different":
                 self._post(
                     AuditError(
-                        told,
+                        summary,
                         step=record.step,
                         path=base_dir(self._run, record.timeline, record.step),
-                        hint="either something changes the state past the optimizer, or training "
-                        "computes in a way that replay does not know of, or memory or processor of "
-                        "this machine fail; everstep verify --replay repeats the comparison, "
-                        f"resume(step={record.before[1]}) goes back before it",
+                        hint="possible causes: code that changes the state without the optimizer, "
+                        "training that computes in a way that replay cannot reproduce, failing "
+                        "memory or processor; everstep verify --replay repeats the comparison, "
+                        f"resume(step={record.before[1]}) goes back to the base before it",
                     )
                 )
 
@@ -224,6 +247,7 @@ class Auditor:
             try:
                 write_durably(self._filesystem, directory / AUDIT_RECORD, record.encode())
                 return
-            except FileNotFoundError:  # retention has cleaned up, or deleted the base
+            except FileNotFoundError:
+                # Retention has removed the temporary file (retry), or deleted the base (give up).
                 if not left:
-                    _log.info("base %d is gone: its audit is, too", record.step)
+                    _log.info("the audit of base %d is dropped: it was deleted", record.step)

@@ -1,7 +1,7 @@
-"""What a keeper does for the training process that it serves: bases, log, what is in memory.
+"""Duties of a keeper for the training process that is attached: bases, log, state in memory.
 
-Everything here is done in the thread that waits for messages, but for what the writing thread
-calls when a base has ended.
+All methods run in the thread that receives messages, except for the callbacks that the writing
+thread calls when a base ends.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from everstep.seams import Seams
 from everstep.seams.failpoints import failpoint
 from everstep.seams.network.peers import PeerMailbox
 
-# What most runs do not need is loaded with its first use: training waits for a keeper to start.
+# Loaded at first use, as most runs do not need them: training waits for a keeper to start.
 if TYPE_CHECKING:
     from everstep.keeper.process.auditor import AuditedElsewhere, Auditor
     from everstep.keeper.ship.mirrors import Mirrors
@@ -54,20 +54,26 @@ _log = logging.getLogger("everstep.keeper")
 
 
 class Duties:
-    """The duties of one keeper process, whichever training process is attached.
+    """Duties of one keeper process, for one training process after the other.
 
     Args:
         run: the run folder.
-        ring: chunks and threads that write.
+        ring: chunks and threads that write to disk.
 
     Attributes:
         keeper: makes bases durable; None before the first timeline.
-        channel: of what fails behind the training process that is served.
-        auditor: audits bases, if the training process wants it to.
+        channel: collects errors of background work for the training process that is attached.
+        newest_capture: newest complete capture in memory.
+        logs: gradient logs in memory and on disk.
+        replicas: copy of the state that follows the log, if there is one.
+        rebuilds: multi-step captures that are brought to one step.
+        auditor: audits bases, if the training process asked for it.
         mirrors: copy bases to other tiers, if there are any.
-        timeline: that is served.
-        timeout_s: a transfer that takes longer counts as hung.
-        stopping: nothing new is begun.
+        peers: copies exchanged with other nodes.
+        mailbox: open for the next timeline, if there are several ranks.
+        timeline: number of the timeline that is served.
+        timeout_s: seconds without progress after which a transfer counts as hung.
+        stopping: True when the keeper was asked to stop: no new capture is accepted.
     """
 
     def __init__(self, seams: Seams, run: PurePath, ring: ChunkRing, *, timeout_s: float) -> None:
@@ -84,36 +90,28 @@ class Duties:
         self.auditor: Auditor | AuditedElsewhere | None = None
         self.mirrors: Mirrors | None = None
         self.peers = Peers(seams.filesystem, run, self.newest_capture)
-        self.mailbox: PeerMailbox | None = None  # of the next timeline, if there are several ranks
+        self.mailbox: PeerMailbox | None = None
         self.timeline = self._bases_durable = 0
         self._arena: Arena | None = None
         self.timeout_s = timeout_s
         self.stopping = False
 
     def serve(self, trainer: Attached, message: dict[str, Any]) -> None:
-        """A new timeline."""
-        if self.auditor is not None:
-            self.auditor.close()
-        if self.mirrors is not None:
-            self.mirrors.close()
-        self.peers.close()
+        """Start to serve a new timeline; end the previous one."""
         mailbox = self.mailbox
         self.mailbox = None
-        if self.keeper is not None:
-            if self.keeper.waiting:  # two that write at once would take each other's files away
-                raise KeeperError("earlier captures are still being written: settle first")
-            self.replicas.close()
-            self.keeper.close()
-        if (verified := message["verified"]) is not None:
-            self.newest_capture.passed_over()
+        self._end_timeline()
+        verified = None if message["verified"] is None else BaseId(*message["verified"])
+        if verified is not None:
+            self.newest_capture.drop_not_durable()
         timeline = message["timeline"]
         self.channel = channel = BackgroundChannel(
             lambda error: _report(trainer, error, of_timeline=timeline),
             self._seams.clock,
             progress_timeout_s=self.timeout_s,
         )
-        told = message.get("seat")
-        job_session = None if told is None else JobSession.from_wire(told)
+        fields = message.get("seat")
+        job_session = None if fields is None else JobSession.from_wire(fields)
         self.newest_capture.on_disk = None if job_session is None else job_session.recovered
         self.keeper = LocalKeeper(
             self._seams,
@@ -123,7 +121,7 @@ class Duties:
             self._ring,
             trainer.arena,
             keep=message["keep"],
-            verified=None if verified is None else BaseId(*verified),
+            verified=verified,
             timeout_s=self.timeout_s,
             history=message.get("history", "last"),
             on_done=lambda capture: self._on_done(trainer, channel, capture),
@@ -133,55 +131,103 @@ class Duties:
         self.timeline = timeline
         self._bases_durable = 0
         self._arena = trainer.arena
+        # Queued before any base, so that the sweep never sees files of a base in progress.
         self.keeper.sweep_in_background()
+        # A folder that was put back to an older state reuses timeline numbers: captures in memory
+        # of the same or a later number belong to a history that no longer exists.
         if self.logs.serve(trainer, channel, message, self.timeout_s):
-            self.newest_capture.drop_from(self.timeline)
+            self.newest_capture.drop_from_timeline(self.timeline)
         assert self.logs.current is not None
         self.keeper.log_of_run = self.logs.current
-        about = message.get("peers"), job_session, self.keeper.commits, self._seams.clock
         self.peers.serve(
-            *about,
+            message.get("peers"),
+            job_session,
+            self.keeper.commits,
+            self._seams.clock,
             lambda notice: _report(trainer, notice, "notice"),
             timeout_s=self.timeout_s,
             timeline=self.timeline,
             log=self.logs.current,
             on_everywhere=lambda base: self._on_everywhere(trainer, base),
             on_step=lambda step: trainer.tell({"kind": "peered", "base": None, "step": step}),
-            verified=None if verified is None else BaseId(*verified),
+            verified=verified,
         )
         self.keeper.bases = self.peers.bases
         self.replicas.serve(trainer, message, self.logs.current, self.keeper, self.timeout_s)
         self.rebuilds.serve(message)
-        before = self.mirrors
-        self.mirrors = None
-        if message.get("tiers"):
-            from everstep.keeper.ship.mirrors import Mirrors
-
-            places = self._seams, self._run, self.timeline, message["tiers"], channel.post
-            self.mirrors = Mirrors(
-                *places,
-                timeout_s=self.timeout_s,
-                job_session=job_session,
-                commits=self.keeper.commits,
-                log=self.logs.current,
-                identity=identity_from_wire(message["identity"]),
-                before=before,
-            )
-            self.mirrors.base_durable()  # perhaps an earlier keeper did not come to it
+        self._start_mirrors(message, job_session, channel)
         self.auditor = None
         if (message.get("log") or {}).get("audit"):
             from everstep.keeper.process.auditor import auditor_of
 
-            whose = job_session, self._seams, self._run, self.timeline, channel.post
-            self.auditor = auditor_of(*whose, self.logs, self.timeout_s)
+            self.auditor = auditor_of(
+                job_session,
+                self._seams,
+                self._run,
+                self.timeline,
+                channel.post,
+                self.logs,
+                self.timeout_s,
+            )
+
+    def _end_timeline(self) -> None:
+        """End the work for the previous timeline.
+
+        Raises:
+            KeeperError: bases of it are still being written.
+        """
+        if self.auditor is not None:
+            self.auditor.close()
+        if self.mirrors is not None:
+            self.mirrors.close()
+        self.peers.close()
+        if self.keeper is None:
+            return
+        # Two writers at once would recycle and delete each other's files.
+        if self.keeper.waiting:
+            raise KeeperError("earlier captures are still being written: send settle first")
+        # The replica first: it hands bases to the keeper.
+        self.replicas.close()
+        self.keeper.close()
+
+    def _start_mirrors(
+        self,
+        message: Mapping[str, Any],
+        job_session: JobSession | None,
+        channel: BackgroundChannel,
+    ) -> None:
+        """Start to copy bases to the tiers that the message names."""
+        assert self.keeper is not None
+        before = self.mirrors
+        self.mirrors = None
+        if not message.get("tiers"):
+            return
+        from everstep.keeper.ship.mirrors import Mirrors
+
+        self.mirrors = Mirrors(
+            self._seams,
+            self._run,
+            self.timeline,
+            message["tiers"],
+            channel.post,
+            timeout_s=self.timeout_s,
+            job_session=job_session,
+            commits=self.keeper.commits,
+            log=self.logs.current,
+            identity=identity_from_wire(message["identity"]),
+            before=before,
+        )
+        # An earlier keeper may have ended before it copied the newest base.
+        self.mirrors.base_durable()
 
     def listen(self, trainer: Attached, message: dict[str, Any]) -> None:
-        """The keepers of other ranks are going to send messages."""
+        """Open a mailbox for the keepers of the other ranks, and reply with its port."""
         reply: dict[str, Any] = {"kind": "listening", "port": 0, "error": None}
         if self.mailbox is not None:
             self.mailbox.close()
-        if self.keeper is not None:  # perhaps its trainer had lost it, and comes back
-            self.keeper.leave(message["port"])
+        # A trainer that lost its connection and attaches again asks for the same port: free it.
+        if self.keeper is not None:
+            self.keeper.free_port(message["port"])
         try:
             self.mailbox = PeerMailbox(message["host"], message["port"])
             reply["port"] = self.mailbox.address[1]
@@ -190,20 +236,27 @@ class Duties:
         trainer.tell(reply)
 
     def settle(self) -> None:
-        """A new start begins: what only waits for other ranks is left to it."""
+        """Fail bases that only wait for other ranks: the next start of the job decides on them."""
         if self.keeper is not None:
             self.keeper.release()
 
     def layout(self, trainer: Attached, message: dict[str, Any]) -> None:
-        """A layout of files that captures will have."""
-        trainer.layouts = {message["number"]: message["layout"]}  # the one before is over
+        """Receive the layout of the files of captures to come."""
+        # One layout at a time: captures of the previous one have begun, and hold their plan.
+        trainer.layouts = {message["number"]: message["layout"]}
 
     def begin(self, trainer: Attached, message: dict[str, Any]) -> None:
-        """A capture has begun."""
+        """Register a capture that has begun.
+
+        Raises:
+            KeeperError: the keeper was asked to stop.
+        """
         assert self.keeper is not None
-        if self.stopping:  # or there would be no end of it
+        # A stopping keeper waits for its captures: accepting more could keep it alive for ever.
+        if self.stopping:
             raise KeeperError("this keeper was asked to stop")
-        if self.rebuilds.take_whole() and not self.keeper.is_one_of_several:  # as in captured()
+        # As in captured(): a rebuilt base that is complete replaces the log before it.
+        if self.rebuilds.take_whole() and not self.keeper.is_one_of_several:
             self.logs.drop_older(self.timeline)
         identity = identity_from_wire(message["identity"])
         arena = trainer.arena
@@ -226,27 +279,32 @@ class Duties:
             on_end=lambda ended: self._on_end(trainer, ended),
         )
         trainer.captures[capture.number] = capture
-        self.newest_capture.written_over_by(capture, arena)
+        # The trainer may fill the block from now on: a capture held in the same memory is lost.
+        self.newest_capture.drop_overwritten(capture, arena)
         failpoint("keeper.after_begin")
         if not capture.parked:
             self.keeper.begin(capture)
 
     def part(self, trainer: Attached, message: dict[str, Any]) -> None:
-        """A part of an object of a capture, or of a record of the log."""
+        """Receive a chunk of an encoded object, of a capture or of a log record."""
         objects = trainer.objects.setdefault(message["number"], {})
         objects.setdefault(message["name"], bytearray()).extend(message["part"])
 
     def captured(self, trainer: Attached, message: dict[str, Any]) -> None:
-        """A capture is whole."""
+        """Take over a capture that is complete."""
         parts = trainer.objects.pop(message["number"], {})
         capture = trainer.captures.get(message["number"])
+        # It has failed meanwhile: the trainer may already use its memory again.
         if capture is None or capture.incoming.lost:
-            return  # it has failed meanwhile, and the trainer may use its memory again
+            return
         assert self.keeper is not None
         failpoint("keeper.after_captured")
+        # Before the log is dropped: at each moment memory holds a base, or a log that leads there.
         self.newest_capture.take(capture, trainer.arena)
-        if not self.keeper.is_one_of_several:  # else other ranks may yet lose theirs of it
-            self.logs.drop_older(self.timeline)  # nothing needs them any more
+        # Of several ranks another one may still lose its share of this base: the log stays until
+        # the base is durable on all of them.
+        if not self.keeper.is_one_of_several:
+            self.logs.drop_older(self.timeline)
         objects = {name: bytes(data) for name, data in parts.items()}
         if capture.parked:
             capture.incoming.arrived(objects)
@@ -254,64 +312,71 @@ class Duties:
             self.keeper.captured(capture, objects)
 
     def persist(self, trainer: Attached, message: dict[str, Any]) -> None:
-        """What was to stay in memory becomes durable after all."""
+        """Make a capture durable that was to stay in memory only."""
         self._persist(trainer.named(message["number"], again=message.get("again", False)))
 
     def redo(self, trainer: Attached, message: dict[str, Any]) -> None:
-        """An update that concerns a capture over several steps."""
+        """Receive an update that concerns a multi-step capture."""
         self.rebuilds.update(trainer, message)
 
     def assemble(self, trainer: Attached, message: dict[str, Any]) -> None:
-        """Such a capture is all there."""
+        """Rebuild a multi-step capture, all of which has arrived."""
         parts = trainer.objects.pop(message["number"], {})
         capture = trainer.captures.get(message["number"])
+        # As in captured(): it has failed meanwhile.
         if capture is None or capture.incoming.lost:
-            return  # as in captured()
+            return
         assert self.keeper is not None
         objects = {name: bytes(data) for name, data in parts.items()}
         self.rebuilds.assemble(trainer, message, capture, objects, self.keeper)
 
     def abandon(self, trainer: Attached, message: dict[str, Any]) -> None:
-        """The rest of a capture will never come."""
+        """Give up a capture whose remaining data will never arrive."""
         trainer.objects.pop(message["number"], None)
         self.rebuilds.forget(message["number"])
         capture = trainer.captures.get(message["number"])
         why = message["error"]
         if capture is not None and capture.parked:
-            del trainer.captures[capture.number]  # nobody writes it, so nobody else says so
+            # Nobody writes a parked capture, so the error has to be sent from here.
+            del trainer.captures[capture.number]
             if why is not None:
                 trainer.tell({"kind": "error", "error": why})
         elif capture is not None and self.keeper is not None:
             self.keeper.abandon(capture, None if why is None else error_from_wire(why))
             return
-        # It is over; or the trainer was interrupted before it said that it had begun.
-        gone = StateError("the save was interrupted")
+        # The capture has ended, or the trainer was interrupted before it sent ``begin``. Reply all
+        # the same: the trainer keeps the memory until it receives ``done``.
+        interrupted = StateError("the save was interrupted")
         number = {"number": message["number"]}
-        trainer.tell({"kind": "failed", "error": error_to_wire(gone), **number})
+        trainer.tell({"kind": "failed", "error": error_to_wire(interrupted), **number})
         trainer.tell({"kind": "done", **number})
 
     def log(self, trainer: Attached, message: dict[str, Any]) -> None:
-        """A record of the log, or of its layout, or of its end."""
+        """Receive a log record, the layout of records, or the end of the log."""
         if message["kind"] == "log":
             self.replicas.arrived()
         self.logs.on_message(trainer, message)
 
     def forget(self, trainer: Attached, message: dict[str, Any]) -> None:
-        """What is in memory is needed no more."""
+        """Drop a capture from memory that the trainer no longer needs."""
         capture = trainer.captures.get(message["number"])
         if capture is not None and capture.parked:
             del trainer.captures[capture.number]
         self.newest_capture.forget(message["number"], trainer.arena)
 
     def recall(self, trainer: Attached, message: dict[str, Any]) -> None:
-        """Hands over what is in memory: the newest base, and the logs."""
+        """Send everything that is in memory to a restarted trainer: the newest base and
+        the logs."""
         own = bool(message.get("own"))
+        # First: a replica that goes on would change the memory that is about to be described.
         self.replicas.freeze(trainer, own=own)
         found = self.newest_capture.recall(trainer.arena, self._audit, own=own)
         logs = self.logs.recall(trainer, own=own, timeout_s=self.timeout_s)
         recalled, blobs, arenas = self._in_memory(found, logs)
-        if own and self.mirrors is not None:  # behind the last step that has come
+        # After the last step that has arrived: steps after the resume may replace them.
+        if own and self.mirrors is not None:
             self.mirrors.pause()
+        # Blobs before the reply that refers to them; in chunks, as one message is limited in size.
         for number, blob in enumerate(blobs):
             for part in parts_of(blob):
                 trainer.connection.send({"kind": "blob", "number": number, "part": part})
@@ -319,14 +384,14 @@ class Duties:
         trainer.connection.send({"kind": "recalled", **recalled}, fds)
 
     def look(self, *, served: bool) -> LookReply:
-        """Return what is in memory, for a process that only reads it.
+        """Return the contents of memory for a process that only reads them.
 
-        Nothing is written, flushed or given up, and no attachment changes. Of a training process
-        that lives, only what has a digest already is shown: its memory may be written over while
-        it is read, which the digest then tells.
+        Nothing is written, flushed or given up, and no attachment changes. While a trainer is
+        alive, only captures with digests are shown: their memory may be overwritten while it is
+        read, and only the digest reveals that.
 
         Args:
-            served: a training process is attached, and lives.
+            served: True if a live training process is attached.
         """
         keeper = self.keeper
         unsettled = self.logs.arriving or (keeper is not None and bool(keeper.waiting))
@@ -350,8 +415,11 @@ class Duties:
         found: tuple[dict[str, Any], list[bytes], Arena] | None,
         logs: Iterable[tuple[Arena, bytes]],
     ) -> tuple[dict[str, Any], list[bytes], list[Arena]]:
-        """Return the base, the logs and what is held for other ranks as messages hold them, with
-        the blobs that these name by number, and the memory that they lie in."""
+        """Describe the base, the logs and the copies of other ranks that are in memory.
+
+        Returns:
+            The fields of a reply; the blobs that they refer to by index; the arenas, likewise.
+        """
         base: dict[str, Any] | None = None
         blobs: list[bytes] = []
         arenas: list[Arena] = []
@@ -370,7 +438,8 @@ class Duties:
             copy["arena"] = place
         arenas += memories
         recalled: dict[str, Any] = {"base": base, "logs": listed, "copies": copies}
-        recalled["peer_logs"], recalled["served"] = [], self.logs.histories.to_wire()
+        recalled["peer_logs"] = []
+        recalled["served"] = self.logs.histories.to_wire()
         rows, memory = self.peers.recall_logs()
         if rows and memory is not None:
             recalled["peer_logs"] = [[len(blobs), len(arenas)]]
@@ -379,28 +448,29 @@ class Duties:
         return recalled, blobs, arenas
 
     def ask(self, trainer: Attached, message: dict[str, Any]) -> None:
-        """A base is due, which the replica is to give."""
+        """Receive the request for a base that the replica is to provide."""
         self.replicas.ask(trainer, message)
 
     def no_replica(self, trainer: Attached, message: dict[str, Any]) -> None:
-        """There is to be no replica any more."""
+        """End the replica."""
         self.replicas.close()
 
     def lose(self, trainer: Attached) -> None:
-        """The training process is gone: what it has not captured whole is dropped."""
+        """Drop captures that are incomplete: the training process has ended."""
         self.replicas.lose()
         if self.mirrors is not None and not trainer.said_bye:
             self.mirrors.lost()
         for capture in list(trainer.captures.values()):
             there = capture.incoming.complete or capture.assembling
             if not there and self.keeper is not None:
-                _log.info("step %d was not captured whole", capture.step)
-                self.keeper.abandon(capture, None)  # nobody is there to be told
+                _log.info("the capture of step %d is incomplete: dropped", capture.step)
+                # Without an error: no trainer is attached that could receive it.
+                self.keeper.abandon(capture, None)
         if self.keeper is not None:
-            self.keeper.no_more()
+            self.keeper.training_ended()
 
     def stats(self) -> dict[str, Any]:
-        """What was done so far, as messages hold it."""
+        """Return the counters of this keeper as message fields."""
         assert self.keeper is not None
         stats = self.keeper.stats
         stats.cpu_s = time.process_time()
@@ -415,29 +485,36 @@ class Duties:
         }
 
     def pass_on(self, channel: BackgroundChannel | None) -> None:
-        """Tells the trainer what has failed; when this returns, it has been told."""
+        """Send collected errors to the trainer; return when they were sent."""
         if channel is not None:
+            # Serialised: when this returns, no other thread still holds an unsent error.
             with self._reporting:
                 channel.check()
 
     @property
     def held_step(self) -> int | None:
-        """Of the newest state in memory."""
+        """Step of the newest state in memory; None without one."""
         step = self.replicas.step
         return self.newest_capture.step if step is None else step
 
     def arena_bytes(self, trainer: Attached | None) -> int:
-        """Host memory that captured state has taken: of the process that is served, of what those
-        before it have left, and of a replica. An arena is reserved as large as its budget, and
-        takes pages only where something was written."""
+        """Return the host memory in use, in bytes.
+
+        Counts the arenas of the attached trainer, of earlier trainers and of the replica, and the
+        copies
+        held for other ranks. An arena reserves address space as large as its budget, but takes
+        pages only
+        where something was written.
+        """
         mine = None if trainer is None else trainer.arena
         found = (mine, self.newest_capture.arena, self.replicas.arena, *self.logs.arenas)
+        # By identity: one arena may hold the base and the log.
         mine_bytes = {id(arena): arena.taken_bytes for arena in found if arena is not None}
         held_bytes = self.peers.store.used_bytes + self.peers.logs.used_bytes
         return sum(mine_bytes.values()) + held_bytes
 
     def finish(self) -> bool:
-        """The keeper is about to end; whether something is still to be written before."""
+        """Start work that must be done before the keeper exits; return True while there is any."""
         if self.keeper is None:
             return False
         if self.replicas.finish():
@@ -446,19 +523,22 @@ class Duties:
         if parked:
             self._persist(parked)
             return True
-        if self.keeper.waiting:  # the replica has handed it over since that was last looked at
+        # Checked after the replica: it may have handed over a base since the caller's check.
+        if self.keeper.waiting:
             return True
         return self.mirrors is not None and self.mirrors.finish()
 
     def _persist(self, capture: Capture | None) -> None:
-        """A whole capture that was parked is written like any other; once, however often said."""
+        """Write a parked capture like any other; harmless when repeated."""
         if capture is not None and capture.parked and self.keeper is not None:
             capture.save.parked = False
             self.keeper.begin(capture)
             self.keeper.captured(capture, capture.incoming.objects())
 
     def close(self) -> None:
-        """Ends all threads, behind what they have to do."""
+        """End all threads after they have finished their work."""
+        # Producers before consumers: replica and rebuilds hand bases to the keeper, and the
+        # keeper's bases are what auditor, mirrors and peers use.
         self.replicas.close(timeout_s=self.timeout_s)
         self.rebuilds.close(timeout_s=self.timeout_s)
         if self.auditor is not None:
@@ -474,8 +554,8 @@ class Duties:
         self.logs.close(self.timeout_s)
 
     def _on_done(self, trainer: Attached, channel: BackgroundChannel, capture: Capture) -> None:
-        """In the writing thread: retention is over, too. What failed is told before: whoever
-        waits for the end and then goes must have heard of it."""
+        """Handle the end of a base and its retention, in the writing thread."""
+        # Errors before ``done``: a trainer may exit as soon as it receives ``done``.
         self.pass_on(channel)
         if capture.arena is None:
             trainer.tell({"kind": "done", "number": capture.number})
@@ -489,42 +569,46 @@ class Duties:
             self.peers.base_durable(BaseId(capture.timeline, capture.step))
 
     def _on_end(self, trainer: Attached, capture: Capture) -> None:
-        """In the writing thread: a base is durable or has failed."""
+        """Handle a base that is durable or has failed, in the writing thread."""
         trainer.captures.pop(capture.number, None)
         error = capture.save.durable.exception()
-        about = {"number": capture.number}
+        fields = {"number": capture.number}
         if error is None:
             self._drop_older(capture.save.timeline)
             if self.mirrors is not None:
                 self.mirrors.base_known(BaseId(capture.timeline, capture.step))
-            about["size_bytes"] = capture.plan.size_bytes
+            fields["size_bytes"] = capture.plan.size_bytes
             try:
                 self.replicas.base_durable(capture, trainer.arena)
-            finally:  # whatever happens there, it is durable
-                trainer.tell({"kind": "durable", **about, **self.stats()})
+            finally:
+                # The base is durable whatever happens to the replica.
+                trainer.tell({"kind": "durable", **fields, **self.stats()})
             return
         self.newest_capture.failed(capture, error, reused=not trainer.gone)
         ours = error if isinstance(error, EverstepError) else EverstepError(repr(error))
         self.replicas.base_failed(capture, ours)
-        trainer.tell({"kind": "failed", "error": error_to_wire(ours), **about, **self.stats()})
+        trainer.tell({"kind": "failed", "error": error_to_wire(ours), **fields, **self.stats()})
 
     def _drop_older(self, timeline: int) -> None:
-        """A base of this timeline is durable on all ranks. Where peers hold the log, too, a node
-        that is lost needs what is before the first base that is whole with all of them; when two
-        more are durable, nobody waits for that."""
+        """Drop the log before a base of this timeline that is durable on all ranks.
+
+        Where peers hold the log, too, recovery from the loss of a node needs the log before the
+        first base
+        that all peers hold. After two more durable bases, it is dropped all the same.
+        """
         self._bases_durable += 1
         if not self.peers.sends_log or self._bases_durable > 2:
             self.logs.drop_older(timeline)
 
     def _on_everywhere(self, trainer: Attached, base: BaseId) -> None:
-        """A base is whole with all peers."""
+        """Handle a base that all peers hold completely."""
         if base.timeline == self.timeline:
             self.logs.drop_older(base.timeline)
             trainer.tell({"kind": "peered", "base": base.step, "step": None, **self.stats()})
 
 
 def _report(trainer: Attached, error: EverstepError, kind: str = "error", **more: int) -> None:
-    """What fails is told to the trainer whose it is, and to no other."""
+    """Send an error to the trainer that it concerns, and to no other."""
     _log.error("%s", error)
     trainer.tell({"kind": kind, "error": error_to_wire(error), **more})
 
@@ -549,4 +633,4 @@ HANDLERS: Mapping[str, Callable[[Duties, Attached, dict[str, Any]], None]] = {
     "forget": Duties.forget,
     "recall": Duties.recall,
 }
-"""What is done at each kind of message from the training process that is attached."""
+"""Handler of each kind of message from the training process that is attached."""

@@ -1,9 +1,9 @@
-"""The keeper process: owns the arena, makes durable what was captured, outlives the trainer.
+"""Event loop of the keeper process: it owns the arena and outlives the trainer.
 
-One thread waits for messages and deaths, one (:class:`.local.LocalKeeper`) writes; what is
-done at a message is in :class:`.duties.Duties`. A trainer
-that dies is noticed through its process descriptor, whoever else still holds its socket;
-what it had captured whole is finished, what it had not is dropped.
+One thread waits for messages and for the death of the trainer, another one
+(:class:`.local_keeper.LocalKeeper`) writes; :class:`.duties.Duties` handles the messages. The death
+of a trainer is noticed through its process descriptor, even while other processes still hold its
+socket. Its complete captures are made durable, incomplete ones are dropped.
 """
 
 from __future__ import annotations
@@ -48,26 +48,34 @@ _NONSENSE = (
     TypeError,
     ValueError,
 )
-_FIRST_TRAINER_S = 60.0  # whoever has started the keeper is about to attach
+# The trainer that has started the keeper is about to attach.
+_FIRST_TRAINER_S = 60.0
 _GUESTS_MAX = 64
-_GUESTS_SHARE = 4  # of its descriptors: the others are for its files and for other ranks
-_DEAF_S = 0.5
-_GUEST_S = 10.0  # without a whole message for so long, a guest is shown the door
+# Divisor of the descriptor limit: the keeper needs the others for files and for other ranks.
+_GUESTS_SHARE = 4
+_ACCEPT_PAUSE_S = 0.5
+# A guest that sends no complete message for so long is disconnected.
+_GUEST_S = 10.0
 
 
 class Server:
     """Serves one run and rank.
 
+    A *guest* is a connection that is not attached as the trainer: ``everstep ps`` and ``stop``,
+    readers, and trainers before they attach.
+
     Args:
-        listener: at which trainers, and ``everstep ps`` and ``stop``, call.
+        listener: socket for connections of trainers and guests.
         run: the run folder.
-        linger_s: it ends by itself after so long without a trainer.
-        found: whether others can still find this keeper.
-        again: makes that so again, and returns where it listens from now on; None if another keeper
-            is found in its place.
-        still_used: called now and then, that nobody removes the files by which others find it.
-        leave: called at the end, before those who said goodbye are let go: what they find then
-            is a run without a keeper.
+        version: version of everstep, for replies.
+        linger_s: seconds without a trainer after which the keeper exits.
+        writers: number of threads that write to disk.
+        found: returns True while other processes can find this keeper in the runtime folder.
+        again: registers this keeper again and returns its new listener; None if another keeper has
+            taken its place.
+        leave: releases the registration; called at the end, before clients that said goodbye are
+            disconnected, so that they then find a run without a keeper.
+        still_used: refreshes the registration files, so that no cleanup of old files removes them.
     """
 
     def __init__(
@@ -96,24 +104,25 @@ class Server:
         self._clock = self._seams.clock
         self._selector = selectors.DefaultSelector()
         self._selector.register(listener, selectors.EVENT_READ, self._accept)
-        self._guests: dict[Connection, float] = {}  # since when they have said nothing
+        self._guests: dict[Connection, float] = {}  # time of the last message of each
         most = descriptors_max()
         self._guests_max = _GUESTS_MAX
         if most is not None:
             self._guests_max = max(1, min(_GUESTS_MAX, most // _GUESTS_SHARE))
-        self._listens_again_s: float | None = None  # no descriptor was left for a connection
+        self._listens_again_s: float | None = None  # set while accepting is paused
         self._ring = ChunkRing(CHUNKS - WRITERS + writers, writers)
         self._trainer: Attached | None = None
         self._duties = Duties(self._seams, run, self._ring, timeout_s=_TIMEOUT_S)
         self._farewells: list[Connection] = []
         self._settling = False
-        self._told_s = 0.0  # how far the writing is
+        self._progress_sent_s = 0.0
         self._used_s = self._look_s = self._clock.monotonic_s()
-        self._hidden = self._replaced = False  # nobody finds it; they find another one
+        self._hidden = False  # the registration is lost, and that was reported
+        self._replaced = False  # another keeper is registered in its place
         self._ending = False
         self._stopping = False
         self._alone_since_s = self._clock.monotonic_s()
-        self._alone_s_max = _FIRST_TRAINER_S  # it holds nothing yet that is worth more
+        self._alone_s_max = _FIRST_TRAINER_S  # short: it holds nothing yet
 
     @property
     def _keeper(self) -> LocalKeeper | None:
@@ -124,30 +133,35 @@ class Server:
         return self._duties.newest_capture
 
     def run(self) -> None:
-        """Returns when the keeper is no longer needed."""
+        """Serve until the keeper is no longer needed."""
         try:
             while not self._over():
                 self._turn(_SETTLING_TICK_S if self._settling or self._ending else _TICK_S)
         finally:
             self._duties.close()
             self._ring.close()
+            # Order matters: all work first, then the registration, then the connections of clients
+            # that said goodbye. They take the end of the connection as the sign that the run has no
+            # keeper any more.
             self._leave()
             self._listener.close()
             self._hang_up_farewells()
 
     def _turn(self, timeout_s: float) -> None:
-        """Deals with what has come, or comes within ``timeout_s``."""
+        """Handle the events that arrive within ``timeout_s``, then the periodic work."""
         for key, _ in self._selector.select(timeout_s):
-            # Not closed by the one before, nor is its descriptor somebody else's by now.
+            # An earlier handler of this round may have closed the connection, and its descriptor
+            # number may already belong to another one: handle only what is still registered.
             if self._selector.get_map().get(key.fd) is key:
                 key.data(key.fileobj)
         self._tick()
 
     def end(self) -> None:
-        """Finishes what was captured, then :meth:`run` returns; nobody can attach any more."""
+        """Refuse new trainers, make complete captures durable, then let :meth:`run` return."""
         self._ending = self._stopping = self._duties.stopping = True
 
     def _over(self) -> bool:
+        """Return True when the keeper may exit: nothing to write, and no trainer to wait for."""
         if self._keeper is not None and self._keeper.waiting:
             return False
         alone_s = self._clock.monotonic_s() - self._alone_since_s
@@ -155,15 +169,14 @@ class Server:
         return over and not self._duties.finish()
 
     def _tick(self) -> None:
+        """Do the periodic work: deadlines, guests, registration, progress."""
         duties = self._duties
-        self._clock.running_s()  # goes on, for all deadlines in this process
+        # Advances the clock that leaves out time in which this process stood still: all deadlines
+        # in this process rely on a regular call.
+        self._clock.running_s()
         duties.pass_on(duties.channel)
         now_s = self._clock.monotonic_s()
-        for guest in [guest for guest, s in self._guests.items() if now_s - s > _GUEST_S]:
-            self._hang_up(guest)
-        if self._listens_again_s is not None and now_s >= self._listens_again_s:
-            self._listen_again()
-        keeper = self._keeper
+        self._check_connections(now_s)
         trainer = self._trainer
         if now_s - self._used_s >= _USED_EVERY_S:
             self._used_s = now_s
@@ -173,28 +186,48 @@ class Server:
             return
         if now_s >= self._look_s and not self._ending:
             self._look_s = now_s + _LOOK_EVERY_S
-            self._look(trainer)
-        if trainer is None:
-            return
-        # Not at every message that comes: each wakes the training process.
-        if keeper is not None and now_s - self._told_s >= _TELL_EVERY_S:
-            self._told_s = now_s
-            moves = [keeper.moves, keeper.log_moves]
-            message = {"kind": "progress", "written_bytes": keeper.written_bytes, "moves": moves}
-            hung = duties.channel is not None and duties.channel.hung()
-            trainer.tell({**message, "hung": hung, **duties.stats()})
+            self._check_registration(trainer)
+        if trainer is not None:
+            self._send_progress(trainer, now_s)
+
+    def _check_connections(self, now_s: float) -> None:
+        """Disconnect silent guests; resume accepting after a pause."""
+        for guest in [guest for guest, s in self._guests.items() if now_s - s > _GUEST_S]:
+            self._hang_up(guest)
+        if self._listens_again_s is not None and now_s >= self._listens_again_s:
+            self._listen_again()
+
+    def _send_progress(self, trainer: Attached, now_s: float) -> None:
+        """Send counters now and then, and ``settled`` when everything queued was written."""
+        keeper = self._keeper
+        # At most every _TELL_EVERY_S: each message wakes the training process.
+        if keeper is not None and now_s - self._progress_sent_s >= _TELL_EVERY_S:
+            self._progress_sent_s = now_s
+            channel = self._duties.channel
+            trainer.tell(
+                {
+                    "kind": "progress",
+                    "written_bytes": keeper.written_bytes,
+                    "moves": [keeper.moves, keeper.log_moves],
+                    "hung": channel is not None and channel.hung(),
+                    **self._duties.stats(),
+                }
+            )
         if self._settling and (keeper is None or not keeper.waiting):
             self._settling = False
             trainer.tell({"kind": "settled"})
 
-    def _look(self, trainer: Attached | None) -> None:
-        """Whoever removes the files by which others find this keeper takes away what it holds for
-        a training process that dies: it puts them there again."""
+    def _check_registration(self, trainer: Attached | None) -> None:
+        """Register again if the files in the runtime folder were removed.
+
+        Without them no restarted trainer finds this keeper, and all state in its memory is lost.
+        """
         if self._found():
             self._hidden = False
             return
+        # Nothing in memory is worth keeping, or another keeper serves the run: exit.
         if trainer is None and (self._replaced or not self._has_only_copy()):
-            self.end()  # nobody will come back
+            self.end()
             return
         if self._replaced:
             return
@@ -202,25 +235,27 @@ class Server:
             listener = self._again()
         except KeeperError as error:
             self._look_s += _TRY_AGAIN_S - _LOOK_EVERY_S
-            self._tell_hidden(trainer, error, f"the keeper tries again every {_TRY_AGAIN_S:g} s")
+            self._report_hidden(trainer, error, f"the keeper tries again every {_TRY_AGAIN_S:g} s")
             return
         if listener is None:
-            self._replaced = True  # for good: when that one ends, the run has gone on without us
+            # For good: even if that keeper ends, the run has continued without this one.
+            self._replaced = True
             why = KeeperError("another keeper of this run has its place", path=self._run)
-            self._tell_hidden(trainer, why, "everstep ps shows it")
+            self._report_hidden(trainer, why, "everstep ps shows it")
             return
         self._hidden = False
-        while self._accept(self._listener):  # they have found it before
+        # Accept the connections that wait in the old listener's queue before it is closed.
+        while self._accept(self._listener):
             pass
         if self._listens_again_s is None:
             self._selector.unregister(self._listener)
         self._listener.close()
         self._listener = listener
         self._listen_again()
-        _log.warning("its files in the runtime folder were gone: they are there again")
+        _log.warning("the registration files in the runtime folder were removed: written again")
 
     def _has_only_copy(self) -> bool:
-        """Whether somebody may come back for what is in memory."""
+        """Return True if memory holds state that a later trainer may need and no disk has."""
         peers = self._duties.peers
         logs = self._duties.logs
         held = self._newest_capture.is_only_copy or bool(peers.store.held or peers.logs.held)
@@ -229,32 +264,34 @@ class Server:
         try:
             self._seams.filesystem.scan(self._run)
         except (FileNotFoundError, NotADirectoryError):
-            return False  # the run was removed, too
+            # The run folder itself was removed: nobody will resume it.
+            return False
         except OSError:
             pass
         return True
 
-    def _tell_hidden(self, trainer: Attached | None, why: KeeperError, then: str) -> None:
-        """Once: nothing has failed, but what would be of use behind a kill is out of reach."""
+    def _report_hidden(self, trainer: Attached | None, why: KeeperError, then: str) -> None:
+        """Warn once that no restarted trainer can find this keeper."""
         if self._hidden:
             return
         self._hidden = True
-        told = KeeperError(
-            "the keeper of this process can be found by no other any more, since its files in the "
-            f"runtime folder were removed, and cannot be made anew: {why.message}",
+        notice = KeeperError(
+            "no other process can find the keeper of this process any more: its files in the "
+            f"runtime folder were removed and cannot be recreated: {why.message}",
             path=why.path,
             hint=f"{then}. Steps since the newest base on disk are lost if this process is killed: "
-            "ckpt.save() takes one",
+            "ckpt.save() takes a base now",
         )
-        _log.error("%s", told)
+        _log.error("%s", notice)
         if trainer is not None:
-            trainer.tell({"kind": "notice", "error": error_to_wire(told)})
+            trainer.tell({"kind": "notice", "error": error_to_wire(notice)})
 
     def _accept(self, listener: Any) -> bool:
+        """Accept one connection as a guest; return False if there is none."""
         try:
             connection = accept(listener, 0.0)
         except OSError as error:
-            self._refuse_for_a_while(error)
+            self._pause_accepting(error)
             return False
         if connection is None:
             return False
@@ -264,16 +301,17 @@ class Server:
         self._selector.register(connection, selectors.EVENT_READ, self._on_readable)
         return True
 
-    def _refuse_for_a_while(self, error: OSError) -> None:
-        """No connection can be taken, for want of descriptors mostly: the keeper lives on, as it
-        alone may have the log. The connection stays in the queue of the listener, which would be
-        ready at once again: it is not listened to until some have become free."""
-        _log.warning("no connection can be accepted for %g s: %s", _DEAF_S, error)
+    def _pause_accepting(self, error: OSError) -> None:
+        """Stop accepting connections for a while, mostly for lack of descriptors."""
+        _log.warning("no connection can be accepted for %g s: %s", _ACCEPT_PAUSE_S, error)
+        # The keeper must survive this, as it may have the only copy of the log: free a descriptor.
         if self._guests:
             self._hang_up_oldest()
+        # The connection stays in the listener's queue, so the selector would return at once, for
+        # ever: leave the listener out of it for a while.
         if self._listens_again_s is None:
             self._selector.unregister(self._listener)
-        self._listens_again_s = self._clock.monotonic_s() + _DEAF_S
+        self._listens_again_s = self._clock.monotonic_s() + _ACCEPT_PAUSE_S
 
     def _listen_again(self) -> None:
         self._listens_again_s = None
@@ -291,7 +329,8 @@ class Server:
                 self._on_message(connection, *received)
                 return
         except KeeperTimeoutError:
-            return  # the rest of the message is still on its way
+            # Only a part of the message has arrived: wait for the rest.
+            return
         except (KeeperError, OSError) as error:
             _log.warning("a connection was closed: %s", error)
         self._hang_up(connection)
@@ -307,39 +346,43 @@ class Server:
     def _on_message(
         self, connection: Connection, message: dict[str, Any], fds: Sequence[int]
     ) -> None:
-        """Does what a message asks for.
+        """Handle one message.
 
         Raises:
-            KeeperError: it makes no sense; whoever sent it is hung up on.
+            KeeperError: the message is invalid; the caller closes the connection.
         """
-        close_descriptors(fds)  # nobody sends us any on purpose
+        # No message to a keeper carries descriptors: close any, so that they do not leak.
+        close_descriptors(fds)
         try:
-            self._obey(connection, message)
+            self._dispatch(connection, message)
         except KeeperError:
             raise
         except _NONSENSE as error:
             kind = message.get("kind")
-            raise KeeperError(f"a message {kind!r} that makes no sense: {error!r}") from error
+            raise KeeperError(f"invalid message {kind!r}: {error!r}") from error
 
-    def _obey(self, connection: Connection, message: dict[str, Any]) -> None:
+    def _dispatch(self, connection: Connection, message: dict[str, Any]) -> None:
+        """Handle messages of any client; pass those of the trainer on to its duties."""
         kind = message.get("kind")
         if kind == "status":
             connection.send(self._status())
         elif kind == "look":
-            self._look_in(connection, message)
+            self._show_memory(connection, message)
         elif kind == "stop":
-            _log.info("asked to stop")
+            _log.info("received a request to stop")
             connection.send({"kind": "stopping"})
-            self._guests.pop(connection, None)  # it may wait for the end
+            # Not subject to the guest timeout: the client waits until this keeper has ended.
+            self._guests.pop(connection, None)
             self.end()
         elif kind == "attach":
             self._attach(connection, message)
         elif self._trainer is not None and self._trainer.connection is connection:
-            self._do(self._trainer, str(kind), message)
+            self._dispatch_to_duty(self._trainer, str(kind), message)
         else:
-            raise KeeperError(f"{kind!r} from a process that is not attached")
+            raise KeeperError(f"message {kind!r} from a process that is not attached")
 
-    def _do(self, trainer: Attached, kind: str, message: dict[str, Any]) -> None:
+    def _dispatch_to_duty(self, trainer: Attached, kind: str, message: dict[str, Any]) -> None:
+        """Handle a message of the trainer that is attached."""
         if kind == "settle":
             self._on_settle(trainer, message)
         elif kind == "bye":
@@ -347,13 +390,14 @@ class Server:
         elif kind in HANDLERS:
             HANDLERS[kind](self._duties, trainer, message)
         else:
-            raise KeeperError(f"no message {kind!r} is known")
+            raise KeeperError(f"unknown message {kind!r}")
 
-    def _look_in(self, connection: Connection, message: dict[str, Any]) -> None:
-        """Shows what is in memory to a process that takes nothing over."""
+    def _show_memory(self, connection: Connection, message: dict[str, Any]) -> None:
+        """Send the contents of memory to a process that only reads them."""
         trainer = self._trainer
+        # A dead trainer first: its last messages may announce a complete capture.
         if trainer is not None and (trainer.gone or trainer.watch.gone()):
-            self._lose_trainer(trainer)  # what it said last is heard before
+            self._lose_trainer(trainer)
             trainer = self._trainer
         if message.get("protocol") != PROTOCOL:
             connection.send({"kind": "refused", "version": self._version, "protocol": PROTOCOL})
@@ -363,6 +407,11 @@ class Server:
         )
 
     def _attach(self, connection: Connection, message: dict[str, Any]) -> None:
+        """Attach a trainer, which replaces the one before.
+
+        Raises:
+            KeeperError: the keeper was asked to stop, or the connection is attached already.
+        """
         trainer = self._trainer
         busy = message.get("idle") and trainer is not None and not trainer.watch.gone()
         if busy or message.get("protocol") != PROTOCOL:
@@ -371,24 +420,26 @@ class Server:
             )
             return
         if self._stopping:
-            raise KeeperError("this keeper was asked to stop")  # hangs up
+            raise KeeperError("this keeper was asked to stop")
         if self._trainer is not None and self._trainer.connection is connection:
-            raise KeeperError("it is attached already")
+            raise KeeperError("this connection is already attached")
         pid = connection.peer().pid
         timeout_s = float(message["timeout_s"])
         try:
             arena = Arena.create(message["arena_bytes"])
         except EverstepError as error:
             connection.send({"kind": "refused", "error": error_to_wire(error)})
+            # This process keeps the memory limits that it was started with. While it holds
+            # nothing, let it end, so that a trainer with higher limits gets a new keeper.
             if self._trainer is None and self._keeper is None:
-                # It holds nothing, and has the limits that it was started with: whoever comes
-                # with higher ones gets another keeper.
                 self.end()
             return
+        # The arena exists: only now end the previous attachment, as nothing can fail any more.
         if self._trainer is not None:
             self._trainer.tell({"kind": "replaced", "pid": pid})
             self._lose_trainer(self._trainer)
-        self._ending = self._stopping  # a trainer had said goodbye; here is the next one
+        # The keeper may have been about to exit after a goodbye: not any more.
+        self._ending = self._stopping
         self._hang_up_farewells()
         self._duties.timeout_s = timeout_s
         self._guests.pop(connection, None)
@@ -405,35 +456,43 @@ class Server:
             self._lose_trainer(self._trainer)
 
     def _lose_trainer(self, trainer: Attached) -> None:
-        """Whole captures become durable, the others are dropped (a base at a step mark is all
-        or nothing)."""
+        """Detach a trainer that has ended: persist its complete captures, drop the others."""
+        # First, as messages that it sent before it died may complete a capture.
         self._drain(trainer)
+        # Its last message was ``bye``, which has detached it already.
         if self._trainer is not trainer:
-            return  # its last word was goodbye
-        _log.info("process %d is gone", trainer.watch.pid)
+            return
+        _log.info("process %d has ended or detached", trainer.watch.pid)
         self._trainer = None
         trainer.gone = True
         self._settling = False
-        self._alone_since_s = self._look_s = self._clock.monotonic_s()  # who is next comes soon
+        # Check the registration at once: a restarted trainer will look for this keeper soon.
+        self._alone_since_s = self._look_s = self._clock.monotonic_s()
         if (death := trainer.watch.fileno()) is not None:
             self._selector.unregister(death)
         trainer.watch.close()
         self._selector.unregister(trainer.connection)
         self._farewells.append(trainer.connection)
+        # After ``bye`` the connection stays open until this keeper ends: the trainer waits for
+        # that.
         if not trainer.said_bye:
             self._hang_up_farewells()
         self._duties.lose(trainer)
 
     def _hang_up_farewells(self) -> None:
-        """Those who said goodbye see the end of the connection when we have ended, too."""
+        """Close the connections of clients that said goodbye and wait for the end of
+        this keeper."""
         for connection in self._farewells:
             connection.close()
         self._farewells.clear()
 
     def _drain(self, trainer: Attached) -> None:
-        """Reads what the trainer said before it died: perhaps that a capture is whole, or that
-        it was going to write over one."""
-        with contextlib.suppress(KeeperError, OSError):  # nothing more, or its end is missing
+        """Handle the messages that a trainer sent before it died.
+
+        They may announce that a capture is complete, or that one is about to be overwritten.
+        """
+        # The stream may end in the middle of a message: its sender died while sending.
+        with contextlib.suppress(KeeperError, OSError):
             while self._trainer is trainer:
                 received = trainer.connection.receive(0.0)
                 if received is None:
@@ -441,6 +500,7 @@ class Server:
                 self._on_message(trainer.connection, *received)
 
     def _status(self) -> dict[str, Any]:
+        """Return the reply to ``status`` (``everstep ps``)."""
         keeper = self._keeper
         trainer = self._trainer
         logs = self._duties.logs
@@ -466,8 +526,10 @@ class Server:
     def _on_bye(self, trainer: Attached, message: dict[str, Any]) -> None:
         trainer.said_bye = not message.get("stay")
         self._lose_trainer(trainer)
+        # ``stay``: the keeper waits for the next trainer, as after a crash.
         if not trainer.said_bye:
-            return  # as if it had died
+            return
+        # A state that no disk has outlives the goodbye: the keeper then lingers instead.
         self._ending = self._stopping or not self._newest_capture.is_only_copy
         if not self._ending:
             self._hang_up_farewells()

@@ -1,1 +1,9 @@
-"""Retention: deletes bases and log segments that nothing needs any more."""
+"""Retention: delete bases and log segments that are no longer needed.
+
+Runs in the keeper process, after each commit. Read in this order:
+
+``retention``  the order of retention and of cleaning up after crashes
+``readback``   read a base back before older ones are deleted
+``history``    steps that ``history=`` keeps reachable, and the bases that they need
+``deletion``   delete a base or a segment so that a crash at any point is harmless
+"""

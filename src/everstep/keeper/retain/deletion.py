@@ -1,4 +1,7 @@
-"""Retention of the log on disk: segments that no base needs any more go."""
+"""Delete bases and log segments so that a crash at any point leaves nothing half-usable.
+
+:mod:`.retention` describes the two steps of the deletion of a base, and why they are safe.
+"""
 
 from __future__ import annotations
 
@@ -31,8 +34,8 @@ from everstep.format.names import (
     parse_shard,
     timeline_dir,
 )
-from everstep.run.lift import lift_mark
 from everstep.run.scan import BaseFound, newest_timeline
+from everstep.run.uncondemn import uncondemn
 from everstep.seams.failpoints import failpoint
 from everstep.seams.files.filesystem import FileSystem
 from everstep.tiers.disk import remove_if_there
@@ -50,17 +53,17 @@ def delete_base(
     timeline: int | None,
     newest: Callable[[], int] | None = None,
 ) -> None:
-    """Deletes a committed base: condemns it, looks at the fence once more, removes its files.
+    """Delete a committed base: condemn it, check the fence again, delete its files.
 
     Args:
-        slots: parks the data files instead of deleting them, if given.
-        timeline: of the process that deletes; None for a person at the command line, whom no
+        slots: parks the data files instead of deleting them; None deletes them.
+        timeline: timeline of the deleting process; None for a person at the command line, whom no
             timeline fences off.
-        newest: the number of the newest timeline; None: looks into the folder.
+        newest: returns the number of the newest timeline; None reads it from the folder.
 
     Raises:
-        FencedError: a newer timeline has begun; the base is whole and there as before, or the
-            process of that timeline, which saw the mark, has deleted it itself.
+        FencedError: a newer timeline has begun. The base is unchanged, or the process of that
+            timeline saw the mark and has deleted it.
     """
     look = newest or (lambda: newest_timeline(filesystem, run))
     deletion = BaseDeletion(base.id, timeline)
@@ -76,8 +79,11 @@ def perform_deletion(
     slots: SlotStore | None,
     newest: Callable[[], int],
 ) -> DeletionEvent:
-    """Does what the deletion of the base at ``path`` asks for; ``newest`` is the number of the
-    newest timeline, when it is asked."""
+    """Carry out one action of the deletion of the base at ``path``.
+
+    Args:
+        newest: returns the number of the newest timeline.
+    """
     if isinstance(action, CheckFence):
         return FenceSeen(newest())
     try:
@@ -86,21 +92,27 @@ def perform_deletion(
             failpoint("retain.after_condemn")
             return Condemned()
         if isinstance(action, Lift):
-            lifted = lift_mark(filesystem, path)
+            lifted = uncondemn(filesystem, path)
             return Lifted() if lifted else BaseGone(newest())
-        filesystem.rename(path / CONDEMNED, path / DELETING)  # or somebody lifts the mark first
+        # Fails if a resuming process has lifted the mark first: of two renames one succeeds.
+        filesystem.rename(path / CONDEMNED, path / DELETING)
         _delete_files(filesystem, path, slots)
         return FilesDeleted()
-    except FileNotFoundError:  # somebody else was deleting it, too, or has lifted the mark
+    except FileNotFoundError:
+        # Another process deletes the base, too, or has lifted the mark.
         return BaseGone(newest())
 
 
 def _condemn(filesystem: FileSystem, path: PurePath) -> None:
+    """Replace the manifest of a base with the condemned mark, durably."""
     try:
         filesystem.rename(path / MANIFEST, path / CONDEMNED)
-    except FileNotFoundError:  # it has the mark of a deleter that died
+    except FileNotFoundError:
+        # A process that died may have condemned the base: continue its deletion.
         if all(entry.name != CONDEMNED for entry in filesystem.scan(path)):
             raise
+    # Durable before the next look at the fence: a process that opens its timeline after that look
+    # must find the mark, even after a crash of the machine.
     filesystem.sync_dir(path)
 
 
@@ -111,20 +123,21 @@ def delete_files(
     *,
     check_fence: Callable[[], None] = lambda: None,
 ) -> None:
-    """Removes the files of a base that was never finished or is half deleted; not of one that has
-    become whole since it was looked at.
+    """Delete the files of a base that is unfinished or half-deleted, unless it has been completed
+    since.
 
-    Markers first: with them gone nothing can be made of the files that are left.
+    Markers go first: without them the remaining files cannot become a base again.
 
     Args:
-        check_fence: asked once more before data goes. Where a folder is put back as it was once,
-            a base may have been looked at while half of it was there.
+        check_fence: called again before data is deleted. While a folder is being put back to an
+            older state, a scan may have seen only half of a base.
 
     Raises:
-        FencedError: of ``check_fence``; no data is gone.
+        FencedError: raised by ``check_fence``; no data was deleted.
     """
     if base.status == "condemned":
-        with contextlib.suppress(FileNotFoundError):  # the mark says so already, or was lifted
+        # The mark may have this name already, or may have been lifted; the scan below tells.
+        with contextlib.suppress(FileNotFoundError):
             filesystem.rename(base.path / CONDEMNED, base.path / DELETING)
         if all(entry.name != DELETING for entry in filesystem.scan(base.path)):
             return
@@ -137,30 +150,38 @@ def _delete_files(
     slots: SlotStore | None,
     check_fence: Callable[[], None] = lambda: None,
 ) -> None:
+    """Delete the files of a base in an order that is safe against crashes."""
     entries = sorted(filesystem.scan(base), key=lambda entry: entry.name)
-    filesystem.sync_dir(base)  # the mark, before anything that it speaks of is gone
+    # The mark must be durable before the first file is deleted: after a crash it is the only sign
+    # that the base is incomplete on purpose.
+    filesystem.sync_dir(base)
     for entry in entries:
         if parse_marker(entry.name) is not None:
             remove_if_there(filesystem, base / entry.name)
+    # Markers before data: a marker without its files would count as a complete share.
     filesystem.sync_dir(base)
     check_fence()
+    # The folder was put back meanwhile, and the base is complete: it needs no markers then.
     if any(entry.name == MANIFEST for entry in filesystem.scan(base)):
-        return  # it was put back meanwhile, and is whole: a manifest needs no markers
+        return
     for entry in entries:
         path = base / entry.name
         if parse_shard(entry.name) is not None and entry.kind == "file":
             failpoint("retain.before_unlink")
-            if slots is not None and entry.links == 1:  # else other bases need its bytes
+            # Never recycle a file with two names: another base links to the same bytes.
+            if slots is not None and entry.links == 1:
                 slots.park(path, entry.size_bytes)
             else:
                 remove_if_there(filesystem, path)
         elif entry.name.endswith(TEMPORARY_SUFFIX) and entry.kind == "file":
             remove_if_there(filesystem, path)
     filesystem.sync_dir(base)
-    # Last: until then the directory says what it was.
+    # The mark goes last, after the removal of the data is durable: a crash before that point
+    # leaves a directory that the next sweep recognizes as half-deleted.
     for name in (AUDIT_RECORD, MANIFEST, CONDEMNED, DELETING):
         remove_if_there(filesystem, base / name)
-    with contextlib.suppress(OSError):  # somebody put a file of their own there: it stays
+    # A directory with files of the user stays.
+    with contextlib.suppress(OSError):
         filesystem.remove_dir(base)
     filesystem.sync_dir(base.parent)
 
@@ -175,20 +196,21 @@ def delete_segments(
     own: int,
     rank: int | None = None,
 ) -> int:
-    """Deletes segments, each with its marker first: without it nobody reads the rest.
+    """Delete log segments, each with its marker first: nobody reads a segment without one.
 
     Args:
-        timelines: whose segments are looked at.
-        unneeded: which of them go.
-        own: timeline of this process: there, what has no marker may be being written, unless
-            there is a later one that has: they are written one after the other.
-        rank: only the files of this one; the others' are theirs.
+        timelines: timelines whose segments are considered.
+        unneeded: returns True for a segment ``(timeline, first, last)`` to delete.
+        check_fence: raises if a newer timeline has begun.
+        own: timeline of this process. A segment of it without a marker may be being written, unless
+            a later one has a marker: segments are written one after the other.
+        rank: deletes only the files of this rank; None deletes those of all ranks.
 
     Returns:
-        How many went.
+        The number of segments deleted.
 
     Raises:
-        FencedError: a newer timeline has begun; nothing more is deleted.
+        FencedError: a newer timeline has begun; no further segment is deleted.
     """
     deleted = 0
     for timeline in sorted(timelines):
@@ -205,18 +227,22 @@ def delete_segments(
                 continue
             check_fence()
             failpoint("retain.before_segment")
-            if timeline == own and written is None:  # before it is seen what the first one lacks
+            # Determined before the first deletion, which would remove the markers it looks for.
+            if timeline == own and written is None:
                 written = _last_written(filesystem, directory, names, rank)
-            whole = timeline == own and steps[1] >= (written or 0)
-            with contextlib.suppress(FileNotFoundError):  # somebody else does the same
-                deleted += _delete(filesystem, directory / name, whole=whole, rank=rank)
+            complete_only = timeline == own and steps[1] >= (written or 0)
+            # Another process may be deleting the same segment.
+            with contextlib.suppress(FileNotFoundError):
+                deleted += _delete_segment(
+                    filesystem, directory / name, complete_only=complete_only, rank=rank
+                )
     return deleted
 
 
 def _last_written(
     filesystem: FileSystem, directory: PurePath, names: Sequence[str], rank: int | None
 ) -> int:
-    """The last step of the newest segment that has its marker, of this rank; 0: there is none."""
+    """Return the last step of the newest segment that has a marker (of ``rank``); 0 without one."""
     for name in reversed(names):
         steps = parse_segment(name)
         if steps is None:
@@ -228,23 +254,33 @@ def _last_written(
     return 0
 
 
-def _delete(filesystem: FileSystem, path: PurePath, *, whole: bool, rank: int | None) -> bool:
+def _delete_segment(
+    filesystem: FileSystem, path: PurePath, *, complete_only: bool, rank: int | None
+) -> bool:
+    """Delete one segment; return True if it was deleted.
+
+    Args:
+        complete_only: leaves a segment without a marker, which is being written.
+    """
     names = sorted(entry.name for entry in filesystem.scan(path) if entry.kind == "file")
     if rank is not None:
         names = [name for name in names if parse_rank(name.removesuffix(TEMPORARY_SUFFIX)) == rank]
-    if whole and not any(parse_marker(name) is not None for name in names):
+    if complete_only and not any(parse_marker(name) is not None for name in names):
         return False
-    if not names:  # of this rank
+    # Nothing of this rank is left; the last rank also removes the directory.
+    if not names:
         with contextlib.suppress(OSError):
             filesystem.remove_dir(path)
         return False
     for name in names:
         if parse_marker(name.removesuffix(TEMPORARY_SUFFIX)) is not None:
             remove_if_there(filesystem, path / name)
+    # Durable before the data goes: after a crash a marker would vouch for missing records.
     filesystem.sync_dir(path)
     for name in names:
         if parse_shard(name.removesuffix(TEMPORARY_SUFFIX)) is not None:
             remove_if_there(filesystem, path / name)
-    with contextlib.suppress(OSError):  # somebody put a file of their own there: it stays
+    # A directory with files of the user, or of other ranks, stays.
+    with contextlib.suppress(OSError):
         filesystem.remove_dir(path)
     return True

@@ -1,7 +1,8 @@
-"""The steps that ``LogOptions(history=...)`` promises, and the bases that they are replayed from.
+"""Steps that ``LogOptions(history=...)`` keeps reachable, and the bases that they are replayed
+from.
 
-A step can be gone back to while there is a base before it and every record between. So a base at
-which the chain of a promised step begins stays, however many newer ones there are.
+Resume can go back to a step while there is a base before it and every record between. So the base
+at which the chain of such a step begins stays, however many newer ones there are.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from everstep.format.records import TimelineRecord
 from everstep.keeper.log.log import LogStore
 from everstep.run.chain import LogIndex, chains, common_heads, path_of
 from everstep.run.scan import Inventory
-from everstep.run.segments import KnownSegments, SegmentFound, scan_logs, vetted
+from everstep.run.segments import SegmentCache, SegmentFound, scan_logs, validated
 from everstep.seams import Seams
 from everstep.seams.clock import Clock
 from everstep.seams.files.filesystem import FileSystem
@@ -39,13 +40,13 @@ _Step = tuple[int, int]  # of a timeline
 
 
 class HistoryWindow:
-    """What can be gone back to, and shall stay so.
+    """The steps that must stay reachable.
 
     Args:
-        steps: ``(timeline, step)`` of each promised one.
-        index: of the whole log on disk.
-        timelines: records by number.
-        moves_on: what is promised now will not be for ever.
+        steps: ``(timeline, step)`` of each.
+        index: index of the whole log on disk.
+        timelines: records of timelines by number.
+        moves_on: the window moves with time: its steps leave it some day.
     """
 
     def __init__(
@@ -69,22 +70,27 @@ class HistoryWindow:
         history: History,
         *,
         ages: SegmentAges,
-        known: KnownSegments | None = None,
+        known: SegmentCache | None = None,
     ) -> HistoryWindow:
-        """Reads what the records of all segments are, as a resume does; of several ranks those of
-        all that write to this disk, whose logs are of use together only.
+        """Read the heads of all segments, as a resume does, and build the window.
+
+        Of several ranks, the logs of all that write to this disk count together: only as a set are
+        they of use.
 
         Args:
-            ages: of the process that asks, told what is there now.
-            known: of :func:`scan_logs`.
+            ages: ages of segments, updated with the current inventory.
+            known: cache of :func:`scan_logs`.
 
         Raises:
-            NewerFormatError, OSError
+            NewerFormatError: a newer version of everstep wrote a segment.
+            OSError: the file system failed.
         """
         logs: list[list[list[SegmentFound]]] = []  # of each timeline, of each rank
-        about = filesystem, inventory.path, inventory.timelines, known
-        for by_rank in scan_logs(*about, there=inventory.may_hold).values():
-            good = [[vetted(s, inventory.run) for s in found] for found in by_rank.values()]
+        found_logs = scan_logs(
+            filesystem, inventory.path, inventory.timelines, known, there=inventory.may_hold
+        )
+        for by_rank in found_logs.values():
+            good = [[validated(s, inventory.run) for s in found] for found in by_rank.values()]
             logs.append([[s for s in found if s.problem is None] for found in good])
         segments = [segment for log in logs for found in log for segment in found]
         steps = {
@@ -96,27 +102,27 @@ class HistoryWindow:
         index = LogIndex(chained.from_iterable(heads))
         return cls(steps, index, inventory.timelines, moves_on=history.age_s < math.inf)
 
-    def kept(self, lsns: Mapping[BaseId, int], going: Collection[BaseId]) -> set[BaseId]:
-        """Which of ``going`` stay: those that are :meth:`needed`, and the one behind them, which
-        takes their place when less is promised; without it the oldest would stay for ever, and the
-        log behind it, as the others all go before it does."""
-        needed = self.needed(lsns, going)
-        later = [base for base in going if needed and base > max(needed)]
+    def kept(self, lsns: Mapping[BaseId, int], victims: Collection[BaseId]) -> set[BaseId]:
+        """Return the victims that stay: those that are :meth:`needed`, and their successor."""
+        needed = self.needed(lsns, victims)
+        # The successor takes over when the window has moved past the oldest base. If it were
+        # deleted now, the oldest base and the log after it would have to stay for ever.
+        later = [base for base in victims if needed and base > max(needed)]
         return needed | ({min(later)} if later and self._moves_on else set())
 
-    def needed(self, lsns: Mapping[BaseId, int], going: Iterable[BaseId]) -> set[BaseId]:
-        """Which of ``going`` have to stay, so that every promised step that can be reached now can
-        be reached without the others.
+    def needed(self, lsns: Mapping[BaseId, int], victims: Iterable[BaseId]) -> set[BaseId]:
+        """Return the victims that must stay so that each step of the window stays reachable.
 
         Args:
-            lsns: of all bases that there are.
-            going: those that may go; the oldest go first.
+            lsns: LSN of each base that exists.
+            victims: bases that may be deleted; the oldest are deleted first.
         """
         reach = {base: self._reach(base, lsn) for base, lsn in lsns.items()}
         sure = {base: reach[base] if self._is_sure(base, lsns) else set() for base in lsns}
         ways = Counter(step for steps in sure.values() for step in steps)
         needed = set()
-        for base in sorted(going):
+        for base in sorted(victims):
+            # Superfluous if each of its steps has another certain way to be reached.
             if all(ways[step] > (step in sure[base]) for step in reach[base]):
                 ways.subtract(sure[base])
             else:
@@ -124,9 +130,10 @@ class HistoryWindow:
         return needed
 
     def _reach(self, base: BaseId, lsn: int) -> set[_Step]:
-        """What can be replayed from a base, or might be."""
+        """Return the steps of the window that can be replayed from a base, or possibly can."""
         steps = {(base.timeline, base.step)}
-        own = self._index.marks.get((base.timeline, base.step))  # of what its state consists
+        # The mark at the base's own step has the shape of its state.
+        own = self._index.marks.get((base.timeline, base.step))
         shape = None if own is None else own.shape
         for path in self._paths:
             for chain in chains({base: (lsn, shape)}, self._index, path):
@@ -134,31 +141,34 @@ class HistoryWindow:
         return steps & set(self._steps)
 
     def _is_sure(self, base: BaseId, bases: Collection[BaseId]) -> bool:
-        """Whether the log behind this base is of such a state, and others may go on its account.
+        """Return True if the log after this base certainly fits its state.
 
-        Its own mark says so. Where that has gone with the steps before, the state may consist of
-        something else from the next step on; but then that step has a base, which goes on nobody's.
+        The mark at the base's own step proves it. If that mark was deleted with earlier steps, the
+        shape may change at the next step; but then that step has a base of its own, which no other
+        base replaces.
         """
         known = (base.timeline, base.step) in self._index.marks
         return known or all(other.step != base.step + 1 for other in bases)
 
 
 def history_windows(seams: Seams, history: str) -> Callable[[Inventory], HistoryWindow] | None:
-    """What says what is promised now (:meth:`History.parse`); None: nothing more than the bases
-    that are kept anyway lead to."""
+    """Return a function that reads the current window (:meth:`History.parse`); None if not needed.
+
+    It is not needed if the history holds only steps that the bases kept anyway lead to.
+    """
     found = History.parse(history)
     if not found.is_more:
         return None
     files = seams.filesystem
-    known = KnownSegments()
+    known = SegmentCache()
     ages = SegmentAges(files, seams.clock)
 
-    def promise(inventory: Inventory) -> HistoryWindow:
+    def read_window(inventory: Inventory) -> HistoryWindow:
         if found.is_by_age:
-            ages.look(inventory)
+            ages.observe(inventory)
         return HistoryWindow.of(files, inventory, found, ages=ages, known=known)
 
-    return promise
+    return read_window
 
 
 def _heads(segments: Iterable[SegmentFound]) -> Iterator[RecordHead]:
@@ -181,7 +191,7 @@ def _promised(
 
 
 def _leaves(timelines: Mapping[int, TimelineRecord | None], index: LogIndex) -> list[int]:
-    """Timelines but for those that a younger one goes on with, behind all that they have logged."""
+    """Return the timelines that no younger one continues after all of their logged steps."""
     last: dict[int, int] = {}
     for timeline, step in index.marks:
         last[timeline] = max(step, last.get(timeline, 0))
@@ -196,27 +206,31 @@ def _leaves(timelines: Mapping[int, TimelineRecord | None], index: LogIndex) -> 
 
 
 _USUAL_MAX = 4
-"""Times that a pause between segments may be as long as usual and count as what it is."""
+"""A pause between segments counts in full up to so many times the usual pause."""
 
 
 class SegmentAges:
-    """Ages of segments, as one process sees them.
+    """Minimum ages of log segments, as one process observes them.
 
-    What it finds when it first looks is as old as the segments that came behind it took, by the
-    times of their files: a longer pause between two of them than is usual is one of training, or a
-    clock that has jumped, and counts for little. What comes later is young when it is first seen.
-    From then on all of them age by the monotonic clock.
+    A segment in ``history="2h"`` must not be deleted because a clock has jumped: the wall clock
+    jumps
+    (NTP, a machine booted with a wrong time), and the clock of a network file server differs from
+    it. So the age is measured with the monotonic clock from the moment at which this process first
+    saw the segment. The age of segments that existed before comes from the differences between the
+    times of their files. A pause that is much longer than usual, which may be a pause of training
+    or a jump of the clock, counts for little.
     """
 
     def __init__(self, filesystem: FileSystem, clock: Clock) -> None:
         self._filesystem = filesystem
         self._now_s = clock.monotonic_s
-        # When it got its last name (of its marker), by the disk: another one may take its place.
+        # By path and time of the last rename (that of the marker): a segment that replaces another
+        # one under the same path starts with age zero.
         self._written: dict[tuple[PurePath, float], float] | None = None
         self._since_s: dict[PurePath, float] = {}
 
-    def look(self, inventory: Inventory) -> None:
-        """Takes note of what is there."""
+    def observe(self, inventory: Inventory) -> None:
+        """Note the segments that exist now."""
         now_s = self._now_s()
         found = self._found(inventory)
         if self._written is None:
@@ -226,12 +240,13 @@ class SegmentAges:
         self._since_s = {path: since_s for (path, _), since_s in self._written.items()}
 
     def of_s(self, path: PurePath) -> float:
-        """Seconds that a segment is old, at least; none where it was not seen yet."""
+        """Return the minimum age of a segment in seconds; 0 if it was not observed yet."""
         now_s = self._now_s()
         return now_s - self._since_s.get(path, now_s)
 
     def _found(self, inventory: Inventory) -> list[tuple[PurePath, float]]:
-        """Directories of segments in the order in which they were written, and their times."""
+        """Return the directories of segments and their times, in the order in which they were
+        written."""
         found = []
         for timeline in inventory.timelines:
             for kind in (LOG_DIR, LOSSY_DIR):
@@ -247,9 +262,9 @@ class SegmentAges:
 
 
 def _ages(stamps: Sequence[float]) -> list[float]:
-    """How much older than the last one each of them is."""
+    """Return by how much each time precedes the last one, in seconds, without unusual pauses."""
     gaps = [max(0.0, later - earlier) for earlier, later in pairwise(stamps)]
-    # The longest says nothing of what is usual: of two, one may be the jump.
+    # Without the longest, which may itself be the jump, even if there are only two.
     others = sorted(gap for gap in gaps if gap > 0)[:-1]
     most = _USUAL_MAX * statistics.median_low(others) if others else 0.0
     ages = list(accumulate((min(gap, most) for gap in reversed(gaps)), initial=0.0))
@@ -257,11 +272,11 @@ def _ages(stamps: Sequence[float]) -> list[float]:
 
 
 class HistoryFlush:
-    """Of one timeline.
+    """Writes batched records to disk before retention decides which bases the history needs.
 
     Args:
-        history: steps that can be gone back to (:meth:`everstep.config.options.History.parse`).
-        keep: bases that retention keeps in any case.
+        history: steps that resume can go back to (:meth:`everstep.config.options.History.parse`).
+        keep: number of bases that retention keeps in any case.
     """
 
     def __init__(self, history: str, keep: int) -> None:
@@ -270,14 +285,16 @@ class HistoryFlush:
     def before_base(
         self, step: int, log: LogStore | None, timeout_s: float, alive: Callable[[], None]
     ) -> None:
-        """A base is going to be durable. Retention looks at what of the log is on disk, and would
-        delete the base that steps of an unfinished batch lead on from: these are written before.
+        """Flush the log if retention after the next base could otherwise delete too much.
+
+        Retention looks at the log on disk only. Without the flush it would delete the base from
+        which the steps of an unfinished batch lead on.
 
         Args:
-            alive: called as long as they are being written.
+            alive: called repeatedly while records are being written.
 
         Raises:
-            DeadlineError: nothing of them was written for ``timeout_s``.
+            DeadlineError: no record was written for ``timeout_s`` seconds.
         """
         if self._kept is None or log is None:
             return

@@ -1,6 +1,6 @@
-"""Which bases of a place are known to be good; finding out where it must be known (``adr/005``).
+"""Read bases back before retention deletes older ones (``adr/005``).
 
-A place is the run folder, or a tier with copies of it.
+Works on a *place*: the run folder, or a tier with copies of it.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ __all__ = ["ReadBack"]
 
 
 class ReadBack:
-    """Plans retention in one place, and reads bases back where a plan has to rest on one.
+    """Plans retention in one place, and reads back the base that a plan relies on.
 
     Args:
         filesystem: the place.
         ring: lends the chunks to read into.
-        keep: bases to keep.
-        timeout_s: of a single transfer.
-        tier: kind of the place.
-        url: of a tier that holds copies; empty for the run folder.
+        keep: number of bases to keep.
+        timeout_s: seconds without progress after which a single transfer counts as hung.
+        tier: kind of the place, for errors.
+        url: URL of a tier that holds copies; empty for the run folder.
 
     Attributes:
-        verified: bases that were read and found whole.
-        damaged: bases that were read and found damaged.
+        verified: bases that were read back and found intact.
+        damaged: bases that were read back and found damaged.
     """
 
     def __init__(
@@ -61,13 +61,15 @@ class ReadBack:
         branches: Mapping[int, Branch],
         post: Callable[[DamageError], None],
     ) -> tuple[BaseId, ...]:
-        """Bases that may go, oldest first; one that stays was read back and found good.
+        """Return the bases that may be deleted, oldest first.
+
+        One of those that stay was read back and found intact.
 
         Args:
-            post: told of a base that is found damaged.
+            post: receives an error for each base that is found damaged.
 
         Raises:
-            StorageError: one could not be read: nothing may go.
+            StorageError: a base could not be read back: nothing may be deleted.
         """
         while True:
             plan = plan_retention(
@@ -77,16 +79,18 @@ class ReadBack:
                 verified=self.verified,
                 damaged=self.damaged,
             )
+            # The result of a read-back changes the plan: repeat until it relies on verified bases
+            # only.
             if plan.verify is None:
                 return plan.delete
-            self._look_at(bases[plan.verify], post)
+            self._read_back(bases[plan.verify], post)
 
     def forget(self, base: BaseId) -> None:
-        """It was deleted."""
+        """Forget a base that was deleted."""
         self.verified.discard(base)
         self.damaged.discard(base)
 
-    def _look_at(self, base: BaseFound, post: Callable[[DamageError], None]) -> None:
+    def _read_back(self, base: BaseFound, post: Callable[[DamageError], None]) -> None:
         with self._ring() as ring:
             verdict = verify_base(
                 self._filesystem, base, ring, timeout_s=self._timeout_s, progress=silent
@@ -98,17 +102,18 @@ class ReadBack:
         where = f"{self._url}{first.path}"
         name = f"the copy of {base.id}" if self._url else str(base.id)
         if any(damage.unreadable for damage in verdict.damages):
-            raise StorageError(  # no reason to call it damaged: nothing is deleted now
+            # Unreadable is not damaged: the storage may recover. Delete nothing meanwhile.
+            raise StorageError(
                 f"{name} could not be read back: {first.problem}",
                 step=base.id.step,
                 tier=self._tier,
                 path=where,
-                hint="look at the store; nothing is deleted there meanwhile"
+                hint="check the store; nothing is deleted there meanwhile"
                 if self._url
-                else "look at the disk or the network file system (dmesg, df, mount)",
+                else "check the disk or the network file system (dmesg, df, mount)",
             )
         self.damaged.add(base.id)
-        found = "is damaged" if self._url else "was committed, but read back it is damaged"
+        found = "is damaged" if self._url else "was committed, but is damaged when read back"
         post(
             DamageError(
                 f"{name} {found}: {first.problem}; older {'copies' if self._url else 'bases'} "
@@ -117,7 +122,7 @@ class ReadBack:
                 step=base.id.step,
                 tier=self._tier,
                 path=where,
-                hint="the store, or something on the way to it, damages data"
+                hint="the store or the connection to it may corrupt data"
                 if self._url
                 else "the disk or memory of this machine may be failing",
             )

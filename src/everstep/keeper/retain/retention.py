@@ -1,10 +1,11 @@
-"""Retention and cleaning: what is no longer needed goes, in an order that any crash survives.
+"""Retention and cleanup: delete bases and segments in an order that survives any crash.
 
 A base is deleted in two steps. First it is condemned: its manifest is renamed, durably. Then,
-after one more look at the fence, the mark is renamed once more, and its files go. A process
-that resumes opens its timeline first and looks for the mark second, so either it sees the mark,
-or the deleter sees the new timeline and lifts the mark again. If it sees the mark and needs the
-base, it lifts the mark itself; where both rename, one of them succeeds (``adr/004``).
+after another check of the fence, the condemned mark is renamed once more, and the files are
+deleted. A process that resumes opens its timeline first and looks for the mark second. So either it
+sees the mark, or the deleting process sees the new timeline and lifts the mark. A resuming process
+that sees the mark and needs the base lifts the mark itself; if both rename, one of them succeeds
+(``adr/004``).
 """
 
 from __future__ import annotations
@@ -34,15 +35,15 @@ from everstep.keeper.retain.deletion import delete_base, delete_files, delete_se
 from everstep.keeper.retain.history import HistoryWindow, SegmentAges
 from everstep.keeper.retain.readback import ReadBack
 from everstep.run.fence import Fence
-from everstep.run.lift import lift_mark
 from everstep.run.scan import (
     BaseFound,
     Inventory,
-    KnownTimelines,
-    bases_with_a_log,
+    TimelineCache,
+    bases_keeping_log,
     scan_run,
 )
-from everstep.run.segments import KnownSegments
+from everstep.run.segments import SegmentCache
+from everstep.run.uncondemn import uncondemn
 from everstep.seams.clock import Clock
 from everstep.seams.files.filesystem import FileSystem
 from everstep.tiers.disk import remove_if_there, storage_errors
@@ -55,10 +56,17 @@ class Retention:
     """Retention of one process, for the timeline that it writes.
 
     Args:
-        keep: bases to keep, at least 1.
-        history: steps that can be gone back to (:meth:`everstep.config.options.History.parse`).
-        slots: where data files of deleted bases are parked.
-        clock: by whose monotonic time segments age.
+        run: the run folder.
+        timeline: number of the timeline.
+        ring: chunks to read bases back into.
+        slots: parks data files of deleted bases.
+        keep: number of bases to keep, at least 1.
+        timeout_s: seconds without progress after which a single transfer counts as hung.
+        history: steps that resume can go back to (:meth:`everstep.config.options.History.parse`).
+        clock: its monotonic time measures the age of segments.
+
+    Attributes:
+        deleted: number of bases deleted so far.
     """
 
     def __init__(
@@ -76,8 +84,8 @@ class Retention:
     ) -> None:
         self._history = History.parse(history)
         self._ages = SegmentAges(filesystem, clock)
-        self._segments = KnownSegments()
-        self._timelines = KnownTimelines()
+        self._segments = SegmentCache()
+        self._timelines = TimelineCache()
         self._filesystem = filesystem
         self._run = run
         self._timeline = timeline
@@ -90,67 +98,93 @@ class Retention:
 
     @property
     def verified(self) -> set[BaseId]:
-        """Bases that were read and found whole."""
+        """Bases that were read back and found intact."""
         return self._good.verified
 
     def run(self, post: Callable[[DamageError], None]) -> None:
-        """Runs after a commit: deletes what may go, and cleans up after crashes.
+        """Delete unneeded bases and segments after a commit, and clean up after crashes.
 
         Args:
-            post: told of a base that was committed and is found damaged when read back.
+            post: receives an error for each committed base that is damaged when read back.
 
         Raises:
-            FencedError, StorageError
+            FencedError: a newer timeline has begun.
+            StorageError: the file system failed.
         """
         with storage_errors("clean up old bases", self._run):
-            inventory = self.look()
+            inventory = self.scan()
+            # Bases before segments: a segment is needed as long as a base that it leads from.
             self._retain(inventory, post)
             self._retain_log()
             self.sweep(inventory, in_flight=())
 
-    def look(self) -> Inventory:
-        """What there is now."""
+    def scan(self) -> Inventory:
+        """Return the current contents of the run folder."""
         return scan_run(self._filesystem, self._run, self._timelines)
 
     def sweep(self, inventory: Inventory, *, in_flight: Collection[BaseId]) -> None:
-        """Removes what crashes have left: temporary files, bases that are unfinished or half
-        deleted, parked files of older timelines. Nothing of a newer timeline is touched, and no
-        base of which nothing is gone: that is for the rules to say."""
+        """Remove leftovers of crashes: temporary files, unfinished or half-deleted bases, parked
+        files.
+
+        Files of a newer timeline stay, and so does every base that is complete: the rules of
+        retention decide on those.
+
+        Args:
+            inventory: contents of the run folder.
+            in_flight: bases that are being written.
+
+        Raises:
+            FencedError: a newer timeline has begun.
+        """
         self._check_fence()
-        if self._history.is_by_age:  # at the start, too: of what was there then files say the age
-            self._ages.look(inventory)
-        here = {self._timeline, *(n for n in inventory.timelines if n <= self._timeline)}
+        # At the start, too: the ages of segments that exist now come from the times of their files.
+        if self._history.is_by_age:
+            self._ages.observe(inventory)
         self._remove_temporary(self._run)
+        self._sweep_bases(inventory, in_flight)
+        self._sweep_timelines(inventory)
+
+    def _sweep_bases(self, inventory: Inventory, in_flight: Collection[BaseId]) -> None:
+        """Delete unfinished bases, and temporary files next to finished ones."""
         for base in inventory.bases:
             if base.id.timeline > self._timeline or base.id in in_flight:
                 continue
             unfinished = base.status in ("incomplete", "condemned") and not base.is_usable
+            # A directory with files of the user stays, even if nothing in it can be loaded.
             if unfinished and _only_ours(base):
                 delete_files(self._filesystem, base, self._slots, check_fence=self._check_fence)
             elif base.status in ("committed", "complete") and _temporary(
                 f.name for f in base.files
             ):
                 self._remove_temporary(base.path)
+
+    def _sweep_timelines(self, inventory: Inventory) -> None:
+        """Remove temporary files of all timelines, and parked files of older ones."""
+        here = {self._timeline, *(n for n in inventory.timelines if n <= self._timeline)}
         for number in sorted(here | set(inventory.abandoned)):
             directory = timeline_dir(self._run, number)
             if number > self._timeline:
                 continue
             if _temporary(inventory.names.get(number, ())):
                 self._remove_temporary(directory)
+            # Only the process of a timeline recycles its parked files, and the older ones have
+            # ended.
             if number < self._timeline and inventory.may_hold(number, SLOTS_DIR):
                 SlotStore(self._filesystem, directory / SLOTS_DIR).clear()
 
     def _retain(self, inventory: Inventory, post: Callable[[DamageError], None]) -> None:
+        """Delete the bases that retention does not keep."""
         bases = {base.id: base for base in inventory.bases if self._counts(base)}
-        going = self._good.plan(bases, inventory.branches, post)
-        if going and self._history.is_more:
-            needed = self._needed(inventory, bases, going)
-            going = tuple(base for base in going if base not in needed)
-        for base in bases.values():  # condemned by a process that died: it is kept after all
-            if base.status == "condemned" and base.id not in going:
+        victims = self._good.plan(bases, inventory.branches, post)
+        if victims and self._history.is_more:
+            needed = self._needed(inventory, bases, victims)
+            victims = tuple(base for base in victims if base not in needed)
+        # A process that died may have condemned a base that the rules keep: lift its mark.
+        for base in bases.values():
+            if base.status == "condemned" and base.id not in victims:
                 self._check_fence()
-                lift_mark(self._filesystem, base.path)
-        for victim in going:
+                uncondemn(self._filesystem, base.path)
+        for victim in victims:
             self._delete(bases[victim])
             self._good.forget(victim)
             self.deleted += 1
@@ -160,35 +194,46 @@ class Retention:
         fence = self._fence
         try:
             delete_base(
-                self._filesystem, self._run, base, self._slots, timeline=own, newest=fence.seen
+                self._filesystem,
+                self._run,
+                base,
+                self._slots,
+                timeline=own,
+                newest=fence.newest_or_next,
             )
         except FencedError:
-            fence.check()  # says what it is
+            # Raises with the details that the deletion does not have, if the fence is still closed.
+            fence.check()
             raise
 
     def _needed(
-        self, inventory: Inventory, bases: Mapping[BaseId, BaseFound], going: Collection[BaseId]
+        self, inventory: Inventory, bases: Mapping[BaseId, BaseFound], victims: Collection[BaseId]
     ) -> set[BaseId]:
-        """Bases that would go, and that a step of the history is replayed from, or will be."""
+        """Return the victims that steps of the history need as the start of their replay."""
         lsns = {
             base.id: base.manifest.markers[0].lsn
             for base in bases.values()
             if base.manifest is not None and base.id not in self._good.damaged
         }
-        about = self._filesystem, inventory, self._history
-        promise = HistoryWindow.of(*about, ages=self._ages, known=self._segments)
-        return promise.kept(lsns, [base for base in going if base in lsns])
+        window = HistoryWindow.of(
+            self._filesystem, inventory, self._history, ages=self._ages, known=self._segments
+        )
+        return window.kept(lsns, [base for base in victims if base in lsns])
 
     def _counts(self, base: BaseFound) -> bool:
-        """Whether a base is one to keep, or to delete by the rules: also where another process
-        has condemned it, as long as nothing of it is gone."""
+        """Return True if the rules of retention apply to a base.
+
+        They also apply to a base that another process has condemned, as long as all its files
+        exist.
+        """
         spared = base.status == "condemned" and base.is_usable
         return base.status == "committed" or (spared and base.id.timeline <= self._timeline)
 
     def _retain_log(self) -> None:
-        """Segments that lead nowhere from any base that is left."""
-        inventory = self.look()
-        left = bases_with_a_log(b for b in inventory.bases if b.is_usable or b.status == "damaged")
+        """Delete segments that can be replayed on none of the bases that are left."""
+        inventory = self.scan()
+        # A damaged base counts: another copy of it may be intact, and then needs the log.
+        left = bases_keeping_log(b for b in inventory.bases if b.is_usable or b.status == "damaged")
         mine = [n for n in inventory.timelines if n <= self._timeline]
         mine = [n for n in mine if inventory.may_hold(n, LOG_DIR)]
         delete_segments(
@@ -215,7 +260,7 @@ def _temporary(names: Iterable[str]) -> bool:
 
 
 def _only_ours(base: BaseFound) -> bool:
-    """Whether all names in the directory are such as everstep writes."""
+    """Return True if everstep writes files of all the names in the directory."""
 
     def ours(name: str) -> bool:
         name = name.removesuffix(TEMPORARY_SUFFIX)

@@ -46,7 +46,7 @@ from everstep.format.writer import digest_shard
 from everstep.keeper.log.log import LogStore
 from everstep.keeper.ship.place import ROOT, CopyPlace, own_errors
 from everstep.restore.fetch.peer_log import copied
-from everstep.run.scan import bases_with_a_log
+from everstep.run.scan import bases_keeping_log
 from everstep.seams.clock import Clock
 from everstep.seams.failpoints import failpoint
 from everstep.seams.processes.conditions import Condition
@@ -346,7 +346,7 @@ class LogMirror:
         place = self._place
         own = self._identity
         inventory = place.inventory()
-        bases = bases_with_a_log(inventory.bases)
+        bases = bases_keeping_log(inventory.bases)
         committed = [base.id for base in inventory.bases if base.status == "committed"]
         if not committed:
             return  # a listing may be some time old

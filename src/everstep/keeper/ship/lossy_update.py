@@ -21,7 +21,7 @@ from everstep.run.tensors import tensor_of
 from everstep.state.layout.names import GRADIENT, PART_OBJECT, UPDATE_OBJECT
 from everstep.state.layout.shards import Placed, ShardLayout
 from everstep.state.values.objects import decode, encode
-from everstep.state.values.tensors import host_bytes, stored_form
+from everstep.state.values.tensors import host_bytes, tensor_entry
 
 __all__ = ["lossy_update"]
 
@@ -55,7 +55,7 @@ def lossy_update(record: LogRecord, ratio: float, int8_below: int) -> LogRecord 
     # In the order of training: gradients that are dense, then forms, then all else.
     dense = [placed[number].entry for number in gradients if number not in copies]
     others = [place.entry for number, place in enumerate(placed) if number not in gradients]
-    layout = record_layout([*dense, *(stored_form(n, t) for n, t in forms.items()), *others])
+    layout = record_layout([*dense, *(tensor_entry(n, t) for n, t in forms.items()), *others])
     data = _gathered(record, layout, forms)
     objects = {**record.objects, name: encode(_told(about, compressed), checked=True)}
     return LogRecord(record.head, layout, objects, data, record_digest(data, objects))

@@ -40,7 +40,7 @@ from everstep.format.reader import read_header, read_record_bytes
 from everstep.format.records import FileRecord, Marker, RunRecord
 from everstep.keeper.ship.place import CopyPlace
 from everstep.keeper.ship.retain_copies import CopyRetention
-from everstep.run.scan import BaseFound, Inventory, KnownTimelines, scan_run
+from everstep.run.scan import BaseFound, Inventory, TimelineCache, scan_run
 from everstep.seams.clock import Clock
 from everstep.seams.files.filesystem import FileSystem, ReadFile
 from everstep.seams.processes.conditions import Condition
@@ -109,7 +109,7 @@ class Mirror:
         self._every_s = every_s
         self._rate = rate or ObjectRate(None, clock)
         self._place = CopyPlace(tier, timeline, self._rate)
-        self._timelines = KnownTimelines()
+        self._timelines = TimelineCache()
         self._retention = CopyRetention(self._place, keep, post, timeout_s=timeout_s)
         self._changed = Condition()
         self._due = self._at_work = self._closed = self._refused = self._hurried = False

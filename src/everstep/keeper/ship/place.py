@@ -9,7 +9,7 @@ from pathlib import PurePath
 from everstep.errors import EverstepError, FencedError, StorageError
 from everstep.format.names import TIMELINE_RECORD, marker_name, timeline_dir
 from everstep.format.records import Marker
-from everstep.run.scan import Inventory, KnownTimelines, newest_timeline, scan_run
+from everstep.run.scan import Inventory, TimelineCache, newest_timeline, scan_run
 from everstep.tiers.contract import Tier
 from everstep.tiers.files import TierFileSystem
 from everstep.tiers.rate import ObjectRate
@@ -37,7 +37,7 @@ class CopyPlace:
         self.timeline = timeline
         self.rate = rate
         self.files = TierFileSystem(tier, ROOT)
-        self._timelines = KnownTimelines()
+        self._timelines = TimelineCache()
 
     def check_fence(self) -> None:
         """Returns if no newer timeline was opened here (I11).

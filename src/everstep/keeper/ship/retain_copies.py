@@ -16,8 +16,8 @@ from everstep.format.names import CONDEMNED, MANIFEST, parse_marker
 from everstep.format.writer import ChunkRing
 from everstep.keeper.retain.readback import ReadBack
 from everstep.keeper.ship.place import ROOT, CopyPlace
-from everstep.run.lift import lift_mark_in
 from everstep.run.scan import BaseFound, Inventory
+from everstep.run.uncondemn import uncondemn_in_tier
 
 __all__ = ["CopyRetention"]
 
@@ -68,7 +68,7 @@ class CopyRetention:
         for base in bases.values():  # condemned by a process that died: it is kept after all
             if base.status == "condemned" and base.id not in going:
                 self._place.check_fence()
-                lift_mark_in(self._place.tier, _name(base))
+                uncondemn_in_tier(self._place.tier, _name(base))
         for victim in going:
             self._delete(bases[victim])
         for base in inventory.bases:  # half deleted, by a process that died

@@ -33,7 +33,7 @@ from everstep.format.names import (
 )
 from everstep.format.reader import read_record_bytes
 from everstep.format.records import TimelineRecord
-from everstep.run.lift import lift_mark_in
+from everstep.run.uncondemn import uncondemn_in_tier
 from everstep.seams.files.filesystem import DirEntry, FileSystem, ReadFile, WriteFile
 from everstep.tiers.contract import Tier
 from everstep.tiers.disk import temporary
@@ -227,7 +227,7 @@ class RunWithCopies:
 
     def _lift(self, source: PurePath, target: PurePath) -> None:
         """Lifts the mark of a base wherever it has one."""
-        lifted = [lift_mark_in(tier, self._name(source.parent)) for tier in self.tiers]
+        lifted = [uncondemn_in_tier(tier, self._name(source.parent)) for tier in self.tiers]
         try:
             self.local.rename(source, target)
         except FileNotFoundError:

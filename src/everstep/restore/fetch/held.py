@@ -14,7 +14,7 @@ from everstep.format.records import FileRecord, Marker
 from everstep.restore.fetch.peer_copy import PeerCopy, files_over
 from everstep.restore.fetch.peer_log import PeerLog
 from everstep.run.fence import timeline_bytes
-from everstep.run.opened import OpenBase, check_identity
+from everstep.run.open_base import OpenBase, check_identity
 from everstep.seams import FileSystem, ReadFile
 
 __all__ = ["HeldBase", "Recalled"]
@@ -51,7 +51,7 @@ class HeldBase:
             path = PurePath("memory") / record.name
             header = check_identity(read_header(file, record, path), self.marker, path)
             opened.shards.append((file, record, header, path))
-        opened.set_apart()
+        opened.split_redo_file()
         return opened
 
 

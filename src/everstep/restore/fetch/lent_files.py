@@ -15,7 +15,7 @@ from everstep.errors import EverstepError
 from everstep.format.names import base_dir
 from everstep.format.records import Marker
 from everstep.restore.fetch.peer_copy import size_of
-from everstep.run.opened import OpenBase
+from everstep.run.open_base import OpenBase
 from everstep.run.scan import BaseFound
 from everstep.seams.files.filesystem import FileSystem, ReadFile
 from everstep.state.layout.names import OBJECT_PREFIX

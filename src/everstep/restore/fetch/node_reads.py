@@ -21,7 +21,7 @@ from everstep.format.records import Manifest
 from everstep.restore.fetch.held import HeldBase
 from everstep.restore.fetch.node_window import CELL_BYTES, RANKS_MAX, NodeWindow
 from everstep.restore.fetch.sources import Place
-from everstep.run.opened import OpenBase
+from everstep.run.open_base import OpenBase
 from everstep.run.scan import BaseFound
 from everstep.seams.clock import Clock
 from everstep.seams.files.claims import namespaces

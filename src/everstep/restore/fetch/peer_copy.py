@@ -9,7 +9,7 @@ from everstep.errors import DamageError
 from everstep.format.digests import Digester, digest_of_file
 from everstep.format.reader import read_header
 from everstep.format.records import FileRecord, Marker, TimelineRecord
-from everstep.run.opened import check_identity
+from everstep.run.open_base import check_identity
 from everstep.tiers.memory import MemoryFile
 
 __all__ = ["PeerCopy", "check_files", "files_over", "size_of"]

@@ -10,7 +10,7 @@ from typing import TypeVar
 from everstep.commit.lineage import BaseId
 from everstep.errors import DamageError, FormatError, NewerFormatError, RecoveryError
 from everstep.restore.fetch.sources import Place, Places, rank_of
-from everstep.restore.load.reshard import HoleError
+from everstep.restore.load.saved_ranks import HoleError
 
 __all__ = ["with_files"]
 

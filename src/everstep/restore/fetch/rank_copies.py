@@ -21,15 +21,72 @@ from everstep.format.names import MANIFEST, RUN_RECORD, TIMELINE_RECORD, base_di
 from everstep.format.reader import read_record_bytes
 from everstep.format.records import RunRecord, TimelineRecord
 from everstep.restore.fetch.ranks import base_offer_of
-from everstep.run.lift import lift_mark_in
 from everstep.run.scan import Inventory, scan_run
-from everstep.run.small_files import SmallFiles
-from everstep.seams.files.filesystem import FileSystem
+from everstep.run.uncondemn import uncondemn_in_tier
+from everstep.seams.files.filesystem import DirEntry, FileSystem, ReadFile
 from everstep.tiers.contract import Tier
-from everstep.tiers.files import TierFileSystem
+from everstep.tiers.files import ReadingFileSystem, TierFileSystem
+from everstep.tiers.memory import MemoryFile
 from everstep.tiers.streams import read_record
 
-__all__ = ["Copies", "CopyOfRun", "own_words"]
+__all__ = [
+    "Copies",
+    "CopyOfRun",
+    "SmallFiles",
+    "own_words",
+]
+
+_SMALL_BYTES = 1 << 20
+_KEPT_BYTES_MAX = 64 << 20
+
+
+class SmallFiles(ReadingFileSystem):
+    """Another file system, to be read only; files up to 1 MiB are kept, up to 64 MiB of them."""
+
+    def __init__(self, files: FileSystem) -> None:
+        self._files = files
+        self._kept: dict[PurePath, MemoryFile] = {}
+        self._listed: dict[PurePath, tuple[int, float]] = {}
+        self._left_bytes = _KEPT_BYTES_MAX
+
+    def open(self, path: PurePath, *, direct: bool = False) -> ReadFile:
+        found = self._kept.get(path)
+        if found is not None:
+            return found
+        file = self._files.open(path, direct=direct)
+        size_bytes = file.size_bytes
+        if size_bytes > min(_SMALL_BYTES, self._left_bytes):
+            return file
+        try:
+            data = memoryview(bytearray(size_bytes))
+            got = file.read_into(data, 0)
+        finally:
+            file.close()
+        found = MemoryFile([data[:got]])
+        self._kept[path] = found
+        self._left_bytes -= size_bytes
+        return found
+
+    def forget(self) -> None:
+        """Lets go of the memory; what is asked for later is read anew."""
+        self._kept.clear()
+        self._listed.clear()
+        self._left_bytes = _KEPT_BYTES_MAX
+
+    def scan(self, path: PurePath) -> list[DirEntry]:
+        """What another listing shows than the one before is read anew: an audit, for one, takes
+        the place of an older one."""
+        found = self._files.scan(path)
+        for entry in found:
+            name = path / entry.name
+            stamp = (entry.size_bytes, entry.mtime_s)
+            if self._listed.setdefault(name, stamp) == stamp:
+                continue
+            self._listed[name] = stamp
+            if (kept := self._kept.pop(name, None)) is not None:
+                self._left_bytes += kept.size_bytes
+        return found
+
 
 _LOOKS = 20
 _LOOK_AGAIN_S = 0.02
@@ -199,7 +256,7 @@ class Copies:
             EverstepError: of a place.
         """
         for place in self.places:
-            lift_mark_in(place.tier, self._folder(base))
+            uncondemn_in_tier(place.tier, self._folder(base))
 
     def _roll_forward(self, tier: Tier, inventory: Inventory) -> None:
         for base in inventory.bases:

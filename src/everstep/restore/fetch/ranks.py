@@ -28,9 +28,9 @@ from everstep.format.names import (
 from everstep.format.reader import read_body, read_record_bytes
 from everstep.format.records import Manifest, Marker, RunRecord, TimelineRecord
 from everstep.format.writer import ChunkRing
-from everstep.run.lift import lift_mark
-from everstep.run.opened import OpenBase
+from everstep.run.open_base import OpenBase
 from everstep.run.scan import BaseFound, Inventory, scan_base
+from everstep.run.uncondemn import uncondemn
 from everstep.seams.files.filesystem import FileSystem
 from everstep.seams.progress import silent
 from everstep.tiers.disk import create_exclusive, ensure_dir, ensure_dirs
@@ -112,7 +112,7 @@ def open_on_disk(
         directory = base_dir(run, choice.base.timeline, choice.base.step)
         with contextlib.suppress(FileNotFoundError):  # this disk has nothing of it
             if CONDEMNED in _names(filesystem, directory):
-                lift_mark(filesystem, directory)
+                uncondemn(filesystem, directory)
     return True
 
 

@@ -1,4 +1,4 @@
-"""Why what a base holds, or what became of it here, is not bit for bit what training had (I9)."""
+"""Reasons why a restored state is not bit for bit that of training (I9)."""
 
 from __future__ import annotations
 
@@ -17,23 +17,24 @@ def why_not_exact(
     markers: Iterable[Marker],
     timelines: Iterable[TimelineRecord | None],
 ) -> str:
-    """In words, all of it; "" where it is exact.
+    """Return all reasons in words; "" if the state is exact.
 
     Args:
-        base: that was loaded.
-        markers: of the ranks that wrote it.
-        timelines: of the run.
+        loaded: result of the restore.
+        base: base that was loaded.
+        markers: markers of the ranks that wrote it.
+        timelines: timeline records of the run.
     """
     found = []
     if of := {marker.rank: marker.inexact for marker in markers if not marker.exact}:
         ranks = f" (rank(s) {', '.join(map(str, sorted(of)))})" if loaded.marker.world > 1 else ""
         reasons = "; ".join(dict.fromkeys(filter(None, of.values())))
         why = ": ".join(filter(None, (_lineage(base, timelines), reasons)))
-        found.append(f"the base of {base}{ranks} is not called exact: {why}")
+        found.append(f"the base of {base}{ranks} is marked as not exact: {why}")
     if loaded.mismatches:
-        name, what = loaded.mismatches[0]
+        name, problem = loaded.mismatches[0]
         more = _more(len(loaded.mismatches), "mismatched")
-        found.append(f"{name!r} was left out, or may differ: {what}{more}")
+        found.append(f"{name!r} was left out, or may differ: {problem}{more}")
     if loaded.notes:
         found.append(f"{loaded.notes[0]}{_more(len(loaded.notes), 'notes')}")
     return "; ".join(found)
@@ -50,11 +51,11 @@ def _lineage(base: BaseId, timelines: Iterable[TimelineRecord | None]) -> str:
     while record is not None and not record.exact:
         since = record
         parent = record.parent
-        # A forged record may have a timeline descend from a later one, or from itself.
+        # A forged record may name a later parent, or itself: ignore it, or the loop never ends.
         record = records.get(parent) if parent is not None and parent < since.timeline else None
     if since is None:
-        return "what was saved then was not all of the state as training had it"
+        return "it was not saved from the complete, exact state of training"
     return (
-        f"it descends from what timeline {since.timeline} began with at step {since.fork_step}, "
-        "which was not exact"
+        f"it descends from the state with which timeline {since.timeline} began at step "
+        f"{since.fork_step}, which was not exact"
     )

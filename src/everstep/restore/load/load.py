@@ -9,24 +9,33 @@ overwritten by then is made good by the next older base, or the caller is told.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 from everstep.errors import FormatError, MismatchError
 from everstep.format.digests import digest
 from everstep.format.reader import ReadsAhead, read_body
 from everstep.format.records import Marker
 from everstep.format.writer import ChunkRing
-from everstep.restore.load.old_layout import OldLayout
 from everstep.restore.load.pieces import Fill, PieceReads, fills, fills_by_file
-from everstep.restore.load.reshard import SavedRanks, View, read_object
-from everstep.restore.load.targets import Looks, Targets, relaid
-from everstep.restore.load.ties import sharing_memory, tied_otherwise, untied
-from everstep.restore.load.versions import unclear
-from everstep.restore.offline.whole_ranks import MakeWhole
-from everstep.run.opened import OpenBase, open_ranks
+from everstep.restore.load.saved_ranks import (
+    SavedLayout,
+    SavedRanks,
+    View,
+    ambiguous_tensors,
+    read_object,
+)
+from everstep.restore.load.targets import (
+    FiniteCheck,
+    Targets,
+    overlapping_entries,
+    restrided,
+    shared_memory_error,
+    tie_changes,
+)
+from everstep.run.open_base import OpenBase, open_ranks
 from everstep.run.scan import BaseFound
 from everstep.run.shape import shape_of_base
 from everstep.seams.files.filesystem import FileSystem
@@ -35,25 +44,53 @@ from everstep.seams.progress import ProgressSink
 from everstep.state.layout.entries import Entry
 from everstep.state.layout.names import OBJECT_PREFIX
 from everstep.state.layout.placement import Box
-from everstep.state.providers.gradients import forget_gradients
+from everstep.state.providers.gradients import discard_gradients
 from everstep.state.providers.provider import RestorePlan
-from everstep.state.ranks.rank_share import LeftOut
+from everstep.state.ranks.rank_share import SkippedState
 from everstep.state.training_state import NOT_IN_STATE, State
-from everstep.state.values.tensors import host_bytes, local_of
+from everstep.state.values.tensors import host_bytes, local_tensor
 from everstep.state.values.tree import join, references
 
 __all__ = [
+    "CompleteRank",
+    "CompletedRank",
     "LoadedBase",
-    "all_contents",
+    "check_contents",
     "compare_ranks",
     "contents",
     "load_base",
     "load_ranks",
-    "own_contents",
-    "parts_left_out",
-    "parts_of",
+    "rank_contents",
+    "sections_left_out",
+    "sections_of_base",
 ]
 
+
+class CompletedRank(Protocol):
+    """One rank's files of a multi-step base, with every entry replayed to the step of the base.
+
+    Attributes:
+        updates: number of updates replayed.
+        doubt: why the entries may differ from those of training; "" if they are exact.
+    """
+
+    @property
+    def updates(self) -> int: ...
+
+    @property
+    def doubt(self) -> str: ...
+
+    def digests(self) -> Mapping[str, str]:
+        """Return the digests of all entries, by name."""
+        ...
+
+    def fill(self, fills: Iterable[Fill]) -> set[str]:
+        """Copy pieces of these files to their destinations and return their names."""
+        ...
+
+
+CompleteRank = Callable[[OpenBase], CompletedRank]
+"""Replays the redo file of one rank's files, so that all entries are of the step of the base."""
 
 _ANEW = "to begin anew take another folder"
 _HINT = f"build the same model and optimizer, or resume(strict=False) to load the rest; {_ANEW}"
@@ -80,7 +117,7 @@ class LoadedBase:
         finite: names of parameters that were seen to hold nothing but numbers as they came.
         layout: of a base that another number of ranks has saved: who had what; of as many in
             another layout, once that shows.
-        relaid: names of tensors that lie otherwise in memory than when they were saved.
+        restrided: names of tensors that lie otherwise in memory than when they were saved.
         tied: in words: which are one here, and were several, or the other way round.
         aliases: other names of tensors, and those of their entries.
         names: of the entries of its tensors, sorted; of one rank's base only.
@@ -95,8 +132,8 @@ class LoadedBase:
     redone: int = 0
     rank_bytes: Mapping[int, int] = field(default_factory=dict)
     finite: frozenset[str] = frozenset()
-    layout: OldLayout | None = None
-    relaid: frozenset[str] = frozenset()
+    layout: SavedLayout | None = None
+    restrided: frozenset[str] = frozenset()
     tied: tuple[str, ...] = ()
     aliases: Mapping[str, str] = field(default_factory=dict)
     names: tuple[str, ...] = ()
@@ -104,10 +141,10 @@ class LoadedBase:
     @property
     def left_out(self) -> list[str]:
         """Names of the parts of the base that the live state does not have."""
-        return parts_left_out(self.mismatches)
+        return sections_left_out(self.mismatches)
 
 
-def parts_left_out(mismatches: Iterable[tuple[str, str]]) -> list[str]:
+def sections_left_out(mismatches: Iterable[tuple[str, str]]) -> list[str]:
     """Return the names of the parts of a base that the live state does not have.
 
     Args:
@@ -123,7 +160,7 @@ def contents(opened: OpenBase) -> tuple[dict[str, Any], dict[str, Entry]]:
     Raises:
         DamageError, FormatError: they do not, or cannot be read.
     """
-    trees, entries = own_contents(opened)
+    trees, entries = rank_contents(opened)
     for tree in trees.values():
         missing = [name for name in references(tree) if name not in entries]
         if missing:
@@ -132,14 +169,14 @@ def contents(opened: OpenBase) -> tuple[dict[str, Any], dict[str, Entry]]:
     return trees, entries
 
 
-def own_contents(opened: OpenBase) -> tuple[dict[str, Any], dict[str, Entry]]:
+def rank_contents(opened: OpenBase) -> tuple[dict[str, Any], dict[str, Entry]]:
     """The same of one rank's files of any base: several ranks' trees name what others have written,
     too. Errors as of :func:`contents`."""
     return _objects(opened), opened.entries()
 
 
-def all_contents(opened: Sequence[OpenBase]) -> None:
-    """Looks at what the files of all ranks mean together: everything that trees refer to is there,
+def check_contents(opened: Sequence[OpenBase]) -> None:
+    """Check what the files of all ranks mean together: everything that trees refer to is there,
     whole and once, and nothing else is.
 
     Raises:
@@ -168,7 +205,7 @@ def all_contents(opened: Sequence[OpenBase]) -> None:
             raise FormatError(f"entry {name!r} is there, but nothing refers to it")
 
 
-def parts_of(filesystem: FileSystem, base: BaseFound) -> frozenset[str]:
+def sections_of_base(filesystem: FileSystem, base: BaseFound) -> frozenset[str]:
     """Return the names of the parts of the state that a base has; reads headers.
 
     Raises:
@@ -211,7 +248,7 @@ def load_ranks(
     progress: ProgressSink,
     on_touch: Any = lambda: None,
     partly: bool = False,
-    whole: MakeWhole | None = None,
+    whole: CompleteRank | None = None,
 ) -> LoadedBase:
     """Restores this rank's part of ``state``, whatever ranks and layout saved the base.
 
@@ -251,14 +288,14 @@ def compare_ranks(
     *,
     strict: bool,
     partly: bool,
-    whole: MakeWhole,
-) -> LeftOut:
+    whole: CompleteRank,
+) -> SkippedState:
     """What :func:`load_ranks` would leave out; touches nothing. Arguments and errors as there."""
     alone = opened[0].marker.world == 1
     saved = SavedRanks(opened, contents(opened[0])[0] if alone else None, partly=partly)
     planned = _plan(saved, opened, state, strict, whole)
     taken = {name: planned.view.pieces[name][0].placement.text for name, _ in planned.apart}
-    return LeftOut(planned.mismatches, state.left_out(planned.plans, taken))
+    return SkippedState(planned.mismatches, state.left_out(planned.plans, taken))
 
 
 def _read_ahead(
@@ -286,18 +323,18 @@ def _load(
     progress: ProgressSink,
     on_touch: Any,
     reads: ReadsAhead | None,
-    whole: MakeWhole | None,
+    whole: CompleteRank | None,
 ) -> LoadedBase:
     planned = _plan(saved, opened, state, strict, whole)
     view = planned.view
     plans = planned.plans
     fuzzy = planned.fuzzy
     targets = Targets.of(plans, view.entries)
-    shared = sharing_memory(view, targets)
+    shared = overlapping_entries(view, targets)
     memory = targets.memory.items()
     asked = ((name, view.pieces[name], box, host_bytes(tensor)) for name, (tensor, box) in memory)
     wanted = fills_by_file(saved, asked)
-    looks = Looks.of(state, targets, view)
+    looks = FiniteCheck.of(state, targets, view)
     on_touch()
     made = _Made()
     if whole is not None:
@@ -305,22 +342,22 @@ def _load(
     rank_bytes, entries = _read(saved, wanted, ring, timeout_s, progress, looks, reads, made)
     tensors = targets.finish()
     for name, expected in shared.items():
-        flat = local_of(tensors[name]).resolve_conj().resolve_neg().contiguous().cpu()
+        flat = local_tensor(tensors[name]).resolve_conj().resolve_neg().contiguous().cpu()
         if digest(host_bytes(flat)) != expected:
-            raise untied(name)
+            raise shared_memory_error(name)
     held = {name for plan in plans.values() for name in plan.in_place}
     held |= set(filter(state.is_plain, targets.tensors))  # anew: the one that it was is not
-    tied = tied_otherwise(view, targets, held)
+    tied = tie_changes(view, targets, held)
     notes = [*view.notes, *made.doubts, *tied]
     for section in state.restore_order():
         plan = plans[section]
         if not plan.left_out:
             tree = join(plan.tree, tensors)
             notes += state.providers[section].restore(tree, strict=strict)
-    notes += forget_gradients(state.stateful, state.optimizers.values())
-    notes += state.beside  # is not restored, and so nothing is exact, on any rank
+    notes += discard_gradients(state.stateful_objects, state.optimizers.values())
+    notes += state.unsaved_reasons  # is not restored, and so nothing is exact, on any rank
     placed = {name: pieces[0].placement.ranks for name, pieces in view.pieces.items()}
-    state.apart.restored(placed, saved.world, state.ranks.world)
+    state.rank_local.restored(placed, saved.world, state.ranks.world)
     shape = ""
     names = list[str]()
     if saved.world == 1:
@@ -329,7 +366,7 @@ def _load(
         names = [place.entry.name for place in opened[0].placed()]
     layout = None
     if saved.world != state.ranks.world:
-        layout = OldLayout.of(saved, opened, state.optimizers)
+        layout = SavedLayout.of(saved, opened, state.optimizers)
     size_bytes = sum(rank_bytes.values())
     return LoadedBase(
         planned.marker,
@@ -342,7 +379,7 @@ def _load(
         rank_bytes=rank_bytes,
         finite=frozenset(looks.finite),
         layout=layout,
-        relaid=relaid(view, tensors),
+        restrided=restrided(view, tensors),
         tied=tied,
         aliases={name: one.name for name, one in view.entries.items() if one.name != name},
         names=tuple(sorted(name for name in names if not name.startswith(OBJECT_PREFIX))),
@@ -372,17 +409,17 @@ def _plan(
     opened: Sequence[OpenBase],
     state: State,
     strict: bool,
-    whole: MakeWhole | None,
+    whole: CompleteRank | None,
 ) -> _Planned:
     """Compares all of it with the live state; touches nothing. Errors as of :func:`load_ranks`."""
     view = saved.view(state)
-    apart = unclear(saved, state, view)
+    apart = ambiguous_tensors(saved, state, view)
     fuzzy = [one for one in opened if one.redo is not None]
     if apart and fuzzy and whole is not None:  # they may be of different updates, and alike
         for one in fuzzy:
-            saved.settle(one.marker, whole(one).state.digests())
+            saved.settle(one.marker, whole(one).digests())
         view = saved.view(state)
-        apart = unclear(saved, state, view)
+        apart = ambiguous_tensors(saved, state, view)
     plans = state.plan_restore(view.trees, view.entries, view.left_out)
     mismatches = tuple(item for plan in plans.values() for item in plan.mismatches)
     mismatches = (*mismatches, *apart)
@@ -445,7 +482,7 @@ class _Made:
         saved: SavedRanks,
         fuzzy: Sequence[OpenBase],
         wanted: Mapping[int, Sequence[Fill]],
-        whole: MakeWhole,
+        whole: CompleteRank,
     ) -> None:
         """Reads the files of these ranks, one rank after the other, if anything of them is
         wanted."""
@@ -470,7 +507,7 @@ def _read(
     ring: ChunkRing,
     timeout_s: float,
     progress: ProgressSink,
-    looks: Looks,
+    looks: FiniteCheck,
     ahead: ReadsAhead | None,
     made: _Made,
 ) -> tuple[dict[int, int], int]:

@@ -1,5 +1,7 @@
-"""Whether the parameters of a state are finite: one that is not is recovered like any other, but
-whoever goes on from it should know."""
+"""Check that the parameters of a state are finite.
+
+A non-finite parameter is restored like any other, but the user is warned about it.
+"""
 
 from __future__ import annotations
 
@@ -10,12 +12,12 @@ import torch
 
 from everstep.state.providers.optimizers import OptimizerProvider
 from everstep.state.training_state import State
-from everstep.state.values.tensors import local_of
+from everstep.state.values.tensors import local_tensor
 
 __all__ = ["are_finite", "is_finite", "nonfinite_parameter", "optimized"]
 
-# What torch looks at in the calling thread: its others would spin on behind each look, on cores
-# that reading needs.
+# Largest slice that torch checks in the calling thread. Its pool threads would keep spinning after
+# each check, on cores that the reading threads need.
 _ELEMENTS = 32_768
 
 _FLOATS = {"F16": np.float16, "F32": np.float32, "F64": np.float64, "C64": np.float32}
@@ -23,21 +25,22 @@ _BF16_EXPONENT = np.uint16(0x7F80)
 
 
 def nonfinite_parameter(state: State, but: Collection[str] = ()) -> str | None:
-    """The name of a parameter, of those that optimizers have, with NaN or infinity in it; None if
-    all are numbers. One pass over all of them; of a DTensor over what this rank holds, as other
-    ranks need not be at the same place.
+    """Return the name of an optimized parameter that holds NaN or infinity; None if all are finite.
+
+    One pass over all parameters. Of a DTensor only the local shard is checked, since ranks need not
+    call this at the same time.
 
     Args:
-        but: names of those that have been looked at already.
+        but: names of parameters checked before.
     """
     for name, parameter in optimized(state):
-        if name not in but and not is_finite(local_of(parameter.detach())):
+        if name not in but and not is_finite(local_tensor(parameter.detach())):
             return name
     return None
 
 
 def optimized(state: State) -> Iterator[tuple[str, torch.Tensor]]:
-    """The parameters that optimizers have, by the names of their entries."""
+    """Yield the parameters of all optimizers with the names of their entries."""
     for key, optimizer in state.optimizers.items():
         provider = state.providers[key]
         assert isinstance(provider, OptimizerProvider)
@@ -47,10 +50,12 @@ def optimized(state: State) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def are_finite(data: memoryview, dtype: str) -> bool:
-    """Whether all elements of type ``dtype`` (safetensors code), of which ``data`` are whole ones,
-    are numbers. For bytes that lie in the cache already: three times faster than torch's look at
-    as few, and in this thread alone."""
-    if dtype == "BF16":  # which NumPy has not: it is none where all bits of the exponent are set
+    """Return True if all elements of type ``dtype`` (safetensors code) in ``data`` are finite.
+
+    The data holds complete elements. For small chunks in the CPU cache this is three times faster
+    than torch, and uses only the calling thread.
+    """
+    if dtype == "BF16":  # unknown to NumPy; non-finite if all bits of the exponent are set
         exponents = np.frombuffer(data, np.uint16) & _BF16_EXPONENT
         return not exponents.size or bool(exponents.max() < _BF16_EXPONENT)
     number = _FLOATS.get(dtype)
@@ -58,13 +63,13 @@ def are_finite(data: memoryview, dtype: str) -> bool:
 
 
 def is_finite(tensor: torch.Tensor) -> bool:
-    """Whether all of its elements are numbers."""
+    """Return True if all elements are finite."""
     if tensor.is_complex():
         tensor = torch.view_as_real(tensor.resolve_conj())
     if not tensor.is_floating_point() or not tensor.numel() or tensor.element_size() == 1:
-        return True  # those of one byte have no kernels for it
-    # Both are NaN where any element is; in one pass, and without memory.
+        return True  # one-byte floats have no kernels for it
+    # Minimum and maximum are NaN if any element is. One pass, and no temporary memory.
     on_host = tensor.device.type == "cpu" and tensor.is_contiguous()
-    parts = torch.split(tensor.view(-1), _ELEMENTS) if on_host else [tensor]
-    ends = [end for part in parts for end in torch.aminmax(part)]
+    slices = torch.split(tensor.view(-1), _ELEMENTS) if on_host else [tensor]
+    ends = [end for one in slices for end in torch.aminmax(one)]
     return bool(torch.isfinite(torch.stack(ends)).all())

@@ -1,7 +1,7 @@
-"""Reads the pieces of sharded entries into memory, each piece once and verified.
+"""Read the pieces of sharded entries into memory, each piece once and verified.
 
-A digest is over a whole piece. So a piece of which a part is needed is read as a whole, and what
-is not needed of it is dropped.
+A digest covers a complete piece. So if only some of a piece is needed, the piece is read completely
+and the rest is dropped.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import numpy as np
 
 from everstep.errors import FormatError
 from everstep.format.header import ShardHeader
-from everstep.restore.load.reshard import Piece, SavedRanks
+from everstep.restore.load.saved_ranks import Piece, SavedRanks
 from everstep.state.layout.entries import DTYPE_BYTES
 from everstep.state.layout.placement import Box
 from everstep.state.layout.shards import overlaps
@@ -24,71 +24,70 @@ __all__ = ["Fill", "PieceReads", "fills", "fills_by_file"]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Fill:
-    """Bytes of one piece that go into some memory.
+    """Copy of some elements of a piece into memory.
 
     Attributes:
-        part: of the whole tensor.
-        box: of the whole tensor that ``memory`` holds, row-major.
+        overlap: box of the elements, in the full tensor.
+        box: box of the full tensor that ``memory`` holds, row-major.
     """
 
     piece: Piece
-    part: Box
+    overlap: Box
     box: Box
     memory: memoryview
 
     @property
     def run(self) -> tuple[int, int, int] | None:
-        """``(begin, end, at)``: bytes of the piece that are one run there and in the memory, from
-        ``at`` on; None where they are not."""
-        mine = self.part.shape[1:]
+        """``(begin, end, at)``: byte range of the piece that is contiguous both there and in
+        the memory, where it starts at ``at``; None if it is not contiguous."""
+        mine = self.overlap.shape[1:]
         theirs = self.piece.box
         if not mine == theirs.shape[1:] == self.box.shape[1:]:
             return None
         row = math.prod(mine) * DTYPE_BYTES[self.piece.entry.dtype]
-        if not self.part.shape:
+        if not self.overlap.shape:
             return 0, row, 0
-        first = self.part.offset[0]
-        rows = self.part.shape[0]
+        first = self.overlap.offset[0]
+        rows = self.overlap.shape[0]
         begin = (first - theirs.offset[0]) * row
         return begin, begin + rows * row, (first - self.box.offset[0]) * row
 
     def copy(self, data: bytearray | memoryview) -> None:
-        """Takes the part from the bytes of the whole piece."""
+        """Copy the elements from the bytes of the complete piece."""
         dtype = np.dtype(f"u{DTYPE_BYTES[self.piece.entry.dtype]}")
         source = np.frombuffer(data, dtype).reshape(self.piece.box.shape)
         target = np.frombuffer(self.memory, dtype).reshape(self.box.shape)
-        target[self.part.slices_in(self.box)] = source[self.part.slices_in(self.piece.box)]
+        target[self.overlap.slices_in(self.box)] = source[self.overlap.slices_in(self.piece.box)]
 
 
 def fills(pieces: Iterable[Piece], box: Box, memory: memoryview) -> tuple[list[Fill], int]:
-    """What of ``pieces`` goes into ``memory``, which holds ``box``, and how many elements of it
-    nobody has.
+    """Return the copies from ``pieces`` into ``memory``, which holds ``box``, and the number of
+    elements that no piece has.
 
     Raises:
         FormatError: two pieces overlap.
     """
     found: list[Fill] = []
     for piece in pieces:
-        part = box.meet(piece.box)
-        if part is None or not box.size:
+        overlap = box.meet(piece.box)
+        if overlap is None or not box.size:
             continue
-        if any(part.meet(other.part) for other in found):
-            raise FormatError(f"parts of {piece.entry.name!r} overlap")
-        found.append(Fill(piece, part, box, memory))
-    return found, box.size - sum(fill.part.size for fill in found)
+        if any(overlap.meet(other.overlap) for other in found):
+            raise FormatError(f"shards of {piece.entry.name!r} overlap")
+        found.append(Fill(piece, overlap, box, memory))
+    return found, box.size - sum(fill.overlap.size for fill in found)
 
 
 def fills_by_file(
     saved: SavedRanks, wanted: Iterable[tuple[str, Iterable[Piece], Box, memoryview]]
 ) -> dict[int, list[Fill]]:
-    """What to read, by file.
+    """Return the copies to make, by file number.
 
     Args:
-        wanted: names, the pieces of each, and the memory that goes full of them, which holds the
-            box.
+        wanted: for each tensor its name, its pieces, the box to read, and the memory for it.
 
     Raises:
-        HoleError: listing what nobody has written.
+        HoleError: elements are in no file; lists them.
         FormatError: two pieces overlap.
     """
     files: dict[int, list[Fill]] = {}
@@ -105,11 +104,12 @@ def fills_by_file(
 
 
 class PieceReads:
-    """Puts the pieces of one file where they belong.
+    """Copies the pieces of one file to their destinations as the bytes arrive.
 
     Args:
-        fills: of pieces of this file.
-        came: is shown what came of a wanted entry, by its index, while it lies in the cache.
+        fills: copies from pieces of this file.
+        came: called with the entry index and the bytes that arrived, while they are in the CPU
+            cache.
     """
 
     def __init__(
@@ -132,7 +132,7 @@ class PieceReads:
         self._ends = [place.end for place in self._some]
 
     def sink(self, begin: int, piece: memoryview) -> None:
-        """Takes the next bytes of the body."""
+        """Consume the next bytes of the body."""
         for place, start, stop in overlaps(self._some, self._ends, begin, piece.nbytes):
             index = self._index[place.begin]
             data = piece[start - begin : stop - begin]
@@ -140,7 +140,7 @@ class PieceReads:
             self._came(index, data)
 
     def entry_done(self, index: int) -> None:
-        """All of an entry has come, and it is good."""
+        """Finish an entry that has arrived completely and was verified."""
         data = self._staged.pop(index, None)
         if data is not None:
             for fill in self._fills[index]:
@@ -151,6 +151,8 @@ class PieceReads:
         end = at + data.nbytes
         for fill in self._fills[index]:
             run = fill.run
+            # Rows are not contiguous in the destination: collect the complete piece, and copy it
+            # when verified.
             if run is None:
                 staged = self._staged.get(index)
                 if staged is None:

@@ -8,11 +8,11 @@ from dataclasses import dataclass, replace
 from everstep.commit.job.nothing import way_back
 from everstep.commit.lineage import BaseId, had_steps
 from everstep.errors import RecoveryError
+from everstep.run.candidates import Candidates, Skipped, candidates, newest_unreachable
 from everstep.run.chain import Chain, LogIndex, chains, path_of
-from everstep.run.decide import Candidates, Skipped, candidates, first_unreachable
 from everstep.run.scan import BaseFound, Inventory
 
-__all__ = ["Reachable", "nothing_restorable", "present_first", "reachable"]
+__all__ = ["Reachable", "current_first", "nothing_restorable", "reachable"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +55,7 @@ def reachable(inventory: Inventory, index: LogIndex, *, step: int | None = None)
         found.sort(key=lambda chain: (chain.end, chain.base), reverse=True)
         return Reachable(tuple((usable[chain.base], chain) for chain in found), everything)
     ordered: dict[BaseId, Chain] = {}
-    for timeline in present_first(inventory, index):
+    for timeline in current_first(inventory, index):
         path = path_of(timeline, inventory.timelines)
         early = {key: value for key, value in lsns.items() if key.step <= step}
         cut = [_cut(chain, step) for chain in chains(early, index, path)]
@@ -72,7 +72,7 @@ def reachable(inventory: Inventory, index: LogIndex, *, step: int | None = None)
             path=inventory.path,
             hint="steps there are: "
             + (_listed(lsns, index, inventory) or "none")
-            + ("" if (hidden := first_unreachable(inventory)) is None else f"; {hidden.told}"),
+            + ("" if (hidden := newest_unreachable(inventory)) is None else f"; {hidden.message}"),
         )
     return Reachable(tuple((usable[key], chain) for key, chain in ordered.items()), everything)
 
@@ -113,7 +113,7 @@ def nothing_restorable(
     return RecoveryError(told, path=inventory.path, hint=hint)
 
 
-def present_first(inventory: Inventory, index: LogIndex) -> list[int]:
+def current_first(inventory: Inventory, index: LogIndex) -> list[int]:
     """All timelines: first the one whose history is the present one, then the younger ones. That is
     not the newest where nobody has trained on it, and what it forked from is gone."""
     numbers = sorted(inventory.branches, reverse=True)

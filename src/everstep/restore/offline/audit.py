@@ -27,7 +27,7 @@ from everstep.restore.offline.offline import OfflineState
 from everstep.restore.offline.offline_job import JobState, name_of_rank
 from everstep.restore.offline.rebuild import Played, Rebuilder
 from everstep.run.chain import Chain, path_of
-from everstep.run.opened import open_ranks
+from everstep.run.open_base import open_ranks
 from everstep.run.scan import BaseFound
 from everstep.state.layout.entries import Entry
 

@@ -15,15 +15,14 @@ from everstep.errors import DamageError, EverstepError, FormatError
 from everstep.format.log import LogRecord, RecordHead
 from everstep.format.writer import ChunkRing
 from everstep.restore.load.load import contents
-from everstep.restore.load.old_layout import OldLayout
-from everstep.restore.load.reshard import SavedRanks
-from everstep.restore.log.logs import LogFound
-from everstep.restore.log.reach import present_first
+from everstep.restore.load.saved_ranks import SavedLayout, SavedRanks
+from everstep.restore.log.log_found import LogFound
+from everstep.restore.log.reach import current_first
 from everstep.restore.offline.offline_job import JobStep
 from everstep.run.chain import Chain, LogIndex, common_heads, path_of
-from everstep.run.opened import OpenBase, open_ranks
+from everstep.run.open_base import OpenBase, open_ranks
 from everstep.run.scan import BaseFound, Inventory
-from everstep.run.segments import SegmentFound, scan_logs, vetted
+from everstep.run.segments import SegmentFound, scan_logs, validated
 from everstep.run.shape import shape_of_base
 from everstep.seams.files.filesystem import FileSystem
 from everstep.state.layout.entries import shape_of_all
@@ -88,7 +87,7 @@ class RunLog:
         for timeline in sorted(segments.keys() | told):
             of_ranks = segments.get(timeline, {})
             record = inventory.timelines.get(timeline)
-            good = {r: [vetted(s, inventory.run) for s in mine] for r, mine in of_ranks.items()}
+            good = {r: [validated(s, inventory.run) for s in mine] for r, mine in of_ranks.items()}
             for rank, mine in good.items():
                 by_rank.setdefault(rank, []).extend(mine)
                 self.segments += mine
@@ -227,7 +226,7 @@ class RunLog:
         """
         usable = self.usable
         told: set[tuple[BaseId, tuple[tuple[int, int], ...]]] = set()
-        for number in present_first(self.inventory, self.index):
+        for number in current_first(self.inventory, self.index):
             path = path_of(number, self.inventory.timelines)
             for key in sorted(_on(path, usable), reverse=True):
                 if key.step > step:
@@ -253,7 +252,7 @@ class RunLog:
         """
         if not self.index.marks or not inventory.branches:
             return None
-        path = path_of(present_first(inventory, self.index)[0], inventory.timelines)
+        path = path_of(current_first(inventory, self.index)[0], inventory.timelines)
         usable = {base.id: base for base in inventory.bases if base.is_usable}
         ends: list[Chain] = []
         for key in _on(path, usable):
@@ -280,7 +279,7 @@ class RunLog:
 
     def newest_end(self, base: BaseFound) -> BaseId | None:
         """How far replay goes from a base along the newest history; None: not a step."""
-        present = present_first(self.inventory, self.index)[0]
+        present = current_first(self.inventory, self.index)[0]
         chain = self.chain(base, path_of(present, self.inventory.timelines))
         return BaseId(*chain.end) if chain.steps else None
 
@@ -363,7 +362,7 @@ def _shapes_of_ranks(opened: Sequence[OpenBase]) -> list[str]:
     """
     saved = SavedRanks(opened)
     sections = {section for rank in saved.ranks for section in saved.sections_of(rank)}
-    layout = OldLayout.of(saved, opened, sections)
+    layout = SavedLayout.of(saved, opened, sections)
     assert layout is not None
     return [layout.shapes[rank] for rank in saved.ranks]
 

@@ -33,7 +33,7 @@ from everstep.restore.redo.owned import owned_entries, parameter_names
 from everstep.restore.redo.parts import own_part
 from everstep.restore.redo.redo import compare, tensor_of
 from everstep.restore.redo.updates import update_of
-from everstep.run.tensors import as_it_lay
+from everstep.run.tensors import with_strides
 from everstep.state.layout.entries import Entry
 from everstep.state.layout.names import OBJECT_PREFIX, PART_OBJECT, SAMPLE, UPDATE_OBJECT
 from everstep.state.layout.shards import Placed
@@ -190,7 +190,7 @@ class OfflineState:
             _refuse_declared(record)
         if mark.head.shape != self.shape:
             raise ReplayError(
-                f"{mark.head} is of a state that consists of something else", step=mark.head.step
+                f"{mark.head} belongs to a state of another composition", step=mark.head.step
             )
         several = self.marker.world > 1
         found = [(update_of(record, own=several), record) for record in updates]
@@ -410,7 +410,7 @@ class OfflineState:
         if entry.stride is None or len(entry.stride) != tensor.dim() or not tensor.numel():
             return
         if all(entry.stride):  # else nothing could have updated it in place
-            self.tensors[name] = as_it_lay(tensor, entry.stride)
+            self.tensors[name] = with_strides(tensor, entry.stride)
 
     def _settle(
         self,

@@ -12,11 +12,11 @@ from everstep.format.header import ShardHeader
 from everstep.format.reader import read_body
 from everstep.format.records import TimelineRecord
 from everstep.format.writer import ChunkRing
-from everstep.restore.load.load import contents, own_contents
+from everstep.restore.load.load import contents, rank_contents
 from everstep.restore.offline.offline import OfflineState
 from everstep.restore.offline.whole import make_offline_whole
 from everstep.restore.redo.conditions import conditions
-from everstep.run.opened import OpenBase
+from everstep.run.open_base import OpenBase
 from everstep.run.scan import BaseFound
 from everstep.run.shape import shape_of_base
 from everstep.seams.files.filesystem import FileSystem
@@ -112,7 +112,7 @@ def read_fuzzy(
     training_threads, elsewhere = conditions([trained])
     about: dict[str, Any] = {"timeout_s": timeout_s, "progress": progress}
     held: dict[str, Any] = {"threads": threads, "training_threads": training_threads}
-    state = _read(opened, own_contents(opened)[0], ring, **about, **held)
+    state = _read(opened, rank_contents(opened)[0], ring, **about, **held)
     return state, make_offline_whole(opened, state, ring, elsewhere, **about)
 
 

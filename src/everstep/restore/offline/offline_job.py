@@ -23,7 +23,7 @@ from everstep.format.log import LogRecord
 from everstep.format.records import Marker
 from everstep.replay.exactness import Exactness
 from everstep.restore.load.pieces import fills
-from everstep.restore.load.reshard import Piece, SavedRanks
+from everstep.restore.load.saved_ranks import Piece, SavedRanks
 from everstep.restore.offline.offline import OfflineState
 from everstep.restore.redo.marks import Held, no_longer_held
 from everstep.restore.redo.owned import owned_entries
@@ -430,7 +430,9 @@ class JobState:
                 raise FormatError(f"rank {rank} has {mark.head} and other updates before it")
             resting = self._resting.get(rank)
             if resting is not None and mark.head.shape != resting.shape:
-                raise ReplayError(f"rank {rank}: {mark.head} is of a state of something else")
+                raise ReplayError(
+                    f"rank {rank}: {mark.head} belongs to a state of another composition"
+                )
 
 
 def _place(head: Any) -> tuple[Any, ...]:

@@ -13,13 +13,13 @@ from everstep.format.reader import read_body
 from everstep.format.records import TimelineRecord
 from everstep.format.writer import ChunkRing
 from everstep.restore.load.pieces import Fill, PieceReads, fills_by_file
-from everstep.restore.load.reshard import Piece, SavedRanks, View
+from everstep.restore.load.saved_ranks import Piece, SavedRanks, View
 from everstep.restore.offline.offline import OfflineState
 from everstep.restore.offline.offline_job import JobState, Key, Resting, key_of
 from everstep.restore.offline.whole_ranks import made_whole
 from everstep.restore.redo.owned import owned_entries, parameter_names
 from everstep.restore.redo.partitioned import is_partitioned, whole_object
-from everstep.run.opened import OpenBase, open_ranks
+from everstep.run.open_base import OpenBase, open_ranks
 from everstep.run.scan import BaseFound
 from everstep.run.shape import shape_of_base
 from everstep.seams.files.filesystem import FileSystem

@@ -37,10 +37,10 @@ from everstep.restore.offline.offline_base import load_offline
 from everstep.restore.offline.offline_job import JobState
 from everstep.restore.offline.offline_job_load import load_job
 from everstep.restore.redo.conditions import conditions
-from everstep.run.ahead import Ahead
-from everstep.run.audits import audit_in_words, audit_of
+from everstep.run.audits import audit_of, describe_audit
+from everstep.run.candidates import Skipped
 from everstep.run.chain import Chain
-from everstep.run.decide import Skipped
+from everstep.run.prefetch import Prefetch
 from everstep.run.scan import BaseFound
 from everstep.seams.files.filesystem import FileSystem
 from everstep.seams.progress import progress
@@ -210,7 +210,7 @@ class Rebuilder:
         alone, own = _of_one(state)
         audit = audit_of(self.log.inventory, BaseId(timeline, step))
         if audit is not None and audit.verdict == "different":  # as resume() says
-            why = why or audit_in_words(audit)
+            why = why or describe_audit(audit)
         inexact = why  # as where fewer ranks go on (I9)
         why = why or next(iter(own.values()), "")
         about = len(chain.steps), not why, why, tuple(skipped), own, inexact, audit
@@ -264,7 +264,7 @@ class Rebuilder:
         found = self.log.steps(chain, logged.lsn, world, self.ring, self.timeout_s)
         with (
             progress("replay", len(chain.steps), "items") as bar,
-            Ahead(found, count=1) as steps,  # as much again as is being replayed: a segment
+            Prefetch(found, count=1) as steps,  # as much again as is being replayed: a segment
         ):
             for step in steps:
                 if isinstance(step, EverstepError):

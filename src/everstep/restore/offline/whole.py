@@ -14,13 +14,12 @@ from everstep.errors import AuditError, FormatError, ReplayError
 from everstep.format.log import LogRecord
 from everstep.format.records import TimelineRecord
 from everstep.format.writer import ChunkRing
-from everstep.restore.load.load import LoadedBase, own_contents
+from everstep.restore.load.load import LoadedBase, rank_contents
 from everstep.restore.offline.offline import OfflineState
 from everstep.restore.redo.owned import parameter_names
 from everstep.restore.redo.redo import Redo, Step, other_conditions
 from everstep.restore.redo.updates import update_of
-from everstep.run.opened import OpenBase
-from everstep.run.redo_file import RedoRecords, read_redo_file
+from everstep.run.open_base import OpenBase, RedoRecords, read_redo_file
 from everstep.seams.progress import ProgressSink
 from everstep.state.layout.names import GRADIENT
 from everstep.state.providers.optimizers import OptimizerProvider
@@ -69,7 +68,7 @@ def make_live_whole(
             hint="build the model with the same tied weights as when it was saved",
         )
     records = _records(opened, loaded.shape, ring, timeout_s=timeout_s, progress=progress)
-    redo = Redo(state, loaded.relaid, loaded.aliases, loaded.names)
+    redo = Redo(state, loaded.restrided, loaded.aliases, loaded.names)
     elsewhere = other_conditions([trained]) if records.updates else ""
     redo.compares = not elsewhere
     found = ((r, None if r.head.declared else update_of(r)) for r in records.updates)
@@ -128,7 +127,7 @@ def _records(
     )
     if records.mark.head.shape != shape:
         raise FormatError(
-            f"{opened.redo[3]}: its updates are of a state that consists of something else",
+            f"{opened.redo[3]}: its updates belong to a state of another composition",
             path=opened.redo[3],
         )
     _check_seen(opened, records.updates)
@@ -138,7 +137,7 @@ def _records(
 def _check_seen(opened: OpenBase, updates: Iterable[LogRecord]) -> None:
     """Refuses an update of a parameter that was captured behind it, which would be applied twice,
     and a parameter that was captured at another update than its optimizer's state."""
-    trees, entries = own_contents(opened)
+    trees, entries = rank_contents(opened)
     lsns = {name: entry.lsn for name, entry in entries.items()}
     named = {
         name: entries_of & lsns.keys()  # several ranks' trees name what others have written, too

@@ -18,14 +18,14 @@ from everstep.errors import FormatError, ReplayError, UnsupportedStateError
 from everstep.format.records import TimelineRecord
 from everstep.format.writer import ChunkRing
 from everstep.restore.load.pieces import Fill
-from everstep.run.opened import OpenBase
+from everstep.run.open_base import OpenBase
 from everstep.seams.processes.processes import available_cores
 from everstep.seams.progress import ProgressSink
 
 if TYPE_CHECKING:
     from everstep.restore.offline.offline import OfflineState
 
-__all__ = ["MadeWhole", "MakeWhole", "made_whole"]
+__all__ = ["MadeWhole", "made_whole"]
 
 _ALIVE_S = 0.5
 
@@ -46,6 +46,10 @@ class MadeWhole:
         """Why it is not bit for bit what training had; "" if it is."""
         return self.state.doubt
 
+    def digests(self) -> dict[str, str]:
+        """Return the digests of all entries, by name."""
+        return self.state.digests()
+
     def fill(self, fills: Iterable[Fill]) -> set[str]:
         """Puts pieces of these files where they belong; returns their names."""
         names = set()
@@ -53,10 +57,6 @@ class MadeWhole:
             one.copy(self.state.bytes_of(one.piece.entry.name))
             names.add(one.piece.entry.name)
         return names
-
-
-MakeWhole = Callable[[OpenBase], MadeWhole]
-"""Makes one rank's files whole, which have a redo file; errors as of :func:`made_whole`."""
 
 
 def made_whole(

@@ -8,7 +8,7 @@ from everstep.capture.probe import Probe
 from everstep.errors import FormatError, ReplayError
 from everstep.format.log import LogRecord
 from everstep.replay.exactness import Exactness
-from everstep.run.tensors import tensor_of, write_into
+from everstep.run.tensors import copy_into, tensor_of
 from everstep.state.layout.names import SAMPLE, SPOT
 from everstep.state.layout.shards import Placed
 from everstep.state.training_state import State
@@ -36,7 +36,7 @@ class DeclaredRedo:
             FormatError: the record does not fit the state.
         """
         pattern = record.head.declared
-        function = self._state.told.updates.get(pattern)
+        function = self._state.ownership_rules.updates.get(pattern)
         if function is None:
             raise ReplayError(f"{record.head}: no function is registered for {pattern!r}")
         if record.layout.placed:  # as the function has read them
@@ -63,7 +63,7 @@ class DeclaredRedo:
         Raises:
             FormatError: the mark does not fit the state.
         """
-        if not self._state.told.updates:
+        if not self._state.ownership_rules.updates:
             return
         survey = self._state.survey()
         for place in mark.layout.placed:
@@ -72,7 +72,7 @@ class DeclaredRedo:
                 _put(survey.tensors[place.entry.name], mark, place)
         found = self._probe.take(survey) if self.exactness.exact else {}
         logged = {place.entry.name: place for place in mark.layout.placed}
-        if not self._state.told.replays and any(
+        if not self._state.ownership_rules.replays and any(
             name.startswith(SAMPLE) and not name.startswith(SPOT) for name in logged
         ):
             # Such logs were written once: they leave out what a function has updated.
@@ -99,4 +99,4 @@ def _put(target: torch.Tensor | None, record: LogRecord, place: Placed) -> None:
     source = tensor_of(record, place)
     if target is None or (target.shape, target.dtype) != (source.shape, source.dtype):
         raise FormatError(f"{record.head} has another {place.entry.name!r} than the state")
-    write_into(target, source)
+    copy_into(target, source)

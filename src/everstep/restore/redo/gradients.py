@@ -13,7 +13,7 @@ from everstep.compress.quantized import Int8
 from everstep.compress.sparse import Sparse
 from everstep.errors import FormatError
 from everstep.replay.packed import Gradient, Packed
-from everstep.run.tensors import as_it_lay
+from everstep.run.tensors import with_strides
 from everstep.state.layout.names import GRADIENT, INDICES, INT8, SCALES, VALUES
 
 __all__ = ["gradient_of", "gradients_of"]
@@ -66,4 +66,4 @@ def _compressed(
         raise FormatError(f"the gradient of {name!r} has {form.numel} elements, not {list(shape)}")
     if stride is None:
         return packed
-    return as_it_lay(packed.dense(), stride)
+    return with_strides(packed.dense(), stride)

@@ -14,7 +14,7 @@ from everstep.replay.updates import Update
 from everstep.restore.redo.gradients import gradient_of
 from everstep.run.tensors import tensor_of
 from everstep.state.layout.names import PART_OBJECT
-from everstep.state.ranks.log_shares import digest_of_names
+from everstep.state.ranks.log_shares import names_digest
 from everstep.state.values.objects import decode
 
 __all__ = ["OfOthers", "gradients_of_others", "own_part"]
@@ -55,7 +55,7 @@ def gradients_of_others(record: LogRecord, about: Mapping[str, Any]) -> OfOthers
                 names += of_rank.gradients
                 found.gradients |= of_rank.gradients
                 found.lossy = found.lossy or of_rank.lossy
-        if len(names) != len(set(names)) or digest_of_names(names) != wanted:
+        if len(names) != len(set(names)) or names_digest(names) != wanted:
             raise ValueError(f"gradients that rank(s) {ranks} consumed alike are missing")
     return found
 

@@ -28,7 +28,7 @@ from everstep.restore.redo.marks import logs_less
 from everstep.restore.redo.sharded import as_live, replayer_of
 from everstep.restore.redo.unknown import UnknownClassError
 from everstep.restore.redo.updates import class_for, update_of
-from everstep.run.tensors import tensor_of, write_into
+from everstep.run.tensors import copy_into, tensor_of
 from everstep.seams.fingerprint import fingerprint, number_settled
 from everstep.seams.machine import memory_available_bytes
 from everstep.seams.processes.processes import available_cores
@@ -36,11 +36,11 @@ from everstep.state.layout.entries import Entry
 from everstep.state.layout.names import OBJECT_PREFIX, SPOT
 from everstep.state.providers.optimizers import OptimizerProvider
 from everstep.state.providers.provider import RestorePlan
-from everstep.state.providers.zero import acting
+from everstep.state.providers.zero import local_optimizer
 from everstep.state.survey.survey import same_objects
 from everstep.state.training_state import State
 from everstep.state.values.objects import decode
-from everstep.state.values.tensors import like, local_of, stored_form
+from everstep.state.values.tensors import dtensor_like, local_tensor, tensor_entry
 from everstep.state.values.tree import join, references, split
 
 __all__ = [
@@ -261,7 +261,7 @@ class Redo:
                 if name in kept:
                     entries[name] = as_live(kept[name], live.get(name))
                 elif name in live:
-                    entries[name] = stored_form(name, live[name])
+                    entries[name] = tensor_entry(name, live[name])
                 else:
                     raise FormatError(f"{mark.head} refers to {name!r}, which is not there")
         plans = state.plan_restore(trees, entries)
@@ -274,7 +274,7 @@ class Redo:
         for plan in plans.values():
             for name, template in plan.like.items():
                 if name in logged and name not in plan.in_place:
-                    logged[name] = like(template, entries[name], logged[name])
+                    logged[name] = dtensor_like(template, entries[name], logged[name])
         for name, first in self._aliases.items():  # of what an update has changed
             if name in live and first in live and name not in logged:
                 live[name] = live[first]
@@ -293,7 +293,7 @@ class Redo:
             optimizer = self._state.optimizers.get(key)
             if optimizer is None or self._kinds.get(key) == update.kind:
                 continue
-            kind, why = class_for(update, type(acting(optimizer)))
+            kind, why = class_for(update, type(local_optimizer(optimizer)))
             if kind is None:
                 why += ", whose step() is another; the log needs one of that class"
                 raise UnknownClassError(why, step=at, optimizer=key)
@@ -338,20 +338,20 @@ class Redo:
             spans = sorted(
                 (tensor.data_ptr(), tensor.data_ptr() + tensor.untyped_storage().nbytes())
                 for optimizer in self._state.optimizers.values()
-                for tensor in map(local_of, _owned(optimizer))
+                for tensor in map(local_tensor, _owned(optimizer))
             )
             names = [place.entry.name for place in mark.layout.placed]
             self._doubtful = [
                 name
                 for name in names
-                if name in self._live and _inside(local_of(self._live[name]).data_ptr(), spans)
+                if name in self._live and _inside(local_tensor(self._live[name]).data_ptr(), spans)
             ]
         return self._doubtful
 
     def _put(self, mark: LogRecord, names: Sequence[str]) -> None:
         for place in mark.layout.placed:
             if place.entry.name in names:
-                write_into(local_of(self._live[place.entry.name]), tensor_of(mark, place))
+                copy_into(local_tensor(self._live[place.entry.name]), tensor_of(mark, place))
 
     def _apply(self) -> None:
         """Several steps at once: the state is read once for all of them. Optimizers share
@@ -361,7 +361,7 @@ class Redo:
         self._waiting = self._waiting_bytes = 0
         for key, updates in pending.items():
             self._replayer(key).apply(updates)
-            self._state.apart.trained(key, {name for one in updates for name in one.gradients})
+            self._state.rank_local.trained(key, {name for one in updates for name in one.gradients})
 
     def _compare(self) -> None:
         """Compares with the last mark, to whose step everything has been applied."""
@@ -375,7 +375,7 @@ class Redo:
         """All of the state by entry name. Replay updates in place: as long as optimizers hold the
         same tensors, and these the same memory, those that were found before are the ones."""
         owned = [tensor for one in self._state.optimizers.values() for tensor in _owned(one)]
-        places = [local_of(tensor).data_ptr() for tensor in owned]
+        places = [local_tensor(tensor).data_ptr() for tensor in owned]
         known = self._surveyed
         if known is None or known[1] != places or not same_objects(owned, known[0]):
             survey = self._state.survey()
@@ -399,7 +399,7 @@ class Redo:
             # Training stands still: its second core is free, whatever torch was told to use.
             threads = max(torch.get_num_threads(), min(2, len(available_cores())))
             about: dict[str, Any] = {"threads": threads, "fast": self._state.replays_fast}
-            own = acting(optimizer)
+            own = local_optimizer(optimizer)
             about["relaid"] = self._relaid_of(own, known) if self._relaid else {}
             about["kind"] = self._classes.get(key)
             replayer = self._replayers[key] = replayer_of(own, known, **about)
@@ -410,12 +410,12 @@ class Redo:
     ) -> dict[str, str]:
         """Entries that lie otherwise than in training, by the parameter that they are or are of."""
         there = self._tensors()
-        lie = {local_of(there[name]).data_ptr(): name for name in self._relaid if name in there}
+        lie = {local_tensor(there[name]).data_ptr(): name for name in self._relaid if name in there}
         found: dict[str, str] = {}
         for parameter in (p for group in optimizer.param_groups for p in group["params"]):
             values = optimizer.state.get(parameter, {}).values()
             for tensor in (parameter, *(v for v in values if isinstance(v, torch.Tensor))):
-                if (entry := lie.get(local_of(tensor).data_ptr())) is not None:
+                if (entry := lie.get(local_tensor(tensor).data_ptr())) is not None:
                     found.setdefault(names[id(parameter)], entry)
         return found
 
@@ -449,7 +449,7 @@ def put_back(
                 tensors[name] = live[name] if source is None else copies[id(source)]
                 continue
             if source is not None:
-                write_into(local_of(target), source)
+                copy_into(local_tensor(target), source)
             tensors[name] = target
         notes += state.providers[section].restore(join(plan.tree, tensors), strict=True)
     return notes
@@ -515,7 +515,7 @@ def other_conditions(records: Iterable[TimelineRecord | None]) -> str:
 
 
 def _owned(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
-    optimizer = acting(optimizer)
+    optimizer = local_optimizer(optimizer)
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             yield parameter

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 from everstep.replay.engine import Replayer
 from everstep.state.layout.entries import Entry
-from everstep.state.values.tensors import is_dtensor, local_of, stored_form
+from everstep.state.values.tensors import is_dtensor, local_tensor, tensor_entry
 
 __all__ = ["as_live", "replayer_of"]
 
@@ -54,13 +54,13 @@ def replayer_of(
     for parameter in parameters:
         values = optimizer.state.get(parameter, {})
         state[names[id(parameter)]] = {
-            key: local_of(value) if isinstance(value, torch.Tensor) else value
+            key: local_tensor(value) if isinstance(value, torch.Tensor) else value
             for key, value in values.items()
         }
     return Replayer(
         kind,
         [[names[id(parameter)] for parameter in group] for group in members],
-        {names[id(parameter)]: local_of(parameter) for parameter in parameters},
+        {names[id(parameter)]: local_tensor(parameter) for parameter in parameters},
         state,
         [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups],
         threads=threads,
@@ -74,6 +74,6 @@ def as_live(logged: Entry, live: torch.Tensor | None) -> Entry:
     """The entry of a whole tensor of which a mark holds this rank's part."""
     if live is None or not is_dtensor(live):
         return logged
-    part = stored_form(logged.name, local_of(live))
+    part = tensor_entry(logged.name, local_tensor(live))
     fits = (part.shape, part.dtype) == (logged.shape, logged.dtype)
-    return stored_form(logged.name, live) if fits else logged
+    return tensor_entry(logged.name, live) if fits else logged

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 from everstep.restore.fetch.sources import RankBack, RankRead
 from everstep.restore.start.resume import Resumed
-from everstep.run.audits import audit_in_words
-from everstep.run.decide import Skipped
+from everstep.run.audits import describe_audit
+from everstep.run.candidates import Skipped
 
 __all__ = ["Recovery", "describe", "evidence"]
 
@@ -110,7 +110,7 @@ def describe(resumed: Resumed, seconds: float, *, has_data: bool) -> Recovery:
     """
     base = resumed.base
     loaded = resumed.loaded
-    audit = "" if resumed.audit is None else audit_in_words(resumed.audit)
+    audit = "" if resumed.audit is None else describe_audit(resumed.audit)
     said = "nothing to restore"
     if loaded is not None:
         said = evidence(

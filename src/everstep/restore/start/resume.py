@@ -36,21 +36,22 @@ from everstep.restore.fetch.sources import RankBack, RankRead
 from everstep.restore.load.inexact import why_not_exact
 from everstep.restore.load.load import LoadedBase
 from everstep.restore.load.nonfinite import nonfinite_parameter
-from everstep.restore.log.logs import LogFound
+from everstep.restore.load.restored import Restored
+from everstep.restore.log.log_found import LogFound
 from everstep.restore.log.reach import nothing_restorable, reachable
-from everstep.restore.start.fewer import lacking_parts, refuse_to_lose
-from everstep.restore.start.forward import Loader, Restored, bring_forward, redoable
-from everstep.run.audits import audit_in_words, audit_of
-from everstep.run.decide import Skipped, begins_with_several, candidates
-from everstep.run.lift import lift_mark
-from everstep.run.scan import BaseFound, Inventory, KnownTimelines, scan_base, scan_run
+from everstep.restore.start.missing_sections import missing_sections, refuse_log_loss
+from everstep.restore.start.roll_forward import Loader, replayable, roll_forward
+from everstep.run.audits import audit_of, describe_audit
+from everstep.run.candidates import Skipped, candidates, starts_with_job_base
+from everstep.run.scan import BaseFound, Inventory, TimelineCache, scan_base, scan_run
+from everstep.run.uncondemn import uncondemn
 from everstep.seams import Seams
 from everstep.seams.failpoints import failpoint
 from everstep.seams.fingerprint import fingerprint, process_name
 from everstep.state.training_state import State
 from everstep.tiers.disk import create_exclusive, ensure_dir, storage_errors, write_durably
 
-__all__ = ["OfSeveralError", "Resumed", "not_finite", "open_timeline", "resume"]
+__all__ = ["Resumed", "SeveralRanksError", "not_finite", "open_timeline", "resume"]
 
 _log = logging.getLogger("everstep")
 _ATTEMPTS = 8
@@ -60,7 +61,7 @@ class _VanishedError(Exception):
     """The base was deleted while we read it: whoever deleted it has a newer one."""
 
 
-class OfSeveralError(Exception):
+class SeveralRanksError(Exception):
     """What there is to begin with is a base of several ranks: behind it lie the logs of all."""
 
 
@@ -134,7 +135,7 @@ def resume(
     timeout_s: float,
     on_touch: Callable[[], None],
     trained: bool = False,
-    known: KnownTimelines | None = None,
+    known: TimelineCache | None = None,
 ) -> Resumed:
     """Restores the newest base whose bytes all verify, and opens a new timeline.
 
@@ -146,7 +147,8 @@ def resume(
         known: of this process, which may resume often.
 
     Raises:
-        OfSeveralError: it is for :func:`everstep.trainer.job.one_rank.resume_from_several_ranks`.
+        SeveralRanksError: it is for
+            :func:`everstep.trainer.job.one_rank.resume_from_several_ranks`.
         RecoveryError: when there are bases, or have been, and none can be used, or none of
             ``step``.
         MismatchError: when the newest one is of another model.
@@ -155,14 +157,14 @@ def resume(
     held = recalled.base
     with storage_errors("resume", run):
         opened: set[int] = set()
-        known = known or KnownTimelines()
+        known = known or TimelineCache()
         for _ in range(_ATTEMPTS):
             inventory = _inventory(seams, run, opened, held, known)
             fresh = step == 0 and not any(base.id.step == 0 for base in inventory.bases)
             if fresh and trained:
                 raise _no_way_back(run)
-            if begins_with_several(inventory, step=step):
-                raise OfSeveralError
+            if starts_with_job_base(inventory, step=step):
+                raise SeveralRanksError
             try:
                 loader = Loader(seams, state, ring, held, strict, timeout_s, on_touch)
                 files = seams.filesystem
@@ -178,7 +180,7 @@ def resume(
             loaded = restored.loaded
             audit = None if restored.end is None else audit_of(inventory, restored.end)
             if audit is not None and audit.verdict == "different":
-                restored.inexact = restored.inexact or audit_in_words(audit)
+                restored.inexact = restored.inexact or describe_audit(audit)
             if found is not None and loaded is not None and not restored.inexact:
                 timelines = inventory.timelines.values()
                 restored.inexact = why_not_exact(loaded, found.id, (loaded.marker,), timelines)
@@ -188,9 +190,11 @@ def resume(
                 and not loaded.notes
                 and not restored.inexact
             )
-            if step is None and loaded is not None and restored.kept is not None:
+            if step is None and loaded is not None and restored.unreplayed is not None:
                 assert restored.end is not None
-                refuse_to_lose(loaded.left_out, restored.end.step, restored.kept[0].step, run)
+                refuse_log_loss(
+                    loaded.left_out, restored.end.step, restored.unreplayed[0].step, run
+                )
             failpoint("resume.before_timeline")
             timeline = open_timeline(
                 seams,
@@ -207,7 +211,9 @@ def resume(
                     seen = () if restored.replayed else loaded.finite
                     if bad := nonfinite_parameter(state, but=seen):
                         problems += (not_finite(bad, restored.end),)
-                for note in filter(None, (restored.fewer, _where(restored, inventory, log, step))):
+                for note in filter(
+                    None, (restored.passed_over, _where(restored, inventory, log, step))
+                ):
                     _log.warning("%s", note)
                     problems += (note,)
                 base = found.id if found else None
@@ -299,22 +305,22 @@ def _restore(inventory: Inventory, loader: Loader, log: LogFound, step: int | No
     fewer = dict[BaseId, str]()  # of a part of the state: not taken as long as there is another
     if not loader.strict:
         tried = [base for base, _ in chosen.ordered]
-        fewer = lacking_parts(filesystem, tried, loader.state.providers)
+        fewer = missing_sections(filesystem, tried, loader.state.providers)
         left.sort(key=lambda way: way[0].id not in fewer)
     while left:
         base, whole = left.pop()
         if base.manifest is not None and base.manifest.markers[0].world > 1:
-            raise OfSeveralError  # what was newer is damaged
-        chain = redoable(base, whole, loader, log, skipped)
+            raise SeveralRanksError  # what was newer is damaged
+        chain = replayable(base, whole, loader, log, skipped)
         if step is not None and chain.end[1] != step:
             continue
         try:
-            restored = bring_forward(inventory, base, chain, loader, log, whole=step is not None)
+            restored = roll_forward(inventory, base, chain, loader, log, whole=step is not None)
         except NewerFormatError:
             raise
         except MismatchError:
             tried = [base, *(other for other, _ in reversed(left))]
-            found = lacking_parts(filesystem, tried, loader.state.providers)
+            found = missing_sections(filesystem, tried, loader.state.providers)
             if base.id not in found:
                 raise
             fewer[base.id] = found[base.id]
@@ -345,13 +351,13 @@ def _restore(inventory: Inventory, loader: Loader, log: LogFound, step: int | No
             at = restored.end.step + 1
             reasons = [one.reason for one in skipped if one.step == at]
             why = reasons[-1] if reasons else f"step {at} could not be redone"
-            restored.kept = BaseId(*whole.end), why
+            restored.unreplayed = BaseId(*whole.end), why
         if chain.lost is not None:
             timeline, end = chain.end
             why = f"log: {chain.stopped}; what it has up to step {chain.lost} is of no use"
             skipped.append(Skipped(timeline, end + 1, why))
         restored.skipped = [*skipped, *_skipped(fewer)]
-        restored.fewer = fewer.get(max(fewer), "") if fewer and base.id not in fewer else ""
+        restored.passed_over = fewer.get(max(fewer), "") if fewer and base.id not in fewer else ""
         return restored
     skipped += _skipped(fewer)
     refused = nothing_restorable(inventory, chosen, skipped, step=step, apart=apart)
@@ -376,7 +382,7 @@ def _where(restored: Restored, inventory: Inventory, log: LogFound, step: int | 
         return None if step is not None else of_no_use(left, inventory.branches)
     if step is not None:
         return left_at(restored.end, inventory.branches)
-    return lost_behind(restored.end, inventory.branches, restored.kept)
+    return lost_behind(restored.end, inventory.branches, restored.unreplayed)
 
 
 def _inventory(
@@ -384,7 +390,7 @@ def _inventory(
     run: PurePath,
     opened: Collection[int],
     held: HeldBase | None,
-    known: KnownTimelines,
+    known: TimelineCache,
 ) -> Inventory:
     """What there is, on disk and in memory; timelines that this very resume has ``opened`` are
     no history."""
@@ -407,7 +413,7 @@ def _unchanged(
     step: int | None,
     opened: Collection[int],
     held: HeldBase | None,
-    known: KnownTimelines,
+    known: TimelineCache,
 ) -> bool:
     """Whether, now that nobody else can commit or delete, the choice is still the right one:
     nothing of the base was removed before its deleter was fenced off, and none is newer. If the
@@ -420,7 +426,7 @@ def _unchanged(
     if step is None and any(base.id not in earlier for base in candidates(now).ordered):
         return False
     for base in chosen:
-        if base.status == "condemned" and not lift_mark(seams.filesystem, base.path):
+        if base.status == "condemned" and not uncondemn(seams.filesystem, base.path):
             return _still_there(seams, before.path, base.id)
     return True
 

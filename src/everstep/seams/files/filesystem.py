@@ -4,7 +4,7 @@ Paths are pure (``PurePath``): they name, they do not touch. Every method raises
 with the errno that the operating system gave; the callers above turn those into
 :mod:`everstep.errors` with step, rank and hint.
 
-What durability means here, and what the crash simulator in :mod:`everstep.testing`
+What durability means here, and what the crash simulator of the tests (``tests/crash/sim``)
 assumes: bytes are durable after :meth:`WriteFile.sync`; a *name* (created, renamed, linked
 or removed) is durable only after :meth:`FileSystem.sync_dir` of its directory. Until then
 any subset may survive a crash.

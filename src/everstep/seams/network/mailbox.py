@@ -3,7 +3,7 @@
 What implements it promises little, so that nearly anything can: a message arrives once, never,
 late, twice, or after a later one. Those who use it repeat what is not answered, and pass over
 what they know already. :class:`.peers.PeerMailbox` implements it over TCP; tests and the simulated
-network in :mod:`everstep.testing` have others.
+network of the crash tests have others.
 """
 
 from __future__ import annotations

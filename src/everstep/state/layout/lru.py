@@ -9,7 +9,7 @@ from typing import Generic, TypeVar
 
 from everstep.state.layout.shards import ShardLayout
 
-__all__ = ["COUNT_MAX", "ENTRIES_MAX", "Recent", "RecentLayouts"]
+__all__ = ["COUNT_MAX", "ENTRIES_MAX", "LRUCache", "LayoutCache"]
 
 COUNT_MAX = 256
 ENTRIES_MAX = 1 << 17
@@ -19,7 +19,7 @@ _K = TypeVar("_K", bound=Hashable)
 _V = TypeVar("_V")
 
 
-class Recent(Generic[_K, _V]):
+class LRUCache(Generic[_K, _V]):
     """Values by key; of too many, those go that nobody has used for longest.
 
     Args:
@@ -45,7 +45,7 @@ class Recent(Generic[_K, _V]):
         self._values.move_to_end(key)
         return known[0]
 
-    def make_room(self, weight: int) -> list[_V]:
+    def evict_for(self, weight: int) -> list[_V]:
         """Lets go of what is in the way of one more value; returns what has gone."""
         gone = []
         while self._values and (
@@ -60,30 +60,30 @@ class Recent(Generic[_K, _V]):
         """A value for a key that may have none."""
         _, before = self._values.pop(key, (None, 0))
         self._weight -= before
-        self.make_room(weight)
+        self.evict_for(weight)
         self._values[key] = value, weight
         self._weight += weight
 
 
-class RecentLayouts(Generic[_V]):
-    """:class:`Recent` by layout: the very one, as comparing them takes long."""
+class LayoutCache(Generic[_V]):
+    """:class:`LRUCache` by layout: the very one, as comparing them takes long."""
 
     def __init__(self, count_max: int | None = None, weight_max: int | None = None) -> None:
         # With the layout itself: no other one has its id meanwhile.
-        self._found = Recent[int, tuple[ShardLayout, _V]](count_max, weight_max)
+        self._found = LRUCache[int, tuple[ShardLayout, _V]](count_max, weight_max)
 
     def __len__(self) -> int:
         return len(self._found)
 
     def get(self, layout: ShardLayout) -> _V | None:
-        """As for :class:`Recent`."""
+        """As for :class:`LRUCache`."""
         known = self._found.get(id(layout))
         return None if known is None else known[1]
 
-    def make_room(self, layout: ShardLayout) -> list[_V]:
-        """As for :class:`Recent`."""
-        return [value for _, value in self._found.make_room(len(layout.placed))]
+    def evict_for(self, layout: ShardLayout) -> list[_V]:
+        """As for :class:`LRUCache`."""
+        return [value for _, value in self._found.evict_for(len(layout.placed))]
 
     def add(self, layout: ShardLayout, value: _V) -> None:
-        """As for :class:`Recent`."""
+        """As for :class:`LRUCache`."""
         self._found.add(id(layout), (layout, value), len(layout.placed))

@@ -16,13 +16,13 @@ import xxhash
 
 from everstep.state.layout.placement import Placement
 
-__all__ = ["InCommon", "in_common", "members_of", "parted"]
+__all__ = ["ReplicaDigest", "describe_mismatch", "ranks_of_digest", "replica_digests"]
 
 _LISTED = 4  # ranks, and sections, in an error
 
 
 @dataclass(frozen=True, slots=True)
-class InCommon:
+class ReplicaDigest:
     """What a rank has in common with others of one section of its state.
 
     Attributes:
@@ -37,7 +37,9 @@ class InCommon:
     digest: str
 
 
-def in_common(lines: Mapping[tuple[tuple[int, ...], str], Iterable[str]]) -> tuple[InCommon, ...]:
+def replica_digests(
+    lines: Mapping[tuple[tuple[int, ...], str], Iterable[str]],
+) -> tuple[ReplicaDigest, ...]:
     """As a rank says it.
 
     Args:
@@ -47,11 +49,13 @@ def in_common(lines: Mapping[tuple[tuple[int, ...], str], Iterable[str]]) -> tup
     for (ranks, section), of_section in lines.items():
         text = "\n".join(known := sorted(of_section))
         runs = Placement(tuple(sorted(ranks))).text.partition("@")[2]
-        found.append(InCommon(runs, section, len(known), xxhash.xxh3_128_hexdigest(text.encode())))
+        found.append(
+            ReplicaDigest(runs, section, len(known), xxhash.xxh3_128_hexdigest(text.encode()))
+        )
     return tuple(sorted(found, key=lambda one: (one.section, one.ranks)))
 
 
-def members_of(one: InCommon) -> tuple[int, ...]:
+def ranks_of_digest(one: ReplicaDigest) -> tuple[int, ...]:
     """The ranks, as numbers.
 
     Raises:
@@ -60,7 +64,7 @@ def members_of(one: InCommon) -> tuple[int, ...]:
     return Placement.parse(f"whole@{one.ranks}").ranks or ()
 
 
-def parted(said: Mapping[int, Sequence[InCommon]]) -> str:
+def describe_mismatch(said: Mapping[int, Sequence[ReplicaDigest]]) -> str:
     """Where ranks differ in what they have in common, in words; "" if they do not.
 
     Args:
@@ -73,7 +77,7 @@ def parted(said: Mapping[int, Sequence[InCommon]]) -> str:
     wrong: list[str] = []
     for key, group in sorted(groups.items()):
         versions: dict[tuple[int, str], list[int]] = {}
-        for rank in members_of(group):
+        for rank in ranks_of_digest(group):
             mine = by_rank.get(rank, {}).get(key)
             version = (0, "") if mine is None else (mine.count, mine.digest)
             versions.setdefault(version, []).append(rank)

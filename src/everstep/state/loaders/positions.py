@@ -33,18 +33,18 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, SequentialSampler
 from torch.utils.data.dataloader import _InfiniteConstantSampler
 
-from everstep.state.loaders.workers import WorkerDraws
-from everstep.state.values.generators import RngStates, restore_rng, rng_kept
+from everstep.state.loaders.workers import WorkerGenerators
+from everstep.state.values.generators import RngStates, preserve_rng, restore_rng
 
 __all__ = [
     "KEY",
     "MOVED",
     "POSITIONS",
     "Listener",
-    "Positions",
+    "LoaderPositions",
     "Resumed",
-    "adopt",
     "fetches_ahead",
+    "follow_existing",
     "holds_position",
     "is_followed",
     "loader_within",
@@ -123,7 +123,7 @@ def _has_buffer(examples: object) -> bool:
     return any(map(_has_buffer, filter(None, inner)))
 
 
-def _asked_by(modules: Collection[str]) -> str:
+def _calling_module(modules: Collection[str]) -> str:
     """Return which of these modules is asking a loader for an iterator now; "": none is."""
     frame: FrameType | None = sys._getframe(1)
     for _ in range(_FRAMES):
@@ -136,7 +136,9 @@ def _asked_by(modules: Collection[str]) -> str:
 def fetches_ahead(loader: object) -> str:
     """Return who is asking a loader for an iterator now, if that fetches each batch before the one
     before is trained on; "" for others. Lightning does where it cannot know how many there are."""
-    return _asked_by(_ACCELERATE) or ("" if _has_length(loader) else _asked_by(_LIGHTNING))
+    return _calling_module(_ACCELERATE) or (
+        "" if _has_length(loader) else _calling_module(_LIGHTNING)
+    )
 
 
 class Listener(Protocol):
@@ -165,7 +167,7 @@ class Resumed(Protocol):
     generators: RngStates
 
 
-class Positions:
+class LoaderPositions:
     """The loaders of this process that save their position, completed by what that lacks.
 
     One for the process. It follows their classes as long as somebody holds it open.
@@ -263,10 +265,10 @@ class Positions:
             setattr(owner, function.__name__, function)
 
 
-def adopt(loader: Any, positions: Positions) -> None:
+def follow_existing(loader: Any, positions: LoaderPositions) -> None:
     """Begin to follow a loader whose iterator somebody has made before, and not iterated yet.
 
-    Workers that have started were not initialized by :class:`.WorkerDraws`: they are ended, and
+    Workers that run already were not initialized by :class:`.WorkerGenerators`: end them, and
     the position that the iterator has is pending.
     """
     iterator = loader._iterator
@@ -300,7 +302,7 @@ class _Position:
         self.pending: dict[str, Any] | None = None
         self.begun: dict[str, Any] | None = None
         self.epochs: list[int] = []
-        self.behind: _Behind | None = None
+        self.behind: _DelayedState | None = None
 
     def state_dict(self, loader: Any, get: Callable[[Any], dict[str, Any]]) -> dict[str, Any]:
         """Return the position; of a loader that nobody has iterated, no iterator is made for it."""
@@ -317,7 +319,11 @@ class _Position:
         return {**tree, KEY: more} if more else tree
 
     def load(
-        self, loader: Any, state: dict[str, Any], load: Callable[..., None], positions: Positions
+        self,
+        loader: Any,
+        state: dict[str, Any],
+        load: Callable[..., None],
+        positions: LoaderPositions,
     ) -> None:
         """Take a position, which waits until somebody iterates."""
         old = loader._iterator
@@ -332,17 +338,17 @@ class _Position:
                 old._shutdown_workers()
             # Whoever holds it (a loop under way, a Trainer that has made it before it lets its
             # callbacks resume) goes on at the restored position.
-            old._next_data = _Redirected(loader)
+            old._next_data = _RedirectedFetch(loader)
 
-    def make(self, loader: Any, make: Callable[[Any], Any], positions: Positions) -> Any:
+    def make(self, loader: Any, make: Callable[[Any], Any], positions: LoaderPositions) -> Any:
         """Make the iterator that a loop begins to iterate."""
         iterator = self._make(loader, make, positions)
         # Lightning fetches a batch before it is needed where it cannot know the number of batches.
-        unsized = not _has_length(loader) and _asked_by(_LIGHTNING)
-        self.behind = _Behind(iterator) if unsized else None
+        unsized = not _has_length(loader) and _calling_module(_LIGHTNING)
+        self.behind = _DelayedState(iterator) if unsized else None
         return iterator
 
-    def _make(self, loader: Any, make: Callable[[Any], Any], positions: Positions) -> Any:
+    def _make(self, loader: Any, make: Callable[[Any], Any], positions: LoaderPositions) -> Any:
         pending = self.pending
         self.pending = None
         moved = positions.moved
@@ -350,17 +356,17 @@ class _Position:
         if pending is None:
             self.epochs = epochs
             self.begun = None
-            with _Orders(self, loader, None):
+            with _OrderCapture(self, loader, None):
                 return self._made(loader, make)
         more = pending.get(KEY, {})
         self.begun = begun = more.get("begun")
         self.epochs = saved = more.get("epochs", epochs)
         other_epoch = "" if saved == epochs else f"{_listed(epochs)} instead of {_listed(saved)}"
-        with rng_kept():
-            with _Orders(self, loader, begun):
+        with preserve_rng():
+            with _OrderCapture(self, loader, begun):
                 iterator = self._made(loader, make)
                 if _draws_order(loader):
-                    _ask_for_order(iterator)
+                    _draw_order_now(iterator)
             _count_once(iterator, pending)
         for generator, state in zip(_own_generators(loader), more.get("own", ()), strict=False):
             generator.set_state(torch.from_numpy(state.copy()))
@@ -378,14 +384,14 @@ class _Position:
             )
         if not iterator._finished:
             ahead = fetches_ahead(loader)
-            _First(iterator, positions, ahead=ahead, moved=moved, other_epoch=other_epoch)
+            _FirstBatchCheck(iterator, positions, ahead=ahead, moved=moved, other_epoch=other_epoch)
         return iterator
 
     def _made(self, loader: Any, make: Callable[[Any], Any]) -> Any:
         if loader.num_workers == 0:
             return make(loader)
         init = loader.worker_init_fn
-        loader.worker_init_fn = WorkerDraws(init)
+        loader.worker_init_fn = WorkerGenerators(init)
         try:
             iterator = make(loader)
         finally:
@@ -398,7 +404,7 @@ class _Position:
                 assert kept is not None
                 self.begun = None
                 self.epochs = _epochs(loader)
-                with _Orders(self, loader, None):
+                with _OrderCapture(self, loader, None):
                     type(kept)._reset(kept, loader, *about, **named)
 
             iterator._reset = reset
@@ -418,7 +424,7 @@ class _Position:
         iterator._next_index = next_index
 
 
-class _Orders:
+class _OrderCapture:
     """While an iterator is made: how its sampler, if it has no state, comes to its order.
 
     It may draw as soon as it is iterated, or when it is asked for the first sample. torchdata
@@ -471,7 +477,7 @@ class _Orders:
         yield from order
 
 
-class _Redirected:
+class _RedirectedFetch:
     """Fetches from the iterator that a loader makes at its restored position."""
 
     def __init__(self, loader: Any) -> None:
@@ -484,7 +490,7 @@ class _Redirected:
         return next(self._iterator)
 
 
-class _First:
+class _FirstBatchCheck:
     """Looks at the first batch behind a restored position, once.
 
     Args:
@@ -495,7 +501,13 @@ class _First:
     """
 
     def __init__(
-        self, iterator: Any, positions: Positions, *, ahead: str, moved: bool, other_epoch: str
+        self,
+        iterator: Any,
+        positions: LoaderPositions,
+        *,
+        ahead: str,
+        moved: bool,
+        other_epoch: str,
     ) -> None:
         self._held = weakref.ref(iterator)
         self._positions = positions
@@ -533,7 +545,7 @@ class _First:
         return data
 
 
-class _Behind:
+class _DelayedState:
     """Fetches batches for whoever trains on each only when the next one was fetched.
 
     Attributes:
@@ -567,7 +579,7 @@ def _has_length(loader: object) -> bool:
     return True
 
 
-def _ask_for_order(iterator: Any) -> None:
+def _draw_order_now(iterator: Any) -> None:
     """Let a sampler that cannot be put at a position draw its order now, and skip what was given.
     (torchdata skips when the first batch is fetched, and asks for one sample more than was given:
     at the end of an epoch the sampler may draw once more for that.)"""
@@ -667,5 +679,5 @@ def _set_states(loader: Any, states: dict[str, Any]) -> None:
         generator.set_state(torch.from_numpy(state.copy()))
 
 
-POSITIONS: Final = Positions()
+POSITIONS: Final = LoaderPositions()
 """Of this process."""

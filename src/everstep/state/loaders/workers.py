@@ -19,13 +19,13 @@ import numpy as np
 import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
-__all__ = ["WorkerDraws"]
+__all__ = ["WorkerGenerators"]
 
 _GENERATORS = "everstep/generators"
 _DATASET = "everstep/dataset"
 
 
-class WorkerDraws:
+class WorkerGenerators:
     """Initializes a worker, in the place of a loader's ``worker_init_fn``, which is called first.
 
     Args:
@@ -44,12 +44,12 @@ class WorkerDraws:
         if isinstance(dataset, IterableDataset) and not own:
             return  # torchdata fetches its batches again, which draws the same numbers again
         with contextlib.suppress(AttributeError, TypeError):  # a list, a range: they draw nothing
-            state = _WithGenerators(dataset if own else None)
+            state = _DatasetState(dataset if own else None)
             dataset.state_dict = state.state_dict
             dataset.load_state_dict = state.load_state_dict
 
 
-class _WithGenerators:
+class _DatasetState:
     """The state of a dataset and of the generators of this process.
 
     Args:

@@ -17,9 +17,9 @@ import numpy as np
 import torch
 from torch.optim import Optimizer
 
-from everstep.state.values.tensors import local_of
+from everstep.state.values.tensors import local_tensor
 
-__all__ = ["Encodings", "load"]
+__all__ = ["Encodings", "load_exactly"]
 
 Forms = Mapping[int, Collection[str]]
 """By the number of a parameter: keys of its state that are saved in a form of the optimizer's."""
@@ -54,7 +54,7 @@ class Encodings:
             given = saved.get(index, {})
             if not isinstance(live, Mapping) or not isinstance(given, Mapping):
                 continue
-            found = [key for key, value in given.items() if _is_other(value, live.get(key))]
+            found = [key for key, value in given.items() if _is_other_tensor(value, live.get(key))]
             if found:
                 forms[number] = found
             self._judge(number, live, given, found)
@@ -69,22 +69,22 @@ class Encodings:
                 continue
             if key in given and key not in found:
                 continue
-            mine = local_of(tensor).detach()
+            mine = local_tensor(tensor).detach()
             if mine.numel() and not bool((mine != 0).any()):
                 continue  # nothing that could be lost
             self._judged.add((number, key))
-            if not _has_all(given.get(key), tensor):
+            if not _preserves_bits(given.get(key), tensor):
                 self.lossy.append((number, key))
 
 
-def _is_other(given: Any, live: Any) -> bool:
+def _is_other_tensor(given: Any, live: Any) -> bool:
     """Whether a tensor is given that is not the one that training has."""
     if given is live or not isinstance(given, torch.Tensor):
         return False
     if not isinstance(live, torch.Tensor):
         return True
-    one = local_of(given)
-    other = local_of(live)
+    one = local_tensor(given)
+    other = local_tensor(live)
     if (one.dtype, one.shape, one.layout) != (other.dtype, other.shape, other.layout):
         return True
     if one.layout is not torch.strided:
@@ -92,13 +92,13 @@ def _is_other(given: Any, live: Any) -> bool:
     return (one.data_ptr(), one.stride()) != (other.data_ptr(), other.stride())
 
 
-def _has_all(given: Any, live: torch.Tensor) -> bool:
+def _preserves_bits(given: Any, live: torch.Tensor) -> bool:
     """Whether every bit of ``live`` can be seen to be in what is given in its place: in a dtype
     that holds all of its values, or in words of the same size."""
     if not isinstance(given, torch.Tensor):
         return False
-    one = local_of(given).detach()
-    other = local_of(live).detach()
+    one = local_tensor(given).detach()
+    other = local_tensor(live).detach()
     if one.shape != other.shape or one.device != other.device or one.layout != other.layout:
         return False
     same_words = one.itemsize == other.itemsize and one.dtype != other.dtype
@@ -107,7 +107,7 @@ def _has_all(given: Any, live: torch.Tensor) -> bool:
     return bool(torch.equal(one.to(other.dtype), other))
 
 
-def load(optimizer: Optimizer, state_dict: dict[str, Any], forms: Forms) -> None:
+def load_exactly(optimizer: Optimizer, state_dict: dict[str, Any], forms: Forms) -> None:
     """``load_state_dict``, to the bit; groups and state stay the containers that they were, and
     rates that are tensors these tensors. Others hold them: an optimizer around or inside of this
     one, a loop that sets the rates of groups. torch makes new ones, and what is written to the old
@@ -144,7 +144,7 @@ def load(optimizer: Optimizer, state_dict: dict[str, Any], forms: Forms) -> None
     noted = optimizer.register_load_state_dict_pre_hook(note)
     kept = optimizer.register_load_state_dict_post_hook(keep, prepend=True)
     try:
-        optimizer.load_state_dict(_takable(optimizer, state_dict))
+        optimizer.load_state_dict(_without_arrays(optimizer, state_dict))
     finally:
         kept.remove()
         noted.remove()
@@ -154,7 +154,7 @@ def load(optimizer: Optimizer, state_dict: dict[str, Any], forms: Forms) -> None
         _undo_casts(optimizer, parameter, as_trained)
 
 
-def _takable(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+def _without_arrays(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
     """None in the places of what torch's own ``load_state_dict`` takes apart and cannot put
     together again; what was loaded is put back behind it. A class that overrides it may look."""
     if type(optimizer).load_state_dict is not Optimizer.load_state_dict:
@@ -194,7 +194,7 @@ def _undo_casts(optimizer: Optimizer, parameter: torch.Tensor, values: Mapping[A
     held = optimizer.state[parameter] if values else {}
     for name, value in values.items():
         if name in held and isinstance(value, Iterable):  # a tensor is one, too
-            held[name] = _as_loaded(value, held[name], parameter.device)
+            held[name] = _with_saved_dtypes(value, held[name], parameter.device)
 
 
 def _keep_tensors(groups: Sequence[dict[str, Any]], loaded: Sequence[dict[str, Any]]) -> None:
@@ -206,13 +206,17 @@ def _keep_tensors(groups: Sequence[dict[str, Any]], loaded: Sequence[dict[str, A
         for key, value in new.items()
         if key in old
     ]
-    both = {(_which(m), _which(v)) for *_, old, new in places for m, v in _tensor_pairs(old, new)}
+    both = {
+        (_tensor_identity(m), _tensor_identity(v))
+        for *_, old, new in places
+        for m, v in _tensor_pairs(old, new)
+    }
     one = Counter(mine for mine, _ in both)
     other = Counter(value for _, value in both)
 
     def kept(mine: torch.Tensor, value: torch.Tensor) -> bool:
         alike = mine.dtype == value.dtype and mine.shape == value.shape
-        return alike and one[_which(mine)] == 1 and other[_which(value)] == 1
+        return alike and one[_tensor_identity(mine)] == 1 and other[_tensor_identity(value)] == 1
 
     for new, key, mine, value in places:
         new[key] = _put(mine, value, kept)
@@ -222,7 +226,7 @@ def _tensor_pairs(mine: Any, value: Any) -> Iterator[tuple[torch.Tensor, torch.T
     """The tensors of an option, and those that were loaded in their places."""
     if type(value) is torch.Tensor and type(mine) is torch.Tensor:
         yield mine, value
-    elif _is_like(mine, value):
+    elif _same_sequence(mine, value):
         for one, other in zip(mine, value, strict=True):
             yield from _tensor_pairs(one, other)
 
@@ -235,17 +239,17 @@ def _put(mine: Any, value: Any, kept: Callable[[torch.Tensor, torch.Tensor], boo
         with torch.no_grad():
             mine.copy_(value)
         return mine
-    if _is_like(mine, value):
+    if _same_sequence(mine, value):
         return type(value)(_put(one, other, kept) for one, other in zip(mine, value, strict=True))
     return value
 
 
-def _is_like(mine: Any, value: Any) -> bool:
+def _same_sequence(mine: Any, value: Any) -> bool:
     both_plain = type(value) in (list, tuple) and type(mine) is type(value)
     return both_plain and len(mine) == len(value)
 
 
-def _which(tensor: torch.Tensor) -> tuple[Any, ...]:
+def _tensor_identity(tensor: torch.Tensor) -> tuple[Any, ...]:
     """Equal for tensors that are the same elements of the same memory, whatever objects they are:
     torch's ``load_state_dict`` makes an object of each place of a tensor."""
     if not tensor.numel():
@@ -253,7 +257,7 @@ def _which(tensor: torch.Tensor) -> tuple[Any, ...]:
     return tensor.device, tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride()
 
 
-def _as_loaded(value: Any, got: Any, device: torch.device) -> Any:
+def _with_saved_dtypes(value: Any, got: Any, device: torch.device) -> Any:
     """``value`` with its own dtypes, where ``got`` is what ``load_state_dict`` made of it."""
     if isinstance(value, torch.Tensor):
         on = got.device if isinstance(got, torch.Tensor) else device
@@ -261,8 +265,12 @@ def _as_loaded(value: Any, got: Any, device: torch.device) -> Any:
         return got if same else value.to(on)
     if type(value) in (dict, OrderedDict):
         parts = got if isinstance(got, dict) else {}
-        return type(value)((k, _as_loaded(v, parts.get(k), device)) for k, v in value.items())
+        return type(value)(
+            (k, _with_saved_dtypes(v, parts.get(k), device)) for k, v in value.items()
+        )
     if type(value) in (list, tuple):
         items = got if isinstance(got, (list, tuple)) and len(got) == len(value) else value
-        return type(value)(_as_loaded(v, g, device) for v, g in zip(value, items, strict=True))
+        return type(value)(
+            _with_saved_dtypes(v, g, device) for v, g in zip(value, items, strict=True)
+        )
     return value

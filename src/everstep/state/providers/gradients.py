@@ -13,11 +13,11 @@ from torch import nn
 from torch.optim import Optimizer
 
 __all__ = [
-    "forget_gradients",
-    "forget_iteration",
+    "discard_gradients",
+    "discard_unreduced_gradients",
     "has_gradient",
+    "parameters_with_gradient",
     "unreduced_gradients",
-    "who_have_gradients",
 ]
 
 _gradient_of = attrgetter("grad")
@@ -32,7 +32,7 @@ def has_gradient(parameter: torch.Tensor) -> bool:
     return gradient is not None and gradient.layout is torch.strided
 
 
-def who_have_gradients(
+def parameters_with_gradient(
     optimizer: Optimizer, named: Callable[[], Sequence[tuple[str, torch.Tensor]]]
 ) -> list[str] | bool:
     """Names of an optimizer's parameters that have one; True: all have; False: none.
@@ -69,7 +69,7 @@ def unreduced_gradients(module: nn.Module) -> Iterator[tuple[torch.Tensor, torch
     try:
         for group in _groups(_states(module)):
             for held in group.fsdp_params:
-                gathered = _gathered(held)
+                gathered = _unsharded_parameter(held)
                 found = held.unsharded_accumulated_grad, getattr(gathered, "grad", None)
                 for gradient in (*found, group._partial_reduce_output):
                     if gradient is not None:
@@ -78,7 +78,7 @@ def unreduced_gradients(module: nn.Module) -> Iterator[tuple[torch.Tensor, torch
         return
 
 
-def forget_iteration(module: nn.Module) -> list[str]:
+def discard_unreduced_gradients(module: nn.Module) -> list[str]:
     """Lets go of these gradients, and of an iteration that an error has broken off; returns what
     could not be done, in words."""
     try:
@@ -87,7 +87,7 @@ def forget_iteration(module: nn.Module) -> list[str]:
             for held in group.fsdp_params:
                 if held.unsharded_accumulated_grad is not None:
                     held.unsharded_accumulated_grad = None
-                if (gathered := _gathered(held)) is not None:
+                if (gathered := _unsharded_parameter(held)) is not None:
                     gathered.grad = None
             if group._partial_reduce_output is not None:
                 group._partial_reduce_output = None
@@ -132,14 +132,14 @@ def _groups(states: list[Any]) -> list[Any]:
     return found
 
 
-def _gathered(held: Any) -> Any:
+def _unsharded_parameter(held: Any) -> Any:
     """The parameter that forwards compute with; None: it was never gathered."""
     if not held.all_gather_outputs and not hasattr(held, "_unsharded_param"):
         return None
     return held._unsharded_param
 
 
-def forget_gradients(objects: Iterable[object], optimizers: Iterable[Optimizer]) -> list[str]:
+def discard_gradients(objects: Iterable[object], optimizers: Iterable[Optimizer]) -> list[str]:
     """Lets go of the gradients of what ``objects`` have as attributes, alone or in a list, tuple or
     dict; returns what could not be done, in words.
 
@@ -148,17 +148,17 @@ def forget_gradients(objects: Iterable[object], optimizers: Iterable[Optimizer])
     """
     known = {id(one) for optimizer in optimizers for one in _parameters(optimizer)}
     notes = list[str]()
-    for part in (part for value in objects for part in _modules_in(value)):
+    for part in (part for value in objects for part in _attributes_of(value)):
         parameters = [one for one in _parameters(part) if id(one) not in known]
         for parameter in parameters:
             if parameter.grad is not None:
                 parameter.grad = None
         if parameters and isinstance(part, nn.Module):
-            notes += forget_iteration(part)
+            notes += discard_unreduced_gradients(part)
     return notes
 
 
-def _modules_in(value: object) -> Iterator[nn.Module | Optimizer]:
+def _attributes_of(value: object) -> Iterator[nn.Module | Optimizer]:
     for found in getattr(value, "__dict__", {}).values():
         several: Iterable[object] = found if isinstance(found, (list, tuple)) else [found]
         for one in found.values() if isinstance(found, dict) else several:

@@ -10,12 +10,12 @@ import torch
 from torch import nn
 
 from everstep.state.layout.entries import Entry
-from everstep.state.providers.gradients import forget_iteration
+from everstep.state.providers.gradients import discard_unreduced_gradients
 from everstep.state.providers.provider import RestorePlan, Saved, difference, same_memory
-from everstep.state.survey.guards import ModuleProof, canonical_key
-from everstep.state.survey.survey import Block, Part, look_at, same_objects
+from everstep.state.survey.guards import ModuleGuard, canonical_key
+from everstep.state.survey.survey import SectionContents, TensorBlock, inspect_tree, same_objects
 from everstep.state.values.objects import TensorRef
-from everstep.state.values.tensors import stored_form
+from everstep.state.values.tensors import tensor_entry
 
 __all__ = ["ModuleProvider", "ParameterNames", "unwrap"]
 
@@ -69,7 +69,7 @@ class ParameterNames:
     def __init__(self, modules: Mapping[str, ModuleProvider]) -> None:
         self._modules = modules
         self.asks_gradients = True
-        self._proofs: list[ModuleProof] = []
+        self._proofs: list[ModuleGuard] = []
         self._names: dict[int, str] | None = None
 
     def now(self) -> dict[int, str]:
@@ -103,9 +103,9 @@ class ModuleProvider:
     def __init__(self, section: str, module: nn.Module) -> None:
         self.section = section
         self._outer = module
-        self._blocks: tuple[Block, ...] = ()  # found last
+        self._blocks: tuple[TensorBlock, ...] = ()  # found last
         self._bare = False
-        self.proof: ModuleProof | None = None
+        self.proof: ModuleGuard | None = None
 
     @property
     def outer(self) -> nn.Module:
@@ -119,16 +119,16 @@ class ModuleProvider:
     def collect(self) -> dict[str, Any]:
         return {canonical_key(key): value for key, value in self._state_dict().items()}
 
-    def look(self) -> Part:
+    def look(self) -> SectionContents:
         # As long as one without a wrapper is proven to be as it was, it has got none.
         module = self._outer if self.proof is not None and self._bare else self._module
         if self.proof is None or not self.proof.holds(module):
             self.proof = None
-            part = look_at(self.collect(), self.section, self._blocks)
+            part = inspect_tree(self.collect(), self.section, self._blocks)
             self._blocks = part.blocks
             module = self._module
             self._bare = _is_bare(self._outer)
-            self.proof = ModuleProof.of(module, part)
+            self.proof = ModuleGuard.of(module, part)
             if self.proof is None:
                 return part
         return self.proof.part
@@ -165,7 +165,7 @@ class ModuleProvider:
         return plan
 
     def restore(self, tree: Any, *, strict: bool) -> list[str]:
-        notes = forget_iteration(self._outer)
+        notes = discard_unreduced_gradients(self._outer)
         if not self._needs_load(tree):
             return notes  # every tensor was read into the module's own memory
         keys = {canonical_key(key): key for key in self._state_dict()}
@@ -200,7 +200,7 @@ class ModuleProvider:
         buffer = module._buffers.get(name)
         if buffer is None or buffer.numel() > 1 or _from_torch(module._load_from_state_dict):
             return False
-        live = stored_form("", buffer)
+        live = tensor_entry("", buffer)
         return (live.dtype, live.logical_dtype) == (entry.dtype, entry.logical_dtype)
 
     def _needs_load(self, tree: Mapping[str, Any]) -> bool:

@@ -19,22 +19,36 @@ from torch.optim import Optimizer
 
 from everstep.errors import StateError, UnsupportedStateError
 from everstep.state.layout.entries import Entry
-from everstep.state.providers.encodings import Encodings, load
-from everstep.state.providers.gradients import has_gradient, who_have_gradients
+from everstep.state.providers.encodings import Encodings, load_exactly
+from everstep.state.providers.gradients import has_gradient, parameters_with_gradient
 from everstep.state.providers.modules import ParameterNames
 from everstep.state.providers.provider import RestorePlan, Saved, difference
-from everstep.state.survey.guards import OptimizerProof
-from everstep.state.survey.ownership import Holding, Memory, holding_of
-from everstep.state.survey.survey import Block, Part, checked_block, look_at, unsupported
+from everstep.state.survey.guards import OptimizerGuard
+from everstep.state.survey.ownership import Memory, OwnedMemory, owned_memory_of
+from everstep.state.survey.survey import (
+    SectionContents,
+    TensorBlock,
+    inspect_tree,
+    storable_block,
+    unsupported,
+)
 from everstep.state.values.objects import is_fixed, join_path
 from everstep.state.values.tensors import is_dtensor, why_not_storable
 from everstep.state.values.tree import references, split
 
-__all__ = ["CLASS", "FORMS", "GRADIENTS", "Named", "OptimizerProvider", "lost_inside", "unwrapped"]
+__all__ = [
+    "CLASS",
+    "FORMS",
+    "GRADIENTS",
+    "NamedShape",
+    "OptimizerProvider",
+    "unsaved_inner_optimizers",
+    "unwrap_optimizer",
+]
 
 _log = logging.getLogger("everstep")
 
-Named = tuple[str, tuple[int, ...]]
+NamedShape = tuple[str, tuple[int, ...]]
 
 CLASS = "everstep/class"
 """Key of an optimizer's tree: its class, if that is one of torch's own, as text."""
@@ -58,7 +72,7 @@ _HOOKS = "_optimizer_step_pre_hooks"
 _VALUE_CHARS_MAX = 60
 
 
-def unwrapped(optimizer: Optimizer) -> Optimizer:
+def unwrap_optimizer(optimizer: Optimizer) -> Optimizer:
     """The optimizer that updates, inside of what frameworks put around it (accelerate, Lightning).
 
     Such a wrapper is one by its class only: no ``Optimizer.__init__`` has made it, so it has no
@@ -75,13 +89,13 @@ def unwrapped(optimizer: Optimizer) -> Optimizer:
     return optimizer
 
 
-def lost_inside(optimizer: Optimizer) -> list[tuple[str, Optimizer]]:
+def unsaved_inner_optimizers(optimizer: Optimizer) -> list[tuple[str, Optimizer]]:
     """Optimizers in another, by attribute, whose state its ``state_dict()`` does not have: torch's
     own gives what is in ``optimizer.state``; one that a class defines may give all."""
     if type(optimizer).state_dict is not Optimizer.state_dict:
         return []
     found = vars(optimizer).items()
-    inside = [(name, unwrapped(one)) for name, one in found if isinstance(one, Optimizer)]
+    inside = [(name, unwrap_optimizer(one)) for name, one in found if isinstance(one, Optimizer)]
     return [(name, one) for name, one in inside if one.state is not optimizer.state]
 
 
@@ -119,25 +133,25 @@ class OptimizerProvider:
         self._encodings = Encodings()
         self._forms: dict[str, list[str]] = {}  # found last, by name
         self._has_told = False
-        self._blocks: tuple[Block, ...] = ()  # found last
-        self._holding: Holding | None = None  # found last
-        self._proof: OptimizerProof | None = None
-        self._named: list[Named] = []  # parameters, and the names that they had, at the proof
+        self._blocks: tuple[TensorBlock, ...] = ()  # found last
+        self._holding: OwnedMemory | None = None  # found last
+        self._proof: OptimizerGuard | None = None
+        self._named: list[NamedShape] = []  # parameters, and the names that they had, at the proof
         self._names_then: Mapping[int, str] = {}
 
     def collect(self) -> dict[str, Any]:
         tree = self._collect(self._parameters(self._names.now()))
         return {**tree, **self._beside()}
 
-    def look(self) -> Part:
+    def look(self) -> SectionContents:
         names = self._names.as_looked_at()
         if self._proof is None or not self._holds(self._proof, names):
             self._proof = None
             named = self._parameters(names)
-            part = look_at(self._collect(named), self.section, self._blocks)
+            part = inspect_tree(self._collect(named), self.section, self._blocks)
             self._blocks = part.blocks
             holding = self._holding_now()
-            self._proof = OptimizerProof.of(self._optimizer, part, holding, names)
+            self._proof = OptimizerGuard.of(self._optimizer, part, holding, names)
             if self._proof is None:
                 tree = {**cast("dict[str, Any]", part.tree), **self._beside()}
                 return replace(part, tree=tree, holding=self._as_before(holding))
@@ -195,7 +209,7 @@ class OptimizerProvider:
         groups = _named_groups(tree) if isinstance(tree, dict) else None
         return None if groups is None else [[name for name, _ in group] for group in groups]
 
-    def _holds(self, proof: OptimizerProof, names: Mapping[int, str]) -> bool:
+    def _holds(self, proof: OptimizerGuard, names: Mapping[int, str]) -> bool:
         """Whether the proof holds, and parameters have the names that they had."""
         same = names is self._names_then  # and so the modules are proven
         if not proof.holds(self._optimizer, modules_hold=same):
@@ -213,7 +227,7 @@ class OptimizerProvider:
         if self._forms:
             found[FORMS] = self._forms
         if self._names.asks_gradients:
-            self._have_gradients = who_have_gradients(self._optimizer, self.named)
+            self._have_gradients = parameters_with_gradient(self._optimizer, self.named)
         return {**found, GRADIENTS: self._have_gradients} if self._have_gradients else found
 
     def _put_gradients(self, tree: Mapping[str, Any]) -> None:
@@ -228,17 +242,17 @@ class OptimizerProvider:
                 dtype = getattr(parameter, "grad_dtype", None)
                 parameter.grad = torch.zeros_like(parameter, dtype=dtype)
 
-    def _holding_now(self) -> Holding:
-        return holding_of(self.section, self._optimizer)
+    def _holding_now(self) -> OwnedMemory:
+        return owned_memory_of(self.section, self._optimizer)
 
-    def _with_options(self, proof: OptimizerProof) -> Part:
+    def _with_options(self, proof: OptimizerGuard) -> SectionContents:
         """The proven part with the options of the groups, which are read anew: equal ones
         (1, 1.0 and True; 0.0 and -0.0) need not be the same."""
         groups: list[Any] = [dict(group) for group in self._optimizer.param_groups]
         for options in groups:
             del options["params"]
         holding = proof.holding
-        block = Block.of({}, ())
+        block = TensorBlock.of({}, ())
         if not all(map(is_fixed, groups)):
             groups, block = self._checked(groups)
             shared = tuple(key for key in block.identities if isinstance(key, Memory))
@@ -247,9 +261,9 @@ class OptimizerProvider:
         for options, parameters in zip(groups, proof.parameters, strict=True):
             options["params"] = parameters
         tree = {"state": proof.state_tree, "param_groups": groups, **self._beside()}
-        return Part(self._blocks, tree, self._as_before(holding))
+        return SectionContents(self._blocks, tree, self._as_before(holding))
 
-    def _checked(self, groups: list[Any]) -> tuple[list[Any], Block]:
+    def _checked(self, groups: list[Any]) -> tuple[list[Any], TensorBlock]:
         """Options that may change, or be tensors: copies, and the tensors."""
         where = join_path(self.section, "param_groups")
         named = dict[str, torch.Tensor]()
@@ -258,10 +272,10 @@ class OptimizerProvider:
             for number, options in enumerate(groups)
         ]
         tree = {"param_groups": copies}
-        return copies, checked_block(tree, named, self.section, self._blocks)
+        return copies, storable_block(tree, named, self.section, self._blocks)
 
     def _look_at_forms(
-        self, saved: Mapping[Any, Any], indices: Sequence[Any], parameters: Sequence[Named]
+        self, saved: Mapping[Any, Any], indices: Sequence[Any], parameters: Sequence[NamedShape]
     ) -> None:
         encodings = self._encodings
         encodings.look(self._optimizer, saved, indices)
@@ -287,13 +301,13 @@ class OptimizerProvider:
         """Whether its ``state_dict()`` gives less than training has, or may."""
         return bool(self._encodings.lossy)
 
-    def _as_before(self, holding: Holding) -> Holding:
+    def _as_before(self, holding: OwnedMemory) -> OwnedMemory:
         """The holding, or that of the last look if they are equal."""
         if self._holding is None or self._holding != holding:
             self._holding = holding
         return self._holding
 
-    def _collect(self, parameters: list[Named]) -> dict[str, Any]:
+    def _collect(self, parameters: list[NamedShape]) -> dict[str, Any]:
         try:
             state_dict = self._optimizer.state_dict()
         except KeyError as error:
@@ -400,7 +414,7 @@ class OptimizerProvider:
         ]
         own = {key: value for key, value in tree.items() if key not in _BESIDE}
         forms = {numbers[name]: keys for name, keys in _forms_of(tree).items() if name in numbers}
-        load(self._optimizer, {**own, "state": state, "param_groups": groups}, forms)
+        load_exactly(self._optimizer, {**own, "state": state, "param_groups": groups}, forms)
 
     def _has_strays(self) -> bool:
         groups = self._optimizer.param_groups
@@ -408,7 +422,7 @@ class OptimizerProvider:
         keys = (key for key in self._optimizer.state if isinstance(key, torch.Tensor))
         return any(id(key) not in listed for key in keys)
 
-    def _parameters(self, names: Mapping[int, str]) -> list[Named]:
+    def _parameters(self, names: Mapping[int, str]) -> list[NamedShape]:
         """``(name, shape)`` of all parameters in the order in which torch numbers them.
 
         Section "a" with key "b.c" and section "a.b" with key "c" have names in common; the
@@ -419,7 +433,7 @@ class OptimizerProvider:
         """
         unique: dict[int, str] = {}
         taken: set[str] = set()
-        found: list[Named] = []
+        found: list[NamedShape] = []
         for number, group in enumerate(self._optimizer.param_groups):
             for position, parameter in enumerate(group["params"]):
                 key = id(parameter)
@@ -465,7 +479,7 @@ class OptimizerProvider:
         return problems
 
     def _compare_group(
-        self, number: int, theirs: list[Named], mine: list[Named]
+        self, number: int, theirs: list[NamedShape], mine: list[NamedShape]
     ) -> list[tuple[str, str]]:
         where = f"{self.section}/param_groups/{number}"
         live = dict(mine)
@@ -512,7 +526,7 @@ def _forms_of(tree: Mapping[str, Any]) -> dict[str, list[str]]:
     return {name: list(keys) for name, keys in pairs if isinstance(keys, (list, tuple))}
 
 
-def _named_groups(tree: Any) -> list[list[Named]] | None:
+def _named_groups(tree: Any) -> list[list[NamedShape]] | None:
     """Name and shape of each parameter in each group; None for what is no optimizer's tree."""
     try:
         groups = [

@@ -32,22 +32,22 @@ from everstep.state.layout.names import (
 from everstep.state.providers.provider import (
     RestorePlan,
     Saved,
-    Unproven,
+    UnguardedProvider,
     difference,
     same_memory,
 )
 from everstep.state.survey.survey import (
-    Block,
-    Later,
-    Part,
+    DeferredTree,
+    SectionContents,
+    TensorBlock,
 )
 from everstep.state.values.generators import (
     GeneratorState,
     RngStates,
-    collect_rng,
+    capture_rng,
     is_generator,
     kind_of,
-    other_generator,
+    numpy_rng_mismatch,
     restore_rng,
     set_state,
     state_of,
@@ -55,12 +55,12 @@ from everstep.state.values.generators import (
 )
 from everstep.state.values.objects import MAX_DEPTH, TensorRef, join_path
 
-__all__ = ["Places", "PlainProvider", "RngProvider"]
+__all__ = ["Occurrences", "PlainProvider", "RngProvider"]
 
 _IMMUTABLE = frozenset((type(None), bool, int, float, complex, str, bytes))
 
 
-class Places:
+class Occurrences:
     """At how many places of some values each container, and each piece of memory, is.
 
     Args:
@@ -115,7 +115,7 @@ def _memory_of(value: torch.Tensor | np.ndarray[Any, Any]) -> int:
     return value.untyped_storage().data_ptr()
 
 
-class PlainProvider(Unproven):
+class PlainProvider(UnguardedProvider):
     """Plain data: read from the user's mapping at each save, put back into it on resume.
 
     Args:
@@ -128,13 +128,13 @@ class PlainProvider(Unproven):
         section: str,
         state: MutableMapping[str, Any],
         held: Callable[[], Callable[[torch.Tensor], bool]] = lambda: lambda tensor: False,
-        places: Callable[[], Places] = Places,
+        places: Callable[[], Occurrences] = Occurrences,
     ) -> None:
         self.section = section
         self._state = state
         self._held = held
         self._places = places
-        self._there = Places()  # as it was planned
+        self._there = Occurrences()  # as it was planned
 
     def collect(self) -> Any:
         return self._state[self.section]
@@ -146,7 +146,7 @@ class PlainProvider(Unproven):
         held = self._held() if live else bool
         plan = RestorePlan(saved.tree)
         self._there = self._places()
-        for name, trained in zip(live, _trained(value), strict=True):
+        for name, trained in zip(live, _trained_flags(value), strict=True):
             tensor = live[name]
             if not (trained or isinstance(value, torch.Tensor) or held(tensor)):
                 if self._fits(saved, name, tensor):
@@ -158,7 +158,7 @@ class PlainProvider(Unproven):
             if problem:
                 plan.mismatches.append((name, problem))
             plan.in_place[name] = tensor
-        plan.mismatches += _other_generators(value, saved.tree, self.section)
+        plan.mismatches += _generator_mismatches(value, saved.tree, self.section)
         return RestorePlan.without(plan.mismatches) if plan.mismatches else plan
 
     def _fits(self, saved: Saved, name: str, tensor: torch.Tensor) -> bool:
@@ -210,7 +210,7 @@ class PlainProvider(Unproven):
         return tree
 
 
-def _other_generators(value: Any, tree: Any, name: str) -> Iterator[tuple[str, str]]:
+def _generator_mismatches(value: Any, tree: Any, name: str) -> Iterator[tuple[str, str]]:
     """Yield where a generator of another kind was saved than is there, by name, with the reason; or
     one that cannot be made here."""
     if is_generator(value) or isinstance(tree, GeneratorState):
@@ -223,15 +223,15 @@ def _other_generators(value: Any, tree: Any, name: str) -> Iterator[tuple[str, s
     elif isinstance(tree, dict):
         known = value if isinstance(value, dict) else {}
         for key, item in tree.items():
-            yield from _other_generators(known.get(key), item, join_path(name, key))
+            yield from _generator_mismatches(known.get(key), item, join_path(name, key))
     elif isinstance(tree, (list, tuple)):
         there = value if isinstance(value, (list, tuple)) else ()
         for index, item in enumerate(tree):
             other = there[index] if index < len(there) else None
-            yield from _other_generators(other, item, join_path(name, index))
+            yield from _generator_mismatches(other, item, join_path(name, index))
 
 
-def _trained(value: Any, *, of_module: bool = False) -> Iterator[bool]:
+def _trained_flags(value: Any, *, of_module: bool = False) -> Iterator[bool]:
     """Of each tensor in plain data, in the order in which ``split`` finds them, whether a module
     or an optimizer has it, too: parameters, and what a module's ``state_dict()`` gives."""
     if isinstance(value, torch.Tensor):
@@ -239,25 +239,25 @@ def _trained(value: Any, *, of_module: bool = False) -> Iterator[bool]:
     elif type(value) in (dict, OrderedDict):
         of_module = of_module or hasattr(value, "_metadata")
         for item in value.values():
-            yield from _trained(item, of_module=of_module)
+            yield from _trained_flags(item, of_module=of_module)
     elif type(value) in (list, tuple):
         for item in value:
-            yield from _trained(item, of_module=of_module)
+            yield from _trained_flags(item, of_module=of_module)
 
 
-class RngProvider(Unproven):
+class RngProvider(UnguardedProvider):
     """The random generators of the process: Python, NumPy, torch, and the CUDA devices in use."""
 
     section = RNG_SECTION
 
     def collect(self) -> Any:
-        return collect_rng()
+        return capture_rng()
 
-    def look(self) -> Part:
+    def look(self) -> SectionContents:
         states = RngStates.now()
         found = [states.torch, *(states.cuda or ())]
         sizes = [tensor.nbytes for tensor in found]  # len() of a tensor is a method in Python
-        kept = self._blocks[0] if self._blocks else Block()
+        kept = self._blocks[0] if self._blocks else TensorBlock()
         if not states.is_usual or sizes != [tensor.nbytes for tensor in kept.tensors]:
             return self._look_at(states.tree(states.torch, states.cuda))
         # Into the same tensors, which nobody reads later than at the step mark: they are as they
@@ -265,10 +265,12 @@ class RngProvider(Unproven):
         for tensor, target, size in zip(found, kept.tensors, sizes, strict=True):
             copy_memory(target.data_ptr(), tensor.data_ptr(), size)
         first, *others = map(TensorRef, kept.names)
-        return Part(self._blocks, Later(functools.partial(states.tree, first, others)))
+        return SectionContents(
+            self._blocks, DeferredTree(functools.partial(states.tree, first, others))
+        )
 
     def plan(self, saved: Saved, live: Mapping[str, torch.Tensor]) -> RestorePlan:
-        problem = other_generator(saved.tree)
+        problem = numpy_rng_mismatch(saved.tree)
         if problem is None:
             return RestorePlan(saved.tree)
         return RestorePlan.without([(f"{RNG_SECTION}/numpy", problem)])

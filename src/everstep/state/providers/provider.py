@@ -13,14 +13,14 @@ from typing import Any, Protocol
 import torch
 
 from everstep.state.layout.entries import Entry
-from everstep.state.survey.survey import Block, Part, look_at
-from everstep.state.values.tensors import local_of, stored_form
+from everstep.state.survey.survey import SectionContents, TensorBlock, inspect_tree
+from everstep.state.values.tensors import local_tensor, tensor_entry
 
 __all__ = [
     "Provider",
     "RestorePlan",
     "Saved",
-    "Unproven",
+    "UnguardedProvider",
     "describe",
     "difference",
     "same_memory",
@@ -36,7 +36,7 @@ class Provider(Protocol):
         """The section as a tree, with live tensors in it; nothing is copied."""
         ...
 
-    def look(self) -> Part:
+    def look(self) -> SectionContents:
         """What is in the section now, found by the shortest way that is sure to be right.
 
         Raises:
@@ -58,20 +58,20 @@ def describe(entry: Entry) -> str:
     return f"{entry.logical_dtype or entry.dtype} {list(entry.shape)}"
 
 
-class Unproven:
+class UnguardedProvider:
     """A provider that collects its section anew each time: such sections are small."""
 
     section: str
-    _blocks: tuple[Block, ...] = ()  # found last
+    _blocks: tuple[TensorBlock, ...] = ()  # found last
 
     def collect(self) -> Any:
         raise NotImplementedError
 
-    def look(self) -> Part:
+    def look(self) -> SectionContents:
         return self._look_at(self.collect())
 
-    def _look_at(self, collected: Any) -> Part:
-        part = look_at(collected, self.section, self._blocks)
+    def _look_at(self, collected: Any) -> SectionContents:
+        part = inspect_tree(collected, self.section, self._blocks)
         self._blocks = part.blocks
         return part
 
@@ -82,7 +82,7 @@ def difference(entry: Entry, tensor: torch.Tensor, *, dtype: bool = True) -> str
     Args:
         dtype: False: a tensor of another dtype would do.
     """
-    live = stored_form("", tensor)
+    live = tensor_entry("", tensor)
     if not dtype and _shape_of(live) == _shape_of(entry):
         return None
     if (live.dtype, live.shape, live.logical_dtype) == (
@@ -102,8 +102,8 @@ def same_memory(owner: Any, tensor: Any) -> bool:
     """Whether two tensors are one, as they lie: address, shape, strides, dtype."""
     if not isinstance(owner, torch.Tensor) or not isinstance(tensor, torch.Tensor):
         return False
-    owner = local_of(owner)
-    tensor = local_of(tensor)
+    owner = local_tensor(owner)
+    tensor = local_tensor(tensor)
     same: bool = (
         owner.data_ptr() == tensor.data_ptr()
         and owner.shape == tensor.shape

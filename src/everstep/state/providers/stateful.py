@@ -15,20 +15,20 @@ from everstep.errors import OptionError
 from everstep.state.loaders.positions import (
     KEY,
     POSITIONS,
-    adopt,
+    follow_existing,
     holds_position,
     is_followed,
     loader_within,
     same_values,
 )
-from everstep.state.providers.provider import RestorePlan, Saved, Unproven, difference
+from everstep.state.providers.provider import RestorePlan, Saved, UnguardedProvider, difference
 from everstep.state.values.tensors import is_dtensor
 
 __all__ = [
     "LoaderProvider",
     "Stateful",
     "StatefulProvider",
-    "has_begun",
+    "has_inspected_gradients",
     "restores_data",
 ]
 
@@ -42,7 +42,7 @@ class Stateful(Protocol):
     def load_state_dict(self, state_dict: Any) -> Any: ...
 
 
-class StatefulProvider(Unproven):
+class StatefulProvider(UnguardedProvider):
     """Anything with ``state_dict`` and ``load_state_dict``: schedulers, loaders, scalers.
 
     Attributes:
@@ -72,7 +72,7 @@ class StatefulProvider(Unproven):
         return tree
 
     def plan(self, saved: Saved, live: Mapping[str, torch.Tensor]) -> RestorePlan:
-        if problem := _another_kind(self._value, saved.tree):
+        if problem := _kind_mismatch(self._value, saved.tree):
             return RestorePlan.without([(self.section, problem)])
         spread = {name: tensor for name, tensor in live.items() if is_dtensor(tensor)}
         like = {
@@ -107,14 +107,14 @@ def restores_data(value: object) -> bool:
     return bool(getattr(value, "everstep_restores_data", False))
 
 
-def has_begun(scaler: torch.amp.GradScaler) -> bool:
+def has_inspected_gradients(scaler: torch.amp.GradScaler) -> bool:
     """Whether it has looked at gradients since its last ``update()``."""
     if not scaler.is_enabled():
         return False
     return any(one["stage"] is not OptState.READY for one in scaler._per_optimizer_states.values())
 
 
-def _another_kind(value: Stateful, saved: Any) -> str | None:
+def _kind_mismatch(value: Stateful, saved: Any) -> str | None:
     """Why torch would take the state of another scheduler, or of a scaler that does nothing, and go
     on without a word as neither does; None: it is of this kind, as far as that can be told. (A
     newer torch may keep more of the same scheduler, or less.)"""
@@ -153,7 +153,7 @@ class LoaderProvider(StatefulProvider):
         super().__init__(section, value)
         self._loader: Any = loader_within(value)
         self._outer: Any = None if self._loader is value else value
-        adopt(self._loader, POSITIONS)
+        follow_existing(self._loader, POSITIONS)
 
     @staticmethod
     def takes(value: object) -> bool:

@@ -16,11 +16,11 @@ from torch.optim import Optimizer
 from everstep.errors import UnsupportedStateError
 from everstep.state.layout.placement import Placement
 from everstep.state.providers.modules import ParameterNames
-from everstep.state.providers.optimizers import Named, OptimizerProvider
+from everstep.state.providers.optimizers import NamedShape, OptimizerProvider
 from everstep.state.providers.provider import RestorePlan, Saved
-from everstep.state.survey.ownership import Holding, holding_of
+from everstep.state.survey.ownership import OwnedMemory, owned_memory_of
 
-__all__ = ["PARTITIONED", "ZeroProvider", "acting", "is_zero"]
+__all__ = ["PARTITIONED", "ZeroProvider", "is_zero", "local_optimizer"]
 
 PARTITIONED = "everstep/partitioned"
 """Key of an optimizer's tree: ranks over which its state is spread, as text."""
@@ -32,7 +32,7 @@ def is_zero(optimizer: Optimizer) -> bool:
     return loaded is not None and isinstance(optimizer, loaded.ZeroRedundancyOptimizer)
 
 
-def acting(optimizer: Optimizer) -> Optimizer:
+def local_optimizer(optimizer: Optimizer) -> Optimizer:
     """The optimizer that updates parameters on this rank: itself, but for a
     ZeroRedundancyOptimizer, which has one for the parameters that are this rank's."""
     if not is_zero(optimizer):
@@ -78,7 +78,7 @@ class ZeroProvider(OptimizerProvider):
         found = self._zero._param_to_rank
         return {name: ranks[found[parameter]] for name, parameter in self.named()}
 
-    def gather(self) -> None:
+    def sync_parameters(self) -> None:
         """Hands each rank what others have updated, as the end of each ``step()`` does. To be
         called by all of them."""
         self._zero._sync_params()
@@ -103,16 +103,16 @@ class ZeroProvider(OptimizerProvider):
         self._zero.load_state_dict({"state": state, "param_groups": groups})
         self._zero.state.clear()  # a second copy, which it makes and never looks at
 
-    def _holding_now(self) -> Holding:
+    def _holding_now(self) -> OwnedMemory:
         outer = super()._holding_now()
-        inner = holding_of(self.section, self._zero.optim)
-        return Holding(
+        inner = owned_memory_of(self.section, self._zero.optim)
+        return OwnedMemory(
             self.section,
             tuple(dict.fromkeys((*outer.slots, *inner.slots))),
             tuple(dict.fromkeys((*outer.shared, *inner.shared))),
         )
 
-    def _collect(self, parameters: list[Named]) -> dict[str, Any]:
+    def _collect(self, parameters: list[NamedShape]) -> dict[str, Any]:
         groups: list[dict[str, Any]] = self._zero.param_groups
         listed = [parameter for group in groups for parameter in group["params"]]
         named = {id(parameter): it for parameter, it in zip(listed, parameters, strict=True)}

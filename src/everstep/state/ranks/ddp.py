@@ -28,17 +28,17 @@ if TYPE_CHECKING:
     from everstep.state.training_state import State
 
 __all__ = [
-    "Apart",
-    "before_update",
-    "ddp_in",
+    "RankLocalParameters",
+    "ddp_ranks",
     "ddp_replicas",
-    "frozen_for_ddp",
-    "ranks_of_ddp",
-    "reduced_in",
+    "find_ddp",
+    "reduced_parameter_ids",
+    "refuse_divergent_updates",
+    "unreduced_parameters",
 ]
 
 
-class Apart:
+class RankLocalParameters:
     """Of the parameters that DDP does not reduce, those that are each rank's own.
 
     Args:
@@ -55,7 +55,7 @@ class Apart:
     @property
     def is_empty(self) -> bool:
         """Whether DDP reduces all that it has."""
-        return not frozen_for_ddp(self._providers.values())
+        return not unreduced_parameters(self._providers.values())
 
     def own(self) -> frozenset[int]:
         """Ids of the parameters, as of now."""
@@ -114,7 +114,7 @@ class Apart:
 
     def _named(self) -> dict[str, nn.Parameter]:
         """All that DDP does not reduce, by name."""
-        frozen = frozen_for_ddp(self._providers.values())
+        frozen = unreduced_parameters(self._providers.values())
         if len(frozen) != len(self._found[0]) or any(
             one is not other for one, other in zip(frozen, self._found[0], strict=True)
         ):
@@ -131,14 +131,14 @@ class Apart:
     def _group(self, name: str) -> set[int]:
         provider = self._providers[name.partition("/")[0]]
         assert isinstance(provider, ModuleProvider)
-        return set(ranks_of_ddp(provider.outer))
+        return set(ddp_ranks(provider.outer))
 
 
 def _version(parameter: nn.Parameter) -> int:
     return 0 if parameter.is_inference() else parameter._version
 
 
-def frozen_for_ddp(providers: Iterable[Provider]) -> list[nn.Parameter]:
+def unreduced_parameters(providers: Iterable[Provider]) -> list[nn.Parameter]:
     """Parameters inside of DistributedDataParallel whose gradients it never reduces, though it was
     not told to ignore them: they were frozen when it was made. Until one is trained, all ranks have
     the same."""
@@ -146,14 +146,14 @@ def frozen_for_ddp(providers: Iterable[Provider]) -> list[nn.Parameter]:
     return [parameter for module in modules for parameter in _unreduced(module)]
 
 
-def ranks_of_ddp(module: nn.Module) -> tuple[int, ...]:
+def ddp_ranks(module: nn.Module) -> tuple[int, ...]:
     """The ranks that keep a module's parameters equal; none, if it is in no DDP."""
     return ddp_replicas(module)[0] or ()
 
 
 def ddp_replicas(module: nn.Module) -> tuple[tuple[int, ...] | None, frozenset[str]]:
     """Ranks that keep a module's parameters equal, and the keys of those that they do not."""
-    ddp = ddp_in(module)
+    ddp = find_ddp(module)
     if ddp is None:
         return None, frozenset()
     ranks = tuple(sorted(torch.distributed.get_process_group_ranks(ddp.process_group)))
@@ -161,7 +161,7 @@ def ddp_replicas(module: nn.Module) -> tuple[tuple[int, ...] | None, frozenset[s
     return ranks, frozenset(map(canonical_key, ddp.parameters_to_ignore))
 
 
-def ddp_in(module: nn.Module) -> nn.parallel.DistributedDataParallel | None:
+def find_ddp(module: nn.Module) -> nn.parallel.DistributedDataParallel | None:
     """The wrapper, which may itself be compiled; None if there is none."""
     while not isinstance(module, nn.parallel.DistributedDataParallel):
         inner = getattr(module, "_orig_mod", None)
@@ -171,7 +171,7 @@ def ddp_in(module: nn.Module) -> nn.parallel.DistributedDataParallel | None:
     return module
 
 
-def reduced_in(ddp: nn.parallel.DistributedDataParallel) -> set[int]:
+def reduced_parameter_ids(ddp: nn.parallel.DistributedDataParallel) -> set[int]:
     """``id()`` of the parameters whose gradients it reduces."""
     named = ddp.module.named_parameters()
     ignored = ddp.parameters_to_ignore
@@ -182,8 +182,8 @@ _UNREDUCED: WeakKeyDictionary[nn.Module, tuple[nn.Parameter, ...]] = WeakKeyDict
 
 
 def _unreduced(module: nn.Module) -> tuple[nn.Parameter, ...]:
-    """See :func:`frozen_for_ddp`."""
-    ddp = ddp_in(module)
+    """See :func:`unreduced_parameters`."""
+    ddp = find_ddp(module)
     if ddp is None:
         return ()
     if ddp not in _UNREDUCED:
@@ -211,7 +211,7 @@ def _reduced_by(ddp: Any, count: int) -> set[int] | None:
 _LOCAL_SGD = "torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook"
 
 
-def before_update(state: State, gate: Callable[[str], None]) -> Callable[[str], None]:
+def refuse_divergent_updates(state: State, gate: Callable[[str], None]) -> Callable[[str], None]:
     """``gate``, and before it a look at what DDP is about to let each rank update by itself.
 
     One rank writes for all what ranks under DDP have in common; once they consume different
@@ -223,7 +223,7 @@ def before_update(state: State, gate: Callable[[str], None]) -> Callable[[str], 
     if state.ranks.world == 1:
         return gate
     found = [(key, p.outer) for key, p in state.providers.items() if isinstance(p, ModuleProvider)]
-    ddps = [(section, ddp) for section, module in found if (ddp := ddp_in(module)) is not None]
+    ddps = [(section, ddp) for section, module in found if (ddp := find_ddp(module)) is not None]
     if not ddps:
         return gate
     updated: dict[tuple[str, int], list[tuple[str, Any]]] = {}
@@ -232,9 +232,11 @@ def before_update(state: State, gate: Callable[[str], None]) -> Callable[[str], 
         groups = state.optimizers[key].param_groups
         if (at := (key, len(groups))) not in updated:
             theirs = {id(parameter) for group in groups for parameter in group["params"]}
-            updated[at] = [one for one in ddps if not theirs.isdisjoint(reduced_in(one[1]))]
+            updated[at] = [
+                one for one in ddps if not theirs.isdisjoint(reduced_parameter_ids(one[1]))
+            ]
         for section, ddp in updated[at]:
-            if (why := _why_apart(ddp)) is not None:
+            if (why := _divergence(ddp)) is not None:
                 raise UnsupportedStateError(
                     f'the ranks would part from each other: "{section}" is in '
                     f"DistributedDataParallel, and {why}; nothing was updated",
@@ -247,7 +249,7 @@ def before_update(state: State, gate: Callable[[str], None]) -> Callable[[str], 
     return look
 
 
-def _why_apart(ddp: nn.parallel.DistributedDataParallel) -> str | None:
+def _divergence(ddp: nn.parallel.DistributedDataParallel) -> str | None:
     if not ddp.require_backward_grad_sync:
         return "its optimizer is called within no_sync()"
     join: Any = ddp._join_config

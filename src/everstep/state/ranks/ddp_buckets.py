@@ -36,12 +36,12 @@ from torch import distributed, nn
 
 from everstep.state.layout.names import RESERVED
 from everstep.state.providers.modules import ModuleProvider
-from everstep.state.providers.provider import Provider, RestorePlan, Saved, Unproven
-from everstep.state.survey.survey import Part
+from everstep.state.providers.provider import Provider, RestorePlan, Saved, UnguardedProvider
+from everstep.state.survey.survey import SectionContents
 from everstep.state.values.objects import Encoded, encode, join_path
-from everstep.state.values.referrers import holders_of
+from everstep.state.values.referrers import find_referrers
 
-__all__ = ["BUCKETS_SECTION", "Buckets"]
+__all__ = ["BUCKETS_SECTION", "DDPBuckets"]
 
 _log = logging.getLogger("everstep")
 
@@ -50,7 +50,7 @@ BUCKETS_SECTION = f"{RESERVED}/ddp"
 _RANKS_MIN = 3  # two ranks sum to the same bits in any order
 _SAMPLED = 10  # iterations of which DDP's logger notes each; later it notes few of them
 _STATELESS = "torch.distributed.algorithms.ddp_comm_hooks.default_hooks"
-_WHY_NOT = {
+_REASONS = {
     "unknown": "this version of torch does not tell the order of its buckets",
     "unsaved": "the base does not tell the order of its buckets",
     "static": "static_graph=True lets nothing stand in for its first two backwards",
@@ -76,7 +76,7 @@ class _Order:
     numbers: tuple[int, ...] | None
 
 
-class Buckets(Unproven):
+class DDPBuckets(UnguardedProvider):
     """The order of the buckets of all DDPs that train parameters of a state, among more than two
     ranks; a section of the state where there are such DDPs.
 
@@ -94,7 +94,7 @@ class Buckets(Unproven):
         self._saved: Mapping[str, Any] = {}
         self._wanted: dict[str, tuple[int, ...]] = {}  # what is to be rehearsed
         self._missed: bool | None = False  # None: it is to be looked for
-        self._part: Part | None = None  # once nothing of it changes any more
+        self._part: SectionContents | None = None  # once nothing of it changes any more
         self._find()
 
     @property
@@ -105,10 +105,10 @@ class Buckets(Unproven):
     def collect(self) -> dict[str, Any]:
         return {name: _record(ddp) for name, ddp in self._ddps() if _rebuilds(ddp)}
 
-    def look(self) -> Part:
+    def look(self) -> SectionContents:
         if self._part is not None:
             return self._part  # mostly
-        part = Part((), Encoded(encode(self.collect(), self.section)))
+        part = SectionContents((), Encoded(encode(self.collect(), self.section)))
         orders = (_order_of(ddp) for _, ddp in self._ddps() if _rebuilds(ddp))
         if all(order.rebuilt for order in orders):
             self._part = part
@@ -140,7 +140,7 @@ class Buckets(Unproven):
                 doubts.append(
                     f"the next step may sum the gradients of {name!r} and the other parameters in "
                     "its DistributedDataParallel in another order than a training that was never "
-                    f"interrupted, with other last bits: {_WHY_NOT[why]}"
+                    f"interrupted, with other last bits: {_REASONS[why]}"
                 )
         return tuple(doubts)
 
@@ -150,10 +150,10 @@ class Buckets(Unproven):
         if not _rebuilds(ddp):
             if not divides:
                 return None
-            if _count(ddp) != _trained(ddp):
+            if _count(ddp) != _trained_count(ddp):
                 return "frozen"
             self._wanted[name] = tuple(range(_count(ddp)))
-            return _why_not_rehearsed(ddp)
+            return _rehearsal_obstacle(ddp)
         saved = self._saved.get(name)
         live = _record(ddp)
         order = _order_of(ddp)
@@ -171,9 +171,9 @@ class Buckets(Unproven):
         if sorted(wanted) != list(range(live["count"])):
             return "unsaved"
         self._wanted[name] = wanted
-        return _why_not_rehearsed(ddp)
+        return _rehearsal_obstacle(ddp)
 
-    def wishes(self) -> list[list[Any]]:
+    def rehearsals(self) -> list[list[Any]]:
         """Return what this rank is going to rehearse, for the other ranks: a name and the ranks of
         the group, for each DDP."""
         return [[n, _ranks(ddp)] for n, ddp in self._ddps() if n in self._wanted]
@@ -263,7 +263,7 @@ def _ddps_around(modules: Sequence[nn.Module], kind: type) -> list[Any]:
     seen: set[int] = set()
     while modules:
         # A module has another one in the dict of its modules, which is in its own dict.
-        parents = holders_of(modules, nn.Module, depth=3)
+        parents = find_referrers(modules, nn.Module, depth=3)
         new = [one for one in parents if id(one) not in seen]
         seen.update(map(id, new))
         found += [one for one in new if kind in type(one).__mro__]
@@ -322,7 +322,7 @@ def _numbers(text: str) -> tuple[int, ...]:
     return tuple(map(int, text.replace(",", " ").split()))
 
 
-def _trained(ddp: nn.parallel.DistributedDataParallel) -> int:
+def _trained_count(ddp: nn.parallel.DistributedDataParallel) -> int:
     """Return the number of parameters that require a gradient now."""
     named = ddp.module.named_parameters()
     ignored = ddp.parameters_to_ignore
@@ -343,7 +343,7 @@ def _lost_its_views(ddp: Any) -> bool:
     return any(one is not None and not one._is_view() for one in gradients)
 
 
-def _why_not_rehearsed(ddp: Any) -> str | None:
+def _rehearsal_obstacle(ddp: Any) -> str | None:
     """Return a key of ``_WHY_NOT``; None if a rehearsal is possible."""
     if ddp.static_graph:
         return "static"
@@ -379,7 +379,7 @@ def _is_stateless(hook: Any) -> bool:
     return known and "." not in getattr(hook, "__qualname__", ".")
 
 
-class _Tell(torch.autograd.Function):
+class _MarkReady(torch.autograd.Function):
     """A node whose backward marks parameters as ready in a reducer, in an order. The parameters
     are inputs, for a reducer that searches the graph for them, and get no gradient."""
 
@@ -411,7 +411,7 @@ def _rehearse(ddp: Any, order: Sequence[int]) -> None:
             warnings.simplefilter("ignore")  # that all parameters are used, as here
             start = torch.zeros((), device=ddp.device, requires_grad=True)
             trained = (parameter for parameter in parameters if parameter.requires_grad)
-            apply: Any = _Tell.apply
+            apply: Any = _MarkReady.apply
             end = apply(start, reducer, order, *trained)
             reducer.prepare_for_forward()
             reducer.prepare_for_backward([end])

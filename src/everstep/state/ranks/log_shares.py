@@ -16,27 +16,27 @@ import xxhash
 
 from everstep.state.providers.optimizers import OptimizerProvider
 from everstep.state.providers.zero import ZeroProvider
-from everstep.state.ranks.writers import Sharing, common_of, spread
+from everstep.state.ranks.writers import WriterAssignment, balance, find_replication
 from everstep.state.values.objects import join_path
-from everstep.state.values.tensors import LocalPart, is_dtensor
+from everstep.state.values.tensors import LocalShard, is_dtensor
 
 if TYPE_CHECKING:
     from everstep.state.training_state import State
 
 __all__ = [
-    "Part",
-    "digest_of_names",
-    "left_to_others_bytes",
-    "log_parts",
-    "others_of",
-    "recorded_by_several",
+    "LogShare",
+    "bytes_logged_elsewhere",
+    "log_shares",
+    "names_digest",
+    "other_logs_needed",
+    "parameter_logged_twice",
     "updated_elsewhere",
-    "written_apart",
+    "zero_parameter_written_elsewhere",
 ]
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class LogShare:
     """Of a parameter that several ranks train alike.
 
     Attributes:
@@ -50,7 +50,7 @@ class Part:
     size_bytes: int
 
 
-def log_parts(state: State) -> dict[str, dict[str, Part]]:
+def log_shares(state: State) -> dict[str, dict[str, LogShare]]:
     """By optimizer: of its parameters, by name, those that several ranks train alike, and of which
     each of these records a part. Where a keeper follows the log (``docs/design/log.md``), who
     writes a
@@ -58,38 +58,38 @@ def log_parts(state: State) -> dict[str, dict[str, Part]]:
     units: dict[tuple[int, ...], dict[str, int]] = {}
     taught: set[str] = set()
     shared: dict[str, dict[str, str]] = {}
-    by_rank: dict[str, dict[str, Part]] = {}
-    for alike in _alike(state):
+    by_rank: dict[str, dict[str, LogShare]] = {}
+    for alike in _replicated_parameters(state):
         entry = alike.entry
         parameter = alike.parameter
         if alike.owner is not None:
             size_bytes = parameter.numel() * parameter.element_size()
-            part = Part(alike.ranks, alike.owner, size_bytes if parameter.requires_grad else 0)
+            part = LogShare(alike.ranks, alike.owner, size_bytes if parameter.requires_grad else 0)
             by_rank.setdefault(alike.key, {})[alike.name] = part
             continue
         units.setdefault(alike.ranks, {})[entry] = parameter.numel() * parameter.element_size()
         taught |= {entry} if parameter.requires_grad else set()
         shared.setdefault(alike.key, {})[alike.name] = entry
     if state.ranks.followed and state.sharing is not None:
-        return by_rank | _as_bases(state.sharing, units, taught, shared)
+        return by_rank | _shares_as_written(state.sharing, units, taught, shared)
     parts = {
-        entry: Part(ranks, owner, sizes[entry] if entry in taught else 0)
+        entry: LogShare(ranks, owner, sizes[entry] if entry in taught else 0)
         for ranks, sizes in units.items()
-        for entry, owner in spread([(-size, e) for e, size in sizes.items()], ranks).items()
+        for entry, owner in balance([(-size, e) for e, size in sizes.items()], ranks).items()
     }
     found = {key: {name: parts[e] for name, e in named.items()} for key, named in shared.items()}
     return by_rank | found
 
 
-def _as_bases(
-    sharing: Sharing,
+def _shares_as_written(
+    sharing: WriterAssignment,
     units: Mapping[tuple[int, ...], Mapping[str, int]],
     taught: Collection[str],
     shared: Mapping[str, Mapping[str, str]],
-) -> dict[str, dict[str, Part]]:
+) -> dict[str, dict[str, LogShare]]:
     """As bases are split."""
     parts = {
-        entry: Part(*sharing.split_of(entry), size if entry in taught else 0)
+        entry: LogShare(*sharing.split_of(entry), size if entry in taught else 0)
         for sizes in units.values()
         for entry, size in sizes.items()
     }
@@ -100,7 +100,7 @@ def _as_bases(
     return {key: named for key, named in found.items() if named}
 
 
-class _Alike(NamedTuple):
+class _ReplicatedParameter(NamedTuple):
     """A parameter that several ranks train alike.
 
     Attributes:
@@ -117,12 +117,12 @@ class _Alike(NamedTuple):
     owner: int | None = None
 
 
-def _alike(state: State) -> Iterator[_Alike]:
+def _replicated_parameters(state: State) -> Iterator[_ReplicatedParameter]:
     if state.ranks.world == 1:
         return
     sharing = state.sharing if state.ranks.followed else None
     if sharing is None:
-        common = common_of(state.providers.values(), {}, state.apart.own())
+        common = find_replication(state.providers.values(), {}, state.rank_local.own())
     else:
         common = sharing.common
     for key, provider in state.providers.items():
@@ -133,39 +133,41 @@ def _alike(state: State) -> Iterator[_Alike]:
         for name, parameter in provider.named():
             entry = common.states.get(join_path(join_path(key, "state"), name), "")
             if zero is not None:
-                yield _Alike(key, name, entry, parameter, zero.ranks, owners[name])
+                yield _ReplicatedParameter(key, name, entry, parameter, zero.ranks, owners[name])
                 continue
             ranks = common.parameters.get(entry, ())
             if len(ranks) > 1 and not is_dtensor(parameter):
-                yield _Alike(key, name, entry, parameter, ranks)
+                yield _ReplicatedParameter(key, name, entry, parameter, ranks)
 
 
-def left_to_others_bytes(state: State) -> int:
+def bytes_logged_elsewhere(state: State) -> int:
     """Of all gradients of a step, what this rank leaves to the logs of others."""
-    found = [part for parts in log_parts(state).values() for part in parts.values()]
+    found = [part for parts in log_shares(state).values() for part in parts.values()]
     return sum(part.size_bytes for part in found if part.owner != state.ranks.rank)
 
 
-def others_of(state: State) -> Sequence[int]:
+def other_logs_needed(state: State) -> Sequence[int]:
     """Ranks whose logs this one may need, beside its own, however they were split."""
-    split = (one for one in _alike(state) if one.owner is None)
+    split = (one for one in _replicated_parameters(state) if one.owner is None)
     return sorted({other for one in split for other in one.ranks} - {state.ranks.rank})
 
 
 def updated_elsewhere(state: State) -> frozenset[str]:
     """Entries that another rank updates for this one, which gets them from there (ZeRO)."""
     mine = state.ranks.rank
-    return frozenset(one.entry for one in _alike(state) if one.owner not in (None, mine))
+    return frozenset(
+        one.entry for one in _replicated_parameters(state) if one.owner not in (None, mine)
+    )
 
 
-def written_apart(state: State) -> str:
+def zero_parameter_written_elsewhere(state: State) -> str:
     """A parameter that one rank updates for several (ZeRO), and that not this one alone writes in
     bases; "" if there is none: the others have disks of their own, or hold it otherwise."""
     sharing = state.sharing
     if sharing is None:
         return ""
     known = set(sharing.common.states.values())
-    for one in _alike(state):
+    for one in _replicated_parameters(state):
         if one.owner is not None and one.entry in known:
             ranks, writer = sharing.split_of(one.entry)
             if (set(ranks), writer) != (set(one.ranks), one.owner):
@@ -173,14 +175,14 @@ def written_apart(state: State) -> str:
     return ""
 
 
-def recorded_by_several(state: State) -> str:
+def parameter_logged_twice(state: State) -> str:
     """A parameter of which several ranks train the same elements, and each records them; "" if
     there is none: a DTensor that is replicated along a dimension of its mesh, what is none
     beside DTensors, or what is recorded once for each disk."""
     plain: list[str] = []
     sharded = False
-    split = log_parts(state)
-    for one in _alike(state):
+    split = log_shares(state)
+    for one in _replicated_parameters(state):
         part = split.get(one.key, {}).get(one.name)
         if part is None or part.ranks != one.ranks:  # those of each disk
             return join_path(one.key, one.name)
@@ -192,13 +194,13 @@ def recorded_by_several(state: State) -> str:
                 plain += [] if name in split.get(key, ()) else [join_path(key, name)]
                 continue
             sharded = True
-            placement = LocalPart.of(parameter).placement
+            placement = LocalShard.of(parameter).placement
             sides = zip(placement.cuts, placement.mesh, strict=True)
             if any(cut.dim is None and side > 1 for cut, side in sides):
                 return join_path(key, name)
     return plain[0] if sharded and plain else ""
 
 
-def digest_of_names(names: Iterable[str]) -> str:
+def names_digest(names: Iterable[str]) -> str:
     """Of which parameters several ranks have consumed gradients: the same on all of them."""
     return xxhash.xxh3_128_hexdigest("\n".join(sorted(names)).encode())

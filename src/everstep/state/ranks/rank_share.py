@@ -12,25 +12,25 @@ from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
 from everstep.state.layout.placement import WHOLE, Placement
-from everstep.state.layout.replica_digest import InCommon, in_common
+from everstep.state.layout.replica_digest import ReplicaDigest, replica_digests
 from everstep.state.providers.modules import ModuleProvider
-from everstep.state.providers.optimizers import OptimizerProvider, unwrapped
+from everstep.state.providers.optimizers import OptimizerProvider, unwrap_optimizer
 from everstep.state.providers.provider import Provider, RestorePlan
 from everstep.state.providers.stateful import StatefulProvider
-from everstep.state.ranks.ddp import Apart, frozen_for_ddp
+from everstep.state.ranks.ddp import RankLocalParameters, unreduced_parameters
 from everstep.state.ranks.rank_info import RankInfo
-from everstep.state.ranks.writers import Sharing, common_of
+from everstep.state.ranks.writers import WriterAssignment, find_replication
 from everstep.state.survey.survey import Shape, Survey, unsupported
 from everstep.state.values.objects import join_path
 
-__all__ = ["LeftOut", "OwnShare", "left_out_in_common", "why_not_shared"]
+__all__ = ["RankShare", "SkippedState", "skipped_replicas", "unsupported_module"]
 
 _Ranks = tuple[int, ...]
 _LISTED = 3
 
 
 @dataclass(frozen=True, slots=True)
-class LeftOut:
+class SkippedState:
     """What one rank would leave out.
 
     Attributes:
@@ -39,7 +39,7 @@ class LeftOut:
     """
 
     mismatches: tuple[tuple[str, str], ...]
-    common: tuple[InCommon, ...]
+    common: tuple[ReplicaDigest, ...]
 
     @property
     def words(self) -> tuple[str, ...]:
@@ -47,13 +47,13 @@ class LeftOut:
         return tuple(f"{name}: {problem}" for name, problem in self.mismatches[:_LISTED])
 
 
-def left_out_in_common(
+def skipped_replicas(
     providers: Mapping[str, Provider],
-    sharing: Sharing,
+    sharing: WriterAssignment,
     aliases: Mapping[str, str],
     plans: Mapping[str, RestorePlan],
     taken: Mapping[str, str],
-) -> tuple[InCommon, ...]:
+) -> tuple[ReplicaDigest, ...]:
     """Parameters, and the optimizers that update them, with all that sets their rates.
 
     Args:
@@ -90,24 +90,26 @@ def left_out_in_common(
     for section, provider in providers.items():
         # A new rank begins without what each had for itself: that is no mismatch.
         if isinstance(provider, StatefulProvider) and plans[section].mismatches:
-            for ranks in _scaled_by(provider.value, updated):
+            for ranks in _ranks_scheduled_by(provider.value, updated):
                 say(ranks, section, section)
     for name, whose in taken.items():
         ranks = sharing.ranks_of(sharing.unit_of(aliases.get(name, name)))
         say(ranks, name.partition("/")[0], f"{name} {whose}")
-    return in_common(lines)
+    return replica_digests(lines)
 
 
-def _scaled_by(value: object, updated: Mapping[int, set[frozenset[int]]]) -> set[frozenset[int]]:
+def _ranks_scheduled_by(
+    value: object, updated: Mapping[int, set[frozenset[int]]]
+) -> set[frozenset[int]]:
     """Ranks that have parameters in common whose updates depend on a scheduler, or a scaler."""
     if isinstance(value, LRScheduler):
-        return updated.get(id(unwrapped(value.optimizer)), set())
+        return updated.get(id(unwrap_optimizer(value.optimizer)), set())
     if isinstance(value, torch.amp.GradScaler):
         return set().union(*updated.values())
     return set()
 
 
-class OwnShare:
+class RankShare:
     """Takes from surveys what this rank writes; of a job of one rank that is everything.
 
     Args:
@@ -124,8 +126,8 @@ class OwnShare:
         self._shapes: tuple[Shape, Shape] | None = None  # of everything, of the share; seen last
         self._tensors: tuple[Mapping[str, torch.Tensor], Mapping[str, torch.Tensor]] | None = None
         self._own: frozenset[int] = frozenset()  # of what DDP does not reduce
-        self.apart = Apart(providers)
-        self.sharing: Sharing | None = None
+        self.rank_local = RankLocalParameters(providers)
+        self.sharing: WriterAssignment | None = None
 
     def of(self, survey: Survey) -> Survey:
         """This rank's share; its shape and tensors are the same objects as last time where
@@ -137,7 +139,7 @@ class OwnShare:
         """
         shapes = self._shapes
         tensors = self._tensors
-        own = self._own if self._ranks.world == 1 else self.apart.own()
+        own = self._own if self._ranks.world == 1 else self.rank_local.own()
         if shapes is None or shapes[0] is not survey.shape or own != self._own:
             shapes = (survey.shape, self._share_of(survey.shape))
             tensors = None
@@ -167,7 +169,7 @@ class OwnShare:
         parameters = {aliases.get(key, key) for key in keys}
         alone = frozenset({self._ranks.rank})
         # What is frozen now each rank may have trained by itself, at the step of the base.
-        frozen = {id(parameter) for parameter in frozen_for_ddp(providers.values())}
+        frozen = {id(parameter) for parameter in unreduced_parameters(providers.values())}
         apart = {
             aliases.get(name, name)
             for p in modules
@@ -189,13 +191,13 @@ class OwnShare:
 
     def left_out(
         self, survey: Survey, plans: Mapping[str, RestorePlan], taken: Mapping[str, str]
-    ) -> tuple[InCommon, ...]:
+    ) -> tuple[ReplicaDigest, ...]:
         """See :meth:`everstep.state.training_state.State.left_out`."""
         if self._ranks.world == 1:
             return ()
         sharing = self._sharing(survey.shape)
         aliases = survey.shape.aliases
-        return left_out_in_common(self._providers, sharing, aliases, plans, taken)
+        return skipped_replicas(self._providers, sharing, aliases, plans, taken)
 
     def _share_of(self, shape: Shape) -> Shape:
         self._refuse(shape)
@@ -208,16 +210,16 @@ class OwnShare:
             MappingProxyType({o: name for o, name in shape.aliases.items() if name in mine}),
             MappingProxyType({n: owner for n, owner in shape.owners.items() if n in mine}),
             shape.objects_bytes,
-            self.sharing.in_common(shape.aliases),
+            self.sharing.replica_digests(shape.aliases),
         )
 
-    def _sharing(self, shape: Shape) -> Sharing:
+    def _sharing(self, shape: Shape) -> WriterAssignment:
         """Who writes what: with a log each rank all that its marks hold, as it restores no other
         rank's (frozen parameters inside of DDP that follow others, say)."""
-        common = common_of(self._providers.values(), shape.aliases, self.apart.own())
+        common = find_replication(self._providers.values(), shape.aliases, self.rank_local.own())
         marked = (name for name, owner in shape.owners.items() if owner.in_marks)
         alone = frozenset(marked if self._ranks.logged else ())
-        return Sharing(self._ranks, shape.entries, common, alone)
+        return WriterAssignment(self._ranks, shape.entries, common, alone)
 
     def _refuse(self, shape: Shape) -> None:
         world = self._ranks.world
@@ -229,13 +231,15 @@ class OwnShare:
                 leaves.append((entry.name, f"{where}; everstep was told of {world}"))
         if world > 1:
             for section, provider in self._providers.items():
-                if isinstance(provider, ModuleProvider) and (why := why_not_shared(provider.outer)):
+                if isinstance(provider, ModuleProvider) and (
+                    why := unsupported_module(provider.outer)
+                ):
                     leaves.append((section, why))
         if leaves:
             raise unsupported(leaves)
 
 
-def why_not_shared(module: nn.Module) -> str | None:
+def unsupported_module(module: nn.Module) -> str | None:
     """Why a module cannot be saved by several ranks; None if it can."""
     fsdp = sys.modules.get("torch.distributed.fsdp")  # not loaded: nobody uses it
     kind = None if fsdp is None else fsdp.FullyShardedDataParallel

@@ -18,7 +18,7 @@ import xxhash
 
 from everstep.state.layout.entries import Entry
 from everstep.state.layout.placement import Placement, replicas_on_mesh
-from everstep.state.layout.replica_digest import InCommon, in_common
+from everstep.state.layout.replica_digest import ReplicaDigest, replica_digests
 from everstep.state.providers.modules import ModuleProvider
 from everstep.state.providers.optimizers import OptimizerProvider
 from everstep.state.providers.provider import Provider
@@ -27,13 +27,13 @@ from everstep.state.ranks import ddp
 from everstep.state.ranks.rank_info import RankInfo
 from everstep.state.values.objects import join_path
 
-__all__ = ["Common", "Share", "Sharing", "common_of", "spread"]
+__all__ = ["EntryReplicas", "Replication", "WriterAssignment", "balance", "find_replication"]
 
 _Ranks = tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Common:
+class Replication:
     """What several ranks have in common.
 
     Attributes:
@@ -54,7 +54,7 @@ class Common:
 
 
 @dataclass(frozen=True, slots=True)
-class Share:
+class EntryReplicas:
     """Who an entry belongs to, and which of those ranks can write it.
 
     Attributes:
@@ -68,7 +68,7 @@ class Share:
     placement: Placement
 
 
-class Sharing:
+class WriterAssignment:
     """Says of each entry whether this rank writes it.
 
     Args:
@@ -83,7 +83,7 @@ class Sharing:
         self,
         ranks: RankInfo,
         entries: Iterable[Entry],
-        common: Common,
+        common: Replication,
         alone: Collection[str] = (),
     ) -> None:
         self._ranks = ranks
@@ -103,7 +103,7 @@ class Sharing:
                 found[name] = replace(self._entries[name], placement=text)
         return found
 
-    def in_common(self, aliases: Mapping[str, str]) -> tuple[InCommon, ...]:
+    def replica_digests(self, aliases: Mapping[str, str]) -> tuple[ReplicaDigest, ...]:
         """What this rank takes for common, and so the others that have it must, too.
 
         Of what lies on a mesh beside modules (an optimizer's state, say) a rank may have nothing,
@@ -120,7 +120,7 @@ class Sharing:
         for name, of in names.items():
             share = self._shares[of]
             entry = self._entries[of]
-            if _front(of) in self.common.owned:
+            if _parameter_prefix(of) in self.common.owned:
                 continue  # of each parameter one rank has it
             section = name.partition("/")[0]
             placement = share.placement
@@ -130,7 +130,7 @@ class Sharing:
             if len(ranks) > 1:
                 about = name, entry.dtype, entry.logical_dtype, entry.global_shape, placement.text
                 lines.setdefault((tuple(sorted(ranks)), section), []).append(repr(about))
-        return in_common(lines)
+        return replica_digests(lines)
 
     def split_of(self, parameter: str) -> tuple[_Ranks, int]:
         """Ranks that could write a parameter's entry, and the one of them that does."""
@@ -148,7 +148,7 @@ class Sharing:
         """The parameter that an entry goes with; other entries go alone."""
         if name in self.common.parameters:
             return name
-        return self.common.states.get(_front(name), name)
+        return self.common.states.get(_parameter_prefix(name), name)
 
     def ranks_of(self, name: str) -> frozenset[int]:
         """Ranks that have an entry in common; this one alone, where it is none of its own."""
@@ -158,19 +158,19 @@ class Sharing:
         ranks = share.placement.ranks
         return frozenset(self._everyone if ranks is None else ranks)
 
-    def _share(self, entry: Entry) -> Share:
+    def _share(self, entry: Entry) -> EntryReplicas:
         name = entry.name
         me = self._ranks.rank
         unit = self.unit_of(name)
-        front = _front(name)
+        front = _parameter_prefix(name)
         placement = Placement.parse(entry.placement)
         if name in self._alone:
             own = placement if placement.ranks is not None else self._held_by((me,))
-            return Share(unit, (me,), own)
+            return EntryReplicas(unit, (me,), own)
         if placement.ranks is not None:
-            return Share(unit, self._near(replicas_on_mesh(placement, me)), placement)
+            return EntryReplicas(unit, self._near(replicas_on_mesh(placement, me)), placement)
         if front in self.common.owned:
-            return Share(unit, (me,), self._held_by(self.common.owned[front]))
+            return EntryReplicas(unit, (me,), self._held_by(self.common.owned[front]))
         together = self.common.parameters.get(unit)
         counts = name.endswith("/step") and entry.size_bytes <= _COUNTER_BYTES
         if together is None and unit != name and counts:
@@ -178,9 +178,9 @@ class Sharing:
             if together is not None and self._ranks.followed:  # beside what it counts updates of
                 part = Placement.parse(self._entries[unit].placement)
                 near = self._near(replicas_on_mesh(part, me))
-                return Share(unit, near, self._held_by(together))
+                return EntryReplicas(unit, near, self._held_by(together))
         together = together or (me,)
-        return Share(unit, self._near(together), self._held_by(together))
+        return EntryReplicas(unit, self._near(together), self._held_by(together))
 
     def _near(self, ranks: _Ranks) -> _Ranks:
         """Of these, those that write to this rank's disk."""
@@ -216,11 +216,11 @@ class Sharing:
             else:
                 units.setdefault(replicas, []).append((-size_bytes, name))
         for replicas, found in units.items():
-            for name, rank in spread(found, replicas, loads.get(replicas)).items():
+            for name, rank in balance(found, replicas, loads.get(replicas)).items():
                 writers[replicas, name] = rank
         return writers
 
-    def _writer(self, share: Share) -> int:
+    def _writer(self, share: EntryReplicas) -> int:
         replicas = share.replicas
         if len(replicas) == 1:
             return replicas[0]
@@ -230,7 +230,7 @@ class Sharing:
         return writer
 
 
-def spread(
+def balance(
     units: Iterable[tuple[int, str]], ranks: _Ranks, before: Mapping[int, int] | None = None
 ) -> dict[str, int]:
     """A rank for each name: the largest first, each to the rank that has least so far.
@@ -251,14 +251,14 @@ def spread(
 _COUNTER_BYTES = 16  # of one element, complex128 at most
 
 
-def _front(name: str) -> str:
+def _parameter_prefix(name: str) -> str:
     """``section/state/PARAMETER`` of the name of an optimizer's entry."""
     return "/".join(name.split("/", 3)[:3])
 
 
-def common_of(
+def find_replication(
     providers: Iterable[Provider], aliases: Mapping[str, str], own: Collection[int]
-) -> Common:
+) -> Replication:
     """What is known of the sections that ``providers`` are of.
 
     Parameters inside of DistributedDataParallel are the same on all ranks of its group, and so is
@@ -302,4 +302,4 @@ def common_of(
                 if id(owner) in entries:
                     updaters[entries[id(owner)]] = updated_by[name], zero.ranks
     modules = frozenset(one.section for one in providers if isinstance(one, ModuleProvider))
-    return Common(parameters, states, owned, updaters, modules)
+    return Replication(parameters, states, owned, updaters, modules)

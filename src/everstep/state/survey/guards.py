@@ -26,23 +26,23 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from everstep.state.survey.ownership import Holding
-from everstep.state.survey.survey import PLAIN_TENSORS, Part, same_objects
+from everstep.state.survey.ownership import OwnedMemory
+from everstep.state.survey.survey import PLAIN_TENSORS, SectionContents, same_objects
 from everstep.state.values.objects import Encoded, TensorRef, encode
 
 __all__ = [
-    "ModuleProof",
-    "OptimizerProof",
-    "Watch",
+    "ModuleGuard",
+    "OptimizerGuard",
+    "TensorGuard",
     "canonical_key",
-    "dict_tags",
+    "dict_versions",
     "keep_order",
 ]
 
 _Tag = Callable[[Any], int]
 
 
-def dict_tags(dicts: Iterable[Mapping[Any, Any]]) -> list[int] | None:
+def dict_versions(dicts: Iterable[Mapping[Any, Any]]) -> list[int] | None:
     """The tags of some dicts: equal ones at another time say that all of them have had the same
     keys and values all the while, in the same order if they :func:`keep_order`; None where there
     are no tags."""
@@ -82,10 +82,10 @@ def _load() -> _Tag | None:
     except ImportError:
         return None
     tag: _Tag = dict_version
-    return tag if _notices(tag) else None
+    return tag if _detects_changes(tag) else None
 
 
-def _notices(tag: _Tag) -> bool:
+def _detects_changes(tag: _Tag) -> bool:
     """Whether a dict's tag moves with each change, those of an object's attributes too, and
     otherwise does not."""
     made = _Plain()
@@ -198,7 +198,7 @@ _is_neg = torch.Tensor.is_neg
 _dtype = attrgetter("dtype")
 
 
-def _is_set_to_tells() -> bool:
+def _is_set_to_is_reliable() -> bool:
     """Whether a conjugated or negated tensor is set to nothing, as ``Watch`` relies on."""
     pairs = torch.ones(1, dtype=torch.complex64, device="cpu")
     conjugated = pairs.conj()
@@ -206,16 +206,16 @@ def _is_set_to_tells() -> bool:
 
 
 _MODULES_PROVABLE = (
-    _is_set_to_tells()
+    _is_set_to_is_reliable()
     and all(_is_torchs_own(method, _MODULE_NAMES) for method in _MODULE_METHODS.values())
     and _MODULE.keys().isdisjoint(_MODULE_LACKS)
 )
-_OPTIMIZERS_PROVABLE = _is_set_to_tells() and _is_torchs_own(
+_OPTIMIZERS_PROVABLE = _is_set_to_is_reliable() and _is_torchs_own(
     _optimizer_state_dict, _OPTIMIZER_NAMES
 )
 
 
-class Watch:
+class TensorGuard:
     """Tells whether tensors still are the memory that views of them are.
 
     It keeps both. So none of the memory can be given to something else meanwhile: what is at
@@ -271,7 +271,7 @@ def canonical_key(key: str) -> str:
     return key.replace("_orig_mod.", "").replace("_checkpoint_wrapped_module.", "")
 
 
-class _Containers:
+class _DictGuard:
     """Tells whether dicts still hold the same keys and values, in the same order.
 
     The dicts themselves are kept; by whom they are held is for others to prove. Where dicts have
@@ -288,7 +288,7 @@ class _Containers:
 
     def hold(self) -> bool:
         """Whether they do."""
-        tags = dict_tags(self._dicts)
+        tags = dict_versions(self._dicts)
         if tags is not None and tags == self._tags:
             return True
         self._tags = None
@@ -307,14 +307,14 @@ class _Containers:
         )
 
 
-class ModuleProof:
+class ModuleGuard:
     """That a module's ``state_dict`` and the names of its parameters are as they were.
 
     Attributes:
         part: what was found in the module; its objects are encoded.
     """
 
-    def __init__(self, modules: list[nn.Module], watch: Watch, part: Part) -> None:
+    def __init__(self, modules: list[nn.Module], watch: TensorGuard, part: SectionContents) -> None:
         self.part = part
         self._modules = modules
         self._types = list(map(type, modules))
@@ -327,7 +327,7 @@ class ModuleProof:
         held = [_members_of(own) for own in self._owns]
         self._held = list(chain.from_iterable(held))
         containers = [members for row in held for members in row[:_UNSAVED]]
-        self._containers = _Containers([members for members in containers if members])
+        self._containers = _DictGuard([members for members in containers if members])
         self._owns_tags: list[int] | None = None  # when members last held
         unsaved = [row[_UNSAVED] for row in held]
         self._empty = [hooks for row in held for hooks in row[_HOOKS]]
@@ -337,11 +337,11 @@ class ModuleProof:
         self._watch = watch
 
     @classmethod
-    def of(cls, module: nn.Module, part: Part) -> ModuleProof | None:
+    def of(cls, module: nn.Module, part: SectionContents) -> ModuleGuard | None:
         """The proof that ``part`` is what looking at ``module`` finds, if there can be one."""
         modules: dict[int, nn.Module] = {}
         tensors: dict[str, torch.Tensor] = {}
-        if not _MODULES_PROVABLE or not _find(module, "", modules, tensors):
+        if not _MODULES_PROVABLE or not _collect_tensors(module, "", modules, tensors):
             return None
         tree = part.tree
         if not isinstance(tree, dict) or not {TensorRef}.issuperset(map(type, tree.values())):
@@ -349,8 +349,8 @@ class ModuleProof:
         if list(tree) != list(map(canonical_key, tensors)):
             return None
         (block,) = part.blocks
-        watch = Watch(list(tensors.values()), block.tensors)
-        found = Part(part.blocks, Encoded(encode(tree, checked=True)))
+        watch = TensorGuard(list(tensors.values()), block.tensors)
+        found = SectionContents(part.blocks, Encoded(encode(tree, checked=True)))
         proof = cls(list(modules.values()), watch, found)
         return proof if proof.holds(module) else None
 
@@ -380,7 +380,7 @@ class ModuleProof:
     def _attributes_hold(self) -> bool:
         """Whether the modules' members are the same objects, and override no method. Where dicts
         have tags, they are looked at only once these have changed."""
-        tags = dict_tags(self._owns)
+        tags = dict_versions(self._owns)
         if tags is not None and tags == self._owns_tags:
             return True
         self._owns_tags = None
@@ -412,7 +412,7 @@ def _is_plain(bases: tuple[type, ...]) -> bool:
     )
 
 
-def _find(
+def _collect_tensors(
     module: nn.Module, prefix: str, modules: dict[int, nn.Module], tensors: dict[str, torch.Tensor]
 ) -> bool:
     """Finds all modules, and the tensors that torch's ``state_dict`` finds, by its keys; False
@@ -435,12 +435,15 @@ def _find(
             tensors[prefix + key] = tensor
     return all(
         child is None
-        or (isinstance(child, nn.Module) and _find(child, f"{prefix}{key}.", modules, tensors))
+        or (
+            isinstance(child, nn.Module)
+            and _collect_tensors(child, f"{prefix}{key}.", modules, tensors)
+        )
         for key, child in children.items()
     )
 
 
-class OptimizerProof:
+class OptimizerGuard:
     """That an optimizer's ``state_dict`` is as it was, but for the options of its groups.
 
     Attributes:
@@ -451,39 +454,47 @@ class OptimizerProof:
     """
 
     def __init__(
-        self, optimizer: Optimizer, part: Part, holding: Holding, named: Container[int]
+        self,
+        optimizer: Optimizer,
+        part: SectionContents,
+        holding: OwnedMemory,
+        named: Container[int],
     ) -> None:
         (block,) = part.blocks
         tree: Any = part.tree
         self.holding = replace(holding, shared=())
-        self._parts = _parts_of(optimizer)
+        self._parts = _state_and_groups(optimizer)
         self._groups = list(optimizer.param_groups)
         self._lists = [group["params"] for group in self._groups]
         self._lengths = list(map(len, self._lists))
         self._parameters = list(chain.from_iterable(self._lists))
-        self._containers = _Containers([optimizer.state, *optimizer.state.values()])
+        self._containers = _DictGuard([optimizer.state, *optimizer.state.values()])
         tensors = [t for values in optimizer.state.values() for t in values.values()]
         self.state = block.first(len(tensors))
         self.state_tree = Encoded(encode(tree["state"], checked=True))
         self.parameters = [
             Encoded(encode(group["params"], checked=True)) for group in tree["param_groups"]
         ]
-        self._state_watch = Watch(tensors, self.state.tensors)
+        self._state_watch = TensorGuard(tensors, self.state.tensors)
         inside = [parameter for parameter in self._parameters if id(parameter) in named]
         outside = [parameter for parameter in self._parameters if id(parameter) not in named]
         self._inside_watch, self._outside_watch = map(_watch_of, (inside, outside))
 
     @classmethod
     def of(
-        cls, optimizer: Optimizer, part: Part, holding: Holding, named: Container[int]
-    ) -> OptimizerProof | None:
+        cls,
+        optimizer: Optimizer,
+        part: SectionContents,
+        holding: OwnedMemory,
+        named: Container[int],
+    ) -> OptimizerGuard | None:
         """The proof that ``part`` and ``holding`` are what looking at ``optimizer`` finds, if
         there can be one.
 
         Args:
             named: ids of the parameters of all modules of the state.
         """
-        parts = _parts_of(optimizer)
+        parts = _state_and_groups(optimizer)
         if not _OPTIMIZERS_PROVABLE or parts is None or not _is_plainly_kept(*parts[1:]):
             return None
         tree: Any = part.tree
@@ -506,7 +517,7 @@ class OptimizerProof:
             modules_hold: all modules of the state were just proven to be what they were when
                 this last held, and so their parameters to be the same memory.
         """
-        parts = _parts_of(optimizer)
+        parts = _state_and_groups(optimizer)
         return (
             parts is not None
             and self._parts is not None
@@ -533,11 +544,11 @@ class OptimizerProof:
         )
 
 
-def _watch_of(tensors: Sequence[torch.Tensor]) -> Watch:
-    return Watch(tensors, [tensor.detach() for tensor in tensors])
+def _watch_of(tensors: Sequence[torch.Tensor]) -> TensorGuard:
+    return TensorGuard(tensors, [tensor.detach() for tensor in tensors])
 
 
-def _parts_of(optimizer: Optimizer) -> tuple[Any, Any, Any] | None:
+def _state_and_groups(optimizer: Optimizer) -> tuple[Any, Any, Any] | None:
     """An optimizer's type, state and groups; None where these are not all there is, or not sure
     to be torch's own."""
     kind = type(optimizer)

@@ -28,20 +28,20 @@ from torch.optim import Optimizer
 
 from everstep.errors import OptionError, StateError
 from everstep.state.values.objects import MAX_DEPTH
-from everstep.state.values.tensors import local_of, why_not_storable
+from everstep.state.values.tensors import local_tensor, why_not_storable
 
 __all__ = [
-    "Claims",
+    "AddressRanges",
     "DeclaredUpdate",
-    "Holding",
     "Memory",
+    "OwnedMemory",
     "Owner",
-    "Spans",
-    "Told",
-    "holding_of",
+    "OwnershipIndex",
+    "OwnershipRules",
+    "assign_owners",
     "memory_of",
-    "owners_of",
-    "slots_of",
+    "owned_memory_of",
+    "updated_tensors",
 ]
 
 
@@ -92,7 +92,7 @@ class Memory(NamedTuple):
         last = sum((n - 1) * step for n, step in zip(self.shape, self.stride, strict=True))
         return self.begin + (last + 1) * self.dtype.itemsize
 
-    def meets(self, other: Memory | None) -> bool:
+    def overlaps(self, other: Memory | None) -> bool:
         """Whether there are bytes that lie from the first to the last one of both."""
         if other is None or self.device != other.device:
             return False
@@ -126,7 +126,7 @@ def memory_of(tensor: torch.Tensor) -> Memory | None:
 
 
 @dataclass(frozen=True, slots=True)
-class Holding:
+class OwnedMemory:
     """What one registered optimizer owns.
 
     Attributes:
@@ -140,18 +140,18 @@ class Holding:
     shared: tuple[Memory, ...] = ()
 
 
-def holding_of(section: str, optimizer: Optimizer) -> Holding:
+def owned_memory_of(section: str, optimizer: Optimizer) -> OwnedMemory:
     """What ``optimizer`` owns, whatever its ``state_dict`` makes of it."""
-    slots = slots_of(optimizer)
+    slots = updated_tensors(optimizer)
     shared = list[torch.Tensor]()
     for group in optimizer.param_groups:
         for key, value in group.items():
             if key != "params":
                 shared.extend(_tensors_in(value))
-    return Holding(section, _memories(slots), _memories(shared))
+    return OwnedMemory(section, _memories(slots), _memories(shared))
 
 
-def slots_of(optimizer: Optimizer) -> list[torch.Tensor]:
+def updated_tensors(optimizer: Optimizer) -> list[torch.Tensor]:
     """What an optimizer updates: its parameters, and its state."""
     groups = (group["params"] for group in optimizer.param_groups)
     found = [tensor for group in groups for tensor in _tensors_in(group)]
@@ -160,7 +160,7 @@ def slots_of(optimizer: Optimizer) -> list[torch.Tensor]:
 
 def _memories(tensors: Iterable[torch.Tensor]) -> tuple[Memory, ...]:
     """Memory of those of ``tensors`` that can be entries and have some."""
-    parts = map(local_of, tensors)
+    parts = map(local_tensor, tensors)
     found = (memory_of(tensor) for tensor in parts if why_not_storable(tensor) is None)
     return tuple(memory for memory in found if memory is not None)
 
@@ -173,7 +173,7 @@ def _tensors_in(value: Any, depth: int = 0) -> Iterator[torch.Tensor]:
             yield from _tensors_in(item, depth + 1)
 
 
-class Spans:
+class AddressRanges:
     """Bytes of memory, to be looked up: stretches with something else between each two of them."""
 
     def __init__(self, found: Iterable[Memory]) -> None:
@@ -200,10 +200,10 @@ class Spans:
         return upto > 0 and self._ends[memory.device][upto - 1] >= memory.end
 
 
-class Claims:
+class OwnershipIndex:
     """What all registered optimizers own together."""
 
-    def __init__(self, holdings: Iterable[Holding]) -> None:
+    def __init__(self, holdings: Iterable[OwnedMemory]) -> None:
         owned: dict[Memory, list[str]] = defaultdict(list)
         holdings = tuple(holdings)
         for holding in holdings:
@@ -216,8 +216,8 @@ class Claims:
         }
         # Hyperparameters are in an update's record: it reads none of the state.
         self.read = owned.keys() - self.options
-        self._spans, self._spans_read = Spans(owned), Spans(self.read)
-        self._all_read = Spans(memory for memory in self.read if memory.is_dense)
+        self._spans, self._spans_read = AddressRanges(owned), AddressRanges(self.read)
+        self._all_read = AddressRanges(memory for memory in self.read if memory.is_dense)
 
     def own_part_of(self, memory: Memory) -> bool:
         """Whether an optimizer owns any of the bytes from the first to the last of ``memory``."""
@@ -250,7 +250,7 @@ class Claims:
 
 
 @dataclass(frozen=True, slots=True)
-class Told:
+class OwnershipRules:
     """What the user says about entries, by patterns on their names.
 
     A pattern is a name, or one with ``*``, ``?`` and ``[...]`` as in file names.
@@ -273,7 +273,7 @@ class Told:
         cls,
         declared: Sequence[str] | Mapping[str, DeclaredUpdate | None],
         static: Sequence[str],
-    ) -> Told:
+    ) -> OwnershipRules:
         """Checks what can be checked without the state.
 
         Raises:
@@ -338,11 +338,11 @@ class Told:
                 )
 
 
-def owners_of(
+def assign_owners(
     names: Mapping[str, Sequence[str]],
     memory: Mapping[str, Memory],
-    claims: Claims,
-    told: Told,
+    claims: OwnershipIndex,
+    rules: OwnershipRules,
     *,
     error: type[OptionError] | type[StateError],
 ) -> dict[str, Owner]:
@@ -361,7 +361,7 @@ def owners_of(
     overlapping = claims.overlapping(memory.values())
     owners: dict[str, Owner] = {}
     for name, also in names.items():
-        kinds = told.kinds(also)
+        kinds = rules.kinds(also)
         optimizers = claims.optimizers(memory.get(name))
         if kinds and optimizers:
             raise error(
@@ -381,13 +381,13 @@ def owners_of(
             continue
         read = claims.read_of(memory.get(name))
         if kinds == {"declared"}:
-            updates = told.updates_of(also)
+            updates = rules.updates_of(also)
             if len(updates) > 1:
                 raise error(
                     f"{name} is updated by the functions of {' and '.join(map(repr, updates))}",
                     hint="make one of the patterns narrower",
                 )
-            known = updates and alone and told.replays
+            known = updates and alone and rules.replays
             owners[name] = Owner("declared", None, updates[0] if known else None, read)
         else:
             owners[name] = Owner(kinds.pop() if kinds else "logged", read=read)

@@ -18,37 +18,37 @@ import torch
 from everstep.errors import OptionError, StateError, UnsupportedStateError
 from everstep.state.layout.entries import Entry
 from everstep.state.layout.names import OBJECT_BYTES_MAX, OBJECT_PREFIX, is_reserved
-from everstep.state.layout.replica_digest import InCommon
+from everstep.state.layout.replica_digest import ReplicaDigest
 from everstep.state.survey.ownership import (
-    Claims,
-    Holding,
     Memory,
+    OwnedMemory,
     Owner,
-    Told,
+    OwnershipIndex,
+    OwnershipRules,
+    assign_owners,
     memory_of,
-    owners_of,
 )
 from everstep.state.values.objects import Encoded, encode, unsupported_leaves
 from everstep.state.values.tensors import (
-    LocalPart,
+    LocalShard,
     is_dtensor,
-    sharded_form,
-    stored_form,
+    shard_entry,
+    tensor_entry,
     why_not_storable,
 )
 from everstep.state.values.tree import split
 
 __all__ = [
     "PLAIN_TENSORS",
-    "Assembler",
-    "Block",
-    "Later",
-    "Part",
+    "DeferredTree",
+    "SectionContents",
     "Shape",
     "Survey",
-    "checked_block",
-    "look_at",
+    "SurveyBuilder",
+    "TensorBlock",
+    "inspect_tree",
     "same_objects",
+    "storable_block",
     "unsupported",
 ]
 
@@ -84,7 +84,7 @@ class Shape:
     aliases: Mapping[str, str]
     owners: Mapping[str, Owner]
     objects_bytes: Mapping[str, int]
-    common: tuple[InCommon, ...] = ()
+    common: tuple[ReplicaDigest, ...] = ()
 
     @property
     def static(self) -> frozenset[str]:
@@ -151,7 +151,7 @@ class Survey:
 
 
 @dataclass(frozen=True, slots=True)
-class Later:
+class DeferredTree:
     """Stands for a tree that is made where it is encoded, of what was copied when it was surveyed:
     in the thread that copies, mostly, and training does not wait for it."""
 
@@ -161,12 +161,12 @@ class Later:
 def _encoded(tree: object, section: str) -> Encoded:
     if type(tree) is Encoded:
         return tree
-    made = tree.tree() if type(tree) is Later else tree
+    made = tree.tree() if type(tree) is DeferredTree else tree
     return Encoded(encode(made, section, checked=True))
 
 
 @dataclass(frozen=True, slots=True)
-class Block:
+class TensorBlock:
     """Tensors of one part of the state, in canonical order, as detached views."""
 
     names: tuple[str, ...] = ()
@@ -178,9 +178,9 @@ class Block:
     def of(
         cls,
         named: Mapping[str, torch.Tensor],
-        before: Sequence[Block],
+        before: Sequence[TensorBlock],
         forms: Mapping[str, Entry] = _NO_FORMS,
-    ) -> Block:
+    ) -> TensorBlock:
         """A block of storable tensors; the tensors, and the block itself, are those of a block
         in ``before`` where they are the same.
 
@@ -194,8 +194,8 @@ class Block:
         for name, tensor in named.items():
             identity = memory_of(tensor) or name
             row = known.get(name)
-            if row is None or row[2] != identity or not _same(tensor, row[1]):
-                row = (name, tensor, identity, forms.get(name) or stored_form(name, tensor))
+            if row is None or row[2] != identity or not _is_same_memory(tensor, row[1]):
+                row = (name, tensor, identity, forms.get(name) or tensor_entry(name, tensor))
             elif name in forms and forms[name] != row[3]:
                 row = (*row[:3], forms[name])
             rows.append(row)
@@ -206,9 +206,9 @@ class Block:
                 return block
         return new
 
-    def first(self, count: int) -> Block:
+    def first(self, count: int) -> TensorBlock:
         """A block of the first tensors only."""
-        return Block(
+        return TensorBlock(
             self.names[:count], self.tensors[:count], self.identities[:count], self.entries[:count]
         )
 
@@ -217,11 +217,11 @@ class Block:
         return zip(self.names, self.tensors, self.identities, self.entries, strict=True)
 
 
-_EMPTY = Block()
+_EMPTY = TensorBlock()
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class SectionContents:
     """What is found in one section of the state.
 
     Attributes:
@@ -230,12 +230,12 @@ class Part:
         holding: what it owns, if it is an optimizer; the same object as before if unchanged.
     """
 
-    blocks: tuple[Block, ...]
+    blocks: tuple[TensorBlock, ...]
     tree: object
-    holding: Holding | None = None
+    holding: OwnedMemory | None = None
 
 
-def look_at(value: object, section: str, before: Sequence[Block]) -> Part:
+def inspect_tree(value: object, section: str, before: Sequence[TensorBlock]) -> SectionContents:
     """What is found in ``value``, without shortcuts; ``before`` is what was found last.
 
     Raises:
@@ -243,12 +243,12 @@ def look_at(value: object, section: str, before: Sequence[Block]) -> Part:
     """
     named: dict[str, torch.Tensor] = {}
     tree = split(value, section, named)
-    return Part((checked_block(tree, named, section, before),), tree)
+    return SectionContents((storable_block(tree, named, section, before),), tree)
 
 
-def checked_block(
-    tree: object, named: Mapping[str, torch.Tensor], section: str, before: Sequence[Block]
-) -> Block:
+def storable_block(
+    tree: object, named: Mapping[str, torch.Tensor], section: str, before: Sequence[TensorBlock]
+) -> TensorBlock:
     """The block of the tensors ``named``, if all of them and of ``tree`` can be stored.
 
     Raises:
@@ -259,11 +259,11 @@ def checked_block(
             raise unsupported(leaves)
         return _EMPTY
     spread = {name: tensor for name, tensor in named.items() if is_dtensor(tensor)}
-    parts: dict[str, LocalPart] = {}
+    parts: dict[str, LocalShard] = {}
     leaves = []
     for name, tensor in spread.items():
         try:
-            parts[name] = LocalPart.of(tensor)
+            parts[name] = LocalShard.of(tensor)
         except ValueError as error:
             leaves.append((name, f"a DTensor whose parts cannot be told: {error}"))
     if spread and not leaves:
@@ -276,8 +276,8 @@ def checked_block(
     leaves += unsupported_leaves(tree, section)
     if leaves:
         raise unsupported(leaves)
-    forms = {name: sharded_form(name, spread[name], part) for name, part in parts.items()}
-    return Block.of(named, before, forms)
+    forms = {name: shard_entry(name, spread[name], part) for name, part in parts.items()}
+    return TensorBlock.of(named, before, forms)
 
 
 def unsupported(leaves: Sequence[tuple[str, str]]) -> UnsupportedStateError:
@@ -300,7 +300,7 @@ def same_objects(one: Sequence[object], other: Sequence[object]) -> bool:
     return len(one) == len(other) and all(map(is_, one, other))
 
 
-def _same(tensor: torch.Tensor, view: torch.Tensor) -> bool:
+def _is_same_memory(tensor: torch.Tensor, view: torch.Tensor) -> bool:
     """Whether a tensor of the same identity is the same memory: storage, offset, shape, strides."""
     if type(tensor) not in PLAIN_TENSORS or tensor.dtype != view.dtype:
         return False
@@ -312,20 +312,20 @@ def _same(tensor: torch.Tensor, view: torch.Tensor) -> bool:
         return False
 
 
-class Assembler:
+class SurveyBuilder:
     """Makes surveys of the parts of the state; keeps what is the same from one to the next.
 
     Args:
         told: what the user says about owners.
     """
 
-    def __init__(self, told: Told) -> None:
-        self._told = told
-        self._known: _Known | None = None
+    def __init__(self, rules: OwnershipRules) -> None:
+        self._rules = rules
+        self._known: _TensorIndex | None = None
         self._shape: Shape | None = None
         self._sizes: dict[str, int] = {}
 
-    def survey(self, parts: Mapping[str, Part]) -> Survey:
+    def survey(self, parts: Mapping[str, SectionContents]) -> Survey:
         """The survey of a state that consists of ``parts``, by section.
 
         Raises:
@@ -338,7 +338,7 @@ class Assembler:
         known = self._known
         shape = self._shape
         if known is None or shape is None or not known.follow(blocks, holdings):
-            known = _Known(blocks, holdings)
+            known = _TensorIndex(blocks, holdings)
             new = self._shape_of(known)
             if shape is None or replace(new, objects_bytes=shape.objects_bytes) != shape:
                 # A layout will be made of it, so with the sizes of now.
@@ -350,15 +350,15 @@ class Assembler:
         self._shape = shape
         return Survey(shape, known.tensors, trees, self._sizes)
 
-    def _shape_of(self, known: _Known) -> Shape:
+    def _shape_of(self, known: _TensorIndex) -> Shape:
         names = {name: [] if is_reserved(name) else [name] for name in known.tensors}
         for other, name in known.aliases.items():
             names[name].append(other)
-        owners = owners_of(
+        owners = assign_owners(
             names,
             {name: key for key, name in known.names.items() if isinstance(key, Memory)},
             known.claims,
-            self._told,
+            self._rules,
             error=OptionError if self._shape is None else StateError,
         )
         aliases = MappingProxyType(known.aliases)
@@ -373,7 +373,7 @@ class Assembler:
         return shape
 
 
-class _Known:
+class _TensorIndex:
     """All tensors at the last survey, and which of them share memory.
 
     Attributes:
@@ -381,10 +381,10 @@ class _Known:
         tensors: live tensors by entry name, read-only.
     """
 
-    def __init__(self, blocks: tuple[Block, ...], holdings: tuple[Holding, ...]) -> None:
+    def __init__(self, blocks: tuple[TensorBlock, ...], holdings: tuple[OwnedMemory, ...]) -> None:
         self._blocks = blocks
         self._holdings = holdings
-        self.claims = Claims(holdings)
+        self.claims = OwnershipIndex(holdings)
         self.names: dict[Identity, str] = {}
         self.aliases: dict[str, str] = {}
         self._tied: set[Identity] = set()
@@ -402,7 +402,7 @@ class _Known:
         self.tensors: Mapping[str, torch.Tensor] = MappingProxyType(tensors)
         self.entries = tuple(entries)
 
-    def follow(self, blocks: tuple[Block, ...], holdings: tuple[Holding, ...]) -> bool:
+    def follow(self, blocks: tuple[TensorBlock, ...], holdings: tuple[OwnedMemory, ...]) -> bool:
         """Takes over ``blocks`` if no more has changed than the memory of single tensors that
         have to do with no other tensor and no optimizer, neither then nor now.
 

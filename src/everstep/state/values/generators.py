@@ -22,13 +22,13 @@ from everstep.seams.fingerprint import cuda_in_use
 __all__ = [
     "GeneratorState",
     "RngStates",
-    "collect_rng",
+    "capture_rng",
     "is_generator",
     "kind_of",
     "new_generator",
-    "other_generator",
+    "numpy_rng_mismatch",
+    "preserve_rng",
     "restore_rng",
-    "rng_kept",
     "set_state",
     "state_of",
     "why_not_made",
@@ -188,7 +188,7 @@ class RngStates(NamedTuple):
         return state if self.cuda is None else {**state, "cuda": of_cuda}
 
 
-def collect_rng() -> dict[str, Any]:
+def capture_rng() -> dict[str, Any]:
     """States of all generators as they are now, as they are stored."""
     states = RngStates.now()
     return states.tree(states.torch, states.cuda)
@@ -199,7 +199,7 @@ def _as_array(words: Sequence[int]) -> np.ndarray[Any, Any]:
     return np.frombuffer(array("I", words), np.uint32)
 
 
-def other_generator(state: Any) -> str | None:
+def numpy_rng_mismatch(state: Any) -> str | None:
     """Why NumPy's generator cannot take up the state that was saved of it; None: it can."""
     numpy = state.get("numpy") if isinstance(state, dict) else None
     saved = numpy.get("bit_generator") if isinstance(numpy, dict) else None
@@ -236,9 +236,9 @@ def restore_rng(state: dict[str, Any]) -> list[str]:
 
 
 @contextmanager
-def rng_kept() -> Iterator[None]:
+def preserve_rng() -> Iterator[None]:
     """Put the generators back as they were at the end of the block, whatever it has drawn."""
-    states = collect_rng()
+    states = capture_rng()
     try:
         yield
     finally:

@@ -67,10 +67,10 @@ import torch
 
 from everstep.errors import FormatError, UnsupportedStateError
 from everstep.state.values.generators import GeneratorState
-from everstep.state.values.refusals import refusal
+from everstep.state.values.refusals import storage_advice
 
 __all__ = [
-    "CROWD",
+    "COLLISIONS_MAX",
     "FIXED",
     "MAX_DEPTH",
     "TAGS",
@@ -78,7 +78,7 @@ __all__ = [
     "TensorRef",
     "decode",
     "encode",
-    "is_crowded",
+    "has_hash_collisions",
     "is_fixed",
     "is_plain",
     "join_path",
@@ -88,7 +88,7 @@ __all__ = [
 FIXED: Final = frozenset((type(None), bool, int, float))
 """Types whose values can all be stored, and never change."""
 
-CROWD: Final = 256
+COLLISIONS_MAX: Final = 256
 """So many keys of a dict, or members of a set, may have one hash; nothing but malice has more."""
 
 _STR = frozenset((str,))
@@ -129,19 +129,19 @@ def is_fixed(value: Mapping[Any, Any]) -> bool:
     return _is_named_plainly(value)
 
 
-def is_crowded(keys: Collection[Any]) -> bool:
-    """Whether more than :data:`CROWD` of these keys, or members, have the same hash: each of them
+def has_hash_collisions(keys: Collection[Any]) -> bool:
+    """Whether more than :data:`COLLISIONS_MAX` keys or members have the same hash: each of them
     would be compared with all before it, and a few megabytes would take minutes.
 
     Raises:
         TypeError: one of them has no hash.
     """
-    if len(keys) <= CROWD or _SECRETLY_HASHED.issuperset(kinds := set(map(type, keys))):
+    if len(keys) <= COLLISIONS_MAX or _SECRETLY_HASHED.issuperset(kinds := set(map(type, keys))):
         return False
     if kinds == {int} and max(map(abs, keys)) < sys.hash_info.modulus:
         return False  # their own hashes, but for -1
     hashes = sorted(map(hash, keys))
-    return any(map(eq, hashes, hashes[CROWD:]))
+    return any(map(eq, hashes, hashes[COLLISIONS_MAX:]))
 
 
 def _is_named_plainly(value: Mapping[Any, Any]) -> bool:
@@ -295,8 +295,8 @@ def _pairs(value: Mapping[Any, Any]) -> list[Any]:
 def _build_unique(kind: Any, parts: list[Any]) -> object:
     """A set from members, or a dict from alternating keys and values; none of them twice."""
     of_pairs = issubclass(kind, dict)
-    if is_crowded(parts[::2] if of_pairs else parts):
-        raise ValueError(f"more than {CROWD} keys or members have the same hash")
+    if has_hash_collisions(parts[::2] if of_pairs else parts):
+        raise ValueError(f"more than {COLLISIONS_MAX} keys or members have the same hash")
     unique = dict(zip(parts[::2], parts[1::2], strict=True)) if of_pairs else set(parts)
     if len(unique) * (2 if of_pairs else 1) != len(parts):
         raise ValueError("a key or member is there twice")
@@ -338,7 +338,7 @@ def _build_array(parts: list[Any]) -> np.ndarray[Any, Any]:
     if size_bytes != len(data):
         raise ValueError("an array has another length than its shape and dtype say")
     array: np.ndarray[Any, Any] = np.ndarray(shape, dtype, data).copy()
-    if reason := _why_not_array(array):
+    if reason := _array_problem(array):
         raise ValueError(reason)
     return array
 
@@ -483,7 +483,7 @@ class _Walker:
         ``role`` ("key: ") leads the reasons where the path alone would mislead.
         """
         if type(value) not in _CONTAINERS:
-            if reason := _why_not_leaf(value):
+            if reason := _leaf_problem(value):
                 self.found.append((path, role + reason))
             return 0
         known = self._heights.get(id(value))
@@ -494,15 +494,15 @@ class _Walker:
             self.found.append((path, role + reason))
             return 0
         height = 1
-        if type(value) in _HASHED and is_crowded(value):
-            reason = f"more than {CROWD} keys or members have the same hash"
+        if type(value) in _HASHED and has_hash_collisions(value):
+            reason = f"more than {COLLISIONS_MAX} keys or members have the same hash"
             self.found.append((path, role + reason))
         self._heights[id(value)] = _INSIDE
         for key, part, part_role in _children(value):
             if type(part) not in _NATIVE:
                 part_height = self.walk(part, join_path(path, key), role + part_role, depth + 1)
                 height = max(height, 1 + part_height)
-            elif reason := _why_not_native(part):
+            elif reason := _native_problem(part):
                 self.found.append((join_path(path, key), role + part_role + reason))
         self._heights[id(value)] = height
         return height
@@ -522,28 +522,28 @@ def _children(value: Any) -> Iterator[tuple[object, object, str]]:
         yield from ((index if indexed else "*", part, "") for index, part in enumerate(value))
 
 
-def _why_not_leaf(value: Any) -> str | None:
+def _leaf_problem(value: Any) -> str | None:
     kind = type(value)
     if kind is Encoded:
         return None
     if kind not in _BY_TYPE and kind not in _NATIVE:
-        return refusal(value)
+        return storage_advice(value)
     if kind is np.ndarray:
-        return _why_not_array(value)
+        return _array_problem(value)
     if kind in _NATIVE or kind is bytearray:
-        return _why_not_native(value)
+        return _native_problem(value)
     if kind is TensorRef and type(value.name) is str:
-        return _why_not_native(value.name)  # by far the most frequent, so no more than needed
+        return _native_problem(value.name)  # by far the most frequent, so no more than needed
     form = _BY_TYPE[kind]
     parts = form.parts(value)
     try:
         form.build(parts)
     except _HOSTILE as error:
         return f"a {kind.__name__} that would not come back: {error}"
-    return next(filter(None, map(_why_not_native, parts)), None)
+    return next(filter(None, map(_native_problem, parts)), None)
 
 
-def _why_not_native(value: Any) -> str | None:
+def _native_problem(value: Any) -> str | None:
     kind = type(value)
     if kind in FIXED:
         return None
@@ -554,7 +554,7 @@ def _why_not_native(value: Any) -> str | None:
     return f"a {kind.__name__} of 4 GiB or more" if size_bytes > _BIN_BYTES_MAX else None
 
 
-def _why_not_array(array: np.ndarray[Any, Any]) -> str | None:
+def _array_problem(array: np.ndarray[Any, Any]) -> str | None:
     dtype = array.dtype
     if not _NUMPY_DTYPE.fullmatch(dtype.str) or np.dtype(dtype.str) != dtype or dtype.metadata:
         return f"a numpy array of {dtype!r}; convert it with astype(), or store its tolist()"

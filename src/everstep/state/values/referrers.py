@@ -11,10 +11,10 @@ import gc
 from collections.abc import Iterable
 from typing import Any
 
-__all__ = ["holders_of"]
+__all__ = ["find_referrers"]
 
 
-def holders_of(values: Iterable[object], *kinds: type, depth: int) -> list[Any]:
+def find_referrers(values: Iterable[object], *kinds: type, depth: int) -> list[Any]:
     """Return the objects of some classes that refer to one of ``values``, directly or through dicts
     and lists, such as the ``__dict__`` of an instance.
 

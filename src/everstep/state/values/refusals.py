@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader
 
-__all__ = ["refusal", "snapshot"]
+__all__ = ["copied_state_dict_owner", "storage_advice"]
 
 _CODE = (FunctionType, BuiltinFunctionType, MethodType, partial, ModuleType)
 _BASES = (OrderedDict, Counter, dict, list, tuple, set, frozenset, deque, bytes, bytearray)
@@ -51,7 +51,7 @@ _SNAPSHOTS = {
 _SNAPSHOT_DEPTH = 3
 
 
-def refusal(value: object) -> str:
+def storage_advice(value: object) -> str:
     """What ``value``, of no type that can be stored, is, and what to store instead."""
     kind = type(value)
     name = f"{kind.__module__}.{kind.__qualname__}".removeprefix("builtins.")
@@ -61,7 +61,7 @@ def refusal(value: object) -> str:
     return f"{name}: only plain data can be stored; store what it is made of"
 
 
-def snapshot(value: object, depth: int = 0) -> str | None:
+def copied_state_dict_owner(value: object, depth: int = 0) -> str | None:
     """Whose ``state_dict()`` is in ``value``, plain data, if that is a copy: training would not
     change it, and what gave it would not get it back. None for all others."""
     if type(value) is dict:
@@ -73,5 +73,9 @@ def snapshot(value: object, depth: int = 0) -> str | None:
         items = value.values()
     elif isinstance(value, (list, tuple)):
         items = value
-    found = (snapshot(item, depth + 1) for item in items) if depth < _SNAPSHOT_DEPTH else ()
+    found = (
+        (copied_state_dict_owner(item, depth + 1) for item in items)
+        if depth < _SNAPSHOT_DEPTH
+        else ()
+    )
     return next(filter(None, found), None)

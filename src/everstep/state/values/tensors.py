@@ -17,19 +17,19 @@ from everstep.state.layout.placement import Box, Cut, Placement, box_on_mesh
 
 __all__ = [
     "DTYPE_CODES",
-    "LocalPart",
-    "box_of",
+    "LocalShard",
     "byte_view",
+    "dtensor_like",
+    "dtensor_over",
     "dtype_code",
     "empty_like_entry",
     "host_bytes",
     "is_dtensor",
-    "like",
-    "local_of",
+    "local_box",
+    "local_tensor",
     "same_strides",
-    "sharded_form",
-    "spread_as",
-    "stored_form",
+    "shard_entry",
+    "tensor_entry",
     "torch_dtype",
     "why_not_storable",
 ]
@@ -78,7 +78,7 @@ def why_not_storable(tensor: torch.Tensor) -> str | None:
     return None
 
 
-def stored_form(name: str, tensor: torch.Tensor, lsn: int = 0) -> Entry:
+def tensor_entry(name: str, tensor: torch.Tensor, lsn: int = 0) -> Entry:
     """The entry that ``tensor`` becomes; it must be storable."""
     shape = tuple(tensor.shape)
     stride = None if tensor.is_contiguous() else tuple(tensor.stride())
@@ -141,7 +141,7 @@ def is_dtensor(value: Any) -> bool:
     return loaded is not None and isinstance(value, loaded.DTensor)
 
 
-def local_of(tensor: torch.Tensor) -> torch.Tensor:
+def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
     """This rank's part, as it lies in memory; of any other tensor itself."""
     if not is_dtensor(tensor):
         return tensor
@@ -151,7 +151,7 @@ def local_of(tensor: torch.Tensor) -> torch.Tensor:
 
 
 @dataclass(frozen=True, slots=True)
-class LocalPart:
+class LocalShard:
     """The part of a DTensor that this rank holds.
 
     Attributes:
@@ -164,7 +164,7 @@ class LocalPart:
     placement: Placement
 
     @classmethod
-    def of(cls, tensor: torch.Tensor) -> LocalPart:
+    def of(cls, tensor: torch.Tensor) -> LocalShard:
         """The part of ``tensor``.
 
         Raises:
@@ -176,26 +176,26 @@ class LocalPart:
         if not placement.holds(rank):
             raise ValueError("this rank is not in its mesh")
         box = box_on_mesh(shape, placement.mesh, placement.coordinate(rank), placement.cuts)
-        local = local_of(tensor)
+        local = local_tensor(tensor)
         here = tuple(local.shape)
         if box.shape != here and (box.size or local.numel()):
             raise ValueError(f"this rank holds {list(here)}, by its placement {list(box.shape)}")
         return cls(local, box, placement)
 
 
-def box_of(tensor: torch.Tensor) -> Box:
+def local_box(tensor: torch.Tensor) -> Box:
     """Which part of the whole this rank holds; of any other tensor all of it.
 
     Raises:
         ValueError: it cannot be told.
     """
     shape = tuple(tensor.shape)
-    return LocalPart.of(tensor).box if is_dtensor(tensor) else Box((0,) * len(shape), shape)
+    return LocalShard.of(tensor).box if is_dtensor(tensor) else Box((0,) * len(shape), shape)
 
 
-def sharded_form(name: str, tensor: torch.Tensor, part: LocalPart) -> Entry:
+def shard_entry(name: str, tensor: torch.Tensor, part: LocalShard) -> Entry:
     """The entry that this rank's part of a DTensor becomes; one of a single rank is whole."""
-    whole = stored_form(name, part.local)
+    whole = tensor_entry(name, part.local)
     box = part.box
     mesh: Any = tensor.device_mesh  # type: ignore[attr-defined]
     if mesh.size() == 1:
@@ -210,7 +210,7 @@ def sharded_form(name: str, tensor: torch.Tensor, part: LocalPart) -> Entry:
     )
 
 
-def like(template: torch.Tensor, entry: Entry, local: torch.Tensor) -> torch.Tensor:
+def dtensor_like(template: torch.Tensor, entry: Entry, local: torch.Tensor) -> torch.Tensor:
     """A DTensor spread as ``template`` is, whose part on this rank is ``local``.
 
     Args:
@@ -218,10 +218,10 @@ def like(template: torch.Tensor, entry: Entry, local: torch.Tensor) -> torch.Ten
     """
     shape = tuple(template.shape)
     assert entry.global_shape[: len(shape)] == shape
-    return spread_as(template, local)
+    return dtensor_over(template, local)
 
 
-def spread_as(template: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
+def dtensor_over(template: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
     """A DTensor over the memory of ``local``, this rank's part, spread as ``template`` is."""
     dtensor: Any = sys.modules[_MODULE].DTensor
     shape = tuple(template.shape)

@@ -18,7 +18,7 @@ from everstep.link.channel import BackgroundChannel
 from everstep.link.registry import KeeperInfo, keepers_left_by_a_move, keepers_of
 from everstep.restore.fetch.held import Recalled
 from everstep.restore.fetch.peer_log import PeerLog
-from everstep.restore.relaid.old_logs import InMemory
+from everstep.restore.reshard.logs import LogsInMemory
 from everstep.seams import Seams
 from everstep.trainer.attach.attach import attach_to
 
@@ -30,7 +30,7 @@ _ARENA_BYTES = 1 << 16  # small: nothing is captured into it
 
 def orphaned_logs(
     run: PurePath, run_id: str, rank: int, near: Collection[int], seams: Seams, *, timeout_s: float
-) -> InMemory:
+) -> LogsInMemory:
     """Return the logs in the memory of orphaned keepers that this rank reads.
 
     The ranks of a machine share the keepers among them. A keeper that does not respond is skipped:
@@ -50,7 +50,7 @@ def orphaned_logs(
         if (recalled := _recalled(info, run, seams, timeout_s)) is not None:
             found[info.rank] = recalled.records
             held += recalled.logs
-    return InMemory(found, tuple(held))
+    return LogsInMemory(found, tuple(held))
 
 
 def orphaned_state(

@@ -458,7 +458,7 @@ class RemoteKeeper:
                 self.silence.check()
                 if steps := self._replica_requests.steps:
                     disk = self.moves, self.log_moves
-                    moves.look(*disk, self.replica_step, self.replica_applied, steps)
+                    moves.check(*disk, self.replica_step, self.replica_applied, steps)
                 if self._hung:  # reported already; the wait would never end
                     raise storage_hang_error(len(self._waiting))
                 with self._changed:
@@ -545,7 +545,7 @@ class RemoteKeeper:
             if kind == "error":
                 self._channel.post(error, timeline=message.get("of_timeline"))
             else:
-                self._channel.tell(error)
+                self._channel.post_notice(error)
         elif kind == "replaced":
             self.replaced = True
             why = f"the keeper (process {self.pid}) now serves process {message['pid']}"

@@ -223,7 +223,9 @@ class Saver:
         timeout_s = self._options.progress_timeout_s
         for flight in list(self._flights):
             # What it has got since from another one may be copied with that one's.
-            known = flight.prepared is self._prepared and self._state.updates_as_seen(optimizer)
+            known = flight.prepared is self._prepared and self._state.has_known_parameters(
+                optimizer
+            )
             key = optimizer if known else None
             end = flight.prepared.size_bytes if key is None else flight.copies.ends.get(key, 0)
             assert flight.transfer is not None

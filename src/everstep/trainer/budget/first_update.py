@@ -18,11 +18,11 @@ from everstep.replay.own import build, own_step
 from everstep.state.layout.entries import Entry
 from everstep.state.providers.modules import ModuleProvider
 from everstep.state.providers.optimizers import OptimizerProvider
-from everstep.state.providers.zero import acting
+from everstep.state.providers.zero import local_optimizer
 from everstep.state.survey.survey import Shape
 from everstep.state.training_state import State
 from everstep.state.values.objects import join_path
-from everstep.state.values.tensors import local_of, stored_form
+from everstep.state.values.tensors import local_tensor, tensor_entry
 
 __all__ = ["shape_after_first_update"]
 
@@ -62,7 +62,7 @@ class _ExpectedEntries:
         """Yield the expected entries of all optimizers."""
         for key, optimizer in self._state.optimizers.items():
             provider = self._state.providers[key]
-            inner = acting(optimizer)
+            inner = local_optimizer(optimizer)
             assert isinstance(provider, OptimizerProvider)
             names = {id(parameter): name for name, parameter in provider.named()}
             known: dict[Any, Mapping[str, torch.Tensor] | None] = {}
@@ -72,7 +72,7 @@ class _ExpectedEntries:
                         continue
                     if inner is optimizer and not self._writes(parameter):
                         continue  # another rank writes it
-                    local = local_of(parameter)
+                    local = local_tensor(parameter)
                     form = number, local.shape, local.dtype
                     if form not in known:
                         known[form] = _kept(type(inner), group, local)
@@ -82,7 +82,7 @@ class _ExpectedEntries:
                         break
                     front = join_path(join_path(key, "state"), names[id(parameter)])
                     for name, tensor in kept.items():
-                        yield stored_form(join_path(front, name), tensor)
+                        yield tensor_entry(join_path(front, name), tensor)
 
     def _writes(self, parameter: torch.Tensor) -> bool:
         """Return True if this rank writes the parameter, and so its optimizer state."""

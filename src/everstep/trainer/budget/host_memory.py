@@ -24,7 +24,7 @@ from everstep.state.layout.names import is_reserved
 from everstep.state.layout.shards import plan_shards
 from everstep.state.ranks.rank_info import RankInfo
 from everstep.state.survey.survey import Shape
-from everstep.state.values.tensors import local_of
+from everstep.state.values.tensors import local_tensor
 from everstep.tiers.options import PeerOptions
 
 __all__ = [
@@ -219,8 +219,8 @@ def gradients_of(optimizers: Iterable[torch.optim.Optimizer]) -> tuple[int, int]
     found = {id(parameter): parameter for group in groups for parameter in group["params"]}
     trained = [parameter for parameter in found.values() if parameter.requires_grad]
     return (
-        sum(local_of(parameter).numel() for parameter in found.values()),
-        sum(local_of(one).numel() * one.element_size() for one in trained),
+        sum(local_tensor(parameter).numel() for parameter in found.values()),
+        sum(local_tensor(one).numel() * one.element_size() for one in trained),
     )
 
 

@@ -7,8 +7,8 @@ from everstep.link.recordable import replay_refusal
 from everstep.replay.exactness import exactness, is_elementwise, kind_name
 from everstep.state.providers.modules import ModuleProvider
 from everstep.state.providers.optimizers import OptimizerProvider
-from everstep.state.providers.zero import acting
-from everstep.state.ranks.log_shares import written_apart
+from everstep.state.providers.zero import local_optimizer
+from everstep.state.ranks.log_shares import zero_parameter_written_elsewhere
 from everstep.state.training_state import State
 
 __all__ = [
@@ -26,9 +26,12 @@ def require_replicable(state: State) -> None:
             in the keeper; its parameters are in no module; a function of the program updates
             entries; or another rank updates entries that this rank writes.
     """
-    found = [(pattern, "a function of the program updates it") for pattern in state.told.updates]
+    found = [
+        (pattern, "a function of the program updates it")
+        for pattern in state.ownership_rules.updates
+    ]
     found += _unknown_to_keepers(state) + _outside_of_modules(state)
-    if name := written_apart(state):
+    if name := zero_parameter_written_elsewhere(state):
         why = (
             "one rank updates it, and other ranks write it, too: to separate disks, or because it "
             "is in no DistributedDataParallel of exactly the ranks that train it"
@@ -50,7 +53,7 @@ def require_replayable(state: State) -> None:
         UnsupportedStateError: It cannot run an optimizer.
     """
     optimizers = state.optimizers.items()
-    refused = [(key, why) for key, o in optimizers if (why := replay_refusal(acting(o)))]
+    refused = [(key, why) for key, o in optimizers if (why := replay_refusal(local_optimizer(o)))]
     found = refused or _unknown_to_keepers(state)
     if found:
         listed = "\n".join(f"  {key}: {why}" for key, why in found)
@@ -65,7 +68,7 @@ def _unknown_to_keepers(state: State) -> list[tuple[str, str]]:
     """Return the optimizers that a keeper cannot run with the same bits, and the reasons."""
     found = []
     for key, optimizer in state.optimizers.items():
-        kind = type(acting(optimizer))
+        kind = type(local_optimizer(optimizer))
         if exactness(kind, (), "cpu").why:
             found.append((key, f"a keeper does not know the class {kind_name(kind)}"))
         elif not is_elementwise(kind):

@@ -19,10 +19,10 @@ from everstep.capture.updates import UpdateHooks
 from everstep.errors import StateError
 from everstep.state.providers.gradients import unreduced_gradients
 from everstep.state.providers.modules import ModuleProvider
-from everstep.state.providers.stateful import has_begun
-from everstep.state.ranks.ddp import ddp_in, reduced_in
+from everstep.state.providers.stateful import has_inspected_gradients
+from everstep.state.ranks.ddp import find_ddp, reduced_parameter_ids
 from everstep.state.training_state import State
-from everstep.state.values.tensors import is_dtensor, local_of
+from everstep.state.values.tensors import is_dtensor, local_tensor
 
 __all__ = [
     "PendingGradients",
@@ -76,8 +76,8 @@ class PendingGradients:
 
     def _writes_max(self, parameter: torch.Tensor) -> int:
         """Return how often a backward writes to the parameter's gradient."""
-        ddps = (ddp for module in self._modules if (ddp := ddp_in(module)) is not None)
-        return 2 if any(id(parameter) in reduced_in(ddp) for ddp in ddps) else 1
+        ddps = (ddp for module in self._modules if (ddp := find_ddp(module)) is not None)
+        return 2 if any(id(parameter) in reduced_parameter_ids(ddp) for ddp in ddps) else 1
 
     def _watch(self, key: str, optimizer: Optimizer) -> None:
         """Examine gradients before each update, permanently: a hook cannot remove itself."""
@@ -150,11 +150,11 @@ def _parameters(optimizer: Optimizer) -> Iterator[torch.Tensor]:
 
 def _versions(gradient: torch.Tensor) -> tuple[int, int]:
     """Return the version of the gradient, and that of a DTensor's local tensor."""
-    return gradient._version, local_of(gradient)._version if is_dtensor(gradient) else 0
+    return gradient._version, local_tensor(gradient)._version if is_dtensor(gradient) else 0
 
 
 def _is_zero(gradient: torch.Tensor) -> bool:
-    own = local_of(gradient.detach())  # local: a collective call would wait for other ranks
+    own = local_tensor(gradient.detach())  # local: a collective call would wait for other ranks
     return own.layout == torch.strided and not bool(own.any())
 
 
@@ -172,7 +172,7 @@ class PendingScalers:
     def marked(self, step: int) -> None:
         """Examine the scalers at a step mark."""
         for key, scaler in self._scalers.items():
-            if has_begun(scaler):
+            if has_inspected_gradients(scaler):
                 self._scalers = {}  # once
                 self._tell(
                     StateError(

@@ -36,12 +36,12 @@ from torch.optim.optimizer import (
 
 from everstep.capture.updates import UpdateHooks
 from everstep.errors import StateError
-from everstep.state.providers.optimizers import unwrapped
+from everstep.state.providers.optimizers import unwrap_optimizer
 from everstep.state.providers.stateful import StatefulProvider
-from everstep.state.survey.ownership import Memory, Spans, memory_of
-from everstep.state.training_state import State, some_of
-from everstep.state.values.referrers import holders_of
-from everstep.state.values.tensors import local_of, why_not_storable
+from everstep.state.survey.ownership import AddressRanges, Memory, memory_of
+from everstep.state.training_state import State, first_few
+from everstep.state.values.referrers import find_referrers
+from everstep.state.values.tensors import local_tensor, why_not_storable
 
 __all__ = [
     "UntrackedOptimizers",
@@ -155,7 +155,7 @@ class UntrackedOptimizers:
         # A closure computes gradients within the step, and a hook may free them there.
         if not (found.consumes or _any_gradient(found.parameters)):
             return
-        known = self._state.strangers
+        known = self._state.unsaved_trainers
         if found.why not in known and len(known) < _REPORTED_MAX:
             known.append(found.why)
             self._tell(self._notice(found.why))
@@ -214,14 +214,14 @@ class UntrackedOptimizers:
         listed = [p for group in optimizer.param_groups for p in group["params"]]
         theirs = [(parameter, memory) for parameter in listed if (memory := _memory(parameter))]
         seen = [(name, memory) for name, one in self._state.seen() if (memory := _memory(one))]
-        ours = Spans(m for _, m in seen)
-        spans = Spans(m for _, m in theirs)
+        ours = AddressRanges(m for _, m in seen)
+        spans = AddressRanges(m for _, m in theirs)
         parameters = [parameter for parameter, memory in theirs if ours.meet(memory)]
         if not parameters:
             return None
         names = list(dict.fromkeys(name for name, memory in seen if spans.meet(memory)))
         which = f"an optimizer that is not part of the state ({kind_of(optimizer)})"
-        why = f"{which} updates {len(names)} tensor(s) of it ({some_of(names)})"
+        why = f"{which} updates {len(names)} tensor(s) of it ({first_few(names)})"
         return _Untracked(len(optimizer.param_groups), parameters, why)
 
 
@@ -238,7 +238,7 @@ def belongs_to_state(optimizer: Optimizer, state: State) -> bool:
     """
     for one in state.optimizers.values():
         inside = (value for value in vars(one).values() if isinstance(value, Optimizer))
-        if optimizer is one or any(unwrapped(inner) is optimizer for inner in inside):
+        if optimizer is one or any(unwrap_optimizer(inner) is optimizer for inner in inside):
             return True
     return False
 
@@ -252,7 +252,7 @@ def is_held(wanted: object, state: State) -> bool:
     """
     own = state.optimizers.values()
     holders = [o for o in own if type(o).state_dict is not Optimizer.state_dict]
-    todo = deque[object]([*state.stateful, *holders])
+    todo = deque[object]([*state.stateful_objects, *holders])
     seen = {id(one) for one in todo}
     while todo and len(seen) < _OBJECTS_MAX:
         one = todo.popleft()
@@ -277,7 +277,7 @@ def kind_of(value: object) -> str:
 
 
 def _memory(tensor: torch.Tensor) -> Memory | None:
-    local = local_of(tensor)
+    local = local_tensor(tensor)
     return None if why_not_storable(local) else memory_of(local)
 
 
@@ -313,20 +313,20 @@ class UntrackedSchedulers:
         self._own_counts: dict[str, object] = {}
         self._marks = 0  # since the start
         for key, scheduler in self._own_schedulers():
-            driven = unwrapped(scheduler.optimizer)
+            driven = unwrap_optimizer(scheduler.optimizer)
             if (
                 state.optimizers
                 and not belongs_to_state(driven, state)
                 and not is_held(driven, state)
             ):
                 why = f"{key!r} drives an optimizer that is not part of the state"
-                state.strangers.append(f"{why} ({kind_of(driven)})")
+                state.unsaved_trainers.append(f"{why} ({kind_of(driven)})")
                 _log.warning(
                     "everstep: %s: its steps do not drive the optimizer of the state, and nothing "
                     "is called exact\n  hint: pass the scheduler that drives the optimizer of the "
                     "state, or the optimizer that it drives; a framework's train() may make "
                     "new ones: make the Checkpointer after that",
-                    state.strangers[-1],
+                    state.unsaved_trainers[-1],
                 )
 
     def started(self) -> None:
@@ -361,25 +361,25 @@ class UntrackedSchedulers:
         """
         if not is_held(scheduler, self._state):
             return False
-        driven = unwrapped(scheduler.optimizer)
+        driven = unwrap_optimizer(scheduler.optimizer)
         replaced = any(
-            unwrapped(one.optimizer) is driven and self._own_counts.get(key) == _count(one)
+            unwrap_optimizer(one.optimizer) is driven and self._own_counts.get(key) == _count(one)
             for key, one in self._own_schedulers()
         )
         if not replaced:
             return True
         counted = [{"last_epoch": one.last_epoch} for one in _counting(scheduler)]
-        others = (one for one in self._state.stateful if not isinstance(one, LRScheduler))
+        others = (one for one in self._state.stateful_objects if not isinstance(one, LRScheduler))
         saved = [one.state_dict() for one in others]  # type: ignore[attr-defined]
         return all(_has(saved, wanted) for wanted in counted)
 
     def _report(self, scheduler: LRScheduler) -> None:
-        driven = unwrapped(scheduler.optimizer)
+        driven = unwrap_optimizer(scheduler.optimizer)
         key = next(key for key, one in self._state.optimizers.items() if one is driven)
         why = f"a scheduler that is not part of the state ({kind_of(scheduler)}) drives {key!r}"
-        if why in self._state.strangers:
+        if why in self._state.unsaved_trainers:
             return
-        self._state.strangers.append(why)
+        self._state.unsaved_trainers.append(why)
         self._tell(
             StateError(
                 f"{why}: its counters are not saved, resume() loses them, and nothing saved "
@@ -392,7 +392,7 @@ class UntrackedSchedulers:
             self._lost(why)
 
     def _own_schedulers(self) -> Iterator[tuple[str, LRScheduler]]:
-        """Yield the schedulers of the state, unwrapped from framework objects."""
+        """Yield the schedulers of the state, unwrap_optimizer from framework objects."""
         for key, value in self._state.values.items():
             if isinstance(self._state.providers.get(key), StatefulProvider):
                 inner = value if isinstance(value, LRScheduler) else _inner(value)
@@ -411,16 +411,16 @@ class UntrackedSchedulers:
         if not own:
             return []
         tracked = {id(scheduler) for _, scheduler in self._own_schedulers()}
-        holders = holders_of(own, Optimizer, LRScheduler, depth=2)
+        holders = find_referrers(own, Optimizer, LRScheduler, depth=2)
         # Frameworks wrap an optimizer in another one, which a scheduler may hold instead.
         around = [one for one in holders if Optimizer in type(one).__mro__]
-        if wrappers := [one for one in around if any(unwrapped(one) is o for o in own)]:
-            holders += holders_of(wrappers, LRScheduler, depth=2)
+        if wrappers := [one for one in around if any(unwrap_optimizer(one) is o for o in own)]:
+            holders += find_referrers(wrappers, LRScheduler, depth=2)
         found = []
         for one in {id(one): one for one in holders if LRScheduler in type(one).__mro__}.values():
             driven = vars(one).get("optimizer")
             if id(one) not in tracked and isinstance(driven, Optimizer):
-                found += [one] if any(unwrapped(driven) is o for o in own) else []
+                found += [one] if any(unwrap_optimizer(driven) is o for o in own) else []
         return found
 
 

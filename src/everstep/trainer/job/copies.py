@@ -10,8 +10,8 @@ from everstep.errors import EverstepError, OptionError, StorageError
 from everstep.format.names import base_dir
 from everstep.format.records import RunRecord
 from everstep.restore.fetch.copies import RunWithCopies
-from everstep.restore.start.folder import open_run_folder
 from everstep.restore.start.resume import Resumed
+from everstep.run.folder import open_run_folder
 from everstep.seams import Seams
 from everstep.seams.machine import leads_to
 from everstep.tiers.contract import Tier

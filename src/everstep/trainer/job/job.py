@@ -21,13 +21,13 @@ from everstep.config.options import Options
 from everstep.format.writer import ChunkRing
 from everstep.link.job_session import JobSession
 from everstep.restore.fetch.held import Recalled
-from everstep.restore.start.folder import open_run_folder
-from everstep.restore.start.loading import comparer, loader
-from everstep.restore.start.ranklog import RankLog
+from everstep.restore.start.rank_loader import loader, make_comparer
+from everstep.restore.start.rank_log import RankLog
 from everstep.restore.start.resume import Resumed
+from everstep.run.folder import open_run_folder
 from everstep.seams import Seams
 from everstep.seams.network.group import Group, group_of_job, keeps_store_over_restarts
-from everstep.state.ranks.ddp import Apart
+from everstep.state.ranks.ddp import RankLocalParameters
 from everstep.state.ranks.rank_info import ONE_RANK, RankInfo
 from everstep.state.training_state import State
 from everstep.tiers.options import PeerOptions, TierOptions
@@ -80,7 +80,7 @@ class Job:
         self._group = group
         self._timeout_s = timeout_s
         self._shared = SharedRun()
-        self._apart: Apart | None = None
+        self._apart: RankLocalParameters | None = None
         self._any_unreduced = False  # a rank has parameters that DDP does not reduce
 
     def open_run(
@@ -157,7 +157,7 @@ class Job:
             timeout_s=timeout_s,
             left=left,
         )
-        compare = comparer(state, ring, strict=strict, timeout_s=timeout_s)
+        compare = make_comparer(state, ring, strict=strict, timeout_s=timeout_s)
         restorer = Restorer(load, log, compare, step=step, strict=strict, trained=trained)
         side = RankSide(seams, run, state, recalled, keeper)
         with contextlib.closing(log):
@@ -183,7 +183,7 @@ class Job:
             self._group.host, self.exchange, self.info, self._shared, timeout_s=self._timeout_s
         )
         result = start.start(side, restorer)
-        apart = side.state.apart
+        apart = side.state.rank_local
         self._apart = apart
         self._any_unreduced, _ = apply_own_parameters(apart, result.reports)
         apart.began()

@@ -16,11 +16,11 @@ from everstep.restore.fetch.copies import RunWithCopies
 from everstep.restore.fetch.held import Recalled
 from everstep.restore.fetch.peers import Fetched
 from everstep.restore.fetch.rank_copies import Copies
-from everstep.restore.start.loading import comparer, loader, needs_here
-from everstep.restore.start.ranklog import RankLog
+from everstep.restore.start.rank_loader import loader, make_comparer, needs_on_disk
+from everstep.restore.start.rank_log import RankLog
 from everstep.restore.start.resume import Resumed
-from everstep.restore.start.together import Meeting, resume_together
-from everstep.run.decide import refuse_unreachable
+from everstep.restore.start.resume_job import Meeting, resume_all_ranks
+from everstep.run.candidates import refuse_unreachable
 from everstep.run.scan import scan_run
 from everstep.seams import Seams
 from everstep.state.training_state import State
@@ -96,7 +96,7 @@ def resume_from_several_ranks(
     )
     meeting = Meeting(uuid.uuid4().hex, _RANK, _DISKS, _EmptyMailbox(), trained=trained)
     with contextlib.closing(log):
-        resumed, choice = resume_together(
+        resumed, choice = resume_all_ranks(
             seams,
             run,
             state,
@@ -105,12 +105,14 @@ def resume_from_several_ranks(
             load,
             own=[Fetched.of_own(one) for one in recalled.copies],  # also copies of other ranks
             step=step,
-            needs=needs_here(state, _DISKS),
+            needs=needs_on_disk(state, _DISKS),
             timeout_s=timeout_s,
             copies=copies,
             log=log,
             ready=ready,
-            compare=None if strict else comparer(state, ring, strict=False, timeout_s=timeout_s),
+            compare=None
+            if strict
+            else make_comparer(state, ring, strict=False, timeout_s=timeout_s),
         )
     copies.forget()
     resumed = dataclasses.replace(resumed, reads=())  # for jobs: which rank has read from where

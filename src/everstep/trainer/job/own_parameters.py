@@ -10,7 +10,7 @@ import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from everstep.state.ranks.ddp import Apart
+from everstep.state.ranks.ddp import RankLocalParameters
 
 __all__ = ["apply_own_parameters", "own_parameters_message", "warn_of_different_layers"]
 
@@ -19,12 +19,14 @@ _LISTED = 3  # names in a warning
 _log = logging.getLogger("everstep")
 
 
-def own_parameters_message(apart: Apart) -> dict[str, Any]:
+def own_parameters_message(apart: RankLocalParameters) -> dict[str, Any]:
     """Return this rank's message: names of its own parameters, and whether any are unreduced."""
     return {"own": apart.names(), "parts": not apart.is_empty}
 
 
-def apply_own_parameters(apart: Apart, messages: Sequence[Mapping[str, Any]]) -> tuple[bool, bool]:
+def apply_own_parameters(
+    apart: RankLocalParameters, messages: Sequence[Mapping[str, Any]]
+) -> tuple[bool, bool]:
     """Apply the messages of all ranks to this rank.
 
     Returns:

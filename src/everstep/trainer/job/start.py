@@ -1,8 +1,8 @@
 """One start of all ranks of a job: meet, agree on a base, restore it, and open the timeline.
 
 A start has three exchanges between the trainers. First every rank reports its addresses and how it
-starts. Then the ranks agree on a base and restore it (:func:`resume_together`), over mailboxes that
-belong to this start only. Finally every rank reports what it has read.
+starts. Then the ranks agree on a base and restore it (:func:`resume_all_ranks`), over mailboxes
+that belong to this start only. Finally every rank reports the data it has read.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from everstep.link.job_session import mailbox_error
 from everstep.restore.fetch.held import Recalled
 from everstep.restore.fetch.lent_files import opens_in
 from everstep.restore.fetch.node_reads import NodeStart
-from everstep.restore.fetch.others import failed_there, in_words
+from everstep.restore.fetch.others import Meeting, failed_there, in_words
 from everstep.restore.fetch.peers import Brought, Fetched, Lent, Meanwhile, fetch_from_peers
-from everstep.restore.start.loading import Compares, needs_here
-from everstep.restore.start.outcome import doubted, told_back, with_ranks
-from everstep.restore.start.ranklog import RankLog
+from everstep.restore.start.job_outcome import doubted, recovery_report, with_ranks
+from everstep.restore.start.rank_loader import Compares, needs_on_disk
+from everstep.restore.start.rank_log import RankLog
 from everstep.restore.start.resume import Resumed
-from everstep.restore.start.together import Meeting, resume_together
-from everstep.run.decide import refuse_unreachable
+from everstep.restore.start.resume_job import resume_all_ranks
+from everstep.run.candidates import refuse_unreachable
 from everstep.run.scan import scan_run
 from everstep.seams import Seams
 from everstep.seams.fingerprint import fingerprint
@@ -89,7 +89,7 @@ class RankSide:
 
 @dataclass(frozen=True, slots=True)
 class Restorer:
-    """How this rank restores its state.
+    """Options and functions with which this rank restores its state.
 
     Attributes:
         load: function that loads a base.
@@ -117,7 +117,7 @@ class StartResult:
         choice: base that the ranks have chosen.
         session: name of the start.
         keepers: addresses of the keepers' mailboxes, by rank.
-        reports: what each rank has read, and its own parameters.
+        reports: data that each rank has read, and its own parameters.
     """
 
     resumed: Resumed
@@ -231,7 +231,7 @@ class JobStart:
     ) -> tuple[Resumed, Choice]:
         """Agree on a base with all ranks, restore it, and open the timeline."""
         shared = [bool(message["shared"]) for message in found]
-        needs = needs_here(side.state, self._shared.disks, shared)
+        needs = needs_on_disk(side.state, self._shared.disks, shared)
         joined = None if restorer is None else node.join(found, needs)
         load = None if restorer is None else partial(restorer.load, node=joined)
         log = None if restorer is None else restorer.log
@@ -263,7 +263,7 @@ class JobStart:
 
         own = [copy for copy in side.recalled.copies if copy.marker.rank == self._info.rank]
         all_strict = all(message["strict"] for message in found)
-        return resume_together(
+        return resume_all_ranks(
             side.seams,
             side.run,
             side.state,
@@ -283,13 +283,13 @@ class JobStart:
         )
 
     def _report(self, state: State, resumed: Resumed) -> tuple[Resumed, list[dict[str, Any]]]:
-        """Exchange what each rank has read, and complete what ranks restore together."""
-        mine = told_back(resumed) | own_parameters_message(state.apart)
-        mine["buckets"] = [] if resumed.base is None else state.buckets.wishes()
+        """Exchange reports of the data read, and complete the state that ranks restore together."""
+        mine = recovery_report(resumed) | own_parameters_message(state.rank_local)
+        mine["buckets"] = [] if resumed.base is None else state.buckets.rehearsals()
         reports = self._exchange("tell what was read", mine)
         resumed = with_ranks(resumed, reports)
         if resumed.base is not None:
-            self._collectively(state.gather, "hand each other what they replayed")
+            self._collectively(state.sync_zero_parameters, "hand each other what they replayed")
             rebuild = partial(state.buckets.rebuild, [report["buckets"] for report in reports])
             notes = self._collectively(rebuild, "rehearse a backward of DDP")
             resumed = doubted(resumed, notes)

@@ -35,9 +35,9 @@ from everstep.replay.fused.cuts import has_gaps
 from everstep.replay.own import writes_gradients
 from everstep.state.layout.names import GRADIENT, HYPER
 from everstep.state.layout.shards import ShardLayout, overlaps
-from everstep.state.providers.zero import acting
+from everstep.state.providers.zero import local_optimizer
 from everstep.state.training_state import State
-from everstep.state.values.tensors import byte_view, dtype_code, is_dtensor, local_of
+from everstep.state.values.tensors import byte_view, dtype_code, is_dtensor, local_tensor
 from everstep.state.values.tree import split
 
 __all__ = ["Consumed", "Consumption"]
@@ -208,7 +208,7 @@ class Consumption:
         for number, group in enumerate(optimizer.param_groups):
             options = {k: v for k, v in group.items() if k != "params"}
             groups.append(split(options, f"{HYPER}/{number}", others))
-        kind = type(acting(optimizer))
+        kind = type(local_optimizer(optimizer))
         written = writes_gradients(kind, optimizer.param_groups)
         for name in _SCALER:
             value = getattr(optimizer, name, None)
@@ -336,7 +336,7 @@ def _part_of(gradient: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor | 
     if not _have_one_mesh(gradient, parameter):
         return None
     alike = gradient.placements == parameter.placements  # type: ignore[attr-defined]
-    return local_of(gradient) if alike else None
+    return local_tensor(gradient) if alike else None
 
 
 def _have_one_mesh(gradient: Any, parameter: Any) -> bool:

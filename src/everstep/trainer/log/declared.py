@@ -58,7 +58,7 @@ class DeclaredLog:
     def samples(self, survey: Survey) -> tuple[dict[str, torch.Tensor], frozenset[str]]:
         """For a mark: the elements, by the names of their entries in it; and the patterns of the
         updates that have run since the mark before."""
-        if self._state.told.updates:
+        if self._state.ownership_rules.updates:
             self._look(survey)
         ran = frozenset(self._ran)
         self._ran = set()

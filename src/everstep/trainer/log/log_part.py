@@ -8,7 +8,7 @@ from typing import Any
 from everstep.link.recordable import Grouping
 from everstep.state.layout.names import GRADIENT, PART_OBJECT, UPDATE_OBJECT
 from everstep.state.providers.zero import ZeroProvider
-from everstep.state.ranks.log_shares import Part, digest_of_names, log_parts
+from everstep.state.ranks.log_shares import LogShare, log_shares, names_digest
 from everstep.state.training_state import State
 from everstep.trainer.log.consumed import Consumed, Consumption
 
@@ -22,7 +22,7 @@ class LogPart:
         self._state = state
         self._groupings: Mapping[str, Grouping] | None = None
         self._apart = frozenset[int]()  # what each rank trains by itself, though DDP is around it
-        self._parts: Mapping[str, Mapping[str, Part]] = {}
+        self._parts: Mapping[str, Mapping[str, LogShare]] = {}
         self._own: dict[str, frozenset[str]] = {}
         self._last: dict[str, tuple[list[str], list[Any]]] = {}
 
@@ -32,7 +32,7 @@ class LogPart:
         Raises:
             UnsupportedStateError: no record can hold it.
         """
-        apart = self._apart if self._state.ranks.world == 1 else self._state.apart.own()
+        apart = self._apart if self._state.ranks.world == 1 else self._state.rank_local.own()
         if self._groupings is not consumption.groupings or apart != self._apart:
             self._apart = apart
             self._regroup(consumption.groupings)
@@ -48,7 +48,7 @@ class LogPart:
         return consumed, PART_OBJECT, about
 
     def _regroup(self, groupings: Mapping[str, Grouping]) -> None:
-        self._groupings, self._parts = groupings, log_parts(self._state)
+        self._groupings, self._parts = groupings, log_shares(self._state)
         self._own = {}
         self._last = {}
         me = self._state.ranks.rank
@@ -73,7 +73,7 @@ class LogPart:
         for name in names:
             alike[parts[name].ranks].append(name)
         shared: list[Any] = [
-            [list(ranks), digest_of_names(found), [n for n in found if parts[n].owner == me]]
+            [list(ranks), names_digest(found), [n for n in found if parts[n].owner == me]]
             for ranks, found in sorted(alike.items())
         ]
         self._last[key] = names, shared

@@ -457,7 +457,7 @@ class Recorder:
         if self.rooms.cut_short >= 0:
             step = self.rooms.cut_short
             self.rooms.cut_short = -1
-            self._channel.tell(log_dropped_early(step))
+            self._channel.post_notice(log_dropped_early(step))
         if room is None:
             self._no_room()
             if self.rooms.relieved_to() is not None:
@@ -474,7 +474,7 @@ class Recorder:
         self._hole("there is no host memory for the log")
         if self.rooms.too_large and not self._told:
             self._told = True
-            self._channel.tell(too_large(self.rooms.too_large, self.rooms.bytes_max))
+            self._channel.post_notice(too_large(self.rooms.too_large, self.rooms.bytes_max))
 
     def _give_way(self) -> bool:
         """A base has no room beside the log: it goes first, or neither would ever go on."""
@@ -482,7 +482,7 @@ class Recorder:
             return False
         self._hole("a base needs its memory")
         self.led_step = None
-        self._channel.tell(log_dropped(self._followed))
+        self._channel.post_notice(log_dropped(self._followed))
         return True
 
     def _drop(self) -> None:

@@ -24,12 +24,12 @@ from everstep.capture.versions import Versions, storage_of
 from everstep.errors import AuditError
 from everstep.format.digests import digest
 from everstep.link.channel import BackgroundChannel
-from everstep.state.providers.zero import acting
+from everstep.state.providers.zero import local_optimizer
 from everstep.state.ranks.log_shares import updated_elsewhere
-from everstep.state.survey.ownership import memory_of, slots_of
+from everstep.state.survey.ownership import memory_of, updated_tensors
 from everstep.state.survey.survey import Shape, Survey, same_objects
 from everstep.state.training_state import State
-from everstep.state.values.tensors import host_bytes, local_of, why_not_storable
+from everstep.state.values.tensors import host_bytes, local_tensor, why_not_storable
 
 __all__ = ["LOOKED_AT_FIRST", "LOOK_EVERY", "Owned", "Untold"]
 
@@ -264,7 +264,7 @@ class Untold:
         self._suspicious = True
         if not said:
             self.distrust()
-            self._channel.tell(_notice(what, step, self._state.ranks.world))
+            self._channel.post_notice(_notice(what, step, self._state.ranks.world))
 
     def _learn(self, survey: Survey) -> None:
         """Follows tensors that have come, gone, or been replaced."""
@@ -288,7 +288,7 @@ class Untold:
             old = before.get(key)
             if old is None or not old.is_of(now):
                 others = (tensor for name, tensor in tensors.items() if name not in now)
-                old = Owned(now, map(local_of, others), self._suspects)
+                old = Owned(now, map(local_tensor, others), self._suspects)
             watched[key] = old
         if watched != before:
             all_of = (one.tensors for one in watched.values())
@@ -312,7 +312,7 @@ class Untold:
         elif self._read is None or not self._read.is_of(read):
             beside = (name for name, owner in of.items() if owner.read in ("", "part"))
             others = (tensors[name] for name in beside if of[name].kind != "replayed")
-            self._read = Owned(read, map(local_of, others), self._suspects)
+            self._read = Owned(read, map(local_tensor, others), self._suspects)
             self._told = self._told_of(shape, tensors, read)
 
     def _hidden(
@@ -323,17 +323,17 @@ class Untold:
         some = [name for name, owner in shape.owners.items() if owner.read in others]
         if not some:
             return {}  # mostly
-        there = {name: memory_of(local_of(tensor)) for name, tensor in tensors.items()}
+        there = {name: memory_of(local_tensor(tensor)) for name, tensor in tensors.items()}
         known = set(there.values())
         found = dict[str, torch.Tensor]()
         for optimizer in self._state.optimizers.values():
-            for tensor in slots_of(acting(optimizer)):
-                part = local_of(tensor)
+            for tensor in updated_tensors(local_optimizer(optimizer)):
+                part = local_tensor(tensor)
                 memory = None if why_not_storable(part) else memory_of(part)
                 if memory is None or memory in known:
                     continue
                 known.add(memory)
-                having = (name for name in some if memory.meets(there[name]))
+                having = (name for name in some if memory.overlaps(there[name]))
                 if (name := next(having, None)) is not None:
                     found[f"{name}~{len(found) + 1}" if name in found else name] = tensor
         return found
@@ -343,7 +343,7 @@ class Untold:
     ) -> dict[str, list[str]]:
         """What a registered function may change of what is read, by its pattern: all that lies in
         the storages of its entries, as it has their counters."""
-        told = self._state.told
+        told = self._state.ownership_rules
         if not told.updates:
             return {}
         names = {name: [name] for name in shape.owners}
@@ -352,8 +352,8 @@ class Untold:
         storages: dict[str, set[int]] = {}
         for name, also in names.items():
             for pattern in told.updates_of(also):
-                storages.setdefault(pattern, set()).add(storage_of(local_of(tensors[name])))
-        lie = {name: storage_of(local_of(tensor)) for name, tensor in read.items()}
+                storages.setdefault(pattern, set()).add(storage_of(local_tensor(tensors[name])))
+        lie = {name: storage_of(local_tensor(tensor)) for name, tensor in read.items()}
         return {
             pattern: [name for name, storage in lie.items() if storage in found]
             for pattern, found in storages.items()

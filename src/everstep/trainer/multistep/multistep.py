@@ -100,7 +100,7 @@ class Multistep:
         self._choice = Choice(options, clock, self.stats, partial(moment_of, state))
         about = lane, clock, self._choice, saver.stall_s
         self._parts = PartCopies(options, *about, self._overtaken)
-        self._updates = UpdateCopies(options, state, *about, self._give_up, channel.tell)
+        self._updates = UpdateCopies(options, state, *about, self._give_up, channel.post_notice)
         explicit = isinstance(options.method.parts, int)
         consumption = self._updates.consumption
         self._planner = Planner(state, lane, self._choice, consumption, explicit=explicit)

@@ -16,7 +16,7 @@ from everstep.capture.spots import Spots, marked, which_of
 from everstep.format.plan import BasePlan
 from everstep.keeper.replica.group_options import laid_out, options_of_groups
 from everstep.link.assembly import FuzzyParts
-from everstep.state.values.tensors import host_bytes, stored_form
+from everstep.state.values.tensors import host_bytes, tensor_entry
 from everstep.trainer.log.untold import Owned
 
 __all__ = ["CapturedParts", "fuzzy_parts", "redo_bytes", "spots_at_mark"]
@@ -97,5 +97,5 @@ def fuzzy_parts(
     """
     held = options_of_groups(plan, memory, objects)
     for name, tensor in spots.items():
-        held[name] = stored_form(name, tensor), host_bytes(tensor)
+        held[name] = tensor_entry(name, tensor), host_bytes(tensor)
     return FuzzyParts(seen, *laid_out(held))

@@ -33,7 +33,7 @@ from torch.optim import Optimizer
 from everstep.capture.lanes.cuda import on_cuda
 from everstep.capture.lanes.lane import Transfer
 from everstep.seams.gather import Gather
-from everstep.state.layout.lru import RecentLayouts
+from everstep.state.layout.lru import LayoutCache
 from everstep.state.layout.names import GRADIENT
 from everstep.state.layout.shards import ShardLayout
 from everstep.state.providers.modules import unwrap
@@ -146,7 +146,7 @@ class GradientPlaces:
     """Which elements of gradients are looked at: found out once for each layout of a record."""
 
     def __init__(self) -> None:
-        self._found = RecentLayouts[tuple[int, dict[int, Mapping[_Kind, _Few]]]]()  # by turn
+        self._found = LayoutCache[tuple[int, dict[int, Mapping[_Kind, _Few]]]]()  # by turn
 
     def of(
         self, gradients: Sequence[tuple[str, torch.Tensor]], layout: ShardLayout, turn: int

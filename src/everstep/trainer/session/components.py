@@ -22,8 +22,8 @@ from everstep.link.recordable import refuse_optimizers
 from everstep.seams import Seams
 from everstep.seams.clock import Clock
 from everstep.seams.messages import say
-from everstep.state.ranks.ddp import before_update
-from everstep.state.ranks.log_shares import left_to_others_bytes, recorded_by_several
+from everstep.state.ranks.ddp import refuse_divergent_updates
+from everstep.state.ranks.log_shares import bytes_logged_elsewhere, parameter_logged_twice
 from everstep.state.survey.survey import Shape, Survey
 from everstep.state.training_state import State
 from everstep.tiers.options import PeerOptions, TierOptions
@@ -159,7 +159,7 @@ class _Sizes:
         shape, is_complete = shape_after_first_update(state, state.survey().shape)
         elements, gradient_bytes = gradients_of(state.optimizers.values())
         if options.logs:
-            gradient_bytes -= left_to_others_bytes(state)
+            gradient_bytes -= bytes_logged_elsewhere(state)
         return cls(
             shape=shape,
             is_complete=is_complete,
@@ -345,7 +345,7 @@ def build_components(
         recorder=recorder,
         replica_bases=replica_bases,
         multistep=multistep,
-        updates=UpdateHooks(before_update(state, saver.gate)),
+        updates=UpdateHooks(refuse_divergent_updates(state, saver.gate)),
         cadence=cadence,
         bounds=plan.bounds,
     )
@@ -473,7 +473,7 @@ def _refuse_lossy_replicas(
         forms = [log]
         where = 'log="adaptive"'
         instead = 'log="dense"'
-    if "adaptive" in forms and (name := recorded_by_several(state)):
+    if "adaptive" in forms and (name := parameter_logged_twice(state)):
         raise OptionError(
             f"{where}: several ranks hold the same elements of {name}, and each has its own log: "
             "after a replay of a lossy log their values would differ",

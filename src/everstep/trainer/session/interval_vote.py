@@ -42,7 +42,7 @@ class IntervalProposal:
 
 @dataclass(frozen=True, slots=True)
 class AgreedInterval:
-    """Interval that results from the proposals of all ranks.
+    """AgreedInterval that results from the proposals of all ranks.
 
     It is the longest proposed interval, moved into the limits of all ranks. If the limits
     contradict each other, ``most`` wins: without a base, steps would be lost.

@@ -16,9 +16,9 @@ from everstep.errors import RecoveryError, StateError
 from everstep.format.writer import ChunkRing
 from everstep.link.job_session import JobSession
 from everstep.restore.fetch.held import Recalled
-from everstep.restore.start.folder import refuse_unresumed
-from everstep.restore.start.resume import OfSeveralError, Resumed, open_timeline, resume
-from everstep.run.scan import KnownTimelines
+from everstep.restore.start.resume import Resumed, SeveralRanksError, open_timeline, resume
+from everstep.run.folder import refuse_unresumed
+from everstep.run.scan import TimelineCache
 from everstep.seams import Seams
 from everstep.seams.fingerprint import computed_on, device_types
 from everstep.state.training_state import State
@@ -174,7 +174,7 @@ class RunStarter:
         self._live_state = live_state
         self._timeout_s = timeout_s
         self._frozen = FrozenParameters(state.values)
-        self._timelines = KnownTimelines()
+        self._timelines = TimelineCache()
 
     @property
     def job_session(self) -> JobSession | None:
@@ -246,7 +246,7 @@ class RunStarter:
                 known=self._timelines,
                 **options,
             )
-        except OfSeveralError:
+        except SeveralRanksError:
             return resume_from_several_ranks(
                 self._seams,
                 self._run,
@@ -289,7 +289,8 @@ class RunStarter:
             # The keeper of an earlier process may still be writing a base: look again after that.
             self._keepers.open()
             held = self._recall().newest
-            inventory = refuse_unresumed(self._seams.filesystem, self._run, held)
+            held_id = None if held is None else held.id
+            inventory = refuse_unresumed(self._seams.filesystem, self._run, held_id)
             return open_timeline(self._seams, self._run, inventory, parent=None, exact=True)
 
     def _recall(self, *, own: bool = False) -> Recalled:

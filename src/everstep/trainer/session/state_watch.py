@@ -62,7 +62,7 @@ class StateWatch:
     def __init__(self, state: State, components: Components, options: Options) -> None:
         self._state = state
         recorder = components.recorder
-        tell = components.channel.tell
+        tell = components.channel.post_notice
         self._untold = None if recorder is None else recorder.untold
         self.surveys = options.method.in_memory or self._untold is not None
         self._updates: UpdateHooks = components.updates
@@ -312,7 +312,7 @@ class StateWatch:
         Raises:
             OptionError: No function is registered for one of the patterns.
         """
-        self._state.told.check_updates(declared)
+        self._state.ownership_rules.check_updates(declared)
         self.changing = False
         for pattern in declared:
             self._updates.updated()

@@ -1,0 +1,289 @@
+"""Step marks of ranks of another number: what no optimizer replays, restored as from a base.
+
+With the marks of a step, what the headers of a base say of who had which part of a tensor is true
+of that step, too. So they are read by the very code that reads a base of another number of ranks,
+with its rules for what each rank had for itself (``docs/design/ranks.md``,
+``docs/design/ranks.md``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import PurePath
+
+import numpy as np
+import torch
+
+from everstep.capture.spots import spots_of
+from everstep.errors import FormatError, MismatchError
+from everstep.format.digests import digest
+from everstep.format.header import ShardHeader
+from everstep.format.log import LogRecord
+from everstep.format.records import FileRecord
+from everstep.restore.load.pieces import fills
+from everstep.restore.load.saved_ranks import SavedLayout, SavedRanks, View
+from everstep.restore.load.targets import box_here, part_of
+from everstep.restore.redo.redo import put_back
+from everstep.run.open_base import OpenBase
+from everstep.run.tensors import tensor_of
+from everstep.state.layout.entries import Entry
+from everstep.state.layout.names import OBJECT_PREFIX, SAMPLE, SPOT
+from everstep.state.layout.placement import Box, Placement
+from everstep.state.layout.shards import Placed
+from everstep.state.providers.provider import RestorePlan
+from everstep.state.training_state import State
+from everstep.state.values.tensors import (
+    dtensor_like,
+    empty_like_entry,
+    host_bytes,
+    local_tensor,
+    torch_dtype,
+)
+from everstep.state.values.tree import references, split
+
+__all__ = ["ReshardedSamples", "live_tensors", "restore_marks"]
+
+_WHICH = f"{SPOT}which"
+
+
+def live_tensors(state: State) -> dict[str, torch.Tensor]:
+    """All that this rank holds, by the names by which trees refer to it."""
+    found: dict[str, torch.Tensor] = {}
+    for section, provider in state.providers.items():
+        split(provider.collect(), section, found)
+    return found
+
+
+def restore_marks(state: State, layout: SavedLayout, marks: Mapping[int, LogRecord]) -> list[str]:
+    """Restores what the marks of a step hold, on a state whose optimizers have been replayed up to
+    there; returns what is not as it was, in words.
+
+    Args:
+        marks: of all ranks that wrote the log, verified.
+
+    Raises:
+        MismatchError, FormatError: they do not fit the state, or each other.
+    """
+    ranks = {rank: _Mark.of(layout, rank, mark) for rank, mark in marks.items()}
+    saved = SavedRanks([one.opened for one in ranks.values()])
+    view = saved.view(state)
+    plans = state.plan_restore(view.trees, view.entries, view.left_out)
+    mismatches = tuple(item for plan in plans.values() for item in plan.mismatches)
+    if mismatches:
+        listed = "\n".join(f"  {name}: {problem}" for name, problem in mismatches)
+        raise MismatchError(f"the marks do not fit the state:\n{listed}", mismatches=mismatches)
+    logged: dict[str, torch.Tensor] = {}
+    for plan in plans.values():
+        for name in references(plan.tree):
+            part = _part(name, view, plan, ranks)
+            if part is not None:
+                logged[name] = part
+    return [*view.notes, *put_back(state, plans, logged, live_tensors(state))]
+
+
+class _Bytes:
+    """Objects, one behind the other, as a file."""
+
+    def __init__(self, data: bytes) -> None:
+        self._data = data
+
+    @property
+    def size_bytes(self) -> int:
+        return len(self._data)
+
+    def read_into(self, buffer: memoryview, offset: int) -> int:
+        part = self._data[offset : offset + buffer.nbytes]
+        buffer[: len(part)] = part
+        return len(part)
+
+    def close(self) -> None:
+        pass
+
+
+@dataclass(frozen=True, slots=True)
+class _Mark:
+    """One rank's mark, as files of a base.
+
+    Attributes:
+        data: of its tensors, by the names of their entries.
+    """
+
+    opened: OpenBase
+    data: Mapping[str, memoryview]
+
+    @classmethod
+    def of(cls, layout: SavedLayout, rank: int, mark: LogRecord) -> _Mark:
+        entries = layout.entries(rank)
+        base = layout.opened[rank]
+        data: dict[str, memoryview] = {}
+        for place in mark.layout.placed:
+            name = place.entry.name
+            if name.startswith(SAMPLE):
+                continue
+            entry = entries.get(name)
+            if entry is None or (entry.dtype, entry.shape) != (
+                place.entry.dtype,
+                place.entry.shape,
+            ):
+                raise FormatError(f"rank {rank}, {mark.head}: another {name!r} than its base has")
+            data[name] = mark.data[place.begin : place.end]
+        placed: list[Placed] = []
+        digests: list[str] = []
+        for _, _, header, _ in base.shards:
+            for place, before in zip(header.placed, header.digests, strict=True):
+                entry = place.entry
+                if entry.name.startswith(OBJECT_PREFIX):
+                    continue
+                placed.append(Placed(entry, 0, 0))
+                if entry.name in data:
+                    digests.append(digest(data[entry.name]))
+                elif Placement.parse(entry.placement).ranks == (rank,):
+                    digests.append(f"{before} of rank {rank}")  # replay has changed it since
+                else:
+                    digests.append(before)
+        begin = 0
+        for name, item in mark.objects.items():
+            end = begin + len(item)
+            placed.append(Placed(Entry.whole(name, "U8", (len(item),)), begin, end))
+            digests.append(digest(item))
+            begin = end
+        first = base.shards[0]
+        aliases = {k: v for _, _, header, _ in base.shards for k, v in header.aliases.items()}
+        header = ShardHeader(first[2].identity, tuple(placed), tuple(digests), aliases, 0)
+        record: FileRecord = first[1]
+        file = _Bytes(b"".join(mark.objects.values()))
+        path = PurePath(f"mark of rank {rank}")
+        return cls(OpenBase(base.marker, [(file, record, header, path)]), data)
+
+
+def _part(
+    name: str, view: View, plan: RestorePlan, ranks: Mapping[int, _Mark]
+) -> torch.Tensor | None:
+    """This rank's part of a tensor that marks hold; None: they do not, a replay gives it.
+
+    Raises:
+        FormatError: they hold parts of it only.
+    """
+    # An empty part has no memory by which to tell whose it is, so it is in marks in any case.
+    pieces = [p for p in view.pieces[name] if p.box.size]
+    entry = view.entries[name]
+    held = [piece for piece in pieces if piece.entry.name in ranks[piece.rank].data]
+    if not held:
+        return None
+    live = plan.in_place.get(name)
+    template = plan.like.get(name)
+    box = box_here(entry, live if live is not None else template)
+    part = empty_like_entry(part_of(entry, box))
+    found, missing = fills(held, box, host_bytes(part))
+    if missing or len(held) != len(pieces):
+        raise FormatError(f"the marks do not hold all of {name!r}")
+    for fill in found:
+        fill.copy(ranks[fill.piece.rank].data[fill.piece.entry.name])
+    return part if live is not None or template is None else dtensor_like(template, entry, part)
+
+
+class ReshardedSamples:
+    """Compares this rank's parts with the elements that marks of other ranks hold
+    (:mod:`everstep.capture.spots`).
+
+    Args:
+        giver: see :func:`.old_gradients.source_rank_of`: of which of several tensors of a name.
+    """
+
+    def __init__(self, layout: SavedLayout, giver: int) -> None:
+        self._layout = layout
+        self._giver = giver
+        self._entries: dict[int, list[Entry]] = {}
+
+    def other(
+        self, marks: Mapping[int, LogRecord], tensors: Mapping[str, torch.Tensor]
+    ) -> str | None:
+        """The name of a tensor that has other elements than a mark; None: there is none.
+
+        Args:
+            marks: of one step, by the rank that wrote them.
+            tensors: of :func:`live_tensors`.
+
+        Raises:
+            FormatError: a mark is of another state.
+        """
+        for rank, mark in marks.items():
+            for entry, at, values in self._samples(rank, mark):
+                live = tensors.get(entry.name)
+                if live is None or not Placement.parse(entry.placement).holds(self._giver):
+                    continue
+                if _differs(entry, at, values, live):
+                    return entry.name
+        return None
+
+    def _samples(
+        self, rank: int, mark: LogRecord
+    ) -> Iterator[tuple[Entry, np.ndarray, np.ndarray]]:
+        """Of each tensor that was looked at: where its elements lie in the whole, a row for each,
+        and their values as integers."""
+        logged = {
+            place.entry.name: tensor_of(mark, place).numpy()
+            for place in mark.layout.placed
+            if place.entry.name.startswith(SPOT)
+        }
+        which = logged.pop(_WHICH, None)
+        if which is None:
+            return
+        if rank not in self._entries:
+            self._entries[rank] = [e for _, e in sorted(self._layout.entries(rank).items())]
+        entries = self._entries[rank]
+        used = dict.fromkeys(logged, 0)
+        if which.size != (len(entries) + 7) // 8:
+            raise FormatError("samples of a state that consists of other tensors")
+        bits = np.unpackbits(which)[: len(entries)]
+        for entry in (one for one, bit in zip(entries, bits, strict=True) if bit):
+            if entry.logical_dtype is not None or entry.dtype.startswith("C"):
+                continue  # complex ones have an array of their own
+            name = SPOT + str(torch_dtype(entry.dtype)).removeprefix("torch.")
+            at = _coordinates(entry.shape, mark.head.step)
+            begin = used.get(name, 0)
+            used[name] = begin + len(at)
+            if name not in logged or used[name] > logged[name].size:
+                raise FormatError("samples of tensors of other dtypes than the state has")
+            yield (
+                entry,
+                at + np.array(entry.global_offset, np.int64),
+                logged[name][begin:][: len(at)],
+            )
+
+
+def _coordinates(shape: tuple[int, ...], step: int) -> np.ndarray:
+    """The elements of a tensor that are looked at in a step: shape ``[elements, dimensions]``."""
+    if not shape:
+        return np.zeros((1, 0), np.int64)
+    rows = []
+    for index in spots_of(shape, step):
+        sides = [
+            np.arange(extent)[one] if isinstance(one, slice) else np.array([one])
+            for one, extent in zip(index, shape, strict=True)
+        ]
+        grid = np.meshgrid(*sides, indexing="ij")
+        rows.append(np.stack([side.reshape(-1) for side in grid], axis=1))
+    return np.concatenate(rows).astype(np.int64)
+
+
+def _differs(entry: Entry, at: np.ndarray, values: np.ndarray, live: torch.Tensor) -> bool:
+    """Whether this rank has other values at some of these elements, as far as it has them."""
+    box: Box = box_here(replace(entry, shape=entry.global_shape), live)
+    own = at - np.array(box.offset, np.int64)
+    inside = ((own >= 0) & (own < np.array(box.shape, np.int64))).all(axis=1)
+    if not inside.any():
+        return False
+    local = local_tensor(live)
+    index = tuple(torch.from_numpy(side) for side in own[inside].T)
+    mine = local[index] if index else local.reshape(1)
+    theirs = torch.from_numpy(values[inside].copy()).view(mine.dtype)
+    same = mine.view(_as_integers(mine)) == theirs.view(_as_integers(mine))
+    if mine.is_floating_point():
+        same |= mine.isnan() & theirs.isnan()  # one NaN is as good as another
+    return not bool(same.all())
+
+
+def _as_integers(tensor: torch.Tensor) -> torch.dtype:
+    return {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()]

@@ -1,0 +1,265 @@
+"""What a start of several ranks has made of one rank's state."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import astuple, dataclass, field, replace
+from pathlib import PurePath
+from typing import Any
+
+from everstep.commit.job.agreed import Go, Refuse, Restored
+from everstep.commit.job.offers import Choice, Source
+from everstep.commit.lineage import BaseId
+from everstep.errors import MismatchError, RecoveryError
+from everstep.format.records import AuditRecord, Manifest, TimelineRecord
+from everstep.restore.fetch.others import Meeting
+from everstep.restore.fetch.sources import Place, RankBack, RankRead, name_of
+from everstep.restore.load.inexact import why_not_exact
+from everstep.restore.load.load import LoadedBase
+from everstep.restore.load.nonfinite import nonfinite_parameter
+from everstep.restore.start.rank_log import Redone
+from everstep.restore.start.resume import Resumed, not_finite
+from everstep.run.audits import audit_of, describe_audit
+from everstep.run.candidates import Skipped
+from everstep.run.scan import Inventory
+from everstep.seams.fingerprint import fingerprint, fingerprint_of_all, process_name
+from everstep.state.training_state import State
+
+__all__ = [
+    "Outcome",
+    "doubted",
+    "record_of",
+    "recovery_report",
+    "refused",
+    "resumed_of",
+    "with_ranks",
+]
+
+_HINT_UNLIKE = (
+    "build what these ranks have in common as it was saved, alike on all of them; what is new on "
+    "one (a head, say) can be added to the optimizer behind resume(strict=False), by "
+    "add_param_group()"
+)
+_ELSEWHERE = "what another rank has restored is not exact"
+
+
+@dataclass(slots=True)
+class Outcome:
+    """What has become of the live state.
+
+    Attributes:
+        audit: what it rests on (see :func:`.audits.audit_of`).
+    """
+
+    loaded: LoadedBase | None = None
+    source: str = "fresh"
+    exact: bool = True
+    load_s: float = 0.0
+    inventory: Inventory | None = None
+    reads: tuple[RankRead, ...] = ()
+    redone: Redone = field(default_factory=Redone)
+    audit: AuditRecord | None = None
+
+    @classmethod
+    def of(
+        cls,
+        loaded: LoadedBase,
+        manifest: Manifest,
+        picked: Mapping[int, Place],
+        rank: int,
+        *,
+        load_s: float,
+        inventory: Inventory | None,
+    ) -> Outcome:
+        """What was restored, and from where.
+
+        Args:
+            picked: where the files of each rank that wrote some were read.
+            rank: that has read them.
+        """
+        read_bytes: dict[Source, int] = {}
+        for writer, size_bytes in loaded.rank_bytes.items():
+            source = picked[writer].source
+            read_bytes[source] = read_bytes.get(source, 0) + size_bytes
+        return cls(
+            loaded,
+            name_of({place.source.tier for place in picked.values()}),
+            manifest.exact and not loaded.mismatches and not loaded.notes,
+            load_s,
+            inventory,
+            tuple(
+                RankRead(rank, source.tier, size_bytes)
+                for source, size_bytes in sorted(read_bytes.items())
+            ),
+        )
+
+    def audited(self, restored: Restored, end: BaseId | None) -> Restored:
+        """What was restored, not exact where it rests on a base that audits have found different
+        (I9), which is noted.
+
+        Args:
+            end: timeline and step that were restored.
+        """
+        if self.inventory is not None and end is not None:
+            self.audit = audit_of(self.inventory, end)
+            self.exact = self.exact and not self.is_doubted
+        return replace(restored, exact=restored.exact and self.exact)
+
+    def doubt(self, notes: tuple[str, ...]) -> None:
+        """Note why the next step may differ from that of an uninterrupted training."""
+        if notes and self.loaded is not None:
+            self.loaded = replace(self.loaded, notes=(*self.loaded.notes, *notes))
+            self.exact = False
+
+    @property
+    def is_doubted(self) -> bool:
+        """Whether an audit has found a difference."""
+        return self.audit is not None and self.audit.verdict == "different"
+
+
+def record_of(
+    choice: Choice, number: int, meeting: Meeting, *, exact: bool, unix_s: float
+) -> TimelineRecord:
+    """Of the timeline that all ranks open.
+
+    Args:
+        exact: what was restored is bit for bit what training had.
+        unix_s: now.
+    """
+    assert choice.run is not None, "every disk has the record of the run by now"
+    known = fingerprint_of_all(meeting.fingerprints or (fingerprint(),))
+    return TimelineRecord(
+        run=choice.run,
+        timeline=number,
+        parent=None if choice.end is None else choice.end.timeline,
+        fork_step=0 if choice.end is None else choice.end.step,
+        exact=exact,
+        world=meeting.world,
+        fingerprint={**known, "session": meeting.session, "process": process_name()},
+        created_unix_s=unix_s,
+        base=None if choice.base is None or choice.reach is None else astuple(choice.base),
+    )
+
+
+def refused(
+    refuse: Refuse,
+    why: Iterable[str],
+    left_out: tuple[tuple[str, str], ...],
+    *,
+    rank: int,
+    run: PurePath,
+) -> RecoveryError | MismatchError:
+    """What this rank raises where all ranks have agreed on restoring nothing.
+
+    Args:
+        why: files could not be used here.
+        left_out: what does not fit here.
+    """
+    if refuse.unlike:
+        return MismatchError(
+            refuse.reason, mismatches=left_out, rank=rank, path=run, hint=_HINT_UNLIKE
+        )
+    text = "\n".join([refuse.reason, *(f"  {one}" for one in why)])
+    return RecoveryError(text, rank=rank, path=run)
+
+
+def resumed_of(
+    go: Go,
+    outcome: Outcome,
+    state: State,
+    skipped: tuple[Skipped, ...],
+    damage: tuple[str, ...],
+) -> Resumed:
+    """What one rank has come back to, when all of them go on.
+
+    Args:
+        skipped: what could not be used, beside what all know of.
+        damage: in words.
+    """
+    choice = go.choice
+    loaded = outcome.loaded
+    redone = outcome.redone
+    end = choice.end
+    lsn = 0 if loaded is None else loaded.marker.lsn
+    if choice.reach is not None:
+        lsn = choice.reach.lsn
+    if loaded is not None and redone.notes:
+        loaded = replace(loaded, notes=(*loaded.notes, *redone.notes))
+    inexact = redone.inexact
+    if outcome.audit is not None and outcome.is_doubted:
+        inexact = inexact or describe_audit(outcome.audit)
+    if loaded is not None and choice.base is not None and choice.manifest is not None:
+        about = loaded, choice.base, choice.manifest.markers, choice.timelines
+        inexact = inexact or why_not_exact(*about)
+    if outcome.exact and not go.exact:
+        inexact = _ELSEWHERE
+    inventory = outcome.inventory
+    assert inventory is not None
+    problems = tuple(f"{path}: {problem}" for path, problem in inventory.problems) + damage
+    problems += (choice.note,) if choice.note else ()
+    if loaded is not None:
+        seen = () if choice.reach is not None else loaded.finite
+        if bad := nonfinite_parameter(state, but=seen):
+            problems += (not_finite(bad, end),)
+    return Resumed(
+        go.timeline,
+        choice.base,
+        loaded,
+        outcome.source,
+        outcome.exact and go.exact,
+        (*(Skipped(base.timeline, base.step, why) for base, why in choice.skipped), *skipped),
+        problems,
+        step=0 if end is None else end.step,
+        lsn=lsn,
+        replayed=0 if choice.reach is None else choice.reach.count,
+        inexact=inexact,
+        audit=outcome.audit,
+        load_s=outcome.load_s,
+        replay_s=redone.replay_s,
+        forks=tuple(r.fork_step for r in choice.timelines if r.parent is not None),
+        reads=outcome.reads,
+        own_exact=outcome.exact,
+        by_offsets=bool(choice.readers),
+    )
+
+
+def doubted(resumed: Resumed, notes: Sequence[str]) -> Resumed:
+    """Return what was restored with such notes, which were found after the agreement."""
+    if not notes:
+        return resumed
+    why = "; ".join(filter(None, (resumed.inexact, *notes)))
+    problems = (*resumed.problems, *notes)
+    return replace(resumed, exact=False, own_exact=False, inexact=why, problems=problems)
+
+
+def recovery_report(resumed: Resumed) -> dict[str, Any]:
+    """What a rank tells the others of how it has come back."""
+    return {
+        "reads": [[one.source, one.size_bytes] for one in resumed.reads],
+        "back": [
+            resumed.source,
+            sum(one.size_bytes for one in resumed.reads),
+            resumed.load_s,
+            resumed.replay_s,
+            resumed.replayed,
+            resumed.own_exact,
+        ],
+    }
+
+
+def with_ranks(resumed: Resumed, said: Sequence[Mapping[str, Any]]) -> Resumed:
+    """With what every rank has told of itself (:func:`recovery_report`), by rank."""
+    backs = tuple(RankBack(rank, *one["back"]) for rank, one in enumerate(said))
+    causes = ", ".join(str(one.rank) for one in backs if not one.exact)
+    if resumed.inexact == _ELSEWHERE and causes:
+        why = f"what rank(s) {causes} restored is not exact: their evidence says why"
+        resumed = replace(resumed, inexact=why)
+    return replace(
+        resumed,
+        reads=tuple(
+            RankRead(rank, str(source), int(size_bytes))
+            for rank, one in enumerate(said)
+            for source, size_bytes in one["reads"]
+        ),
+        ranks=backs,
+    )

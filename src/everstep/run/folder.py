@@ -1,0 +1,137 @@
+"""Creation and checks of the run folder when a process starts."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import uuid
+from pathlib import PurePath
+
+from everstep.commit.job.nothing import way_back
+from everstep.commit.lineage import BaseId, had_steps
+from everstep.errors import OptionError, StateError
+from everstep.format.names import RUN_RECORD
+from everstep.format.records import RunRecord
+from everstep.run.candidates import newest_unreachable
+from everstep.run.scan import Inventory, scan_run
+from everstep.seams.files.filesystem import FileSystem
+from everstep.seams.machine import real_path, with_home
+from everstep.tiers.disk import create_exclusive, ensure_dirs, storage_errors
+
+__all__ = ["open_run_folder", "refuse_unresumed", "run_path"]
+
+_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")  # a single slash, since pathlib collapses two
+
+
+def open_run_folder(filesystem: FileSystem, run: PurePath) -> Inventory:
+    """Create the run folder if needed, and check that it can be written.
+
+    Raises:
+        ForeignDirectoryError: it contains files that are not of everstep.
+        StorageError: it cannot be written, or is damaged beyond use.
+    """
+    with storage_errors("open the run folder", run):
+        ensure_dirs(filesystem, run)
+        if RUN_RECORD not in {entry.name for entry in filesystem.scan(run)}:
+            _sync_parents(filesystem, run)
+        inventory = scan_run(filesystem, run)
+        unreachable = newest_unreachable(inventory)
+        # A new id would make the unreachable timelines those of another run.
+        if inventory.run is None and unreachable is not None:
+            raise StateError(
+                f"{unreachable.message}, and no other file records the id of the run",
+                path=unreachable.path,
+                hint="move it back to its place (a symbolic link to the entire run folder works)",
+            )
+        record = RunRecord(run=inventory.run or uuid.uuid4().hex)
+        path = run / RUN_RECORD
+        # Exclusive creation also proves that the folder is writable.
+        created = create_exclusive(
+            filesystem, path, record.encode(), unique=f"{os.getpid()}-{uuid.uuid4().hex[:8]}"
+        )
+        if created or inventory.run is None:
+            inventory = scan_run(filesystem, run)
+    if inventory.run is None:
+        empty = not inventory.timelines and not inventory.bases
+        raise StateError(
+            f"{path} cannot be read, and no other file records the id of the run",
+            path=path,
+            hint="remove it: the folder holds nothing to recover"
+            if empty
+            else "everstep verify lists the unreadable files: restore them",
+        )
+    return inventory
+
+
+def _sync_parents(filesystem: FileSystem, run: PurePath) -> None:
+    """Make the directory entries on the path to the folder durable.
+
+    Whoever created the folder or its parents may have crashed before doing so.
+    """
+    for directory in run.parents:
+        # Directories of other owners cannot be synced; their durability is up to the owner.
+        with contextlib.suppress(PermissionError):
+            filesystem.sync_dir(directory)
+
+
+def refuse_unresumed(filesystem: FileSystem, run: PurePath, held: BaseId | None) -> Inventory:
+    """Check that a training that starts without ``resume()`` discards nothing.
+
+    Args:
+        held: base in the memory of a keeper.
+
+    Raises:
+        StateError: there is something to resume, or has been.
+    """
+    inventory = scan_run(filesystem, run)
+    usable = {b.id for b in inventory.bases if b.is_usable or b.status == "damaged"}
+    if usable := usable | ({held} if held is not None else set()):
+        raise StateError(
+            f"this run has {len(usable)} base(s), the newest of {max(usable)}, and "
+            "resume() was not called: training would silently start over",
+            path=run,
+            hint="call ckpt.resume() before the loop (resume(step=0) starts from scratch)",
+        )
+    if unreachable := newest_unreachable(inventory):
+        raise StateError(
+            f"{unreachable.message}, and resume() was not called: training would silently "
+            "start over",
+            path=unreachable.path,
+            hint=unreachable.hint,
+        )
+    if had := had_steps(inventory.timelines, inventory.branches):
+        raise StateError(
+            f"{had}, and resume() was not called: training would silently start over",
+            path=run,
+            hint=way_back(),
+        )
+    return inventory
+
+
+def run_path(path: str | os.PathLike[str]) -> PurePath:
+    """Return the real path of the run folder that the user gave; ``~`` is expanded.
+
+    Keepers are found by the real path, whichever links lead there, and training stays in this
+    folder even if a link is changed later.
+
+    Raises:
+        OptionError: not a path, or a URL.
+    """
+    if not isinstance(path, (str, os.PathLike)):
+        raise OptionError(f"the run folder must be a path, not {path!r}")
+    text = os.fspath(path)
+    if not isinstance(text, str) or not text or "\0" in text:
+        raise OptionError(f"{path!r} is not a valid path for a run folder")
+    if _URL.match(text):
+        raise OptionError(
+            f"{text}: a run folder must be a local directory",
+            hint=f"give a directory on this machine, and tiers=[{text!r}] for copies there",
+        )
+    try:
+        return real_path(with_home(text))
+    except FileNotFoundError:
+        raise OptionError(
+            f"{text}: the relative path is invalid because the working directory was removed",
+            hint="use an absolute path",
+        ) from None

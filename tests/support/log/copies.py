@@ -1,0 +1,51 @@
+"""Logs that are copied to another tier."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from everstep import LogOptions
+from everstep.format.header import ShardIdentity
+from everstep.keeper.ship.log_mirror import LogMirror
+from everstep.keeper.ship.lossy_log import shrinking
+from everstep.keeper.ship.place import CopyPlace
+from everstep.seams import SystemClock
+from everstep.tiers.memory import MemoryTier
+from everstep.tiers.options import PeerOptions, TierOptions
+from everstep.tiers.rate import ObjectRate
+from tests.support.ranks.copying import Job
+from tests.support.ranks.logs import die as all_die
+from tests.support.ranks.together import RankTraining, resume, train, trainings
+
+ON_DISK = {"log": LogOptions(to="disk", batch_steps=1)}
+
+
+def copy_log(one: RankTraining, tier: MemoryTier, ratio: float | None = None) -> None:
+    """What the keeper of a rank would do."""
+    keeper = one.ckpt._keepers.current
+    assert keeper is not None
+    place = CopyPlace(tier, 1, ObjectRate(None, SystemClock()))
+    identity = ShardIdentity(one.ckpt._run_id, 1, 0, 0, one.rank, 2, True)
+    about = place, keeper.records, identity, SystemClock()  # type: ignore[attr-defined]
+    posted: list[Any] = []
+    form = TierOptions("/place", log="adaptive", log_ratio=ratio) if ratio else PeerOptions()
+    LogMirror(*about, posted.append, batch_steps=1, lossy=shrinking(form)).turn(flush=True)
+    assert not posted
+
+
+def until(
+    runs: list[Path], store: MemoryTier, steps: int, *, ratio: float | None = None, **options: Any
+) -> None:
+    """Two ranks with a base at step 4, whose copies and logs are in the store."""
+    settings = {"method": "logged", "every": 4, "tiers": ["/copies"], **options}
+    with trainings(*runs, **settings) as ranks:
+        resume(ranks)
+        train(ranks, 4)
+        for one in ranks:
+            one.ckpt.wait(20)
+        Job(runs, store).copy()
+        train(ranks, steps - 4)
+        all_die(ranks)
+        for one in ranks:
+            copy_log(one, store, ratio)

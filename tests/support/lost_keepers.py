@@ -1,0 +1,63 @@
+"""Keepers that are killed or stopped while a training runs."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import everstep
+from everstep.errors import KeeperError
+from everstep.link.pool import CapturePool
+from everstep.link.registry import list_keepers
+from everstep.seams.processes.processes import process_gone
+from tests.support.following import until
+from tests.support.world import TIMEOUT_S
+
+
+def kill_keeper() -> None:
+    (keeper,) = list_keepers()
+    os.kill(keeper.pid, signal.SIGKILL)
+    assert process_gone(keeper.pid, TIMEOUT_S)
+
+
+def lost_of(pool: CapturePool) -> KeeperError:
+    """What its reader says of the keeper of this pool, once it has noticed."""
+    until(lambda: pool._lost() is not None, "the loss of the keeper")
+    lost = pool._lost()
+    assert isinstance(lost, KeeperError)
+    return lost
+
+
+def kill_noticed(ckpt: Any) -> None:
+    kill_keeper()
+    until(lambda: ckpt._keepers.lost is not None, "the loss of the keeper")
+
+
+def keeper_of(ckpt: everstep.Checkpointer) -> int:
+    remote = ckpt._keepers._remote
+    assert remote is not None
+    return remote.pid
+
+
+@contextmanager
+def stopped(pid: int) -> Iterator[None]:
+    """The process stands still in the block, but not for ever."""
+    os.kill(pid, signal.SIGSTOP)
+    until(lambda: state_of(pid) == "T", "the process goes on")
+    goes_on = threading.Timer(TIMEOUT_S, lambda: os.kill(pid, signal.SIGCONT))
+    goes_on.start()
+    try:
+        yield
+    finally:
+        goes_on.cancel()
+        os.kill(pid, signal.SIGCONT)
+
+
+def state_of(pid: int) -> str:
+    text = Path(f"/proc/{pid}/stat").read_text()
+    return text.rpartition(")")[2].split()[0]
