@@ -23,6 +23,7 @@ from everstep.demo.journal import Event, JournalWriter
 from everstep.demo.verdict import Difference
 from everstep.errors import OptionError, UnavailableError
 from everstep.options import presets
+from everstep_bench.drill import job as job_module
 from everstep_bench.drill import run as run_module
 from everstep_bench.drill import store as store_module
 from everstep_bench.drill.arms import ARMS, parse_arms
