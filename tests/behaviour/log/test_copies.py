@@ -143,7 +143,7 @@ def test_a_damaged_segment_is_read_in_the_copy(
     assert (recovery.step, recovery.base_step, recovery.replayed) == (STEPS, 4, 3)
     assert recovery.exact, recovery.evidence
     assert world.snapshot() == states[STEPS]
-    said = "whole in another place" if where == "record" else "index is damaged"
+    said = "intact in another place" if where == "record" else "index is damaged"
     assert said in str(recovery.skipped)
 
 
@@ -383,7 +383,7 @@ def test_a_damaged_segment_on_a_disk_is_read_in_the_store(
         for rank, one in enumerate(found):
             assert (one.step, one.replayed, one.exact) == (6, 2, True), one
             assert torch.equal(ranks[rank].weight, trained(rank, 6))
-        assert "whole in another place" in str(found[1].skipped)
+        assert "intact in another place" in str(found[1].skipped)
         all_die(ranks)
 
 
@@ -615,4 +615,4 @@ def test_what_has_come_damaged_is_read_in_the_store(
         assert torch.equal(ranks[1].weight, trained(1, 6))
         all_die(ranks)
     assert spoilt
-    assert "whole in another place" in str(found[1].skipped)
+    assert "intact in another place" in str(found[1].skipped)

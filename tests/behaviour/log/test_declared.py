@@ -296,7 +296,7 @@ def test_without_the_function_nothing_is_touched(served: Bench) -> None:
     again = open_it(served.run, other, registered=False)
     with pytest.raises(MismatchError, match=r"from step 4 on .* updates 'ema/\*'") as raised:
         again.resume()
-    assert "strict=False) to go on from step 3" in str(raised.value.hint)
+    assert "strict=False) to continue from step 3" in str(raised.value.hint)
     assert other.snapshot() == before
     assert again.resume(step=3).exact  # up to there no function is needed
     assert other.snapshot() == states[3]

@@ -136,7 +136,7 @@ def test_training_goes_on_from_there_as_it_did(run_folder: Path) -> None:
         pytest.raises(RecoveryError, match="neither a base nor the log has step 50") as caught,
     ):
         ckpt.resume(step=50)
-    assert caught.value.hint == "steps there are: 4 to 10", "each once, whatever leads to it"
+    assert caught.value.hint == "existing steps: 4 to 10", "each once, whatever leads to it"
 
 
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {

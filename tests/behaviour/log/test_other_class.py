@@ -178,7 +178,7 @@ def test_nothing_is_left_out_without_a_word(
     assert "from step 2 on the log cannot be replayed: 'optimizer' was a " in said
     assert "Pinned in training, and is a torch.optim.adam.Adam here" in said
     assert "resume() once with an optimizer of that class" in said
-    assert "resume(strict=False) to go on from step 1" in said
+    assert "resume(strict=False) to continue from step 1" in said
     assert sorted(inventory_of(run_folder).timelines) == [1]
     forget(run_folder)
     if step is not None:

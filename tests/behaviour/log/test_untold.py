@@ -228,7 +228,7 @@ def test_replay_finds_what_training_has_not(run_folder: Path, write: Write, plac
     (skipped,) = recovery.skipped
     assert skipped.step == AT
     assert "past the optimizer" in skipped.reason
-    assert "not exact: step 4 is not what training had" in recovery.evidence
+    assert "not exact: step 4 differs from training" in recovery.evidence
     assert_never_wrong(run_folder, states, fused=fused)
 
 

@@ -116,7 +116,7 @@ def test_a_host_that_was_replaced_takes_what_the_others_have(
             assert (one.step, one.exact) == (4, False), one
             assert one.source == ("peer" if rank in lost else "disk")
             if rank in lost:
-                assert f"rng: rank {rank} begins with what its program made" in str(one.notes)
+                assert f"rng: rank {rank} starts with the state its program made" in str(one.notes)
         assert {len(training.state) for training in ranks} == {3}
         for training in ranks:
             assert all(map(torch.equal, training.weights, trained_replicas(4))), gone
@@ -158,7 +158,7 @@ def test_hosts_with_a_log(tmp_path: Path, case: str) -> None:
             assert (found.step, found.base_step) == (step, 4)
             assert found.exact == (case != "one was lost")
             if case == "in another order":
-                assert "log: who had what is in files of other ranks" in str(found.skipped)
+                assert "log: the old layout is in files of other ranks" in str(found.skipped)
         for training in ranks:
             assert all(map(torch.equal, training.weights, trained_replicas(step)))
         train_replicas(ranks, 3)

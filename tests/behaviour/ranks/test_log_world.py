@@ -242,7 +242,7 @@ def test_another_steps_records_are_noticed(tmp_path: Path, ring: ChunkRing) -> N
     def spoil(logs: Logs) -> None:
         logs[1, STEP + 2] = logs[1, STEP + 1]
 
-    refused(tmp_path, ring, spoil, "other records than those of step")
+    refused(tmp_path, ring, spoil, "has records of other steps")
 
 
 def test_the_log_of_another_state_is_noticed(tmp_path: Path, ring: ChunkRing) -> None:

@@ -276,13 +276,13 @@ def test_a_keeper_that_does_not_answer_is_named(
     killed(run, "logged", 4, 7)
     (info,) = [one for one in list_keepers() if one.run == str(run)]
     everstep.load(run)  # from now on all of it is written
-    monkeypatch.setattr(looking, "_ANSWER_S", 0.3)
+    monkeypatch.setattr(looking, "_REPLY_TIMEOUT_S", 0.3)
     os.kill(info.pid, signal.SIGSTOP)
     try:
         found = everstep.load(run)
         assert found.step < 7
-        assert f"(process {info.pid}) could not be asked" in found.notes[0]
-        assert f"(process {info.pid}) could not be asked" in everstep.peek(run).notes[0]
+        assert f"(process {info.pid}) could not be queried" in found.notes[0]
+        assert f"(process {info.pid}) could not be queried" in everstep.peek(run).notes[0]
         os.kill(info.pid, signal.SIGCONT)
         monkeypatch.undo()
         assert everstep.load(run).step == 7

@@ -339,7 +339,7 @@ def test_one_that_is_dropped_lets_go() -> None:
         ({"signals": "SIGTERM"}, r"names of signals.*signals=\('SIGTERM',\)"),
         ({"signals": ("SIGKILL",)}, "cannot be caught.*SIGTERM"),
         ({"signals": ("sigterm",)}, "did you mean 'SIGTERM'"),
-        ({"signals": (15,)}, "announces no end"),
+        ({"signals": (15,)}, "does not announce the end"),
         ({"grace_s": 0}, "more than 0"),
         ({"grace_s": float("nan")}, "more than 0"),
         ({"grace_s": "30"}, "must be seconds"),

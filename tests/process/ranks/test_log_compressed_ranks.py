@@ -164,7 +164,7 @@ def test_residuals_that_are_gone_are_said_and_nothing_is_called_exact(
     found = [one[case] for one in taken_over]
     notes = [note for one in found for note in one["notes"] if note.startswith("exchange: ")]
     if len(found) < WORLD:
-        assert any("what rank(s) 1 had for themselves is left out" in note for note in notes)
+        assert any("per-rank state of rank(s) 1 is left out" in note for note in notes)
     else:
-        assert any("rank 2 is new and begins with what its program made" in n for n in notes)
+        assert any("rank 2 is new and starts with the state its program made" in n for n in notes)
     assert not any(one["exact"] for one in found)

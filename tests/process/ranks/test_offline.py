@@ -337,7 +337,7 @@ def test_a_flipped_bit_in_any_ranks_log_is_found(run: Path, tmp_path: Path, rank
 def test_a_log_that_one_rank_has_not_leads_nowhere(run: Path, tmp_path: Path) -> None:
     segment(run, 4, 6, 1).with_name(marker_name(1)).unlink()
     refused = document("restore", run, "--step", 5, "--out", tmp_path / "new", status=2)
-    assert refused["hint"] == "steps there are: 1 to 4, 6 to 8"
+    assert refused["hint"] == "existing steps: 1 to 4, 6 to 8"
     found = document("verify", run, "--replay")
     assert verdicts(found) == [(1, 3, "equal"), (3, 6, "unchecked")]
     log = document("ls", run)["timelines"][0]["log"]

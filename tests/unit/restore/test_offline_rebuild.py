@@ -267,7 +267,7 @@ def test_steps_that_nobody_has(run: Path) -> None:
     with rebuilder_of(run) as rebuilder, pytest.raises(OptionError) as caught:
         rebuilder.state_at(11)
     assert "neither a base nor the log on disk has step 11" in caught.value.message
-    assert caught.value.hint == "steps there are: 1 to 10"
+    assert caught.value.hint == "existing steps: 1 to 10"
 
 
 def edit_objects(record: LogRecord, change: Callable[[Any], None]) -> LogRecord:

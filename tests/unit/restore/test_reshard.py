@@ -245,7 +245,7 @@ def test_what_ranks_that_are_gone_had_alone_is_reported(tmp_path: Path, ring: Ch
         loaded = load(base, State(values, ranks=info), ring)
     assert values["own"] == {"n": 10}
     (note,) = loaded.notes
-    assert note.startswith("own: what rank(s) 2 had")
+    assert note.startswith("own: per-rank state of rank(s) 2")
 
 
 @pytest.mark.parametrize("job", [("ddp", 2), ("fsdp", 2)], ids=str)

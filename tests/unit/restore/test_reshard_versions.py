@@ -135,7 +135,7 @@ def test_what_other_disks_have_may_be_another_stage(tmp_path: Path, ring: ChunkR
     base = saved(tmp_path, BY_STAGE, "ddp", ring)
     with as_rank(1, 4) as info:
         values = stage(1, BY_COLUMN, "ddp")
-        with pytest.raises(RecoveryError, match=r"what rank\(s\) 2-3 had of that name is needed"):
+        with pytest.raises(RecoveryError, match=r"the files of rank\(s\) 2-3 are needed"):
             load(base, State(values, ranks=info), ring, ranks=[0, 1])
 
 

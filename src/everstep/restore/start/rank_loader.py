@@ -162,14 +162,14 @@ def make_comparer(state: State, ring: ChunkRing, *, strict: bool, timeout_s: flo
     ) -> SkippedState:
         trained = next((one for one in timelines if one.timeline == base.id.timeline), None)
         about: dict[str, Any] = {"ring": ring, "trained": trained, "timeout_s": timeout_s}
-        whole = partial(made_whole, **about, progress=silent, alive=alive)
+        complete = partial(made_whole, **about, progress=silent, alive=alive)
         with contextlib.ExitStack() as stack:
             opened: list[OpenBase] = []
             for number, place in places.items():
                 opened.append(_open(base, number, place))
                 stack.callback(opened[-1].close)
                 alive()
-            return compare_ranks(opened, state, strict=strict, partly=partly, whole=whole)
+            return compare_ranks(opened, state, strict=strict, partly=partly, complete=complete)
 
     return compare
 
@@ -234,7 +234,7 @@ def loader(
                     progress=_Alive(bar, alive),
                     on_touch=on_touch,
                     partly=partly,
-                    whole=partial(
+                    complete=partial(
                         made_whole,
                         ring=ring,
                         trained=trained,

@@ -108,7 +108,7 @@ class RankLog:
         self._rank = state.ranks.rank
         self._loader = Loader(seams, state, ring, None, strict, timeout_s, lambda: None)
         self._log = LogFound((), ())
-        self._lent_out = self._log.twin()
+        self._lent_out = self._log.clone()
         left = left or LogsInMemory({})
         memory = LogsInMemory({**left.records, self._rank: records}, left.held)
         about = self._rank, state.ranks.world, memory, ring
@@ -143,7 +143,7 @@ class RankLog:
         more["read_from"] = read_from
         self._log = LogFound.of(*about, rank=self._rank, lossy_copies=lossy, **more)
         self._lent_out.close()
-        self._lent_out = self._log.twin()
+        self._lent_out = self._log.clone()
         return runs_of(self._log.index.marks, self._log.index.updates)
 
     def others(
@@ -236,7 +236,7 @@ class RankLog:
             assert restored.end is not None
             raise failed.refused(restored.end.step, self._run) from failed
         if isinstance(failed, AuditError):  # how long before, samples cannot tell
-            self._doubt = f"step {failed.step} is not what training had, perhaps others before"
+            self._doubt = f"step {failed.step} differs from training, and perhaps steps before it"
         noted = () if restored.loaded is None else restored.loaded.notes[len(loaded.notes) :]
         notes = tuple(dict.fromkeys(noted))
         inexact = restored.inexact or self._doubt
@@ -249,7 +249,7 @@ class RankLog:
         step = base.step + 1 + min(restored.replayed, reach.count - 1)
         timeline = timeline_of(step, path) or reach.timeline
         if failed is not None:
-            why = f"log: it cannot be replayed: {failed.message}"
+            why = f"log: cannot be replayed: {failed.message}"
             skipped.append(Skipped(timeline, step, why))
         sure = failed is None or not together or reach.count == 1
         about = sure, inexact, tuple(skipped), notes, replay_s
