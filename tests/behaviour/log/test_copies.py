@@ -425,7 +425,7 @@ def test_a_lossy_log_is_looked_at_while_others_fetch(
         return Brought([], [])
 
     restored: list[Any] = []
-    restore = resume_job._Start._restore
+    restore = resume_job._JobStart._restore
 
     def noted(self: Any, choice: Any) -> Any:
         restored.append(choice.end)
@@ -433,7 +433,7 @@ def test_a_lossy_log_is_looked_at_while_others_fetch(
 
     monkeypatch.setattr(MemoryTier, "open", noting)
     monkeypatch.setattr(start_module, "fetch_from_peers", fetch)
-    monkeypatch.setattr(resume_job._Start, "_restore", noted)
+    monkeypatch.setattr(resume_job._JobStart, "_restore", noted)
     with trainings(*runs, method="logged", every=4, tiers=["/copies"]) as ranks:
         for one in ranks:
             one.ckpt._starter._job._shared.fetches = True

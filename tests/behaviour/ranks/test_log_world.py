@@ -414,9 +414,9 @@ def test_the_first_step_behind_it_waits_for_a_base(tmp_path: Path) -> None:
 
 
 def test_parts_come_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(log_exchange, "_PART_BYTES", 100)
-    monkeypatch.setattr(log_exchange, "_UNANSWERED_MAX", 2)
-    monkeypatch.setattr(log_exchange, "_KEPT_BYTES", 1)
+    monkeypatch.setattr(log_exchange, "_CHUNK_BYTES", 100)
+    monkeypatch.setattr(log_exchange, "_IN_FLIGHT_MAX", 2)
+    monkeypatch.setattr(log_exchange, "_CACHE_BYTES", 1)
     path = tmp_path / "run"
     until((path, path), 7)
     came_back(path, 3, 7, 3)

@@ -63,7 +63,7 @@ class Seen:
         load, layout, absorb = (
             rank_loader.load_ranks,
             rank_log.read_layout,
-            resume_job._Start._absorb,
+            resume_job._JobStart._carry_out,
         )
 
         def counted(*args: Any, **given: Any) -> Any:
@@ -82,7 +82,7 @@ class Seen:
 
         monkeypatch.setattr(rank_loader, "load_ranks", counted)
         monkeypatch.setattr(rank_log, "read_layout", looked)
-        monkeypatch.setattr(resume_job._Start, "_absorb", absorbed)
+        monkeypatch.setattr(resume_job._JobStart, "_carry_out", absorbed)
 
 
 @pytest.mark.thinned(2)
@@ -151,9 +151,11 @@ def test_what_one_rank_notices_all_do(tmp_path: Path, monkeypatch: pytest.Monkey
     to the base, and replays with the others. What it could not use is no hole in the log."""
     path = tmp_path / "run"
     until((path, path), 6)
-    notices = rank_log.RankLog._is_relaid
+    notices = rank_log.RankLog._is_other_layout
     monkeypatch.setattr(
-        rank_log.RankLog, "_is_relaid", lambda log, *about: log._rank == 1 and notices(log, *about)
+        rank_log.RankLog,
+        "_is_other_layout",
+        lambda log, *about: log._rank == 1 and notices(log, *about),
     )
     came_back((path, path), 6, 2, apart=True)
 
