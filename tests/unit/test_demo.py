@@ -464,6 +464,7 @@ class TestRealCheckpoints:
             checkpointer.save()
             return fingerprint(training), losses
 
+    @pytest.mark.slow
     def test_stop_and_resume_is_identical(
         self, make_training: MakeTraining, tmp_path: Path
     ) -> None:
@@ -477,6 +478,7 @@ class TestRealCheckpoints:
         assert compare_entries(*bases) == []
         assert {"everstep/rng/torch", "everstep/objects/everstep/rng"} <= set(bases[0])
 
+    @pytest.mark.thinned(3)
     @pytest.mark.parametrize("generator", ["python", "numpy", "torch"])
     def test_a_generator_that_is_not_restored_is_found(
         self,

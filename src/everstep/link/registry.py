@@ -299,8 +299,7 @@ class Registration:
             # Otherwise the files belong to another keeper that has registered since.
             if self._lock.is_current:
                 _clear_socket(self.files)
-                # Only if no other process shares the lock on the log: it may be read after an
-                # error.
+                # Delete the log only if no other process may still write to it.
                 if any(same_file(fd, self.files.log) and held_alone(fd) for fd in (1, 2)):
                     _unlink(self.files.log)
                 self._lock.unlink()

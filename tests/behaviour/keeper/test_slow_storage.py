@@ -125,6 +125,7 @@ def test_a_slow_disk_with_a_log_on_it_is_not_called_hung(history: str, run_folde
 OPERATIONS = ["make_dir", "create", "reserve", "write", "sync", "truncate", "rename", "sync_dir"]
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("op", OPERATIONS)
 def test_an_operation_that_never_returns_is_found_behind_slow_ones(
     op: str, run_folder: Path
@@ -264,6 +265,7 @@ def pair(
         pair.close(clock)
 
 
+@pytest.mark.thinned(2)
 def test_ranks_wait_for_one_whose_disk_is_slow(
     pair: Pair, errors: list[EverstepError], clock: ManualClock
 ) -> None:
@@ -285,6 +287,7 @@ def test_ranks_wait_for_one_whose_disk_is_slow(
     assert clock.monotonic_s() - start_s > 3 * LIMIT_S
 
 
+@pytest.mark.thinned(2)
 def test_ranks_name_one_whose_disk_hangs_behind_slow_operations(
     pair: Pair, errors: list[EverstepError], clock: ManualClock
 ) -> None:

@@ -63,7 +63,7 @@ def policy_of(name: str, told: list[EverstepError]) -> Any:
     return told.append if name == "function" else name
 
 
-@pytest.mark.thinned(3)
+@pytest.mark.thinned(6)
 @pytest.mark.parametrize(
     ("policy", "method", "ends"),
     [

@@ -53,6 +53,7 @@ def comes_back(run: Path, step: int, wanted: list[Any]) -> Recovery:
     return recovery
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("again", [None, STEPS - 1, STEPS])
 @pytest.mark.parametrize("leaves", ["close", "raise"])
 def test_a_resume_that_was_interrupted(
@@ -111,6 +112,7 @@ def test_a_last_base_of_which_somebody_else_has_heard(
     comes_back(run_folder, STEPS, wanted)
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("step", [5, STEPS])
 @pytest.mark.parametrize("mended", [True, False])
 def test_a_base_whose_failure_was_raised_before(mended: bool, step: int, run_folder: Path) -> None:
@@ -194,6 +196,7 @@ def test_where_resume_was_forgotten_that_is_what_is_said(run_folder: Path) -> No
     comes_back(run_folder, STEPS, wanted)
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("method", ["sync", "lazy", "logged"])
 def test_a_link_in_the_place_of_a_base_is_not_followed(method: str, run_folder: Path) -> None:
     """No reader does: it would be called durable, and be in nobody's run."""
@@ -222,7 +225,7 @@ def test_a_link_in_the_place_of_a_base_is_not_followed(method: str, run_folder: 
         assert other.resume().step == 3
 
 
-@pytest.mark.thinned(2)
+@pytest.mark.thinned(4)
 @pytest.mark.parametrize("method", ["lazy", "logged", "gemini", "gockpt"])
 def test_a_state_that_cannot_be_stored_is_told_by_the_policy(method: str, run_folder: Path) -> None:
     """Of whatever method; and the log goes on behind a base of one that can."""

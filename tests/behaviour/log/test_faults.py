@@ -132,7 +132,7 @@ def test_a_flipped_bit_in_memory_ends_the_replay_before_it(served: Bench) -> Non
     again.close()
 
 
-@pytest.mark.thinned(3)
+@pytest.mark.thinned(6)
 @pytest.mark.parametrize("part", ["tensors", "index", "header", "marker", "no marker", "gone"])
 def test_a_damaged_segment_ends_the_replay_before_it(run_folder: Path, part: str) -> None:
     world = World()
@@ -528,6 +528,7 @@ def test_a_log_without_room_takes_bases_instead(served: Bench) -> None:
     again.close()
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("history", ["last", "all"])
 def test_segments_that_no_base_needs_go(run_folder: Path, history: str) -> None:
     world = World()

@@ -51,6 +51,7 @@ def ended_within(run: Path, what: str, **options: Any) -> list[Any]:
     return wanted
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("what", WITHIN)
 def test_what_has_begun_is_in_no_base(run_folder: Path, what: str) -> None:
     """From a base of the last step where its state is still here, else from the keeper's log."""
@@ -300,7 +301,7 @@ def _interrupted(*_: Any) -> Any:
     raise KeyboardInterrupt
 
 
-@pytest.mark.thinned(2)
+@pytest.mark.thinned(4)
 @pytest.mark.parametrize("how", ["fails", "is interrupted"])
 @pytest.mark.parametrize("method", ["logged", "lowdiff_plus"])
 def test_the_log_in_memory_outlives_a_last_base(

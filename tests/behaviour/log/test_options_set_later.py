@@ -67,6 +67,7 @@ REFUSED = {
 }
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("kind", REFUSED)
 def test_options_set_later(kind: str, run_folder: Path) -> None:
     """A base leads on from there, and the log again once they are set back."""

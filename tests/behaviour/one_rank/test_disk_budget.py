@@ -46,7 +46,7 @@ def needed(run: Path, **chosen: Any) -> int:
     return int(said[1])
 
 
-@pytest.mark.thinned(3)
+@pytest.mark.thinned(6)
 @pytest.mark.parametrize("every", [None, "auto", "1h"])
 @pytest.mark.parametrize("process", [True, False])
 def test_the_run_folder_stays_within_its_budget(

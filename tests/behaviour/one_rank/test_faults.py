@@ -107,6 +107,7 @@ SAVE_OPERATIONS = [
 IDS = [f"{op} {path} {nth}" for op, path, nth in SAVE_OPERATIONS]
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("method", ["sync", "async"])
 @pytest.mark.parametrize(("op", "path", "nth"), SAVE_OPERATIONS, ids=IDS)
 def test_a_full_disk_at_any_moment(
@@ -315,6 +316,7 @@ def test_too_little_room_is_found_before_writing(run_folder: Path) -> None:
 # Hanging storage: every wait ends, and says so.
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("policy", ["raise", "warn", "call"])
 @pytest.mark.parametrize("op", ["sync", "rename", "scan"])
 def test_storage_that_hangs_is_reported_and_never_waited_for(
@@ -429,6 +431,7 @@ def test_a_read_that_hangs(run_folder: Path) -> None:
 # Ctrl-C.
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize(("op", "path", "nth"), SAVE_OPERATIONS, ids=IDS)
 def test_interrupted_while_saving(op: str, path: str, nth: int, run_folder: Path) -> None:
     """No lock, no half-saved base; the next save works, of the same step or the next."""

@@ -65,6 +65,7 @@ METHODS: dict[str, Any] = {
 }
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("method", METHODS)
 def test_denormals_that_are_flushed_behind_the_resume(method: str, served: Bench) -> None:
     """The record of the timeline says that they are kept."""

@@ -208,6 +208,7 @@ def test_between_before_update_and_after_update(run_folder: Path) -> None:
     assert restored(run_folder) == (3, world.snapshot())
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("inner", ["save", "step", "resume", "wait", "close"])
 @pytest.mark.parametrize("outer", ["step", "save", "resume"])
 def test_in_the_middle_of_another_call(

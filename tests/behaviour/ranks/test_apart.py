@@ -237,6 +237,7 @@ def test_what_a_base_has_of_each_ranks_own_stays_so_where_it_is_frozen_from_the_
             assert all(map(torch.equal, one.weights[:2], mine))
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("method", ["sync", "lazy", "checkfreq"])
 def test_what_nobody_trains_is_written_once_in_each_life(tmp_path: Path, method: str) -> None:
     """A frozen backbone is most of a model."""
@@ -313,7 +314,7 @@ def without_optimizer(rank: int, state: dict[str, Any]) -> None:
         del state["optimizer"]
 
 
-@pytest.mark.thinned(2)
+@pytest.mark.thinned(4)
 @pytest.mark.parametrize("change", [left_out, without_ddp, without_optimizer])
 @pytest.mark.parametrize("method", ["sync", "lazy"])
 def test_ranks_with_other_states_take_no_base_and_keep_the_good_ones(

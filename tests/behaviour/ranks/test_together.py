@@ -51,7 +51,7 @@ from tests.support.ranks.together import (
 from tests.support.world import HookedFileSystem, raising
 
 
-@pytest.mark.thinned(3)
+@pytest.mark.thinned(6)
 @pytest.mark.parametrize("shared", [True, False], ids=["shared folder", "disks of their own"])
 @pytest.mark.parametrize("method", ["sync", "async", "lazy", "checkfreq", "checkflow"])
 def test_a_base_of_two_ranks_comes_back(tmp_path: Path, method: str, shared: bool) -> None:
@@ -108,6 +108,7 @@ def test_a_torn_file_of_one_rank_takes_both_back_to_the_base_before(tmp_path: Pa
             assert torch.equal(ranks[rank].weight, trained(rank, 2))
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("bad", [0, 1])
 def test_a_damaged_first_base_is_no_fresh_start_for_the_others(tmp_path: Path, bad: int) -> None:
     """One rank has loaded it by then: the ranks would begin with different weights."""
@@ -282,6 +283,7 @@ def test_a_rank_that_says_nothing_while_others_agree_is_named(tmp_path: Path) ->
         silent.close()
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_base_that_is_withdrawn_while_a_rank_looks_is_no_error(tmp_path: Path, rank: int) -> None:
     """By a keeper of the start before, which has heard that another rank has no part of it."""

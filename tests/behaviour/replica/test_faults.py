@@ -78,6 +78,7 @@ def held_up(run: Path) -> Iterator[tuple[Gate, Bench]]:
 # --- A trainer that is killed -----------------------------------------------------------
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("steps", [1, 2, 5, 8])
 def test_a_killed_trainer_comes_back_from_the_replica(served: Bench, steps: int) -> None:
     world = World()

@@ -129,6 +129,7 @@ def resume_from(ranks: list[Rank], step: int) -> list[everstep.Recovery]:
     return on_all(*(lambda one=one: one.ckpt.resume(step) for one in ranks))  # type: ignore[misc]
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("shared", [True, False], ids=["shared folder", "disks of their own"])
 def test_bases_are_those_of_training_and_training_takes_one(tmp_path: Path, shared: bool) -> None:
     paths = folders(tmp_path, shared)

@@ -203,6 +203,7 @@ def marked_again(world: World, ckpt: everstep.Checkpointer) -> None:
     ckpt.step()
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize(
     "loop",
     [

@@ -79,6 +79,7 @@ def unobserved() -> bool:
     return _BaseDataLoaderIter.__init__.__module__ == "torch.utils.data.dataloader"
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("method", ["sync", "logged"])
 def test_skipping_that_draws_is_not_called_exact(
     method: str, run_folder: Path, caplog: pytest.LogCaptureFixture
@@ -102,6 +103,7 @@ def test_a_loader_that_draws_its_order_from_the_processs_generator(
     assert MOVED in caplog.text
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("accumulate", [1, 2])
 @pytest.mark.parametrize("data", [Fixed(), Noisy()], ids=["fixed", "noisy"])
 def test_nothing_is_said_of_a_right_program(
@@ -220,6 +222,7 @@ def resume_beside(
     return recovery
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("own", [False, True])
 @pytest.mark.parametrize("kind", ["sampler", "loader"])
 def test_a_loader_of_a_part_that_has_its_position_back(

@@ -136,6 +136,7 @@ def resumed(make: Callable[[Any], torch.optim.Optimizer], run: Path, method: str
         return world.train(4, ckpt), found.exact
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("method", ["sync", "lazy"])
 @pytest.mark.parametrize("kind", LOSSLESS)
 def test_what_it_makes_of_its_own_form(kind: str, method: str, run_folder: Path) -> None:

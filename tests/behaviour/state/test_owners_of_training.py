@@ -95,6 +95,7 @@ def test_a_forgotten_optimizer_is_named_and_nothing_is_called_exact(
             ckpt.save()
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("method", ["async", "lazy", "logged"])
 def test_an_optimizer_that_is_bound_anew_in_mid_run(run_folder: Path, method: str) -> None:
     """Bases before it are exact; those after it have the state as it was, and are not."""
@@ -306,6 +307,7 @@ def that_lists_what_is_frozen(model: nn.Module, _: AdamW) -> Any:
     return {"model": model, "optimizer": own}, Both()
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize(
     "of",
     [
@@ -596,6 +598,7 @@ def scheduled(
     return messages, found
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("method", ["async", "logged"])
 @pytest.mark.parametrize("replaced", [False, True])
 def test_a_scheduler_in_no_part_of_the_state(run_folder: Path, method: str, replaced: bool) -> None:
@@ -613,6 +616,7 @@ def test_a_scheduler_in_no_part_of_the_state(run_folder: Path, method: str, repl
     assert SCHEDULER in found[1].evidence
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize(
     "kind",
     [
@@ -664,6 +668,7 @@ class Progress:
         pass
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("saves", [False, True])
 def test_an_object_that_has_the_framework_which_replaces_a_scheduler(
     run_folder: Path, saves: bool
@@ -736,6 +741,7 @@ def several_that_one_in_an_object_calls(_: nn.Module, optimizer: AdamW) -> Any:
     return {"app": App(sched=one), "idle": schedules.StepLR(optimizer, 3)}, [one]
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize(
     "of",
     [

@@ -67,6 +67,7 @@ def opened(run_folder: Path, world: World, method: str) -> everstep.Checkpointer
     )
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("method", ["lazy", "logged"])
 @pytest.mark.parametrize("unscales", [1, SPIKE], ids=["each step", "some steps"])
 @pytest.mark.parametrize("spike", [False, True], ids=["finite", "infinite"])

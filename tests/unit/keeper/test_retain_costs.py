@@ -130,6 +130,7 @@ def exchange(segment: Path) -> None:
 CHANGES = [remove_marker, remove, damage, cut, exchange]
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
 def test_a_segment_that_was_replaced_is_read_anew(
     run: Path, change: Callable[[Path], None], monkeypatch: pytest.MonkeyPatch

@@ -67,6 +67,7 @@ def test_what_cannot_be_told_is_not_claimed(optimizer: Any) -> None:
     assert shape_after_first_update(state, shape) == (shape, False)
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("layout", ["one", "ddp", "fsdp", "hsdp", "zero"])
 def test_of_several_ranks_it_is_each_ones_own(layout: str) -> None:
     world = 1 if layout == "one" else 4
