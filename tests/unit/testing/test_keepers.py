@@ -1,4 +1,4 @@
-"""The keepers of a demo: asked, ended whatever they are doing, and met in a folder of its own."""
+"""The keeper of a run: its bases in memory, and its end at any moment."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import dataclasses
 import itertools
 import os
 import signal
-import stat
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,9 +13,6 @@ from types import SimpleNamespace
 
 import pytest
 
-from everstep.demo import keepers, workspace
-from everstep.demo.keepers import end_keeper, held_step
-from everstep.demo.workspace import private_keepers
 from everstep.errors import KeeperError, KeeperTimeoutError
 from everstep.link.registry import find_keeper, keeper_files, kill_keeper
 from everstep.link.spawn import SpawnOptions, connect, spawn_keeper
@@ -25,6 +21,8 @@ from everstep.seams.files.locks import lock_file
 from everstep.seams.files.posix import PosixFileSystem
 from everstep.seams.processes.processes import process_gone
 from everstep.seams.processes.runtime import runtime_folder
+from everstep.testing import keepers
+from everstep.testing.keepers import end_keeper, held_step
 from tests.support.fakekeeper import PROGRAM, TIMEOUT_S, end, planned, running, started
 from tests.support.leftovers import MARK, processes_marked
 
@@ -184,58 +182,3 @@ def lock_is_free(options: SpawnOptions) -> bool:
     if log is not None:
         log.release()
     return log is not None
-
-
-class TestPrivateKeepers:
-    VARIABLE = "EVERSTEP_RUNTIME_DIR"
-
-    @pytest.fixture
-    def short(self) -> Iterator[Path]:
-        """A folder with a path that is short enough for sockets."""
-        with workspace.workspace(None) as place:
-            yield place
-
-    def test_a_folder_of_their_own(self, short: Path) -> None:
-        before = os.environ[self.VARIABLE]
-        with private_keepers(short):
-            assert os.environ[self.VARIABLE] == str(short / "keepers")
-            folder = runtime_folder()  # is satisfied with it
-            assert folder.parent == short
-            assert stat.S_IMODE(folder.stat().st_mode) == 0o700
-            assert list(folder.iterdir()) == []
-        assert os.environ[self.VARIABLE] == before
-
-    @pytest.mark.parametrize("earlier", [None, "/somewhere"])
-    def test_what_was_set_comes_back_whatever_happens(
-        self, short: Path, monkeypatch: pytest.MonkeyPatch, earlier: str | None
-    ) -> None:
-        if earlier is None:
-            monkeypatch.delenv(self.VARIABLE)
-        else:
-            monkeypatch.setenv(self.VARIABLE, earlier)
-        with pytest.raises(KeyboardInterrupt), private_keepers(short):
-            raise KeyboardInterrupt
-        assert os.environ.get(self.VARIABLE) == earlier
-
-    @pytest.mark.parametrize(("size_bytes", "fits"), [(107, True), (108, False)])
-    def test_the_length_of_a_socket_path_decides(
-        self, short: Path, size_bytes: int, fits: bool
-    ) -> None:
-        name = f"/keepers/{'0' * 16}.sock"
-        place = short / ("x" * (size_bytes - len(f"{short}/") - len(name)))
-        place.mkdir()
-        before = os.environ[self.VARIABLE]
-        with private_keepers(place):
-            chosen = os.environ[self.VARIABLE]
-        assert chosen == (str(place / "keepers") if fits else before)
-
-    def test_a_file_system_without_sockets(
-        self, short: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        def refuse(path: Path) -> None:
-            raise PermissionError(1, "Operation not permitted", str(path))
-
-        monkeypatch.setattr(workspace, "listen_at", refuse)
-        before = os.environ[self.VARIABLE]
-        with private_keepers(short):
-            assert os.environ[self.VARIABLE] == before

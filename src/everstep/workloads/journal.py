@@ -1,8 +1,7 @@
-"""What a child tells the supervisor while it runs: one JSON object per line, append-only.
+"""Progress reports of a child process: one JSON object per line, append-only.
 
-Each line is one ``write`` to a file opened for appending, so it is in the kernel's hands
-when the call returns and a SIGKILL right after cannot take it back. A line without an end
-is one that a kill cut short; a reader leaves it alone.
+Each line is one ``write`` to a file opened for appending: when the call returns, the line is in the
+kernel, and a SIGKILL cannot take it back. A reader skips an incomplete last line.
 """
 
 from __future__ import annotations
@@ -20,39 +19,39 @@ Event = dict[str, Any]
 
 
 class JournalWriter:
-    """Appends events to the file ``path``, which must not exist yet."""
+    """Append events to the new file ``path``."""
 
     def __init__(self, path: Path) -> None:
         flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_EXCL
         self._descriptor = os.open(path, flags, 0o600)
 
     def write(self, event: str, **fields: Any) -> None:
-        """Appends one event; it survives this process from here on."""
+        """Append one event; it survives a SIGKILL of this process once the call has returned."""
         line = json.dumps({"event": event, "at_s": time.monotonic(), **fields})
         data = memoryview(line.encode() + b"\n")
         while data:
             data = data[os.write(self._descriptor, data) :]
 
     def close(self) -> None:
-        """Closes the file."""
+        """Close the file."""
         os.close(self._descriptor)
 
 
 class JournalReader:
-    """Follows a journal that may not exist yet and is still being written."""
+    """Follow a journal that may not exist yet and is still being written."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._offset = 0
 
     def read_new(self) -> list[Event]:
-        """The whole lines that were appended since the last call."""
+        """Return the complete lines appended since the last call."""
         try:
             with self._path.open("rb") as file:
                 file.seek(self._offset)
                 data = file.read()
         except FileNotFoundError:
             return []
-        whole = data[: data.rfind(b"\n") + 1]
-        self._offset += len(whole)
-        return [json.loads(line) for line in whole.splitlines()]
+        complete = data[: data.rfind(b"\n") + 1]
+        self._offset += len(complete)
+        return [json.loads(line) for line in complete.splitlines()]
