@@ -166,7 +166,7 @@ class TestPlan:
         ("options", "words"),
         [
             ({"steps": 79, "every": 10}, "too few for the kills"),
-            ({"every": 0}, "at least one step apart"),
+            ({"every": 0}, "at least one step"),
             ({"method": "asink"}, "no method 'asink'"),
             ({"seed": -1}, "seed must be"),
             ({"keep": 0}, "a whole number of bases, from 1"),
