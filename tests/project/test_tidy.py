@@ -386,7 +386,7 @@ def test_failpoints_that_are_right(source: str) -> None:
 @pytest.mark.parametrize(
     ("name", "source"),
     [
-        ("everstep.trainer.session.parts", 'print("text", file=sys.stderr)'),
+        ("everstep.trainer.session.components", 'print("text", file=sys.stderr)'),
         ("everstep.checkpointer", "def f(say=print):\n    say(1)"),
         ("everstep.seams.progress", 'print("text", flush=True)'),
         ("everstep.keeper.__main__", "print()"),
@@ -399,7 +399,10 @@ def test_print_that_may_fail(name: str, source: str) -> None:
 @pytest.mark.parametrize(
     ("name", "source"),
     [
-        ("everstep.trainer.session.parts", "from everstep.seams.messages import say\nsay('print')"),
+        (
+            "everstep.trainer.session.components",
+            "from everstep.seams.messages import say\nsay('print')",
+        ),
         ("everstep.seams.messages", "print(text, file=stream)"),
         ("everstep.cli.ls", "print(1)"),
         ("everstep.demo.show", "print(1)"),

@@ -90,11 +90,13 @@ class BackgroundChannel:
     def end(self, work: Work) -> None:
         """Unregister a piece of work that has ended, with or without success."""
         with self._lock:
+            # Harmless when repeated: several paths of a failed save may end the same work.
             if work in self._under_way:
                 self._under_way.remove(work)
 
     def hung(self) -> bool:
         """Return True if any work is overdue, whether reported or not."""
+        # Time in which the process stood still (suspend, SIGSTOP) must not count as a hang.
         now_s = self._clock.running_s()
         with self._lock:
             return any(
@@ -174,6 +176,8 @@ class BackgroundChannel:
         """
         if not self._has_news:
             return
+        # Taken under the lock, but reported outside of it: a policy function may call into the
+        # channel.
         with self._lock:
             notices = self._notices
             self._notices = []
@@ -204,6 +208,7 @@ class BackgroundChannel:
                 waited
                 for again, and a state that is not finite would become a base.
         """
+        # The shared null context saves a generator in each step without news.
         return self._deferring() if self._has_news else _NO_ERRORS
 
     @contextlib.contextmanager
@@ -234,6 +239,8 @@ class BackgroundChannel:
         now_s = self._clock.running_s()
         with self._lock:
             for work in self._under_way:
+                # Reported once: the work may come back, and each check would repeat the error until
+                # then.
                 if now_s - work.last_progress_s > self._progress_timeout_s and not work.reported:
                     work.reported = True
                     self._errors.append(
@@ -245,6 +252,8 @@ class BackgroundChannel:
                         )
                     )
             for place, error in enumerate(self._errors):
+                # Fencing errors stay queued during a takeover; took_over() withdraws them if it
+                # succeeds.
                 if not (self._taking_over and isinstance(error, FencedError)):
                     return self._errors.pop(place)
             return None

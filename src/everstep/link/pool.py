@@ -98,6 +98,7 @@ class CapturePool:
         key = block.offset, block.size_bytes
         view = self._views.get(key)
         if view is None:
+            # Bounded: views of blocks of many sizes would otherwise accumulate.
             if len(self._views) >= _VIEWS_MAX:
                 self._views.clear()
             view = self._views[key] = self.whole[block.offset : block.offset + block.size_bytes]
@@ -112,6 +113,7 @@ class CapturePool:
         """
         with self._changed:
             self._retired = later
+            # The keeper may still read the memory of a capture in flight.
             if self._in_flight:
                 return
             self._views.clear()
@@ -175,7 +177,10 @@ class CapturePool:
             wait_s = 0.0 if self._stuck else timeout_s
             block = self._wait(size_bytes, beside_bytes, wait_s, in_flight_max)
         try:
+            # Outside of the lock: taking pages is slow, and other threads release blocks meanwhile.
             self.populate(block)
+            # Before the capture is announced: a stale count would make the keeper read bytes of an
+            # earlier base.
             self.arena.set_progress(block.word, 0)
         except BaseException:
             self.release(block)
@@ -188,6 +193,7 @@ class CapturePool:
         It has no progress word, and its pages are taken only by :meth:`populate`.
         """
         with self._changed:
+            # A keeper that seems lost may still read its captures from this memory.
             if self._lost() is not None:
                 return None
             offset = self._allocate(size_bytes, beside_bytes)
@@ -209,6 +215,7 @@ class CapturePool:
     def populate(self, block: Block) -> None:
         """Take the pages of a block now: page faults in the middle of a copy make it 6 times
         slower."""
+        # A lock of its own: one thread warms the arena ahead while another one acquires blocks.
         with self._touching:
             begin = max(self._touched_to, block.offset)
             end = block.offset + block.size_bytes
@@ -220,6 +227,7 @@ class CapturePool:
         """Take pages that captures will need, ahead of time."""
         end = min(size_bytes, self.arena.size_bytes - self._beside_bytes)
         while self._touched_to < end:
+            # In slices, so that populate() of an urgent block does not wait for all of it.
             with self._touching:
                 begin = self._touched_to
                 if begin < end:
@@ -273,6 +281,8 @@ class CapturePool:
         if offset is None:
             return None
         end = offset + self.rounded_bytes(size_bytes)
+        # Both kinds of memory together must stay within the budget, even if the arena alone has
+        # space.
         if end + self._beside_bytes + beside_bytes > self._allocator.size_bytes:
             self._allocator.free(offset)
             return None
@@ -290,6 +300,7 @@ class CapturePool:
         found: list[Block] = []
 
         def take() -> bool:
+            # Checked at each turn: no block may be handed out after the keeper was lost.
             if (lost := self._lost()) is not None:
                 raise lost
             if in_flight_max is not None and self._in_flight >= in_flight_max:
@@ -299,6 +310,7 @@ class CapturePool:
                 if offset is not None:
                     found.append(Block(offset, size_bytes, self._words.pop(), beside_bytes))
                     return True
+                # A kept block is only a convenience for restarts: sacrifice it before waiting.
                 if self._kept:
                     self._forget(self._kept.pop(0))
                 elif self._in_flight or not self.give_way():
@@ -336,6 +348,7 @@ class CapturePool:
             self._free(other)
         self._allocator.free(block.offset)
         self._beside_bytes -= block.beside_bytes
+        # Memory was released: the next caller may wait for the full time again.
         self._stuck = False
         if block.word != _NO_WORD:
             self._words.append(block.word)

@@ -204,6 +204,8 @@ class Registration:
                         _clear_socket(files)
                         lock.replace(info.encode())
                     except BaseException:
+                        # Nothing of a failed registration may stay: others would wait for a keeper
+                        # that never listens.
                         lock.unlink()
                         lock.release()
                         raise
@@ -211,6 +213,7 @@ class Registration:
             left_s = deadline_s - time.monotonic()
             if left_s <= 0:
                 return None
+            # Polled: the file lock of another process wakes no waiter with a deadline.
             time.sleep(min(left_s, _LOOK_AGAIN_S))
 
     def listen(self) -> socket.socket:
@@ -236,6 +239,7 @@ class Registration:
         files = keeper_files(self.key)
         with _gate(files.folder), _keeper_errors(files.info):
             before = self._lock
+            # Deleted files have left the old lock on an inode without a name: take the key again.
             lock = before if before.is_current else lock_file(files.info, timeout_s=_DYING_S)
             if lock is None:
                 return None
@@ -295,6 +299,7 @@ class Registration:
             # Otherwise the files belong to another keeper that has registered since.
             if self._lock.is_current:
                 _clear_socket(self.files)
+                # Delete the log only if no other process may still write to it.
                 if any(same_file(fd, self.files.log) and held_alone(fd) for fd in (1, 2)):
                     _unlink(self.files.log)
                 self._lock.unlink()
@@ -327,6 +332,7 @@ def list_keepers() -> list[KeeperInfo]:
     now_s = time.time()
     with _gate(folder):
         for entry in entries:
+            # Only names that this registry creates: other files in the folder are left alone.
             match = _NAME.fullmatch(entry.name)
             if match is None or entry.kind != "file":
                 continue
@@ -335,6 +341,7 @@ def list_keepers() -> list[KeeperInfo]:
             with contextlib.suppress(OSError):
                 if match[2] == "json":
                     info = _holder(files)
+                    # A file whose contents do not match its name was not written by a keeper.
                     if info is not None and info.key == match[1]:
                         found.append(info)
                 elif now_s - entry.mtime_s > _LOG_KEPT_S:
@@ -400,6 +407,7 @@ def find_keeper(key: str) -> KeeperInfo | None:
     folder = runtime_folder(create=False)
     files = _files_in(folder, key)
     with _keeper_errors(files.info):
+        # Without the gate for the common case: no file, no keeper.
         if file_identity(files.info) is None:
             return None
         with _gate(folder):
@@ -420,6 +428,7 @@ def kill_keeper(info: KeeperInfo) -> bool:
     # Open the process before the check: the keeper still holds its lock afterwards, so its process
     # id cannot have been reused before it was opened.
     with PidWatch(info.pid) as watch:
+        # After the process was opened: an id that was reused since does not hold this lock.
         if find_keeper(info.key) != info:
             return False
         identity = file_identity(files.info)
@@ -472,6 +481,7 @@ def _gate(folder: PurePath) -> Iterator[None]:
     keeper's."""
     path = folder / _GATE
     with _keeper_errors(path):
+        # Bounded: a stopped process inside the gate must not block all others for ever.
         lock = lock_file(path, timeout_s=_GATE_TIMEOUT_S)
     if lock is None:
         raise KeeperTimeoutError(
@@ -489,6 +499,7 @@ def _holder(files: KeeperFiles) -> KeeperInfo | None:
     """Return the keeper that holds the key; delete the files of a dead one. Call within the
     gate."""
     try:
+        # The lock can be taken only if its keeper has ended, however it ended.
         lock = lock_file(files.info, create=False)
     except FileNotFoundError:
         return None
@@ -515,6 +526,7 @@ def _clear_log(files: KeeperFiles) -> None:
     """Delete an old log, unless a process may still write to it."""
     if file_identity(files.info) is not None:
         return
+    # Exclusive, so it fails while any process may still write to the log.
     lock = lock_file(files.log, create=False)
     if lock is not None:
         lock.unlink()

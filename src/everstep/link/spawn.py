@@ -192,6 +192,8 @@ def _open_log(files: KeeperFiles) -> LockedFile:
             log = lock_file(files.log)
             if log is not None:
                 log.replace(b"")
+                # Downgraded in two steps, so another process may get the lock in between: then
+                # start over.
                 if log.share(_LOCK_TIMEOUT_S):
                     return log
                 log.close()
@@ -231,6 +233,7 @@ def connect(key: str, *, timeout_s: float, send_timeout_s: float = SEND_TIMEOUT_
         # Checked after the attempt: a keeper that has died must not cost the whole timeout.
         if _has_ended(files, key):
             raise _no_keeper(files, "the keeper has ended")
+        # Polled: a socket that does not exist yet cannot be waited for.
         time.sleep(min(left_s, _LOOK_AGAIN_S))
 
 
@@ -238,6 +241,8 @@ def _try_to_connect(files: KeeperFiles) -> UnixStream | None:
     try:
         return connect_stream(files.socket)
     except (FileNotFoundError, ConnectionRefusedError, BlockingIOError):
+        # The keeper has not created its socket yet, has left a stale one, or its queue is full: try
+        # again.
         return None
     except OSError as error:
         raise KeeperError(
@@ -299,6 +304,7 @@ def begin(arguments: Sequence[str]) -> SpawnOptions:
     the limit of open descriptors, and pins the process to its cores.
     """
     options = SpawnOptions.parse(arguments)
+    # Before any thread exists: only the calling thread survives a fork.
     if options.detach:
         detach_from_parent()
     # Other processes open connections: they must not use up the descriptors for its files.

@@ -137,6 +137,7 @@ class Connection:
         self._stream = stream
         self._other = other
         self._send_timeout_s = send_timeout_s
+        # Two locks: a thread that waits for a message must not keep others from sending.
         self._send_lock = threading.Lock()
         self._receive_lock = threading.Lock()
         self._closed = False
@@ -180,6 +181,7 @@ class Connection:
         """
         if len(fds) > FDS_MAX:
             raise ValueError(f"{len(fds)} descriptors in one message, at most {FDS_MAX}")
+        # Encoded first: an invalid message must fail before any byte is sent.
         frame = encode_message(message)
         left = Allowance(self._send_timeout_s)
         self._usable()
@@ -204,6 +206,8 @@ class Connection:
                 sent = self._stream.send_some(rest, fds)
                 rest = rest[sent:]
                 if sent:
+                    # The descriptors went with the first byte: sending them again would duplicate
+                    # them.
                     fds = ()
                     continue
                 touched = rest.nbytes < len(frame)
@@ -244,12 +248,15 @@ class Connection:
                 return None
             if self._stream.lost:
                 raise self._forked()
+            # After a failure in mid-message the stream has no boundaries any more.
             if self._receive_failure is not None:
                 raise self._again(self._receive_failure)
             return self._receive(deadline_s)
         except OSError as error:
             raise self._break(self._failed(error)) from error
         finally:
+            # An exception came between reading bytes and storing them: the stream position is
+            # unknown.
             if self._moving:
                 self._break(KeeperError(f"a message from {self._other} was interrupted"))
             self._receive_lock.release()
@@ -260,6 +267,7 @@ class Connection:
                 return None
             raise self._break(self._torn())
         size_bytes = int.from_bytes(self._header, "little")
+        # Before anything is allocated: a wrong length means that the data is no message.
         if size_bytes > MESSAGE_BYTES_MAX:
             raise self._break(
                 KeeperError(
@@ -276,6 +284,7 @@ class Connection:
         except KeeperError as error:
             self._break(error)
             raise
+        # Reset only after the message was decoded: a timeout keeps what has arrived so far.
         fds = self._fds
         self._fds = []
         self._header = bytearray()
@@ -316,6 +325,7 @@ class Connection:
         self._closed = True
         if self._stream.lost:
             return
+        # First, to wake threads in send() and receive(), which hold the locks below.
         self._stream.shutdown()
         # Not while another thread is about to use the descriptor: after close() its number may
         # belong to another file. The shutdown has woken those threads, so this takes no time.
@@ -349,6 +359,7 @@ class Connection:
         """Stop sending; of several reasons the first one is kept."""
         if self._send_failure is None:
             self._send_failure = error.message
+        # Wakes threads that wait on this connection, and tells the other side.
         self._stream.shutdown()
         return error
 
@@ -359,6 +370,7 @@ class Connection:
         self._moving = False
         fds = self._fds
         self._fds = []
+        # They belong to no message that a caller will get, and would leak.
         close_descriptors(fds)
         return self._end_sending(error)
 
@@ -455,6 +467,8 @@ def error_from_wire(fields: Mapping[str, Any]) -> EverstepError:
     message = fields.get("message")
     if not isinstance(message, str):
         message = f"internal error: an error without a message: {dict(fields)!r:.200}"
+    # Not through the constructor of the class: its parameters differ, and may change between
+    # versions.
     error = kind.__new__(kind, message)
     EverstepError.__init__(
         error,

@@ -190,7 +190,7 @@ CASES = {
 }
 
 
-@pytest.mark.thinned(3)
+@pytest.mark.thinned(9)
 @pytest.mark.parametrize("case", CASES)
 def test_a_killed_run_goes_on_as_if_it_had_not_been(case: str, served: Bench) -> None:
     kind, places, every = CASES[case]
@@ -217,6 +217,7 @@ def test_a_killed_run_goes_on_as_if_it_had_not_been(case: str, served: Bench) ->
     assert replayed
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("fused", [False, True])
 def test_steps_that_a_scaler_skips(fused: bool, served: Bench) -> None:
     def make(seed: int) -> World:

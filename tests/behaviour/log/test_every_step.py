@@ -153,7 +153,7 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 }
 
 
-@pytest.mark.thinned(3)
+@pytest.mark.thinned(9)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @pytest.mark.parametrize("loop", ["clip", "accumulate", "zero"])
 def test_optimizers(name: str, loop: str, served: Bench) -> None:
@@ -201,6 +201,7 @@ def test_what_no_base_has_is_trained_with_no_log(run_folder: Path) -> None:
 # --- In this very process ---------------------------------------------------------------
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("process", [True, False])
 @pytest.mark.parametrize("to", ["memory", "disk"])
 def test_rewind(run_folder: Path, process: bool, to: str) -> None:
@@ -295,7 +296,7 @@ def test_the_end_of_a_training_that_is_not_finite(
     if watch:
         with pytest.raises(NonFiniteError):
             train()
-        assert "no last base is taken of step" in capsys.readouterr().err
+        assert "no last base of step" in capsys.readouterr().err
     else:
         train()
     other = World(seed=9)

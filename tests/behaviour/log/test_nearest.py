@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-import everstep.trainer.job.job as job_module
+import everstep.trainer.job.start as start_module
 from everstep import LogOptions
 from everstep.commit.lineage import BaseId
 from everstep.errors import EverstepError, RecoveryError, StorageError
@@ -248,12 +248,12 @@ def test_a_peer_s_whole_log_is_fetched_although_a_copy_has_a_lossy_one(
     about = scan_run(files, path).timelines[1]
     assert about is not None
     held = [PeerLog(1, about.encode(), packed(records))]
-    fetch = job_module.fetch_from_peers
+    fetch = start_module.fetch_from_peers
 
     def fetched(meeting: Any, *about: Any, **more: Any) -> Any:
         return fetch(meeting, *about, **{**more, "logs": held if meeting.rank == 0 else ()})
 
-    monkeypatch.setattr(job_module, "fetch_from_peers", fetched)
+    monkeypatch.setattr(start_module, "fetch_from_peers", fetched)
     always = property(lambda self: True, lambda self, value: None)
     monkeypatch.setattr(Job, "_fetches", always, raising=False)
     shutil.rmtree(runs[1])

@@ -125,6 +125,7 @@ def forgotten(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
     return lambda: monkeypatch.setattr(exactness, "_DECLARED", {})
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("step", [None, STEPS])
 @pytest.mark.parametrize(("wrote", "goes_on"), [(pinned, adam), (adam, pinned), (adam, renamed)])
 def test_the_class_of_the_log_replays_it(
@@ -299,6 +300,7 @@ def shrunk(monkeypatch: pytest.MonkeyPatch) -> Callable[[], Any]:
     return opened
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("world", [2, 3])
 def test_ranks_replay_it_by_the_class_of_the_log(
     tmp_path: Path, shrunk: Callable[[], Any], world: int
@@ -315,6 +317,7 @@ def test_ranks_replay_it_by_the_class_of_the_log(
         die(ranks)
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("world", [2, 3])
 def test_ranks_leave_nothing_out_without_a_word(
     tmp_path: Path, shrunk: Callable[[], Any], forgotten: Callable[[], None], world: int

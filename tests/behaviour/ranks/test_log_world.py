@@ -66,7 +66,7 @@ def ring() -> Iterator[ChunkRing]:
     made.close()
 
 
-@pytest.mark.thinned(3)
+@pytest.mark.thinned(9)
 @pytest.mark.parametrize(("wrote", "starts"), JOBS, ids=str)
 def test_every_part_is_replayed_bit_for_bit(
     wrote: Job, starts: Job, tmp_path: Path, ring: ChunkRing
@@ -91,6 +91,7 @@ OPTIMIZERS: dict[str, tuple[Callable[[Any], Any], bool]] = {
 }
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_where_bits_depend_on_the_cut_nothing_is_claimed(
     name: str, tmp_path: Path, ring: ChunkRing

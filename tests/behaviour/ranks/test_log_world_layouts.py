@@ -85,7 +85,7 @@ class Seen:
         monkeypatch.setattr(resume_job._JobStart, "_carry_out", absorbed)
 
 
-@pytest.mark.thinned(2)
+@pytest.mark.thinned(4)
 @pytest.mark.parametrize("world", [2, 3])
 @pytest.mark.parametrize(("before", "now"), LAYOUTS)
 def test_another_layout_comes_back_to_the_last_step(
@@ -178,6 +178,7 @@ def test_the_first_step_behind_it_waits_for_a_base(tmp_path: Path, before: bool,
     came_back((path, path), 7, 0, apart=now)
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize(("before", "now"), LAYOUTS)
 def test_where_nothing_was_replayed_its_log_leads_on_from_that_base(
     tmp_path: Path, before: bool, now: bool

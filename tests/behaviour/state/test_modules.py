@@ -100,6 +100,7 @@ def _inference() -> torch.Tensor:
         return torch.randn(3)
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("method", ["sync", "async"])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_every_layout(layout: str, method: str, run_folder: Path) -> None:

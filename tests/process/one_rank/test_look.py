@@ -75,6 +75,7 @@ def weights(found: everstep.look.load.Loaded) -> list[Any]:
     return [one.tolist() for one in found.state_dict("model").values()]
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("method", ["logged", "lazy", "checkfreq", "lowdiff_plus", "gockpt_o"])
 def test_what_a_killed_process_has_left_in_memory(tmp_path: Path, method: str) -> None:
     """Two looks give what the next start gets, from whichever memory; and that gets it still."""
@@ -124,6 +125,7 @@ def test_a_base_that_only_the_keeper_has(tmp_path: Path) -> None:
         end_keepers(tmp_path)
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("method", ["logged", "async"])
 def test_a_process_that_trains_notices_nothing(tmp_path: Path, method: str) -> None:
     """Looked at twenty times while it trains; each look gives the state of some step, in every bit.

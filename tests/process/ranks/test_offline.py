@@ -169,6 +169,7 @@ def whole_of(said: Said, step: int) -> dict[str, str]:
     return found
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("step", [1, 2, 5, 8])
 def test_restore_gives_the_tensors_of_all_ranks(
     template: tuple[str, Path, Said], run: Path, tmp_path: Path, step: int
@@ -321,6 +322,7 @@ def segment(run: Path, after: int, last: int, rank: int) -> Path:
     return run / f"timeline-00001/log/{after:012d}-{last:012d}" / shard_name(rank)
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_flipped_bit_in_any_ranks_log_is_found(run: Path, tmp_path: Path, rank: int) -> None:
     flip(segment(run, 4, 6, rank), 4096)
@@ -375,6 +377,7 @@ def with_other_gradient(record: LogRecord) -> LogRecord:
     return replace(record, data=view, digest=record_digest(view, record.objects))
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("rank", [0, 1])
 def test_another_gradient_in_any_ranks_log_gives_another_base(run: Path, rank: int) -> None:
     """What DDP's ranks consume alike is in one's log and in all of their states."""

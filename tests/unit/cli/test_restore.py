@@ -30,6 +30,7 @@ def run(template: tuple[Path, dict[int, Any]], tmp_path: Path) -> Path:
     return Path(shutil.copytree(template[0], tmp_path / "run"))
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("step", [1, 3, 4, 7, 10])
 def test_resume_loads_what_restore_has_written(
     step: int, run: Path, template: tuple[Path, dict[int, Any]], tmp_path: Path

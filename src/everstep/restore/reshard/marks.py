@@ -2,7 +2,7 @@
 
 The headers of a base say which rank held which slice of a tensor, and that also holds at later
 steps. So marks are read by the code that reads a base of another number of ranks, with its rules
-for per-rank state (``docs/design/ranks.md``, ``docs/design/ranks.md``).
+for per-rank state (``docs/design/ranks.md``).
 """
 
 from __future__ import annotations

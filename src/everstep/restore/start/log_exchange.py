@@ -1,11 +1,12 @@
 """Log records that ranks send each other while they resume together.
 
-If each rank recorded a share of updates that all ranks made alike (``adr/029``), replay needs the
+If each rank recorded a share of updates that all ranks made alike (``docs/design/ranks.md``),
+replay needs the
 shares of all. Each rank requests those of the others step by step. It answers requests whenever it
 checks its mailbox: between steps, and while it loads. Messages of the agreement wait meanwhile.
 
 If another number of ranks wrote the log, each old rank's log is read by one rank, which sends the
-records, marks included, in the same way (``adr/033``).
+records, marks included, in the same way (``docs/design/ranks.md``).
 """
 
 from __future__ import annotations

@@ -403,7 +403,7 @@ class RankLog:
         """Yield the chain in slices, with the shares of other ranks fetched for each.
 
         If each rank recorded a share of common updates, a slice is as long as memory for the shares
-        allows (``adr/029``).
+        allows (``docs/design/ranks.md``).
         """
         ranks = other_logs_needed(self._loader.state)
         if not ranks:

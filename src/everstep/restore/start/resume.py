@@ -157,7 +157,7 @@ def resume(
         known: timeline records read before, for processes that resume often.
 
     Raises:
-        SeveralRanksError: use :func:`everstep.trainer.job.alone.resume_behind_several`.
+        SeveralRanksError: use :func:`everstep.trainer.job.one_rank.resume_from_several_ranks`.
         RecoveryError: there are, or were, bases, and none can be used, or none of ``step``.
         MismatchError: the newest base belongs to another model.
     """

@@ -4,7 +4,7 @@ DDP reduces no gradients of what was frozen when it was made. As long as nobody 
 have the same, and one of them writes it: a frozen backbone is most of a model. Once a rank has
 trained it, it is that rank's own, and stays so: frozen again it is as different as before. A rank
 sees that only of itself, so all of them go by what any has seen: they tell each other at each
-start, and before each base that is due (:mod:`everstep.trainer.session.joint`).
+start, and before each base that is due (:mod:`everstep.trainer.session.step_consensus`).
 """
 
 from __future__ import annotations
