@@ -1,7 +1,7 @@
 """Load a base and replay the log on it.
 
-A failing update leaves the state in a mixture of steps. Then the base is loaded again, and the log is
-replayed up to the step before. A resume always ends in the state of one step, or raises.
+A failing update leaves the state in a mixture of steps. Then the base is loaded again, and the
+log is replayed up to the step before. A resume always ends in the state of one step, or raises.
 """
 
 from __future__ import annotations
