@@ -20,7 +20,7 @@ from everstep.format.digests import Digester
 from everstep.format.records import manifest_of
 from everstep.keeper.persist.persister import Persister
 from everstep.seams import FileSystem, WriteFile
-from everstep.tiers.disk import write_durably
+from everstep.tiers.durable_files import write_durably
 from tests.crash.sim.crashes import Report, watch_crashes
 from tests.crash.sim.faults import Fault
 from tests.crash.sim.filesystem import SimFileSystem

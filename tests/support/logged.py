@@ -24,7 +24,7 @@ from everstep.format.log import LogRecord, RecordHead
 from everstep.format.names import SLOTS_DIR, base_dir, timeline_dir
 from everstep.format.plan import BasePlan, plan_files
 from everstep.format.writer import ChunkRing
-from everstep.keeper.log.log_writer import SegmentWriter
+from everstep.keeper.log.segment_writer import SegmentWriter
 from everstep.keeper.persist.persister import Persister
 from everstep.options import LogOptions
 from everstep.restore.offline.logged import RunLog

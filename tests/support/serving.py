@@ -18,7 +18,7 @@ from everstep.errors import DamageError, KeeperError, KeeperTimeoutError
 from everstep.format.digests import digest
 from everstep.format.header import ShardIdentity
 from everstep.format.plan import BasePlan, plan_files
-from everstep.keeper.log.held import base_from_wire
+from everstep.keeper.log.recall_wire import base_from_wire
 from everstep.keeper.process.server import Server
 from everstep.link.capture import shard_offsets
 from everstep.link.messages import PROTOCOL, identity_to_wire, layout_to_wire

@@ -13,7 +13,7 @@ from torch import nn
 
 from everstep import Budget, Checkpointer, KeeperOptions
 from everstep.errors import MismatchError, OptionError, StorageError
-from everstep.tiers.disk import storage_errors
+from everstep.tiers.durable_files import storage_errors
 
 THREAD = KeeperOptions(process=False)
 

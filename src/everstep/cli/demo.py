@@ -41,7 +41,7 @@ def demo(
     from everstep.demo.plan import demo_plan
     from everstep.demo.show import Display, introduce, present
     from everstep.demo.supervisor import run_demo
-    from everstep.tiers.disk import storage_errors
+    from everstep.tiers.durable_files import storage_errors
 
     plan = demo_plan(steps=steps, every=every, method=method, seed=seed, quick=quick)
     place = run if run is not None else Path(tempfile.gettempdir())

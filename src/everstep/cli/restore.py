@@ -185,7 +185,7 @@ def write_run(filesystem: FileSystem, out: PurePath, rebuilt: Rebuilt, ring: Chu
     Raises:
         StorageError: with what the file system said; nothing is left behind.
     """
-    from everstep.tiers.disk import ensure_dirs, storage_errors
+    from everstep.tiers.durable_files import ensure_dirs, storage_errors
 
     staged = out.with_name(f"{out.name}.partial-{os.getpid()}-{uuid.uuid4().hex[:8]}")
     try:

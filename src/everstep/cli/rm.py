@@ -239,7 +239,7 @@ def _delete(filesystem: FileSystem, inventory: Inventory, base: BaseFound) -> li
     """Deletes ``base``; returns the names that are still there."""
     from everstep.format.names import MANIFEST
     from everstep.keeper.retain.deletion import delete_base, delete_files
-    from everstep.tiers.disk import storage_errors, write_durably
+    from everstep.tiers.durable_files import storage_errors, write_durably
 
     with storage_errors("delete the base", base.path, step=base.id.step):
         if base.status == "complete":

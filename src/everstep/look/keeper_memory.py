@@ -17,7 +17,7 @@ import msgpack
 from everstep.arena.memory import Arena
 from everstep.commit.lineage import BaseId
 from everstep.errors import EverstepError, KeeperError
-from everstep.keeper.log.held import recalled_from_wire
+from everstep.keeper.log.recall_wire import recalled_from_wire
 from everstep.link.messages import PROTOCOL
 from everstep.link.registry import KeeperInfo, keepers_of
 from everstep.link.spawn import connect

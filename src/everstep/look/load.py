@@ -40,7 +40,7 @@ from everstep.state.providers.optimizers import OptimizerProvider
 from everstep.state.training_state import State
 from everstep.state.values.objects import decode
 from everstep.state.values.tree import join, references
-from everstep.tiers.disk import storage_errors
+from everstep.tiers.durable_files import storage_errors
 from everstep.tiers.files import TierFileSystem
 from everstep.tiers.options import TierOptions
 from everstep.tiers.urls import UrlPath, is_url, open_tier

@@ -17,7 +17,7 @@ from everstep.run.candidates import newest_unreachable
 from everstep.run.scan import Inventory, scan_run
 from everstep.seams.files.filesystem import FileSystem
 from everstep.seams.machine import real_path, with_home
-from everstep.tiers.disk import create_exclusive, ensure_dirs, storage_errors
+from everstep.tiers.durable_files import create_exclusive, ensure_dirs, storage_errors
 
 __all__ = ["open_run_folder", "refuse_unresumed", "run_path"]
 

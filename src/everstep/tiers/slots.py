@@ -16,7 +16,7 @@ from pathlib import PurePath
 from everstep.errors import StorageError
 from everstep.format.names import SLOTS_DIR
 from everstep.seams.files.filesystem import DIRECT_ALIGNMENT_BYTES, FileSystem, WriteFile
-from everstep.tiers.disk import ensure_dir, remove_if_there
+from everstep.tiers.durable_files import ensure_dir, remove_if_there
 
 __all__ = ["SlotStore"]
 

@@ -11,7 +11,7 @@ from everstep.errors import OptionError
 from everstep.seams.clock import Clock
 from everstep.seams.files.filesystem import FileSystem
 from everstep.tiers.contract import Tier
-from everstep.tiers.folder import DiskTier
+from everstep.tiers.disk_tier import DiskTier
 from everstep.tiers.object import ObjectTier
 from everstep.tiers.retry import RetryingTier, RetryPolicy
 

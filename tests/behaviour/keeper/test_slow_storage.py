@@ -21,7 +21,7 @@ from everstep.arena.memory import Arena
 from everstep.errors import DeadlineError, EverstepError
 from everstep.format.writer import ChunkRing
 from everstep.keeper.log.attached import Attached
-from everstep.keeper.log.log import LogStore
+from everstep.keeper.log.log_store import LogStore
 from everstep.keeper.log.logs import Logs
 from everstep.keeper.persist import rank_commits as commits_module
 from everstep.keeper.persist.local_keeper import LocalKeeper

@@ -14,8 +14,8 @@ import pytest
 import everstep
 from everstep.errors import OptionError
 from everstep.format.names import marker_name, parse_segment
-from everstep.keeper.log import log
-from everstep.keeper.log.log_batch import AutoBatch, Batch
+from everstep.keeper.log import log_store as log
+from everstep.keeper.log.batch import AutoBatch, Batch
 from everstep.keeper.persist.local_keeper import LocalKeeper
 from everstep.options import Budget, LogOptions
 from everstep.seams import ManualClock, Seams, WriteFile

@@ -19,7 +19,7 @@ from everstep.errors import (
     OutOfSpaceError,
     RecoveryError,
 )
-from everstep.keeper.log.log_batch import ENDED
+from everstep.keeper.log.batch import ENDED
 from everstep.keeper.persist.local_keeper import LocalKeeper
 from everstep.options import Budget, LogOptions
 from everstep.trainer.session.cadence import FIRST_STEPS

@@ -20,7 +20,7 @@ from everstep.commit.job.offers_wire import decode_offer, encode_offer
 from everstep.commit.lineage import BaseId
 from everstep.errors import OptionError
 from everstep.format.names import LOG_DIR
-from everstep.keeper.log.log import LogStore
+from everstep.keeper.log.log_store import LogStore
 from everstep.keeper.process.duties import Duties
 from everstep.keeper.ship.log_mirror import LogMirror
 from everstep.keeper.ship.place import CopyPlace
@@ -31,7 +31,7 @@ from everstep.restore.start import resume_job
 from everstep.seams import PosixFileSystem, ReadFile
 from everstep.state.ranks.log_shares import parameter_logged_twice
 from everstep.state.training_state import State
-from everstep.tiers.folder import DiskTier
+from everstep.tiers.disk_tier import DiskTier
 from everstep.tiers.memory import MemoryFile, MemoryTier
 from everstep.tiers.options import PeerOptions, TierOptions
 from everstep.trainer.job import copies as copies_module

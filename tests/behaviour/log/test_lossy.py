@@ -24,7 +24,7 @@ from everstep.compress.quantized import BLOCK_NUMEL, Int8
 from everstep.compress.sparse import Sparse
 from everstep.errors import FormatError, OptionError
 from everstep.format.log import LogRecord, RecordHead
-from everstep.keeper.ship import lossy_update
+from everstep.keeper.replica import lossy_update
 from everstep.keeper.ship.lossy_log import lossy_record
 from everstep.replay.packed import Packed, dense
 from everstep.restore.redo.updates import update_of

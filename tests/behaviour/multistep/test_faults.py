@@ -23,7 +23,7 @@ from everstep.errors import (
     OutOfSpaceError,
     UnsupportedStateError,
 )
-from everstep.keeper.replica import rebuild_state
+from everstep.keeper.replica import replica_state
 from everstep.seams.failpoints import arm
 from everstep.trainer.log.consumed import Consumption
 from everstep.trainer.multistep import multistep_gradients
@@ -700,7 +700,7 @@ def test_without_the_gate_a_part_is_torn(
 def nobody_looks(monkeypatch: pytest.MonkeyPatch) -> None:
     """No audit of any kind."""
     monkeypatch.setattr(SpotCheck, "differing", lambda *_: None)
-    monkeypatch.setattr(rebuild_state, "check_samples", lambda *_: None)
+    monkeypatch.setattr(replica_state, "check_samples", lambda *_: None)
     monkeypatch.setattr(GradientCheck, "torn", lambda *_: None)
 
 
@@ -1222,13 +1222,13 @@ def test_a_trainer_that_dies_in_a_window_goes_back_to_the_base_before(
 def test_a_trainer_that_dies_while_its_base_is_made_whole(
     served: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    gate, rebuild = Gate(), rebuild_state.rebuild
+    gate, rebuild = Gate(), replica_state.rebuild
 
     def slow(*about: Any, **options: Any) -> Any:
         gate.wait_at()
         return rebuild(*about, **options)
 
-    monkeypatch.setattr(rebuild_state, "rebuild", slow)
+    monkeypatch.setattr(replica_state, "rebuild", slow)
     world = World()
     ckpt = start(served, world, over(3))
     states = run_steps(ckpt, world, 2)

@@ -16,10 +16,10 @@ from everstep.errors import EverstepError, OptionError, OutOfSpaceError
 from everstep.format.header import ShardIdentity
 from everstep.format.names import base_dir, segment_dir, timeline_dir
 from everstep.format.writer import ChunkRing
-from everstep.keeper.log.log import LogStore
-from everstep.keeper.log.log_batch import ENDED, Batch
-from everstep.keeper.log.log_room import LogRoom, folder_bytes
-from everstep.keeper.log.log_writer import SegmentWriter
+from everstep.keeper.log.batch import ENDED, Batch
+from everstep.keeper.log.disk_space import LogRoom, folder_bytes
+from everstep.keeper.log.log_store import LogStore
+from everstep.keeper.log.segment_writer import SegmentWriter
 from everstep.options import Budget, KeeperOptions, LogOptions
 from everstep.seams import PosixFileSystem, Seams
 from everstep.trainer.budget.log_limits import LogLimits

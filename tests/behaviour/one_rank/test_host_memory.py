@@ -18,7 +18,7 @@ from everstep.arena import PAGE_BYTES
 from everstep.arena.memory import Arena
 from everstep.errors import DeadlineError, EverstepError, OutOfSpaceError
 from everstep.format.log import RecordHead
-from everstep.keeper.log.log_batch import Batch
+from everstep.keeper.log.batch import Batch
 from everstep.keeper.persist.local_keeper import LocalKeeper
 from everstep.link.log_records import RECORD_BYTES, record_memory_bytes
 from everstep.link.pool import CapturePool

@@ -22,7 +22,7 @@ from everstep.errors import (
     RecoveryError,
     UnsupportedStateError,
 )
-from everstep.keeper.log.log import LogStore
+from everstep.keeper.log.log_store import LogStore
 from everstep.keeper.replica.replica import Ask, _Wanted
 from everstep.replay.exactness import declare
 from everstep.restore.offline.offline import OfflineState

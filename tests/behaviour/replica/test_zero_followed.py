@@ -15,7 +15,7 @@ from everstep.errors import FormatError, UnsupportedStateError
 from everstep.format.header import ShardIdentity
 from everstep.format.plan import BasePlan, plan_files
 from everstep.format.records import TimelineRecord
-from everstep.keeper.log.log import LoggedStep
+from everstep.keeper.log.log_store import LoggedStep
 from everstep.keeper.replica.replica_state import ReplicaState
 from everstep.link.capture import shard_offsets
 from everstep.seams.fingerprint import fingerprint

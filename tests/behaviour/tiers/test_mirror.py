@@ -36,8 +36,8 @@ from everstep.run.verify import verify_base
 from everstep.seams import ManualClock, PosixFileSystem, Seams
 from everstep.seams.progress import silent
 from everstep.testing.faultytier import FaultyTier, TierFault
+from everstep.tiers.disk_tier import DiskTier
 from everstep.tiers.files import TierFileSystem
-from everstep.tiers.folder import DiskTier
 from everstep.tiers.memory import MemoryTier
 from everstep.tiers.rate import HOUR_S, ObjectRate
 from tests.support.copying import FOREVER, Interloper, contents, put, train, wait_for

@@ -31,8 +31,8 @@ from everstep.link.keeper_stats import KeeperStats
 from everstep.run.scan import scan_run
 from everstep.seams import ManualClock, Seams
 from everstep.testing.faultytier import FaultyTier, TierFault
+from everstep.tiers.disk_tier import DiskTier
 from everstep.tiers.files import TierFileSystem
-from everstep.tiers.folder import DiskTier
 from everstep.tiers.memory import MemoryTier
 from everstep.tiers.options import TierOptions
 from everstep.tiers.rate import ObjectRate

@@ -55,7 +55,7 @@ from everstep.format.records import FileRecord, Manifest, Marker, TimelineRecord
 from everstep.keeper.persist.rank_disk import RankDisk
 from everstep.restore.fetch.ranks import offer_of, open_on_disk
 from everstep.run.scan import scan_run
-from everstep.tiers.disk import ensure_dir, ensure_dirs, write_durably
+from everstep.tiers.durable_files import ensure_dir, ensure_dirs, write_durably
 from tests.crash.sim.faults import SimulatedCrash
 from tests.crash.sim.host import ProcessDisk
 from tests.crash.sim.truth import RUN, Contents

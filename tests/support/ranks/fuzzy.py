@@ -33,7 +33,7 @@ from everstep.state.ranks.rank_info import RankInfo
 from everstep.state.training_state import State
 from everstep.state.values.objects import encode
 from everstep.state.values.tensors import local_tensor
-from everstep.tiers.disk import ensure_dirs
+from everstep.tiers.durable_files import ensure_dirs
 from everstep.tiers.slots import SlotStore
 from everstep.trainer.log.consumed import Consumption
 from everstep.trainer.multistep.multistep_fuzzy import spots_at_mark

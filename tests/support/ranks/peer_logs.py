@@ -11,7 +11,7 @@ from everstep.errors import EverstepError
 from everstep.format.header import ShardIdentity
 from everstep.format.log import LogRecord, RecordHead, record_digest
 from everstep.format.writer import ChunkRing
-from everstep.keeper.log.log import LogStore
+from everstep.keeper.log.log_store import LogStore
 from everstep.keeper.ship.log_mirror import LogMirror
 from everstep.keeper.ship.log_sender import LogSender
 from everstep.keeper.ship.place import CopyPlace

@@ -23,7 +23,7 @@ from everstep.format.plan import plan_files
 from everstep.format.records import Marker, TimelineRecord
 from everstep.format.writer import digest_shard
 from everstep.keeper.held.peer_base_store import PeerBaseStore
-from everstep.keeper.ship.replicator import Pace, Replicator
+from everstep.keeper.ship.peer_exchange import Pace, Replicator
 from everstep.link.job_session import JobSession
 from everstep.restore.fetch.held import HeldBase
 from everstep.restore.fetch.peer_copy import PeerCopy, files_over

@@ -43,7 +43,7 @@ from everstep.seams.progress import silent
 from everstep.state.ranks.rank_info import RankInfo
 from everstep.state.training_state import State
 from everstep.state.values.tensors import local_tensor
-from everstep.tiers.disk import ensure_dirs
+from everstep.tiers.durable_files import ensure_dirs
 from everstep.tiers.slots import SlotStore
 
 __all__ = [

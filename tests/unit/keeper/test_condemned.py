@@ -32,7 +32,7 @@ from everstep.restore.fetch.copies import RunWithCopies
 from everstep.run.scan import scan_base, scan_run
 from everstep.run.uncondemn import uncondemn
 from everstep.seams import ManualClock, PosixFileSystem
-from everstep.tiers.folder import DiskTier
+from everstep.tiers.disk_tier import DiskTier
 from everstep.tiers.slots import SlotStore
 from tests.support.world import HookedFileSystem, base_folder, flip, forget, inventory_of, opened
 

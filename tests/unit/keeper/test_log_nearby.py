@@ -8,7 +8,7 @@ from typing import Any, SupportsIndex
 
 import pytest
 
-from everstep.keeper.log.log import LogStore
+from everstep.keeper.log.log_store import LogStore
 from tests.support.ranks.peer_logs import Log
 
 STEPS = 600

@@ -43,7 +43,7 @@ from everstep.keeper.persist.rank_disk import RankDisk
 from everstep.restore.fetch.ranks import keep_manifest, offer_of, open_on_disk
 from everstep.run.fence import Fence
 from everstep.run.scan import newest_timeline, scan_run
-from everstep.tiers.disk import ensure_dirs, temporary, write_durably
+from everstep.tiers.durable_files import ensure_dirs, temporary, write_durably
 from tests.crash.sim.filesystem import SimFileSystem
 
 RUN = PurePath("/disk/run")

@@ -11,8 +11,8 @@ from everstep.commit.lineage import BaseId
 from everstep.commit.peers import NEEDED_MAX
 from everstep.errors import DamageError
 from everstep.keeper.held.peer_base_store import PeerBaseStore, copy_memory_bytes
-from everstep.keeper.ship import replicator
-from everstep.keeper.ship.replicator import Pace
+from everstep.keeper.ship import peer_exchange as replicator
+from everstep.keeper.ship.peer_exchange import Pace
 from everstep.restore.fetch.held import HeldBase
 from everstep.restore.fetch.peer_copy import check_files, files_over
 from tests.support.ranks.peering import BOUND_BYTES, Ring, SlowRing, bytes_of, piece, record_of

@@ -20,7 +20,7 @@ from everstep.run import segments
 from everstep.run.scan import Inventory, scan_run
 from everstep.run.segments import SegmentCache, SegmentFound, scan_logs
 from everstep.seams import ManualClock, PosixFileSystem, Seams
-from everstep.tiers.folder import DiskTier
+from everstep.tiers.disk_tier import DiskTier
 from everstep.tiers.rate import ObjectRate
 from tests.support.log.budget import Trained
 from tests.support.world import HookedFileSystem, flip, forget, opened

@@ -30,8 +30,8 @@ from everstep.look import load as look
 from everstep.run.scan import scan_run
 from everstep.seams import PosixFileSystem
 from everstep.tiers.contract import Traits
+from everstep.tiers.disk_tier import DiskTier
 from everstep.tiers.files import TierFileSystem
-from everstep.tiers.folder import DiskTier
 from everstep.tiers.options import TierOptions
 from tests.support.copying import train as train_with_copies
 from tests.support.logged import World, opened, segments_of, train

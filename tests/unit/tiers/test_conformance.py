@@ -17,7 +17,7 @@ from everstep.testing.conformance import CHECKS, Check, Place, conformance
 from everstep.testing.faultytier import SURVIVED, FaultKind, FaultyTier
 from everstep.testing.peer_conformance import CHECKS as PEER_CHECKS
 from everstep.tiers.contract import Item, Tier, Traits, check_name
-from everstep.tiers.folder import DiskTier
+from everstep.tiers.disk_tier import DiskTier
 from everstep.tiers.memory import MemoryFile, MemoryTier
 from everstep.tiers.retry import RetryingTier
 from tests.crash.sim.filesystem import SimFileSystem

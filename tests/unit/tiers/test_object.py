@@ -32,8 +32,7 @@ from everstep.testing import conformance as checks
 from everstep.testing.conformance import CHECKS, Place, conformance
 from everstep.tiers import object as object_module
 from everstep.tiers.memory import MemoryFile
-from everstep.tiers.object import ObjectTier
-from everstep.tiers.object_errors import in_our_words
+from everstep.tiers.object import ObjectTier, in_our_words
 from everstep.tiers.retry import RetryingTier, RetryPolicy
 from everstep.tiers.streams import read_whole
 from everstep.tiers.urls import open_tier

@@ -18,8 +18,8 @@ from everstep.errors import (
 )
 from everstep.seams import ManualClock, PosixFileSystem
 from everstep.testing.faultytier import FaultyTier, TierFault
+from everstep.tiers.disk_tier import DiskTier
 from everstep.tiers.files import TierFileSystem
-from everstep.tiers.folder import DiskTier
 from everstep.tiers.memory import MemoryFile, MemoryTier
 from everstep.tiers.options import TierOptions
 from everstep.tiers.rate import HOUR_S, ObjectRate, batch_steps_for, objects_per_hour

@@ -102,7 +102,7 @@ def drill(
     the bits of a run that nobody disturbed, 1 if one bit differs, 3 if a ratio of --check is not
     reached or every arm was refused.
     """
-    from everstep.tiers.disk import storage_errors
+    from everstep.tiers.durable_files import storage_errors
     from everstep_bench.drill.plan import drill_plan
     from everstep_bench.drill.run import run_drill
     from everstep_bench.drill.show import present, progress_display

@@ -25,7 +25,7 @@ from everstep.keeper.persist.persister import Audit
 from everstep.seams import Clock, FileSystem
 from everstep.seams.progress import ProgressSink
 from everstep.state.layout.shards import Body, Seen
-from everstep.tiers.disk import storage_errors
+from everstep.tiers.durable_files import storage_errors
 
 __all__ = ["IsPast", "MemoryBases"]
 

@@ -20,7 +20,7 @@ from everstep.errors import AuditError
 from everstep.format.header import ShardIdentity
 from everstep.format.plan import BasePlan
 from everstep.format.writer import Written, digest_shard
-from everstep.keeper.log.held import base_to_wire
+from everstep.keeper.log.recall_wire import base_to_wire
 from everstep.link.capture import Capture, shard_offsets
 from everstep.link.wire import Connection
 

@@ -15,17 +15,51 @@ from everstep.errors import DeadlineError, KeeperError
 from everstep.format.log import RecordHead
 from everstep.format.writer import ChunkRing
 from everstep.keeper.log.attached import Attached
-from everstep.keeper.log.histories import Histories
-from everstep.keeper.log.log import LogStore, open_log
+from everstep.keeper.log.log_store import LogStore, open_log
 from everstep.link.channel import BackgroundChannel
 from everstep.link.log_records import receive_layout
 from everstep.link.messages import identity_from_wire
-from everstep.seams import Seams
+from everstep.run.fence import timeline_bytes
+from everstep.seams import FileSystem, Seams
 
 if TYPE_CHECKING:
     from everstep.link.keeper_stats import KeeperStats
 
-__all__ = ["Logs"]
+__all__ = [
+    "Histories",
+    "Logs",
+]
+
+
+class Histories:
+    """The timelines that were served, by what their records were then.
+
+    A folder that is put back as it was once (from a copy, or a snapshot of its disk) has the same
+    run and the same path, so the next process finds the same keeper; but it opens a timeline of a
+    number that there was already, and what the keeper has of that one and those behind it is
+    of a history that the folder knows nothing of.
+    """
+
+    def __init__(self, filesystem: FileSystem, run: PurePath) -> None:
+        self._filesystem = filesystem
+        self._run = run
+        self._records: dict[int, bytes] = {}
+
+    def begins(self, timeline: int) -> bool:
+        """A timeline is served from now on; returns whether what there is of it and of those behind
+        it is of another history."""
+        known = self._records
+        record = timeline_bytes(self._filesystem, self._run, timeline)
+        other = known.get(timeline) not in (None, record) or any(n > timeline for n in known)
+        self._records = {number: known[number] for number in known if number < timeline}
+        if record is not None:
+            self._records[timeline] = record
+        return other
+
+    def to_wire(self) -> list[list[int | bytes]]:
+        """For ``recalled``."""
+        return [[number, record] for number, record in self._records.items()]
+
 
 _log = logging.getLogger("everstep.keeper")
 

@@ -28,7 +28,7 @@ from everstep.format.log import RecordHead
 from everstep.format.names import SLOTS_DIR, timeline_dir
 from everstep.format.plan import BasePlan
 from everstep.format.writer import ChunkRing, Written
-from everstep.keeper.log.log import LogStore
+from everstep.keeper.log.log_store import LogStore
 from everstep.keeper.persist.persister import Audit, DigestAudit, Persister, digests_of
 from everstep.keeper.retain.history import HistoryFlush
 from everstep.keeper.retain.retention import Retention
@@ -47,7 +47,7 @@ from everstep.seams.network.mailbox import Mailbox
 from everstep.seams.processes.conditions import Condition
 from everstep.seams.progress import Counted, ProgressSink, progress, silent
 from everstep.state.layout.shards import Body, ShardLayout
-from everstep.tiers.disk import storage_errors
+from everstep.tiers.durable_files import storage_errors
 from everstep.tiers.slots import SlotStore
 
 # Loaded at first use: only jobs of several ranks, or with bases in memory, need them.

@@ -34,7 +34,7 @@ from everstep.seams.failpoints import failpoint
 from everstep.seams.files.filesystem import FileSystem, WriteFile
 from everstep.seams.progress import ProgressSink
 from everstep.state.layout.shards import Body
-from everstep.tiers.disk import (
+from everstep.tiers.durable_files import (
     ensure_dir,
     remove_if_there,
     storage_errors,

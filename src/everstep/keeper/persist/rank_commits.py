@@ -70,7 +70,7 @@ from everstep.seams.network.mailbox import Mailbox
 from everstep.seams.processes.conditions import Condition
 from everstep.seams.progress import ProgressSink
 from everstep.state.layout.shards import Body
-from everstep.tiers.disk import storage_errors
+from everstep.tiers.durable_files import storage_errors
 
 __all__ = [
     "RankCommits",

@@ -60,7 +60,7 @@ from everstep.run.scan import (
     scan_run,
 )
 from everstep.seams.files.filesystem import FileSystem
-from everstep.tiers.disk import remove_if_there, temporary, write_durably
+from everstep.tiers.durable_files import remove_if_there, temporary, write_durably
 
 __all__ = ["RankDisk"]
 

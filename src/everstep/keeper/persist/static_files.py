@@ -24,7 +24,7 @@ from everstep.run.scan import scan_run
 from everstep.seams.files.filesystem import FileSystem
 from everstep.seams.progress import ProgressSink
 from everstep.state.layout.shards import Body, ShardLayout, at_lsn
-from everstep.tiers.disk import remove_if_there, temporary
+from everstep.tiers.durable_files import remove_if_there, temporary
 
 __all__ = ["StaticFiles"]
 

@@ -26,7 +26,7 @@ from everstep.seams import Clock, Seams
 from everstep.seams.files.filesystem import FileSystem
 from everstep.seams.processes.children import Child, Ended
 from everstep.seams.processes.conditions import Condition
-from everstep.tiers.disk import write_durably
+from everstep.tiers.durable_files import write_durably
 
 __all__ = ["CPU_SHARE", "AuditedElsewhere", "Auditor", "auditor_of"]
 

@@ -26,8 +26,8 @@ from everstep.keeper.log.attached import Attached
 from everstep.keeper.log.logs import Logs
 from everstep.keeper.persist.local_keeper import LocalKeeper
 from everstep.keeper.replica.rebuilds import Rebuilds
-from everstep.keeper.replica.replicas import Replicas
-from everstep.keeper.ship.peers import Peers
+from everstep.keeper.replica.served_replica import Replicas
+from everstep.keeper.ship.peer_copies import Peers
 from everstep.link.capture import Capture, Incoming
 from everstep.link.channel import BackgroundChannel
 from everstep.link.job_session import JobSession, mailbox_error

@@ -22,7 +22,7 @@ from everstep.format.records import TimelineRecord
 from everstep.keeper.held.newest_capture import NewestCapture
 from everstep.keeper.log.attached import Attached
 from everstep.keeper.persist.local_keeper import LocalKeeper
-from everstep.keeper.replica.fuzzy import leave_fuzzy
+from everstep.keeper.replica.redo_file import leave_fuzzy
 from everstep.link.assembly import Assembly, PartialUpdate, assembly_from_wire
 from everstep.link.capture import Capture
 from everstep.seams.failpoints import failpoint
@@ -155,7 +155,7 @@ class Rebuilds:
         assembly: Assembly,
     ) -> Mapping[str, bytes]:
         """Brings all parts to one step; returns the objects."""
-        from everstep.keeper.replica.rebuild_state import rebuild
+        from everstep.keeper.replica.replica_state import rebuild
 
         made, objects = rebuild(
             capture,
@@ -178,4 +178,4 @@ class Rebuilds:
 
 
 def _warm() -> None:
-    import everstep.keeper.replica.rebuild_state  # noqa: F401
+    import everstep.keeper.replica.replica_state  # noqa: F401

@@ -18,7 +18,7 @@ from everstep.arena.memory import Arena
 from everstep.errors import AuditError, DamageError, EverstepError, OutOfSpaceError, StateError
 from everstep.format.plan import BasePlan
 from everstep.format.records import TimelineRecord
-from everstep.keeper.log.log import LoggedStep, LogStore
+from everstep.keeper.log.log_store import LoggedStep, LogStore
 from everstep.keeper.persist.local_keeper import LocalKeeper
 from everstep.link.capture import Capture, Incoming, shard_offsets
 from everstep.link.samples import Samples, check_samples

@@ -10,13 +10,17 @@ from dataclasses import replace
 
 import torch
 
+from everstep.arena.memory import Arena
 from everstep.errors import DamageError
 from everstep.format.header import ShardIdentity
-from everstep.format.log import NOT_EXACT
+from everstep.format.log import NOT_EXACT, LogRecord, RecordHead, record_digest
 from everstep.format.plan import BasePlan
 from everstep.format.records import Marker, TimelineRecord
-from everstep.keeper.log.log import LoggedStep
-from everstep.link.capture import shard_offsets
+from everstep.keeper.log.log_store import LoggedStep
+from everstep.keeper.replica.hyperparameters import laid_out, options_of_groups
+from everstep.link.assembly import Assembly
+from everstep.link.capture import Capture, shard_offsets
+from everstep.link.samples import check_samples
 from everstep.restore.offline.offline import OfflineState
 from everstep.restore.offline.rebuild import conditions
 from everstep.run.shape import shape_of_base
@@ -26,7 +30,10 @@ from everstep.state.layout.names import OBJECT_PREFIX
 from everstep.state.values.objects import decode
 from everstep.state.values.tensors import torch_dtype
 
-__all__ = ["ReplicaState"]
+__all__ = [
+    "ReplicaState",
+    "rebuild",
+]
 
 
 class ReplicaState:
@@ -168,3 +175,54 @@ def _tensor_over(data: memoryview, entry: Entry) -> torch.Tensor:
     if not data.nbytes:
         return torch.empty(entry.shape, dtype=torch_dtype(entry.dtype), device="cpu")
     return torch.frombuffer(data, dtype=torch_dtype(entry.dtype)).view(entry.shape)
+
+
+def rebuild(
+    capture: Capture,
+    arena: Arena,
+    objects: Mapping[str, bytes],
+    assembly: Assembly,
+    trained: TimelineRecord | None,
+    *,
+    threads: int,
+) -> tuple[ShardIdentity, Mapping[str, bytes]]:
+    """Makes the block of a base the state of its step; the block is updated in place.
+
+    It is a replica to which its log is applied once: an update that an entry had seen before it was
+    captured has no gradient for it, and so leaves it as it is (GoCkpt 4.3.1).
+
+    Args:
+        capture: with the identity of the last step.
+        arena: that block and updates are in.
+        objects: encoded objects of the last step mark.
+        trained: the record of the timeline: where updates were computed.
+        threads: Python threads that share the work.
+
+    Returns:
+        What identifies the base, and its objects.
+
+    Raises:
+        AuditError: what replay gives is not what the live state was.
+        EverstepError: an update does not fit; the block is of no use then.
+    """
+    plan = capture.plan
+    identity = capture.plan.identity
+    _, size_bytes = shard_offsets(plan)
+    memory = arena.view[capture.offset : capture.offset + size_bytes]
+    state = ReplicaState(plan, memory, objects, trained, threads=threads)
+    layout, options = laid_out(options_of_groups(plan, memory, objects))
+    data = memoryview(options)
+    head = RecordHead(
+        "mark", identity.timeline, identity.step, identity.lsn, assembly.shape, identity.exact
+    )
+    mark = LogRecord(head, layout, objects, data, record_digest(data, objects))
+    updates = []
+    for update in assembly.updates:
+        body = arena.view[update.offset : update.offset + update.layout.size_bytes]
+        found = record_digest(body, update.objects)
+        updates.append(LogRecord(update.head, update.layout, update.objects, body, found))
+    state.advance([LoggedStep(tuple(updates), mark, 0)])
+    made, objects = state.settle()
+    if not state.why:
+        check_samples(assembly.samples, plan, memory, identity.step)
+    return made, objects

@@ -38,7 +38,7 @@ from everstep.run.scan import BaseFound, newest_timeline
 from everstep.run.uncondemn import uncondemn
 from everstep.seams.failpoints import failpoint
 from everstep.seams.files.filesystem import FileSystem
-from everstep.tiers.disk import remove_if_there
+from everstep.tiers.durable_files import remove_if_there
 from everstep.tiers.slots import SlotStore
 
 __all__ = ["delete_base", "delete_files", "delete_segments", "perform_deletion"]

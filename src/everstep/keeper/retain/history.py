@@ -21,7 +21,7 @@ from everstep.config.options import History
 from everstep.format.log import RecordHead
 from everstep.format.names import LOG_DIR, LOSSY_DIR, parse_segment, timeline_dir
 from everstep.format.records import TimelineRecord
-from everstep.keeper.log.log import LogStore
+from everstep.keeper.log.log_store import LogStore
 from everstep.run.chain import LogIndex, chains, common_heads, path_of
 from everstep.run.scan import Inventory
 from everstep.run.segments import SegmentCache, SegmentFound, scan_logs, validated

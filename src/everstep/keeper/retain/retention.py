@@ -46,7 +46,7 @@ from everstep.run.segments import SegmentCache
 from everstep.run.uncondemn import uncondemn
 from everstep.seams.clock import Clock
 from everstep.seams.files.filesystem import FileSystem
-from everstep.tiers.disk import remove_if_there, storage_errors
+from everstep.tiers.durable_files import remove_if_there, storage_errors
 from everstep.tiers.slots import SlotStore
 
 __all__ = ["Retention"]

@@ -43,7 +43,7 @@ from everstep.format.names import (
 )
 from everstep.format.records import Marker
 from everstep.format.writer import digest_shard
-from everstep.keeper.log.log import LogStore
+from everstep.keeper.log.log_store import LogStore
 from everstep.keeper.ship.place import ROOT, CopyPlace, own_errors
 from everstep.restore.fetch.peer_log import copied
 from everstep.run.scan import bases_keeping_log

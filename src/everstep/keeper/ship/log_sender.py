@@ -14,7 +14,7 @@ from everstep.commit.job.messages import Message, PeerLogAt, PeerLogBegun, PeerL
 from everstep.commit.lineage import BaseId
 from everstep.errors import DamageError, EverstepError, FormatError, KeeperError
 from everstep.format.log import LogRecord
-from everstep.keeper.log.log import LogStore
+from everstep.keeper.log.log_store import LogStore
 from everstep.restore.fetch.peer_log import Packed, packed, unpacked
 from everstep.seams.clock import Clock
 

@@ -45,7 +45,7 @@ def lossy_record(record: LogRecord, ratio: float, int8_below: int = 100_000) -> 
     """
     if record.head.kind == "update" and not record.head.declared:
         # Takes seconds the first time; other threads go on meanwhile.
-        from everstep.keeper.ship.lossy_update import lossy_update
+        from everstep.keeper.replica.lossy_update import lossy_update
 
         found = lossy_update(record, ratio, int8_below)
         if found is not None:

@@ -38,8 +38,8 @@ from everstep.format.names import (
 )
 from everstep.format.reader import read_header, read_record_bytes
 from everstep.format.records import FileRecord, Marker, RunRecord
+from everstep.keeper.ship.copy_retention import CopyRetention
 from everstep.keeper.ship.place import CopyPlace
-from everstep.keeper.ship.retain_copies import CopyRetention
 from everstep.run.scan import BaseFound, Inventory, TimelineCache, scan_run
 from everstep.seams.clock import Clock
 from everstep.seams.files.filesystem import FileSystem, ReadFile

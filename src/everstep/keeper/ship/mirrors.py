@@ -12,7 +12,7 @@ from everstep.commit.job.messages import CopyMessage, CopyTold, CopyWanted
 from everstep.commit.lineage import BaseId
 from everstep.errors import DeadlineError, EverstepError
 from everstep.format.header import ShardIdentity
-from everstep.keeper.log.log import LogStore
+from everstep.keeper.log.log_store import LogStore
 from everstep.keeper.persist.rank_commits import RankCommits
 from everstep.keeper.ship.log_mirror import LogMirror
 from everstep.keeper.ship.lossy_log import shrinking

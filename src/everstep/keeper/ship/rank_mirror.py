@@ -25,9 +25,9 @@ from everstep.commit.lineage import BaseId
 from everstep.errors import DeadlineError, EverstepError, InfeasibleError, StorageError
 from everstep.format.names import MANIFEST, base_dir
 from everstep.format.records import Manifest
+from everstep.keeper.ship.copy_retention import CopyRetention
 from everstep.keeper.ship.mirror import Mirror
 from everstep.keeper.ship.place import ROOT
-from everstep.keeper.ship.retain_copies import CopyRetention
 from everstep.run.scan import BaseFound, Inventory
 from everstep.seams.failpoints import failpoint
 from everstep.seams.files.filesystem import ReadFile

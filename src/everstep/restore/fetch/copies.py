@@ -36,7 +36,7 @@ from everstep.format.records import TimelineRecord
 from everstep.run.uncondemn import uncondemn_in_tier
 from everstep.seams.files.filesystem import DirEntry, FileSystem, ReadFile, WriteFile
 from everstep.tiers.contract import Tier
-from everstep.tiers.disk import temporary
+from everstep.tiers.durable_files import temporary
 from everstep.tiers.files import TierFileSystem
 from everstep.tiers.streams import read_record
 

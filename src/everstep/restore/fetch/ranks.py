@@ -33,7 +33,7 @@ from everstep.run.scan import BaseFound, Inventory, scan_base
 from everstep.run.uncondemn import uncondemn
 from everstep.seams.files.filesystem import FileSystem
 from everstep.seams.progress import silent
-from everstep.tiers.disk import create_exclusive, ensure_dir, ensure_dirs
+from everstep.tiers.durable_files import create_exclusive, ensure_dir, ensure_dirs
 
 __all__ = ["base_offer_of", "keep_manifest", "offer_of", "open_on_disk", "verify_rank"]
 

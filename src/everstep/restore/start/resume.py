@@ -49,7 +49,7 @@ from everstep.seams import Seams
 from everstep.seams.failpoints import failpoint
 from everstep.seams.fingerprint import fingerprint, process_name
 from everstep.state.training_state import State
-from everstep.tiers.disk import create_exclusive, ensure_dir, storage_errors, write_durably
+from everstep.tiers.durable_files import create_exclusive, ensure_dir, storage_errors, write_durably
 
 __all__ = ["Resumed", "SeveralRanksError", "not_finite", "open_timeline", "resume"]
 

@@ -62,7 +62,7 @@ from everstep.seams import Seams
 from everstep.seams.failpoints import failpoint
 from everstep.state.ranks.rank_share import SkippedState
 from everstep.state.training_state import State
-from everstep.tiers.disk import storage_errors
+from everstep.tiers.durable_files import storage_errors
 
 __all__ = ["Load", "Meeting", "resume_all_ranks"]
 

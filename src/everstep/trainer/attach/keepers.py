@@ -24,7 +24,7 @@ from everstep.config.options import Options
 from everstep.errors import EverstepError, KeeperError, OptionError
 from everstep.format.header import ShardIdentity
 from everstep.format.writer import ChunkRing
-from everstep.keeper.log.log import open_log
+from everstep.keeper.log.log_store import open_log
 from everstep.keeper.persist.local_keeper import LocalKeeper
 from everstep.link.channel import BackgroundChannel
 from everstep.link.job_session import JobSession, mailbox_error
@@ -39,7 +39,7 @@ from everstep.seams.network.peers import HeldPort, PeerMailbox
 from everstep.seams.processes.conditions import Outcome
 from everstep.seams.processes.processes import available_cores
 from everstep.state.ranks.rank_info import ONE_RANK, RankInfo
-from everstep.tiers.disk import storage_errors
+from everstep.tiers.durable_files import storage_errors
 from everstep.tiers.options import PeerOptions, TierOptions
 from everstep.trainer.attach.attach import attach, is_there
 from everstep.trainer.attach.keeper import Keeper

@@ -15,7 +15,7 @@ from everstep.arena.memory import Arena
 from everstep.commit.lineage import BaseId
 from everstep.errors import DeadlineError, EverstepError, KeeperError, KeeperTimeoutError
 from everstep.format.log import RecordHead
-from everstep.keeper.log.held import recalled_from_wire
+from everstep.keeper.log.recall_wire import recalled_from_wire
 from everstep.link.assembly import Assembly, assembly_to_wire
 from everstep.link.capture import Capture
 from everstep.link.channel import BackgroundChannel

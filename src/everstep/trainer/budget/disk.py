@@ -23,7 +23,7 @@ from everstep.format.plan import plan_files
 from everstep.seams.files.filesystem import FileSystem
 from everstep.state.ranks.rank_info import RankInfo
 from everstep.state.survey.survey import Shape
-from everstep.tiers.disk import storage_errors
+from everstep.tiers.durable_files import storage_errors
 from everstep.tiers.options import TierOptions
 from everstep.trainer.budget.host_memory import mark_entries
 

@@ -11,11 +11,11 @@ from pathlib import PurePath
 from rich.filesize import decimal
 
 from everstep.config.options import History, Options
-from everstep.keeper.log.log_room import folder_bytes
+from everstep.keeper.log.disk_space import folder_bytes
 from everstep.seams.files.filesystem import FileSystem
 from everstep.state.ranks.rank_info import RankInfo
 from everstep.state.survey.survey import Shape
-from everstep.tiers.disk import storage_errors
+from everstep.tiers.durable_files import storage_errors
 from everstep.tiers.options import TierOptions
 from everstep.tiers.rate import pace_s
 from everstep.trainer.budget.disk import Bounds, budget_in_words

@@ -39,7 +39,7 @@ from everstep.seams.machine import memory_available_bytes
 from everstep.seams.network.peers import PeerMailbox
 from everstep.state.ranks.rank_info import RankInfo
 from everstep.state.training_state import State
-from everstep.tiers.disk import storage_errors
+from everstep.tiers.durable_files import storage_errors
 from everstep.trainer.job.option_check import refuse_other_calls
 from everstep.trainer.job.own_parameters import own_parameters_message
 from everstep.trainer.job.run_folder import Exchange, SharedRun

@@ -6,7 +6,7 @@ from collections import deque
 
 from everstep.config.options import Options
 from everstep.errors import DeadlineError
-from everstep.keeper.log.log_batch import ENDED
+from everstep.keeper.log.batch import ENDED
 from everstep.link.channel import BackgroundChannel
 from everstep.link.recordable import LogKeeper
 from everstep.link.save import Save

@@ -14,7 +14,7 @@ import torch
 from everstep.capture.multistep import Unit
 from everstep.capture.spots import Spots, marked, which_of
 from everstep.format.plan import BasePlan
-from everstep.keeper.replica.group_options import laid_out, options_of_groups
+from everstep.keeper.replica.hyperparameters import laid_out, options_of_groups
 from everstep.link.assembly import FuzzyParts
 from everstep.state.values.tensors import host_bytes, tensor_entry
 from everstep.trainer.log.untold import Owned

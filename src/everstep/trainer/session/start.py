@@ -22,7 +22,7 @@ from everstep.run.scan import TimelineCache
 from everstep.seams import Seams
 from everstep.seams.fingerprint import computed_on, device_types
 from everstep.state.training_state import State
-from everstep.tiers.disk import storage_errors
+from everstep.tiers.durable_files import storage_errors
 from everstep.trainer.attach.keepers import Keepers
 from everstep.trainer.job.copies import with_source
 from everstep.trainer.job.job import Job

@@ -32,9 +32,9 @@ from everstep.format.log import (
     record_digest,
 )
 from everstep.format.writer import ChunkRing
-from everstep.keeper.log.log_batch import ENDED, Batch, batch_of
-from everstep.keeper.log.log_room import LogRoom, NoRoomError
-from everstep.keeper.log.log_writer import SegmentWriter
+from everstep.keeper.log.batch import ENDED, Batch, batch_of
+from everstep.keeper.log.disk_space import LogRoom, NoRoomError
+from everstep.keeper.log.segment_writer import SegmentWriter
 from everstep.link.log_records import record_memory_bytes
 from everstep.seams import Seams
 from everstep.seams.failpoints import failpoint
@@ -470,7 +470,7 @@ def open_log(
     """The log of a timeline.
 
     Args:
-        to_disk: how it goes there, as of :func:`.log_batch.batch_of`; None: it does not.
+        to_disk: how it goes there, as of :func:`.batch.batch_of`; None: it does not.
         identity: of this rank, if it does.
     """
     if to_disk is None or identity is None:

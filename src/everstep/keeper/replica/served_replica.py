@@ -15,7 +15,7 @@ from everstep.format.reader import read_record_bytes
 from everstep.format.records import TimelineRecord
 from everstep.keeper.held.newest_capture import NewestCapture
 from everstep.keeper.log.attached import Attached
-from everstep.keeper.log.log import LogStore
+from everstep.keeper.log.log_store import LogStore
 from everstep.keeper.persist.local_keeper import LocalKeeper
 from everstep.keeper.replica.replica import Ask, Replica, ReplicaLimits
 from everstep.link.capture import Capture

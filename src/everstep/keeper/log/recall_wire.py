@@ -13,7 +13,7 @@ from everstep.arena.memory import Arena
 from everstep.commit.job.offers_wire import run_from_wire, run_to_wire
 from everstep.format.log import LogRecord
 from everstep.format.records import FileRecord, Marker
-from everstep.keeper.log.log import records_from_wire
+from everstep.keeper.log.log_store import records_from_wire
 from everstep.link.capture import Capture, shard_offsets
 from everstep.link.messages import identity_from_wire, identity_to_wire
 from everstep.restore.fetch.held import HeldBase, Recalled

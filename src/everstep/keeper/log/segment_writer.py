@@ -15,15 +15,15 @@ from everstep.format.names import LOG_DIR, marker_name, segment_dir, timeline_di
 from everstep.format.plan import ShardPlan
 from everstep.format.records import Marker
 from everstep.format.writer import ChunkRing, write_shard
-from everstep.keeper.log.log_batch import SegmentTimes
-from everstep.keeper.log.log_room import LogRoom
+from everstep.keeper.log.batch import SegmentTimes
+from everstep.keeper.log.disk_space import LogRoom
 from everstep.run.fence import Fence
 from everstep.seams import Seams
 from everstep.seams.failpoints import failpoint
 from everstep.seams.files.moving import MovingFileSystem
 from everstep.seams.progress import silent
 from everstep.state.layout.shards import Body
-from everstep.tiers.disk import (
+from everstep.tiers.durable_files import (
     create_in,
     ensure_dir,
     remove_if_there,

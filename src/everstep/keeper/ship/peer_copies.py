@@ -15,8 +15,8 @@ from everstep.format.records import FileRecord, Marker
 from everstep.keeper.held.newest_capture import NewestCapture
 from everstep.keeper.held.peer_base_store import PeerBaseStore
 from everstep.keeper.held.peer_log_store import PeerLogStore
-from everstep.keeper.log.held import base_from_wire, base_to_wire, log_to_wire
-from everstep.keeper.log.log import LogStore
+from everstep.keeper.log.log_store import LogStore
+from everstep.keeper.log.recall_wire import base_from_wire, base_to_wire, log_to_wire
 from everstep.link.job_session import JobSession
 from everstep.link.keeper_stats import KeeperStats
 from everstep.restore.fetch.held import HeldBase
@@ -29,7 +29,7 @@ if TYPE_CHECKING:  # loaded where there are several ranks
     from everstep.keeper.held.memory_bases import IsPast, MemoryBases
     from everstep.keeper.persist.rank_commits import RankCommits
     from everstep.keeper.ship.log_sender import LogSenderStats
-    from everstep.keeper.ship.replicator import Replicator, ReplicatorStats, Source
+    from everstep.keeper.ship.peer_exchange import Replicator, ReplicatorStats, Source
 
 __all__ = ["Peers"]
 
@@ -95,7 +95,7 @@ class Peers:
             return
         from everstep.keeper.ship.log_sender import LogSender
         from everstep.keeper.ship.lossy_log import shrinking
-        from everstep.keeper.ship.replicator import Pace, Replicator
+        from everstep.keeper.ship.peer_exchange import Pace, Replicator
 
         self._rank = job_session.rank
         recovered = job_session.recovered
@@ -181,7 +181,7 @@ class Peers:
     @property
     def stats(self) -> ReplicatorStats:
         """What was sent since the timeline began."""
-        from everstep.keeper.ship.replicator import ReplicatorStats
+        from everstep.keeper.ship.peer_exchange import ReplicatorStats
 
         return ReplicatorStats() if self.replicator is None else self.replicator.stats
 

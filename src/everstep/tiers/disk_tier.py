@@ -19,7 +19,7 @@ from typing import TypeVar
 from everstep.format.names import TEMPORARY_SUFFIX
 from everstep.seams.files.filesystem import DirEntry, FileSystem, ReadFile
 from everstep.tiers.contract import Item, Loss, Traits, check_name
-from everstep.tiers.disk import (
+from everstep.tiers.durable_files import (
     create_exclusive,
     ensure_dirs,
     remove_if_there,
