@@ -1,4 +1,4 @@
-"""Histories of timelines and bases, drawn by Hypothesis."""
+"""ServedTimelines of timelines and bases, drawn by Hypothesis."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ from everstep.tiers.streams import pieces_of, read_whole
 __all__ = [
     "PART_BYTES",
     "ObjectTier",
-    "in_our_words",
+    "translate_error",
 ]
 
 _STATUS = re.compile(r"status code: (\d{3})|\bstatus: (\d{3})\b")
@@ -57,7 +57,7 @@ _KINDS = {
 }
 
 
-def in_our_words(error: BaseException, what: str, address: str) -> Exception:
+def translate_error(error: BaseException, what: str, address: str) -> Exception:
     """The error to raise for one of the client library's.
 
     Args:
@@ -335,7 +335,7 @@ class ObjectTier:
     def _translated(self, error: Exception, what: str, name: str) -> Exception:
         if isinstance(error, (StorageError, UnavailableError)):
             return error
-        return in_our_words(error, what, self._address(name))
+        return translate_error(error, what, self._address(name))
 
     def _address(self, name: str) -> str:
         return f"{self._url}/{name}" if name else self._url

@@ -20,7 +20,7 @@ from everstep.arena import PAGE_BYTES
 from everstep.arena.memory import Arena
 from everstep.errors import DeadlineError, EverstepError
 from everstep.format.writer import ChunkRing
-from everstep.keeper.log.attached import Attached
+from everstep.keeper.log.attached import AttachedTrainer
 from everstep.keeper.log.log_store import LogStore
 from everstep.keeper.log.logs import Logs
 from everstep.keeper.persist import rank_commits as commits_module
@@ -374,7 +374,7 @@ def test_a_keeper_that_writes_the_log_first_says_that_it_is_at_work(
     monkeypatch.setattr(LogStore, "moves", property(lambda self: moving()))
     logs = Logs(Seams(), PurePath("/run"), ChunkRing(2, 1))
     logs._current = log
-    trainer = Attached(SimpleNamespace(send=told.append), 1, log.arena)  # type: ignore[arg-type]
+    trainer = AttachedTrainer(SimpleNamespace(send=told.append), 1, log.arena)  # type: ignore[arg-type]
     ((arena, index),) = logs.recall(trainer, own=True, timeout_s=SHORT_S)
     assert arena is log.arena
     assert index
@@ -436,7 +436,7 @@ def test_an_end_is_waited_for_as_long_as_something_moves() -> None:
 def store() -> tuple[LogStore, Gate]:
     log, gate = Log(), Gate()
     log.step(1)
-    log.store._threads.submit(gate.wait_at)
+    log.store._thread.submit(gate.wait_at)
     return log.store, gate
 
 

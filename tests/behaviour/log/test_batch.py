@@ -223,7 +223,7 @@ def test_each_rank_may_have_a_batch_of_its_own(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "run"
-    monkeypatch.setattr(log, "batch_of", lambda told: Batch(told["steps"]))
+    monkeypatch.setattr(log, "batch_from_wire", lambda told: Batch(told["steps"]))
     with trainings(path, path, **ON_DISK | {"every": 1000}) as ranks:
         resume(ranks)
         for rank, one in enumerate(ranks):

@@ -261,7 +261,7 @@ def test_what_could_not_be_written_ends_behind_the_next_base(run_folder: Path, o
         run.train_slowly(14)
         (error,) = reported
         assert isinstance(error, OutOfSpaceError)
-        assert "the log on disk ends there, and goes on behind the next base" in str(error)
+        assert "the log on disk ends here and continues after the next base" in str(error)
         stats = run.ckpt.stats()
         assert stats.log_holes == 0, "in memory there is none"
         assert stats.log_steps_in_memory == 2, "7, and 8, of which there is a base"
@@ -309,7 +309,7 @@ def test_who_is_fenced_off_writes_no_more_of_it(run_folder: Path) -> None:
         store.settle(TIMEOUT_S)
         store._post, store._on_disk = told.append, reached.append
         for error in (FencedError("a newer timeline has begun"), OutOfSpaceError("full")):
-            store._threads.submit(store._fail, error).result(TIMEOUT_S)
+            store._thread.submit(store._fail, error).result(TIMEOUT_S)
             store.to_disk(True)
             store.settle(TIMEOUT_S)
     assert [error.hint for error in told] == [None, None]

@@ -290,12 +290,12 @@ def test_whoever_goes_back_itself_is_not_told_that_another_has_taken_over(
         return number
 
     failed, passed_on, opens = LogMirror._fail, Duties.pass_on, resume_module.open_timeline
-    checked, pauses, arrives = CopyPlace.check_fence, LogMirror.pause, LogStore._arrive
+    checked, pauses, arrives = CopyPlace.check_fence, LogMirror.pause, LogStore._digest_record
     with serving(run_folder):
         world = World()
         monkeypatch.setattr(CopyPlace, "check_fence", check_late)
         monkeypatch.setattr(LogMirror, "pause", pause)
-        monkeypatch.setattr(LogStore, "_arrive", arrive)
+        monkeypatch.setattr(LogStore, "_digest_record", arrive)
         place = TierOptions(str(tmp_path / "copies"), log="whole", log_steps=1)
         ckpt = opened(run_folder, world, every=100, tiers=[place])
         ckpt.resume()

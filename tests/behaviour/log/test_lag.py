@@ -136,7 +136,7 @@ def test_a_log_that_goes_on_behind_a_base_waits_for_it(
     held.step()
     assert held.lost_now(tmp_path / "copy 2") == 5
     assert len(told) == 1
-    assert "the log on disk ends there" in str(told[0])
+    assert "the log on disk ends here" in str(told[0])
 
 
 def test_a_base_that_hangs_is_told_of_and_not_waited_for_again(

@@ -105,7 +105,7 @@ def test_a_run_that_is_gone_is_said(run_folder: Path, monkeypatch: pytest.Monkey
     around(monkeypatch, "create", before=take)
     with pytest.raises(StorageError, match="could not write the log") as caught:
         trained(run_folder, 3)
-    assert "the log on disk ends there, and goes on behind the next base" in str(caught.value)
+    assert "the log on disk ends here and continues after the next base" in str(caught.value)
 
 
 def test_a_base_that_was_damaged_does_not_keep_the_log_for_ever(run_folder: Path) -> None:

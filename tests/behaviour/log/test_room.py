@@ -106,7 +106,7 @@ def test_what_cannot_fit_is_not_begun(run_folder: Path) -> None:
         run.train_slowly(1)
         (error,) = reported
         assert isinstance(error, OutOfSpaceError)
-        assert "a segment of the log takes" in str(error)
+        assert "a log segment takes" in str(error)
         assert "100 are free" in str(error)
 
 

@@ -1258,7 +1258,7 @@ def test_a_keeper_that_fails_to_make_it_whole_says_so_and_another_is_taken(
     assert save.durable.exception(TIMEOUT_S) is not None
     states |= run_steps(ckpt, world, 3)
     ckpt.close()
-    assert any("internal error while a base was made whole" in e.message for e in reported)
+    assert any("internal error while assembling a base" in e.message for e in reported)
     (step,) = steps_on_disk(served.run)
     assert restored(served.run, World(seed=9), step) == states[step]
 

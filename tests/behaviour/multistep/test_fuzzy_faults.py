@@ -154,12 +154,12 @@ def test_a_base_whose_updates_have_a_hole_is_refused_by_the_keeper(
     states = run_steps(ckpt, world, 2)
     save = begin(ckpt)
     states |= run_steps(ckpt, world, 2)
-    assert "cannot be made whole" in str(save.durable.exception(TIMEOUT_S))
+    assert "cannot be completed" in str(save.durable.exception(TIMEOUT_S))
     assert steps_on_disk(served.run) == []
     monkeypatch.setattr(Window, "partial_updates", whole)
     states |= run_steps(ckpt, world, 3)
     ckpt.close()
-    assert any("cannot be made whole" in error.message for error in reported)
+    assert any("cannot be completed" in error.message for error in reported)
     (step,) = steps_on_disk(served.run)
     assert restored(served.run, World(seed=9), step) == states[step]
 

@@ -225,7 +225,7 @@ def held_by(ckpt: everstep.Checkpointer) -> int:
     keeper = ckpt._keeper
     assert isinstance(keeper, LocalKeeper)
     assert keeper.records is not None
-    return sum(_size(item.objects) for item in keeper.records._items)
+    return sum(_size(item.objects) for item in keeper.records._stored)
 
 
 def _size(objects: Mapping[str, bytes]) -> int:

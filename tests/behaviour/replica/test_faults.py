@@ -23,7 +23,7 @@ from everstep.errors import (
     UnsupportedStateError,
 )
 from everstep.keeper.log.log_store import LogStore
-from everstep.keeper.replica.replica import Ask, _Wanted
+from everstep.keeper.replica.replica import BaseRequest, _PendingRequests
 from everstep.replay.exactness import declare
 from everstep.restore.offline.offline import OfflineState
 from everstep.seams.failpoints import arm
@@ -107,7 +107,7 @@ def test_what_the_replica_has_not_applied_is_replayed(
     ckpt = start(served, world)
     states = run_steps(ckpt, world, 2)
     until_at(served, 3)
-    monkeypatch.setattr(LogStore, "steps_behind", lambda *_: [])  # it stands still
+    monkeypatch.setattr(LogStore, "steps_after", lambda *_: [])  # it stands still
     states |= run_steps(ckpt, world, 4)
     die(ckpt)
     other = World(seed=9)
@@ -143,7 +143,7 @@ def test_a_step_whose_mark_never_came_is_not_applied(served: Bench) -> None:
     assert log is not None
     until(lambda: [r.head.lsn for r in log.records()][-1:] == [3], "the update of step 3")
     until_at(served, 2)
-    assert not log.steps_behind(2, 2, 4)
+    assert not log.steps_after(2, 2, 4)
     frozen = served.server._duties.replicas._replica.freeze()  # type: ignore[union-attr]
     assert frozen is not None
     assert frozen.plan.identity.lsn == 2
@@ -174,7 +174,7 @@ def test_what_has_arrived_is_applied_before_it_ends(
     ckpt = start(served, world)
     run_steps(ckpt, world, 2)
     until_at(served, 3)
-    monkeypatch.setattr(LogStore, "steps_behind", lambda *_: [])  # it falls behind
+    monkeypatch.setattr(LogStore, "steps_after", lambda *_: [])  # it falls behind
     states = run_steps(ckpt, world, 4)
     until(lambda: served.server._duties.logs.current.steps[1] == 7)  # type: ignore[index,union-attr]
     die(ckpt)
@@ -192,7 +192,7 @@ def test_where_the_log_does_not_lead_it_ends_with_what_it_has(
     ckpt = start(served, world)
     run_steps(ckpt, world, 2)
     until_at(served, 3)
-    monkeypatch.setattr(LogStore, "steps_behind", lambda *_: [])  # as if there were a hole
+    monkeypatch.setattr(LogStore, "steps_after", lambda *_: [])  # as if there were a hole
     run_steps(ckpt, world, 2)
     until(lambda: served.server._duties.logs.current.steps[1] == 5)  # type: ignore[index,union-attr]
     die(ckpt)
@@ -210,9 +210,9 @@ def test_a_keeper_that_is_told_to_end_before_its_trainer_is_gone_loses_no_step(
     until_at(served, 3)
     replica = served.server._duties.replicas._replica
     assert replica is not None
-    with replica._held():  # it writes nothing meanwhile
+    with replica._exclusive():  # it writes nothing meanwhile
         served.server.end()
-        until(lambda: replica._wanted.target == 3, "the beginning of the end")
+        until(lambda: replica._pending.target == 3, "the beginning of the end")
         die(ckpt)
         until(lambda: served.server._trainer is None, "the death of the trainer")
     until(lambda: steps_on_disk(served.run) == [1, 3], "the last base")
@@ -254,7 +254,7 @@ def test_what_is_due_meanwhile_is_taken_once_behind_it(run_folder: Path) -> None
         run_steps(ckpt, world, 5)
         replica = bench.server._duties.replicas._replica
         assert replica is not None
-        until(lambda: any(ask.step == 7 for ask in replica._wanted.asks), "the last of them")
+        until(lambda: any(ask.step == 7 for ask in replica._pending.requests), "the last of them")
         gate.open()
         ckpt.wait()
         assert steps_on_disk(run_folder) == [1, 2, 7]
@@ -351,7 +351,7 @@ def test_a_hole_in_the_log_takes_a_new_base(run_folder: Path) -> None:
         assert gate.reached.wait(20)
         log.settle(20)
         assert log.steps == (2, 2)
-        assert not log.steps_behind(1, 1, 4)
+        assert not log.steps_after(1, 1, 4)
         gate.open()
         ckpt.wait()
         assert taken_here(ckpt) == 2
@@ -647,11 +647,15 @@ def test_a_rewind_that_is_refused_holds_nothing_up(served: Bench, then: str) -> 
 def test_a_base_is_due_at_the_newest_step_once_one_is_written() -> None:
     """CheckFreq's rule, and what was asked for exactly."""
 
-    wanted = _Wanted([Ask(1, 3, exact=False), Ask(2, 4, exact=False)])
+    wanted = _PendingRequests([BaseRequest(1, 3, exact=False), BaseRequest(2, 4, exact=False)])
     wanted.aim(9)
     assert wanted.target == 9
     assert [ask.number for ask in wanted.take(9)] == [1, 2]
-    wanted.asks = [Ask(3, 10, exact=False), Ask(4, 12, exact=True), Ask(5, 13, exact=True)]
+    wanted.requests = [
+        BaseRequest(3, 10, exact=False),
+        BaseRequest(4, 12, exact=True),
+        BaseRequest(5, 13, exact=True),
+    ]
     wanted.aim(15)
     assert wanted.target == 12
     assert [ask.number for ask in wanted.take(12)] == [3, 4]
@@ -682,7 +686,7 @@ def test_closing_takes_what_no_replica_can_make(why: str, steps: int, run_folder
             until_at(served, 1)
             server: Any = served.server
             replica = server._duties.replicas._replica
-            with replica._held():
+            with replica._exclusive():
                 replica._forget()  # as where a state differs
         states |= run_steps(ckpt, world, steps - 1)
         assert not told

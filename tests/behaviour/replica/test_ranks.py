@@ -182,7 +182,7 @@ def test_a_rank_whose_replica_has_stopped_captures_its_part(
         wait(ranks)
         stopped = benches[1].server._duties.replicas._replica
         assert stopped is not None
-        with stopped._held():
+        with stopped._exclusive():
             stopped._stop(EverstepError("as asked"))
         replica_bases = ranks[1].ckpt._replica_bases
         assert replica_bases is not None
@@ -205,9 +205,9 @@ def test_what_one_rank_does_not_give_nobody_waits_for(tmp_path: Path) -> None:
         wait(ranks)
         stopped = benches[1].server._duties.replicas._replica
         assert stopped is not None
-        with stopped._held():  # it does not get there
+        with stopped._exclusive():  # it does not get there
             train(ranks, 1)
-            until(lambda: bool(stopped._wanted.asks), "the ask")
+            until(lambda: bool(stopped._pending.requests), "the ask")
             stopped._stop(EverstepError("as asked"))
         with contextlib.suppress(EverstepError):
             wait(ranks)
@@ -249,7 +249,7 @@ def test_what_is_asked_of_a_replica_that_has_stopped_is_refused(tmp_path: Path) 
         for bench in benches:
             replica = bench.server._duties.replicas._replica
             assert replica is not None
-            with replica._held():
+            with replica._exclusive():
                 replica._forget()  # as where a state differs
         train(ranks, 1)
         wait(ranks)
@@ -405,7 +405,7 @@ def test_a_base_is_exact_if_all_of_it_is(tmp_path: Path) -> None:
         wait(ranks)
         replica = benches[1].server._duties.replicas._replica
         assert replica is not None
-        with replica._held():
+        with replica._exclusive():
             replica._state.why = "as asked"
         train(ranks, 1)
         wait(ranks)

@@ -452,7 +452,7 @@ def test_copies_are_so_far_apart(run_folder: Path) -> None:
     clock.advance(99.0)
     mirror.base_durable()
     assert mirror.busy
-    mirror.hurry()
+    mirror.expedite()
     assert wait_for(lambda: not mirror.busy)
     mirror.close()
 
@@ -482,7 +482,7 @@ def test_a_keeper_that_ends_says_what_the_cap_kept_back(run_folder: Path) -> Non
     posted: list[EverstepError] = []
     mirror = mirror_of(run_folder, MemoryTier(), clock=clock, rate=rate, posted=posted)
     mirror.base_durable()
-    mirror.hurry()
+    mirror.expedite()
     assert wait_for(lambda: not mirror.busy)
     assert "cap of objects" in str(posted[0])
     mirror.close()

@@ -115,7 +115,7 @@ def test_a_rank_that_fails_at_any_operation(
 def test_a_manifest_that_lacks_a_marker_is_not_made_whatever_is_said(apart: list[Path]) -> None:
     tier = MemoryTier()
     job = Job(apart, tier)
-    job.followers[1].copy_part = lambda manifest: None  # type: ignore[method-assign]
+    job.followers[1].copy_own_files = lambda manifest: None  # type: ignore[method-assign]
     with pytest.raises(StorageError, match="the part of rank 1 is not"):
         job.copy()
     assert not usable(tier)
@@ -147,7 +147,7 @@ def test_a_base_that_retention_deletes_meanwhile_is_not_copied(
     newer.leader.retain()
     assert usable(tier) == [3]
     assert BASE.format(2) + "rank-00000.done" in names_in(tier), "nothing was read back so far"
-    newer.leader._retention._good.verified.add(BaseId(1, 3))
+    newer.leader._retention._read_back.verified.add(BaseId(1, 3))
     newer.leader.retain()
     assert not [name for name in names_in(tier) if name.startswith(BASE.format(2))]
     assert usable(tier) == [3]
@@ -173,9 +173,9 @@ def test_what_another_rank_is_at_is_not_swept_away(apart: list[Path], tmp_path: 
     job = Job(apart, tier)
     manifest = scan_run(FILES, apart[0]).bases[-1].manifest
     assert manifest is not None
-    job.followers[1].copy_part(manifest)
+    job.followers[1].copy_own_files(manifest)
     before = names_in(tier)
-    job.leader._retention._good.verified.add(BaseId(1, 2))
+    job.leader._retention._read_back.verified.add(BaseId(1, 2))
     job.leader._retention.all_are_past(BaseId(1, 2))
     job.leader.retain()
     assert names_in(tier) == before
@@ -347,7 +347,7 @@ def test_a_follower_waits_for_rank_0_as_long_as_it_may_be_asked(apart: list[Path
     follower = job.followers[1]
     assert not follower.busy
     follower.base_durable(BaseId(1, 3))
-    follower.hurry()
+    follower.expedite()
     assert follower.busy
     job.copy()
     assert not follower.busy
@@ -451,7 +451,7 @@ def test_parts_on_a_disk_and_in_an_unfinished_copy_are_one_base(
     fill(store, apart, tmp_path, 1)
     manifest = scan_run(FILES, apart[1]).bases[-1].manifest
     assert manifest is not None
-    Job(apart, store).followers[1].copy_part(manifest)
+    Job(apart, store).followers[1].copy_own_files(manifest)
     runs = [up_to(apart, tmp_path, 3)[0], tmp_path / "new-b"]
     for again in range(2):
         with started(*runs) as ranks:

@@ -132,15 +132,15 @@ class Job:
             return
         self.said.append((sender, message))
         if rank == 0:
-            self.leader.heard(sender, message)
+            self.leader.on_message(sender, message)
             return
         follower = self.followers[rank]
-        follower.heard(sender, message)
+        follower.on_message(sender, message)
         if isinstance(message, CopyWanted) and follower._due:
             follower._due = False
             self._before(rank)
             try:
-                follower._turn()
+                follower._run_once()
             except EverstepError as error:
                 self.posted.append((rank, error))
 

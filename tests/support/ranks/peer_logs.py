@@ -127,7 +127,7 @@ class LogRing(Ring):
             self.clock,
             lambda timeline: record_of(timeline).encode(),
             lambda message: self._send(rank, one.peer, message),
-            one.complain,
+            one.report_failure,
             timeout_s=self._timeout_s,
         )
         one.log.follow(self.mine[rank].store, 1)

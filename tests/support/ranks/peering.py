@@ -23,7 +23,7 @@ from everstep.format.plan import plan_files
 from everstep.format.records import Marker, TimelineRecord
 from everstep.format.writer import digest_shard
 from everstep.keeper.held.peer_base_store import PeerBaseStore
-from everstep.keeper.ship.peer_exchange import Pace, Replicator
+from everstep.keeper.ship.peer_exchange import Pace, PeerExchange
 from everstep.link.job_session import JobSession
 from everstep.restore.fetch.held import HeldBase
 from everstep.restore.fetch.peer_copy import PeerCopy, files_over
@@ -91,11 +91,11 @@ class Ring:
         self._on_way: deque[tuple[int, int, bytes]] = deque()
         self.ranks = [self._make(rank) for rank in range(self.world)]
 
-    def _make(self, rank: int, recovered: BaseId | None = None) -> Replicator:
+    def _make(self, rank: int, recovered: BaseId | None = None) -> PeerExchange:
         disks = tuple(map(str, range(self.world)))
         job_session = JobSession("s", rank, disks, (), recovered, nodes=self._nodes)
         self.stores[rank].new_start(BOUND_BYTES, job_session.sources, recovered)
-        return Replicator(
+        return PeerExchange(
             job_session,
             self.stores[rank],
             Pace(self._rate),
@@ -146,7 +146,7 @@ class Ring:
             sender, to, data = self._on_way.popleft()
             message = decode_message(data).message
             assert isinstance(message, PeerMessage)
-            self.ranks[to].hear(sender, message)
+            self.ranks[to].receive(sender, message)
 
 
 class SlowRing(Ring):

@@ -348,7 +348,7 @@ def test_a_base_is_past_when_it_has_failed_or_another_is_sent() -> None:
     ring.run(60.0)
     assert all(one.is_past(A) for one in ring.ranks), "rank 1 never has it: the round is over"
     one = Ring("ab").ranks[1]
-    one.hear(0, PeerRound(C, A))
+    one.receive(0, PeerRound(C, A))
     one.turn(0.0)
     past = [one.is_past(base) for base in (A, B, C)]
     assert past == [True, True, False], "rank 0 is at C: B is not sent any more"

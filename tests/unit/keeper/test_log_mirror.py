@@ -372,7 +372,7 @@ def test_a_keeper_that_is_about_to_end_begins_no_other_segment(
     assert copying.there() == [(0, 1)]
     copying.mirror.turn()
     assert copying.there() == [(0, 1)]
-    copying.mirror._stir()
+    copying.mirror._wake()
     copying.mirror.turn()
     assert copying.there() == [(0, 1), (1, 2)], "it has not ended"
     copying.log.step(4)
@@ -390,7 +390,7 @@ def test_whoever_is_shut_out_by_its_own_process_says_so_only_if_it_goes_on() -> 
     copying.mirror.pause()
     copying.mirror._fail(error, for_good=True)
     assert copying.posted == []
-    copying.mirror._stir()
+    copying.mirror._wake()
     copying.mirror._fail(error, for_good=True)
     assert copying.posted == [error]
 

@@ -45,7 +45,7 @@ def test_the_next_steps_of_a_long_log(step: int, store: LogStore) -> None:
     wanted = list(range(step + 1, min(step + 4, STEPS) + 1))
 
     def of_replica() -> list[int]:
-        return [one.mark.head.step for one in store.steps_behind(step, lsn, 4)]
+        return [one.mark.head.step for one in store.steps_after(step, lsn, 4)]
 
     def of_peer() -> list[int]:
         number = sum(record.head.step <= step for record in records)
@@ -55,9 +55,9 @@ def test_the_next_steps_of_a_long_log(step: int, store: LogStore) -> None:
 
     read: Callable[[], list[int]]
     for read in (of_replica, of_peer):
-        store._items = counted = Counted(store._items)
+        store._stored = counted = Counted(store._stored)
         assert read() == wanted
         assert counted.looks < 60
-    store._items = counted = Counted(store._items)
+    store._stored = counted = Counted(store._stored)
     assert store.steps == (1, STEPS)
     assert counted.looks < 10

@@ -32,7 +32,7 @@ from everstep.testing import conformance as checks
 from everstep.testing.conformance import CHECKS, Place, conformance
 from everstep.tiers import object as object_module
 from everstep.tiers.memory import MemoryFile
-from everstep.tiers.object import ObjectTier, in_our_words
+from everstep.tiers.object import ObjectTier, translate_error
 from everstep.tiers.retry import RetryingTier, RetryPolicy
 from everstep.tiers.streams import read_whole
 from everstep.tiers.urls import open_tier
@@ -463,7 +463,7 @@ class GenericError(Exception): ...
     ],
 )
 def test_what_a_client_says(text: str, kind: type[Exception], words: str) -> None:
-    error = in_our_words(GenericError(text), "read x", "s3://b/x")
+    error = translate_error(GenericError(text), "read x", "s3://b/x")
     assert isinstance(error, kind)
     assert words in str(error)
     assert "secret" not in str(error)

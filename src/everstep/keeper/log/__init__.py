@@ -1,5 +1,13 @@
-"""The gradient log in the keeper: receives records and writes them to segments.
+"""The gradient log in the keeper: receive records, keep them in memory, write them to segments.
 
-Read ``logs`` first (the logs of a timeline), then ``log`` (one log) and ``log_writer`` (its
-segments).
+Runs in the keeper process, or as a thread of the training process where there is none. Read in this
+order:
+
+``logs``             the logs of all timelines that this keeper has served
+``log_store``        one log: its records in memory, and its thread that digests and writes them
+``segment_writer``   make one segment durable
+``batch``            number of steps per segment
+``disk_space``       the log's share of ``Budget(disk_bytes=)``
+``attached``         the attached training process: its connection, captures and layouts
+``recall_wire``      send captures and logs to a restarted training process
 """

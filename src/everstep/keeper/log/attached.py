@@ -1,4 +1,4 @@
-"""A training process, as its keeper sees it."""
+"""The training process that is attached to a keeper."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from everstep.link.wire import Connection
 from everstep.seams.processes.processes import PidWatch
 from everstep.state.layout.shards import ShardLayout
 
-__all__ = ["Attached"]
+__all__ = ["AttachedTrainer"]
 
 
-class Attached:
-    """The training process that is attached.
+class AttachedTrainer:
+    """Connection to the attached training process, and the state that its messages build up.
 
     Attributes:
-        watch: follows it, whoever else has its socket.
-        arena: made for it alone.
-        captures: those it has begun, by number, until they are durable or have failed.
-        objects: parts that have come so far, by capture and name.
-        layouts: as messages hold them, by number.
-        log_layouts: of records of the log, by the numbers that stand for them now.
-        gone: nothing can be said to it any more.
-        said_bye: it waits for our end.
+        watch: process watch; works even if another process holds the socket.
+        arena: shared memory created for this process.
+        captures: captures in progress by number, until they are durable or have failed.
+        objects: chunks of encoded objects received so far, by capture number and object name.
+        layouts: layouts by number, as messages encode them.
+        log_layouts: layouts of log records by number.
+        unreachable: True after a failed send; nothing is sent any more.
+        detaching: True after the process asked to detach and waits for the keeper to finish.
     """
 
     def __init__(self, connection: Connection, pid: int, arena: Arena) -> None:
@@ -36,26 +36,37 @@ class Attached:
         self.objects: dict[int, dict[str, bytearray]] = {}
         self.layouts: dict[int, dict[str, Any]] = {}
         self.log_layouts: dict[int, ShardLayout] = {}
-        self.gone = False
-        self.said_bye = False
+        self.unreachable = False
+        self.detaching = False
 
-    def tell(self, message: dict[str, Any]) -> None:
-        """Sends; a process that is gone is noticed elsewhere."""
-        if self.gone:
+    def send(self, message: dict[str, Any]) -> None:
+        """Send a message, unless the connection is broken.
+
+        A failure is not raised: the event loop detects the end of the process by its pid.
+        """
+        if self.unreachable:
             return
         try:
             self.connection.send(message)
+        # Several threads send. The first failure disables all later sends: a partly sent message
+        # would make the rest of the stream unreadable.
         except (EverstepError, OSError):
-            self.gone = True
+            self.unreachable = True
 
-    def goes_on(self) -> None:
-        """It waits for an answer, of which there is nothing yet: an empty part says so."""
-        self.tell({"kind": "blob", "number": 0, "part": b""})
+    def send_progress(self) -> None:
+        """Send an empty chunk to a process that waits for a reply, so that its timeout starts
+        again.
+        """
+        self.send({"kind": "blob", "number": 0, "part": b""})
 
-    def named(self, number: int, *, again: bool) -> Capture | None:
-        """A capture of this process; None: it is over, as it may be where this is said again.
+    def capture(self, number: int, *, again: bool) -> Capture | None:
+        """Return a capture of this process.
+
+        Args:
+            again: True if the message repeats an earlier one; then the capture may be over, and
+                None is returned.
 
         Raises:
-            KeyError: there is none.
+            KeyError: there is no such capture.
         """
         return self.captures.get(number) if again else self.captures[number]

@@ -1,5 +1,7 @@
-"""How much of the log goes into the next segment on disk: so many steps, or as many as the disk
-wants by what the last ones took (:mod:`everstep.plan.batch`)."""
+"""Number of steps in the next log segment: fixed, or adapted to the speed of the disk.
+
+The adaptive form uses the cost model in :mod:`everstep.plan.batch`.
+"""
 
 from __future__ import annotations
 
@@ -9,21 +11,21 @@ from typing import Any
 
 from everstep.plan.batch import BatchEstimator
 
-__all__ = ["ENDED", "AutoBatch", "Batch", "SegmentTimes", "batch_of"]
+__all__ = ["ENDED", "AutoBatch", "Batch", "SegmentTimes", "batch_from_wire"]
 
 ENDED = 1 << 62
-"""In the place of the number of the last record on disk: since a segment failed none follows."""
+"""Sent instead of the number of the last record on disk: a segment failed, none will follow."""
 
 _STEPS_MAX = 100_000
 
 
 @dataclass(frozen=True, slots=True)
 class SegmentTimes:
-    """What a segment took.
+    """Durations of one segment write.
 
     Attributes:
-        price_s: seconds for all but its bytes: names, header, marker, and what makes them durable.
-        work_s: seconds until its bytes were durable.
+        price_s: seconds for everything but the body: names, header, marker, syncs of directories.
+        work_s: seconds until the body was durable.
     """
 
     price_s: float
@@ -31,16 +33,17 @@ class SegmentTimes:
 
 
 class Batch:
-    """Always the same number of steps, or as many as the memory of the log allows.
+    """Fixed number of steps per segment, limited by the log's memory.
 
     Args:
-        steps: of a segment.
-        bytes_max: with so many a segment is full, whatever steps it has.
-        memory_max: likewise, of memory that its records take: what waits to be written cannot be
-            let go of, and a log whose memory is full of that would never go on.
+        steps: steps per segment.
+        bytes_max: size in bytes at which a segment is full, regardless of its steps.
+        memory_max: bytes of record memory at which a segment is full. Records that wait to be
+            written cannot be released; without this limit a log could fill its memory with them and
+            stop.
 
     Attributes:
-        steps: of the next segment.
+        steps: steps of the next segment.
     """
 
     def __init__(
@@ -51,29 +54,39 @@ class Batch:
         self._memory_max = memory_max
 
     def is_full(self, steps: int, size_bytes: int, memory_bytes: int) -> bool:
-        """Whether what has come is a segment.
+        """Return True if the pending records make a full segment.
 
         Args:
-            size_bytes: of its records.
-            memory_bytes: that they take.
+            steps: number of complete steps.
+            size_bytes: size of the records.
+            memory_bytes: memory that the records take, including their objects.
         """
-        pairs = (size_bytes, self._bytes_max), (memory_bytes, self._memory_max)
-        return steps >= self.steps or any(most is not None and now >= most for now, most in pairs)
+        if steps >= self.steps:
+            return True
+        if self._bytes_max is not None and size_bytes >= self._bytes_max:
+            return True
+        return self._memory_max is not None and memory_bytes >= self._memory_max
 
-    def marked(self, step: int, at_s: float) -> None:
-        """A step that goes to disk was over at ``at_s``."""
+    def step_ended(self, step: int, at_s: float) -> None:
+        """Note that a step of the log ended at time ``at_s``."""
 
-    def written(self, steps: int, size_bytes: int, digest_s: float, times: SegmentTimes) -> None:
-        """A segment is durable, whose records, ``size_bytes`` in memory, took ``digest_s`` to be
-        digested."""
+    def segment_written(
+        self, steps: int, size_bytes: int, digest_s: float, times: SegmentTimes
+    ) -> None:
+        """Note that a segment is durable.
+
+        Args:
+            size_bytes: size of its records in memory.
+            digest_s: seconds spent on digesting them.
+        """
 
 
 class AutoBatch(Batch):
-    """As few steps as the disk carries with ease, by what it has taken so far.
+    """As few steps per segment as the disk sustains, estimated from past segments.
 
     Args:
-        first: steps of a segment until enough was measured.
-        most: steps, at most; None: as many as there may ever be.
+        first: steps per segment until enough was measured.
+        most: upper limit of steps per segment; None: a built-in limit.
     """
 
     def __init__(
@@ -87,19 +100,23 @@ class AutoBatch(Batch):
         self._estimator = BatchEstimator(first, _STEPS_MAX if most is None else most, bytes_max)
         self._last: tuple[int, float] | None = None  # step, and when it was over
 
-    def marked(self, step: int, at_s: float) -> None:
+    def step_ended(self, step: int, at_s: float) -> None:
+        # Only consecutive steps measure a step time: a gap contains a base, or a pause.
         if self._last is not None and step == self._last[0] + 1 and at_s >= self._last[1]:
             self._estimator.observe_step(at_s - self._last[1])
         self._last = step, at_s
 
-    def written(self, steps: int, size_bytes: int, digest_s: float, times: SegmentTimes) -> None:
-        work_s = times.work_s + digest_s  # some steps may have nothing but objects
+    def segment_written(
+        self, steps: int, size_bytes: int, digest_s: float, times: SegmentTimes
+    ) -> None:
+        work_s = times.work_s + digest_s
+        # A segment may hold objects only: the estimator needs a positive size.
         self._estimator.observe_write(steps, max(1, size_bytes), times.price_s, work_s)
         self.steps = self._estimator.choose()
 
 
-def batch_of(told: Mapping[str, Any]) -> Batch:
-    """Return the batch that a training process asked for, see ``LogLimits.batch_to_wire``."""
-    if told["auto"]:
-        return AutoBatch(told["steps"], told["most"], told["bytes_max"], told["memory_max"])
-    return Batch(told["steps"], told["bytes_max"], told["memory_max"])
+def batch_from_wire(bounds: Mapping[str, Any]) -> Batch:
+    """Return the segment size that a training process asked for (``LogLimits.batch_to_wire``)."""
+    if bounds["auto"]:
+        return AutoBatch(bounds["steps"], bounds["most"], bounds["bytes_max"], bounds["memory_max"])
+    return Batch(bounds["steps"], bounds["bytes_max"], bounds["memory_max"])

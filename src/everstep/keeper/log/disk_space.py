@@ -1,4 +1,4 @@
-"""Room on disk for a rank's log: what ``Budget(disk_bytes=)`` leaves beside its bases (I10)."""
+"""Disk space for one rank's log: the share of ``Budget(disk_bytes=)`` not taken by bases (I10)."""
 
 from __future__ import annotations
 
@@ -10,22 +10,24 @@ from everstep.errors import OutOfSpaceError
 from everstep.format.names import LOG_DIR, TEMPORARY_SUFFIX, parse_rank
 from everstep.seams.files.filesystem import FileSystem
 
-__all__ = ["LogRoom", "NoRoomError", "folder_bytes"]
+__all__ = ["LogSpace", "NoLogSpaceError", "folder_bytes"]
 
 
-class NoRoomError(OutOfSpaceError):
-    """The log has its part of the budget; a base, and retention behind it, may make room."""
+class NoLogSpaceError(OutOfSpaceError):
+    """The log has used up its share of the budget; retention after the next base may free space."""
 
 
-class LogRoom:
-    """Says whether a segment fits. The folder is looked at only where what was seen last, and was
-    written since, leaves no room.
+class LogSpace:
+    """Counts log segments against the disk budget.
+
+    The folder is scanned only when the last scan, plus all segments written since, leaves no space.
 
     Args:
-        rank, world: whose files count: of several ranks its own, and on rank 0 those of ranks that
-            there are no longer.
-        budget_bytes: of the run folder.
-        bases_bytes: of these, for bases, whether they are there yet or not.
+        rank: rank whose files count. With several ranks, rank 0 also counts files of ranks that no
+            longer exist.
+        world: number of ranks.
+        budget_bytes: budget of the run folder.
+        bases_bytes: bytes of the budget reserved for bases, written or not.
     """
 
     def __init__(
@@ -40,40 +42,57 @@ class LogRoom:
     ) -> None:
         self._filesystem = filesystem
         self._run = run
-        self._whose = (rank, world)
+        self._rank = rank
+        self._world = world
         self._budget_bytes = budget_bytes
         self._bases_bytes = bases_bytes
         self._taken_bytes: int | None = None
 
     @classmethod
-    def of(
-        cls, filesystem: FileSystem, run: PurePath, rank: int, world: int, told: Mapping[str, Any]
-    ) -> LogRoom | None:
-        """Return the bounds of the log on disk (``LogLimits.batch_to_wire``); None: unbounded."""
-        if told.get("disk_bytes") is None:
+    def from_wire(
+        cls,
+        filesystem: FileSystem,
+        run: PurePath,
+        rank: int,
+        world: int,
+        bounds: Mapping[str, Any],
+    ) -> LogSpace | None:
+        """Return the limits of the log on disk (``LogLimits.batch_to_wire``); None: no limit."""
+        if bounds.get("disk_bytes") is None:
             return None
-        bounds = {"budget_bytes": told["disk_bytes"], "bases_bytes": told["bases_bytes"]}
-        return cls(filesystem, run, rank, world, **bounds)
+        return cls(
+            filesystem,
+            run,
+            rank,
+            world,
+            budget_bytes=bounds["disk_bytes"],
+            bases_bytes=bounds["bases_bytes"],
+        )
 
-    def take(self, size_bytes: int, *, step: int) -> None:
-        """Counts a segment that is going to be written.
+    def reserve(self, size_bytes: int, *, step: int) -> None:
+        """Reserve space for a segment that is about to be written.
 
         Raises:
-            NoRoomError: it does not fit; nothing is counted.
+            NoLogSpaceError: it does not fit; nothing was reserved.
         """
         taken_bytes = self._taken_bytes
         if taken_bytes is None or taken_bytes + size_bytes > self._budget_bytes:
-            others_bytes, log_bytes = folder_bytes(self._filesystem, self._run, *self._whose)
+            # Retention may have deleted bases or segments since the last scan.
+            others_bytes, log_bytes = folder_bytes(
+                self._filesystem, self._run, self._rank, self._world
+            )
+            # Bases keep their reserved share even before they are written: a log that used it
+            # would make the next base fail.
             self._taken_bytes = taken_bytes = max(others_bytes, self._bases_bytes) + log_bytes
             if taken_bytes + size_bytes > self._budget_bytes:
-                raise NoRoomError(
-                    f"a segment of the log takes {size_bytes} bytes; bases and what of the log "
-                    f"they need have {taken_bytes} of Budget(disk_bytes={self._budget_bytes})",
+                raise NoLogSpaceError(
+                    f"a log segment takes {size_bytes} bytes; bases and the segments that they "
+                    f"need take {taken_bytes} of Budget(disk_bytes={self._budget_bytes})",
                     step=step,
-                    rank=self._whose[0],
+                    rank=self._rank,
                     tier="disk",
                     path=self._run,
-                    hint="a larger budget, fewer bases (keep=), or a shorter interval (every=)",
+                    hint="raise the budget, keep fewer bases (keep=), or shorten every=",
                 )
         self._taken_bytes = taken_bytes + size_bytes
 
@@ -81,12 +100,13 @@ class LogRoom:
 def folder_bytes(
     filesystem: FileSystem, run: PurePath, rank: int = 0, world: int = 1
 ) -> tuple[int, int]:
-    """Bytes of a rank's files in a run folder: of the log, and before that of all else."""
+    """Return the bytes of a rank's files in a run folder: ``(all but the log, the log)``."""
     sizes = [0, 0]
     for path, size_bytes in _files(filesystem, run):
-        whose = parse_rank(path.name.removesuffix(TEMPORARY_SUFFIX))
-        mine = world == 1 or whose == rank or (rank == 0 and (whose is None or whose >= world))
-        if mine:
+        owner = parse_rank(path.name.removesuffix(TEMPORARY_SUFFIX))
+        # Rank 0 counts files without a rank, and files of ranks that no longer exist.
+        counts = world == 1 or owner == rank or (rank == 0 and (owner is None or owner >= world))
+        if counts:
             sizes[LOG_DIR in path.relative_to(run).parts[:-1]] += size_bytes
     return sizes[0], sizes[1]
 
@@ -94,7 +114,8 @@ def folder_bytes(
 def _files(filesystem: FileSystem, directory: PurePath) -> Iterator[tuple[PurePath, int]]:
     try:
         entries = filesystem.scan(directory)
-    except FileNotFoundError:  # removed meanwhile
+    except FileNotFoundError:
+        # Retention removed it during the scan.
         return
     for entry in entries:
         if entry.kind == "dir":

@@ -1,7 +1,7 @@
-"""The gradient log in the keeper: records in memory, and in segments on disk if asked for.
+"""One gradient log in the keeper: records in memory and, optionally, in segments on disk.
 
-The memory of a record stays where the trainer has put it, so that what is in the log when the
-trainer dies is there when it comes back.
+Records stay in the memory where the training process put them. So they survive its death and are
+there when it restarts.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ from everstep.format.log import (
     record_digest,
 )
 from everstep.format.writer import ChunkRing
-from everstep.keeper.log.batch import ENDED, Batch, batch_of
-from everstep.keeper.log.disk_space import LogRoom, NoRoomError
+from everstep.keeper.log.batch import ENDED, Batch, batch_from_wire
+from everstep.keeper.log.disk_space import LogSpace, NoLogSpaceError
 from everstep.keeper.log.segment_writer import SegmentWriter
 from everstep.link.log_records import record_memory_bytes
 from everstep.seams import Seams
@@ -47,19 +47,29 @@ if TYPE_CHECKING:
 
 __all__ = ["LogStore", "LoggedStep", "open_log", "records_from_wire"]
 
-_AT_ONCE_MAX = 64  # steps
+_STEPS_MAX = 64
+"""Most steps that :meth:`LogStore.steps_from` returns at once."""
 
 
 @dataclass(slots=True, eq=False)
-class _Item:
+class _StoredRecord:
+    """A record in memory; ``record`` is None until its digest is computed.
+
+    Attributes:
+        number: number that the training process gave it; increases.
+        offset: offset of its data in the arena, in bytes.
+        received_s: time of arrival, in seconds of the writer's clock.
+        failed: True if there will be no record: digesting it failed.
+    """
+
     number: int
     head: RecordHead
     layout: ShardLayout
     objects: Mapping[str, bytes]
     offset: int
-    came_s: float
+    received_s: float
     record: LogRecord | None = None
-    spoilt: bool = False  # there will be no record
+    failed: bool = False
 
     @property
     def memory_bytes(self) -> int:
@@ -68,7 +78,7 @@ class _Item:
 
 @dataclass(frozen=True, slots=True)
 class LoggedStep:
-    """A whole step.
+    """A complete step of the log: its updates and its step mark.
 
     Attributes:
         first: number of its first record.
@@ -83,17 +93,18 @@ class LogStore:
     """Records of one training process, in the order in which they were made.
 
     Args:
-        arena: the memory that they are in.
-        writer: puts them on disk, too, if given.
-        post: told what fails in the background.
-        on_disk: told the number up to which records are on disk.
-        batch: says what is a segment.
+        arena: memory that holds the records.
+        writer: writes segments to disk; None: the log stays in memory.
+        post: called with errors of the background thread.
+        on_disk: called with the number of the last record on disk.
+        batch: number of steps per segment.
 
     Attributes:
-        listeners: called when a step is whole; in the log's thread.
-        reliefs: say whether a base is going to be made, behind which there may be room on disk.
-        after: the step behind which what is not on disk begins; None: nothing has come yet.
-        forgotten: the last record whose memory is used again.
+        listeners: called in the log's thread when a step is complete.
+        bases_expected: callables; each returns True while a base is expected after which retention
+            may free disk space.
+        after: the step after which the next segment begins; None before the first record.
+        forgotten: number of the last record whose memory was released.
     """
 
     def __init__(
@@ -105,36 +116,40 @@ class LogStore:
         batch: Batch | None = None,
     ) -> None:
         self.listeners: list[Callable[[], None]] = []
-        self.reliefs: list[Callable[[], bool]] = []
+        self.bases_expected: list[Callable[[], bool]] = []
         self.arena = arena
         self._writer = writer
         self._post = post
         self._on_disk = on_disk
         self._lock = threading.Lock()
-        self._items: list[_Item] = []
-        self.forgotten = self._digested = 0
+        self._stored: list[_StoredRecord] = []
+        self.forgotten = 0
+        self._digested_count = 0
         self._batch = batch or Batch(1)
-        self._gather()
+        self._start_segment()
         self.after: int | None = None
-        self._threads = IoThreads(1, "everstep-log")
-        self._failed = self._fenced = self._off = False
-        self._held = self._under_way = False
+        self._thread = IoThreads(1, "everstep-log")
+        self._failed = False
+        self._fenced = False
+        self._disabled = False
+        self._waits_for_space = False
+        self._base_pending = False
 
     @property
     def steps(self) -> tuple[int, int] | None:
-        """First and last step in memory."""
+        """First and last complete step in memory; None: there is none."""
         with self._lock:
-            first = next((i.head.step for i in self._items if i.head.kind == "mark"), None)
-            last = (i.head.step for i in reversed(self._items) if i.head.kind == "mark")
+            first = next((i.head.step for i in self._stored if i.head.kind == "mark"), None)
+            last = (i.head.step for i in reversed(self._stored) if i.head.kind == "mark")
             return None if first is None else (first, next(last))
 
     @property
     def in_memory_only(self) -> bool:
-        """Whether what arrives goes to no disk."""
-        return self._writer is None or self._off or self._failed or self._fenced
+        """True if new records do not go to disk."""
+        return self._writer is None or self._disabled or self._failed or self._fenced
 
     def add_to(self, stats: KeeperStats) -> None:
-        """Notes what is on disk so far, and how much goes there at a time."""
+        """Add bytes on disk and steps per segment to ``stats``."""
         if self._writer is not None:
             stats.log_bytes = self._writer.written_bytes
             stats.log_batch_steps = self._batch.steps
@@ -147,26 +162,31 @@ class LogStore:
         objects: Mapping[str, bytes],
         offset: int,
     ) -> None:
-        """A record has arrived whole, at ``offset`` of the arena."""
-        item = _Item(number, head, layout, objects, offset, self._now_s())
+        """Add a record that has arrived completely, at ``offset`` of the arena."""
+        item = _StoredRecord(number, head, layout, objects, offset, self._now_s())
         failpoint("keeper.log_arrived")
         with self._lock:
-            self._items.append(item)
-        self._threads.submit(self._arrive, item)
+            self._stored.append(item)
+        # After the append: the thread may notify listeners, which look for this record.
+        self._thread.submit(self._digest_record, item)
 
-    def steps_behind(self, step: int, lsn: int, at_most: int) -> list[LoggedStep]:
-        """Whole steps that follow a state, in order, up to the first that is not whole: whose
-        mark has not come, or with a hole before it (I3, I4).
+    def steps_after(self, step: int, lsn: int, at_most: int) -> list[LoggedStep]:
+        """Return complete steps that follow a state, in order, up to the first incomplete one (I3,
+        I4).
+
+        A step is incomplete if its mark has not arrived or an update before it is missing.
 
         Args:
-            step, lsn: of the state.
-            at_most: so many.
+            step: step of the state.
+            lsn: LSN of the state.
+            at_most: maximum number of steps.
         """
         found: list[LoggedStep] = []
         updates: list[LogRecord] = []
         first = 0
         with self._lock:
-            items = self._items  # only ever longer: what goes is left out of another list
+            # Read without the lock below: this list only grows. forget() replaces it by another.
+            items = self._stored
             begin = bisect_right(items, step, key=lambda item: item.head.step)
         for place in range(begin, len(items)):
             item = items[place]
@@ -189,34 +209,40 @@ class LogStore:
         return found
 
     def steps_from(self, number: int, beyond: int, size_bytes: int) -> tuple[list[LogRecord], int]:
-        """The next whole steps that follow each other, in order; and the number of their last
-        record, or of the last one that no whole step has.
+        """Return the next complete, consecutive steps, and the number of the last record that is
+        done with.
+
+        Records of steps that can never become complete are skipped; their numbers count as done
+        with.
 
         Args:
-            number: behind this record.
-            beyond: no step up to this one.
-            size_bytes: no more of several steps; one may be larger.
+            number: start after this record.
+            beyond: skip steps up to this one.
+            size_bytes: maximum size of several steps; a single step may be larger.
         """
         with self._lock:
-            items = self._items
+            items = self._stored
             begin = bisect_right(items, number, key=lambda item: item.number)
         found: list[LogRecord] = []
-        step: list[_Item] = []
+        step: list[_StoredRecord] = []
         for place in range(begin, len(items)):
             item = items[place]
             if item.head.step <= beyond:
                 number = item.number
                 continue
-            if item.record is None and not item.spoilt:
+            # Not digested yet: later records must not overtake it.
+            if item.record is None and not item.failed:
                 break
             step.append(item)
             if item.head.kind != "mark":
                 continue
             records = [one.record for one in step if one.record is not None]
-            both = sum(record.size_bytes for record in [*found, *records])
-            many = sum(record.head.kind == "mark" for record in found) >= _AT_ONCE_MAX
-            if found and (many or both > size_bytes):
+            total_bytes = sum(record.size_bytes for record in [*found, *records])
+            enough = sum(record.head.kind == "mark" for record in found) >= _STEPS_MAX
+            if found and (enough or total_bytes > size_bytes):
                 break
+            # A step with a missing record or a gap before it ends the run; if it is the first, it
+            # is skipped for good.
             if len(records) < len(step) or not _is_run([*found, *records]):
                 if found:
                     break
@@ -228,72 +254,81 @@ class LogStore:
 
     @property
     def empty(self) -> bool:
-        """Whether there is no record in memory."""
+        """True if there is no record in memory."""
         with self._lock:
-            return not self._items
+            return not self._stored
 
     @property
     def arriving(self) -> bool:
-        """Whether a record in memory is not digested yet."""
+        """True while a record in memory has no digest yet."""
         with self._lock:
-            last = self._items[-1] if self._items else None
-        return last is not None and last.record is None and not last.spoilt
+            last = self._stored[-1] if self._stored else None
+        return last is not None and last.record is None and not last.failed
 
     def flush(self) -> None:
-        """Begins to write what is left of an unfinished batch, up to its last mark."""
-        self._threads.submit(self._flush)
+        """Write an unfinished segment up to its last step mark, in the background."""
+        self._thread.submit(self._flush)
 
-    def relief(self, coming: bool) -> None:
-        """Whether a base is under way, behind which the log on disk may have room: what has none is
-        in memory until then."""
-        self._under_way = coming
-        if self._held:
-            self._threads.submit(self._guarded, self._catch_up)
+    def expect_base(self, coming: bool) -> None:
+        """Note whether a base is in progress, after which retention may free disk space for the
+        log.
+
+        Segments that do not fit stay in memory as long as a base is expected.
+        """
+        self._base_pending = coming
+        if self._waits_for_space:
+            self._thread.submit(self._guarded, self._catch_up)
 
     @property
-    def _relief(self) -> bool:
-        return self._under_way or any(coming() for coming in self.reliefs)
+    def _base_expected(self) -> bool:
+        return self._base_pending or any(coming() for coming in self.bases_expected)
 
     def forget(self, upto: int) -> None:
-        """The memory of records up to this number is going to be used again."""
+        """Drop records up to this number: their memory is about to be reused."""
         with self._lock:
             self.forgotten = max(self.forgotten, upto)
-            gone = bisect_right(self._items, upto, key=lambda item: item.number)
-            self._items = self._items[gone:]  # another list: somebody may be reading this one
+            count = bisect_right(self._stored, upto, key=lambda item: item.number)
+            # A new list: another thread may be iterating over the old one.
+            self._stored = self._stored[count:]
 
     def to_disk(self, on: bool) -> None:
-        """Records that arrive from now on, at the end of a step, are written, too, even if that has
-        failed before; or they are not. Those that have arrived are."""
-        self._threads.submit(self._turn, on)
+        """Start or stop writing to disk, beginning with the next step.
+
+        Starting also works after an earlier failure. Records that have already arrived are still
+        written.
+        """
+        self._thread.submit(self._set_to_disk, on)
 
     @property
     def moves(self) -> int:
-        """Changes as long as what has arrived is being digested, or written."""
-        return self._digested + (0 if self._writer is None else self._writer.moves)
+        """Counter that increases with each digested record and each completed disk operation."""
+        return self._digested_count + (0 if self._writer is None else self._writer.moves)
 
     def settle(self, timeout_s: float, alive: Callable[[], None] = lambda: None) -> None:
-        """Returns when all that has arrived is digested, and written if it will be.
+        """Wait until all records that have arrived are digested and, if the log goes to disk,
+        written.
 
         Args:
-            alive: called as long as that is being done.
+            alive: called repeatedly while there is progress.
 
         Raises:
-            DeadlineError: nothing of it was done for ``timeout_s``.
+            DeadlineError: no progress for ``timeout_s``.
         """
-        end = self._threads.submit(lambda: None)
+        # One thread, in order: when this empty task ends, all work submitted before has ended.
+        end = self._thread.submit(lambda: None)
         if not is_over(end, timeout_s, lambda: self.moves, alive=alive):
             raise DeadlineError(
-                f"the log was not written within {timeout_s:g} s: the storage hangs",
-                hint="look at the disk or the network file system (dmesg, df, iostat)",
+                f"no progress in writing the log for {timeout_s:g} s: the storage hangs",
+                hint="check the disk or the network file system (dmesg, df, iostat)",
             )
 
     def to_wire(self) -> dict[str, Any]:
-        """Records for another training process; after :meth:`settle`."""
+        """Encode the records for another training process. Call :meth:`settle` before."""
         layouts: list[Any] = []
         numbers: dict[int, int] = {}
         rows = []
         with self._lock:
-            items = [item for item in self._items if item.record is not None]
+            items = [item for item in self._stored if item.record is not None]
         for item in items:
             if id(item.layout) not in numbers:
                 numbers[id(item.layout)] = len(layouts)
@@ -311,138 +346,152 @@ class LogStore:
         return {"layouts": layouts, "records": rows}
 
     def records(self) -> list[LogRecord]:
-        """All that are in memory; after :meth:`settle`."""
+        """Return all records in memory. Call :meth:`settle` before."""
         with self._lock:
-            return [item.record for item in self._items if item.record is not None]
+            return [item.record for item in self._stored if item.record is not None]
 
     def close(self) -> None:
-        """Ends the thread. What is left of an unfinished batch is in memory only."""
-        self._threads.close()
+        """End the thread. Records of an unfinished segment stay in memory only."""
+        self._thread.close()
 
     def _now_s(self) -> float:
         return 0.0 if self._writer is None else self._writer.now_s()
 
-    def _arrive(self, item: _Item) -> None:
+    def _digest_record(self, item: _StoredRecord) -> None:
         began_s = self._now_s()
         try:
             data = self.arena.view[item.offset : item.offset + item.layout.size_bytes]
+            # In the log's thread: digesting a large record must not delay messages of the trainer.
             found = record_digest(data, item.objects)
             item.record = LogRecord(item.head, item.layout, item.objects, data, found)
             digest_s = self._now_s() - began_s
             if item.head.kind == "mark":
-                for told in tuple(self.listeners):
-                    told()
-            if self._writer is not None and not self._failed and not self._off:
-                self._collect(item, digest_s)
+                # A copy: a listener may be removed while this runs.
+                for listener in tuple(self.listeners):
+                    listener()
+            if self._writer is not None and not self._failed and not self._disabled:
+                self._add_to_segment(item, digest_s)
         except EverstepError as error:
             self._fail(error)
         except Exception as error:
             step = item.head.step
             self._fail(EverstepError(f"internal error in the log: {error!r}", step=step))
         finally:
-            item.spoilt = item.record is None
-            self._digested += 1
+            # Also on errors: settle() and steps_from() must not wait for this record.
+            item.failed = item.record is None
+            self._digested_count += 1
 
     def _fail(self, error: EverstepError) -> None:
-        """No more segments: behind a hole they would be of no use. Nobody waits for them."""
+        """Stop writing: segments after a gap are useless until the next base. Recording goes on in
+        memory.
+        """
         self._failed = True
         self._fenced = self._fenced or isinstance(error, FencedError)
-        self._held = False
+        self._waits_for_space = False
         self._pending.clear()
-        said = "the log on disk ends there, and goes on behind the next base"
-        if not self._fenced:  # by whoever goes on with the run
-            error.hint = said if error.hint is None else f"{error.hint}; {said}"
+        if not self._fenced:
+            effect = "the log on disk ends here and continues after the next base"
+            error.hint = effect if error.hint is None else f"{error.hint}; {effect}"
         self._post(error)
         self._on_disk(ENDED)
 
-    def _gather(self, items: Sequence[_Item] = ()) -> None:
-        """What begins the next segment: of a step that is not over."""
+    def _start_segment(self, items: Sequence[_StoredRecord] = ()) -> None:
+        """Begin the next segment with ``items``, which belong to an unfinished step."""
         self._pending = list(items)
-        self._steps = 0
-        self._bytes = sum(item.layout.size_bytes for item in items)
-        self._memory_bytes = sum(item.memory_bytes for item in items)
-        self._digest_s = 0.0
+        self._segment_steps = 0
+        self._segment_bytes = sum(item.layout.size_bytes for item in items)
+        self._segment_memory_bytes = sum(item.memory_bytes for item in items)
+        self._segment_digest_s = 0.0
 
-    def _collect(self, item: _Item, digest_s: float) -> None:
+    def _add_to_segment(self, item: _StoredRecord, digest_s: float) -> None:
         if self.after is None:
             self.after = item.head.step - 1
         self._pending.append(item)
-        self._bytes += item.layout.size_bytes
-        self._memory_bytes += item.memory_bytes
-        self._digest_s += digest_s
+        self._segment_bytes += item.layout.size_bytes
+        self._segment_memory_bytes += item.memory_bytes
+        self._segment_digest_s += digest_s
         if item.head.kind != "mark":
             return
-        self._steps += 1
-        self._batch.marked(item.head.step, item.came_s)
-        if self._held and not self._relief:
+        self._segment_steps += 1
+        self._batch.step_ended(item.head.step, item.received_s)
+        if self._waits_for_space and not self._base_expected:
             self._catch_up()
-        elif not self._held and self._batch.is_full(self._steps, self._bytes, self._memory_bytes):
-            self._write()
+        elif not self._waits_for_space and self._batch.is_full(
+            self._segment_steps, self._segment_bytes, self._segment_memory_bytes
+        ):
+            self._write_segment()
 
-    def _write(self) -> None:
-        """Puts the pending records, of which the last is a mark, on disk."""
+    def _write_segment(self) -> None:
+        """Write the pending records, the last of which is a step mark."""
         assert self._writer is not None
         assert self.after is not None
         records = [pending.record for pending in self._pending if pending.record is not None]
         try:
             times = self._writer.write(records, self.after)
-        except NoRoomError:
-            if not self._relief:
+        except NoLogSpaceError:
+            if not self._base_expected:
                 raise
-            self._held = True
+            # The records stay pending: retention after that base may free space for them.
+            self._waits_for_space = True
             return
-        self._batch.written(self._steps, self._bytes, self._digest_s, times)
+        # The segment is durable: only now may the trainer be told.
+        self._batch.segment_written(
+            self._segment_steps, self._segment_bytes, self._segment_digest_s, times
+        )
         last = self._pending[-1]
         self.after = last.head.step
-        self._gather()
+        self._start_segment()
         self._on_disk(last.number)
 
     def _catch_up(self) -> None:
-        """Writes what had no room, in segments as it would have become."""
+        """Write records that waited for disk space, in segments of the usual size."""
         items = self._pending
-        self._held = False
-        self._gather()
+        self._waits_for_space = False
+        self._start_segment()
         for item in items:
             self._pending.append(item)
-            self._bytes += item.layout.size_bytes
-            self._memory_bytes += item.memory_bytes
+            self._segment_bytes += item.layout.size_bytes
+            self._segment_memory_bytes += item.memory_bytes
             if item.head.kind == "mark":
-                self._steps += 1
-                if not self._held and self._batch.is_full(
-                    self._steps, self._bytes, self._memory_bytes
+                self._segment_steps += 1
+                if not self._waits_for_space and self._batch.is_full(
+                    self._segment_steps, self._segment_bytes, self._segment_memory_bytes
                 ):
-                    self._write()
+                    self._write_segment()
 
-    def _turn(self, on: bool) -> None:
+    def _set_to_disk(self, on: bool) -> None:
         last = self._pending[-1].number if self._pending else 0
         self._flush()
-        if self._held:
-            self._fail(OutOfSpaceError("the log has no room on disk", step=self.after))
-        self._gather()
+        if self._waits_for_space:
+            error = "the disk has no space for pending log records"
+            self._fail(OutOfSpaceError(error, step=self.after))
+        self._start_segment()
+        # A restarted log begins a new run of segments: nothing connects it to the old ones.
         self.after = None
-        self._off = not on
+        self._disabled = not on
         self._failed = self._failed and (self._fenced or not on)
         self._on_disk(ENDED if self._failed else last)
 
     def _flush(self) -> None:
-        if self._held:
+        if self._waits_for_space:
             self._guarded(self._catch_up)
-        if self._held:
+        if self._waits_for_space:
             return
-        whole = len(self._pending)
-        while whole and self._pending[whole - 1].head.kind != "mark":
-            whole -= 1
-        if self._writer is None or self._failed or not whole:
+        complete = len(self._pending)
+        while complete and self._pending[complete - 1].head.kind != "mark":
+            complete -= 1
+        if self._writer is None or self._failed or not complete:
             return
-        rest = self._pending[whole:]
-        self._pending = self._pending[:whole]
+        # A segment ends with a mark; updates of the unfinished step go to the next one.
+        rest = self._pending[complete:]
+        self._pending = self._pending[:complete]
 
         def write() -> None:
-            self._write()
-            if self._held:
+            self._write_segment()
+            if self._waits_for_space:
                 self._pending += rest
             else:
-                self._gather(rest)
+                self._start_segment(rest)
 
         self._guarded(write)
 
@@ -467,17 +516,17 @@ def open_log(
     *,
     timeout_s: float,
 ) -> LogStore:
-    """The log of a timeline.
+    """Open the log of a timeline.
 
     Args:
-        to_disk: how it goes there, as of :func:`.batch.batch_of`; None: it does not.
-        identity: of this rank, if it does.
+        to_disk: limits of the log on disk, as in :func:`.batch.batch_from_wire`; None: memory only.
+        identity: identity of this rank; needed if the log goes to disk.
     """
     if to_disk is None or identity is None:
         return LogStore(arena, None, post, on_disk)
-    room = LogRoom.of(seams.filesystem, run, identity.rank, identity.world, to_disk)
-    writer = SegmentWriter(seams, run, identity, ring, timeout_s=timeout_s, room=room)
-    return LogStore(arena, writer, post, on_disk, batch_of(to_disk))
+    space = LogSpace.from_wire(seams.filesystem, run, identity.rank, identity.world, to_disk)
+    writer = SegmentWriter(seams, run, identity, ring, timeout_s=timeout_s, space=space)
+    return LogStore(arena, writer, post, on_disk, batch_from_wire(to_disk))
 
 
 def _is_run(records: Sequence[LogRecord]) -> bool:
@@ -489,7 +538,9 @@ def _is_run(records: Sequence[LogRecord]) -> bool:
 
 
 def records_from_wire(fields: Mapping[str, Any], arena: Arena) -> list[LogRecord]:
-    """The records of :meth:`LogStore.to_wire`, over the memory of ``arena``."""
+    """Decode records encoded by :meth:`LogStore.to_wire`; their data stays in the memory of
+    ``arena``.
+    """
     layouts = [layout_from_index(layout) for layout in fields["layouts"]]
     records = []
     for head, number, objects, offset, found in fields["records"]:

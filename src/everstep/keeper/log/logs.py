@@ -1,4 +1,4 @@
-"""The logs that a keeper process holds: of the training process, and of those before it."""
+"""The logs that a keeper holds: of the attached training process, and of earlier ones."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from everstep.arena.memory import Arena
 from everstep.errors import DeadlineError, KeeperError
 from everstep.format.log import RecordHead
 from everstep.format.writer import ChunkRing
-from everstep.keeper.log.attached import Attached
+from everstep.keeper.log.attached import AttachedTrainer
 from everstep.keeper.log.log_store import LogStore, open_log
 from everstep.link.channel import BackgroundChannel
 from everstep.link.log_records import receive_layout
@@ -26,18 +26,18 @@ if TYPE_CHECKING:
     from everstep.link.keeper_stats import KeeperStats
 
 __all__ = [
-    "Histories",
     "Logs",
+    "ServedTimelines",
 ]
 
 
-class Histories:
-    """The timelines that were served, by what their records were then.
+class ServedTimelines:
+    """Timeline records as they were when this keeper served them.
 
-    A folder that is put back as it was once (from a copy, or a snapshot of its disk) has the same
-    run and the same path, so the next process finds the same keeper; but it opens a timeline of a
-    number that there was already, and what the keeper has of that one and those behind it is
-    of a history that the folder knows nothing of.
+    A folder that was restored to an older state (from a copy or a disk snapshot) has the same run
+    and path, so the next process finds the same keeper. It opens a timeline number that was used
+    before. Data that the keeper holds for that number and higher ones then belongs to a history
+    that the folder does not have any more.
     """
 
     def __init__(self, filesystem: FileSystem, run: PurePath) -> None:
@@ -45,9 +45,13 @@ class Histories:
         self._run = run
         self._records: dict[int, bytes] = {}
 
-    def begins(self, timeline: int) -> bool:
-        """A timeline is served from now on; returns whether what there is of it and of those behind
-        it is of another history."""
+    def start_timeline(self, timeline: int) -> bool:
+        """Note that a timeline is served from now on.
+
+        Returns:
+            True if data of this timeline, or of higher numbers, belongs to another history and must
+            be dropped.
+        """
         known = self._records
         record = timeline_bytes(self._filesystem, self._run, timeline)
         other = known.get(timeline) not in (None, record) or any(n > timeline for n in known)
@@ -57,7 +61,7 @@ class Histories:
         return other
 
     def to_wire(self) -> list[list[int | bytes]]:
-        """For ``recalled``."""
+        """Encode the records for the ``recalled`` message."""
         return [[number, record] for number, record in self._records.items()]
 
 
@@ -65,11 +69,12 @@ _log = logging.getLogger("everstep.keeper")
 
 
 class Logs:
-    """One log for each timeline that was served, until a newer base is whole: a process that is
-    killed before its first one needs what those before it have left.
+    """One log per served timeline, kept until a newer base is durable.
+
+    A process that is killed before its first base needs the logs of earlier processes.
 
     Attributes:
-        histories: the timelines that were served, and whether they still are those of the folder.
+        served_timelines: records of the served timelines, to detect a restored folder.
     """
 
     def __init__(self, seams: Seams, run: PurePath, ring: ChunkRing) -> None:
@@ -77,24 +82,33 @@ class Logs:
         self._run = run
         self._ring = ring
         self._timeline = 0
-        self.histories = Histories(seams.filesystem, run)
+        self.served_timelines = ServedTimelines(seams.filesystem, run)
         self._current: LogStore | None = None
         self._older: list[tuple[int, LogStore]] = []  # with their timelines
         self._lock = threading.Lock()
 
     def serve(
         self,
-        trainer: Attached,
+        trainer: AttachedTrainer,
         channel: BackgroundChannel,
         message: dict[str, Any],
         timeout_s: float,
     ) -> bool:
-        """A new timeline; ``message`` says whether its log is put on disk. Returns whether what
-        there was of it, and of those behind it, is of another history; such logs are dropped."""
+        """Open the log of a new timeline.
+
+        Args:
+            message: the ``serve`` message; its ``log`` field says whether and how the log goes to
+                disk.
+
+        Returns:
+            True if logs of this timeline or of higher numbers belonged to another history; they
+            were dropped.
+        """
         if self._current is not None:
             if self._current.empty:
                 self._current.close()
             else:
+                # The new process may resume from these records.
                 with self._lock:
                     self._older.append((self._timeline, self._current))
         to_disk = message.get("log")
@@ -107,20 +121,20 @@ class Logs:
             to_disk,
             None if to_disk is None else identity_from_wire(message["identity"]),
             channel.post,
-            lambda number: trainer.tell({"kind": "logged", "upto": number}),
+            lambda number: trainer.send({"kind": "logged", "upto": number}),
             timeout_s=timeout_s,
         )
         served = self._timeline
-        if not self.histories.begins(served):
+        if not self.served_timelines.start_timeline(served):
             return False
         self._drop(lambda number: number >= served)
         return True
 
-    def on_message(self, trainer: Attached, message: dict[str, Any]) -> None:
-        """``log_layout``, ``log``, ``forget_log`` or ``log_to_disk``.
+    def on_message(self, trainer: AttachedTrainer, message: dict[str, Any]) -> None:
+        """Handle ``log_layout``, ``log``, ``forget_log`` or ``log_to_disk``.
 
         Raises:
-            KeeperError: it makes no sense.
+            KeeperError: the message is invalid.
         """
         kind = message["kind"]
         if kind == "log_layout":
@@ -136,82 +150,90 @@ class Logs:
             self._add(trainer, message)
 
     def add_to(self, stats: KeeperStats) -> None:
-        """Notes what the log of the current timeline has on disk."""
+        """Add the figures of the current log to ``stats``."""
         if self._current is not None:
             self._current.add_to(stats)
 
     @property
     def current(self) -> LogStore | None:
-        """Of the timeline that is served."""
+        """Log of the timeline that is served."""
         return self._current
 
     @property
     def arenas(self) -> list[Arena]:
-        """The memory that records lie in, or may."""
+        """Arenas that may hold records."""
         return [log.arena for log in self._all()]
 
     @property
     def memory_step(self) -> int | None:
-        """The newest step of logs that are in memory only."""
+        """Newest step of the logs that are in memory only; None: there is none."""
         steps = [log.steps for log in self._all() if log.in_memory_only]
         return max((one[1] for one in steps if one is not None), default=None)
 
     def drop_older(self, timeline: int) -> None:
-        """A base of this timeline is whole: nothing needs the logs of those before it; in any
-        thread."""
+        """Drop the logs of older timelines: a base of this timeline is durable. Called in any
+        thread.
+        """
         self._drop(lambda number: number < timeline)
 
     def _drop(self, is_over: Callable[[int], bool]) -> None:
         with self._lock:
             over = [log for number, log in self._older if is_over(number)]
             self._older = [one for one in self._older if not is_over(one[0])]
+        # Outside the lock: closing waits for the log's thread.
         for log in over:
             log.close()
 
     def recall(
-        self, trainer: Attached, *, own: bool, timeout_s: float
+        self, trainer: AttachedTrainer, *, own: bool, timeout_s: float
     ) -> Iterator[tuple[Arena, bytes]]:
-        """Arena and index of each log, oldest first (see :meth:`.log.LogStore.to_wire`). What is to
-        go to disk goes there first; ``trainer`` is told that this goes on.
+        """Yield arena and index of each log, oldest first (see
+        :meth:`.log_store.LogStore.to_wire`).
+
+        Pending records are written to disk first, which may take a while; ``trainer`` gets progress
+        messages meanwhile.
 
         Args:
-            own: those of ``trainer`` itself, too.
+            own: True: include the log of ``trainer`` itself.
         """
         for log in self._all():
             if (log.arena is not trainer.arena or own) and not log.empty:
-                log.flush()  # now: it is fenced off as soon as there is a new timeline
-                log.settle(timeout_s, trainer.goes_on)
+                # Now: as soon as the new process opens its timeline, the fence forbids this.
+                log.flush()
+                log.settle(timeout_s, trainer.send_progress)
                 index: bytes = msgpack.packb(log.to_wire())
                 yield log.arena, index
 
     @property
     def arriving(self) -> bool:
-        """Whether a record is in memory that has no digest yet."""
+        """True while a record in memory has no digest yet."""
         return any(log.arriving for log in self._all())
 
     def look(self) -> Iterator[tuple[Arena, bytes]]:
-        """As :meth:`recall`, of all that has a digest; nothing is flushed or waited for."""
+        """Yield arena and index of each log without flushing or waiting; only digested records are
+        included.
+        """
         for log in self._all():
             if not log.empty:
                 yield log.arena, msgpack.packb(log.to_wire())
 
     def flush(self) -> None:
-        """What is left of an unfinished batch goes to disk, if it will at all."""
+        """Write an unfinished segment of the current log to disk, if the log goes to disk."""
         if self._current is not None:
             self._current.flush()
 
     def settle(self, timeout_s: float) -> None:
-        """Returns when the current log is on disk up to its last mark, if it will be at all.
+        """Wait until the current log is on disk up to its last step mark, if it goes to disk.
 
         Raises:
-            DeadlineError: nothing of it was written for ``timeout_s``.
+            DeadlineError: no progress for ``timeout_s``.
         """
         if self._current is not None:
             self._current.flush()
             self._current.settle(timeout_s)
 
     def close(self, timeout_s: float) -> None:
-        """Ends all threads, behind what they have to do."""
+        """End all threads after their pending work."""
         for log in self._all():
             try:
                 log.settle(timeout_s)
@@ -224,15 +246,19 @@ class Logs:
             older = [log for _, log in self._older]
         return [*older, *([] if self._current is None else [self._current])]
 
-    def _add(self, trainer: Attached, message: dict[str, Any]) -> None:
+    def _add(self, trainer: AttachedTrainer, message: dict[str, Any]) -> None:
         objects = message["objects"]
-        if objects is None:  # too large for one message
-            parts = trainer.objects.pop(-message["number"], {})
-            objects = {name: bytes(data) for name, data in parts.items()}
+        if objects is None:
+            # Too large for one message: sent before, as chunks under the negative record number.
+            chunks = trainer.objects.pop(-message["number"], {})
+            objects = {name: bytes(data) for name, data in chunks.items()}
         layout = trainer.log_layouts[message["layout"]]
         head = RecordHead(*message["head"])
         if self._current is None or head.timeline != self._timeline:
-            raise KeeperError(f"a record of timeline {head.timeline}, which is not served")
+            raise KeeperError(
+                f"received a log record of timeline {head.timeline}, which is not served"
+            )
+        # Offsets come from another process: an invalid one must not read beyond the arena.
         if not 0 <= message["offset"] <= trainer.arena.size_bytes - layout.size_bytes:
-            raise KeeperError("a record outside of the arena")
+            raise KeeperError("received a log record that lies outside the arena")
         self._current.add(message["number"], head, layout, objects, message["offset"])

@@ -1,4 +1,4 @@
-"""A captured base on its way to a training process that was restarted."""
+"""Messages that hand captures and logs in a keeper's memory to a restarted training process."""
 
 from __future__ import annotations
 
@@ -25,25 +25,30 @@ __all__ = ["base_from_wire", "base_to_wire", "log_to_wire", "recalled_from_wire"
 
 
 def base_to_wire(capture: Capture) -> tuple[dict[str, Any], list[bytes]]:
-    """Where a captured base lies in the arena; and what makes files of it, headers and objects,
-    which are named by their place in the list: they may be too large for one message."""
+    """Encode a captured base: the slices of the arena that it consists of, and its headers and
+    objects.
+
+    Returns:
+        Fields of the message, and the blobs. The fields name blobs by their index in the list;
+        blobs are sent on their own, as they may be too large for one message.
+    """
     blobs: list[bytes] = []
     shards = []
     for written, body in zip(capture.written, _bodies(capture), strict=True):
-        parts: list[tuple[int, int] | int] = []
-        for part in (written.header, *body):
-            if isinstance(part, bytes):
-                blobs.append(part)
-                parts.append(len(blobs) - 1)
+        slices: list[tuple[int, int] | int] = []
+        for piece in (written.header, *body):
+            if isinstance(piece, bytes):
+                blobs.append(piece)
+                slices.append(len(blobs) - 1)
             else:
-                parts.append(part)
-        shards.append({"record": dataclasses.asdict(written.record), "parts": parts})
+                slices.append(piece)
+        shards.append({"record": dataclasses.asdict(written.record), "parts": slices})
     identity = identity_to_wire(capture.plan.identity)
     return {"identity": identity, "durable": capture.durable, "shards": shards}, blobs
 
 
 def _bodies(capture: Capture) -> Iterator[list[tuple[int, int] | bytes]]:
-    """What the body of each file consists of: ``(offset, size)`` in the arena, or bytes."""
+    """Yield the body of each file: ``(offset, size)`` of slices of the arena, or bytes."""
     offsets, _ = shard_offsets(capture.plan)
     for shard, offset in zip(capture.plan.shards, offsets, strict=True):
         body: list[tuple[int, int] | bytes] = []
@@ -58,21 +63,24 @@ def _bodies(capture: Capture) -> Iterator[list[tuple[int, int] | bytes]]:
 def base_from_wire(
     fields: Mapping[str, Any], blobs: Mapping[int, bytes | bytearray], arena: Arena
 ) -> HeldBase:
-    """The base, over the memory of ``arena``."""
+    """Decode a captured base; its bytes stay in the memory of ``arena``."""
     files = []
     for shard in fields["shards"]:
-        parts = [
-            memoryview(blobs[part]) if isinstance(part, int) else arena.view[part[0] : sum(part)]
-            for part in shard["parts"]
-        ]
-        files.append((MemoryFile(parts), FileRecord(**shard["record"])))
+        views = []
+        for piece in shard["parts"]:
+            if isinstance(piece, int):
+                views.append(memoryview(blobs[piece]))
+            else:
+                offset, size_bytes = piece
+                views.append(arena.view[offset : offset + size_bytes])
+        files.append((MemoryFile(views), FileRecord(**shard["record"])))
     identity = identity_from_wire(fields["identity"])
     marker = Marker.of(identity, tuple(record for _, record in files))
     return HeldBase(marker, tuple(files), fields["durable"])
 
 
 def recalled_from_wire(fields: Mapping[str, Any], arenas: Sequence[Arena]) -> Recalled:
-    """What a keeper has in memory: its answer to ``recall``, over the arenas that came with it."""
+    """Decode a keeper's reply to ``recall``, over the arenas that came with it."""
     blobs = fields["blobs"]
     base = None
     if fields["base"] is not None:
@@ -82,16 +90,16 @@ def recalled_from_wire(fields: Mapping[str, Any], arenas: Sequence[Arena]) -> Re
         index = msgpack.unpackb(bytes(blobs[number]), strict_map_key=False)
         records += records_from_wire(index, arenas[place])
     copies = tuple(_copy_from_wire(copy, arenas) for copy in fields["copies"])
-    lent: list[PeerLog] = []
+    peer_logs: list[PeerLog] = []
     for number, place in fields.get("peer_logs", ()):
         rows = msgpack.unpackb(bytes(blobs[number]))
-        lent += [_log_from_wire(row, arenas[place]) for row in rows]
+        peer_logs += [_log_from_wire(row, arenas[place]) for row in rows]
     served = {number: bytes(record) for number, record in fields.get("served", ())}
-    return Recalled(base, tuple(records), copies, tuple(lent), served)
+    return Recalled(base, tuple(records), copies, tuple(peer_logs), served)
 
 
 def log_to_wire(log: PeerLog, offset: int) -> dict[str, Any]:
-    """Steps of another rank's log that are held, and lie at ``offset`` of an arena."""
+    """Encode the held steps of another rank's log, which begin at ``offset`` of an arena."""
     run = log.steps.run
     steps = log.steps
     return {

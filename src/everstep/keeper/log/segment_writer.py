@@ -1,4 +1,4 @@
-"""Segments of the log on disk, as the keeper writes them."""
+"""Write log segments to disk: data file, then marker."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from everstep.format.plan import ShardPlan
 from everstep.format.records import Marker
 from everstep.format.writer import ChunkRing, write_shard
 from everstep.keeper.log.batch import SegmentTimes
-from everstep.keeper.log.disk_space import LogRoom
+from everstep.keeper.log.disk_space import LogSpace
 from everstep.run.fence import Fence
 from everstep.seams import Seams
 from everstep.seams.failpoints import failpoint
@@ -34,19 +34,20 @@ from everstep.tiers.durable_files import (
 
 __all__ = ["SegmentWriter"]
 
-_MARKER_BYTES = 1024  # at most; about 450 are used
+_MARKER_BYTES = 1024
+"""Reserved for a marker; about 450 bytes are used."""
 
 
 class SegmentWriter:
-    """Writes segments of one timeline.
+    """Writes the segments of one timeline.
 
     Args:
-        identity: of this rank; step and LSN are those of each segment.
-        room: what the budget leaves for the log; None: it has no bound.
+        identity: identity of this rank; each segment gets its own step and LSN.
+        space: the log's share of the disk budget; None: no limit.
 
     Attributes:
-        now_s: the clock by which it says what a segment took.
-        moves: changes with each operation on the disk that has come back.
+        now_s: clock for the durations of segments.
+        moves: counter that increases with each completed disk operation.
     """
 
     def __init__(
@@ -57,11 +58,11 @@ class SegmentWriter:
         ring: ChunkRing,
         *,
         timeout_s: float,
-        room: LogRoom | None = None,
+        space: LogSpace | None = None,
     ) -> None:
         self.moves = 0
         self._filesystem = MovingFileSystem(seams.filesystem, self._moved)
-        self._room = room
+        self._space = space
         self.now_s = seams.clock.monotonic_s
         self._run = run
         self._identity = identity
@@ -72,16 +73,18 @@ class SegmentWriter:
         self.written_bytes = 0
 
     def write(self, records: Sequence[LogRecord], after: int) -> SegmentTimes:
-        """Makes a segment durable.
+        """Make a segment durable.
 
         Args:
-            after: the step before its first.
+            after: the step before its first step.
 
         Raises:
-            FencedError: a newer timeline has begun.
-            NoRoomError: the budget leaves no room for it; nothing was begun.
-            StorageError: nothing of it is left, as far as the disk lets it go.
-            DeadlineError: nothing half-made is left that anyone would read; retention removes it.
+            FencedError: a newer timeline has taken over the run.
+            NoLogSpaceError: it does not fit into the budget; nothing was written.
+            StorageError: the disk failed; the files of the segment were removed if the disk allowed
+                it.
+            DeadlineError: the disk hangs. Files without a marker may be left; readers ignore them,
+                retention removes them.
         """
         began_s = self.now_s()
         last = records[-1].head
@@ -91,12 +94,16 @@ class SegmentWriter:
         directory = segment_dir(self._run, identity.timeline, after, last.step)
         plan, body = plan_segment(identity, records)
         with storage_errors("write the log", directory, step=last.step, rank=identity.rank):
+            # A segment is a commit: a process of an older timeline must not add to the history
+            # (I11).
             self._fence.check()
             self._check_space(identity, plan)
             try:
                 work_s = self._write(directory, identity, plan, body)
             except DeadlineError:
-                raise  # where the disk hangs, removing files may, too, and nobody would be told
+                # No cleanup: on a disk that hangs it would hang as well, and the error would
+                # never be reported.
+                raise
             except BaseException:
                 self._clean_up(directory, plan.name)
                 raise
@@ -106,29 +113,32 @@ class SegmentWriter:
         self.moves += 1
 
     def _check_space(self, identity: ShardIdentity, plan: ShardPlan) -> None:
-        """Refuses before writing what cannot fit: bases may find room in what is left."""
-        if self._room is not None:
-            self._room.take(plan.size_bytes + _MARKER_BYTES, step=identity.step)
-        room = self._filesystem.free_bytes(self._run)
-        if room < plan.size_bytes:
+        """Raise before anything is written if the segment cannot fit, so that bases can use the
+        free space.
+        """
+        if self._space is not None:
+            self._space.reserve(plan.size_bytes + _MARKER_BYTES, step=identity.step)
+        free_bytes = self._filesystem.free_bytes(self._run)
+        if free_bytes < plan.size_bytes:
             raise OutOfSpaceError(
-                f"a segment of the log takes {plan.size_bytes} bytes, {room} are free",
+                f"a log segment takes {plan.size_bytes} bytes, {free_bytes} are free",
                 step=identity.step,
                 rank=identity.rank,
                 tier="disk",
                 path=self._run,
-                hint="free some space, or keep fewer bases (keep=, everstep rm)",
+                hint="free disk space, or keep fewer bases (keep=, everstep rm)",
             )
 
     def _write(
         self, directory: PurePath, identity: ShardIdentity, plan: ShardPlan, body: Body
     ) -> float:
-        """Returns seconds until the bytes of its body were durable."""
+        """Write file and marker; return the seconds until the body was durable."""
         filesystem = self._filesystem
         if not self._has_dir:
             ensure_dir(filesystem, timeline_dir(self._run, identity.timeline) / LOG_DIR)
             self._has_dir = True
         path = directory / plan.name
+        # Temporary name until the bytes are durable: a crash leaves no file that looks complete.
         file = create_in(filesystem, temporary(path), direct=True)
         limits: dict[str, Any] = {"timeout_s": self._timeout_s, "progress": silent}
         try:
@@ -138,28 +148,33 @@ class SegmentWriter:
             written = write_shard(file, plan, identity, body, self._ring, **limits)
         finally:
             file.close()
+        # write_shard has synced the file. The rename is durable only after the sync of the
+        # directory; the marker must come after both, as it promises that the file is complete.
         failpoint("log.before_rename")
         filesystem.rename(temporary(path), path)
         filesystem.sync_dir(directory)
         failpoint("log.before_marker")
         marker = Marker.of(identity, (written.record,)).encode()
-        # A base of its last step may be there by then: then retention takes the segment.
+        # May be deleted at once: if a base of its last step is already durable, retention
+        # deletes the segment as soon as it has its marker.
         path = directory / marker_name(identity.rank)
         write_durably(filesystem, path, marker, may_go=True)
         self.written_bytes += plan.size_bytes
         return at_s[1] - at_s[0]
 
     def _clean_up(self, directory: PurePath, name: str) -> None:
-        """Leaves nothing of a segment that failed: its room may be the last of the disk. One with
-        its marker is whole, and stays: somebody may have read it. What was taken over is the new
-        timeline's to judge and to delete."""
+        """Remove the files of a failed segment: they may take the last free space of the disk."""
         filesystem = self._filesystem
         marker = directory / marker_name(self._identity.rank)
-        with contextlib.suppress(OSError):  # the disk that failed the segment may fail this, too
+        # The disk that failed the write may fail the cleanup, too: the first error counts.
+        with contextlib.suppress(OSError):
             names = {entry.name for entry in filesystem.scan(directory)}
+            # A segment with its marker is complete and may have been read: it stays. After a
+            # takeover the files belong to the new timeline.
             if marker.name in names or self._fence.newest_or_next() != self._identity.timeline:
                 return
             shard = directory / name
             for path in (temporary(shard), shard, temporary(marker)):
                 remove_if_there(filesystem, path)
-            filesystem.remove_dir(directory)  # unless another rank has its part there
+            # Fails, and does no harm, while another rank's files are in the directory.
+            filesystem.remove_dir(directory)

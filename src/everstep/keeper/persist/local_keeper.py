@@ -431,7 +431,7 @@ class LocalKeeper:
     def _tell_log(self, coming: bool) -> None:
         """Tell the log writer whether bases compete for the disk."""
         if self.log_of_run is not None:
-            self.log_of_run.relief(coming)
+            self.log_of_run.expect_base(coming)
 
     def _do(self, capture: Capture) -> None:
         """Persist one capture and run retention."""

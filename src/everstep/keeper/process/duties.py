@@ -22,12 +22,12 @@ from everstep.errors import EverstepError, KeeperError, StateError
 from everstep.format.plan import BasePlan
 from everstep.format.writer import ChunkRing, Written
 from everstep.keeper.held.newest_capture import LookReply, NewestCapture
-from everstep.keeper.log.attached import Attached
+from everstep.keeper.log.attached import AttachedTrainer
 from everstep.keeper.log.logs import Logs
 from everstep.keeper.persist.local_keeper import LocalKeeper
 from everstep.keeper.replica.rebuilds import Rebuilds
-from everstep.keeper.replica.served_replica import Replicas
-from everstep.keeper.ship.peer_copies import Peers
+from everstep.keeper.replica.served_replica import ServedReplica
+from everstep.keeper.ship.peer_copies import PeerCopies
 from everstep.link.capture import Capture, Incoming
 from everstep.link.channel import BackgroundChannel
 from everstep.link.job_session import JobSession, mailbox_error
@@ -86,18 +86,18 @@ class Duties:
         self.channel: BackgroundChannel | None = None
         self.newest_capture = NewestCapture()
         self.logs = Logs(seams, run, ring)
-        self.replicas = Replicas(seams.filesystem, run, self.newest_capture)
+        self.replicas = ServedReplica(seams.filesystem, run, self.newest_capture)
         self.rebuilds = Rebuilds(seams.filesystem, run, self.newest_capture)
         self.auditor: Auditor | AuditedElsewhere | None = None
         self.mirrors: Mirrors | None = None
-        self.peers = Peers(seams.filesystem, run, self.newest_capture)
+        self.peers = PeerCopies(seams.filesystem, run, self.newest_capture)
         self.mailbox: PeerMailbox | None = None
         self.timeline = self._bases_durable = 0
         self._arena: Arena | None = None
         self.timeout_s = timeout_s
         self.stopping = False
 
-    def serve(self, trainer: Attached, message: dict[str, Any]) -> None:
+    def serve(self, trainer: AttachedTrainer, message: dict[str, Any]) -> None:
         """Start to serve a new timeline; end the previous one."""
         mailbox = self.mailbox
         self.mailbox = None
@@ -151,7 +151,7 @@ class Duties:
             timeline=self.timeline,
             log=self.logs.current,
             on_everywhere=lambda base: self._on_everywhere(trainer, base),
-            on_step=lambda step: trainer.tell({"kind": "peered", "base": None, "step": step}),
+            on_step=lambda step: trainer.send({"kind": "peered", "base": None, "step": step}),
             verified=verified,
         )
         self.keeper.bases = self.peers.bases
@@ -222,7 +222,7 @@ class Duties:
         # An earlier keeper may have ended before it copied the newest base.
         self.mirrors.base_durable()
 
-    def listen(self, trainer: Attached, message: dict[str, Any]) -> None:
+    def listen(self, trainer: AttachedTrainer, message: dict[str, Any]) -> None:
         """Open a mailbox for the keepers of the other ranks, and reply with its port."""
         reply: dict[str, Any] = {"kind": "listening", "port": 0, "error": None}
         if self.mailbox is not None:
@@ -235,19 +235,19 @@ class Duties:
             reply["port"] = self.mailbox.address[1]
         except OSError as error:
             reply["error"] = error_to_wire(mailbox_error(message["host"], message["port"], error))
-        trainer.tell(reply)
+        trainer.send(reply)
 
     def settle(self) -> None:
         """Fail bases that only wait for other ranks: the next start of the job decides on them."""
         if self.keeper is not None:
             self.keeper.release()
 
-    def layout(self, trainer: Attached, message: dict[str, Any]) -> None:
+    def layout(self, trainer: AttachedTrainer, message: dict[str, Any]) -> None:
         """Receive the layout of the files of captures to come."""
         # One layout at a time: captures of the previous one have begun, and hold their plan.
         trainer.layouts = {message["number"]: message["layout"]}
 
-    def begin(self, trainer: Attached, message: dict[str, Any]) -> None:
+    def begin(self, trainer: AttachedTrainer, message: dict[str, Any]) -> None:
         """Register a capture that has begun.
 
         Raises:
@@ -258,7 +258,7 @@ class Duties:
         if self.stopping:
             raise KeeperError("this keeper was asked to stop")
         # As in captured(): a rebuilt base that is complete replaces the log before it.
-        if self.rebuilds.take_whole() and not self.keeper.is_one_of_several:
+        if self.rebuilds.take_completed() and not self.keeper.is_one_of_several:
             self.logs.drop_older(self.timeline)
         identity = identity_from_wire(message["identity"])
         arena = trainer.arena
@@ -287,12 +287,12 @@ class Duties:
         if not capture.parked:
             self.keeper.begin(capture)
 
-    def part(self, trainer: Attached, message: dict[str, Any]) -> None:
+    def part(self, trainer: AttachedTrainer, message: dict[str, Any]) -> None:
         """Receive a chunk of an encoded object, of a capture or of a log record."""
         objects = trainer.objects.setdefault(message["number"], {})
         objects.setdefault(message["name"], bytearray()).extend(message["part"])
 
-    def captured(self, trainer: Attached, message: dict[str, Any]) -> None:
+    def captured(self, trainer: AttachedTrainer, message: dict[str, Any]) -> None:
         """Take over a capture that is complete."""
         parts = trainer.objects.pop(message["number"], {})
         capture = trainer.captures.get(message["number"])
@@ -314,15 +314,15 @@ class Duties:
         else:
             self.keeper.captured(capture, objects)
 
-    def persist(self, trainer: Attached, message: dict[str, Any]) -> None:
+    def persist(self, trainer: AttachedTrainer, message: dict[str, Any]) -> None:
         """Make a capture durable that was to stay in memory only."""
-        self._persist(trainer.named(message["number"], again=message.get("again", False)))
+        self._persist(trainer.capture(message["number"], again=message.get("again", False)))
 
-    def redo(self, trainer: Attached, message: dict[str, Any]) -> None:
+    def redo(self, trainer: AttachedTrainer, message: dict[str, Any]) -> None:
         """Receive an update that concerns a multi-step capture."""
         self.rebuilds.update(trainer, message)
 
-    def assemble(self, trainer: Attached, message: dict[str, Any]) -> None:
+    def assemble(self, trainer: AttachedTrainer, message: dict[str, Any]) -> None:
         """Rebuild a multi-step capture, all of which has arrived."""
         parts = trainer.objects.pop(message["number"], {})
         capture = trainer.captures.get(message["number"])
@@ -334,7 +334,7 @@ class Duties:
         # In a thread of its own: replay takes long, and messages must be answered meanwhile.
         self.rebuilds.assemble(trainer, message, capture, objects, self.keeper)
 
-    def abandon(self, trainer: Attached, message: dict[str, Any]) -> None:
+    def abandon(self, trainer: AttachedTrainer, message: dict[str, Any]) -> None:
         """Give up a capture whose remaining data will never arrive."""
         trainer.objects.pop(message["number"], None)
         self.rebuilds.forget(message["number"])
@@ -344,7 +344,7 @@ class Duties:
             # Nobody writes a parked capture, so the error has to be sent from here.
             del trainer.captures[capture.number]
             if why is not None:
-                trainer.tell({"kind": "error", "error": why})
+                trainer.send({"kind": "error", "error": why})
         elif capture is not None and self.keeper is not None:
             self.keeper.abandon(capture, None if why is None else error_from_wire(why))
             return
@@ -352,23 +352,23 @@ class Duties:
         # the same: the trainer keeps the memory until it receives ``done``.
         interrupted = StateError("the save was interrupted")
         number = {"number": message["number"]}
-        trainer.tell({"kind": "failed", "error": error_to_wire(interrupted), **number})
-        trainer.tell({"kind": "done", **number})
+        trainer.send({"kind": "failed", "error": error_to_wire(interrupted), **number})
+        trainer.send({"kind": "done", **number})
 
-    def log(self, trainer: Attached, message: dict[str, Any]) -> None:
+    def log(self, trainer: AttachedTrainer, message: dict[str, Any]) -> None:
         """Receive a log record, the layout of records, or the end of the log."""
         if message["kind"] == "log":
             self.replicas.arrived()
         self.logs.on_message(trainer, message)
 
-    def forget(self, trainer: Attached, message: dict[str, Any]) -> None:
+    def forget(self, trainer: AttachedTrainer, message: dict[str, Any]) -> None:
         """Drop a capture from memory that the trainer no longer needs."""
         capture = trainer.captures.get(message["number"])
         if capture is not None and capture.parked:
             del trainer.captures[capture.number]
         self.newest_capture.forget(message["number"], trainer.arena)
 
-    def recall(self, trainer: Attached, message: dict[str, Any]) -> None:
+    def recall(self, trainer: AttachedTrainer, message: dict[str, Any]) -> None:
         """Send everything that is in memory to a restarted trainer: the newest base and
         the logs."""
         own = bool(message.get("own"))
@@ -444,7 +444,7 @@ class Duties:
         arenas += memories
         recalled: dict[str, Any] = {"base": base, "logs": listed, "copies": copies}
         recalled["peer_logs"] = []
-        recalled["served"] = self.logs.histories.to_wire()
+        recalled["served"] = self.logs.served_timelines.to_wire()
         rows, memory = self.peers.recall_logs()
         if rows and memory is not None:
             recalled["peer_logs"] = [[len(blobs), len(arenas)]]
@@ -452,19 +452,19 @@ class Duties:
             arenas.append(memory)
         return recalled, blobs, arenas
 
-    def ask(self, trainer: Attached, message: dict[str, Any]) -> None:
+    def ask(self, trainer: AttachedTrainer, message: dict[str, Any]) -> None:
         """Receive the request for a base that the replica is to provide."""
-        self.replicas.ask(trainer, message)
+        self.replicas.request_base(trainer, message)
 
-    def no_replica(self, trainer: Attached, message: dict[str, Any]) -> None:
+    def no_replica(self, trainer: AttachedTrainer, message: dict[str, Any]) -> None:
         """End the replica."""
         self.replicas.close()
 
-    def lose(self, trainer: Attached) -> None:
+    def lose(self, trainer: AttachedTrainer) -> None:
         """Drop captures that are incomplete: the training process has ended."""
         self.replicas.lose()
-        if self.mirrors is not None and not trainer.said_bye:
-            self.mirrors.lost()
+        if self.mirrors is not None and not trainer.detaching:
+            self.mirrors.trainer_lost()
         for capture in list(trainer.captures.values()):
             # A capture that is being rebuilt has arrived completely, so it is not dropped.
             there = capture.incoming.complete or capture.assembling
@@ -503,7 +503,7 @@ class Duties:
         step = self.replicas.step
         return self.newest_capture.step if step is None else step
 
-    def arena_bytes(self, trainer: Attached | None) -> int:
+    def arena_bytes(self, trainer: AttachedTrainer | None) -> int:
         """Return the host memory in use, in bytes.
 
         Counts the arenas of the attached trainer, of earlier trainers and of the replica, and the
@@ -560,12 +560,14 @@ class Duties:
         self.logs.flush()
         self.logs.close(self.timeout_s)
 
-    def _on_done(self, trainer: Attached, channel: BackgroundChannel, capture: Capture) -> None:
+    def _on_done(
+        self, trainer: AttachedTrainer, channel: BackgroundChannel, capture: Capture
+    ) -> None:
         """Handle the end of a base and its retention, in the writing thread."""
         # Errors before ``done``: a trainer may exit as soon as it receives ``done``.
         self.pass_on(channel)
         if capture.arena is None:
-            trainer.tell({"kind": "done", "number": capture.number})
+            trainer.send({"kind": "done", "number": capture.number})
         else:
             # A base in the replica's own memory: no trainer waits for the block.
             self.replicas.done(capture)
@@ -576,7 +578,7 @@ class Duties:
                 self.auditor.base_durable()
             self.peers.base_durable(BaseId(capture.timeline, capture.step))
 
-    def _on_end(self, trainer: Attached, capture: Capture) -> None:
+    def _on_end(self, trainer: AttachedTrainer, capture: Capture) -> None:
         """Handle a base that is durable or has failed, in the writing thread."""
         trainer.captures.pop(capture.number, None)
         error = capture.save.durable.exception()
@@ -590,12 +592,12 @@ class Duties:
                 self.replicas.base_durable(capture, trainer.arena)
             finally:
                 # The base is durable whatever happens to the replica.
-                trainer.tell({"kind": "durable", **fields, **self.stats()})
+                trainer.send({"kind": "durable", **fields, **self.stats()})
             return
-        self.newest_capture.failed(capture, error, reused=not trainer.gone)
+        self.newest_capture.failed(capture, error, reused=not trainer.unreachable)
         ours = error if isinstance(error, EverstepError) else EverstepError(repr(error))
         self.replicas.base_failed(capture, ours)
-        trainer.tell({"kind": "failed", "error": error_to_wire(ours), **fields, **self.stats()})
+        trainer.send({"kind": "failed", "error": error_to_wire(ours), **fields, **self.stats()})
 
     def _drop_older(self, timeline: int) -> None:
         """Drop the log before a base of this timeline that is durable on all ranks.
@@ -609,20 +611,22 @@ class Duties:
         if not self.peers.sends_log or self._bases_durable > 2:
             self.logs.drop_older(timeline)
 
-    def _on_everywhere(self, trainer: Attached, base: BaseId) -> None:
+    def _on_everywhere(self, trainer: AttachedTrainer, base: BaseId) -> None:
         """Handle a base that all peers hold completely."""
         if base.timeline == self.timeline:
             self.logs.drop_older(base.timeline)
-            trainer.tell({"kind": "peered", "base": base.step, "step": None, **self.stats()})
+            trainer.send({"kind": "peered", "base": base.step, "step": None, **self.stats()})
 
 
-def _report(trainer: Attached, error: EverstepError, kind: str = "error", **more: int) -> None:
+def _report(
+    trainer: AttachedTrainer, error: EverstepError, kind: str = "error", **more: int
+) -> None:
     """Send an error to the trainer that it concerns, and to no other."""
     _log.error("%s", error)
-    trainer.tell({"kind": kind, "error": error_to_wire(error), **more})
+    trainer.send({"kind": kind, "error": error_to_wire(error), **more})
 
 
-HANDLERS: Mapping[str, Callable[[Duties, Attached, dict[str, Any]], None]] = {
+HANDLERS: Mapping[str, Callable[[Duties, AttachedTrainer, dict[str, Any]], None]] = {
     "listen": Duties.listen,
     "serve": Duties.serve,
     "layout": Duties.layout,

@@ -20,7 +20,7 @@ from everstep.arena.memory import Arena
 from everstep.errors import EverstepError, KeeperError, KeeperTimeoutError
 from everstep.format.writer import ChunkRing
 from everstep.keeper.held.newest_capture import NewestCapture
-from everstep.keeper.log.attached import Attached
+from everstep.keeper.log.attached import AttachedTrainer
 from everstep.keeper.persist.local_keeper import CHUNKS, WRITERS, LocalKeeper
 from everstep.keeper.process.duties import HANDLERS, Duties
 from everstep.link.messages import PROTOCOL
@@ -111,7 +111,7 @@ class Server:
             self._guests_max = max(1, min(_GUESTS_MAX, most // _GUESTS_SHARE))
         self._listens_again_s: float | None = None  # set while accepting is paused
         self._ring = ChunkRing(CHUNKS - WRITERS + writers, writers)
-        self._trainer: Attached | None = None
+        self._trainer: AttachedTrainer | None = None
         self._duties = Duties(self._seams, run, self._ring, timeout_s=_TIMEOUT_S)
         self._farewells: list[Connection] = []
         self._settling = False
@@ -183,7 +183,9 @@ class Server:
         if now_s - self._used_s >= _USED_EVERY_S:
             self._used_s = now_s
             self._still_used()
-        if trainer is not None and (trainer.gone or (trainer.watch.pid and trainer.watch.gone())):
+        if trainer is not None and (
+            trainer.unreachable or (trainer.watch.pid and trainer.watch.gone())
+        ):
             self._lose_trainer(trainer)
             return
         if now_s >= self._look_s and not self._ending:
@@ -199,14 +201,14 @@ class Server:
         if self._listens_again_s is not None and now_s >= self._listens_again_s:
             self._listen_again()
 
-    def _send_progress(self, trainer: Attached, now_s: float) -> None:
+    def _send_progress(self, trainer: AttachedTrainer, now_s: float) -> None:
         """Send counters now and then, and ``settled`` when everything queued was written."""
         keeper = self._keeper
         # At most every _TELL_EVERY_S: each message wakes the training process.
         if keeper is not None and now_s - self._progress_sent_s >= _TELL_EVERY_S:
             self._progress_sent_s = now_s
             channel = self._duties.channel
-            trainer.tell(
+            trainer.send(
                 {
                     "kind": "progress",
                     "written_bytes": keeper.written_bytes,
@@ -217,9 +219,9 @@ class Server:
             )
         if self._settling and (keeper is None or not keeper.waiting):
             self._settling = False
-            trainer.tell({"kind": "settled"})
+            trainer.send({"kind": "settled"})
 
-    def _check_registration(self, trainer: Attached | None) -> None:
+    def _check_registration(self, trainer: AttachedTrainer | None) -> None:
         """Register again if the files in the runtime folder were removed.
 
         Without them no restarted trainer finds this keeper, and all state in its memory is lost.
@@ -272,7 +274,7 @@ class Server:
             pass
         return True
 
-    def _report_hidden(self, trainer: Attached | None, why: KeeperError, then: str) -> None:
+    def _report_hidden(self, trainer: AttachedTrainer | None, why: KeeperError, then: str) -> None:
         """Warn once that no restarted trainer can find this keeper."""
         if self._hidden:
             return
@@ -286,7 +288,7 @@ class Server:
         )
         _log.error("%s", notice)
         if trainer is not None:
-            trainer.tell({"kind": "notice", "error": error_to_wire(notice)})
+            trainer.send({"kind": "notice", "error": error_to_wire(notice)})
 
     def _accept(self, listener: Any) -> bool:
         """Accept one connection as a guest; return False if there is none."""
@@ -385,7 +387,9 @@ class Server:
         else:
             raise KeeperError(f"message {kind!r} from a process that is not attached")
 
-    def _dispatch_to_duty(self, trainer: Attached, kind: str, message: dict[str, Any]) -> None:
+    def _dispatch_to_duty(
+        self, trainer: AttachedTrainer, kind: str, message: dict[str, Any]
+    ) -> None:
         """Handle a message of the trainer that is attached."""
         if kind == "settle":
             self._on_settle(trainer, message)
@@ -400,7 +404,7 @@ class Server:
         """Send the contents of memory to a process that only reads them."""
         trainer = self._trainer
         # A dead trainer first: its last messages may announce a complete capture.
-        if trainer is not None and (trainer.gone or trainer.watch.gone()):
+        if trainer is not None and (trainer.unreachable or trainer.watch.gone()):
             self._lose_trainer(trainer)
             trainer = self._trainer
         if message.get("protocol") != PROTOCOL:
@@ -442,14 +446,14 @@ class Server:
             return
         # The arena exists: only now end the previous attachment, as nothing can fail any more.
         if self._trainer is not None:
-            self._trainer.tell({"kind": "replaced", "pid": pid})
+            self._trainer.send({"kind": "replaced", "pid": pid})
             self._lose_trainer(self._trainer)
         # The keeper may have been about to exit after a goodbye: not any more.
         self._ending = self._stopping
         self._hang_up_farewells()
         self._duties.timeout_s = timeout_s
         self._guests.pop(connection, None)
-        self._trainer = trainer = Attached(connection, pid, arena)
+        self._trainer = trainer = AttachedTrainer(connection, pid, arena)
         self._alone_s_max = self._linger_s
         # A process descriptor becomes readable at death, even if children keep the socket open.
         if (death := trainer.watch.fileno()) is not None:
@@ -462,7 +466,7 @@ class Server:
         if self._trainer is not None:
             self._lose_trainer(self._trainer)
 
-    def _lose_trainer(self, trainer: Attached) -> None:
+    def _lose_trainer(self, trainer: AttachedTrainer) -> None:
         """Detach a trainer that has ended: persist its complete captures, drop the others."""
         # First, as messages that it sent before it died may complete a capture.
         self._drain(trainer)
@@ -471,7 +475,7 @@ class Server:
             return
         _log.info("process %d has ended or detached", trainer.watch.pid)
         self._trainer = None
-        trainer.gone = True
+        trainer.unreachable = True
         self._settling = False
         # Check the registration at once: a restarted trainer will look for this keeper soon.
         self._alone_since_s = self._look_s = self._clock.monotonic_s()
@@ -482,7 +486,7 @@ class Server:
         self._farewells.append(trainer.connection)
         # After ``bye`` the connection stays open until this keeper ends: the trainer waits for
         # that.
-        if not trainer.said_bye:
+        if not trainer.detaching:
             self._hang_up_farewells()
         # After the detachment: replies of the duties to this trainer are dropped silently.
         self._duties.lose(trainer)
@@ -494,7 +498,7 @@ class Server:
             connection.close()
         self._farewells.clear()
 
-    def _drain(self, trainer: Attached) -> None:
+    def _drain(self, trainer: AttachedTrainer) -> None:
         """Handle the messages that a trainer sent before it died.
 
         They may announce that a capture is complete, or that one is about to be overwritten.
@@ -527,15 +531,15 @@ class Server:
             "logs": [list(one) for one in self._duties.peers.logs.held.items()],
         }
 
-    def _on_settle(self, trainer: Attached, message: dict[str, Any]) -> None:
+    def _on_settle(self, trainer: AttachedTrainer, message: dict[str, Any]) -> None:
         self._settling = True
         self._duties.settle()
 
-    def _on_bye(self, trainer: Attached, message: dict[str, Any]) -> None:
-        trainer.said_bye = not message.get("stay")
+    def _on_bye(self, trainer: AttachedTrainer, message: dict[str, Any]) -> None:
+        trainer.detaching = not message.get("stay")
         self._lose_trainer(trainer)
         # ``stay``: the keeper waits for the next trainer, as after a crash.
-        if not trainer.said_bye:
+        if not trainer.detaching:
             return
         # A state that no disk has outlives the goodbye: the keeper then lingers instead.
         self._ending = self._stopping or not self._newest_capture.is_only_copy

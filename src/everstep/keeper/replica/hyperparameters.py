@@ -1,6 +1,6 @@
-"""Hyperparameters that are tensors, as a base has them: what a mark holds of them for replay.
+"""Hyperparameters that are tensors, read from a base: a step mark carries them for replay.
 
-Replay puts those of the last update in their place, which a scheduler may have changed since.
+A scheduler may have changed them since the last update; replay sets them to the values of the mark.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ from everstep.state.providers.optimizers import OptimizerProvider
 from everstep.state.values.objects import decode
 from everstep.state.values.tree import references
 
-__all__ = ["laid_out", "options_of_groups"]
+__all__ = ["pack_tensors", "tensor_hyperparameters"]
 
 Tensors = Mapping[str, tuple[Entry, memoryview]]
 """Entries and their bytes, by name."""
 
 
-def options_of_groups(
+def tensor_hyperparameters(
     plan: BasePlan, memory: memoryview, objects: Mapping[str, bytes]
 ) -> dict[str, tuple[Entry, memoryview]]:
-    """Those of all optimizers.
+    """Return the tensor hyperparameters of all optimizers, by entry name.
 
     Args:
-        memory: a base's block.
+        memory: memory block of a base.
         objects: encoded objects of the same step.
     """
     aliases: dict[str, str] = {}
@@ -49,8 +49,8 @@ def options_of_groups(
     return found
 
 
-def laid_out(tensors: Tensors) -> tuple[ShardLayout, bytes]:
-    """Tensors as the data of a record: all of a dtype side by side, without holes."""
+def pack_tensors(tensors: Tensors) -> tuple[ShardLayout, bytes]:
+    """Lay tensors out as the data of a record: all of one dtype together, without gaps."""
     entries = sorted((entry for entry, _ in tensors.values()), key=lambda entry: entry.dtype)
     (layout,) = plan_shards(entries, header_bytes_max=1 << 62)
     return layout, b"".join(tensors[place.entry.name][1] for place in layout.placed)

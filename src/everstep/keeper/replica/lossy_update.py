@@ -1,6 +1,6 @@
-"""Makes lossy copies of the gradients in a log record; see :mod:`everstep.keeper.ship.lossy_log`.
+"""Approximate copies of the gradients in a log record; see :mod:`everstep.keeper.ship.lossy_log`.
 
-The only part of that which needs torch; imported when there is an update.
+Imports torch; imported when the first update is copied.
 """
 
 from __future__ import annotations
@@ -27,17 +27,18 @@ __all__ = ["lossy_update"]
 
 
 def lossy_update(record: LogRecord, ratio: float, int8_below: int) -> LogRecord | None:
-    """A lossy copy of an update; None: training consumed a gradient of it compressed.
+    """Return an approximate copy of an update; None if training consumed a compressed gradient in
+    it.
 
-    As training would have recorded it. (Where one optimizer has gradients of several dtypes, they
-    may follow each other in another order: a dense record has them by dtype.)
+    The copy equals the record that training would have made. Exception: if one optimizer has
+    gradients of several dtypes, their order may differ, as a dense record sorts them by dtype.
 
     Raises:
         OptionError, FormatError, DamageError: see :func:`.lossy_log.lossy_record`.
     """
     kept_count(1, ratio)
-    name, about = _about(record)
-    if "compressed" in about:
+    name, description = _description(record)
+    if "compressed" in description:
         return None
     placed = record.layout.placed
     gradients = {
@@ -52,45 +53,51 @@ def lossy_update(record: LogRecord, ratio: float, int8_below: int) -> LogRecord 
         bare = placed[number].entry.name.removeprefix(GRADIENT)
         fields = lossy_entries(bare, gradients[number], copy, forms)
         compressed[bare] = {**fields, "stride": placed[number].entry.stride}
-    # In the order of training: gradients that are dense, then forms, then all else.
+    # In the order in which training records them: dense gradients, compressed forms, the rest.
     dense = [placed[number].entry for number in gradients if number not in copies]
     others = [place.entry for number, place in enumerate(placed) if number not in gradients]
     layout = record_layout([*dense, *(tensor_entry(n, t) for n, t in forms.items()), *others])
     data = _gathered(record, layout, forms)
-    objects = {**record.objects, name: encode(_told(about, compressed), checked=True)}
+    objects = {
+        **record.objects,
+        name: encode(_with_compressed(description, compressed), checked=True),
+    }
     return LogRecord(record.head, layout, objects, data, record_digest(data, objects))
 
 
-def _about(record: LogRecord) -> tuple[str, dict[str, Any]]:
-    """What a record says of its update, and under which name."""
+def _description(record: LogRecord) -> tuple[str, dict[str, Any]]:
+    """Return the name and the decoded object that describes the update."""
     for name in (PART_OBJECT, UPDATE_OBJECT):
         if name in record.objects:
-            about = decode(record.objects[name])
-            if isinstance(about, dict):
-                return name, about
-    raise FormatError(f"{record.head} is no record of an update")
+            description = decode(record.objects[name])
+            if isinstance(description, dict):
+                return name, description
+    raise FormatError(f"{record.head} is not the record of an update")
 
 
 def _row_major(record: LogRecord, place: Placed) -> torch.Tensor:
-    """A gradient as it lies in the record, whatever strides it had."""
+    """Return a gradient in the order in which the record stores it, regardless of its strides."""
     return tensor_of(record, replace(place, entry=replace(place.entry, stride=None)))
 
 
-def _told(about: Mapping[str, Any], compressed: Mapping[str, Any]) -> dict[str, Any]:
-    """What the record says now; keys in the order in which training tells them."""
+def _with_compressed(
+    description: Mapping[str, Any], compressed: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Return the new description; keys in the order in which training writes them."""
     if not compressed:
-        return dict(about)
-    found = {key: value for key, value in about.items() if key != "shared"}
+        return dict(description)
+    found = {key: value for key, value in description.items() if key != "shared"}
     found |= {"compressed": dict(compressed), "lossy": True}
-    return found | ({"shared": about["shared"]} if "shared" in about else {})
+    return found | ({"shared": description["shared"]} if "shared" in description else {})
 
 
 def _gathered(
     record: LogRecord, layout: ShardLayout, forms: Mapping[str, torch.Tensor]
 ) -> memoryview:
-    """The data of the new record, in memory of its own."""
+    """Return the data of the new record, in memory of its own."""
     begins = {place.entry.name: place.begin for place in record.layout.placed}
-    data = np.empty(layout.size_bytes, np.uint8)  # which other threads are not held up by
+    # Not a bytearray: zeroing and filling it would hold the GIL and stall other threads.
+    data = np.empty(layout.size_bytes, np.uint8)
     for place in layout.placed:
         size_bytes = place.end - place.begin
         if not size_bytes:

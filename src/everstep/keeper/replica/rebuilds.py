@@ -1,8 +1,8 @@
-"""Bases that were captured over several steps, until they are whole: the keeper's side.
+"""Multi-step bases in the keeper, from the last message until they are complete.
 
-A thread of its own brings the parts to one step (:mod:`.rebuild_state`), or puts together what
-whoever restores them needs for it (:mod:`.fuzzy`), so that messages are answered meanwhile. From
-then on it is a base like any other; until then the one before it stays.
+A thread of its own brings the parts to one step (:func:`.replica_state.rebuild`) or adds the file
+that a restore needs for that (:mod:`.redo_file`), so that the event loop keeps answering messages.
+Then the base is treated like any other; until then the previous base stays.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from everstep.format.plan import BasePlan
 from everstep.format.reader import read_record_bytes
 from everstep.format.records import TimelineRecord
 from everstep.keeper.held.newest_capture import NewestCapture
-from everstep.keeper.log.attached import Attached
+from everstep.keeper.log.attached import AttachedTrainer
 from everstep.keeper.persist.local_keeper import LocalKeeper
-from everstep.keeper.replica.redo_file import leave_fuzzy
+from everstep.keeper.replica.redo_file import add_redo_file
 from everstep.link.assembly import Assembly, PartialUpdate, assembly_from_wire
 from everstep.link.capture import Capture
 from everstep.seams.failpoints import failpoint
@@ -35,7 +35,7 @@ _log = logging.getLogger("everstep.keeper")
 
 
 class Rebuilds:
-    """Those of the training process that is served."""
+    """Assembles the multi-step bases of the attached training process."""
 
     def __init__(
         self, filesystem: FileSystem, run: PurePath, newest_capture: NewestCapture
@@ -46,10 +46,10 @@ class Rebuilds:
         self._updates: dict[int, list[PartialUpdate]] = defaultdict(list)
         self._threads = 1
         self._thread: IoThreads | None = None
-        self._whole = False  # since that was last asked
+        self._completed = False
 
     def serve(self, message: Mapping[str, Any]) -> None:
-        """A new timeline; ``message`` says whether its bases have to be made whole."""
+        """Start a timeline; the message's ``rebuild`` field says whether bases must be assembled."""
         self._updates.clear()
         wanted = message.get("rebuild")
         if wanted is None:
@@ -58,17 +58,18 @@ class Rebuilds:
         if self._thread is None:
             self._thread = IoThreads(1, "everstep-rebuild")
         if wanted["warm"]:
-            self._thread.submit(_warm)  # it takes seconds, and the first base some steps
+            # The import of torch takes seconds; the first base takes a few steps to capture.
+            self._thread.submit(_import_torch)
 
-    def update(self, trainer: Attached, message: Mapping[str, Any]) -> None:
-        """An update that concerns a base.
+    def update(self, trainer: AttachedTrainer, message: Mapping[str, Any]) -> None:
+        """Add an update that a base in progress needs.
 
         Raises:
-            KeeperError: it makes no sense.
+            KeeperError: the message is invalid.
         """
         layout = trainer.log_layouts[message["layout"]]
         if not 0 <= message["offset"] <= trainer.arena.size_bytes - layout.size_bytes:
-            raise KeeperError("an update outside of the arena")
+            raise KeeperError("received an update that lies outside the arena")
         self._updates[message["number"]].append(
             PartialUpdate(
                 RecordHead(*message["head"]), layout, message["objects"], message["offset"]
@@ -77,84 +78,90 @@ class Rebuilds:
 
     def assemble(
         self,
-        trainer: Attached,
+        trainer: AttachedTrainer,
         message: Mapping[str, Any],
         capture: Capture,
         objects: Mapping[str, bytes],
         keeper: LocalKeeper,
     ) -> None:
-        """All parts of a base are there, and all updates: whatever happens to training, it is made
-        whole and becomes durable.
+        """Assemble a base, all parts and updates of which have arrived.
+
+        From here on the base becomes durable even if the training process dies.
 
         Raises:
-            KeeperError: this keeper was not asked to make bases whole.
+            KeeperError: the process did not announce multi-step bases.
         """
         updates = self._updates.pop(capture.number, [])
         if self._thread is None:
-            raise KeeperError("a base in parts, of a process that has not spoken of any")
+            raise KeeperError("received a multi-step base from a process that announced none")
         assembly = assembly_from_wire(message, updates)
         capture.assembling = True
-        if keeper.is_one_of_several:  # the others go by the order of bases
+        # All ranks commit bases in the same order: reserve this base's place before later ones.
+        if keeper.is_one_of_several:
             keeper.expect(capture)
         rebuild = self._thread.submit(self._rebuild, trainer, capture, objects, assembly, keeper)
-        rebuild.add_done_callback(lambda _: capture.made.set())  # whatever comes of it
+        # Also after an error: other threads wait for this event.
+        rebuild.add_done_callback(lambda _: capture.made.set())
 
     def forget(self, number: int) -> None:
-        """The rest of a base will never come."""
+        """Drop the updates of a base that will never be complete."""
         self._updates.pop(number, None)
 
-    def take_whole(self) -> bool:
-        """Whether a base has become whole since the last call."""
-        whole = self._whole
-        self._whole = False
-        return whole
+    def take_completed(self) -> bool:
+        """Return True if a base was completed since the last call."""
+        completed = self._completed
+        self._completed = False
+        return completed
 
     def close(self, *, timeout_s: float = 0.0) -> None:
-        """Ends the thread, behind what it has to do."""
+        """End the thread after its pending work."""
         if self._thread is not None:
             self._thread.close(timeout_s)
 
     def _rebuild(
         self,
-        trainer: Attached,
+        trainer: AttachedTrainer,
         capture: Capture,
         objects: Mapping[str, bytes],
         assembly: Assembly,
         keeper: LocalKeeper,
     ) -> None:
-        """In the thread."""
+        """Assemble a base and queue it for writing, in the thread."""
         error: EverstepError | None = None
         try:
             failpoint("rebuild.before")
             if assembly.fuzzy is not None:
-                leave_fuzzy(capture, trainer.arena, objects, assembly, assembly.fuzzy)
+                add_redo_file(capture, trainer.arena, objects, assembly, assembly.fuzzy)
             else:
                 objects = self._rebuilt(trainer, capture, objects, assembly)
             failpoint("rebuild.after")
         except EverstepError as found:
             error = found
         except Exception as found:
-            what = f"internal error while a base was made whole: {found!r}"
-            error = EverstepError(what, step=capture.step)
+            message = f"internal error while assembling a base: {found!r}"
+            error = EverstepError(message, step=capture.step)
             error.__cause__ = found
-        # A base that is whole needs its updates no more; its own block is kept until it is durable.
-        trainer.tell({"kind": "rebuilt", "number": capture.number, "whole": error is None})
+        # The trainer may reuse the memory of the updates now; the base's own block is kept until
+        # the base is durable.
+        trainer.send({"kind": "rebuilt", "number": capture.number, "whole": error is None})
         if error is not None:
             _log.error("%s", error)
             keeper.abandon(capture, error)
             return
-        self._whole = True
+        self._completed = True
+        # Before it is queued: from here on a restarted trainer can recall it from memory.
         self._newest_capture.take(capture, trainer.arena)
         keeper.captured(capture, objects)
 
     def _rebuilt(
         self,
-        trainer: Attached,
+        trainer: AttachedTrainer,
         capture: Capture,
         objects: Mapping[str, bytes],
         assembly: Assembly,
     ) -> Mapping[str, bytes]:
-        """Brings all parts to one step; returns the objects."""
+        """Bring all parts to one step; return the objects of that step."""
+        # Imported here, in the thread: importing torch takes seconds.
         from everstep.keeper.replica.replica_state import rebuild
 
         made, objects = rebuild(
@@ -177,5 +184,5 @@ class Rebuilds:
             return None
 
 
-def _warm() -> None:
+def _import_torch() -> None:
     import everstep.keeper.replica.replica_state  # noqa: F401

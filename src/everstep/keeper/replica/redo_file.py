@@ -1,9 +1,9 @@
-"""Bases over several steps that whoever restores them makes whole: their redo file. Without torch.
+"""Redo file of a fuzzy multi-step base: the gradients that bring its parts to one step at restore.
 
-Parts stay as they were captured, each with the number of the last update that it has seen; the
-gradients since go into one more file of the same base, in the form of a segment of the log. So the
-base is committed when all of it is durable, is verified, copied and deleted with it, and needs
-nothing from outside.
+The parts stay as they were captured, each with the number of the last update it has seen. The later
+gradients go into one more file of the same base, in the format of a log segment. So the base
+commits when all of it is durable; it is verified, copied and deleted with it, and depends on
+nothing outside. Needs no torch.
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ from everstep.format.plan import BasePlan
 from everstep.link.assembly import Assembly, FuzzyParts
 from everstep.link.capture import Capture, RedoFile
 
-__all__ = ["leave_fuzzy"]
+__all__ = ["add_redo_file"]
 
 
-def leave_fuzzy(
+def add_redo_file(
     capture: Capture,
     arena: Arena,
     objects: Mapping[str, bytes],
     assembly: Assembly,
     fuzzy: FuzzyParts,
 ) -> None:
-    """Gives a base its redo file, and its parts the updates that they have seen.
+    """Add the redo file to a base, and to its parts the last updates that they have seen.
 
     Args:
-        capture: with the identity of the last step.
-        arena: that block and updates are in; they stay there until the base is needed no more.
+        capture: base with the identity of the last step.
+        arena: memory of the base and the updates; they stay there until the base is released.
         objects: encoded objects of the last step mark.
 
     Raises:
@@ -41,6 +41,7 @@ def leave_fuzzy(
     """
     identity = capture.plan.identity
     lsns = {name: lsn for lsn, names in fuzzy.seen for name in names if lsn < identity.lsn}
+    # Before the capture is changed: an incomplete base must not get a redo file.
     _check_complete(assembly, min(lsns.values(), default=identity.lsn), identity.lsn)
     records: list[LogRecord] = []
     places: dict[str, int] = {}
@@ -58,12 +59,13 @@ def leave_fuzzy(
     records.append(LogRecord(head, fuzzy.layout, objects, data, record_digest(data, objects)))
     plan, body = plan_segment(identity, records)
     plan = dataclasses.replace(plan, name=shard_name(identity.rank, len(capture.plan.shards)))
-    parts: list[tuple[int, int] | bytes] = []
+    # Updates are written from the arena without a copy; the rest comes from the plan's body.
+    slices: list[tuple[int, int] | bytes] = []
     for place in plan.layout.placed:
         begin = places.get(place.entry.name)
         size = place.end - place.begin
-        parts.append(body.source(place.entry.name) if begin is None else (begin, size))
-    capture.redo = RedoFile(plan, body, tuple(parts))
+        slices.append(body.source(place.entry.name) if begin is None else (begin, size))
+    capture.redo = RedoFile(plan, body, tuple(slices))
     capture.plan = _of_several_updates(capture.plan, lsns)
 
 
@@ -71,14 +73,16 @@ def _check_complete(assembly: Assembly, first: int, last: int) -> None:
     found = [update.head.lsn for update in assembly.updates]
     if found != list(range(first + 1, last + 1)):
         raise KeeperError(
-            f"a base of update {last}, with parts of update {first} on, came with the updates "
-            f"{found}: it cannot be made whole"
+            f"a base of update {last} with parts captured from update {first} on was received "
+            f"with the updates {found}: it cannot be completed"
         )
 
 
 def _of_several_updates(plan: BasePlan, lsns: Mapping[str, int]) -> BasePlan:
-    """The plan of a base whose entries ``lsns`` are of these updates. What they hold is compared
-    with no other base, but for what never changes."""
+    """Return the plan of a base in which the entries ``lsns`` have seen different updates.
+
+    The digest audit compares such entries with no other base, except those that never change.
+    """
     shards = []
     for shard in plan.shards:
         names = [place.entry.name for place in shard.layout.placed]

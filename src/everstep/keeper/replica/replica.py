@@ -1,9 +1,9 @@
-"""The keeper's replica: a copy of the state to which each step of the log is applied, and from
-which bases are persisted (LowDiff section VI; see ``docs/design/log.md``).
+"""The keeper's replica: a copy of the state that follows the log, and from which bases are written.
 
-It begins with a base that the training process has captured, in memory of its own. One thread
-applies whole steps (I3) as they arrive; while a base is being written from that memory, steps
-wait in the log. Nothing here needs torch, which the thread imports when it begins.
+See LowDiff section VI and ``docs/design/log.md``. The replica starts from a base that the training
+process has captured, in memory of its own. One thread applies complete steps (I3) as they arrive.
+While a base is written from that memory, new steps wait in the log. This module does not import
+torch; the thread imports it when it starts to work.
 """
 
 from __future__ import annotations
@@ -28,20 +28,22 @@ from everstep.seams.memory import copy_view
 from everstep.seams.processes.conditions import Condition
 from everstep.state.layout.shards import pieces
 
-__all__ = ["Ask", "Replica", "ReplicaEvents", "ReplicaLimits"]
+__all__ = ["BaseRequest", "Replica", "ReplicaEvents", "ReplicaLimits"]
 
-_AT_ONCE = 4
-"""Steps that are applied in one go when there are more: the state is read once for all of them,
-and whoever wants the replica waits no longer than that."""
+_STEPS_AT_ONCE = 4
+"""Most steps applied at once.
+
+More steps per pass over the state are faster; other threads wait for a pass to end.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class ReplicaLimits:
-    """What a replica may take.
+    """Resources of a replica.
 
     Attributes:
-        size_bytes: of memory.
-        threads: that apply.
+        size_bytes: maximum memory in bytes.
+        threads: threads that apply updates.
     """
 
     size_bytes: int
@@ -49,14 +51,14 @@ class ReplicaLimits:
 
 
 @dataclass(frozen=True, slots=True)
-class Ask:
-    """A base that the training process asks for.
+class BaseRequest:
+    """A request of the training process for a base made from the replica.
 
     Attributes:
-        number: names it between the two.
-        step: that has just ended there.
-        exact: of this very step; otherwise a later one will do.
-        samples: of the state as it is there.
+        number: number that identifies the request.
+        step: step that just ended in training.
+        exact: True: the base must be of this step; False: a later step will do.
+        samples: samples of the live state at this step.
     """
 
     number: int
@@ -66,53 +68,57 @@ class Ask:
 
 
 class ReplicaEvents(Protocol):
-    """Hears what becomes of a replica; in any thread."""
+    """Receives events of a replica, in any thread."""
 
-    def persisted(self, asks: Sequence[Ask], base: Capture) -> None:
-        """A base has become durable, or has failed, and is what was asked for."""
+    def persisted(self, requests: Sequence[BaseRequest], base: Capture) -> None:
+        """A base that answers these requests is durable or has failed."""
         ...
 
-    def refused(self, asks: Sequence[Ask], error: EverstepError) -> None:
-        """There will be no such bases."""
+    def refused(self, requests: Sequence[BaseRequest], error: EverstepError) -> None:
+        """There will be no base for these requests."""
         ...
 
     def stopped(self, error: EverstepError, *, for_good: bool) -> None:
-        """It follows no more; until the next base, unless it is ``for_good``."""
+        """The replica has stopped, until the next base or ``for_good``."""
         ...
 
 
 @dataclass(slots=True)
-class _Wanted:
-    """Bases that were asked for, and the step at which the next one is due."""
+class _PendingRequests:
+    """Open requests, and the step at which the next base is due."""
 
-    asks: list[Ask] = field(default_factory=list)
+    requests: list[BaseRequest] = field(default_factory=list)
     target: int | None = None
 
-    def take(self, step: int) -> list[Ask]:
-        """Those that a base of ``step`` answers."""
-        found = [ask for ask in self.asks if ask.step <= step]
-        self.asks = [ask for ask in self.asks if ask.step > step]
+    def take(self, step: int) -> list[BaseRequest]:
+        """Remove and return the requests that a base of ``step`` answers."""
+        found = [request for request in self.requests if request.step <= step]
+        self.requests = [request for request in self.requests if request.step > step]
         return found
 
     def aim(self, newest: int) -> None:
-        """Of bases that any later step answers, one of the newest step answers all: what is due
-        while one is written is taken behind it, and only once (CheckFreq's rule)."""
-        exact = [ask.step for ask in self.asks if ask.exact]
-        due = max(newest, self.asks[-1].step) if self.asks else None
+        """Choose the step of the next base.
+
+        Requests that any later step answers are answered by one base of the newest step: requests
+        that arrive while a base is written cause one more base, not one each (CheckFreq's rule).
+        """
+        exact = [request.step for request in self.requests if request.exact]
+        due = max(newest, self.requests[-1].step) if self.requests else None
         self.target = min(exact) if exact else due
 
 
 class Replica:
-    """Of one timeline, from its first base on.
+    """Replica of one timeline, from its first base on.
 
     Args:
-        log: of that timeline.
-        keeper: writes its bases.
+        log: log of the timeline.
+        keeper: writes the bases.
         read_record: reads the timeline's record.
-        timeout_s: as for captures.
+        events: receives events.
+        timeout_s: timeout for captures, in seconds.
 
     Attributes:
-        applied: number up to which records of the log are read no more.
+        applied: number of the last record that is not needed any more.
     """
 
     def __init__(
@@ -132,28 +138,37 @@ class Replica:
         self._events = events
         self._timeout_s = timeout_s
         self._changed = Condition()
-        self._busy = False  # somebody works on the state
-        self._callers = 0  # who wait for that to end
-        self._stirred = False
-        self._closed = self._off = self._finishing = False
+        # True while the thread or a caller works on the state.
+        self._in_use = False
+        # Callers that wait for the state; the thread yields to them.
+        self._waiting_callers = 0
+        self._wake_pending = False
+        self._closed = False
+        self._disabled = False
+        self._finishing = False
         self._arena: Arena | None = None
-        self._base: Capture | None = None  # that it began with
-        self._state: Any = None  # a ReplicaState, made by the thread
-        self._stalled = False  # the log does not go on from here
-        self._is_behind = False  # a base that it needed has failed
-        self._frozen: Capture | None = None  # of which somebody reads the memory
+        # The base that the replica started from.
+        self._base: Capture | None = None
+        # A ReplicaState; made by the thread, as it needs torch.
+        self._state: Any = None
+        # True: the log cannot be applied to the state.
+        self._stalled = False
+        # True: a base of the training process failed; the log after it starts from that base.
+        self._base_failed = False
+        # The state as a base whose memory is being read, by a writer or for a restarted process.
+        self._frozen: Capture | None = None
         self._objects: Mapping[str, bytes] = {}
-        self._wanted = _Wanted()
-        self._unchecked: list[Ask] = []
+        self._pending = _PendingRequests()
+        self._unchecked: list[BaseRequest] = []
         self._durable_step = -1
         self.applied = 0
-        log.listeners.append(self._stir)
-        self._thread = threading.Thread(target=self._work, name="everstep-replica", daemon=True)
+        log.listeners.append(self._wake)
+        self._thread = threading.Thread(target=self._run, name="everstep-replica", daemon=True)
         self._thread.start()
 
     @property
     def step(self) -> int | None:
-        """Of the state that it holds; None: it holds none."""
+        """Step of the state; None: there is no state."""
         state = self._state
         base = self._base
         if state is not None:
@@ -162,21 +177,25 @@ class Replica:
 
     @property
     def arena(self) -> Arena | None:
-        """Its memory; None before there is any, and where there will be none any more."""
+        """Memory of the replica; None before the first base, and after it was released for good."""
         return self._arena
 
     def begin(self, base: Capture, arena: Arena) -> None:
-        """Begins anew with a durable base, of which nothing changes until this returns; what goes
-        wrong is told. In the writing thread."""
-        with self._held():
-            if self._off or self._closed:
+        """Start again from a durable base; errors are reported as events. In the writing thread.
+
+        The base must not change until this returns.
+        """
+        with self._exclusive():
+            if self._disabled or self._closed:
                 return
+            # Already past that step: starting again from the older base would lose progress.
             if self._frozen is not None and self._frozen.step > base.step:
-                self._is_behind = False  # the log has led it past that step
+                self._base_failed = False
                 return
+            # An older state that is not written yet: its memory is overwritten below.
             if self._frozen is not None:
-                self._frozen.withdrawn = True  # an older one, not written yet
-            self._forget()
+                self._frozen.withdrawn = True
+            self._reset()
             _, size_bytes = shard_offsets(base.plan)
             try:
                 memory = self._memory(max(1, size_bytes))
@@ -184,38 +203,45 @@ class Replica:
                 self._stop(error, for_good=True)
                 return
             source = arena.view[base.offset : base.offset + size_bytes]
-            for part, copy in zip(pieces(source), pieces(memory[:size_bytes]), strict=True):
-                copy_view(copy, part)
+            # A copy: the arena's block is reused as soon as the base is durable.
+            for piece, copy in zip(pieces(source), pieces(memory[:size_bytes]), strict=True):
+                copy_view(copy, piece)
             self._base = base
             self._objects = dict(base.incoming.objects())
             self._durable_step = base.step
-            self._unchecked = [ask for ask in self._unchecked if ask.step > base.step]
+            self._unchecked = [request for request in self._unchecked if request.step > base.step]
             with self._changed:
-                answered = self._wanted.take(base.step)
-                self._wanted.aim(0)
+                answered = self._pending.take(base.step)
+                self._pending.aim(0)
+        # Outside the lock: receivers send messages.
         self._events.persisted(answered, base)
 
-    def ask(self, ask: Ask) -> None:
-        """A base is due; its step has arrived."""
+    def request_base(self, request: BaseRequest) -> None:
+        """Queue a request for a base; the step has arrived in the log."""
         with self._changed:
-            refused = self._off or self._stalled or self._leads_nowhere(ask)
+            refused = self._disabled or self._stalled or self._is_unanswerable(request)
             if not refused:
-                self._wanted.asks.append(ask)
-                self._unchecked.append(ask)
-                if self._frozen is None and self._wanted.target is None:
-                    self._wanted.aim(0)
+                self._pending.requests.append(request)
+                self._unchecked.append(request)
+                if self._frozen is None and self._pending.target is None:
+                    self._pending.aim(0)
         if refused:
-            self._events.refused([ask], StateError("no replica follows", step=ask.step))
-        self._stir()
+            self._events.refused(
+                [request], StateError("no replica follows the log", step=request.step)
+            )
+        self._wake()
 
     def freeze(self) -> Capture | None:
-        """The state as it is now, as a base in memory, which stays as it is until :meth:`thaw`;
-        None if there is none. Steps that have arrived and are not in it are in the log."""
-        with self._held():
+        """Return the state as a base in memory that stays unchanged until :meth:`thaw`; None: no
+        state.
+
+        Steps that have arrived but are not applied stay in the log.
+        """
+        with self._exclusive():
             if self._frozen is not None or self._base is None:
                 return self._frozen
             try:
-                frozen = self._image()
+                frozen = self._base_of_state()
             except EverstepError as error:
                 self._stop(error, for_good=True)
                 return None
@@ -226,163 +252,184 @@ class Replica:
             return frozen
 
     def thaw(self) -> None:
-        """Whoever wanted the state to stay as it was wants it no more."""
-        with self._held():
+        """Let the state change again."""
+        with self._exclusive():
             self._frozen = None
 
-    def _leads_nowhere(self, ask: Ask) -> bool:
-        """Whether there is nothing that a base could be made of, and nothing is coming: who closes
-        takes no other base, and would wait for ever."""
-        leads = self._base is not None and not self._is_behind
-        captures = (c for c in self._keeper.waiting if c.arena is None and c.step < ask.step)
+    def _is_unanswerable(self, request: BaseRequest) -> bool:
+        """Return True if there is no state to make a base from, and none is coming.
+
+        A process that closes takes no further base and would wait for ever.
+        """
+        leads = self._base is not None and not self._base_failed
+        captures = (c for c in self._keeper.waiting if c.arena is None and c.step < request.step)
         ends = (capture.save.durable for capture in captures)
         return not leads and all(end.done() and end.exception() is not None for end in ends)
 
     def failed(self, base: Capture, error: EverstepError) -> None:
-        """A base that the training process has captured for it is none: who has asked behind it
-        would wait for the next one, and other ranks for theirs."""
-        with self._changed:
-            self._is_behind = True
-            several = self._keeper.is_one_of_several  # of one, a base of a later step answers, too
-            behind = [ask for ask in self._wanted.asks if ask.step > base.step]
-            asks = [ask for ask in behind if several or self._leads_nowhere(ask)]
-            gone = {ask.number for ask in asks}
-            self._wanted.asks = [ask for ask in self._wanted.asks if ask.number not in gone]
-            if self._frozen is None:
-                self._wanted.aim(0)
-        self._events.refused(asks, error)
+        """Refuse requests that waited for a failed base of the training process.
 
-    def forget_asks(self) -> None:
-        """Nobody waits any more for what was asked for and is not being written. What is to be
-        durable at the end is found anew: that may have begun before who asked was gone."""
+        With several ranks, all requests after it: the other ranks would wait for this one.
+        """
         with self._changed:
-            self._wanted = _Wanted()
+            self._base_failed = True
+            # With one rank a base of a later step answers a request as well.
+            several = self._keeper.is_one_of_several
+            later = [request for request in self._pending.requests if request.step > base.step]
+            requests = [request for request in later if several or self._is_unanswerable(request)]
+            refused = {request.number for request in requests}
+            self._pending.requests = [
+                request for request in self._pending.requests if request.number not in refused
+            ]
+            if self._frozen is None:
+                self._pending.aim(0)
+        self._events.refused(requests, error)
+
+    def drop_requests(self) -> None:
+        """Drop all requests whose base is not being written: the process that made them is gone.
+
+        :meth:`finish` computes its goal again: it may have begun before the process was gone.
+        """
+        with self._changed:
+            self._pending = _PendingRequests()
             self._unchecked = []
             self._finishing = False
 
     def finish(self) -> bool:
-        """Has the newest step that has arrived made durable where nobody is there to ask for it;
-        whether that is still to be waited for."""
+        """Make the newest step durable when no process is left to request it.
+
+        Returns:
+            True while its base is still coming.
+        """
         with self._changed:
             step = self.step
             newest = self._log.steps
-            if self._off or step is None:
+            if self._disabled or step is None:
                 return False
             if self._frozen is not None:
                 return True
-            if not self._finishing:  # once; what fails then is in the log
+            # Only once: if that base fails, its steps are still in the log.
+            if not self._finishing:
                 self._finishing = True
                 goal = step if newest is None else max(step, newest[1])
                 if goal > self._durable_step:
-                    self._wanted = _Wanted(target=goal)
-                    self._stir()
-            elif self._wanted.target is not None and not self._is_under_way():
-                # The log does not lead there: a hole, or another shape.
-                self._wanted.target = step if step > self._durable_step else None
-                self._stir()
-            return self._wanted.target is not None
+                    self._pending = _PendingRequests(target=goal)
+                    self._wake()
+            elif self._pending.target is not None and not self._is_under_way():
+                # The log cannot be applied up to the goal (a gap, or another shape): settle for
+                # the step that was reached.
+                self._pending.target = step if step > self._durable_step else None
+                self._wake()
+            return self._pending.target is not None
 
     def _is_under_way(self) -> bool:
-        """Whether the thread has something to do, or is going to."""
-        if self._busy or self._stirred or self._log.arriving:
+        """Return True if the thread has work, or is about to get some."""
+        if self._in_use or self._wake_pending or self._log.arriving:
             return True
-        return self._state is not None and not self._stalled and bool(self._next())
+        return self._state is not None and not self._stalled and bool(self._next_steps())
 
     def close(self, *, timeout_s: float = 0.0) -> None:
-        """Ends the thread, behind the steps under way; waits no longer than that for it."""
-        if self._stir in self._log.listeners:
-            self._log.listeners.remove(self._stir)
+        """End the thread after its current steps; wait at most ``timeout_s`` for it."""
+        if self._wake in self._log.listeners:
+            self._log.listeners.remove(self._wake)
         self._closed = True
-        self._stir()
+        self._wake()
         self._thread.join(timeout_s)
 
-    # --- Whose turn it is -----------------------------------------------------------------
+    # --- Access to the state --------------------------------------------------------------
 
     @contextlib.contextmanager
-    def _held(self) -> Iterator[None]:
-        """Keeps the thread away from the state; it lets callers in between any two goes."""
+    def _exclusive(self) -> Iterator[None]:
+        """Keep the thread away from the state. The thread yields to callers between two passes."""
         with self._changed:
-            self._callers += 1
-            self._changed.wait_for(lambda: not self._busy)
-            self._callers -= 1
-            self._busy = True
+            self._waiting_callers += 1
+            self._changed.wait_for(lambda: not self._in_use)
+            self._waiting_callers -= 1
+            self._in_use = True
         try:
             yield
         finally:
             with self._changed:
-                self._busy = False
-                self._stirred = True
+                self._in_use = False
+                self._wake_pending = True
                 self._changed.notify_all()
 
-    def _stir(self) -> None:
+    def _wake(self) -> None:
         with self._changed:
-            self._stirred = True
+            self._wake_pending = True
             self._changed.notify_all()
 
-    def _wait(self) -> bool:
-        """Until it is the thread's turn; False: it is to end."""
+    def _acquire(self) -> bool:
+        """Wait for work and for the state to be free; return False if the thread must end."""
         with self._changed:
             self._changed.wait_for(
-                lambda: self._closed or (self._stirred and not self._busy and not self._callers)
+                lambda: (
+                    self._closed
+                    or (self._wake_pending and not self._in_use and not self._waiting_callers)
+                )
             )
             if self._closed:
                 return False
-            self._stirred = False
-            self._busy = True
+            self._wake_pending = False
+            self._in_use = True
         return True
 
-    def _done(self, *, more: bool) -> None:
+    def _release(self, *, more: bool) -> None:
         with self._changed:
-            self._busy = False
-            self._stirred = self._stirred or more
+            self._in_use = False
+            self._wake_pending = self._wake_pending or more
             self._changed.notify_all()
 
     # --- The thread -----------------------------------------------------------------------
 
-    def _work(self) -> None:
+    def _run(self) -> None:
         loaded = False
-        while self._wait():
+        while self._acquire():
             if self._base is not None and not loaded:
-                # Takes seconds the first time. The state is left alone meanwhile: a newer base may
-                # begin it anew, or whoever takes over may want it.
-                self._done(more=True)
-                _load()
+                # The import takes seconds. The state is released meanwhile: a newer base may
+                # replace it, or a restarted process may freeze it.
+                self._release(more=True)
+                _import_torch()
                 loaded = True
                 continue
             more = False
             try:
-                more = self._turn()
-            except DamageError as error:  # what it holds is good
+                more = self._run_once()
+            except DamageError as error:
+                # The state is good: the damaged record was not applied.
                 self._stop(error, stalled=True)
             except AuditError as error:
                 self._stop(error)
             except EverstepError as error:
                 self._stop(error, for_good=True)
             except Exception as error:
-                ours = EverstepError(f"internal error in the replica: {error!r}", step=self.step)
-                self._stop(ours, for_good=True)
+                internal = EverstepError(
+                    f"internal error in the replica: {error!r}", step=self.step
+                )
+                self._stop(internal, for_good=True)
             finally:
-                self._done(more=more)
+                self._release(more=more)
 
-    def _turn(self) -> bool:
-        """One go; whether there may be more to do."""
-        if self._base is None or self._frozen is not None or self._off or self._closed:
+    def _run_once(self) -> bool:
+        """Do one pass; return True if there may be more work."""
+        if self._base is None or self._frozen is not None or self._disabled or self._closed:
             return False
         if self._state is None:
-            self._state = self._made(self._base)
+            self._state = self._load_state(self._base)
         self._check()
-        if self._due() and self._persist():
+        if self._is_due() and self._persist():
             return False
-        steps = [] if self._stalled else self._next()
+        steps = [] if self._stalled else self._next_steps()
         if not steps:
             return False
         failpoint("replica.before_apply")
         self._state.advance(steps)
         failpoint("replica.after_apply")
-        self.applied = steps[-1].first - 1  # the newest step is read once more
+        # The newest step stays: settle() reads its mark again.
+        self.applied = steps[-1].first - 1
         return True
 
-    def _made(self, base: Capture) -> Any:
+    def _load_state(self, base: Capture) -> Any:
         from everstep.keeper.replica.replica_state import ReplicaState
 
         assert self._arena is not None
@@ -394,55 +441,63 @@ class Replica:
             threads=self._limits.threads,
         )
 
-    def _due(self) -> bool:
-        target = self._wanted.target
+    def _is_due(self) -> bool:
+        target = self._pending.target
         return target is not None and int(self._state.step) >= target
 
-    def _next(self) -> list[LoggedStep]:
-        """Steps to apply now: not past one at which a base is due, or samples were taken."""
+    def _next_steps(self) -> list[LoggedStep]:
+        """Return the steps to apply now: none after a step with a due base, or with samples."""
         state = self._state
-        steps = self._log.steps_behind(state.step, state.lsn, _AT_ONCE)
-        with self._changed:  # behind the steps: whoever has asked came before them
-            ends = [ask.step for ask in self._unchecked if ask.step > state.step]
-            ends += [self._wanted.target] if self._wanted.target is not None else []
+        steps = self._log.steps_after(state.step, state.lsn, _STEPS_AT_ONCE)
+        # After reading the steps: a request arrives before the steps that follow it.
+        with self._changed:
+            ends = [request.step for request in self._unchecked if request.step > state.step]
+            ends += [self._pending.target] if self._pending.target is not None else []
         found = []
         for step in steps:
             if step.mark.head.shape != state.shape:
-                break  # a new base is on its way
+                # The state has changed its shape: training takes a new base, which is coming.
+                break
             found.append(step)
             if step.mark.head.step in ends:
                 break
         return found
 
     def _check(self) -> None:
-        """Compares with samples of this very step, where replay gives the bits of training."""
+        """Compare the state with samples of the same step, where replay yields the bits of
+        training.
+        """
         step = int(self._state.step)
         base = self._base
         arena = self._arena
         assert base is not None
         assert arena is not None
         with self._changed:
-            asks = [ask for ask in self._unchecked if ask.step == step]
-            self._unchecked = [ask for ask in self._unchecked if ask.step > step]
+            requests = [request for request in self._unchecked if request.step == step]
+            self._unchecked = [request for request in self._unchecked if request.step > step]
         if not self._state.why:
-            for ask in asks:
-                check_samples(ask.samples, base.plan, arena.view, step)
+            for request in requests:
+                check_samples(request.samples, base.plan, arena.view, step)
 
     def _persist(self) -> bool:
-        """Has the state written as it is; steps wait until it is. False: nobody wants it now."""
-        frozen = self._image()
+        """Queue the state for writing; later steps wait until it is written. Return False if no
+        base is due any more.
+        """
+        frozen = self._base_of_state()
         failpoint("replica.before_persist")
-        with self._changed:  # at once: who takes over settles what has begun, and nothing else may
-            if not self._due():
+        # In one step under the lock: a process that takes the run over waits for bases that have
+        # begun; none may begin after that.
+        with self._changed:
+            if not self._is_due():
                 return False
-            self._wanted.target = None
+            self._pending.target = None
             self._frozen = frozen
             self._keeper.begin(frozen)
         self._keeper.captured(frozen, self._objects)
         return True
 
-    def _image(self) -> Capture:
-        """A base of the state as it is, over its memory."""
+    def _base_of_state(self) -> Capture:
+        """Return the current state as a base over the replica's memory."""
         base = self._base
         assert base is not None
         identity = base.plan.identity
@@ -464,59 +519,64 @@ class Replica:
         )
 
     def _on_end(self, base: Capture) -> None:
-        """In the writing thread: a base of ours is durable or has failed."""
+        """Handle the end of a base made from the replica. In the writing thread."""
         newest = self._log.steps
         with self._changed:
-            answered = self._wanted.take(base.step)
+            answered = self._pending.take(base.step)
             if base.durable:
                 self._durable_step = max(self._durable_step, base.step)
             if self._frozen is base:
                 self._frozen = None
-                self._wanted.aim(0 if newest is None else newest[1])
+                self._pending.aim(0 if newest is None else newest[1])
         self._events.persisted(answered, base)
-        self._stir()
+        self._wake()
 
-    # --- Its end --------------------------------------------------------------------------
+    # --- Memory and errors ----------------------------------------------------------------
 
     def _memory(self, size_bytes: int) -> memoryview:
-        """Of the block; no more than there may be."""
+        """Return the memory block, of at least ``size_bytes``; allocate it within the limit."""
         if self._arena is not None and self._arena.size_bytes >= size_bytes:
             return self._arena.view
         if size_bytes > self._limits.size_bytes:
             raise OutOfSpaceError(
                 f"a replica of the state takes {size_bytes} bytes of host memory; the budget "
-                f"leaves {self._limits.size_bytes}",
-                hint="a larger Budget(host_bytes=...), or apply='recovery'",
+                f"leaves {self._limits.size_bytes} for it",
+                hint="raise Budget(host_bytes=...), or use apply='recovery'",
             )
         self._arena = Arena.create(size_bytes)
+        # Allocate the pages now: without memory this fails here, not in the middle of a step.
         self._arena.populate(0, size_bytes)
         return self._arena.view
 
-    def _forget(self) -> None:
-        self._base = self._state = self._frozen = None
-        self._stalled = self._is_behind = False
+    def _reset(self) -> None:
+        self._base = None
+        self._state = None
+        self._frozen = None
+        self._stalled = False
+        self._base_failed = False
 
     def _stop(self, error: EverstepError, *, for_good: bool = False, stalled: bool = False) -> None:
-        """It does not follow any more.
+        """Stop following the log, and refuse all requests.
 
         Args:
-            stalled: what it holds is good all the same.
+            for_good: True: release the memory; the replica never starts again.
+            stalled: True: the state is good, but the log cannot be applied to it.
         """
         with self._changed:
-            asks = self._wanted.asks
-            self._wanted = _Wanted()
+            requests = self._pending.requests
+            self._pending = _PendingRequests()
             self._unchecked = []
-            self._off = self._off or for_good
+            self._disabled = self._disabled or for_good
             if stalled:
                 self._stalled = True
             else:
-                self._forget()
+                self._reset()
             if for_good:
                 self._arena = None
         self._events.stopped(error, for_good=for_good)
-        self._events.refused(asks, error)
+        self._events.refused(requests, error)
 
 
-def _load() -> None:
-    """Load torch, and what needs it."""
+def _import_torch() -> None:
+    """Import torch and the modules that need it."""
     import everstep.keeper.replica.replica_state  # noqa: F401

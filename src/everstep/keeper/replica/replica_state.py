@@ -1,6 +1,8 @@
-"""The state that a replica holds: a base in a block of memory, brought forward in place.
+"""State of a replica in memory, updated in place by replaying the log; assembly of multi-step
+bases.
 
-The only part of a keeper process that needs torch; imported when there is a replica.
+Imports torch. Import this module in a background thread, and only when there is a replica or a
+multi-step base.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ from everstep.format.log import NOT_EXACT, LogRecord, RecordHead, record_digest
 from everstep.format.plan import BasePlan
 from everstep.format.records import Marker, TimelineRecord
 from everstep.keeper.log.log_store import LoggedStep
-from everstep.keeper.replica.hyperparameters import laid_out, options_of_groups
+from everstep.keeper.replica.hyperparameters import pack_tensors, tensor_hyperparameters
 from everstep.link.assembly import Assembly
 from everstep.link.capture import Capture, shard_offsets
 from everstep.link.samples import check_samples
@@ -37,17 +39,17 @@ __all__ = [
 
 
 class ReplicaState:
-    """One base in memory, and what the log has made of it since (LowDiff section VI).
+    """A base in memory, updated by steps of the log (LowDiff section VI).
 
     Args:
-        plan: of the base.
-        memory: its block, which mirrors its files; updated in place.
+        plan: plan of the base.
+        memory: memory block with the contents of its files; updated in place.
         objects: encoded objects of the base.
-        trained: the record of the timeline: where its updates were computed.
-        threads: Python threads that share the work of replay.
+        trained: record of the timeline: versions, threads and device of the training process.
+        threads: Python threads for replay.
 
     Attributes:
-        why: why the state is not bit for bit that of training (I9); "" if it is.
+        why: why the state may differ from training's in some bits (I9); "" if it does not.
     """
 
     def __init__(
@@ -64,7 +66,8 @@ class ReplicaState:
         tensors: dict[str, torch.Tensor] = {}
         aliases: dict[str, str] = {}
         self._views: dict[str, torch.Tensor] = {}
-        self._pairs: dict[str, torch.Tensor] = {}  # of complex128 that cannot lie in the block
+        # complex128 entries whose bytes are not aligned for a complex view of the block.
+        self._pairs: dict[str, torch.Tensor] = {}
         for shard, offset in zip(plan.shards, shard_offsets(plan)[0], strict=True):
             aliases.update(shard.aliases)
             for place in shard.layout.placed:
@@ -83,7 +86,8 @@ class ReplicaState:
         self.why = "" if identity.exact else "the base is not exact"
         self._elsewhere = elsewhere
         self._identity = identity
-        self._settled: ShardIdentity | None = None  # of the step that it has
+        # Identity of the current step, once settle() has run for it.
+        self._settled: ShardIdentity | None = None
         self._state = OfflineState(
             marker,
             entries,
@@ -98,27 +102,27 @@ class ReplicaState:
 
     @property
     def shape(self) -> str:
-        """What the state consists of; a log of another shape does not fit it."""
+        """Digest of names, dtypes and shapes; only a log with the same digest can be applied."""
         return self._state.shape
 
     @property
     def step(self) -> int:
-        """Of the newest step that was applied."""
+        """Step of the state."""
         return self._state.step
 
     @property
     def lsn(self) -> int:
-        """Of the newest update that was applied."""
+        """LSN of the state."""
         return self._state.lsn
 
     def advance(self, steps: Sequence[LoggedStep]) -> None:
-        """Applies whole steps, in order; their records are not read any more afterwards.
+        """Apply complete steps, in order. Their records are not read again.
 
         Raises:
-            DamageError: a record is damaged; nothing of its step, nor of those behind it, was
-                applied.
-            AuditError: what they give is not what training had: the state is of no use.
-            EverstepError: a record does not fit, or failed half-way: likewise.
+            DamageError: a record is damaged; its step and all later ones were not applied.
+            AuditError: replay's result differs from training's: the state must be discarded.
+            EverstepError: a record does not fit, or replay failed half-way: the state must be
+                discarded.
         """
         damaged: DamageError | None = None
         self._settled = None
@@ -126,6 +130,7 @@ class ReplicaState:
             try:
                 self._state.advance(step.updates, step.mark)
             except DamageError as error:
+                # Raised at the end: the steps before this one are good and are finished first.
                 damaged = error
                 break
             if step.updates:
@@ -140,38 +145,43 @@ class ReplicaState:
             raise damaged
 
     def settle(self) -> tuple[ShardIdentity, Mapping[str, bytes]]:
-        """Makes the block the state of :attr:`step`; returns what identifies it, and its objects.
+        """Make the memory block the exact state of :attr:`step`.
 
-        Once for each step: as soon as a base of it is durable, the training process writes over
-        the mark, which must not be read again.
+        Runs once per step: as soon as a base of the step is durable, the training process reuses
+        the memory of the step mark, which must not be read after that.
+
+        Returns:
+            Identity and encoded objects of the state.
 
         Raises:
-            EverstepError: the last mark does not fit the state, which is of no use then.
+            EverstepError: the last mark does not fit the state: the state must be discarded.
         """
         if self._settled is not None:
             return self._settled, self._state.objects
         self._state.finish()
         for name, view in self._views.items():
             tensor = self._state.tensors[name]
-            if tensor is not view and name not in self._pairs:  # it had other strides in training
+            # Replay works on a copy where training's strides differ from the stored order.
+            if tensor is not view and name not in self._pairs:
                 view.copy_(tensor)
         self._put_pairs()
         why = self._state.exactness.why or next(iter(self._state.surprises), "")
         self.why = self.why or why
         identity = replace(self._identity, step=self.step, lsn=self.lsn, exact=not self.why)
-        if identity.step != self._identity.step:  # from now on everything is as the marks have it
+        # After the first replayed mark, objects come from marks, no longer from the base.
+        if identity.step != self._identity.step:
             identity = replace(identity, behind_mark=False)
         self._settled = identity
         return identity, self._state.objects
 
     def _put_pairs(self) -> None:
-        """Brings to the block what is computed elsewhere."""
+        """Copy complex entries that are computed outside the block into the block."""
         for name, pairs in self._pairs.items():
             pairs.copy_(torch.view_as_real(self._state.tensors[name].resolve_conj()))
 
 
 def _tensor_over(data: memoryview, entry: Entry) -> torch.Tensor:
-    """An entry as a tensor over its bytes, as they are stored."""
+    """Return an entry as a tensor over its stored bytes."""
     if not data.nbytes:
         return torch.empty(entry.shape, dtype=torch_dtype(entry.dtype), device="cpu")
     return torch.frombuffer(data, dtype=torch_dtype(entry.dtype)).view(entry.shape)
@@ -186,31 +196,31 @@ def rebuild(
     *,
     threads: int,
 ) -> tuple[ShardIdentity, Mapping[str, bytes]]:
-    """Makes the block of a base the state of its step; the block is updated in place.
+    """Bring the parts of a multi-step base to one step, in place.
 
-    It is a replica to which its log is applied once: an update that an entry had seen before it was
-    captured has no gradient for it, and so leaves it as it is (GoCkpt 4.3.1).
+    Works like a replica to which the log is applied once. Updates that an entry had seen before it
+    was captured contain no gradient for it and leave it as it is (GoCkpt 4.3.1).
 
     Args:
-        capture: with the identity of the last step.
-        arena: that block and updates are in.
+        capture: base with the identity of the last step.
+        arena: memory of the base and the updates.
         objects: encoded objects of the last step mark.
-        trained: the record of the timeline: where updates were computed.
-        threads: Python threads that share the work.
+        trained: record of the timeline: versions, threads and device of the training process.
+        threads: Python threads for replay.
 
     Returns:
-        What identifies the base, and its objects.
+        Identity and encoded objects of the base.
 
     Raises:
-        AuditError: what replay gives is not what the live state was.
-        EverstepError: an update does not fit; the block is of no use then.
+        AuditError: replay's result differs from samples of the live state.
+        EverstepError: an update does not fit; the memory block must be discarded.
     """
     plan = capture.plan
     identity = capture.plan.identity
     _, size_bytes = shard_offsets(plan)
     memory = arena.view[capture.offset : capture.offset + size_bytes]
     state = ReplicaState(plan, memory, objects, trained, threads=threads)
-    layout, options = laid_out(options_of_groups(plan, memory, objects))
+    layout, options = pack_tensors(tensor_hyperparameters(plan, memory, objects))
     data = memoryview(options)
     head = RecordHead(
         "mark", identity.timeline, identity.step, identity.lsn, assembly.shape, identity.exact
@@ -223,6 +233,7 @@ def rebuild(
         updates.append(LogRecord(update.head, update.layout, update.objects, body, found))
     state.advance([LoggedStep(tuple(updates), mark, 0)])
     made, objects = state.settle()
+    # Samples can only be compared where replay yields the bits of training.
     if not state.why:
         check_samples(assembly.samples, plan, memory, identity.step)
     return made, objects

@@ -1,4 +1,4 @@
-"""The replica of the timeline that is served, as the thread that waits for messages sees it."""
+"""The replica of the attached training process, as the event loop uses it."""
 
 from __future__ import annotations
 
@@ -14,25 +14,30 @@ from everstep.format.names import TIMELINE_RECORD, timeline_dir
 from everstep.format.reader import read_record_bytes
 from everstep.format.records import TimelineRecord
 from everstep.keeper.held.newest_capture import NewestCapture
-from everstep.keeper.log.attached import Attached
+from everstep.keeper.log.attached import AttachedTrainer
 from everstep.keeper.log.log_store import LogStore
 from everstep.keeper.persist.local_keeper import LocalKeeper
-from everstep.keeper.replica.replica import Ask, Replica, ReplicaLimits
+from everstep.keeper.replica.replica import BaseRequest, Replica, ReplicaLimits
 from everstep.link.capture import Capture
 from everstep.link.samples import Samples
 from everstep.link.wire import error_to_wire
 from everstep.seams.files.filesystem import FileSystem
 
-if TYPE_CHECKING:  # one rank does without
+# Loaded at first use: only jobs of several ranks need it.
+if TYPE_CHECKING:
     from everstep.keeper.persist.rank_commits import RankCommits
 
-__all__ = ["Replicas"]
+__all__ = ["ServedReplica"]
 
 _log = logging.getLogger("everstep.keeper")
 
 
-class Replicas:
-    """At most one replica at a time: that of the log of the process that is served."""
+class ServedReplica:
+    """At most one replica: that of the log of the attached training process.
+
+    Args:
+        newest_capture: the capture that is kept for a restarted process.
+    """
 
     def __init__(
         self, filesystem: FileSystem, run: PurePath, newest_capture: NewestCapture
@@ -43,19 +48,23 @@ class Replicas:
         self._replica: Replica | None = None
         self._commits: RankCommits | None = None
         self._timeline = 0
-        self._trainer: Attached | None = None
-        self._frozen: Capture | None = None  # in the memory that is held for the next process
-        self._frozen_for: Attached | None = None
-        self._asked: set[int] = set()  # bases that are to come
+        self._trainer: AttachedTrainer | None = None
+        # The replica's state while it is held, unchanged, for the next process.
+        self._frozen: Capture | None = None
+        self._frozen_for: AttachedTrainer | None = None
+        # Numbers of requested bases that are neither durable nor refused.
+        self._requested: set[int] = set()
 
     @property
     def step(self) -> int | None:
-        """Of the state that the replica holds, if there is one."""
+        """Step of the replica's state; None: there is no replica."""
         return None if self._replica is None else self._replica.step
 
     @property
     def progress(self) -> list[int | None]:
-        """That step, the number up to which records are read no more, and the bytes it takes."""
+        """Step of the replica, number of the last record that is not needed any more, bytes of
+        memory.
+        """
         if self._replica is None:
             return [None, 0, 0]
         arena = self._replica.arena
@@ -64,71 +73,85 @@ class Replicas:
 
     @property
     def arena(self) -> Arena | None:
-        """The memory of the replica, if there is any."""
+        """Memory of the replica; None: it has none."""
         return None if self._replica is None else self._replica.arena
 
     def serve(
         self,
-        trainer: Attached,
+        trainer: AttachedTrainer,
         message: dict[str, Any],
         log: LogStore,
         keeper: LocalKeeper,
         timeout_s: float,
     ) -> None:
-        """A new timeline; ``message`` says whether it has a replica."""
+        """Start a timeline; the message's ``replica`` field says whether it has a replica."""
         self.close()
         self._trainer = trainer
         timeline = message["timeline"]
         limits = message.get("replica")
         self._commits = keeper.commits
         self._timeline = timeline
-        asked = self._asked = set()
+        # A new set: threads of the old replica may still use the old one.
+        requested: set[int] = set()
+        self._requested = requested
         if limits is None:
             return
-        log.reliefs.append(lambda: bool(asked))  # it is to have a base
+        # A requested base will be followed by retention, which may free space for the log.
+        log.bases_expected.append(lambda: bool(requested))
         self._replica = Replica(
             log,
             keeper,
             lambda: self._record(timeline),
             ReplicaLimits(limits["size_bytes"], limits["threads"]),
-            _Told(trainer, self._commits, timeline, self._asked),
+            _Reports(trainer, self._commits, timeline, self._requested),
             timeout_s=timeout_s,
         )
 
     def close(self, *, timeout_s: float = 0.0) -> None:
-        """No replica any more; what was frozen of it stays as it is."""
+        """End the replica. A frozen state that is held for another process stays."""
         if self._replica is not None:
             self._replica.close(timeout_s=timeout_s)
-        self._replica = self._frozen = self._frozen_for = self._trainer = None
+        self._replica = None
+        self._frozen = None
+        self._frozen_for = None
+        self._trainer = None
 
-    def ask(self, trainer: Attached, message: dict[str, Any]) -> None:
-        """A base is due."""
-        if trainer is self._frozen_for:  # what it was frozen for has come to nothing
+    def request_base(self, trainer: AttachedTrainer, message: dict[str, Any]) -> None:
+        """Handle a request for a base of the replica."""
+        # The process did not resume from the frozen state after all: let the replica go on.
+        if trainer is self._frozen_for:
             self.arrived()
         samples = tuple(Samples(*some) for some in message["samples"])
-        ask = Ask(message["number"], message["step"], message["exact"], samples)
+        request = BaseRequest(message["number"], message["step"], message["exact"], samples)
         if self._replica is None:
-            gone = EverstepError("this keeper has no replica", step=ask.step)
-            told = _Told(trainer, self._commits, self._timeline, self._asked)
-            told.refused([ask], gone)
+            error = EverstepError("this keeper has no replica", step=request.step)
+            reports = _Reports(trainer, self._commits, self._timeline, self._requested)
+            reports.refused([request], error)
             return
-        self._asked.add(ask.number)
-        self._replica.ask(ask)
+        self._requested.add(request.number)
+        self._replica.request_base(request)
 
     def base_durable(self, base: Capture, arena: Arena) -> None:
-        """In the writing thread: the training process's own base, before it is told."""
+        """Start the replica from a base of the training process. In the writing thread, before the
+        trainer is notified.
+        """
         if self._replica is not None:
             self._replica.begin(base, arena)
 
     def base_failed(self, base: Capture, error: EverstepError) -> None:
-        """In the writing thread: likewise; nobody waits for what was to follow."""
+        """Fail the requests that waited for this base. In the writing thread."""
         if self._replica is not None:
             self._replica.failed(base, error)
 
-    def freeze(self, trainer: Attached | None, *, own: bool) -> None:
-        """Puts the replica as it is into the memory that is held for ``trainer`` (None: for a
-        process that only reads it); not one of several ranks' replicas, as those of the others are
-        at other steps."""
+    def freeze(self, trainer: AttachedTrainer | None, *, own: bool) -> None:
+        """Freeze the replica's state as the capture that is held for ``trainer``.
+
+        Replicas of several ranks are not frozen: they are at different steps.
+
+        Args:
+            trainer: process that may resume from it; None: one that only reads it.
+            own: True: freeze it even if it is the replica of ``trainer`` itself.
+        """
         if self._replica is None or (self._trainer is trainer and not own):
             return
         if self._commits is not None:
@@ -142,7 +165,9 @@ class Replicas:
             self._newest_capture.take(frozen, frozen.arena)
 
     def arrived(self) -> None:
-        """A record of the log has come: whoever wanted the state as it was goes on with its own."""
+        """Release the frozen state: the process that could have resumed from it records a log of
+        its own.
+        """
         frozen = self._frozen
         self._frozen = None
         self._frozen_for = None
@@ -151,22 +176,27 @@ class Replicas:
             self._replica.thaw()
 
     def lose(self) -> None:
-        """The training process is gone: nobody waits for what it has asked for, and the next one
-        does not want to."""
-        self._asked.clear()
+        """Drop all requests: the training process died, and its successor does not need them."""
+        self._requested.clear()
         if self._replica is not None:
-            self._replica.forget_asks()
+            self._replica.drop_requests()
 
     def finish(self) -> bool:
-        """The keeper is about to end; whether it has to wait for a base until then."""
+        """Return True while the keeper must not end because the replica's last base is being
+        written.
+        """
         self.arrived()
-        alone = self._commits is None  # other keepers end at other steps
-        return alone and self._replica is not None and self._replica.finish()
+        # With several ranks there is no last base: their keepers end at different steps.
+        if self._commits is not None or self._replica is None:
+            return False
+        return self._replica.finish()
 
     def done(self, base: Capture) -> None:
-        """In the writing thread: retention behind a base of the replica is over, too."""
+        """Notify the trainer that retention after a base of the replica is over. In the writing
+        thread.
+        """
         if self._trainer is not None:
-            self._trainer.tell({"kind": "retained", "step": base.step})
+            self._trainer.send({"kind": "retained", "step": base.step})
 
     def _record(self, timeline: int) -> TimelineRecord | None:
         path = timeline_dir(self._run, timeline) / TIMELINE_RECORD
@@ -177,51 +207,57 @@ class Replicas:
             return None
 
 
-class _Told:
-    """Tells the training process what becomes of its replica, and other ranks of what they would
-    wait for in vain."""
+class _Reports:
+    """Reports events of a replica to its training process, and refusals to the other ranks."""
 
     def __init__(
-        self, trainer: Attached, commits: RankCommits | None, timeline: int, asked: set[int]
+        self, trainer: AttachedTrainer, commits: RankCommits | None, timeline: int, asked: set[int]
     ) -> None:
         self._trainer = trainer
         self._commits = commits
         self._timeline = timeline
-        self._asked = asked
+        self._requested = asked
 
-    def persisted(self, asks: Sequence[Ask], base: Capture) -> None:
+    def persisted(self, requests: Sequence[BaseRequest], base: Capture) -> None:
         error = base.save.durable.exception()
         if error is not None:
-            ours = error if isinstance(error, EverstepError) else EverstepError(repr(error))
-            self.refused(asks, ours, base.step)
+            known = error if isinstance(error, EverstepError) else EverstepError(repr(error))
+            self.refused(requests, known, base.step)
             return
-        self._asked.difference_update(ask.number for ask in asks)
-        self._trainer.tell(
+        self._requested.difference_update(request.number for request in requests)
+        self._trainer.send(
             {
                 "kind": "persisted",
-                "numbers": [ask.number for ask in asks],
+                "numbers": [request.number for request in requests],
                 "step": base.step,
                 "size_bytes": base.plan.size_bytes,
             }
         )
 
-    def refused(self, asks: Sequence[Ask], error: EverstepError, step: int | None = None) -> None:
-        """``step``: of the base that has failed."""
-        self._asked.difference_update(ask.number for ask in asks)
+    def refused(
+        self, requests: Sequence[BaseRequest], error: EverstepError, step: int | None = None
+    ) -> None:
+        """Report that a base will not be made.
+
+        Args:
+            step: step of the base that failed; None: none was begun.
+        """
+        self._requested.difference_update(request.number for request in requests)
         if self._commits is not None:
-            for ask in asks:
-                why = f"this rank's replica does not give it: {error.message}"
-                self._commits.refuse(BaseId(self._timeline, ask.step), why)
-        self._trainer.tell(
+            for request in requests:
+                # Otherwise the other ranks would wait for this rank's files until a timeout.
+                reason = f"this rank's replica cannot provide it: {error.message}"
+                self._commits.refuse(BaseId(self._timeline, request.step), reason)
+        self._trainer.send(
             {
                 "kind": "asks_refused",
-                "numbers": [ask.number for ask in asks],
+                "numbers": [request.number for request in requests],
                 "step": step,
                 "error": error_to_wire(error),
             }
         )
 
     def stopped(self, error: EverstepError, *, for_good: bool) -> None:
-        _log.error("the replica does not follow any more: %s", error)
-        self._trainer.tell({"kind": "error", "error": error_to_wire(error)})
-        self._trainer.tell({"kind": "replica_stopped", "for_good": for_good, "why": error.message})
+        _log.error("the replica has stopped: %s", error)
+        self._trainer.send({"kind": "error", "error": error_to_wire(error)})
+        self._trainer.send({"kind": "replica_stopped", "for_good": for_good, "why": error.message})

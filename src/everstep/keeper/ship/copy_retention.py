@@ -44,7 +44,7 @@ class CopyRetention:
     ) -> None:
         self._place = place
         self._post = post
-        self._good = ReadBack(
+        self._read_back = ReadBack(
             place.files,
             lambda: contextlib.closing(ChunkRing(_CHUNKS, _READERS)),
             keep=keep,
@@ -63,8 +63,8 @@ class CopyRetention:
             StorageError, DeadlineError
         """
         inventory = self._place.inventory()
-        bases = {base.id: base for base in inventory.bases if self._counts(base)}
-        going = self._good.plan(bases, inventory.branches, self._post)
+        bases = {base.id: base for base in inventory.bases if self._is_candidate(base)}
+        going = self._read_back.plan(bases, inventory.branches, self._post)
         for base in bases.values():  # condemned by a process that died: it is kept after all
             if base.status == "condemned" and base.id not in going:
                 self._place.check_fence()
@@ -76,9 +76,9 @@ class CopyRetention:
             if base.status == "condemned" and mine and not base.is_usable:
                 self._place.check_fence()
                 self._delete_files(base)
-        self._clear_older(inventory)
+        self._clean_older_timelines(inventory)
 
-    def _clear_older(self, inventory: Inventory) -> None:
+    def _clean_older_timelines(self, inventory: Inventory) -> None:
         """What processes that died have left of older timelines, once there is a copy of this one:
         until then the last base of the one before may be being copied."""
         own = self._place.timeline
@@ -95,7 +95,7 @@ class CopyRetention:
                 self._place.tier.sweep(_name(base))
                 self._swept.add(base.id)
 
-    def _counts(self, base: BaseFound) -> bool:
+    def _is_candidate(self, base: BaseFound) -> bool:
         """As on the disk: also what is condemned, as long as nothing of it is gone."""
         spared = base.status == "condemned" and base.is_usable
         return base.status == "committed" or (spared and base.id.timeline <= self._place.timeline)
@@ -111,7 +111,7 @@ class CopyRetention:
             self._place.tier.delete(mark)
             raise
         self._delete_files(base)
-        self._good.forget(base.id)
+        self._read_back.forget(base.id)
         self.deleted += 1
 
     def _delete_files(self, base: BaseFound) -> None:

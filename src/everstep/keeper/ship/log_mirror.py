@@ -44,7 +44,7 @@ from everstep.format.names import (
 from everstep.format.records import Marker
 from everstep.format.writer import digest_shard
 from everstep.keeper.log.log_store import LogStore
-from everstep.keeper.ship.place import ROOT, CopyPlace, own_errors
+from everstep.keeper.ship.place import ROOT, CopyPlace, tier_errors
 from everstep.restore.fetch.peer_log import copied
 from everstep.run.scan import bases_keeping_log
 from everstep.seams.clock import Clock
@@ -57,7 +57,7 @@ __all__ = ["LogMirror", "LogMirrorStats"]
 
 _log = logging.getLogger("everstep.keeper")
 _SEGMENT_BYTES = 32 << 20  # of several steps; one may be larger
-_AGAIN_S = 5.0  # after a failure
+_RETRY_S = 5.0  # after a failure
 _STOP_TIMEOUT_S = 5.0
 _SETTLE_S = 5.0
 _SLOW = "its memory was needed before, as less gets there than is logged"
@@ -118,24 +118,24 @@ class LogMirror:
         self._every_s = pace_s(objects_per_hour)
         self._capped = objects_per_hour is not None
         self._changed = Condition()
-        self._stirred = self._flushing = self._retains = self._paused = False
+        self._wake_pending = self._flushing = self._retains = self._paused = False
         self._at_work = self._closed = self._refused = False
         self._not_before_s = clock.monotonic_s()
-        self._wake_s: float | None = None  # when to look again, without another step
+        self._wake_at_s: float | None = None  # when to look again, without another step
         self._number = 0  # of the last record that was taken out of the log
         self._records: list[LogRecord] = []  # taken out, for the next segment
         self._last: int | None = None  # step that was taken out last
-        self._tried = False  # to copy just these: once more, so that no other segment has them
+        self._attempted = False  # to copy just these: once more, so that no other segment has them
         self._base_step = -1
-        self._missed_said = False
+        self._missed_reported = False
         self._down = False
         self._thread: threading.Thread | None = None
         self.stats = LogMirrorStats()
 
     def start(self) -> None:
         """From now on the log is copied."""
-        self._log.listeners.append(self._stir)
-        self._thread = threading.Thread(target=self._work, name="everstep-log-copy", daemon=True)
+        self._log.listeners.append(self._wake)
+        self._thread = threading.Thread(target=self._run, name="everstep-log-copy", daemon=True)
         self._thread.start()
 
     @property
@@ -174,8 +174,8 @@ class LogMirror:
 
     def close(self) -> None:
         """Ends the copying; the next one goes on where records are still in memory."""
-        if self._stir in self._log.listeners:
-            self._log.listeners.remove(self._stir)
+        if self._wake in self._log.listeners:
+            self._log.listeners.remove(self._wake)
         with self._changed:
             self._closed = True
             self._changed.notify_all()
@@ -204,14 +204,14 @@ class LogMirror:
             self._retains = False
             self._retain()
 
-    def _stir(self) -> None:
+    def _wake(self) -> None:
         with self._changed:
-            self._stirred = True
+            self._wake_pending = True
             self._paused = False
             self._changed.notify_all()
 
-    def _work(self) -> None:
-        while self._next():
+    def _run(self) -> None:
+        while self._wait_for_work():
             flush = self._flushing
             try:
                 self.turn(flush=flush)
@@ -229,15 +229,15 @@ class LogMirror:
                     self._at_work = False
                     self._flushing = self._flushing and not flush
 
-    def _next(self) -> bool:
+    def _wait_for_work(self) -> bool:
         """Waits until something may be due; False when nothing will be any more."""
         with self._changed:
             while not self._closed and not self._refused:
                 now_s = self._clock.monotonic_s()
-                wake_s = self._wake_s
-                if self._flushing or self._stirred or (wake_s is not None and now_s >= wake_s):
-                    self._stirred = False
-                    self._wake_s = None
+                wake_s = self._wake_at_s
+                if self._flushing or self._wake_pending or (wake_s is not None and now_s >= wake_s):
+                    self._wake_pending = False
+                    self._wake_at_s = None
                     self._at_work = True
                     return True
                 self._changed.wait(None if wake_s is None else wake_s - now_s)
@@ -245,19 +245,19 @@ class LogMirror:
 
     def _is_due(self, *, flush: bool) -> bool:
         """Takes out of the log what has come, and says whether a segment is to be made of it."""
-        held_bytes, more = self._take()
+        held_bytes, more = self._take_steps()
         if self._closed or self._paused or not self._records:
             return False
         full = more or held_bytes >= _SEGMENT_BYTES
         steps = sum(record.head.kind == "mark" for record in self._records)
-        if not (flush or self._tried or full or steps >= self._batch_steps):
+        if not (flush or self._attempted or full or steps >= self._batch_steps):
             return False
         now_s = self._clock.monotonic_s()
         early_s = 0.0 if flush else self._not_before_s - now_s  # the last ones only keep to the cap
         wait_s = early_s if early_s > 0 else self._place.rate.wait_s(SEGMENT_OBJECTS, self)
         if wait_s > 0 and not flush:
             with self._changed:
-                self._wake_s = now_s + wait_s
+                self._wake_at_s = now_s + wait_s
             return False
         if wait_s > 0:
             raise StorageError(
@@ -268,7 +268,7 @@ class LogMirror:
             )
         return True
 
-    def _take(self) -> tuple[int, bool]:
+    def _take_steps(self) -> tuple[int, bool]:
         """Takes whole steps out of the log, as many as make a segment: a copy of them, compared
         with their digests, for training is going to use their memory again.
 
@@ -276,7 +276,7 @@ class LogMirror:
             Bytes of what was taken; and whether what comes next is for another segment.
         """
         held_bytes = sum(record.size_bytes for record in self._records)
-        while held_bytes < _SEGMENT_BYTES and not (self._closed or self._tried):
+        while held_bytes < _SEGMENT_BYTES and not (self._closed or self._attempted):
             # One by one where they get smaller: so that no more than one is there in full.
             at_once_bytes = 1 if self._lossy is not None else _SEGMENT_BYTES - held_bytes
             before = self._number
@@ -295,14 +295,16 @@ class LogMirror:
             except (DamageError, FormatError) as error:  # never tried again: it would stay so
                 self._number = number
                 self._last = last
-                self._miss(first, last, None if isinstance(error, DamageError) else error.message)
+                self._report_missed(
+                    first, last, None if isinstance(error, DamageError) else error.message
+                )
                 continue
             del records
             # Else nothing was there to be let go of: updates that could not be recorded. Training
             # knows of those, and has taken a base.
             let_go = self._log.forgotten > before
             if let_go and self._last is not None and first > self._last + 1:
-                self._miss(self._last + 1, first - 1)
+                self._report_missed(self._last + 1, first - 1)
             self._records += found
             self._number = number
             self._last = last
@@ -325,7 +327,7 @@ class LogMirror:
         file = MemoryFile([memoryview(header), *body.parts])
         path = segment_dir(ROOT, identity.timeline, first.step - 1, last.step, lossy=lossy)
         directory = path.relative_to(ROOT).as_posix()
-        self._tried = True
+        self._attempted = True
         place.check_fence()
         place.rate.wrote(1)
         place.tier.put(f"{directory}/{plan.name}", file)
@@ -333,7 +335,7 @@ class LogMirror:
         marker = Marker.of(identity, (written.record,))
         place.create(f"{directory}/{marker_name(identity.rank)}", marker.encode())
         self._records = []
-        self._tried = False
+        self._attempted = False
         self._down = False
         self._not_before_s = self._clock.monotonic_s() + self._every_s
         self.stats.steps += last.step - first.step + 1
@@ -355,7 +357,7 @@ class LogMirror:
             everyones = self._leads and timeline < own.timeline
             for kind in (LOG_DIR, LOSSY_DIR):
                 directory = timeline_dir(ROOT, timeline) / kind
-                with own_errors():
+                with tier_errors():
                     names = [entry.name for entry in place.files.scan(directory)]
                 for name in sorted(names):
                     steps = parse_segment(name)
@@ -369,7 +371,7 @@ class LogMirror:
 
     def _delete(self, directory: str, rank: int | None) -> None:
         """Files of one rank, whose log this is; or (None) all, and what is not whole."""
-        with own_errors():
+        with tier_errors():
             names = [item.name.rpartition("/")[2] for item in self._place.tier.scan(directory)]
         mine = [name for name in names if parse_rank(name) is not None]
         if rank is not None:
@@ -381,7 +383,7 @@ class LogMirror:
         if rank is None:
             self._place.tier.sweep(directory)
 
-    def _miss(self, first: int, last: int, flaw: str | None = None) -> None:
+    def _report_missed(self, first: int, last: int, flaw: str | None = None) -> None:
         """Steps were let go before they could be copied: once that is said aloud, unless a base
         behind them is durable, which is going to be copied.
 
@@ -392,9 +394,9 @@ class LogMirror:
         self.stats.missed += last - first + 1
         url = self._place.tier.url
         _log.info("steps %d to %d of the log are not copied to %s: %s", first, last, url, why)
-        if self._missed_said or last <= self._base_step:
+        if self._missed_reported or last <= self._base_step:
             return
-        self._missed_said = True
+        self._missed_reported = True
         self._post(
             StorageError(
                 f"the log of steps {first} to {last} is not copied to {url}: {why}",
@@ -402,11 +404,11 @@ class LogMirror:
                 rank=self._identity.rank,
                 tier=self._place.tier.traits.kind,
                 path=url,
-                hint=self._way_out(waited=flaw is None) + ". Bases are copied as before",
+                hint=self._alternative(waited=flaw is None) + ". Bases are copied as before",
             )
         )
 
-    def _way_out(self, *, waited: bool) -> str:
+    def _alternative(self, *, waited: bool) -> str:
         """What the user may choose instead, so that no steps are missed.
 
         Args:
@@ -429,8 +431,8 @@ class LogMirror:
                 _log.info("not copied: %s", error)
                 return
             self.stats.failed += 1
-            self._not_before_s = self._clock.monotonic_s() + max(_AGAIN_S, self._every_s)
-            self._wake_s = self._not_before_s
+            self._not_before_s = self._clock.monotonic_s() + max(_RETRY_S, self._every_s)
+            self._wake_at_s = self._not_before_s
             was_down = self._down
             self._down = True
         if for_good or not was_down:  # of an outage that lasts the log tells the rest

@@ -1,6 +1,6 @@
 """Sends the steps of a rank's log to the memory of its peer, behind training, in their order.
 
-A part of the keeper's thread that sends bases (:mod:`.replicator`). A few whole steps at a time are
+A part of the keeper's thread that sends bases (:mod:`.exchange`). A few whole steps at a time are
 copied out of the log, compared with their digests, and sent; the next ones when the peer holds
 them. So there is never more of it in flight than that, and what is not sent yet lies where it is.
 """
@@ -20,10 +20,10 @@ from everstep.seams.clock import Clock
 
 __all__ = ["LogSender", "LogSenderStats"]
 
-_PART_BYTES = 1 << 20
-_UNANSWERED_MAX = 4  # parts
+_CHUNK_BYTES = 1 << 20
+_CHUNKS_IN_FLIGHT_MAX = 4  # parts
 _BATCH_BYTES = 4 << 20  # of several steps; one may be larger
-_SAY_AGAIN_S = 2.0
+_REPEAT_S = 2.0
 _TRIES_MAX = 3
 
 
@@ -50,7 +50,7 @@ class _Batch:
 
     Attributes:
         upto: number of their last record.
-        asked_s: the peer was last asked how far it has come; ``answered`` since.
+        queried_s: the peer was last asked how far it has come; ``answered`` since.
         progress_s: when it last got anywhere.
         full: it had no room when it last answered.
     """
@@ -59,10 +59,10 @@ class _Batch:
     steps: Packed
     upto: int
     progress_s: float
-    asked_s: float = 0.0
+    queried_s: float = 0.0
     answered: bool = False
     full: bool = False
-    heard_s: float = 0.0
+    reply_s: float = 0.0
     sent_bytes: int = 0
     acked_bytes: int = 0
 
@@ -74,7 +74,7 @@ class LogSender:
         bytes_per_s: at most; None: as they come.
         record_of: the record of a timeline, as it is on the disk; None: it cannot be read (yet).
         send: to the keeper of the peer; does not wait.
-        complain: told of what fails, and of what kind of trouble it is.
+        report_failure: told of what fails, and of what kind of trouble it is.
         shrink: makes a record lossy; None: as it is.
         timeout_s: a peer that says nothing for so long is reported.
 
@@ -90,10 +90,11 @@ class LogSender:
         clock: Clock,
         record_of: Callable[[int], bytes | None],
         send: Callable[[Message], None],
-        complain: Callable[[EverstepError, str], None],
+        report_failure: Callable[[EverstepError, str], None],
         *,
         shrink: Callable[[LogRecord], LogRecord] | None = None,
         timeout_s: float,
+        on_step: Callable[[int], None] = lambda step: None,
     ) -> None:
         self._rank = rank
         self._peer = peer
@@ -101,11 +102,11 @@ class LogSender:
         self._clock = clock
         self._record_of = record_of
         self._send = send
-        self._complain = complain
+        self._report_failure = report_failure
         self._timeout_s = timeout_s
         self._shrink = shrink
         self.stats = LogSenderStats()
-        self.on_step: Callable[[int], None] = lambda step: None
+        self._on_step = on_step
         self._log: LogStore | None = None
         self._timeline = 0
         self._record: bytes | None = None
@@ -135,25 +136,25 @@ class LogSender:
         """Sends what may be sent now; returns how many bytes."""
         now_s = self._clock.monotonic_s()
         if self._batch is not None and self._batch.begun.last <= self._everywhere_step:
-            self._over(self._batch)
+            self._past(self._batch)
         if self._batch is None:
             self._begin(now_s)
         one = self._batch
         if one is None:
             return 0
         if one.answered and one.sent_bytes > one.acked_bytes:
-            if now_s - one.heard_s > _SAY_AGAIN_S:  # parts or answers were lost
-                self._ask(one, now_s)
+            if now_s - one.reply_s > _REPEAT_S:  # parts or answers were lost
+                self._query(one, now_s)
         elif one.answered:
             one.progress_s = now_s  # nobody is waited for
-        elif now_s - one.asked_s > _SAY_AGAIN_S:
-            self._ask(one, now_s)
+        elif now_s - one.queried_s > _REPEAT_S:
+            self._query(one, now_s)
         if now_s - one.progress_s > self._timeout_s:
             one.progress_s = now_s
             self._fail(one, f"its keeper has said nothing for {self._timeout_s:g} s", "silent")
-        return self._send_parts(one, now_s) if one.answered else 0
+        return self._send_chunks(one, now_s) if one.answered else 0
 
-    def heard(self, message: PeerLogAt) -> None:
+    def on_reply(self, message: PeerLogAt) -> None:
         """The peer says how far it has come."""
         one = self._batch
         now_s = self._clock.monotonic_s()
@@ -163,7 +164,7 @@ class LogSender:
         was_full = one.full
         one.full = message.state == "full"
         if message.state == "whole":
-            self._there(one)
+            self._confirmed(one)
         elif message.state == "full":
             one.progress_s = now_s
             if not was_full:
@@ -171,16 +172,16 @@ class LogSender:
         elif message.state == "refused":
             self._refused(one, message.problem)
         elif message.state == "lost":  # another keeper has come into service there
-            self._ask(one, now_s)
+            self._query(one, now_s)
         else:
             further = message.received_bytes > one.acked_bytes
             if further or not one.answered:
                 one.progress_s = now_s
-            # As in the replicator: parts behind the one that this answers may be on their way.
+            # As in the exchange: parts behind the one that this answers may be on their way.
             if message.received_bytes > one.sent_bytes or not (one.answered or further):
                 one.sent_bytes = message.received_bytes
             one.answered = True
-            one.heard_s = now_s
+            one.reply_s = now_s
             one.acked_bytes = message.received_bytes
 
     def _begin(self, now_s: float) -> None:
@@ -202,7 +203,9 @@ class LogSender:
                 steps = packed([self._shrink(record) for record in unpacked(steps)])
         except (DamageError, FormatError) as error:  # or their memory is being used again
             self._number = upto
-            self._miss(first, last, f"they were let go before they could be sent ({error.message})")
+            self._report_missed(
+                first, last, f"they were let go before they could be sent ({error.message})"
+            )
             return
         run = steps.run
         begun = PeerLogBegun(
@@ -216,7 +219,7 @@ class LogSender:
         )
         self._look_for_hole(steps)
         self._batch = _Batch(begun, steps, upto, now_s)
-        self._ask(self._batch, now_s)
+        self._query(self._batch, now_s)
 
     def _look_for_hole(self, steps: Packed) -> None:
         """Whether these steps follow those before them, or a base that the peers hold."""
@@ -225,24 +228,26 @@ class LogSender:
         if before is None or run.first - 1 <= self._everywhere_step:
             return
         if not run.follows(run.first, before.run.lsns[-1]) or run.first != before.run.last + 1:
-            self._miss(before.run.last + 1, run.first - 1, "the log has a hole before them")
+            self._report_missed(
+                before.run.last + 1, run.first - 1, "the log has a hole before them"
+            )
 
-    def _ask(self, one: _Batch, now_s: float) -> None:
+    def _query(self, one: _Batch, now_s: float) -> None:
         one.answered = False
-        one.asked_s = now_s
+        one.queried_s = now_s
         self._send(one.begun)
 
-    def _send_parts(self, one: _Batch, now_s: float) -> int:
+    def _send_chunks(self, one: _Batch, now_s: float) -> int:
         size_bytes = one.begun.size_bytes
         sent = 0
         while (
             one.sent_bytes < size_bytes
-            and one.sent_bytes - one.acked_bytes < _UNANSWERED_MAX * _PART_BYTES
+            and one.sent_bytes - one.acked_bytes < _CHUNKS_IN_FLIGHT_MAX * _CHUNK_BYTES
             and now_s >= self._free_s
         ):
-            data = one.steps.memory[one.sent_bytes : one.sent_bytes + _PART_BYTES]
+            data = one.steps.memory[one.sent_bytes : one.sent_bytes + _CHUNK_BYTES]
             if one.sent_bytes == one.acked_bytes:
-                one.heard_s = now_s  # from now on an answer is waited for
+                one.reply_s = now_s  # from now on an answer is waited for
             begun = one.begun
             self._send(PeerLogPart(begun.timeline, begun.first, one.sent_bytes, bytes(data)))
             one.sent_bytes += data.nbytes
@@ -251,16 +256,16 @@ class LogSender:
                 self._free_s = max(now_s, self._free_s) + data.nbytes / self._rate
         return sent
 
-    def _there(self, one: _Batch) -> None:
+    def _confirmed(self, one: _Batch) -> None:
         run = one.steps.run
         self.stats.steps += len(run.lsns)
         self.stats.sent_bytes += one.begun.size_bytes
         self.stats.step = run.last
         self._before = one.steps
-        self._over(one)
-        self.on_step(run.last)
+        self._past(one)
+        self._on_step(run.last)
 
-    def _over(self, one: _Batch) -> None:
+    def _past(self, one: _Batch) -> None:
         self._batch = None
         self._number = one.upto
         self._tries = 0
@@ -270,12 +275,12 @@ class LogSender:
         self._tries += 1
         self._batch = None
         if self._tries >= _TRIES_MAX:
-            self._over(one)
-            self._miss(one.begun.first, one.begun.last, problem)
+            self._past(one)
+            self._report_missed(one.begun.first, one.begun.last, problem)
 
-    def _miss(self, first: int, last: int, why: str) -> None:
+    def _report_missed(self, first: int, last: int, why: str) -> None:
         self.stats.missed += max(1, last - first + 1)
-        self._complain(
+        self._report_failure(
             self._error(
                 f"the peer, rank {self._peer}, does not get the log of steps {first} to "
                 f"{max(first, last)}: {why}",
@@ -287,7 +292,7 @@ class LogSender:
     def _fail(self, one: _Batch, why: str, kind: str) -> None:
         begun = one.begun
         text = f"the peer, rank {self._peer}, gets no log from step {begun.first} on: {why}"
-        self._complain(self._error(text, begun.first), kind)
+        self._report_failure(self._error(text, begun.first), kind)
 
     def _error(self, text: str, step: int) -> KeeperError:
         return KeeperError(

@@ -52,7 +52,7 @@ __all__ = ["Mirror", "MirrorStats"]
 
 _log = logging.getLogger("everstep.keeper")
 _STOP_TIMEOUT_S = 5.0
-_LOOK_AGAIN_S = 1.0
+_RATE_POLL_S = 1.0
 
 
 @dataclass(slots=True)
@@ -137,7 +137,7 @@ class Mirror:
             self.stats.passed_over += self._due
             self._due = True
             self._paused = False
-            self._begin()
+            self._wake()
 
     def pause(self) -> None:
         """Another timeline may be opened by the very process that is served: until there is another
@@ -145,7 +145,7 @@ class Mirror:
         with self._changed:
             self._paused = True
 
-    def hurry(self) -> None:
+    def expedite(self) -> None:
         """The keeper is about to end: the last base does not wait for its time. A cap of objects
         is kept to: what would have to wait for it is not copied, and that is said."""
         with self._changed:
@@ -182,7 +182,7 @@ class Mirror:
             return None
         self._place.check_fence()
         if self._published:
-            self._find_again(inventory)
+            self._verify_place(inventory)
         else:  # or another run's base might be taken for the copy of this one
             self._publish(inventory)
             self._published = True
@@ -201,21 +201,23 @@ class Mirror:
         """
         self._retention.run()
 
-    def _begin(self) -> None:
+    def _wake(self) -> None:
         if self._thread is None:
-            self._thread = threading.Thread(target=self._work, name="everstep-mirror", daemon=True)
+            self._thread = threading.Thread(
+                target=self._copy_loop, name="everstep-mirror", daemon=True
+            )
             self._thread.start()
         self._changed.notify_all()
 
-    def _turn(self) -> None:
+    def _run_once(self) -> None:
         """What is due."""
         self.copy_newest()
         self.retain()
 
-    def _work(self) -> None:
-        while self._next():
+    def _copy_loop(self) -> None:
+        while self._wait_for_work():
             try:
-                self._turn()
+                self._run_once()
             except (FencedError, ForeignDirectoryError, InfeasibleError) as error:
                 self._fail(error, for_good=True)
             except EverstepError as error:
@@ -229,7 +231,7 @@ class Mirror:
                 with self._changed:
                     self._at_work = False
 
-    def _next(self) -> bool:
+    def _wait_for_work(self) -> bool:
         """Waits until a copy may begin; False when there will be no more."""
         with self._changed:
             while not self._closed and not self._refused:
@@ -249,11 +251,11 @@ class Mirror:
     def _copy(self, inventory: Inventory, base: BaseFound) -> bool:
         """Copies a base; False: it cannot be, and that is nothing to report."""
         assert base.manifest is not None
-        self._copy_parts(base, base.manifest.markers)
+        self._copy_files(base, base.manifest.markers)
         self._commit(base)
         return True
 
-    def _copy_parts(self, base: BaseFound, markers: Sequence[Marker]) -> None:
+    def _copy_files(self, base: BaseFound, markers: Sequence[Marker]) -> None:
         """Copies these ranks' files, then their markers."""
         with contextlib.ExitStack() as stack:
             try:
@@ -322,7 +324,7 @@ class Mirror:
                     hint="end one of the two, or copy to another place",
                 )
 
-    def _find_again(self, inventory: Inventory) -> None:
+    def _verify_place(self, inventory: Inventory) -> None:
         """The place still is what it was: no other directory lies under that name now, as where it
         was unmounted, and nobody has emptied it."""
         own = timeline_dir(self._run, self._timeline) / TIMELINE_RECORD
@@ -352,7 +354,7 @@ class Mirror:
                     **what,
                 )
 
-    def _beat(self) -> None:
+    def report_progress(self) -> None:
         """It takes long, and goes on."""
 
     def _put(self, name: str, source: ReadFile) -> None:
@@ -378,8 +380,8 @@ class Mirror:
                 if not self.waits_for_the_cap:
                     _log.info("the cap of objects an hour delays a copy by %.0f s", wait_s)
                 self.waits_for_the_cap = True
-                self._changed.wait(min(wait_s, _LOOK_AGAIN_S))
-                self._beat()
+                self._changed.wait(min(wait_s, _RATE_POLL_S))
+                self.report_progress()
         self.waits_for_the_cap = False
 
     def _name(self, path: PurePath) -> str:

@@ -18,7 +18,7 @@ from everstep.keeper.ship.log_mirror import LogMirror
 from everstep.keeper.ship.lossy_log import shrinking
 from everstep.keeper.ship.mirror import Mirror
 from everstep.keeper.ship.place import CopyPlace
-from everstep.keeper.ship.rank_mirror import Followed, FollowingMirror, LeadingMirror
+from everstep.keeper.ship.rank_mirror import AnyRankMirror, FollowingMirror, LeadingMirror
 from everstep.link.job_session import JobSession
 from everstep.link.keeper_stats import KeeperStats
 from everstep.seams import Seams
@@ -37,8 +37,8 @@ class Mirrors:
     """All of them, for one timeline.
 
     Args:
-        told: the fields of each place's :class:`~everstep.tiers.options.TierOptions`.
-        post: told of what fails.
+        places: the fields of each place's :class:`~everstep.tiers.options.TierOptions`.
+        post: places of what fails.
         job_session: of this rank among several; None: it is alone.
         commits: of the same.
         log: of this rank.
@@ -52,7 +52,7 @@ class Mirrors:
         seams: Seams,
         run: PurePath,
         timeline: int,
-        told: Sequence[dict[str, Any]],
+        places: Sequence[dict[str, Any]],
         post: Callable[[EverstepError], None],
         *,
         timeout_s: float,
@@ -64,16 +64,16 @@ class Mirrors:
     ) -> None:
         self._post = post
         self._watched: dict[Mirror | LogMirror, WatchedTier] = {}
-        self._hanging: set[str] = set()  # places that were told of
+        self._hanging: set[str] = set()  # places that were places of
         self._mirrors: list[Mirror] = []
         self._logs: list[LogMirror] = []
-        self._of_ranks: dict[int, Followed] = {}  # by number of the place
+        self._rank_mirrors: dict[int, AnyRankMirror] = {}  # by number of the place
         self._commits = commits
         self._rates: dict[str, ObjectRate] = {}  # by place
-        for number, one in enumerate(told):
+        for number, one in enumerate(places):
             options = TierOptions(**one)
             try:
-                moved = partial(self._moved, number)
+                moved = partial(self._on_operation, number)
                 files = MovingFileSystem(seams.filesystem, moved)  # that a directory is on
                 place = open_tier(options.where, files, clock=seams.clock)
             except EverstepError as error:  # this environment is not that of the trainer
@@ -99,7 +99,7 @@ class Mirrors:
                 self._watched[self._mirrors[-1]] = tier
                 continue
             kind = LeadingMirror if job_session.rank == COORDINATOR else FollowingMirror
-            self._of_ranks[number] = kind(
+            self._rank_mirrors[number] = kind(
                 *about,
                 others=commits,
                 number=number,
@@ -107,10 +107,10 @@ class Mirrors:
                 world=len(job_session.disks),
                 **settings,
             )
-            self._mirrors.append(self._of_ranks[number])
+            self._mirrors.append(self._rank_mirrors[number])
             self._watched[self._mirrors[-1]] = tier
-        if told and commits is not None:
-            commits.on_copy = self._heard
+        if places and commits is not None:
+            commits.on_copy = self._on_message
 
     def base_durable(self, base: BaseId | None = None) -> None:
         """There is a new base on disk.
@@ -118,8 +118,8 @@ class Mirrors:
         Args:
             base: which; None: perhaps there is one.
         """
-        self._look()
-        for mirror in self._every:
+        self._report_hanging()
+        for mirror in self._all:
             mirror.base_durable(base)
 
     def base_known(self, base: BaseId) -> None:
@@ -129,22 +129,22 @@ class Mirrors:
 
     def pause(self) -> None:
         """Training is about to open another timeline itself: what it shuts out here is no error."""
-        for mirror in self._every:
+        for mirror in self._all:
             mirror.pause()
 
-    def lost(self) -> None:
+    def trainer_lost(self) -> None:
         """Training has died: what is left of the log is copied, too."""
         for log in self._logs:
             log.flush()
 
-    def _moved(self, number: int) -> None:
-        if number in self._of_ranks:
-            self._of_ranks[number].goes_on()
+    def _on_operation(self, number: int) -> None:
+        if number in self._rank_mirrors:
+            self._rank_mirrors[number].report_progress()
 
-    def _heard(self, sender: int, message: CopyMessage) -> None:
-        mirror = self._of_ranks.get(message.place)
+    def _on_message(self, sender: int, message: CopyMessage) -> None:
+        mirror = self._rank_mirrors.get(message.place)
         if mirror is not None:
-            mirror.heard(sender, message)
+            mirror.on_message(sender, message)
         elif isinstance(message, CopyWanted) and self._commits is not None:
             first = message.manifest.markers[0]
             base = BaseId(first.timeline, first.step)
@@ -154,23 +154,23 @@ class Mirrors:
     def finish(self) -> bool:
         """The keeper is about to end; whether a copy is still being made."""
         for mirror in self._mirrors:
-            mirror.hurry()
+            mirror.expedite()
         for log in self._logs:
             log.pause()  # a base is better than the rest of a log that it is behind
-        hanging = self._look()  # nobody ends that, and nobody waits for it
-        return any(mirror.busy and self._watched[mirror] not in hanging for mirror in self._every)
+        hanging = self._report_hanging()  # nobody ends that, and nobody waits for it
+        return any(mirror.busy and self._watched[mirror] not in hanging for mirror in self._all)
 
     def close(self) -> None:
         """Ends all of them."""
-        for mirror in self._every:
+        for mirror in self._all:
             mirror.close()
 
     @property
-    def _every(self) -> list[Mirror | LogMirror]:
+    def _all(self) -> list[Mirror | LogMirror]:
         return [*self._mirrors, *self._logs]
 
-    def _look(self) -> list[WatchedTier]:
-        """Places that hang, each of which is told of once, as long as it does."""
+    def _report_hanging(self) -> list[WatchedTier]:
+        """Places that hang, each of which is places of once, as long as it does."""
         found: list[WatchedTier] = []
         for tier in dict.fromkeys(self._watched.values()):
             stuck = tier.stuck(_HANG_S)
@@ -194,7 +194,7 @@ class Mirrors:
 
     def add_to(self, stats: KeeperStats) -> None:
         """Notes what was copied since the timeline began."""
-        self._look()
+        self._report_hanging()
         bases = [mirror.stats for mirror in self._mirrors]
         stats.copied = sum(one.copied for one in bases)
         stats.copied_bytes = sum(one.copied_bytes for one in bases)

@@ -29,12 +29,12 @@ if TYPE_CHECKING:  # loaded where there are several ranks
     from everstep.keeper.held.memory_bases import IsPast, MemoryBases
     from everstep.keeper.persist.rank_commits import RankCommits
     from everstep.keeper.ship.log_sender import LogSenderStats
-    from everstep.keeper.ship.peer_exchange import Replicator, ReplicatorStats, Source
+    from everstep.keeper.ship.peer_exchange import PeerExchange, PeerExchangeStats, Source
 
-__all__ = ["Peers"]
+__all__ = ["PeerCopies"]
 
 
-class Peers:
+class PeerCopies:
     """What a keeper holds for others, and what it sends to its own peer.
 
     Args:
@@ -50,16 +50,16 @@ class Peers:
         self._rank = 0
         self.store = PeerBaseStore()
         self.logs = PeerLogStore()
-        self.replicator: Replicator | None = None
+        self.exchange: PeerExchange | None = None
         self.bases: MemoryBases | None = None  # of this rank, if they live in memory
 
     def serve(
         self,
-        told: Mapping[str, Any] | None,
+        settings: Mapping[str, Any] | None,
         job_session: JobSession | None,
         commits: RankCommits | None,
         clock: Clock,
-        tell: Callable[[EverstepError], None],
+        notify: Callable[[EverstepError], None],
         *,
         timeout_s: float,
         timeline: int,
@@ -71,74 +71,74 @@ class Peers:
         """A new timeline begins.
 
         Args:
-            told: ``bound_bytes`` for bases of others, ``log_bytes`` for their logs, ``sends_log``
+            settings: ``bound_bytes``, ``log_bytes``, ``sends_log``
                 whether this rank's is sent, in the form that options ``log`` say, ``bytes_per_s``
                 of what is, whether this rank ``holds`` bases in memory; None: no rank sends or
                 holds anything.
-            tell: told of what fails; training goes on.
+            notify: settings of what fails; training goes on.
             log: of this rank.
-            on_everywhere: told of each base that is whole with all peers, in a thread.
-            on_step: told of the newest step whose log the peer holds, in a thread.
+            on_everywhere: settings of each base that is whole with all peers, in a thread.
+            on_step: settings of the newest step whose log the peer holds, in a thread.
             verified: what a process that is alone goes on from, if that is durable.
         """
         self.close()
-        holds = told is not None and bool(told.get("holds"))
-        if told is not None and holds and job_session is None:
+        holds = settings is not None and bool(settings.get("holds"))
+        if settings is not None and holds and job_session is None:
             self._rank = 0
-            self.store.new_start(told["bound_bytes"], (), verified)
+            self.store.new_start(settings["bound_bytes"], (), verified)
             self.bases = self._bases(clock, timeout_s)
             return
         sends = job_session is not None and job_session.peer is not None
-        if told is None or job_session is None or commits is None or not (sends or holds):
+        if settings is None or job_session is None or commits is None or not (sends or holds):
             self.store = PeerBaseStore()
             self.logs = PeerLogStore()
             return
         from everstep.keeper.ship.log_sender import LogSender
         from everstep.keeper.ship.lossy_log import shrinking
-        from everstep.keeper.ship.peer_exchange import Pace, Replicator
+        from everstep.keeper.ship.peer_exchange import Pace, PeerExchange
 
         self._rank = job_session.rank
         recovered = job_session.recovered
         mine = (job_session.rank,) if holds and recovered is None else ()
         sources = (*job_session.sources, *mine)
         spare = job_session.spare if holds else None
-        self.store.new_start(told["bound_bytes"], sources, recovered, spare)
-        self.logs.new_start(told["log_bytes"], job_session.sources)
-        self.replicator = replicator = Replicator(
+        self.store.new_start(settings["bound_bytes"], sources, recovered, spare)
+        self.logs.new_start(settings["log_bytes"], job_session.sources)
+        self.exchange = exchange = PeerExchange(
             job_session,
             self.store,
-            Pace(told["bytes_per_s"], at_once=holds),
+            Pace(settings["bytes_per_s"], at_once=holds),
             clock,
             self._find,
             commits.send,
-            tell,
+            notify,
             timeout_s=timeout_s,
+            logs=self.logs,
+            on_everywhere=on_everywhere,
         )
-        replicator.logs = self.logs
-        replicator.on_everywhere = on_everywhere
-        if told["sends_log"]:
-            replicator.log = sender = LogSender(
+        if settings["sends_log"]:
+            exchange.log = sender = LogSender(
                 job_session.rank,
-                replicator.peer,
-                told["bytes_per_s"],
+                exchange.peer,
+                settings["bytes_per_s"],
                 clock,
                 self._record_of,
-                lambda message: commits.send(replicator.peer, message),
-                replicator.complain,
-                shrink=shrinking(PeerOptions(**told.get("log", {}))),
+                lambda message: commits.send(exchange.peer, message),
+                exchange.report_failure,
+                shrink=shrinking(PeerOptions(**settings.get("log", {}))),
                 timeout_s=timeout_s,
+                on_step=on_step,
             )
-            sender.on_step = on_step
             sender.follow(log, timeline)
-            log.listeners.append(replicator.logged)
-        commits.on_peer = replicator.hear
+            log.listeners.append(exchange.logged)
+        commits.on_peer = exchange.receive
         if not holds:
-            commits.spared = replicator.needed
-        replicator.start()
+            commits.spared = exchange.needed
+        exchange.start()
         if holds:
-            self.bases = self._bases(clock, timeout_s, replicator.is_past)
+            self.bases = self._bases(clock, timeout_s, exchange.is_past)
         if recovered is not None:  # the copies of a node that was replaced are gone
-            replicator.durable(recovered)
+            exchange.durable(recovered)
 
     def _bases(self, clock: Clock, timeout_s: float, is_past: IsPast | None = None) -> MemoryBases:
         from everstep.keeper.held.memory_bases import MemoryBases
@@ -148,8 +148,8 @@ class Peers:
 
     def base_durable(self, base: BaseId) -> None:
         """A base of this rank is durable, or whole in memory, where it lives."""
-        if self.replicator is not None:
-            self.replicator.durable(base)
+        if self.exchange is not None:
+            self.exchange.durable(base)
 
     def recall(self) -> tuple[list[dict[str, Any]], list[Arena]]:
         """What is held for other ranks, as messages hold it; and the memory it lies in."""
@@ -168,22 +168,22 @@ class Peers:
     @property
     def sends_log(self) -> bool:
         """Whether this rank's log goes to its peer."""
-        return self.replicator is not None and self.replicator.log is not None
+        return self.exchange is not None and self.exchange.log is not None
 
     @property
     def log_stats(self) -> LogSenderStats:
         """What of this rank's log was sent since the timeline began."""
         from everstep.keeper.ship.log_sender import LogSenderStats
 
-        sender = None if self.replicator is None else self.replicator.log
+        sender = None if self.exchange is None else self.exchange.log
         return LogSenderStats() if sender is None else sender.stats
 
     @property
-    def stats(self) -> ReplicatorStats:
+    def stats(self) -> PeerExchangeStats:
         """What was sent since the timeline began."""
-        from everstep.keeper.ship.peer_exchange import ReplicatorStats
+        from everstep.keeper.ship.peer_exchange import PeerExchangeStats
 
-        return ReplicatorStats() if self.replicator is None else self.replicator.stats
+        return PeerExchangeStats() if self.exchange is None else self.exchange.stats
 
     def add_to(self, stats: KeeperStats) -> None:
         """Notes what was sent since the timeline began."""
@@ -201,10 +201,10 @@ class Peers:
         self.bases = None
         if bases is not None:
             bases.release()
-        replicator = self.replicator
-        self.replicator = None
-        if replicator is not None:
-            replicator.close()
+        exchange = self.exchange
+        self.exchange = None
+        if exchange is not None:
+            exchange.close()
 
     def _record_of(self, timeline: int) -> bytes | None:
         try:
@@ -217,12 +217,12 @@ class Peers:
         try:
             path = timeline_dir(self._run, base.timeline) / TIMELINE_RECORD
             record = read_record_bytes(self._filesystem, path)
-            found = self._held(base) or self._in_memory(base) or self._on_disk(base)
+            found = self._in_peer_store(base) or self._in_memory(base) or self._on_disk(base)
         except (OSError, EverstepError):
             return None
         return None if found is None else (found, record)
 
-    def _held(self, base: BaseId) -> HeldBase | None:
+    def _in_peer_store(self, base: BaseId) -> HeldBase | None:
         copy = self.store.find(self._rank, base)
         if copy is None:
             return None
@@ -237,7 +237,7 @@ class Peers:
         held = base_from_wire(fields, dict(enumerate(blobs)), arena)
         files = tuple(
             (
-                _Twofold(
+                _MemoryOrDiskFile(
                     file, lambda: self._newest_capture.has(capture), self._opener(base, record)
                 ),
                 record,
@@ -266,7 +266,7 @@ class Peers:
         return open_file
 
 
-class _Twofold:
+class _MemoryOrDiskFile:
     """A file that is read from memory as long as it is there, and then from the disk.
 
     The memory may be written over between the two looks at ``is_there``: what was read then does

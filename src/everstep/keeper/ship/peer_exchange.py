@@ -38,12 +38,12 @@ from everstep.link.job_session import JobSession
 from everstep.restore.fetch.held import HeldBase
 from everstep.seams.clock import Clock
 
-__all__ = ["Pace", "Replicator", "ReplicatorStats", "Source"]
+__all__ = ["Pace", "PeerExchange", "PeerExchangeStats", "Source"]
 
 _log = logging.getLogger("everstep.keeper")
-_PART_BYTES = 1 << 20
-_UNANSWERED_MAX = 4  # parts
-_SAY_AGAIN_S = 2.0
+_CHUNK_BYTES = 1 << 20
+_CHUNKS_IN_FLIGHT_MAX = 4  # parts
+_REPEAT_S = 2.0
 _IDLE_S = 0.1
 _BUSY_S = 0.01
 _SHARE = 0.8  # of the time between two bases; the rest is for what was held up (section 3.2)
@@ -53,7 +53,7 @@ Source = tuple[HeldBase, bytes]
 
 
 @dataclass(slots=True)
-class ReplicatorStats:
+class PeerExchangeStats:
     """What was done so far.
 
     Attributes:
@@ -106,42 +106,42 @@ class _Sending:
     """The base that this rank sends.
 
     Attributes:
-        said_s: rank 0 was last told.
+        reported_s: rank 0 was last outcome.
         progress_s: when it last got anywhere.
-        asked_s: the peer was last asked how far it has come; ``answered`` since.
+        queried_s: the peer was last asked how far it has come; ``answered`` since.
         sent_bytes: up to where parts are on their way; ``acked_bytes``: up to where they are there.
-        told: what has become of it, which rank 0 may not have heard.
+        outcome: what has become of it, which rank 0 may not have on_reply.
     """
 
     base: BaseId
-    said_s: float
+    reported_s: float
     progress_s: float
     source: Source | None = None
     size_bytes: int = 0
     rate: float | None = None
     paced_s: float = 0.0
     paced_bytes: int = 0
-    asked_s: float = 0.0
+    queried_s: float = 0.0
     answered: bool = False
-    heard_s: float = 0.0
+    reply_s: float = 0.0
     sent_bytes: int = 0
     acked_bytes: int = 0
-    told: str = ""
+    outcome: str = ""
 
 
-class Replicator:
+class PeerExchange:
     """One rank's part, in one start of the job.
 
     Args:
         find: a base of this rank, where it can be read; None: nowhere (yet).
         send: to the keeper of a rank; does not wait.
-        tell: told of what fails; training goes on.
+        notify: outcome of what fails; training goes on.
         timeout_s: a peer that says nothing for so long is reported.
 
     Attributes:
         logs: steps of other ranks' logs that are held.
         log: sends this rank's own; None: there is none.
-        on_everywhere: told of each base that is whole with all peers, in the thread.
+        on_everywhere: outcome of each base that is whole with all peers, in the thread.
     """
 
     def __init__(
@@ -152,50 +152,50 @@ class Replicator:
         clock: Clock,
         find: Callable[[BaseId], Source | None],
         send: Callable[[int, Message], None],
-        tell: Callable[[EverstepError], None],
+        notify: Callable[[EverstepError], None],
         *,
         timeout_s: float,
+        logs: PeerLogStore | None = None,
+        on_everywhere: Callable[[BaseId], None] = lambda base: None,
     ) -> None:
         peer = job_session.peer
         # Itself: there is none, and it is enough that all ranks have a base (in memory).
         self.peer = job_session.rank if peer is None else peer
-        self.stats = ReplicatorStats()
+        self.stats = PeerExchangeStats()
         self._job_session = job_session
         self._store = store
         self._pace = pace
         self._clock = clock
         self._find = find
         self._send = send
-        self._tell = tell
+        self._notify = notify
         self._timeout_s = timeout_s
         self._rounds = None
         if job_session.rank == COORDINATOR:
-            self._rounds = Rounds(
-                len(job_session.disks), repeat_s=_SAY_AGAIN_S, late_s=2 * timeout_s
-            )
-        self.logs = PeerLogStore()
+            self._rounds = Rounds(len(job_session.disks), repeat_s=_REPEAT_S, late_s=2 * timeout_s)
+        self.logs = PeerLogStore() if logs is None else logs
         self.log: LogSender | None = None
-        self.on_everywhere: Callable[[BaseId], None] = lambda base: None
+        self._on_everywhere = on_everywhere
         self._everywhere: BaseId | None = None
         self._events: queue.SimpleQueue[Callable[[], Any] | None] = queue.SimpleQueue()
         self._sending: _Sending | None = None
         self._waiting: BaseId | None = None
-        self._round: BaseId | None = None  # that all ranks send, as far as this one has heard
-        self._over: BaseId | None = None  # what that was before
+        self._round: BaseId | None = None  # that all ranks send, as far as this one has on_reply
+        self._past: BaseId | None = None  # what that was before
         self._early: dict[int, PeerBegun] = {}
-        self._complained: set[str] = set()
+        self._reported: set[str] = set()
         self._thread: threading.Thread | None = None
 
     # From any thread.
 
     def start(self) -> None:
         """Begins to work, in a thread."""
-        self._thread = threading.Thread(target=self._work, name="everstep-peers", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="everstep-peers", daemon=True)
         self._thread.start()
 
-    def hear(self, sender: int, message: PeerMessage) -> None:
+    def receive(self, sender: int, message: PeerMessage) -> None:
         """A message has come."""
-        self._events.put(lambda: self._heard(sender, message))
+        self._events.put(lambda: self._handle(sender, message))
 
     def durable(self, base: BaseId) -> None:
         """This rank's base is durable, and all others' are."""
@@ -205,16 +205,16 @@ class Replicator:
         """A step of the log is whole."""
         self._events.put(lambda: None)
 
-    def complain(self, error: EverstepError, kind: str = "") -> None:
+    def report_failure(self, error: EverstepError, kind: str = "") -> None:
         """Tells what has failed, once for each kind of trouble; in the thread."""
         _log.warning("%s", error)
-        if (kind or error.message) not in self._complained:
-            self._complained.add(kind or error.message)
-            self._tell(error)
+        if (kind or error.message) not in self._reported:
+            self._reported.add(kind or error.message)
+            self._notify(error)
 
     def is_past(self, base: BaseId) -> bool:
         """Whether a base is whole with all peers, or will not be."""
-        over = self._over
+        over = self._past
         now = self._round
         return (over is not None and base <= over) or (now is not None and base < now)
 
@@ -233,16 +233,18 @@ class Replicator:
 
     # The thread.
 
-    def _work(self) -> None:
+    def _run(self) -> None:
         while True:
-            busy = self._sending is not None and not self._sending.told
+            busy = self._sending is not None and not self._sending.outcome
             busy = busy or (self.log is not None and self.log.busy)
             try:
                 if not self.turn(_BUSY_S if busy else _IDLE_S):
                     return
             except BaseException as error:  # would end this thread, and all copies to come
                 _log.exception("internal error in sending bases to a peer")
-                self.complain(EverstepError(f"internal error in sending to a peer: {error!r}"))
+                self.report_failure(
+                    EverstepError(f"internal error in sending to a peer: {error!r}")
+                )
 
     def turn(self, timeout_s: float) -> bool:
         """Does what has come, or comes within ``timeout_s``; False: it is over."""
@@ -256,8 +258,8 @@ class Replicator:
         except queue.Empty:
             pass
         if self._rounds is not None:
-            self._say(self._rounds.tick(self._now_s))
-        self._go_on()
+            self._send_all(self._rounds.tick(self._now_s))
+        self._continue_sending()
         if self.log is not None:
             sent_bytes = self.log.turn()
             if self._sending is not None:  # of the same bytes a second
@@ -268,49 +270,49 @@ class Replicator:
     def _now_s(self) -> float:
         return self._clock.monotonic_s()
 
-    def _say(self, sends: list[Send]) -> None:
+    def _send_all(self, sends: list[Send]) -> None:
         for one in sends:
-            self._to(one.rank, one.message)
+            self._deliver(one.rank, one.message)
 
-    def _to(self, rank: int, message: Message) -> None:
+    def _deliver(self, rank: int, message: Message) -> None:
         if rank == self._job_session.rank:
             assert isinstance(message, PeerMessage)
-            self._heard(rank, message)
+            self._handle(rank, message)
         else:
             self._send(rank, message)
 
-    def _heard(self, sender: int, message: PeerMessage) -> None:
+    def _handle(self, sender: int, message: PeerMessage) -> None:
         if isinstance(message, PeerBegun):
             self._on_begun(sender, message)
         elif isinstance(message, PeerPart):
-            self._to(sender, self._store.part(sender, message))
+            self._deliver(sender, self._store.part(sender, message))
         elif isinstance(message, PeerLogBegun):
-            self._to(sender, self.logs.begun(sender, message))
+            self._deliver(sender, self.logs.begun(sender, message))
         elif isinstance(message, PeerLogPart):
-            self._to(sender, self.logs.part(sender, message))
+            self._deliver(sender, self.logs.part(sender, message))
         elif isinstance(message, PeerLogAt):
             if self.log is not None:
-                self.log.heard(message)
+                self.log.on_reply(message)
         elif isinstance(message, PeerAt):
             self._on_at(message)
         elif isinstance(message, PeerSaid):
             if self._rounds is not None:
-                self._say(self._rounds.said(sender, message.base, message.state, self._now_s))
+                self._send_all(self._rounds.said(sender, message.base, message.state, self._now_s))
         else:
             self._on_round(message)
 
     def _durable(self, base: BaseId) -> None:
         self._pace.durable(self._now_s)
-        if self._sending is not None and not self._sending.told and base != self._sending.base:
+        if self._sending is not None and not self._sending.outcome and base != self._sending.base:
             if self._waiting is not None and self._waiting != self._sending.base:
                 self._pass_over(self._waiting)
             self._waiting = base
         if self._rounds is not None:
-            self._say(self._rounds.durable(base, self._now_s))
+            self._send_all(self._rounds.durable(base, self._now_s))
 
     def _pass_over(self, base: BaseId) -> None:
         self.stats.passed_over += 1
-        self.complain(
+        self.report_failure(
             KeeperError(
                 f"the peer, rank {self.peer}, gets no copy of the base of step {base.step}: the "
                 "one before is still being sent when the next one is there",
@@ -331,36 +333,36 @@ class Replicator:
             self._early[sender] = message
             return
         self._early.pop(sender, None)
-        self._to(sender, self._store.begun(sender, message))
+        self._deliver(sender, self._store.begun(sender, message))
 
     def _on_round(self, message: PeerRound) -> None:
-        over = [one for one in (self._over, message.everywhere) if one is not None]
+        over = [one for one in (self._past, message.everywhere) if one is not None]
         if self._round is not None and self._round != message.base:
             over.append(self._round)
-        self._over = max(over, default=None)
+        self._past = max(over, default=None)
         self._round = message.base
         if message.everywhere is not None:
-            self._pass(message.everywhere)
+            self._base_everywhere(message.everywhere)
             if message.base is None:
-                self._to(COORDINATOR, PeerSaid(message.everywhere, "noted"))
+                self._deliver(COORDINATOR, PeerSaid(message.everywhere, "noted"))
         sending = self._sending
         if message.base is None:
             self._sending = None
         elif sending is None or sending.base != message.base:
-            if sending is not None and not sending.told:
+            if sending is not None and not sending.outcome:
                 _close(sending)
             now_s = self._now_s
             self._sending = _Sending(message.base, now_s, now_s)
             if self._waiting is not None and self._waiting <= message.base:
                 self._waiting = None
-            self._to(COORDINATOR, PeerSaid(message.base, "sending"))
+            self._deliver(COORDINATOR, PeerSaid(message.base, "sending"))
         early = self._early
         self._early = {}
         for sender, begun in early.items():  # what is of another round is asked again
             if BaseId(begun.marker.timeline, begun.marker.step) == message.base:
                 self._on_begun(sender, begun)
 
-    def _pass(self, everywhere: BaseId) -> None:
+    def _base_everywhere(self, everywhere: BaseId) -> None:
         """A base is whole with all peers."""
         self._store.passed(everywhere)
         self.logs.passed(everywhere, self._store.ranks_of(everywhere))
@@ -368,67 +370,67 @@ class Replicator:
             self._everywhere = everywhere
             if self.log is not None:
                 self.log.passed(everywhere)
-            self.on_everywhere(everywhere)
+            self._on_everywhere(everywhere)
 
     # Sending.
 
-    def _go_on(self) -> None:
+    def _continue_sending(self) -> None:
         one = self._sending
         now_s = self._now_s
         if one is None:
             return
-        if now_s - one.said_s >= _SAY_AGAIN_S:
-            one.said_s = now_s
-            self._to(COORDINATOR, PeerSaid(one.base, one.told or "sending"))
-        if one.told or self._sending is not one:
+        if now_s - one.reported_s >= _REPEAT_S:
+            one.reported_s = now_s
+            self._deliver(COORDINATOR, PeerSaid(one.base, one.outcome or "sending"))
+        if one.outcome or self._sending is not one:
             return
         if one.source is None:
             self._begin(one, now_s)
         elif one.answered and one.sent_bytes > one.acked_bytes:
-            if now_s - one.heard_s > _SAY_AGAIN_S:  # parts or answers were lost
-                self._ask(one, now_s)
+            if now_s - one.reply_s > _REPEAT_S:  # parts or answers were lost
+                self._query(one, now_s)
         elif one.answered:
             one.progress_s = now_s  # nobody is waited for
-        elif now_s - one.asked_s > _SAY_AGAIN_S:
-            self._ask(one, now_s)
+        elif now_s - one.queried_s > _REPEAT_S:
+            self._query(one, now_s)
         if now_s - one.progress_s > self._timeout_s:
             why = "its keeper has said nothing" if one.source else "it is nowhere to be read"
             self._fail(one, f"{why} for {self._timeout_s:g} s")
         elif one.answered:
-            self._send_parts(one, now_s)
+            self._send_chunks(one, now_s)
 
     def _begin(self, one: _Sending, now_s: float) -> None:
         one.source = self._find(one.base)
         if one.source is not None and self.peer == self._job_session.rank:
-            self._ended(one, "whole")
+            self._finish(one, "whole")
         elif one.source is not None:
             one.size_bytes = sum(file.size_bytes for file, _ in one.source[0].files)
             one.rate = self._pace.rate_of(one.size_bytes)
             one.progress_s = one.paced_s = now_s
-            self._ask(one, now_s)
+            self._query(one, now_s)
 
-    def _ask(self, one: _Sending, now_s: float) -> None:
+    def _query(self, one: _Sending, now_s: float) -> None:
         assert one.source is not None
         held, record = one.source
         one.answered = False
-        one.asked_s = now_s
+        one.queried_s = now_s
         self._send(self.peer, PeerBegun(held.marker, record))
 
-    def _send_parts(self, one: _Sending, now_s: float) -> None:
+    def _send_chunks(self, one: _Sending, now_s: float) -> None:
         assert one.source is not None
         while (
             one.sent_bytes < one.size_bytes
-            and one.sent_bytes - one.acked_bytes < _UNANSWERED_MAX * _PART_BYTES
+            and one.sent_bytes - one.acked_bytes < _CHUNKS_IN_FLIGHT_MAX * _CHUNK_BYTES
             and (one.rate is None or one.paced_bytes <= one.rate * (now_s - one.paced_s))
         ):
-            data = bytearray(min(one.size_bytes - one.sent_bytes, _PART_BYTES))
+            data = bytearray(min(one.size_bytes - one.sent_bytes, _CHUNK_BYTES))
             try:
                 _read(one.source[0], one.sent_bytes, memoryview(data))
             except (OSError, EverstepError) as error:
                 self._fail(one, f"it cannot be read any more ({error})")
                 return
             if one.sent_bytes == one.acked_bytes:
-                one.heard_s = now_s  # from now on an answer is waited for
+                one.reply_s = now_s  # from now on an answer is waited for
             self._send(self.peer, PeerPart(one.base, one.sent_bytes, bytes(data)))
             one.sent_bytes += len(data)
             one.paced_bytes += len(data)
@@ -436,7 +438,7 @@ class Replicator:
     def _on_at(self, message: PeerAt) -> None:
         one = self._sending
         now_s = self._now_s
-        if one is None or one.told or one.base != message.base or one.source is None:
+        if one is None or one.outcome or one.base != message.base or one.source is None:
             return
         if message.problem:
             self._fail(one, message.problem)
@@ -449,17 +451,17 @@ class Replicator:
         if message.received_bytes > one.sent_bytes or not (one.answered or further):
             one.sent_bytes = message.received_bytes
         one.answered = True
-        one.heard_s = now_s
+        one.reply_s = now_s
         one.acked_bytes = message.received_bytes
         if message.whole:
             self.stats.sent += 1
             self.stats.sent_bytes += one.size_bytes
             self.stats.step = one.base.step
-            self._ended(one, "whole")
+            self._finish(one, "whole")
 
     def _fail(self, one: _Sending, why: str) -> None:
         self.stats.failed += 1
-        self.complain(
+        self.report_failure(
             KeeperError(
                 f"the peer, rank {self.peer}, gets no copy of the base of step {one.base.step}: "
                 f"{why}",
@@ -470,13 +472,13 @@ class Replicator:
             ),
             why,
         )
-        self._ended(one, "failed")
+        self._finish(one, "failed")
 
-    def _ended(self, one: _Sending, state: str) -> None:
+    def _finish(self, one: _Sending, state: str) -> None:
         _close(one)
-        one.told = state
-        one.said_s = self._now_s
-        self._to(COORDINATOR, PeerSaid(one.base, state))
+        one.outcome = state
+        one.reported_s = self._now_s
+        self._deliver(COORDINATOR, PeerSaid(one.base, state))
 
 
 def _read(held: HeldBase, offset: int, buffer: memoryview) -> None:

@@ -15,7 +15,7 @@ from everstep.tiers.files import TierFileSystem
 from everstep.tiers.rate import ObjectRate
 from everstep.tiers.streams import read_record
 
-__all__ = ["ROOT", "CopyPlace", "newest_timeline_in", "own_errors"]
+__all__ = ["ROOT", "CopyPlace", "newest_timeline_in", "tier_errors"]
 
 ROOT = PurePath("/")
 """What stands for the place in paths of its files."""
@@ -79,7 +79,7 @@ class CopyPlace:
         with contextlib.closing(file):
             return file.size_bytes
 
-    def has_part(self, directory: str, marker: Marker) -> bool:
+    def has_rank_files(self, directory: str, marker: Marker) -> bool:
         """Whether a rank's files and its marker are in the directory of a base, asked for by
         name: no listing from the past says so."""
         name = f"{directory}/{marker_name(marker.rank)}"
@@ -95,7 +95,7 @@ class CopyPlace:
 
     def inventory(self) -> Inventory:
         """What the copies are."""
-        with own_errors():
+        with tier_errors():
             return scan_run(self.files, ROOT, self._timelines)
 
 
@@ -104,7 +104,7 @@ def newest_timeline_in(tier: Tier) -> int:
 
     A listing may be some time old, so the next numbers are looked for by name.
     """
-    with own_errors():
+    with tier_errors():
         number = newest_timeline(TierFileSystem(tier, ROOT), ROOT)
     while True:
         path = timeline_dir(ROOT, number + 1) / TIMELINE_RECORD
@@ -116,7 +116,7 @@ def newest_timeline_in(tier: Tier) -> int:
 
 
 @contextlib.contextmanager
-def own_errors() -> Iterator[None]:
+def tier_errors() -> Iterator[None]:
     """What a tier has said through a file system's errors, in its own words again."""
     try:
         yield

@@ -32,13 +32,13 @@ from everstep.run.scan import BaseFound, Inventory
 from everstep.seams.failpoints import failpoint
 from everstep.seams.files.filesystem import ReadFile
 
-__all__ = ["Followed", "FollowingMirror", "LeadingMirror", "Others", "RankRetention"]
+__all__ = ["AnyRankMirror", "FollowingMirror", "LeadingMirror", "OtherKeepers", "RankRetention"]
 
 _log = logging.getLogger("everstep.keeper")
-_LOOK_S = 0.1
+_POLL_S = 0.1
 
 
-class Others(Protocol):
+class OtherKeepers(Protocol):
     """The keepers of the other ranks (:class:`.commits.RankCommits`)."""
 
     last_receive_s: float
@@ -63,23 +63,23 @@ class _RankMirror(Mirror):
     """
 
     def __init__(
-        self, *about: Any, others: Others, number: int, rank: int, world: int, **more: Any
+        self, *about: Any, others: OtherKeepers, number: int, rank: int, world: int, **more: Any
     ) -> None:
         super().__init__(*about, **more)
         self._others = others
         self._number = number
         self._rank = rank
         self._world = world
-        self._silent_s = float(more.get("timeout_s", 120.0))
-        self._beat_s = max(_LOOK_S, self._silent_s / 10)
-        self._beat_not_before_s = 0.0
+        self._silence_timeout_s = float(more.get("timeout_s", 120.0))
+        self._report_interval_s = max(_POLL_S, self._silence_timeout_s / 10)
+        self._next_report_s = 0.0
 
     def _before_markers(self) -> None:
         failpoint("copy.before_marker")
         self._place.check_fence()
 
     def _put(self, name: str, source: ReadFile) -> None:
-        super()._put(name, _Beating(source, self))
+        super()._put(name, _ReportingFile(source, self))
 
     def _await_rate(self, count: int) -> None:
         try:
@@ -94,18 +94,13 @@ class _RankMirror(Mirror):
                 hint=f"objects_per_hour={needed} at least",
             ) from error
 
-    def goes_on(self) -> None:
-        """An operation in the tier has come back: others hear now and then that this rank is at
-        work. In any thread."""
-        self._beat()
-
-    def _beat(self) -> None:
+    def report_progress(self) -> None:
         now_s = self._clock.monotonic_s()
-        if now_s >= self._beat_not_before_s:
-            self._beat_not_before_s = now_s + self._beat_s
-            self._say_alive()
+        if now_s >= self._next_report_s:
+            self._next_report_s = now_s + self._report_interval_s
+            self._send_alive()
 
-    def _say_alive(self) -> None:
+    def _send_alive(self) -> None:
         raise NotImplementedError
 
     def _folder(self, base: BaseId) -> str:
@@ -117,19 +112,19 @@ class LeadingMirror(_RankMirror):
 
     def __init__(self, *about: Any, keep: int, **more: Any) -> None:
         super().__init__(*about, keep=keep, **more)
-        timeout_s = self._silent_s
+        timeout_s = self._silence_timeout_s
         self._retention: RankRetention = RankRetention(
             self._place, keep, self._post, timeout_s=timeout_s
         )
         self._round: CopyRound | None = None
-        self._ours: BaseId | None = None
+        self._base_in_turn: BaseId | None = None
 
     def base_durable(self, base: BaseId | None = None) -> None:
         super().base_durable(base)
         if base is not None and self._refused:
-            self._settle(base)
+            self._send_settled(base)
 
-    def heard(self, sender: int, message: CopyMessage) -> None:
+    def on_message(self, sender: int, message: CopyMessage) -> None:
         """A message about this place has come."""
         with self._changed:
             if self._round is not None and isinstance(message, CopyTold):
@@ -138,27 +133,27 @@ class LeadingMirror(_RankMirror):
                 self._round.alive(sender)
             self._changed.notify_all()
 
-    def _turn(self) -> None:
+    def _run_once(self) -> None:
         try:
-            super()._turn()
+            super()._run_once()
         finally:
-            if self._ours is not None:
-                self._settle(self._ours)
+            if self._base_in_turn is not None:
+                self._send_settled(self._base_in_turn)
 
     def _may_copy(self, base: BaseFound) -> bool:
         """A base that other ranks have saved is in nobody's hands."""
-        self._ours = base.id
+        self._base_in_turn = base.id
         return base.manifest is not None and len(base.manifest.markers) == self._world
 
     def _copy(self, inventory: Inventory, base: BaseFound) -> bool:
         assert base.manifest is not None
         with self._changed:
-            self._round = CopyRound(base.id, range(1, self._world), self._silent_s)
+            self._round = CopyRound(base.id, range(1, self._world), self._silence_timeout_s)
         try:
-            self._ask(base.manifest)
+            self._request_copies(base.manifest)
             mine = base.manifest.markers[self._rank]
-            if not self._place.has_part(self._folder(base.id), mine):
-                self._copy_parts(base, [mine])
+            if not self._place.has_rank_files(self._folder(base.id), mine):
+                self._copy_files(base, [mine])
             self._await_others(base.manifest)
             self._commit(base)
         except StorageError as error:
@@ -168,7 +163,7 @@ class LeadingMirror(_RankMirror):
             _log.info("%s is not copied: %s", base.id, error.message)
             return False
         else:
-            self._retention.all_are_past(base.id)
+            self._retention.all_ranks_past(base.id)
             return True
         finally:
             with self._changed:
@@ -193,9 +188,9 @@ class LeadingMirror(_RankMirror):
     def _missing(self, manifest: Manifest) -> list[int]:
         first = manifest.markers[0]
         folder = self._folder(BaseId(first.timeline, first.step))
-        return [m.rank for m in manifest.markers if not self._place.has_part(folder, m)]
+        return [m.rank for m in manifest.markers if not self._place.has_rank_files(folder, m)]
 
-    def _ask(self, manifest: Manifest) -> None:
+    def _request_copies(self, manifest: Manifest) -> None:
         with self._changed:
             assert self._round is not None
             ranks = self._round.tick(self._others.last_receive_s)
@@ -205,28 +200,28 @@ class LeadingMirror(_RankMirror):
     def _await_others(self, manifest: Manifest) -> None:
         """Returns when every rank has said that its part is there, or it was found there."""
         while True:
-            self._ask(manifest)
-            self._beat()
+            self._request_copies(manifest)
+            self.report_progress()
             with self._changed:
                 current = self._round
                 assert current is not None
                 if self._closed:
                     raise StorageError("the copy was broken off while others copied")
                 if current.problems:
-                    raise self._why_not(current, ())
+                    raise self._failure(current, ())
                 if not current.waits_for:
                     return
                 gone = tuple(r for r in current.waits_for if self._others.is_gone(r))
                 lost = current.silent or gone
                 if not lost:
-                    self._changed.wait(_LOOK_S)
+                    self._changed.wait(_POLL_S)
                     continue
             missing = set(self._missing(manifest))
             if missing & set(lost):
-                raise self._why_not(current, lost)
+                raise self._failure(current, lost)
             current.there |= set(lost)  # its last word was lost
 
-    def _why_not(self, current: CopyRound, lost: tuple[int, ...]) -> EverstepError:
+    def _failure(self, current: CopyRound, lost: tuple[int, ...]) -> EverstepError:
         where: dict[str, Any] = {"step": current.base.step, "path": self._tier.url}
         where["tier"] = self._tier.traits.kind
         if current.problems:
@@ -244,11 +239,11 @@ class LeadingMirror(_RankMirror):
             hint="their keepers have ended or hang; the next base is copied anew",
         )
 
-    def _settle(self, base: BaseId) -> None:
+    def _send_settled(self, base: BaseId) -> None:
         for rank in range(1, self._world):
             self._others.send(rank, CopySettled(self._number, base))
 
-    def _say_alive(self) -> None:
+    def _send_alive(self) -> None:
         for rank in range(1, self._world):
             self._others.send(rank, CopyGoesOn(self._number))
 
@@ -258,12 +253,12 @@ class FollowingMirror(_RankMirror):
 
     def __init__(self, *about: Any, **more: Any) -> None:
         super().__init__(*about, **more)
-        self._wanted: Manifest | None = None
-        self._owed: BaseId | None = None  # the newest that rank 0 may still ask for
-        self._over: BaseId | None = None  # nothing up to here will be asked for
-        self._under_way: BaseId | None = None
-        self._heard_s = self._clock.monotonic_s()
-        self._why_refused = ""
+        self._requested: Manifest | None = None
+        self._expected: BaseId | None = None  # the newest that rank 0 may still ask for
+        self._settled: BaseId | None = None  # nothing up to here will be asked for
+        self._copying: BaseId | None = None
+        self._last_message_s = self._clock.monotonic_s()
+        self._refusal = ""
 
     @property
     def busy(self) -> bool:
@@ -273,39 +268,39 @@ class FollowingMirror(_RankMirror):
                 return False
             if self._at_work or self._due:
                 return True
-            waited_s = self._clock.monotonic_s() - self._heard_s
-            gone = self._others.is_gone(COORDINATOR) or waited_s > self._silent_s
-            return self._owed is not None and not gone
+            waited_s = self._clock.monotonic_s() - self._last_message_s
+            gone = self._others.is_gone(COORDINATOR) or waited_s > self._silence_timeout_s
+            return self._expected is not None and not gone
 
     def base_durable(self, base: BaseId | None = None) -> None:
         """There is a new base on disk: rank 0 is going to say whether it is copied."""
         with self._changed:
             if self._closed or self._refused or base is None:
                 return
-            if self._over is None or base > self._over:
-                self._owed = base
-                self._begin()
+            if self._settled is None or base > self._settled:
+                self._expected = base
+                self._wake()
 
-    def hurry(self) -> None:
+    def expedite(self) -> None:
         """The keeper is about to end: from now on rank 0 is not waited for longer than a while."""
         with self._changed:
             if not self._hurried:
-                self._heard_s = self._clock.monotonic_s()
-        super().hurry()
+                self._last_message_s = self._clock.monotonic_s()
+        super().expedite()
 
-    def heard(self, sender: int, message: CopyMessage) -> None:
+    def on_message(self, sender: int, message: CopyMessage) -> None:
         """A message about this place has come."""
         with self._changed:
             if sender != COORDINATOR or self._closed:
                 return
-            self._heard_s = self._clock.monotonic_s()
+            self._last_message_s = self._clock.monotonic_s()
             if isinstance(message, CopySettled):
-                self._is_over(message.base)
+                self._mark_settled(message.base)
             elif isinstance(message, CopyWanted):
-                self._on_wanted(message.manifest)
+                self._on_request(message.manifest)
             self._changed.notify_all()
 
-    def copy_part(self, manifest: Manifest) -> None:
+    def copy_own_files(self, manifest: Manifest) -> None:
         """Copies this rank's part of a base, unless it is there.
 
         Raises:
@@ -316,45 +311,45 @@ class FollowingMirror(_RankMirror):
         self._place.check_fence()
         base = _base_of(manifest)
         mine = manifest.markers[self._rank]
-        if not self._place.has_part(self._folder(base), mine):
+        if not self._place.has_rank_files(self._folder(base), mine):
             path = base_dir(self._run, base.timeline, base.step)
-            self._copy_parts(BaseFound(base, path, "committed", manifest, None, ()), [mine])
+            self._copy_files(BaseFound(base, path, "committed", manifest, None, ()), [mine])
         self.stats.step = base.step
 
-    def _on_wanted(self, manifest: Manifest) -> None:
+    def _on_request(self, manifest: Manifest) -> None:
         base = _base_of(manifest)
         if self._refused:
-            self._tell(base, self._why_refused)
-        elif base == self._under_way:
-            self._say_alive()
+            self._reply(base, self._refusal)
+        elif base == self._copying:
+            self._send_alive()
         elif len(manifest.markers) != self._world:
-            self._tell(base, "it was saved by other ranks")
+            self._reply(base, "it was saved by other ranks")
         else:
-            self._wanted = manifest
+            self._requested = manifest
             self._due = True
-            self._begin()
+            self._wake()
 
-    def _next(self) -> bool:
+    def _wait_for_work(self) -> bool:
         """Waits until something is wanted; says meanwhile that this rank is there."""
         with self._changed:
             while not self._closed and not self._refused:
-                if self._due and self._wanted is not None:
+                if self._due and self._requested is not None:
                     self._due = False
                     self._at_work = True
-                    self._under_way = _base_of(self._wanted)
+                    self._copying = _base_of(self._requested)
                     return True
-                self._changed.wait(self._beat_s if self._owed is not None else None)
-                if self._owed is not None:
-                    self._beat()
+                self._changed.wait(self._report_interval_s if self._expected is not None else None)
+                if self._expected is not None:
+                    self.report_progress()
             return False
 
-    def _turn(self) -> None:
-        manifest = self._wanted
+    def _run_once(self) -> None:
+        manifest = self._requested
         assert manifest is not None
         base = _base_of(manifest)
         problem = ""
         try:
-            self.copy_part(manifest)
+            self.copy_own_files(manifest)
             self.stats.copied += 1
         except StorageError as error:
             problem = error.message
@@ -370,25 +365,25 @@ class FollowingMirror(_RankMirror):
             raise
         finally:
             with self._changed:
-                self._under_way = None
-                self._why_refused = problem or self._why_refused
-                self._is_over(base)
-            self._tell(base, problem)
+                self._copying = None
+                self._refusal = problem or self._refusal
+                self._mark_settled(base)
+            self._reply(base, problem)
 
-    def _is_over(self, base: BaseId) -> None:
-        if self._over is None or base > self._over:
-            self._over = base
-        if self._owed is not None and self._owed <= self._over:
-            self._owed = None
+    def _mark_settled(self, base: BaseId) -> None:
+        if self._settled is None or base > self._settled:
+            self._settled = base
+        if self._expected is not None and self._expected <= self._settled:
+            self._expected = None
 
-    def _tell(self, base: BaseId, problem: str) -> None:
+    def _reply(self, base: BaseId, problem: str) -> None:
         self._others.send(COORDINATOR, CopyTold(self._number, base, problem))
 
-    def _say_alive(self) -> None:
+    def _send_alive(self) -> None:
         self._others.send(COORDINATOR, CopyGoesOn(self._number))
 
 
-Followed = LeadingMirror | FollowingMirror
+AnyRankMirror = LeadingMirror | FollowingMirror
 
 
 class RankRetention(CopyRetention):
@@ -400,7 +395,7 @@ class RankRetention(CopyRetention):
 
     _past: BaseId | None = None
 
-    def all_are_past(self, base: BaseId) -> None:
+    def all_ranks_past(self, base: BaseId) -> None:
         """Every rank has copied its part of ``base``, one after the other: none is at an older
         one."""
         self._past = base
@@ -421,12 +416,12 @@ class RankRetention(CopyRetention):
             if base.status == "complete" and base.id.timeline <= self._place.timeline:
                 assert base.manifest is not None
                 folder = self._folder(base)
-                if all(self._place.has_part(folder, one) for one in base.manifest.markers):
+                if all(self._place.has_rank_files(folder, one) for one in base.manifest.markers):
                     self._place.check_fence()
                     self._place.create(f"{folder}/{MANIFEST}", base.manifest.encode())
 
     def _sweep(self) -> None:
-        newest = max(self._good.verified, default=None)
+        newest = max(self._read_back.verified, default=None)
         if newest is None or self._past is None:
             return
         for base in self._place.inventory().bases:
@@ -440,7 +435,7 @@ class RankRetention(CopyRetention):
         return base.path.relative_to(ROOT).as_posix()
 
 
-class _Beating:
+class _ReportingFile:
     """A file that is copied; each piece that is read is a sign of life."""
 
     def __init__(self, file: ReadFile, mirror: _RankMirror) -> None:
@@ -452,7 +447,7 @@ class _Beating:
         return self._file.size_bytes
 
     def read_into(self, buffer: memoryview, offset: int) -> int:
-        self._mirror._beat()
+        self._mirror.report_progress()
         return self._file.read_into(buffer, offset)
 
     def close(self) -> None:

@@ -83,7 +83,7 @@ class LogLimits:
         )
 
     def batch_to_wire(self, options: Options) -> dict[str, Any]:
-        """Return the segment size to ask the keeper for (``batch_of``)."""
+        """Return the segment size to ask the keeper for (``batch_from_wire``)."""
         lag_steps = options.log.lag_steps
         memory_max = self.memory_bytes // _MEMORY_SHARE if self.memory_bytes else None
         bounds = [] if memory_max is None else [memory_max]

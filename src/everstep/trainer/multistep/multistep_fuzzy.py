@@ -14,7 +14,7 @@ import torch
 from everstep.capture.multistep import Unit
 from everstep.capture.spots import Spots, marked, which_of
 from everstep.format.plan import BasePlan
-from everstep.keeper.replica.hyperparameters import laid_out, options_of_groups
+from everstep.keeper.replica.hyperparameters import pack_tensors, tensor_hyperparameters
 from everstep.link.assembly import FuzzyParts
 from everstep.state.values.tensors import host_bytes, tensor_entry
 from everstep.trainer.log.untold import Owned
@@ -95,7 +95,7 @@ def fuzzy_parts(
         seen: of each part but the last, the last update that it has seen, and its entries.
         spots: see :func:`spots_at_mark`.
     """
-    held = options_of_groups(plan, memory, objects)
+    held = tensor_hyperparameters(plan, memory, objects)
     for name, tensor in spots.items():
         held[name] = tensor_entry(name, tensor), host_bytes(tensor)
-    return FuzzyParts(seen, *laid_out(held))
+    return FuzzyParts(seen, *pack_tensors(held))
