@@ -26,7 +26,7 @@ from everstep.format.records import RunRecord
 from everstep.format.writer import ChunkRing
 from everstep.keeper.persist.local_keeper import LocalKeeper
 from everstep.keeper.ship import mirror as mirror_module
-from everstep.keeper.ship.mirror import Mirror
+from everstep.keeper.ship.mirror import Mirror, MirrorOptions
 from everstep.keeper.ship.place import ROOT, CopyPlace, newest_timeline_in
 from everstep.restore.fetch.copies import RunWithCopies
 from everstep.restore.start.resume import open_timeline
@@ -65,9 +65,11 @@ def trained(run: Path, steps: int, *, keep: int = 9) -> dict[str, Any]:
 
 def mirror_of(run: Path, tier: Any, timeline: int = 1, **more: Any) -> Mirror:
     posted: list[EverstepError] = more.pop("posted", [])
-    settings = {"keep": 2, **more}
-    clock = settings.pop("clock", ManualClock())
-    return Mirror(FILES, PurePath(run), timeline, tier, clock, posted.append, **settings)
+    clock = more.pop("clock", ManualClock())
+    rate = more.pop("rate", None) or ObjectRate(None, clock)
+    place = CopyPlace(tier, timeline, rate)
+    options = MirrorOptions(**{"keep": 2, **more})
+    return Mirror(FILES, PurePath(run), place, clock, posted.append, options)
 
 
 def usable(tier: Any) -> list[int]:
@@ -189,8 +191,10 @@ def test_damage_that_comes_while_it_is_read_again(run_folder: Path) -> None:
             return Flipped()
 
     tier = MemoryTier()
+    clock = ManualClock()
+    place = CopyPlace(tier, 1, ObjectRate(None, clock))
     mirror = Mirror(
-        Flips(), PurePath(run_folder), 1, tier, ManualClock(), lambda error: None, keep=2
+        Flips(), PurePath(run_folder), place, clock, lambda error: None, MirrorOptions(keep=2)
     )
     with pytest.raises(DamageError, match="header"):
         mirror.copy_newest()
@@ -484,7 +488,7 @@ def test_a_keeper_that_ends_says_what_the_cap_kept_back(run_folder: Path) -> Non
     mirror.base_durable()
     mirror.expedite()
     assert wait_for(lambda: not mirror.busy)
-    assert "cap of objects" in str(posted[0])
+    assert "limit of objects per hour" in str(posted[0])
     mirror.close()
 
 

@@ -116,7 +116,7 @@ def test_a_manifest_that_lacks_a_marker_is_not_made_whatever_is_said(apart: list
     tier = MemoryTier()
     job = Job(apart, tier)
     job.followers[1].copy_own_files = lambda manifest: None  # type: ignore[method-assign]
-    with pytest.raises(StorageError, match="the part of rank 1 is not"):
+    with pytest.raises(StorageError, match="files of rank 1 are missing"):
         job.copy()
     assert not usable(tier)
     assert BASE.format(3) + "rank-00000.done" in names_in(tier)

@@ -12,8 +12,9 @@ from everstep.commit.job.messages import CopyMessage, CopyTold, CopyWanted
 from everstep.commit.lineage import BaseId
 from everstep.errors import EverstepError
 from everstep.format.writer import ChunkRing
-from everstep.keeper.ship.place import ROOT
-from everstep.keeper.ship.rank_mirror import FollowingMirror, LeadingMirror
+from everstep.keeper.ship.mirror import MirrorOptions
+from everstep.keeper.ship.place import ROOT, CopyPlace
+from everstep.keeper.ship.rank_mirror import CopyMember, FollowingMirror, LeadingMirror
 from everstep.restore.load.load import check_contents
 from everstep.run.scan import scan_run
 from everstep.run.verify import verify_base
@@ -22,6 +23,7 @@ from everstep.seams.progress import silent
 from everstep.tiers.contract import Tier
 from everstep.tiers.files import TierFileSystem
 from everstep.tiers.memory import MemoryTier
+from everstep.tiers.rate import ObjectRate
 from everstep.trainer.attach.keepers import Keepers
 from everstep.trainer.job import copies as copies_module
 
@@ -40,11 +42,11 @@ def store(monkeypatch: pytest.MonkeyPatch) -> MemoryTier:
 
 
 class _Leader(LeadingMirror):
-    def _begin(self) -> None: ...  # no thread
+    def _wake(self) -> None: ...  # no thread
 
 
 class _Follower(FollowingMirror):
-    def _begin(self) -> None: ...
+    def _wake(self) -> None: ...
 
 
 class _Others:
@@ -100,20 +102,16 @@ class Job:
         clock = more.pop("clock", ManualClock())
 
         def made(kind: Any, rank: int) -> Any:
+            settings = dict(more)
+            rate = settings.pop("rate", None) or ObjectRate(None, clock)
             return kind(
                 FILES,
                 PurePath(runs[rank]),
-                timeline,
-                (tiers or {}).get(rank, tier),
+                CopyPlace((tiers or {}).get(rank, tier), timeline, rate),
                 clock,
                 lambda error: self.posted.append((rank, error)),
-                keep=keep,
-                others=_Others(self, rank),
-                number=0,
-                rank=rank,
-                world=self.world,
-                timeout_s=5.0,
-                **more,
+                MirrorOptions(keep, timeout_s=5.0, **settings),
+                CopyMember(_Others(self, rank), 0, rank, self.world),
             )
 
         self.leader: _Leader = made(_Leader, 0)

@@ -215,7 +215,7 @@ def test_the_last_steps_do_not_wait_for_the_cap_and_say_so() -> None:
     copying.train(1, 2)
     copying.rate.wrote(2)
     copying.log.step(3)
-    with pytest.raises(StorageError, match="cap of objects"):
+    with pytest.raises(StorageError, match="limit of objects per hour"):
         copying.mirror.turn(flush=True)
     assert copying.there() == [(0, 2)]
 
@@ -423,7 +423,7 @@ def test_what_cannot_be_made_lossy_is_missed_and_said_and_not_tried_for_ever() -
     assert [(one.after, one.last) for one in there] == [(0, 1), (2, 3), (3, 4)]
     assert copying.mirror.stats.missed == 1
     assert "is no record" in str(copying.posted)
-    assert 'TierOptions(log="whole") copies what is there' in str(copying.posted[0])
+    assert 'TierOptions(log="whole"), which copies records unchanged' in str(copying.posted[0])
 
 
 @pytest.mark.parametrize(

@@ -49,7 +49,9 @@ class Rebuilds:
         self._completed = False
 
     def serve(self, message: Mapping[str, Any]) -> None:
-        """Start a timeline; the message's ``rebuild`` field says whether bases must be assembled."""
+        """Start a timeline; the message's ``rebuild`` field says whether bases must be
+        assembled.
+        """
         self._updates.clear()
         wanted = message.get("rebuild")
         if wanted is None:

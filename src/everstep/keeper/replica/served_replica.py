@@ -211,12 +211,16 @@ class _Reports:
     """Reports events of a replica to its training process, and refusals to the other ranks."""
 
     def __init__(
-        self, trainer: AttachedTrainer, commits: RankCommits | None, timeline: int, asked: set[int]
+        self,
+        trainer: AttachedTrainer,
+        commits: RankCommits | None,
+        timeline: int,
+        requested: set[int],
     ) -> None:
         self._trainer = trainer
         self._commits = commits
         self._timeline = timeline
-        self._requested = asked
+        self._requested = requested
 
     def persisted(self, requests: Sequence[BaseRequest], base: Capture) -> None:
         error = base.save.durable.exception()

@@ -1,1 +1,15 @@
-"""Sends bases and log records to tiers and to the memory of peers."""
+"""Copies of bases and log, sent to other tiers and to the memory of a peer node.
+
+Runs in the keeper process, after the commit; training never waits for it. Read in this order:
+
+``mirrors``         all copies of one keeper to the places in ``tiers=``
+``mirror``          copy committed bases to one place
+``rank_mirror``     the same with several ranks: rank 0 chooses the base and commits
+``copy_retention``  delete old copies
+``log_mirror``      copy log segments to one place
+``place``           one place: its fence, its records, its inventory
+``peer_copies``     copies in the memory of another node: start and stop, find bases to send
+``peer_exchange``   send bases to the peer, receive those of others
+``log_sender``      send steps of the log to the peer
+``lossy_log``       approximate copies of log records for ``log="adaptive"``
+"""

@@ -1,8 +1,8 @@
-"""Retention of copies: the rules of the disk, in the operations of a tier.
+"""Retention of copies: the same rules as on disk, with the operations of a tier.
 
-Nothing is deleted unless a copy stays that was read back and found whole (``adr/005``). A copy is
-deleted in two steps (``adr/004``): a record beside its manifest condemns it, where a resume sees
-it; then the fence is looked at once more; then its files go.
+A copy is deleted only if another one stays that was read back and found intact (``adr/005``). It is
+deleted in two steps (``adr/004``): a record next to its manifest condemns it, which a resume sees;
+then the fence is checked once more; then its files are deleted.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ _READERS = 1
 
 
 class CopyRetention:
-    """Retention in one place.
+    """Retention of copies in one place.
 
     Args:
-        keep: copies to keep.
-        post: told of a copy that is damaged.
-        timeout_s: of a single transfer.
+        keep: number of copies to keep.
+        post: called with the error of a damaged copy.
+        timeout_s: timeout of a single transfer, in seconds.
     """
 
     def __init__(
@@ -56,39 +56,46 @@ class CopyRetention:
         self.deleted = 0
 
     def run(self) -> None:
-        """Deletes what may go.
+        """Delete copies that are no longer needed.
 
         Raises:
-            FencedError: a newer timeline has been opened; the copy is whole and there as before.
-            StorageError, DeadlineError
+            FencedError: a newer timeline was opened; the copy in question is unchanged.
+            StorageError: the tier failed.
+            DeadlineError: the tier hangs.
         """
         inventory = self._place.inventory()
         bases = {base.id: base for base in inventory.bases if self._is_candidate(base)}
-        going = self._read_back.plan(bases, inventory.branches, self._post)
-        for base in bases.values():  # condemned by a process that died: it is kept after all
-            if base.status == "condemned" and base.id not in going:
+        victims = self._read_back.plan(bases, inventory.branches, self._post)
+        for base in bases.values():
+            # Condemned by a process that crashed before the deletion, and needed after all.
+            if base.status == "condemned" and base.id not in victims:
                 self._place.check_fence()
                 uncondemn_in_tier(self._place.tier, _name(base))
-        for victim in going:
+        for victim in victims:
             self._delete(bases[victim])
-        for base in inventory.bases:  # half deleted, by a process that died
-            mine = base.id.timeline <= self._place.timeline
-            if base.status == "condemned" and mine and not base.is_usable:
+        for base in inventory.bases:
+            # Partly deleted by a process that crashed: finish the deletion.
+            not_newer = base.id.timeline <= self._place.timeline
+            if base.status == "condemned" and not_newer and not base.is_usable:
                 self._place.check_fence()
                 self._delete_files(base)
         self._clean_older_timelines(inventory)
 
     def _clean_older_timelines(self, inventory: Inventory) -> None:
-        """What processes that died have left of older timelines, once there is a copy of this one:
-        until then the last base of the one before may be being copied."""
+        """Remove files left by crashed processes of older timelines.
+
+        Only once there is a copy of this timeline: until then the last base of the previous
+        timeline may still be in the process of being copied.
+        """
         own = self._place.timeline
         if not any(b.status == "committed" and b.id.timeline == own for b in inventory.bases):
             return
         older = [base for base in inventory.bases if base.id.timeline < own]
         for base in older:
             if base.status == "incomplete":
+                # The listing may be outdated: never delete a copy that has been committed since.
                 if self._place.size_of(_name(base, MANIFEST)) is not None:
-                    continue  # the listing was some time old
+                    continue
                 self._place.check_fence()
                 self._delete_files(base)
             if base.id not in self._swept:
@@ -96,27 +103,36 @@ class CopyRetention:
                 self._swept.add(base.id)
 
     def _is_candidate(self, base: BaseFound) -> bool:
-        """As on the disk: also what is condemned, as long as nothing of it is gone."""
-        spared = base.status == "condemned" and base.is_usable
-        return base.status == "committed" or (spared and base.id.timeline <= self._place.timeline)
+        """Return True for committed copies, and for condemned ones that still have all their
+        files.
+        """
+        if base.status == "committed":
+            return True
+        usable = base.status == "condemned" and base.is_usable
+        return usable and base.id.timeline <= self._place.timeline
 
     def _delete(self, base: BaseFound) -> None:
         assert base.manifest is not None
-        mark = _name(base, CONDEMNED)
+        condemned = _name(base, CONDEMNED)
         self._place.check_fence()
-        self._place.create(mark, base.manifest.encode())
+        self._place.create(condemned, base.manifest.encode())
+        # Checked again after the record: a timeline opened before it has taken its inventory
+        # without it and may rely on this copy; one opened later sees the record.
         try:
             self._place.check_fence()
         except FencedError:
-            self._place.tier.delete(mark)
+            self._place.tier.delete(condemned)
             raise
         self._delete_files(base)
         self._read_back.forget(base.id)
         self.deleted += 1
 
     def _delete_files(self, base: BaseFound) -> None:
-        """Records first: with them gone nothing can be made of the rest. The mark last: until
-        then it says what this was."""
+        """Delete the files of a copy: records first, the condemned record last.
+
+        Without its records nobody reads the rest; the condemned record marks what is left until the
+        end.
+        """
         names = [file.name for file in base.files if file.kind == "file"]
         records = [name for name in names if name == MANIFEST or parse_marker(name) is not None]
         rest = [name for name in names if name not in records and name != CONDEMNED]

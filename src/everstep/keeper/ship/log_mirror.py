@@ -1,12 +1,13 @@
-"""Copies the log of a rank to another tier, behind training, a batch of steps at a time.
+"""Copy a rank's log to another tier, in the background, several steps at a time.
 
-What is copied are segments, as on a disk (:mod:`everstep.format.log`): a file, then its marker.
-They are made of what lies in the keeper's memory, whether the log goes to a disk or not. With lossy
-gradients (TierCheck, section 3.2) they are a hundredth of the size, lie beside the others under a
-name of their own, and say that they are not what training has consumed.
+The copies are segments as on disk (:mod:`everstep.format.log`): a file, then its marker. They are
+made from the records in the keeper's memory, whether or not the log also goes to disk. Approximate
+copies (TierCheck, section 3.2) take a hundredth of the bytes; they have names of their own and are
+marked as not exact.
 
-A step that was let go before it could be copied leaves a hole: what lies behind it is of use behind
-the next base that is copied, which recovery sees by itself. Training waits for none of this.
+Steps whose memory is released before they are copied leave a gap. Steps after it are useful only
+together with the next base that is copied, which recovery finds out by itself. Training never waits
+for these copies.
 """
 
 from __future__ import annotations
@@ -56,22 +57,25 @@ from everstep.tiers.rate import SEGMENT_OBJECTS, pace_s
 __all__ = ["LogMirror", "LogMirrorStats"]
 
 _log = logging.getLogger("everstep.keeper")
-_SEGMENT_BYTES = 32 << 20  # of several steps; one may be larger
-_RETRY_S = 5.0  # after a failure
+_SEGMENT_BYTES = 32 << 20
+"""Maximum size of a segment of several steps; a single step may be larger."""
+_RETRY_S = 5.0
+"""Seconds until the next attempt after a failure."""
 _STOP_TIMEOUT_S = 5.0
 _SETTLE_S = 5.0
-_SLOW = "its memory was needed before, as less gets there than is logged"
+_TOO_SLOW = "their memory was reused before that: copying is slower than logging"
 
 
 @dataclass(slots=True)
 class LogMirrorStats:
-    """What was done so far.
+    """Figures of a log mirror since it started.
 
     Attributes:
-        steps, copied_bytes: that are there, or were.
-        step: the newest of them.
-        missed: that will not be: they were let go before.
-        failed: attempts.
+        steps: steps that were copied.
+        copied_bytes: bytes that were copied.
+        step: newest copied step.
+        missed: steps that will not be copied: their memory was released before.
+        failed: failed attempts.
     """
 
     steps: int = 0
@@ -85,13 +89,13 @@ class LogMirror:
     """Copies the log of one timeline to one place.
 
     Args:
-        log: of this rank; its memory may be used again as soon as a newer base is durable.
-        identity: of this rank; step and LSN are those of each segment.
-        post: told of what fails.
-        batch_steps: of a segment, at least, as long as training goes on.
-        lossy: makes a record lossy; None: as it is.
-        leads: deletes for ranks that there are no more, too.
-        objects_per_hour: by this rank, of which the log takes three quarters at most.
+        log: log of this rank. Its records are released as soon as a newer base is durable.
+        identity: identity of this rank; each segment gets its own step and LSN.
+        post: called with errors.
+        batch_steps: minimum steps per segment while training goes on.
+        lossy: makes a record approximate; None: records are copied exactly.
+        leads: True: also delete segments of ranks that no longer exist.
+        objects_per_hour: this rank's limit, of which the log uses three quarters at most.
     """
 
     def __init__(
@@ -118,14 +122,25 @@ class LogMirror:
         self._every_s = pace_s(objects_per_hour)
         self._capped = objects_per_hour is not None
         self._changed = Condition()
-        self._wake_pending = self._flushing = self._retains = self._paused = False
-        self._at_work = self._closed = self._refused = False
+        self._wake_pending = False
+        self._flushing = False
+        self._retains = False
+        self._paused = False
+        self._at_work = False
+        self._closed = False
+        self._refused = False
         self._not_before_s = clock.monotonic_s()
-        self._wake_at_s: float | None = None  # when to look again, without another step
-        self._number = 0  # of the last record that was taken out of the log
-        self._records: list[LogRecord] = []  # taken out, for the next segment
-        self._last: int | None = None  # step that was taken out last
-        self._attempted = False  # to copy just these: once more, so that no other segment has them
+        # Time of the next check if no step arrives before.
+        self._wake_at_s: float | None = None
+        # Number of the last record taken out of the log.
+        self._number = 0
+        # Records taken out for the next segment.
+        self._records: list[LogRecord] = []
+        # The last step taken out.
+        self._last: int | None = None
+        # True after a failed attempt: exactly these records must be tried again, as a file of the
+        # same name may already exist.
+        self._attempted = False
         self._base_step = -1
         self._missed_reported = False
         self._down = False
@@ -133,66 +148,72 @@ class LogMirror:
         self.stats = LogMirrorStats()
 
     def start(self) -> None:
-        """From now on the log is copied."""
+        """Start copying."""
         self._log.listeners.append(self._wake)
         self._thread = threading.Thread(target=self._run, name="everstep-log-copy", daemon=True)
         self._thread.start()
 
     @property
     def busy(self) -> bool:
-        """Whether something is being copied, or is going to be without another step."""
+        """True while something is being copied, or will be without another step."""
         with self._changed:
             over = self._closed or self._refused
             return not over and (self._at_work or self._flushing)
 
     def pause(self) -> None:
-        """The keeper is about to end, or the process that it serves may open another timeline:
-        nothing is begun, and it is no error to be shut out, until there is another step, which says
-        that it was not so. Training that has died is another matter."""
+        """Begin no more copies until the next step arrives.
+
+        The keeper is about to end, or the attached process may open another timeline. Being fenced
+        off is no error then. Ignored after :meth:`flush`: the training process is dead.
+        """
         with self._changed:
             self._paused = not self._flushing
 
     def flush(self) -> None:
-        """No further step may come: what is left of a batch is copied, too; tried once."""
+        """Copy an unfinished segment, too: no further step may come. Tried once."""
         with self._changed:
             self._flushing = True
             self._paused = False
             self._changed.notify_all()
 
     def base_durable(self, base: BaseId | None = None) -> None:
-        """There is a new base: segments before older ones may go."""
+        """Note a new base: segments before older bases may be deleted."""
         with self._changed:
             self._retains = True
         if base is not None:
             self.base_known(base)
 
     def base_known(self, base: BaseId) -> None:
-        """This base is durable: what the log has up to it may be let go of at any time."""
+        """Note that a base is durable: records up to it may be released at any time."""
         with self._changed:
             if base.timeline == self._identity.timeline:
                 self._base_step = max(self._base_step, base.step)
 
     def close(self) -> None:
-        """Ends the copying; the next one goes on where records are still in memory."""
+        """Stop. The next mirror continues with the records that are still in memory."""
         if self._wake in self._log.listeners:
             self._log.listeners.remove(self._wake)
         with self._changed:
             self._closed = True
             self._changed.notify_all()
         if self._thread is not None:
-            self._thread.join(_STOP_TIMEOUT_S)  # it may be in a transfer, which nothing ends
+            # With a timeout: a transfer in progress cannot be cancelled.
+            self._thread.join(_STOP_TIMEOUT_S)
 
     def turn(self, *, flush: bool = False) -> None:
-        """Copies what is due.
+        """Copy all segments that are due, then run retention.
 
         Args:
-            flush: whatever there is.
+            flush: True: copy an unfinished segment, too.
 
         Raises:
-            FencedError: a newer timeline has been opened in the place.
-            StorageError, DeadlineError, InfeasibleError
+            FencedError: a newer timeline was opened in the place.
+            StorageError: the tier failed, or the limit of objects per hour is reached.
+            DeadlineError: the tier hangs.
+            InfeasibleError: a segment has more objects than may be written in an hour.
         """
-        if flush:  # the last records may be on their way
+        if flush:
+            # The last records may not be digested yet.
             with contextlib.suppress(DeadlineError):
                 self._log.settle(_SETTLE_S)
         while self._is_due(flush=flush):
@@ -219,18 +240,21 @@ class LogMirror:
                 self._fail(error, for_good=True)
             except EverstepError as error:
                 self._fail(error)
-            except Exception as error:  # would end this thread, and all copies to come
+            except Exception as error:
+                # Must not end this thread: all later copies would be missing without a report.
                 url = self._place.tier.url
-                ours = EverstepError(f"internal error in copying the log to {url}: {error!r}")
-                ours.__cause__ = error
-                self._fail(ours)
+                internal = EverstepError(
+                    f"internal error while copying the log to {url}: {error!r}"
+                )
+                internal.__cause__ = error
+                self._fail(internal)
             finally:
                 with self._changed:
                     self._at_work = False
                     self._flushing = self._flushing and not flush
 
     def _wait_for_work(self) -> bool:
-        """Waits until something may be due; False when nothing will be any more."""
+        """Wait until a segment may be due; return False if the thread must end."""
         with self._changed:
             while not self._closed and not self._refused:
                 now_s = self._clock.monotonic_s()
@@ -244,7 +268,7 @@ class LogMirror:
             return False
 
     def _is_due(self, *, flush: bool) -> bool:
-        """Takes out of the log what has come, and says whether a segment is to be made of it."""
+        """Take new records out of the log; return True if a segment must be made of them."""
         held_bytes, more = self._take_steps()
         if self._closed or self._paused or not self._records:
             return False
@@ -253,7 +277,8 @@ class LogMirror:
         if not (flush or self._attempted or full or steps >= self._batch_steps):
             return False
         now_s = self._clock.monotonic_s()
-        early_s = 0.0 if flush else self._not_before_s - now_s  # the last ones only keep to the cap
+        # The last steps do not wait for the even pace, only for the limit itself.
+        early_s = 0.0 if flush else self._not_before_s - now_s
         wait_s = early_s if early_s > 0 else self._place.rate.wait_s(SEGMENT_OBJECTS, self)
         if wait_s > 0 and not flush:
             with self._changed:
@@ -261,23 +286,24 @@ class LogMirror:
             return False
         if wait_s > 0:
             raise StorageError(
-                "the last steps of the log are not copied: the cap of objects an hour is used up",
+                "the last log steps are not copied: the limit of objects per hour is reached",
                 tier=self._place.tier.traits.kind,
                 path=self._place.tier.url,
-                hint="a higher TierOptions.objects_per_hour",
+                hint="raise TierOptions.objects_per_hour",
             )
         return True
 
     def _take_steps(self) -> tuple[int, bool]:
-        """Takes whole steps out of the log, as many as make a segment: a copy of them, compared
-        with their digests, for training is going to use their memory again.
+        """Take complete steps out of the log, enough for one segment.
+
+        The records are copied and compared with their digests, as training may reuse their memory.
 
         Returns:
-            Bytes of what was taken; and whether what comes next is for another segment.
+            Bytes taken, and True if the next steps belong to another segment.
         """
         held_bytes = sum(record.size_bytes for record in self._records)
         while held_bytes < _SEGMENT_BYTES and not (self._closed or self._attempted):
-            # One by one where they get smaller: so that no more than one is there in full.
+            # One step at a time if it is made smaller: only one is held in full.
             at_once_bytes = 1 if self._lossy is not None else _SEGMENT_BYTES - held_bytes
             before = self._number
             records, number = self._log.steps_from(before, -1, at_once_bytes)
@@ -287,12 +313,15 @@ class LogMirror:
             first = records[0].head.step
             last = records[-1].head.step
             if self._records and first != (self._last or 0) + 1:
-                return held_bytes, True  # behind a hole
+                # After a gap: a segment holds consecutive steps only.
+                return held_bytes, True
             try:
                 found = copied(records)
                 if self._lossy is not None:
                     found = [self._lossy(record) for record in found]
-            except (DamageError, FormatError) as error:  # never tried again: it would stay so
+            except (DamageError, FormatError) as error:
+                # Not tried again: the records will not change. Damage means that training has
+                # already reused the memory.
                 self._number = number
                 self._last = last
                 self._report_missed(
@@ -300,10 +329,10 @@ class LogMirror:
                 )
                 continue
             del records
-            # Else nothing was there to be let go of: updates that could not be recorded. Training
-            # knows of those, and has taken a base.
-            let_go = self._log.forgotten > before
-            if let_go and self._last is not None and first > self._last + 1:
+            # Without released records the gap consists of updates that could not be recorded;
+            # training has taken a base because of them.
+            released = self._log.forgotten > before
+            if released and self._last is not None and first > self._last + 1:
                 self._report_missed(self._last + 1, first - 1)
             self._records += found
             self._number = number
@@ -312,7 +341,7 @@ class LogMirror:
         return held_bytes, False
 
     def _copy(self) -> None:
-        """Makes a segment of what was taken out."""
+        """Write a segment of the records that were taken."""
         records = self._records
         place = self._place
         lossy = self._lossy is not None
@@ -328,6 +357,8 @@ class LogMirror:
         path = segment_dir(ROOT, identity.timeline, first.step - 1, last.step, lossy=lossy)
         directory = path.relative_to(ROOT).as_posix()
         self._attempted = True
+        # File, fence, marker: the marker promises that the file is complete, and a process of an
+        # older timeline must not add to the history (I11).
         place.check_fence()
         place.rate.wrote(1)
         place.tier.put(f"{directory}/{plan.name}", file)
@@ -343,15 +374,18 @@ class LogMirror:
         self.stats.step = last.step
 
     def _retain(self) -> None:
-        """Deletes segments that no base there could be brought further by, each with its marker
-        first: without it nobody reads the rest."""
+        """Delete segments that no base in the place needs, each with its marker first.
+
+        Without its marker nobody reads the rest of a segment.
+        """
         place = self._place
         own = self._identity
         inventory = place.inventory()
         bases = bases_keeping_log(inventory.bases)
         committed = [base.id for base in inventory.bases if base.status == "committed"]
+        # The listing may be outdated: without any base it says nothing about needed segments.
         if not committed:
-            return  # a listing may be some time old
+            return
         newest = max((b.step for b in committed if b.timeline == own.timeline), default=-1)
         for timeline in sorted(n for n in inventory.timelines if n <= own.timeline):
             everyones = self._leads and timeline < own.timeline
@@ -362,7 +396,9 @@ class LogMirror:
                 for name in sorted(names):
                     steps = parse_segment(name)
                     if steps is None or (timeline == own.timeline and steps[-1] > newest):
-                        continue  # of our own: the base that it leads on from may be coming
+                        # The base that needs this segment may still be in the process of being
+                        # copied.
+                        continue
                     if not needed_by((timeline, *steps), bases):
                         self._delete(
                             f"{directory.relative_to(ROOT).as_posix()}/{name}",
@@ -370,27 +406,31 @@ class LogMirror:
                         )
 
     def _delete(self, directory: str, rank: int | None) -> None:
-        """Files of one rank, whose log this is; or (None) all, and what is not whole."""
+        """Delete a segment's files of one rank; ``rank=None``: all files, and remains of failed
+        writes.
+        """
         with tier_errors():
             names = [item.name.rpartition("/")[2] for item in self._place.tier.scan(directory)]
-        mine = [name for name in names if parse_rank(name) is not None]
+        victims = [name for name in names if parse_rank(name) is not None]
         if rank is not None:
-            mine = [name for name in mine if parse_rank(name) == rank]
-        if mine:
+            victims = [name for name in victims if parse_rank(name) == rank]
+        # Before each deletion: a process of an older timeline must not delete (I11).
+        if victims:
             self._place.check_fence()
-        for name in sorted(mine, key=lambda name: (parse_marker(name) is None, name)):
+        for name in sorted(victims, key=lambda name: (parse_marker(name) is None, name)):
             self._place.tier.delete(f"{directory}/{name}")
         if rank is None:
             self._place.tier.sweep(directory)
 
     def _report_missed(self, first: int, last: int, flaw: str | None = None) -> None:
-        """Steps were let go before they could be copied: once that is said aloud, unless a base
-        behind them is durable, which is going to be copied.
+        """Count steps that will not be copied; report it once.
+
+        Not reported if a base after them is durable: that base will be copied.
 
         Args:
-            flaw: of a record, that makes it so; None: they have waited for too long.
+            flaw: why a record cannot be copied; None: the records waited for too long.
         """
-        why = flaw or _SLOW
+        why = flaw or _TOO_SLOW
         self.stats.missed += last - first + 1
         url = self._place.tier.url
         _log.info("steps %d to %d of the log are not copied to %s: %s", first, last, url, why)
@@ -399,32 +439,34 @@ class LogMirror:
         self._missed_reported = True
         self._post(
             StorageError(
-                f"the log of steps {first} to {last} is not copied to {url}: {why}",
+                f"steps {first} to {last} of the log are not copied to {url}: {why}",
                 step=last,
                 rank=self._identity.rank,
                 tier=self._place.tier.traits.kind,
                 path=url,
-                hint=self._alternative(waited=flaw is None) + ". Bases are copied as before",
+                hint=self._alternative(waited=flaw is None) + ". Bases are still copied",
             )
         )
 
     def _alternative(self, *, waited: bool) -> str:
-        """What the user may choose instead, so that no steps are missed.
+        """Return a hint how to avoid missing steps.
 
         Args:
-            waited: for a link, a store or the cap; else a record of them cannot be copied.
+            waited: True: the link, the store or the limit was too slow; False: a record cannot be
+                copied.
         """
         if not waited:
-            whole = 'TierOptions(log="whole") copies what is there; or '
-            return (whole if self._lossy is not None else "") + 'log="none"'
-        less = 'TierOptions(log="adaptive") needs a hundredth'
+            exact = 'use TierOptions(log="whole"), which copies records unchanged; or '
+            return (exact if self._lossy is not None else "") + 'log="none"'
+        smaller = 'use TierOptions(log="adaptive"), which needs a hundredth of the bytes'
         if self._lossy is not None:
-            less = "a smaller log_ratio of TierOptions needs less"
-        cap = ", a higher objects_per_hour" if self._capped else ""
-        return f'{less}{cap}; or log="none"'
+            smaller = "lower TierOptions.log_ratio"
+        limit = ", raise objects_per_hour" if self._capped else ""
+        return f'{smaller}{limit}; or use log="none"'
 
     def _fail(self, error: EverstepError, *, for_good: bool = False) -> None:
         with self._changed:
+            # Fenced off by the attached process itself, which opens a new timeline: no error.
             paused = self._paused and isinstance(error, FencedError)
             self._refused = self._refused or (for_good and not paused)
             if self._closed or paused:
@@ -435,7 +477,8 @@ class LogMirror:
             self._wake_at_s = self._not_before_s
             was_down = self._down
             self._down = True
-        if for_good or not was_down:  # of an outage that lasts the log tells the rest
+        # One report per outage; later attempts only go to the keeper's log file.
+        if for_good or not was_down:
             self._post(error)
         else:
             _log.warning("%s", error)

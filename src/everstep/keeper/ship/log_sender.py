@@ -1,8 +1,9 @@
-"""Sends the steps of a rank's log to the memory of its peer, behind training, in their order.
+"""Send the steps of a rank's log to the memory of its peer, in order, in the background.
 
-A part of the keeper's thread that sends bases (:mod:`.exchange`). A few whole steps at a time are
-copied out of the log, compared with their digests, and sent; the next ones when the peer holds
-them. So there is never more of it in flight than that, and what is not sent yet lies where it is.
+Runs in the keeper's thread that also sends bases (:mod:`.peer_exchange`). A few complete steps at a
+time are copied out of the log, compared with their digests, and sent; the next ones follow when the
+peer holds them. So memory for transfers is limited, and steps that are not sent yet stay in the
+log.
 """
 
 from __future__ import annotations
@@ -21,21 +22,24 @@ from everstep.seams.clock import Clock
 __all__ = ["LogSender", "LogSenderStats"]
 
 _CHUNK_BYTES = 1 << 20
-_CHUNKS_IN_FLIGHT_MAX = 4  # parts
-_BATCH_BYTES = 4 << 20  # of several steps; one may be larger
+_CHUNKS_IN_FLIGHT_MAX = 4
+"""Chunks sent before the first of them is acknowledged."""
+_BATCH_BYTES = 4 << 20
+"""Maximum size of several steps sent together; a single step may be larger."""
 _REPEAT_S = 2.0
 _TRIES_MAX = 3
 
 
 @dataclass(slots=True)
 class LogSenderStats:
-    """What was done so far.
+    """Figures about the log since the start.
 
     Attributes:
-        steps, sent_bytes: of the log that the peer holds, or has held.
-        step: the newest of them.
-        missed: steps that the peer will not get, so that those behind them are of no use to it
-            before the next base: they were let go before they could be sent, or had no room.
+        steps: steps that the peer has received.
+        sent_bytes: their bytes.
+        step: newest step that the peer has received.
+        missed: steps that the peer will not get, as they were released before they could be sent or
+            did not fit into its memory. Later steps are useless to it until the next base.
     """
 
     steps: int = 0
@@ -50,9 +54,13 @@ class _Batch:
 
     Attributes:
         upto: number of their last record.
-        queried_s: the peer was last asked how far it has come; ``answered`` since.
-        progress_s: when it last got anywhere.
-        full: it had no room when it last answered.
+        progress_s: time of the last progress.
+        queried_s: time when the peer was last asked how much it holds.
+        answered: True once it has replied.
+        full: True if it had no memory for them when it last replied.
+        reply_s: time of its last reply.
+        sent_bytes: bytes that were sent.
+        acked_bytes: bytes that the peer has acknowledged.
     """
 
     begun: PeerLogBegun
@@ -68,18 +76,16 @@ class _Batch:
 
 
 class LogSender:
-    """One rank's part, in one start of the job.
+    """Sends one rank's log to its peer, for one start of the job.
 
     Args:
-        bytes_per_s: at most; None: as they come.
-        record_of: the record of a timeline, as it is on the disk; None: it cannot be read (yet).
-        send: to the keeper of the peer; does not wait.
-        report_failure: told of what fails, and of what kind of trouble it is.
-        shrink: makes a record lossy; None: as it is.
-        timeout_s: a peer that says nothing for so long is reported.
-
-    Attributes:
-        on_step: told of the newest step that the peer holds, when there is a newer one.
+        bytes_per_s: maximum rate; None: full speed.
+        record_of: returns the record of a timeline as it is on disk; None: it cannot be read yet.
+        send: sends a message to the peer's keeper, without waiting.
+        report_failure: called with an error and the kind of the problem.
+        shrink: makes a record approximate; None: records are sent exactly.
+        timeout_s: seconds without a reply after which the peer is reported.
+        on_step: called with the newest step that the peer holds, whenever it advances.
     """
 
     def __init__(
@@ -110,8 +116,10 @@ class LogSender:
         self._log: LogStore | None = None
         self._timeline = 0
         self._record: bytes | None = None
-        self._number = 0  # of the last record that was sent, or will not be
-        self._before: Packed | None = None  # the steps before
+        # Number of the last record that was sent or skipped.
+        self._number = 0
+        # The steps that the peer received last.
+        self._before: Packed | None = None
         self._everywhere_step = -1
         self._batch: _Batch | None = None
         self._tries = 0
@@ -119,21 +127,21 @@ class LogSender:
 
     @property
     def busy(self) -> bool:
-        """Whether something is on its way."""
+        """True while steps are being sent."""
         return self._batch is not None and not self._batch.full
 
     def follow(self, log: LogStore, timeline: int) -> None:
-        """From now on the steps of this log are sent."""
+        """Send the steps of this log from now on."""
         self._log = log
         self._timeline = timeline
 
     def passed(self, everywhere: BaseId) -> None:
-        """A base is whole with all peers: steps up to it need not be sent any more."""
+        """Skip steps up to this base: all peers hold it completely."""
         if everywhere.timeline == self._timeline:
             self._everywhere_step = max(self._everywhere_step, everywhere.step)
 
     def turn(self) -> int:
-        """Sends what may be sent now; returns how many bytes."""
+        """Send everything that may be sent now; return the bytes sent."""
         now_s = self._clock.monotonic_s()
         if self._batch is not None and self._batch.begun.last <= self._everywhere_step:
             self._past(self._batch)
@@ -143,23 +151,28 @@ class LogSender:
         if one is None:
             return 0
         if one.answered and one.sent_bytes > one.acked_bytes:
-            if now_s - one.reply_s > _REPEAT_S:  # parts or answers were lost
+            # Chunks or replies were lost: ask how much has arrived.
+            if now_s - one.reply_s > _REPEAT_S:
                 self._query(one, now_s)
         elif one.answered:
-            one.progress_s = now_s  # nobody is waited for
+            # Everything sent is acknowledged: only the pace delays the rest, not the peer.
+            one.progress_s = now_s
         elif now_s - one.queried_s > _REPEAT_S:
             self._query(one, now_s)
         if now_s - one.progress_s > self._timeout_s:
             one.progress_s = now_s
-            self._fail(one, f"its keeper has said nothing for {self._timeout_s:g} s", "silent")
+            self._fail(one, f"no reply from its keeper for {self._timeout_s:g} s", "silent")
         return self._send_chunks(one, now_s) if one.answered else 0
 
     def on_reply(self, message: PeerLogAt) -> None:
-        """The peer says how far it has come."""
+        """Handle the peer's reply about the steps in flight."""
         one = self._batch
         now_s = self._clock.monotonic_s()
-        ours = None if one is None else (one.begun.timeline, one.begun.first)
-        if one is None or ours != (message.timeline, message.first):
+        # A late reply about earlier steps.
+        if one is None or (one.begun.timeline, one.begun.first) != (
+            message.timeline,
+            message.first,
+        ):
             return
         was_full = one.full
         one.full = message.state == "full"
@@ -168,16 +181,17 @@ class LogSender:
         elif message.state == "full":
             one.progress_s = now_s
             if not was_full:
-                self._fail(one, f"there is no room for it: {message.problem}", "full")
+                self._fail(one, f"its memory for logs is full: {message.problem}", "full")
         elif message.state == "refused":
             self._refused(one, message.problem)
-        elif message.state == "lost":  # another keeper has come into service there
+        elif message.state == "lost":
+            # The peer has a new keeper: start again.
             self._query(one, now_s)
         else:
             further = message.received_bytes > one.acked_bytes
             if further or not one.answered:
                 one.progress_s = now_s
-            # As in the exchange: parts behind the one that this answers may be on their way.
+            # As in PeerExchange._on_at: chunks after the acknowledged one may be on their way.
             if message.received_bytes > one.sent_bytes or not (one.answered or further):
                 one.sent_bytes = message.received_bytes
             one.answered = True
@@ -185,7 +199,7 @@ class LogSender:
             one.acked_bytes = message.received_bytes
 
     def _begin(self, now_s: float) -> None:
-        """Takes the next steps out of the log."""
+        """Take the next steps out of the log and announce them."""
         if self._log is None:
             return
         if self._record is None:
@@ -201,10 +215,11 @@ class LogSender:
             steps = packed(records)
             if self._shrink is not None:
                 steps = packed([self._shrink(record) for record in unpacked(steps)])
-        except (DamageError, FormatError) as error:  # or their memory is being used again
+        except (DamageError, FormatError) as error:
+            # Usually training has already reused their memory.
             self._number = upto
             self._report_missed(
-                first, last, f"they were let go before they could be sent ({error.message})"
+                first, last, f"they were released before they could be sent ({error.message})"
             )
             return
         run = steps.run
@@ -217,20 +232,20 @@ class LogSender:
             steps.index_bytes,
             steps.index_digest,
         )
-        self._look_for_hole(steps)
+        self._report_gap(steps)
         self._batch = _Batch(begun, steps, upto, now_s)
         self._query(self._batch, now_s)
 
-    def _look_for_hole(self, steps: Packed) -> None:
-        """Whether these steps follow those before them, or a base that the peers hold."""
+    def _report_gap(self, steps: Packed) -> None:
+        """Report steps that are missing between these and the previous ones, unless a base covers
+        them.
+        """
         before = self._before
         run = steps.run
         if before is None or run.first - 1 <= self._everywhere_step:
             return
         if not run.follows(run.first, before.run.lsns[-1]) or run.first != before.run.last + 1:
-            self._report_missed(
-                before.run.last + 1, run.first - 1, "the log has a hole before them"
-            )
+            self._report_missed(before.run.last + 1, run.first - 1, "they are missing in the log")
 
     def _query(self, one: _Batch, now_s: float) -> None:
         one.answered = False
@@ -271,27 +286,30 @@ class LogSender:
         self._tries = 0
 
     def _refused(self, one: _Batch, problem: str) -> None:
-        """They are taken out of the log once more, and sent anew; a few times."""
+        """Take the steps out of the log again and send them again; give up after a few attempts."""
         self._tries += 1
         self._batch = None
         if self._tries >= _TRIES_MAX:
             self._past(one)
             self._report_missed(one.begun.first, one.begun.last, problem)
 
-    def _report_missed(self, first: int, last: int, why: str) -> None:
+    def _report_missed(self, first: int, last: int, reason: str) -> None:
         self.stats.missed += max(1, last - first + 1)
         self._report_failure(
             self._error(
-                f"the peer, rank {self._peer}, does not get the log of steps {first} to "
-                f"{max(first, last)}: {why}",
+                f"steps {first} to {max(first, last)} of the log are not sent to the peer, rank "
+                f"{self._peer}: {reason}",
                 max(first, last),
             ),
             "missed",
         )
 
-    def _fail(self, one: _Batch, why: str, kind: str) -> None:
+    def _fail(self, one: _Batch, reason: str, kind: str) -> None:
         begun = one.begun
-        text = f"the peer, rank {self._peer}, gets no log from step {begun.first} on: {why}"
+        text = (
+            f"the log from step {begun.first} on is not sent to the peer, rank {self._peer}: "
+            f"{reason}"
+        )
         self._report_failure(self._error(text, begun.first), kind)
 
     def _error(self, text: str, step: int) -> KeeperError:
@@ -300,6 +318,7 @@ class LogSender:
             step=step,
             rank=self._rank,
             tier="peer",
-            hint="training goes on; a node that is lost before its next base is with its peer goes "
-            "back to before that step. PeerOptions(host_bytes=), or a shorter every=, make room",
+            hint="training goes on; if this node is lost before its peer has the next base, "
+            "training resumes from before that step. Raise PeerOptions(host_bytes=), or shorten "
+            "every=",
         )

@@ -1,10 +1,10 @@
-"""Lossy copies of log records, made of dense ones in the keeper; training has no part in it.
+"""Approximate copies of log records, made by the keeper from exact ones.
 
-What comes out is what ``log="adaptive"`` would have recorded (TierCheck section 3.2), to the bit:
-which elements are kept, and how they are rounded, follows from a gradient's bits and the ratio
-alone, whoever computes it.
+The result equals, bit for bit, what training would have recorded with ``log="adaptive"`` (TierCheck
+section 3.2): the elements that are kept, and their rounding, depend only on the gradient and the
+ratio.
 
-Only an update of dense gradients needs torch, which is imported when there is one.
+Only updates with dense gradients need torch, which is imported when the first one is copied.
 """
 
 from __future__ import annotations
@@ -19,37 +19,39 @@ __all__ = ["lossy_record", "shrinking"]
 
 
 def shrinking(options: TierOptions | PeerOptions) -> Callable[[LogRecord], LogRecord] | None:
-    """What makes a record lossy, for a place; None: nothing does."""
+    """Return the function that makes records approximate for a place; None: records are copied
+    exactly.
+    """
     if options.log != "adaptive":
         return None
     return partial(lossy_record, ratio=options.log_ratio, int8_below=options.log_int8_below)
 
 
 def lossy_record(record: LogRecord, ratio: float, int8_below: int = 100_000) -> LogRecord:
-    """A copy in memory of its own, with lossy gradients in the place of dense ones.
+    """Return a copy with approximate gradients, in memory of its own.
 
-    Everything else is there bit for bit: the head, hyperparameters, gradients that have no lossy
-    copy (:mod:`everstep.compress.lossy`). So are step marks, declared updates, and updates of
-    which training consumed a gradient compressed, as a whole: those are small already, and exact.
+    Everything else is copied bit for bit: the head, hyperparameters, and gradients that have no
+    approximate form (:mod:`everstep.compress.lossy`). The same holds for step marks, declared
+    updates, and updates of which training consumed a compressed gradient: these are small and
+    exact.
 
     Args:
-        record: compared with its digest before; an update, or one rank's part of one, without
-            the parts of others.
-        ratio: the share of a large gradient's elements that is kept, in (0, 1].
-        int8_below: of fewer elements is a small one.
+        record: record of an update, or one rank's share of an update; its digest was verified.
+        ratio: fraction of the elements of a large gradient that is kept, in (0, 1].
+        int8_below: gradients with fewer elements than this are small.
 
     Raises:
-        OptionError: for a ratio that cannot be.
-        FormatError: it is no record of an update.
-        DamageError: an entry lies where none can.
+        OptionError: the ratio is out of range.
+        FormatError: it is not the record of an update.
+        DamageError: an entry lies outside the record.
     """
     if record.head.kind == "update" and not record.head.declared:
-        # Takes seconds the first time; other threads go on meanwhile.
+        # Importing torch takes seconds; only this thread waits for it.
         from everstep.keeper.replica.lossy_update import lossy_update
 
         found = lossy_update(record, ratio, int8_below)
         if found is not None:
             return found
-    # Of its own, too: records that came together share their memory, and any would keep all of it.
+    # A copy: records that were read together share one block, and each would keep all of it alive.
     data = memoryview(bytearray(record.data))
     return LogRecord(record.head, record.layout, dict(record.objects), data, record.digest)

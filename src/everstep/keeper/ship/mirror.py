@@ -1,13 +1,13 @@
-"""Copies committed bases to another tier, behind everything else.
+"""Copy committed bases to another tier, in the background.
 
-The copy is a run like the one on disk: the same names, the same bytes, read by the same code. In it
-the same order is the guarantee (I5): shards, then markers, then the manifest; and the same fence
-(I11): whoever opens a timeline of a run with copies opens it there, too, and before a manifest
-and before each deletion the mirror looks for a newer one.
+The copy is a run like the one on disk: same names, same bytes, read by the same code. Its
+guarantees are the same: shards first, then markers, then the manifest (I5); and the fence (I11): a
+process that opens a timeline of a run with copies opens it there, too. The mirror checks for a
+newer timeline before each manifest and each deletion.
 
-A base is copied as it is on disk, compared with its digests on the way. What is there already, of a
-keeper that died, is not sent again. If a newer base is committed meanwhile, older ones that wait
-are passed over: the newest counts.
+Files are verified against their digests while they are copied. Files that an earlier keeper has
+already copied are not sent again. If newer bases are committed during a copy, only the newest is
+copied next.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import PurePath
-from typing import Any
 
 from everstep.commit.lineage import BaseId, split_by_history
 from everstep.errors import (
@@ -44,11 +43,9 @@ from everstep.run.scan import BaseFound, Inventory, TimelineCache, scan_run
 from everstep.seams.clock import Clock
 from everstep.seams.files.filesystem import FileSystem, ReadFile
 from everstep.seams.processes.conditions import Condition
-from everstep.tiers.contract import Tier
-from everstep.tiers.rate import ObjectRate
 from everstep.tiers.streams import read_record
 
-__all__ = ["Mirror", "MirrorStats"]
+__all__ = ["Mirror", "MirrorOptions", "MirrorStats"]
 
 _log = logging.getLogger("everstep.keeper")
 _STOP_TIMEOUT_S = 5.0
@@ -57,11 +54,11 @@ _RATE_POLL_S = 1.0
 
 @dataclass(slots=True)
 class MirrorStats:
-    """What a mirror has done so far.
+    """Figures of a mirror since it started.
 
     Attributes:
-        passed_over: bases that were not copied because a newer one came before.
-        step: of the newest base that is there.
+        passed_over: bases that were not copied because a newer one followed.
+        step: step of the newest copy.
     """
 
     copied: int = 0
@@ -71,49 +68,58 @@ class MirrorStats:
     step: int | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class MirrorOptions:
+    """Pace and retention of the copies in one place.
+
+    Attributes:
+        keep: number of copies to keep.
+        every_s: minimum seconds from the start of one copy to the start of the next.
+        timeout_s: timeout of a single transfer, in seconds, for reading copies back.
+    """
+
+    keep: int
+    every_s: float = 0.0
+    timeout_s: float = 120.0
+
+
 class Mirror:
-    """Copies the bases of one timeline to one tier as they become durable.
+    """Copies the bases of one timeline to one place as they become durable.
 
     Args:
         run: the run folder on ``filesystem``.
-        post: told of what fails.
-        keep: bases to keep in the tier.
-        every_s: from the beginning of one copy to that of the next, at least.
-        rate: how many objects may be written.
-        timeout_s: of a single transfer, when copies are read back.
+        place: the place, with the timeline that is copied and the limit of objects per hour.
+        post: called with errors.
 
     Attributes:
-        waits_for_the_cap: a copy waits until fewer objects were written in the last hour.
+        waits_for_the_cap: True while a copy waits because of the limit of objects per hour.
     """
 
     def __init__(
         self,
         filesystem: FileSystem,
         run: PurePath,
-        timeline: int,
-        tier: Tier,
+        place: CopyPlace,
         clock: Clock,
         post: Callable[[EverstepError], None],
-        *,
-        keep: int,
-        every_s: float = 0.0,
-        rate: ObjectRate | None = None,
-        timeout_s: float = 120.0,
+        options: MirrorOptions,
     ) -> None:
         self._filesystem = filesystem
         self._run = run
-        self._timeline = timeline
-        self._tier = tier
+        self._place = place
         self._clock = clock
         self._post = post
-        self._every_s = every_s
-        self._rate = rate or ObjectRate(None, clock)
-        self._place = CopyPlace(tier, timeline, self._rate)
+        self._every_s = options.every_s
         self._timelines = TimelineCache()
-        self._retention = CopyRetention(self._place, keep, post, timeout_s=timeout_s)
+        self._retention = CopyRetention(place, options.keep, post, timeout_s=options.timeout_s)
         self._changed = Condition()
-        self._due = self._at_work = self._closed = self._refused = self._hurried = False
-        self._published = self._paused = False
+        self._due = False
+        self._at_work = False
+        self._closed = False
+        self._refused = False
+        self._expedited = False
+        self._published = False
+        self._paused = False
         self._not_before_s = clock.monotonic_s()
         self._thread: threading.Thread | None = None
         self.stats = MirrorStats()
@@ -121,15 +127,15 @@ class Mirror:
 
     @property
     def busy(self) -> bool:
-        """Whether a base is being copied, or is going to be as soon as it may."""
+        """True while a base is being copied, or waits to be copied."""
         with self._changed:
             return not self._closed and not self._refused and (self._at_work or self._due)
 
     def base_durable(self, base: BaseId | None = None) -> None:
-        """There is a new base on disk.
+        """Queue a new base.
 
         Args:
-            base: which; None: perhaps there is one.
+            base: the base; None: look whether there is one.
         """
         with self._changed:
             if self._closed or self._refused:
@@ -140,64 +146,77 @@ class Mirror:
             self._wake()
 
     def pause(self) -> None:
-        """Another timeline may be opened by the very process that is served: until there is another
-        base, which says that it was not, it is no error to be shut out."""
+        """Expect that the attached process itself opens another timeline.
+
+        Being fenced off is no error then, until the next base shows that it did not.
+        """
         with self._changed:
             self._paused = True
 
     def expedite(self) -> None:
-        """The keeper is about to end: the last base does not wait for its time. A cap of objects
-        is kept to: what would have to wait for it is not copied, and that is said."""
+        """Copy the last base without waiting for its interval: the keeper is about to end.
+
+        The limit of objects per hour still holds; a base that would have to wait for it is not
+        copied, which is reported.
+        """
         with self._changed:
-            self._hurried = True
-            self._every_s, self._not_before_s = 0.0, self._clock.monotonic_s()
+            self._expedited = True
+            self._every_s = 0.0
+            self._not_before_s = self._clock.monotonic_s()
             self._changed.notify_all()
 
     def close(self) -> None:
-        """Ends the copy that is under way; the next mirror goes on with it."""
+        """Stop. A copy in progress is abandoned; the next mirror continues it."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
-        self._tier.close()
+        self._place.tier.close()
         if self._thread is not None:
-            self._thread.join(_STOP_TIMEOUT_S)  # it may be in a transfer, which nothing ends
+            # With a timeout: a transfer in progress cannot be cancelled.
+            self._thread.join(_STOP_TIMEOUT_S)
 
     def copy_newest(self) -> BaseId | None:
-        """Copies the newest base of the history, unless it is there; returns it.
+        """Copy the newest base of the history unless it is already there; return its id.
 
         Raises:
-            FencedError: a newer timeline has been opened in the tier.
-            ForeignDirectoryError: it holds something else.
-            StorageError, DeadlineError, InfeasibleError
+            FencedError: a newer timeline was opened in the tier.
+            ForeignDirectoryError: the place holds another run.
+            StorageError: the disk or the tier failed.
+            DeadlineError: the tier hangs.
+            InfeasibleError: a base has more objects than may be written in an hour.
         """
         try:
             inventory = scan_run(self._filesystem, self._run, self._timelines)
         except OSError as error:
             raise StorageError(
-                f"could not read the run to copy: {error.strerror or error}", path=self._run
+                f"could not read the run to be copied: {error.strerror or error}", path=self._run
             ) from error
-        there = {base.id: base for base in inventory.bases if base.status == "committed"}
-        here, _ = split_by_history(there, inventory.branches)
-        if not here or not self._may_copy(there[here[0]]):
+        committed = {base.id: base for base in inventory.bases if base.status == "committed"}
+        in_history, _ = split_by_history(committed, inventory.branches)
+        if not in_history or not self._may_copy(committed[in_history[0]]):
             return None
         self._place.check_fence()
+        # Before looking for the base: in a place of another run, a base of the same timeline and
+        # step would pass for a copy of this one.
         if self._published:
             self._verify_place(inventory)
-        else:  # or another run's base might be taken for the copy of this one
+        else:
             self._publish(inventory)
             self._published = True
-        base = there[here[0]]
-        there_already = self._place.size_of(self._name(base.path / MANIFEST)) is not None
-        if not there_already and not self._copy(inventory, base):
+        base = committed[in_history[0]]
+        is_copied = self._place.size_of(self._name(base.path / MANIFEST)) is not None
+        if not is_copied and not self._copy(inventory, base):
             return None
         self.stats.step = base.id.step
         return base.id
 
     def retain(self) -> None:
-        """Deletes copies that are no longer needed.
+        """Delete copies that are no longer needed.
 
         Raises:
-            FencedError, StorageError, DeadlineError
+            FencedError: a newer timeline was opened in the tier.
+            StorageError: the tier failed.
+            DeadlineError: the tier hangs.
         """
         self._retention.run()
 
@@ -210,7 +229,7 @@ class Mirror:
         self._changed.notify_all()
 
     def _run_once(self) -> None:
-        """What is due."""
+        """Copy what is due, then run retention."""
         self.copy_newest()
         self.retain()
 
@@ -222,17 +241,20 @@ class Mirror:
                 self._fail(error, for_good=True)
             except EverstepError as error:
                 self._fail(error)
-            except Exception as error:  # would end this thread, and all copies to come
-                ours = EverstepError(f"internal error in copying to {self._tier.url}: {error!r}")
-                ours.__cause__ = error
-                self._fail(ours)
+            except Exception as error:
+                # Must not end this thread: all later copies would be missing without a report.
+                internal = EverstepError(
+                    f"internal error while copying to {self._place.tier.url}: {error!r}"
+                )
+                internal.__cause__ = error
+                self._fail(internal)
             finally:
-                self._rate.settled(self)
+                self._place.rate.settled(self)
                 with self._changed:
                     self._at_work = False
 
     def _wait_for_work(self) -> bool:
-        """Waits until a copy may begin; False when there will be no more."""
+        """Wait until a copy may begin; return False if the thread must end."""
         with self._changed:
             while not self._closed and not self._refused:
                 early_s = self._not_before_s - self._clock.monotonic_s()
@@ -245,21 +267,22 @@ class Mirror:
             return False
 
     def _may_copy(self, base: BaseFound) -> bool:
-        """Whether this is one that can be copied from here."""
+        """Return True if this base can be copied by this process."""
         return True
 
     def _copy(self, inventory: Inventory, base: BaseFound) -> bool:
-        """Copies a base; False: it cannot be, and that is nothing to report."""
+        """Copy a base; return False if it cannot be copied and that is no error."""
         assert base.manifest is not None
         self._copy_files(base, base.manifest.markers)
         self._commit(base)
         return True
 
     def _copy_files(self, base: BaseFound, markers: Sequence[Marker]) -> None:
-        """Copies these ranks' files, then their markers."""
+        """Copy these ranks' files, then their markers."""
         with contextlib.ExitStack() as stack:
             try:
-                # All at once, first: retention may delete the base while it is copied.
+                # Open all files first: retention may delete the base while it is copied, and open
+                # files stay readable.
                 sources = [
                     (path, stack.enter_context(contextlib.closing(self._open(path, record))))
                     for marker in markers
@@ -268,29 +291,31 @@ class Mirror:
                 ]
             except OSError as error:
                 raise StorageError(
-                    f"could not read the base to copy: {error.strerror or error}",
+                    f"could not read the base to be copied: {error.strerror or error}",
                     step=base.id.step,
                     path=base.path,
-                    hint="look at the disk (dmesg, df); the next base is copied anew",
+                    hint="check the disk (dmesg, df); the next base will be copied",
                 ) from error
             self._await_rate(len(sources) + len(markers) + 1)
             for path, source in sources:
                 self._put(self._name(path), source)
+        # Markers after all files: a marker promises that its rank's files are complete (I5).
         self._before_markers()
         for marker in markers:
             self._place.create(self._name(base.path / marker_name(marker.rank)), marker.encode())
         self.stats.copied_bytes += sum(f.length for marker in markers for f in marker.files)
 
     def _before_markers(self) -> None:
-        """Files are there, markers are not."""
+        """Hook: all files are there, no marker is."""
 
     def _commit(self, base: BaseFound) -> None:
-        """All markers are there."""
+        """Write the manifest; all markers are there."""
         assert base.manifest is not None
+        # Right before the commit: a process of an older timeline must not commit (I11).
         self._place.check_fence()
         self._place.create(self._name(base.path / MANIFEST), base.manifest.encode())
         self.stats.copied += 1
-        _log.info("%s is in %s", base.id, self._tier.url)
+        _log.info("%s is in %s", base.id, self._place.tier.url)
 
     def _open(self, path: PurePath, record: FileRecord) -> CheckedFile:
         file = self._filesystem.open(path, direct=True)
@@ -301,85 +326,91 @@ class Mirror:
             raise
 
     def _publish(self, inventory: Inventory) -> None:
-        """The run and its timelines, which give bases their history."""
-        self._rate.wrote(1 + len(inventory.timelines))
-        # Not the file: it may be damaged, and the run goes on with the id that all others have.
-        if not self._tier.create(RUN_RECORD, RunRecord(inventory.run or "").encode()):
+        """Write the records of the run and its timelines, which define the history of the
+        copies.
+        """
+        tier = self._place.tier
+        self._place.rate.wrote(1 + len(inventory.timelines))
+        # Encoded again instead of copied: the file on disk may be damaged, and the id is known
+        # from the other records.
+        if not tier.create(RUN_RECORD, RunRecord(inventory.run or "").encode()):
             raise ForeignDirectoryError(
-                f"{self._tier.url} holds another run",
-                tier=self._tier.traits.kind,
-                path=self._tier.url,
-                hint="give each run a place of its own",
+                f"{tier.url} contains another run",
+                tier=tier.traits.kind,
+                path=tier.url,
+                hint="use a separate place for each run",
             )
         for number in sorted(inventory.timelines):
             path = timeline_dir(self._run, number) / TIMELINE_RECORD
-            if number > self._timeline or inventory.timelines[number] is None:
+            if number > self._place.timeline or inventory.timelines[number] is None:
                 continue
-            if not self._tier.create(self._name(path), read_record_bytes(self._filesystem, path)):
+            if not tier.create(self._name(path), read_record_bytes(self._filesystem, path)):
                 raise FencedError(
-                    f"timeline {number} of {self._tier.url} was opened by another process, which "
-                    "has not seen this run's disk: the two go different ways",
-                    tier=self._tier.traits.kind,
-                    path=f"{self._tier.url}/{self._name(path)}",
-                    hint="end one of the two, or copy to another place",
+                    f"timeline {number} in {tier.url} was opened by another process from "
+                    "the copies alone: the two histories have diverged",
+                    tier=tier.traits.kind,
+                    path=f"{tier.url}/{self._name(path)}",
+                    hint="stop one of the two processes, or copy to another place",
                 )
 
     def _verify_place(self, inventory: Inventory) -> None:
-        """The place still is what it was: no other directory lies under that name now, as where it
-        was unmounted, and nobody has emptied it."""
-        own = timeline_dir(self._run, self._timeline) / TIMELINE_RECORD
+        """Verify that the place still holds this run: it was not unmounted, emptied or replaced."""
+        tier = self._place.tier
+        own = timeline_dir(self._run, self._place.timeline) / TIMELINE_RECORD
         records = {
             RUN_RECORD: RunRecord(inventory.run or "").encode(),
             self._name(own): read_record_bytes(self._filesystem, own),
         }
         for name, data in records.items():
-            what: dict[str, Any] = {
-                "tier": self._tier.traits.kind,
-                "path": f"{self._tier.url}/{name}",
-            }
+            kind = tier.traits.kind
+            address = f"{tier.url}/{name}"
             try:
-                with contextlib.closing(self._tier.open(name)) as file:
+                with contextlib.closing(tier.open(name)) as file:
                     found = read_record(file, name)
             except FileNotFoundError:
                 raise StorageError(
-                    f"{name}, which was written there, is gone: {self._tier.url} has been "
-                    "unmounted, or emptied",
-                    hint="copies go on when it is back; for a new place, start again",
-                    **what,
+                    f"{name} has disappeared from {tier.url}: the place was unmounted or emptied",
+                    tier=kind,
+                    path=address,
+                    hint="copying continues when it is back; to use a new place, restart training",
                 ) from None
             if found != data:
                 raise ForeignDirectoryError(
-                    f"{self._tier.url} holds another run, or another history of this one, now",
-                    hint="give each run a place of its own",
-                    **what,
+                    f"{tier.url} now contains another run or another history",
+                    tier=kind,
+                    path=address,
+                    hint="use a separate place for each run",
                 )
 
     def report_progress(self) -> None:
-        """It takes long, and goes on."""
+        """Hook: called while a copy is in progress, in any thread."""
 
     def _put(self, name: str, source: ReadFile) -> None:
+        # Copied by an earlier keeper. Its bytes are verified when retention reads it back.
         if self._place.size_of(name) == source.size_bytes:
-            return  # an earlier keeper's; retention reads it back before it relies on it
+            return
         if self._closed:
-            raise StorageError(f"the copy was broken off before {name}")
-        self._rate.wrote(1)
-        self._tier.put(name, source)
+            raise StorageError(f"copying was stopped before {name}")
+        self._place.rate.wrote(1)
+        self._place.tier.put(name, source)
 
     def _await_rate(self, count: int) -> None:
-        """Waits until the cap lets so many objects through."""
-        while (wait_s := self._rate.wait_s(count, self)) > 0:
+        """Wait until the limit of objects per hour allows ``count`` more."""
+        while (wait_s := self._place.rate.wait_s(count, self)) > 0:
             with self._changed:
-                if self._closed or self._hurried:
+                if self._closed or self._expedited:
                     self.waits_for_the_cap = False
                     raise StorageError(
-                        "the newest base is not copied: the cap of objects an hour is used up",
-                        tier=self._tier.traits.kind,
-                        path=self._tier.url,
-                        hint="a higher TierOptions.objects_per_hour, or a longer every_s",
+                        "the newest base is not copied: the limit of objects per hour is reached",
+                        tier=self._place.tier.traits.kind,
+                        path=self._place.tier.url,
+                        hint="raise TierOptions.objects_per_hour, or lengthen every_s",
                     )
                 if not self.waits_for_the_cap:
-                    _log.info("the cap of objects an hour delays a copy by %.0f s", wait_s)
+                    _log.info("the limit of objects per hour delays a copy by %.0f s", wait_s)
                 self.waits_for_the_cap = True
+                # In short waits, so that progress is reported and a claim that is settled early
+                # is noticed.
                 self._changed.wait(min(wait_s, _RATE_POLL_S))
                 self.report_progress()
         self.waits_for_the_cap = False
@@ -389,6 +420,7 @@ class Mirror:
 
     def _fail(self, error: EverstepError, *, for_good: bool = False) -> None:
         with self._changed:
+            # Fenced off by the attached process itself, which opens a new timeline: no error.
             paused = self._paused and isinstance(error, FencedError)
             self._refused = self._refused or (for_good and not paused)
             if self._closed or paused:

@@ -1,4 +1,6 @@
-"""The mirrors of one keeper: one for each place that keeps copies."""
+"""All copies that one keeper makes to places in ``tiers=``: a mirror for bases and one for the log
+each.
+"""
 
 from __future__ import annotations
 
@@ -16,12 +18,17 @@ from everstep.keeper.log.log_store import LogStore
 from everstep.keeper.persist.rank_commits import RankCommits
 from everstep.keeper.ship.log_mirror import LogMirror
 from everstep.keeper.ship.lossy_log import shrinking
-from everstep.keeper.ship.mirror import Mirror
+from everstep.keeper.ship.mirror import Mirror, MirrorOptions
 from everstep.keeper.ship.place import CopyPlace
-from everstep.keeper.ship.rank_mirror import AnyRankMirror, FollowingMirror, LeadingMirror
+from everstep.keeper.ship.rank_mirror import (
+    AnyRankMirror,
+    CopyMember,
+    FollowingMirror,
+    LeadingMirror,
+)
 from everstep.link.job_session import JobSession
 from everstep.link.keeper_stats import KeeperStats
-from everstep.seams import Seams
+from everstep.seams import Clock, Seams
 from everstep.seams.files.moving import MovingFileSystem
 from everstep.tiers.options import TierOptions
 from everstep.tiers.rate import ObjectRate
@@ -30,21 +37,25 @@ from everstep.tiers.watched import WatchedTier
 
 __all__ = ["Mirrors"]
 
-_HANG_S = 600.0  # what has not moved for so long hangs; to make much durable at once takes minutes
+_HANG_S = 600.0
+"""Seconds without progress after which a call counts as hung.
+
+Large syncs take minutes.
+"""
 
 
 class Mirrors:
-    """All of them, for one timeline.
+    """The mirrors of one timeline.
 
     Args:
-        places: the fields of each place's :class:`~everstep.tiers.options.TierOptions`.
-        post: places of what fails.
-        job_session: of this rank among several; None: it is alone.
-        commits: of the same.
-        log: of this rank.
-        identity: of this rank, in what is copied of the log.
-        before: those of the timeline before, in the same keeper: what they have written within the
-            hour counts, too.
+        places: fields of each place's :class:`~everstep.tiers.options.TierOptions`.
+        post: called with errors.
+        job_session: session of this rank in the job; None: there is one rank.
+        commits: commits of this rank with the others; None: there is one rank.
+        log: log of this rank.
+        identity: identity of this rank, for segments of the log.
+        before: mirrors of the previous timeline in the same keeper; objects they wrote within the
+            last hour count against the limit.
     """
 
     def __init__(
@@ -64,76 +75,72 @@ class Mirrors:
     ) -> None:
         self._post = post
         self._watched: dict[Mirror | LogMirror, WatchedTier] = {}
-        self._hanging: set[str] = set()  # places that were places of
+        # URLs of places that hang, as reported.
+        self._hanging: set[str] = set()
         self._mirrors: list[Mirror] = []
         self._logs: list[LogMirror] = []
-        self._rank_mirrors: dict[int, AnyRankMirror] = {}  # by number of the place
+        # By index of the place.
+        self._rank_mirrors: dict[int, AnyRankMirror] = {}
         self._commits = commits
-        self._rates: dict[str, ObjectRate] = {}  # by place
-        for number, one in enumerate(places):
-            options = TierOptions(**one)
+        # By URL or directory.
+        self._rates: dict[str, ObjectRate] = {}
+        for number, fields in enumerate(places):
+            options = TierOptions(**fields)
+            # Completed operations on the directory count as progress of its rank mirror.
+            files = MovingFileSystem(seams.filesystem, partial(self._on_operation, number))
             try:
-                moved = partial(self._on_operation, number)
-                files = MovingFileSystem(seams.filesystem, moved)  # that a directory is on
-                place = open_tier(options.where, files, clock=seams.clock)
-            except EverstepError as error:  # this environment is not that of the trainer
+                opened = open_tier(options.where, files, clock=seams.clock)
+            except EverstepError as error:
+                # The trainer opened it, but the keeper's environment may differ (credentials).
                 post(error)
                 continue
-            tier = WatchedTier(place, seams.clock)
-            about = seams.filesystem, run, timeline, tier, seams.clock, post
-            counted = None if before is None else before._rates.get(options.where)
-            rate = ObjectRate(options.objects_per_hour, seams.clock, counted)
+            tier = WatchedTier(opened, seams.clock)
+            earlier = None if before is None else before._rates.get(options.where)
+            rate = ObjectRate(options.objects_per_hour, seams.clock, earlier)
             self._rates[options.where] = rate
-            settings: dict[str, Any] = {
-                "keep": options.keep or 1,
-                "every_s": options.every_s,
-                "rate": rate,
-                "timeout_s": timeout_s,
-            }
+            place = CopyPlace(tier, timeline, rate)
             if options.log != "none" and log is not None and identity is not None:
-                about_log = options, log, identity, seams, post
-                self._logs.append(_log_mirror(CopyPlace(tier, timeline, rate), *about_log))
-                self._watched[self._logs[-1]] = tier
+                log_mirror = _start_log_mirror(place, options, log, identity, seams.clock, post)
+                self._logs.append(log_mirror)
+                self._watched[log_mirror] = tier
+            pace = MirrorOptions(options.keep or 1, options.every_s, timeout_s)
             if job_session is None or commits is None:
-                self._mirrors.append(Mirror(*about, **settings))
-                self._watched[self._mirrors[-1]] = tier
-                continue
-            kind = LeadingMirror if job_session.rank == COORDINATOR else FollowingMirror
-            self._rank_mirrors[number] = kind(
-                *about,
-                others=commits,
-                number=number,
-                rank=job_session.rank,
-                world=len(job_session.disks),
-                **settings,
-            )
-            self._mirrors.append(self._rank_mirrors[number])
-            self._watched[self._mirrors[-1]] = tier
+                mirror = Mirror(seams.filesystem, run, place, seams.clock, post, pace)
+            else:
+                kind = LeadingMirror if job_session.rank == COORDINATOR else FollowingMirror
+                world = len(job_session.disks)
+                member = CopyMember(commits, number, job_session.rank, world)
+                mirror = kind(seams.filesystem, run, place, seams.clock, post, pace, member)
+                self._rank_mirrors[number] = mirror
+            self._mirrors.append(mirror)
+            self._watched[mirror] = tier
         if places and commits is not None:
             commits.on_copy = self._on_message
 
     def base_durable(self, base: BaseId | None = None) -> None:
-        """There is a new base on disk.
+        """Queue a new base in all mirrors.
 
         Args:
-            base: which; None: perhaps there is one.
+            base: the base; None: look whether there is one.
         """
         self._report_hanging()
         for mirror in self._all:
             mirror.base_durable(base)
 
     def base_known(self, base: BaseId) -> None:
-        """It is durable, and whoever trains is about to hear of it; retention is not over."""
+        """Note that a base is durable. The trainer is notified next; retention has not run yet."""
         for log in self._logs:
             log.base_known(base)
 
     def pause(self) -> None:
-        """Training is about to open another timeline itself: what it shuts out here is no error."""
+        """Expect the attached process to open another timeline: being fenced off is no error
+        then.
+        """
         for mirror in self._all:
             mirror.pause()
 
     def trainer_lost(self) -> None:
-        """Training has died: what is left of the log is copied, too."""
+        """Copy the rest of the log, too: the training process died."""
         for log in self._logs:
             log.flush()
 
@@ -148,20 +155,23 @@ class Mirrors:
         elif isinstance(message, CopyWanted) and self._commits is not None:
             first = message.manifest.markers[0]
             base = BaseId(first.timeline, first.step)
-            why = "it could not be opened there"
-            self._commits.send(sender, CopyTold(message.place, base, why))
+            # Reply at once: rank 0 would wait for this rank until a timeout.
+            reason = "this rank could not open the place"
+            self._commits.send(sender, CopyTold(message.place, base, reason))
 
     def finish(self) -> bool:
-        """The keeper is about to end; whether a copy is still being made."""
+        """Prepare for the end of the keeper; return True while a copy is still being made."""
         for mirror in self._mirrors:
             mirror.expedite()
         for log in self._logs:
-            log.pause()  # a base is better than the rest of a log that it is behind
-        hanging = self._report_hanging()  # nobody ends that, and nobody waits for it
+            # The final base contains the steps of the unfinished segment.
+            log.pause()
+        # A call that hangs cannot be cancelled: do not wait for it.
+        hanging = self._report_hanging()
         return any(mirror.busy and self._watched[mirror] not in hanging for mirror in self._all)
 
     def close(self) -> None:
-        """Ends all of them."""
+        """Stop all mirrors."""
         for mirror in self._all:
             mirror.close()
 
@@ -170,7 +180,7 @@ class Mirrors:
         return [*self._mirrors, *self._logs]
 
     def _report_hanging(self) -> list[WatchedTier]:
-        """Places that hang, each of which is places of once, as long as it does."""
+        """Return the places that hang; report each once while it does."""
         found: list[WatchedTier] = []
         for tier in dict.fromkeys(self._watched.values()):
             stuck = tier.stuck(_HANG_S)
@@ -180,20 +190,20 @@ class Mirrors:
             found.append(tier)
             if tier.url not in self._hanging:
                 self._hanging.add(tier.url)
-                what, for_s = stuck
+                call, for_s = stuck
                 self._post(
                     DeadlineError(
-                        f"copying to {tier.url} hangs: {what} has not moved for {for_s:.0f} s",
+                        f"copying to {tier.url} hangs: no progress in {call} for {for_s:.0f} s",
                         tier=tier.traits.kind,
                         path=tier.url,
-                        hint="look at the mount, and at the server behind it (dmesg, df); nobody "
-                        "waits for copies, which go on when it answers",
+                        hint="check the mount and its server (dmesg, df); training does not wait "
+                        "for copies, which continue when it responds",
                     )
                 )
         return found
 
     def add_to(self, stats: KeeperStats) -> None:
-        """Notes what was copied since the timeline began."""
+        """Add the figures since the start of the timeline to ``stats``."""
         self._report_hanging()
         bases = [mirror.stats for mirror in self._mirrors]
         stats.copied = sum(one.copied for one in bases)
@@ -204,19 +214,19 @@ class Mirrors:
         stats.copy_missed = sum(one.missed for one in logs)
 
 
-def _log_mirror(
+def _start_log_mirror(
     place: CopyPlace,
     options: TierOptions,
     log: LogStore,
     identity: ShardIdentity,
-    seams: Seams,
+    clock: Clock,
     post: Callable[[EverstepError], None],
 ) -> LogMirror:
     mirror = LogMirror(
         place,
         log,
         identity,
-        seams.clock,
+        clock,
         post,
         batch_steps=options.log_steps,
         lossy=shrinking(options),

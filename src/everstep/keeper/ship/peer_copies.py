@@ -1,4 +1,6 @@
-"""Copies in the memory of another node, as one of a keeper's duties."""
+"""Copies in the memory of another node: a keeper's duty to send its own and to hold those of
+others.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,8 @@ from everstep.run.scan import scan_base
 from everstep.seams import Clock, FileSystem, ReadFile
 from everstep.tiers.options import PeerOptions
 
-if TYPE_CHECKING:  # loaded where there are several ranks
+# Loaded at first use: only jobs of several ranks, or with bases in memory, need them.
+if TYPE_CHECKING:
     from everstep.keeper.held.memory_bases import IsPast, MemoryBases
     from everstep.keeper.persist.rank_commits import RankCommits
     from everstep.keeper.ship.log_sender import LogSenderStats
@@ -35,10 +38,16 @@ __all__ = ["PeerCopies"]
 
 
 class PeerCopies:
-    """What a keeper holds for others, and what it sends to its own peer.
+    """Copies that this keeper holds for other ranks, and the exchange with its own peer.
 
     Args:
-        newest_capture: the newest capture of this rank, read from there as long as it is held.
+        newest_capture: the newest capture of this rank; bases are read from it while it is held.
+
+    Attributes:
+        store: bases of other ranks (and, with bases in memory, of this one).
+        logs: logs of other ranks.
+        exchange: sends to the peer and receives from others; None: nothing is exchanged.
+        bases: bases of this rank if they live in memory; None: they live on disk.
     """
 
     def __init__(
@@ -51,7 +60,7 @@ class PeerCopies:
         self.store = PeerBaseStore()
         self.logs = PeerLogStore()
         self.exchange: PeerExchange | None = None
-        self.bases: MemoryBases | None = None  # of this rank, if they live in memory
+        self.bases: MemoryBases | None = None
 
     def serve(
         self,
@@ -68,18 +77,20 @@ class PeerCopies:
         on_step: Callable[[int], None],
         verified: BaseId | None = None,
     ) -> None:
-        """A new timeline begins.
+        """Start a timeline.
 
         Args:
-            settings: ``bound_bytes``, ``log_bytes``, ``sends_log``
-                whether this rank's is sent, in the form that options ``log`` say, ``bytes_per_s``
-                of what is, whether this rank ``holds`` bases in memory; None: no rank sends or
-                holds anything.
-            notify: settings of what fails; training goes on.
-            log: of this rank.
-            on_everywhere: settings of each base that is whole with all peers, in a thread.
-            on_step: settings of the newest step whose log the peer holds, in a thread.
-            verified: what a process that is alone goes on from, if that is durable.
+            settings: ``bound_bytes`` and ``log_bytes``: memory for other ranks' bases and logs;
+                ``bytes_per_s``: maximum rate; ``sends_log``: True if this rank's log is sent, as
+                the ``log`` options say; ``holds``: True if bases of this rank live in memory. None:
+                no rank sends or holds anything.
+            job_session: session of this rank in the job; None: there is one rank.
+            commits: commits of this rank with the others; None: there is one rank.
+            notify: called with errors; training goes on.
+            log: log of this rank.
+            on_everywhere: called with each base that all peers hold completely, in a thread.
+            on_step: called with the newest step of the log that the peer holds, in a thread.
+            verified: with one rank: the durable base from which the process continues.
         """
         self.close()
         holds = settings is not None and bool(settings.get("holds"))
@@ -99,8 +110,8 @@ class PeerCopies:
 
         self._rank = job_session.rank
         recovered = job_session.recovered
-        mine = (job_session.rank,) if holds and recovered is None else ()
-        sources = (*job_session.sources, *mine)
+        own = (job_session.rank,) if holds and recovered is None else ()
+        sources = (*job_session.sources, *own)
         spare = job_session.spare if holds else None
         self.store.new_start(settings["bound_bytes"], sources, recovered, spare)
         self.logs.new_start(settings["log_bytes"], job_session.sources)
@@ -134,25 +145,36 @@ class PeerCopies:
         commits.on_peer = exchange.receive
         if not holds:
             commits.spared = exchange.needed
+        # Only now: the thread must not handle messages before everything is in place.
         exchange.start()
         if holds:
             self.bases = self._bases(clock, timeout_s, exchange.is_past)
-        if recovered is not None:  # the copies of a node that was replaced are gone
+        if recovered is not None:
+            # A replaced node has lost its copies: send the recovered base again.
             exchange.durable(recovered)
 
     def _bases(self, clock: Clock, timeout_s: float, is_past: IsPast | None = None) -> MemoryBases:
         from everstep.keeper.held.memory_bases import MemoryBases
 
-        about = self._filesystem, self._run, self.store, clock, is_past
-        return MemoryBases(*about, self.base_durable, timeout_s=timeout_s)
+        return MemoryBases(
+            self._filesystem,
+            self._run,
+            self.store,
+            clock,
+            is_past,
+            self.base_durable,
+            timeout_s=timeout_s,
+        )
 
     def base_durable(self, base: BaseId) -> None:
-        """A base of this rank is durable, or whole in memory, where it lives."""
+        """Send a base of this rank, which is durable or complete in memory."""
         if self.exchange is not None:
             self.exchange.durable(base)
 
     def recall(self) -> tuple[list[dict[str, Any]], list[Arena]]:
-        """What is held for other ranks, as messages hold it; and the memory it lies in."""
+        """Return the copies held for other ranks, encoded for a message, and the arenas they lie
+        in.
+        """
         found = []
         arenas = []
         for copy, arena in self.store.whole():
@@ -161,18 +183,18 @@ class PeerCopies:
         return found, arenas
 
     def recall_logs(self) -> tuple[list[dict[str, Any]], Arena | None]:
-        """Likewise, what is held of their logs."""
+        """Return the logs held for other ranks, encoded for a message, and their arena."""
         logs, arena = self.logs.whole()
         return [log_to_wire(log, offset) for log, offset in logs], arena
 
     @property
     def sends_log(self) -> bool:
-        """Whether this rank's log goes to its peer."""
+        """True if this rank's log is sent to its peer."""
         return self.exchange is not None and self.exchange.log is not None
 
     @property
     def log_stats(self) -> LogSenderStats:
-        """What of this rank's log was sent since the timeline began."""
+        """Figures about the log since the start of the timeline."""
         from everstep.keeper.ship.log_sender import LogSenderStats
 
         sender = None if self.exchange is None else self.exchange.log
@@ -180,13 +202,13 @@ class PeerCopies:
 
     @property
     def stats(self) -> PeerExchangeStats:
-        """What was sent since the timeline began."""
+        """Figures about bases since the start of the timeline."""
         from everstep.keeper.ship.peer_exchange import PeerExchangeStats
 
         return PeerExchangeStats() if self.exchange is None else self.exchange.stats
 
     def add_to(self, stats: KeeperStats) -> None:
-        """Notes what was sent since the timeline began."""
+        """Add the figures since the start of the timeline to ``stats``."""
         sent = self.stats
         logged = self.log_stats
         stats.peered = sent.sent
@@ -196,7 +218,7 @@ class PeerCopies:
         stats.peer_missed = logged.missed
 
     def close(self) -> None:
-        """Sends no more; what is held stays."""
+        """Stop sending. Copies that are held stay."""
         bases = self.bases
         self.bases = None
         if bases is not None:
@@ -214,6 +236,7 @@ class PeerCopies:
             return None
 
     def _find(self, base: BaseId) -> Source | None:
+        """Return a base of this rank from wherever it can be read; None: it cannot be read yet."""
         try:
             path = timeline_dir(self._run, base.timeline) / TIMELINE_RECORD
             record = read_record_bytes(self._filesystem, path)
@@ -229,10 +252,10 @@ class PeerCopies:
         return HeldBase(copy.marker, files_over(copy.marker, copy.memory), durable=False)
 
     def _in_memory(self, base: BaseId) -> HeldBase | None:
-        there = self._newest_capture.durable(base)
-        if there is None:
+        found = self._newest_capture.durable(base)
+        if found is None:
             return None
-        capture, arena = there
+        capture, arena = found
         fields, blobs = base_to_wire(capture)
         held = base_from_wire(fields, dict(enumerate(blobs)), arena)
         files = tuple(
@@ -267,10 +290,10 @@ class PeerCopies:
 
 
 class _MemoryOrDiskFile:
-    """A file that is read from memory as long as it is there, and then from the disk.
+    """A file read from memory while it is held there, and from disk after that.
 
-    The memory may be written over between the two looks at ``is_there``: what was read then does
-    not have its digest, and whoever receives it says so.
+    The memory may be reused between the two checks. Bytes read in that moment do not match the
+    digest, which the receiver reports.
     """
 
     def __init__(
@@ -286,6 +309,7 @@ class _MemoryOrDiskFile:
         return self._memory.size_bytes
 
     def read_into(self, buffer: memoryview, offset: int) -> int:
+        # Checked before and after: the capture may be dropped, and its memory reused, meanwhile.
         if self._is_there():
             got = self._memory.read_into(buffer, offset)
             if self._is_there():

@@ -1,8 +1,8 @@
-"""Sends a rank's bases to the memory of its peer, and holds those of others.
+"""Send a rank's bases to the memory of its peer, and receive those of other ranks.
 
-One thread of the keeper; training has no part in it. Parts are sent at a stated pace, a few of
-them unanswered at a time; whatever is lost on the way is sent again. What is sent is compared with
-its digests where it arrives. Which base, and when, rank 0 says (:class:`.peers.Rounds`).
+One thread of the keeper; training is not involved. A base is sent in chunks at a configured pace,
+with a few chunks unacknowledged at a time. Lost messages are sent again. The receiver verifies the
+digests. Rank 0 decides which base is sent when (:class:`everstep.commit.peers.Rounds`).
 """
 
 from __future__ import annotations
@@ -42,26 +42,29 @@ __all__ = ["Pace", "PeerExchange", "PeerExchangeStats", "Source"]
 
 _log = logging.getLogger("everstep.keeper")
 _CHUNK_BYTES = 1 << 20
-_CHUNKS_IN_FLIGHT_MAX = 4  # parts
+_CHUNKS_IN_FLIGHT_MAX = 4
+"""Chunks sent before the first of them is acknowledged."""
 _REPEAT_S = 2.0
 _IDLE_S = 0.1
 _BUSY_S = 0.01
-_SHARE = 0.8  # of the time between two bases; the rest is for what was held up (section 3.2)
+_SHARE = 0.8
+"""Share of the time between two bases used for sending; the rest absorbs delays (section 3.2)."""
 
 Source = tuple[HeldBase, bytes]
-"""A rank's files of a base, wherever they can be read; and the record of its timeline."""
+"""A rank's files of a base, and the record of its timeline."""
 
 
 @dataclass(slots=True)
 class PeerExchangeStats:
-    """What was done so far.
+    """Figures about bases since the start.
 
     Attributes:
-        sent, sent_bytes: bases that the peer holds, or has held, whole.
-        passed_over: bases that became durable while an older one was being sent, and that a newer
-            one has overtaken: the interval is too short for the link.
+        sent: bases that the peer has received completely.
+        sent_bytes: their bytes.
+        passed_over: bases that became durable while an older one was being sent and were overtaken
+            by a newer one: the interval is too short for the link.
         failed: bases that could not be sent.
-        step: of the newest base that the peer holds whole.
+        step: step of the newest base that the peer holds completely.
     """
 
     sent: int = 0
@@ -73,12 +76,12 @@ class PeerExchangeStats:
 
 @dataclass(slots=True)
 class Pace:
-    """How fast bases are sent.
+    """Rate at which bases are sent.
 
     Attributes:
-        bytes_per_s: at most; None: so that it takes four fifths of the time between the last two
-            bases, and as fast as it goes as long as there were not two.
-        at_once: None means as fast as it goes: training waits for it.
+        bytes_per_s: maximum rate. None: four fifths of the time between the last two bases are
+            used; the first two bases are sent at full speed.
+        at_once: True: None means full speed, as training waits for the transfer.
     """
 
     bytes_per_s: float | None = None
@@ -87,13 +90,13 @@ class Pace:
     _interval_s: float | None = None
 
     def durable(self, now_s: float) -> None:
-        """There is a new base."""
+        """Note a new base."""
         if self._durable_s is not None:
             self._interval_s = now_s - self._durable_s
         self._durable_s = now_s
 
     def rate_of(self, size_bytes: int) -> float | None:
-        """Bytes per second for a base of that size; None: as fast as it goes."""
+        """Return the bytes per second for a base of this size; None: full speed."""
         if self.bytes_per_s is not None:
             return self.bytes_per_s
         if self.at_once or not self._interval_s:
@@ -106,11 +109,15 @@ class _Sending:
     """The base that this rank sends.
 
     Attributes:
-        reported_s: rank 0 was last outcome.
-        progress_s: when it last got anywhere.
-        queried_s: the peer was last asked how far it has come; ``answered`` since.
-        sent_bytes: up to where parts are on their way; ``acked_bytes``: up to where they are there.
-        outcome: what has become of it, which rank 0 may not have on_reply.
+        reported_s: time of the last report to rank 0.
+        progress_s: time of the last progress.
+        queried_s: time when the peer was last asked how much it holds.
+        answered: True once it has replied.
+        reply_s: time of its last reply.
+        sent_bytes: bytes that were sent.
+        acked_bytes: bytes that the peer has acknowledged.
+        outcome: ``"whole"`` or ``"failed"``; repeated to rank 0 until the next round; "" while it
+            is being sent.
     """
 
     base: BaseId
@@ -130,18 +137,18 @@ class _Sending:
 
 
 class PeerExchange:
-    """One rank's part, in one start of the job.
+    """One rank's exchange with its peer, for one start of the job.
 
     Args:
-        find: a base of this rank, where it can be read; None: nowhere (yet).
-        send: to the keeper of a rank; does not wait.
-        notify: outcome of what fails; training goes on.
-        timeout_s: a peer that says nothing for so long is reported.
+        find: returns a base of this rank from wherever it can be read; None: it cannot be read yet.
+        send: sends a message to the keeper of a rank, without waiting.
+        notify: called with errors; training goes on.
+        timeout_s: seconds without progress after which a peer is reported.
+        logs: steps of other ranks' logs that are held.
+        on_everywhere: called in the thread with each base that all peers hold completely.
 
     Attributes:
-        logs: steps of other ranks' logs that are held.
-        log: sends this rank's own; None: there is none.
-        on_everywhere: outcome of each base that is whole with all peers, in the thread.
+        log: sends this rank's own log; None: it is not sent.
     """
 
     def __init__(
@@ -159,7 +166,7 @@ class PeerExchange:
         on_everywhere: Callable[[BaseId], None] = lambda base: None,
     ) -> None:
         peer = job_session.peer
-        # Itself: there is none, and it is enough that all ranks have a base (in memory).
+        # Its own rank means that it has no peer: a base in every rank's own memory suffices.
         self.peer = job_session.rank if peer is None else peer
         self.stats = PeerExchangeStats()
         self._job_session = job_session
@@ -180,8 +187,11 @@ class PeerExchange:
         self._events: queue.SimpleQueue[Callable[[], Any] | None] = queue.SimpleQueue()
         self._sending: _Sending | None = None
         self._waiting: BaseId | None = None
-        self._round: BaseId | None = None  # that all ranks send, as far as this one has on_reply
-        self._past: BaseId | None = None  # what that was before
+        # The base that all ranks send, as far as this rank has been notified.
+        self._round: BaseId | None = None
+        # The newest base of earlier rounds.
+        self._past: BaseId | None = None
+        # Announcements that came before the news of their round, by sender.
         self._early: dict[int, PeerBegun] = {}
         self._reported: set[str] = set()
         self._thread: threading.Thread | None = None
@@ -189,44 +199,46 @@ class PeerExchange:
     # From any thread.
 
     def start(self) -> None:
-        """Begins to work, in a thread."""
+        """Start the thread."""
         self._thread = threading.Thread(target=self._run, name="everstep-peers", daemon=True)
         self._thread.start()
 
     def receive(self, sender: int, message: PeerMessage) -> None:
-        """A message has come."""
+        """Queue a message that has arrived."""
         self._events.put(lambda: self._handle(sender, message))
 
     def durable(self, base: BaseId) -> None:
-        """This rank's base is durable, and all others' are."""
+        """Queue a base that is durable on all ranks."""
         self._events.put(lambda: self._durable(base))
 
     def logged(self) -> None:
-        """A step of the log is whole."""
+        """Wake the thread: a step of the log is complete."""
         self._events.put(lambda: None)
 
     def report_failure(self, error: EverstepError, kind: str = "") -> None:
-        """Tells what has failed, once for each kind of trouble; in the thread."""
+        """Report an error, once for each kind. In the thread."""
         _log.warning("%s", error)
         if (kind or error.message) not in self._reported:
             self._reported.add(kind or error.message)
             self._notify(error)
 
     def is_past(self, base: BaseId) -> bool:
-        """Whether a base is whole with all peers, or will not be."""
+        """Return True if all peers hold a base completely, or will never do so."""
         over = self._past
         now = self._round
         return (over is not None and base <= over) or (now is not None and base < now)
 
     def needed(self) -> list[BaseId]:
-        """Bases that the disks of all ranks keep for the sake of a node that is lost: of these its
-        peer has its part (on rank 0, which says what is deleted)."""
+        """Return bases that disks must keep in case a node is lost: peers hold its files of these.
+
+        Empty except on rank 0, which decides about deletions.
+        """
         if self._rounds is None:
             return []
         return self._rounds.needed(self._store.bases)
 
     def close(self) -> None:
-        """Ends the thread; what is on its way stays behind."""
+        """End the thread. Transfers in progress are abandoned."""
         self._events.put(None)
         if self._thread is not None:
             self._thread.join(self._timeout_s)
@@ -240,14 +252,17 @@ class PeerExchange:
             try:
                 if not self.turn(_BUSY_S if busy else _IDLE_S):
                     return
-            except BaseException as error:  # would end this thread, and all copies to come
-                _log.exception("internal error in sending bases to a peer")
+            except BaseException as error:
+                # Must not end this thread: all later copies would be missing without a report.
+                _log.exception("internal error while sending bases to a peer")
                 self.report_failure(
-                    EverstepError(f"internal error in sending to a peer: {error!r}")
+                    EverstepError(f"internal error while sending to a peer: {error!r}")
                 )
 
     def turn(self, timeout_s: float) -> bool:
-        """Does what has come, or comes within ``timeout_s``; False: it is over."""
+        """Handle events that arrive within ``timeout_s``, then send; return False after
+        :meth:`close`.
+        """
         try:
             event = self._events.get(timeout=timeout_s) if timeout_s else self._events.get_nowait()
             while True:
@@ -262,7 +277,8 @@ class PeerExchange:
         self._continue_sending()
         if self.log is not None:
             sent_bytes = self.log.turn()
-            if self._sending is not None:  # of the same bytes a second
+            # Log and bases share one rate.
+            if self._sending is not None:
                 self._sending.paced_bytes += sent_bytes
         return True
 
@@ -314,20 +330,23 @@ class PeerExchange:
         self.stats.passed_over += 1
         self.report_failure(
             KeeperError(
-                f"the peer, rank {self.peer}, gets no copy of the base of step {base.step}: the "
-                "one before is still being sent when the next one is there",
+                f"the base of step {base.step} is not sent to the peer, rank {self.peer}: the "
+                "previous one is still being sent while the next one is already durable",
                 step=base.step,
                 rank=self._job_session.rank,
                 tier="peer",
-                hint="a longer every=, or a larger PeerOptions(bytes_per_s=); counted in "
+                hint="lengthen every=, or raise PeerOptions(bytes_per_s=); counted in "
                 "stats().peers_passed_over",
             ),
             "passed over",
         )
 
     def _on_begun(self, sender: int, message: PeerBegun) -> None:
-        """A rank wants to send a base. Which of two that are whole here has to stay for it, only
-        the news of its round says: it is answered behind them."""
+        """Handle the announcement of a base by another rank.
+
+        If the store holds two complete bases of that rank, only the news of the current round tells
+        which one must stay: the reply waits for it.
+        """
         base = BaseId(message.marker.timeline, message.marker.step)
         if base != self._round and self._store.holds_two(sender):
             self._early[sender] = message
@@ -358,12 +377,13 @@ class PeerExchange:
             self._deliver(COORDINATOR, PeerSaid(message.base, "sending"))
         early = self._early
         self._early = {}
-        for sender, begun in early.items():  # what is of another round is asked again
+        for sender, begun in early.items():
+            # Announcements of another round are dropped: their senders repeat them.
             if BaseId(begun.marker.timeline, begun.marker.step) == message.base:
                 self._on_begun(sender, begun)
 
     def _base_everywhere(self, everywhere: BaseId) -> None:
-        """A base is whole with all peers."""
+        """Handle the news that all peers hold a base completely."""
         self._store.passed(everywhere)
         self.logs.passed(everywhere, self._store.ranks_of(everywhere))
         if self._everywhere is None or everywhere > self._everywhere:
@@ -387,15 +407,20 @@ class PeerExchange:
         if one.source is None:
             self._begin(one, now_s)
         elif one.answered and one.sent_bytes > one.acked_bytes:
-            if now_s - one.reply_s > _REPEAT_S:  # parts or answers were lost
+            # Chunks or replies were lost: ask how much has arrived.
+            if now_s - one.reply_s > _REPEAT_S:
                 self._query(one, now_s)
         elif one.answered:
-            one.progress_s = now_s  # nobody is waited for
+            # Everything sent is acknowledged: only the pace delays the rest, not the peer.
+            one.progress_s = now_s
         elif now_s - one.queried_s > _REPEAT_S:
             self._query(one, now_s)
         if now_s - one.progress_s > self._timeout_s:
-            why = "its keeper has said nothing" if one.source else "it is nowhere to be read"
-            self._fail(one, f"{why} for {self._timeout_s:g} s")
+            if one.source:
+                reason = f"no reply from its keeper for {self._timeout_s:g} s"
+            else:
+                reason = f"its files could not be read for {self._timeout_s:g} s"
+            self._fail(one, reason)
         elif one.answered:
             self._send_chunks(one, now_s)
 
@@ -427,10 +452,11 @@ class PeerExchange:
             try:
                 _read(one.source[0], one.sent_bytes, memoryview(data))
             except (OSError, EverstepError) as error:
-                self._fail(one, f"it cannot be read any more ({error})")
+                self._fail(one, f"its files cannot be read any more ({error})")
                 return
             if one.sent_bytes == one.acked_bytes:
-                one.reply_s = now_s  # from now on an answer is waited for
+                # Start the timeout with the first chunk in flight.
+                one.reply_s = now_s
             self._send(self.peer, PeerPart(one.base, one.sent_bytes, bytes(data)))
             one.sent_bytes += len(data)
             one.paced_bytes += len(data)
@@ -446,8 +472,9 @@ class PeerExchange:
         further = message.received_bytes > one.acked_bytes
         if further or not one.answered:
             one.progress_s = now_s
-        # It answers in order: one that gets further is of a part, and those behind it may be on
-        # their way. What is sent again meanwhile would only make a slow link slower, without end.
+        # Replies come in order. One that acknowledges more belongs to a chunk; later chunks may
+        # still be on their way, and sending them again would slow a slow link down for ever. Only
+        # a reply to a query without progress says that chunks were lost.
         if message.received_bytes > one.sent_bytes or not (one.answered or further):
             one.sent_bytes = message.received_bytes
         one.answered = True
@@ -459,18 +486,18 @@ class PeerExchange:
             self.stats.step = one.base.step
             self._finish(one, "whole")
 
-    def _fail(self, one: _Sending, why: str) -> None:
+    def _fail(self, one: _Sending, reason: str) -> None:
         self.stats.failed += 1
         self.report_failure(
             KeeperError(
-                f"the peer, rank {self.peer}, gets no copy of the base of step {one.base.step}: "
-                f"{why}",
+                f"the base of step {one.base.step} is not sent to the peer, rank {self.peer}: "
+                f"{reason}",
                 step=one.base.step,
                 rank=self._job_session.rank,
                 tier="peer",
-                hint="training goes on; the next base is sent anew",
+                hint="training goes on; the next base will be sent",
             ),
-            why,
+            reason,
         )
         self._finish(one, "failed")
 
@@ -482,10 +509,10 @@ class PeerExchange:
 
 
 def _read(held: HeldBase, offset: int, buffer: memoryview) -> None:
-    """Bytes of all files of a base, counted through.
+    """Read bytes from the concatenation of all files of a base.
 
     Raises:
-        OSError: a file is shorter than it was.
+        OSError: a file is shorter than before.
     """
     begin = done = 0
     for file, _ in held.files:
@@ -494,7 +521,7 @@ def _read(held: HeldBase, offset: int, buffer: memoryview) -> None:
         if begin <= at < end and done < buffer.nbytes:
             want = min(buffer.nbytes - done, end - at)
             if file.read_into(buffer[done : done + want], at - begin) != want:
-                raise OSError(f"{want} bytes were expected")
+                raise OSError(f"a file is too short: expected {want} more bytes")
             done += want
         begin = end
 

@@ -1,4 +1,4 @@
-"""A place that keeps copies of a run, as the process of one timeline sees it."""
+"""A place that keeps copies of a run, as seen by the process of one timeline."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from everstep.tiers.streams import read_record
 __all__ = ["ROOT", "CopyPlace", "newest_timeline_in", "tier_errors"]
 
 ROOT = PurePath("/")
-"""What stands for the place in paths of its files."""
+"""Root of the paths of files in a place."""
 
 
 class CopyPlace:
-    """Writes records and looks at the fence.
+    """Writes records of a run to a tier, and checks the fence there.
 
     Args:
-        timeline: of the process that writes.
-        rate: told of every object.
+        timeline: timeline of the writing process.
+        rate: counts all objects that are written.
 
     Attributes:
-        files: the place as a file system to read from, under :data:`ROOT`.
+        files: the tier as a file system for reading, under :data:`ROOT`.
     """
 
     def __init__(self, tier: Tier, timeline: int, rate: ObjectRate) -> None:
@@ -40,38 +40,39 @@ class CopyPlace:
         self._timelines = TimelineCache()
 
     def check_fence(self) -> None:
-        """Returns if no newer timeline was opened here (I11).
+        """Raise if a newer timeline was opened in this place (I11).
 
         Raises:
-            FencedError
+            FencedError: a newer timeline has taken the run over.
         """
         newest = newest_timeline_in(self.tier)
         if newest > self.timeline:
             raise FencedError(
                 f"this process writes timeline {self.timeline}, but timeline {newest} has taken "
-                f"the run over in {self.tier.url}: it may not write there any more",
+                f"the run over in {self.tier.url}: nothing more is written there",
                 tier=self.tier.traits.kind,
                 path=self.tier.url,
-                hint="another process resumed this run; end this one, or use another place",
+                hint="another process has resumed this run: stop this one, or use another place",
             )
 
     def create(self, name: str, data: bytes) -> None:
-        """Writes a record, or finds it written.
+        """Write a record, unless it exists already with the same content.
 
         Raises:
-            StorageError: there is another one of that name.
+            StorageError: the name has other content.
         """
+        # Counted before the attempt: a request that fails costs as much.
         self.rate.wrote(1)
         if not self.tier.create(name, data):
             raise StorageError(
-                f"{self.tier.url}/{name} holds something else already",
+                f"{self.tier.url}/{name} already has other content",
                 tier=self.tier.traits.kind,
                 path=f"{self.tier.url}/{name}",
-                hint="another process has written there: give each run a place of its own",
+                hint="another process has written there: use a separate place for each run",
             )
 
     def size_of(self, name: str) -> int | None:
-        """Bytes of an object; None: there is none."""
+        """Return the size of an object in bytes; None: it does not exist."""
         try:
             file = self.tier.open(name)
         except FileNotFoundError:
@@ -80,8 +81,10 @@ class CopyPlace:
             return file.size_bytes
 
     def has_rank_files(self, directory: str, marker: Marker) -> bool:
-        """Whether a rank's files and its marker are in the directory of a base, asked for by
-        name: no listing from the past says so."""
+        """Return True if a rank's files and its marker are in the directory of a base.
+
+        Opens each name: a listing may be outdated.
+        """
         name = f"{directory}/{marker_name(marker.rank)}"
         try:
             file = self.tier.open(name)
@@ -90,19 +93,20 @@ class CopyPlace:
         with contextlib.closing(file):
             if read_record(file, name) != marker.encode():
                 return False
-        sizes = ((self.size_of(f"{directory}/{one.name}"), one.length) for one in marker.files)
-        return all(there == length for there, length in sizes)
+        return all(
+            self.size_of(f"{directory}/{record.name}") == record.length for record in marker.files
+        )
 
     def inventory(self) -> Inventory:
-        """What the copies are."""
+        """Return the inventory of all copies in this place."""
         with tier_errors():
             return scan_run(self.files, ROOT, self._timelines)
 
 
 def newest_timeline_in(tier: Tier) -> int:
-    """The newest timeline that was opened in a tier; 0: none was.
+    """Return the number of the newest timeline in a tier; 0: there is none.
 
-    A listing may be some time old, so the next numbers are looked for by name.
+    A listing may be outdated, so the numbers that follow are opened by name.
     """
     with tier_errors():
         number = newest_timeline(TierFileSystem(tier, ROOT), ROOT)
@@ -117,7 +121,7 @@ def newest_timeline_in(tier: Tier) -> int:
 
 @contextlib.contextmanager
 def tier_errors() -> Iterator[None]:
-    """What a tier has said through a file system's errors, in its own words again."""
+    """Turn file system errors that a tier's error caused into the tier's error again."""
     try:
         yield
     except OSError as error:

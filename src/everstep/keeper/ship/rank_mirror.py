@@ -1,16 +1,19 @@
-"""Copies of bases that several ranks have saved: each rank's keeper copies its own part.
+"""Copies of bases that several ranks have saved: each rank's keeper copies its own files.
 
-Rank 0 says which base (:mod:`everstep.commit.copying`), so that all copy the same one, and creates
-the manifest when it finds every marker in the tier (I5); that is the one which the disks have,
-a pure function of the markers. If it dies before, whoever starts the job next does so
-(:mod:`everstep.restore.fetch.rank_copies`), or its own successor. Only rank 0 deletes
+Rank 0 chooses the base (:mod:`everstep.commit.copying`), so that all ranks copy the same one. When
+every marker is in the tier, it creates the manifest (I5): the same as on the disks, as it follows
+from the markers alone. If rank 0 dies before that, the next start of the job does so
+(:mod:`everstep.restore.fetch.rank_copies`), or rank 0's next keeper. Only rank 0 deletes copies
 (:class:`RankRetention`).
 """
 
 from __future__ import annotations
 
 import logging
-from typing import Any, Protocol
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import PurePath
+from typing import Protocol
 
 from everstep.commit.copying import CopyRound
 from everstep.commit.job.cluster import COORDINATOR
@@ -26,56 +29,82 @@ from everstep.errors import DeadlineError, EverstepError, InfeasibleError, Stora
 from everstep.format.names import MANIFEST, base_dir
 from everstep.format.records import Manifest
 from everstep.keeper.ship.copy_retention import CopyRetention
-from everstep.keeper.ship.mirror import Mirror
-from everstep.keeper.ship.place import ROOT
+from everstep.keeper.ship.mirror import Mirror, MirrorOptions
+from everstep.keeper.ship.place import ROOT, CopyPlace
 from everstep.run.scan import BaseFound, Inventory
+from everstep.seams.clock import Clock
 from everstep.seams.failpoints import failpoint
-from everstep.seams.files.filesystem import ReadFile
+from everstep.seams.files.filesystem import FileSystem, ReadFile
 
-__all__ = ["AnyRankMirror", "FollowingMirror", "LeadingMirror", "OtherKeepers", "RankRetention"]
+__all__ = [
+    "AnyRankMirror",
+    "CopyMember",
+    "FollowingMirror",
+    "LeadingMirror",
+    "OtherKeepers",
+    "RankRetention",
+]
 
 _log = logging.getLogger("everstep.keeper")
 _POLL_S = 0.1
 
 
 class OtherKeepers(Protocol):
-    """The keepers of the other ranks (:class:`.commits.RankCommits`)."""
+    """Connections to the keepers of the other ranks (:class:`.rank_commits.RankCommits`)."""
 
     last_receive_s: float
 
     def send(self, rank: int, message: CopyMessage) -> None:
-        """Says something; perhaps it is lost."""
+        """Send a message; it may be lost."""
         ...
 
     def is_gone(self, rank: int) -> bool:
-        """Whether a rank will say nothing any more."""
+        """Return True if a rank will send nothing any more."""
         ...
 
 
-class _RankMirror(Mirror):
-    """What both have in common.
+@dataclass(frozen=True, slots=True)
+class CopyMember:
+    """One rank's membership in the job that copies together.
 
-    Args:
-        others: the other ranks.
-        number: of the place among those of the job.
-        rank: whose part is copied.
+    Attributes:
+        others: keepers of the other ranks.
+        number: index of the place among the places of the job.
+        rank: rank whose files are copied.
         world: number of ranks.
     """
 
+    others: OtherKeepers
+    number: int
+    rank: int
+    world: int
+
+
+class _RankMirror(Mirror):
+    """Base class of the mirrors of several ranks."""
+
     def __init__(
-        self, *about: Any, others: OtherKeepers, number: int, rank: int, world: int, **more: Any
+        self,
+        filesystem: FileSystem,
+        run: PurePath,
+        place: CopyPlace,
+        clock: Clock,
+        post: Callable[[EverstepError], None],
+        options: MirrorOptions,
+        member: CopyMember,
     ) -> None:
-        super().__init__(*about, **more)
-        self._others = others
-        self._number = number
-        self._rank = rank
-        self._world = world
-        self._silence_timeout_s = float(more.get("timeout_s", 120.0))
+        super().__init__(filesystem, run, place, clock, post, options)
+        self._others = member.others
+        self._number = member.number
+        self._rank = member.rank
+        self._world = member.world
+        self._silence_timeout_s = options.timeout_s
         self._report_interval_s = max(_POLL_S, self._silence_timeout_s / 10)
         self._next_report_s = 0.0
 
     def _before_markers(self) -> None:
         failpoint("copy.before_marker")
+        # Copying takes long: a newer timeline may have been opened since the last check.
         self._place.check_fence()
 
     def _put(self, name: str, source: ReadFile) -> None:
@@ -87,14 +116,17 @@ class _RankMirror(Mirror):
         except InfeasibleError as error:
             needed = count * self._world
             raise InfeasibleError(
-                f"{error.message}: each of {self._world} ranks has an equal part of the cap",
+                f"{error.message}: each of {self._world} ranks has an equal share of the limit",
                 rank=self._rank,
                 quantity="objects per hour",
                 needed=needed,
-                hint=f"objects_per_hour={needed} at least",
+                hint=f"set objects_per_hour={needed} or more",
             ) from error
 
     def report_progress(self) -> None:
+        """Let the other ranks know from time to time that this one is still copying. In any
+        thread.
+        """
         now_s = self._clock.monotonic_s()
         if now_s >= self._next_report_s:
             self._next_report_s = now_s + self._report_interval_s
@@ -108,13 +140,21 @@ class _RankMirror(Mirror):
 
 
 class LeadingMirror(_RankMirror):
-    """Rank 0's: says what is copied, commits, deletes."""
+    """Rank 0's mirror: chooses the base, commits and deletes."""
 
-    def __init__(self, *about: Any, keep: int, **more: Any) -> None:
-        super().__init__(*about, keep=keep, **more)
-        timeout_s = self._silence_timeout_s
+    def __init__(
+        self,
+        filesystem: FileSystem,
+        run: PurePath,
+        place: CopyPlace,
+        clock: Clock,
+        post: Callable[[EverstepError], None],
+        options: MirrorOptions,
+        member: CopyMember,
+    ) -> None:
+        super().__init__(filesystem, run, place, clock, post, options, member)
         self._retention: RankRetention = RankRetention(
-            self._place, keep, self._post, timeout_s=timeout_s
+            place, options.keep, post, timeout_s=options.timeout_s
         )
         self._round: CopyRound | None = None
         self._base_in_turn: BaseId | None = None
@@ -125,7 +165,7 @@ class LeadingMirror(_RankMirror):
             self._send_settled(base)
 
     def on_message(self, sender: int, message: CopyMessage) -> None:
-        """A message about this place has come."""
+        """Handle a message about this place."""
         with self._changed:
             if self._round is not None and isinstance(message, CopyTold):
                 self._round.told(sender, message.base, message.problem)
@@ -137,11 +177,15 @@ class LeadingMirror(_RankMirror):
         try:
             super()._run_once()
         finally:
+            # Also after errors: the other keepers must not wait for a request.
             if self._base_in_turn is not None:
                 self._send_settled(self._base_in_turn)
 
     def _may_copy(self, base: BaseFound) -> bool:
-        """A base that other ranks have saved is in nobody's hands."""
+        """Return True if the base was saved by the same number of ranks.
+
+        Files of other ranks' bases are on disks that no running keeper reads.
+        """
         self._base_in_turn = base.id
         return base.manifest is not None and len(base.manifest.markers) == self._world
 
@@ -157,9 +201,9 @@ class LeadingMirror(_RankMirror):
             self._await_others(base.manifest)
             self._commit(base)
         except StorageError as error:
-            if base.id.timeline == self._timeline:
+            if base.id.timeline == self._place.timeline:
                 raise
-            # Another start's: hosts that had parts of it may have been replaced.
+            # A base of an earlier start: hosts that stored files of it may have been replaced.
             _log.info("%s is not copied: %s", base.id, error.message)
             return False
         else:
@@ -170,17 +214,18 @@ class LeadingMirror(_RankMirror):
                 self._round = None
 
     def _commit(self, base: BaseFound) -> None:
-        """Not by what others say: by what is there."""
+        """Write the manifest if all files are in the tier, whatever the ranks have reported."""
         assert base.manifest is not None
+        # Checked in the tier: a report may come from a keeper whose files were lost since.
         if missing := self._missing(base.manifest):
             raise StorageError(
-                f"the copy of {base.id} is not committed: the part of rank {missing[0]} is not "
-                f"in {self._tier.url}",
+                f"the copy of {base.id} is not committed: files of rank {missing[0]} are missing "
+                f"in {self._place.tier.url}",
                 step=base.id.step,
                 rank=missing[0],
-                tier=self._tier.traits.kind,
-                path=self._tier.url,
-                hint="the next base is copied anew",
+                tier=self._place.tier.traits.kind,
+                path=self._place.tier.url,
+                hint="the next base will be copied",
             )
         failpoint("copy.before_manifest")
         super()._commit(base)
@@ -198,7 +243,7 @@ class LeadingMirror(_RankMirror):
             self._others.send(rank, CopyWanted(self._number, manifest))
 
     def _await_others(self, manifest: Manifest) -> None:
-        """Returns when every rank has said that its part is there, or it was found there."""
+        """Wait until every rank's files are in the tier, as reported or as found there."""
         while True:
             self._request_copies(manifest)
             self.report_progress()
@@ -206,40 +251,45 @@ class LeadingMirror(_RankMirror):
                 current = self._round
                 assert current is not None
                 if self._closed:
-                    raise StorageError("the copy was broken off while others copied")
+                    raise StorageError("copying was stopped while other ranks were copying")
                 if current.problems:
                     raise self._failure(current, ())
                 if not current.waits_for:
                     return
-                gone = tuple(r for r in current.waits_for if self._others.is_gone(r))
-                lost = current.silent or gone
+                ended = tuple(r for r in current.waits_for if self._others.is_gone(r))
+                lost = current.silent or ended
                 if not lost:
                     self._changed.wait(_POLL_S)
                     continue
+            # Outside the lock: this reads the tier, and messages must be handled meanwhile.
             missing = set(self._missing(manifest))
             if missing & set(lost):
                 raise self._failure(current, lost)
-            current.there |= set(lost)  # its last word was lost
+            # Their files are there; only the message about it was lost.
+            current.there |= set(lost)
 
     def _failure(self, current: CopyRound, lost: tuple[int, ...]) -> EverstepError:
-        where: dict[str, Any] = {"step": current.base.step, "path": self._tier.url}
-        where["tier"] = self._tier.traits.kind
+        """Return the error for a copy that other ranks did not complete."""
         if current.problems:
             rank, problem = min(current.problems.items())
             return StorageError(
-                f"{current.base} is not copied: rank {rank} could not copy its part: {problem}",
-                **where,
+                f"{current.base} is not copied: rank {rank} could not copy its files: {problem}",
+                step=current.base.step,
                 rank=rank,
-                hint="older copies are kept; the next base is copied anew",
+                tier=self._place.tier.traits.kind,
+                path=self._place.tier.url,
+                hint="older copies are kept; the next base will be copied",
             )
         return DeadlineError(
-            f"{current.base} is not copied: rank(s) {', '.join(map(str, lost))} say nothing of "
-            "their parts",
-            **where,
-            hint="their keepers have ended or hang; the next base is copied anew",
+            f"{current.base} is not copied: no message from rank(s) {', '.join(map(str, lost))}",
+            step=current.base.step,
+            tier=self._place.tier.traits.kind,
+            path=self._place.tier.url,
+            hint="their keepers have ended or hang; the next base will be copied",
         )
 
     def _send_settled(self, base: BaseId) -> None:
+        """Tell the other ranks that ``base`` will not be requested any more."""
         for rank in range(1, self._world):
             self._others.send(rank, CopySettled(self._number, base))
 
@@ -249,31 +299,43 @@ class LeadingMirror(_RankMirror):
 
 
 class FollowingMirror(_RankMirror):
-    """Any other rank's: copies its part of what rank 0 asks for."""
+    """Mirror of any other rank: copies its files of the bases that rank 0 chooses."""
 
-    def __init__(self, *about: Any, **more: Any) -> None:
-        super().__init__(*about, **more)
+    def __init__(
+        self,
+        filesystem: FileSystem,
+        run: PurePath,
+        place: CopyPlace,
+        clock: Clock,
+        post: Callable[[EverstepError], None],
+        options: MirrorOptions,
+        member: CopyMember,
+    ) -> None:
+        super().__init__(filesystem, run, place, clock, post, options, member)
         self._requested: Manifest | None = None
-        self._expected: BaseId | None = None  # the newest that rank 0 may still ask for
-        self._settled: BaseId | None = None  # nothing up to here will be asked for
+        # The newest base that rank 0 may still request.
+        self._expected: BaseId | None = None
+        # Rank 0 will request no base up to this one.
+        self._settled: BaseId | None = None
         self._copying: BaseId | None = None
         self._last_message_s = self._clock.monotonic_s()
         self._refusal = ""
 
     @property
     def busy(self) -> bool:
-        """Whether a part is being copied, or rank 0 may still want one."""
+        """True while files are being copied, or while rank 0 may still request some."""
         with self._changed:
             if self._closed or self._refused:
                 return False
             if self._at_work or self._due:
                 return True
             waited_s = self._clock.monotonic_s() - self._last_message_s
-            gone = self._others.is_gone(COORDINATOR) or waited_s > self._silence_timeout_s
-            return self._expected is not None and not gone
+            # A keeper that ends must not wait for ever for a rank 0 that has died.
+            lost = self._others.is_gone(COORDINATOR) or waited_s > self._silence_timeout_s
+            return self._expected is not None and not lost
 
     def base_durable(self, base: BaseId | None = None) -> None:
-        """There is a new base on disk: rank 0 is going to say whether it is copied."""
+        """Expect rank 0 to decide whether this new base is copied."""
         with self._changed:
             if self._closed or self._refused or base is None:
                 return
@@ -282,14 +344,14 @@ class FollowingMirror(_RankMirror):
                 self._wake()
 
     def expedite(self) -> None:
-        """The keeper is about to end: from now on rank 0 is not waited for longer than a while."""
+        """Wait for rank 0 no longer than the timeout from now on: the keeper is about to end."""
         with self._changed:
-            if not self._hurried:
+            if not self._expedited:
                 self._last_message_s = self._clock.monotonic_s()
         super().expedite()
 
     def on_message(self, sender: int, message: CopyMessage) -> None:
-        """A message about this place has come."""
+        """Handle a message about this place."""
         with self._changed:
             if sender != COORDINATOR or self._closed:
                 return
@@ -301,12 +363,14 @@ class FollowingMirror(_RankMirror):
             self._changed.notify_all()
 
     def copy_own_files(self, manifest: Manifest) -> None:
-        """Copies this rank's part of a base, unless it is there.
+        """Copy this rank's files of a base, unless they are already there.
 
         Raises:
-            FencedError: a newer timeline has been opened in the tier.
-            StorageError: it is not on this disk any more, or cannot be written.
-            DamageError, DeadlineError, InfeasibleError
+            FencedError: a newer timeline was opened in the tier.
+            StorageError: the files are not on this disk any more, or cannot be written.
+            DamageError: a file on disk is damaged.
+            DeadlineError: the tier hangs.
+            InfeasibleError: a base has more objects than may be written in an hour.
         """
         self._place.check_fence()
         base = _base_of(manifest)
@@ -323,14 +387,14 @@ class FollowingMirror(_RankMirror):
         elif base == self._copying:
             self._send_alive()
         elif len(manifest.markers) != self._world:
-            self._reply(base, "it was saved by other ranks")
+            self._reply(base, "it was saved by another number of ranks")
         else:
             self._requested = manifest
             self._due = True
             self._wake()
 
     def _wait_for_work(self) -> bool:
-        """Waits until something is wanted; says meanwhile that this rank is there."""
+        """Wait for a request; report meanwhile that this rank is alive."""
         with self._changed:
             while not self._closed and not self._refused:
                 if self._due and self._requested is not None:
@@ -353,9 +417,9 @@ class FollowingMirror(_RankMirror):
             self.stats.copied += 1
         except StorageError as error:
             problem = error.message
-            if base.timeline == self._timeline:
+            if base.timeline == self._place.timeline:
                 raise
-            # Another start's: on a host that was replaced since its part never was.
+            # A base of an earlier start: a replaced host never had files of it.
             _log.info("%s is not copied: %s", base, problem)
         except EverstepError as error:
             problem = error.message
@@ -364,6 +428,7 @@ class FollowingMirror(_RankMirror):
             problem = repr(error)
             raise
         finally:
+            # Also after errors: rank 0 waits for this reply.
             with self._changed:
                 self._copying = None
                 self._refusal = problem or self._refusal
@@ -371,6 +436,7 @@ class FollowingMirror(_RankMirror):
             self._reply(base, problem)
 
     def _mark_settled(self, base: BaseId) -> None:
+        """Note that rank 0 will not request ``base`` or an older one any more."""
         if self._settled is None or base > self._settled:
             self._settled = base
         if self._expected is not None and self._expected <= self._settled:
@@ -387,45 +453,51 @@ AnyRankMirror = LeadingMirror | FollowingMirror
 
 
 class RankRetention(CopyRetention):
-    """Retention of copies that several ranks have made, by rank 0 alone.
+    """Retention of copies that several ranks have made, run by rank 0 alone.
 
-    Besides, it finishes what lacks only its manifest, and removes what will never be whole: parts
-    of bases older than one that was read back, and that no rank is at any more.
+    It also commits copies that lack only their manifest. And it removes copies that can never be
+    complete: incomplete ones older than a copy that was read back, when no rank copies them any
+    more.
     """
 
     _past: BaseId | None = None
 
     def all_ranks_past(self, base: BaseId) -> None:
-        """Every rank has copied its part of ``base``, one after the other: none is at an older
-        one."""
+        """Note that every rank has copied ``base``: none of them is copying an older one."""
         self._past = base
 
     def run(self) -> None:
-        """Deletes what may go.
+        """Delete copies that are no longer needed.
 
         Raises:
-            FencedError: a newer timeline has been opened.
-            StorageError, DeadlineError
+            FencedError: a newer timeline was opened.
+            StorageError: the tier failed.
+            DeadlineError: the tier hangs.
         """
         self._roll_forward()
         super().run()
         self._sweep()
 
     def _roll_forward(self) -> None:
+        """Commit copies whose files are all there."""
         for base in self._place.inventory().bases:
             if base.status == "complete" and base.id.timeline <= self._place.timeline:
                 assert base.manifest is not None
                 folder = self._folder(base)
                 if all(self._place.has_rank_files(folder, one) for one in base.manifest.markers):
+                    # Before every commit: a process of an older timeline must not commit (I11).
                     self._place.check_fence()
                     self._place.create(f"{folder}/{MANIFEST}", base.manifest.encode())
 
     def _sweep(self) -> None:
+        """Delete incomplete copies that no rank copies any more."""
         newest = max(self._read_back.verified, default=None)
         if newest is None or self._past is None:
             return
         for base in self._place.inventory().bases:
+            # Younger incomplete copies may be in progress.
             unfinished = base.status == "incomplete" and base.id < min(newest, self._past)
+            # The listing may be outdated: the manifest may exist by now.
             listed_late = self._place.size_of(f"{self._folder(base)}/{MANIFEST}") is not None
             if unfinished and not listed_late:
                 self._place.check_fence()
@@ -436,7 +508,7 @@ class RankRetention(CopyRetention):
 
 
 class _ReportingFile:
-    """A file that is copied; each piece that is read is a sign of life."""
+    """A file being copied; each read counts as progress."""
 
     def __init__(self, file: ReadFile, mirror: _RankMirror) -> None:
         self._file = file
