@@ -21,11 +21,11 @@ THREAD = KeeperOptions(process=False)
 @pytest.mark.parametrize(
     ("number", "kind", "hint"),
     [
-        (errno.ENOTDIR, "StorageError", "a file is where a directory should be"),
-        (errno.ENOENT, "StorageError", "it was deleted or moved while it was in use"),
+        (errno.ENOTDIR, "StorageError", "a file is in the place of a directory"),
+        (errno.ENOENT, "StorageError", "it was deleted, moved or unmounted while in use"),
         (errno.ENAMETOOLONG, "StorageError", "a shorter path"),
         (errno.ELOOP, "StorageError", "links on the way lead in a circle"),
-        (errno.EIO, "StorageError", "look at the disk"),
+        (errno.EIO, "StorageError", "check the disk"),
         (errno.ENOSPC, "OutOfSpaceError", "free some space"),
         (errno.EDQUOT, "OutOfSpaceError", "free some space"),
         (errno.EFBIG, "OutOfSpaceError", "ulimit -f"),
@@ -56,7 +56,7 @@ def test_a_run_that_is_deleted_under_a_training(run_folder: Path) -> None:
         ckpt.wait()
     assert "deleted or moved" in str(caught.value.hint)
     reason = "could not write the base: No such file or directory"
-    assert caught.value.message == f"{reason}: the run folder {run_folder} is gone"
+    assert caught.value.message == f"{reason}: the run folder {run_folder} does not exist any more"
     ckpt.close()
 
 
@@ -65,7 +65,7 @@ def test_bases_go_on_where_a_run_folder_is_put_back(run_folder: Path) -> None:
     ckpt = Checkpointer(run_folder, {"n": 1}, keeper=THREAD, every=1)
     ckpt.resume()
     run_folder.rename(away)
-    with pytest.raises(StorageError, match=f"the run folder {run_folder} is gone"):
+    with pytest.raises(StorageError, match=f"the run folder {run_folder} does not exist any more"):
         ckpt.step()
         ckpt.wait()
     away.rename(run_folder)
@@ -78,9 +78,9 @@ def test_bases_go_on_where_a_run_folder_is_put_back(run_folder: Path) -> None:
     ("missing", "said"),
     [
         ("base", ""),
-        ("timeline-00001", ": {}/run/timeline-00001 leads nowhere"),
-        ("run", ": the run folder {}/run is gone"),
-        ("", ": {} leads nowhere"),
+        ("timeline-00001", ": {}/run/timeline-00001 does not exist"),
+        ("run", ": the run folder {}/run does not exist any more"),
+        ("", ": {} does not exist"),
     ],
 )
 def test_what_is_gone_of_the_way_to_a_file_is_named(
@@ -101,7 +101,7 @@ def test_a_run_folder_that_is_a_link_to_nothing(tmp_path: Path) -> None:
     link = tmp_path / "link"
     link.symlink_to("nowhere")
     for run in (link, link / "run"):
-        with pytest.raises(StorageError, match=f": {link} leads nowhere") as caught:
+        with pytest.raises(StorageError, match=f": {link} does not exist") as caught:
             Checkpointer(run, {"n": 1}, keeper=THREAD)
         assert "or unmounted" in str(caught.value.hint)
 

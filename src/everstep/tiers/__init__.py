@@ -1,14 +1,18 @@
-"""Where bytes live: one contract, and what keeps it.
+"""Places that store objects: memory, disks, object stores, behind one contract.
 
-``contract``  what every tier promises; ``testing/conformance`` checks it
-``memory``    objects in memory; files that are not on a disk
-``folder``    objects as files in a directory
-``object``    objects in a store (S3 and its likes), with ``object_errors``
-``retry``     tries again what may be tried again
-``rate``      how many objects an hour
-``urls``      which tier a URL or path names; ``options``: what a user can say of it
-``files``     a tier as a file system to read from
-``streams``   sources read whole and checked
-``disk``      durable small files, and the translation of the operating system's errors
-``slots``     files of reclaimed bases, kept to be overwritten
+Used in training and keeper processes. Read in this order:
+
+``contract``       what every tier guarantees; ``testing/conformance`` tests it
+``memory``         objects in memory; files read from memory
+``disk_tier``      objects as files in a directory
+``object``         objects in a store (S3 and similar)
+``retry``          retry operations that a store refuses temporarily
+``watched``        detect calls that hang
+``rate``           limit the number of objects per hour
+``options``        options that a user sets for a place
+``urls``           open the tier that a URL or path names
+``files``          a tier as a file system for reading
+``streams``        read sources completely, with checks
+``durable_files``  small durable files on disk; errors of the operating system as our errors
+``slots``          files of deleted bases, kept for reuse
 """

@@ -1,26 +1,26 @@
-"""The contract for places where bytes live, whatever they are made of.
+"""The contract for places that store bytes.
 
-A tier holds *objects*: bytes under a name. It is all that commit, mirroring and recovery ask
-of memory, a disk or an object store, and little enough that a new place is quickly made:
-:mod:`everstep.testing.conformance` tells whether it keeps the contract.
+A tier stores *objects*: bytes under a name. Commit, mirroring and recovery need nothing else from
+memory, a disk or an object store, so a new kind of place is little work.
+:mod:`everstep.testing.conformance` tests whether an implementation keeps the contract.
 
-What every tier promises:
+Every tier guarantees:
 
-- :meth:`Tier.put` and :meth:`Tier.create` return when the object is there whole, and as durable
-  as the tier is. Before that, and after any error, the name has what it had before: never a part,
-  never a mixture.
-- :meth:`Tier.create` does nothing where there is other content already: of many at once, in
-  whichever process, exactly one wins.
-- Repeating any operation is harmless. Names are written once by everstep: whatever is written to
-  a name again (after an answer that was lost; by an older process that wakes up) is the same.
-- A reader sees the bytes of one object, from its first to its last, or an error. If the object is
-  replaced meanwhile it goes on with the old one or raises.
-- Errors are ``FileNotFoundError`` for a name that is not there, and else
+- :meth:`Tier.put` and :meth:`Tier.create` return when the object is complete and as durable as the
+  tier is. Before that, and after any error, the name has its previous content, never a mixture and
+  never only some of the bytes.
+- :meth:`Tier.create` changes nothing if the name has other content: of several concurrent calls, in
+  any processes, exactly one wins.
+- Repeating any operation is harmless. everstep writes each name once: anything written again (after
+  a lost reply, or by an older process that wakes up) is identical.
+- A reader sees all bytes of one object, or an error. If the object is replaced meanwhile, the
+  reader continues with the old one or raises.
+- Errors are ``FileNotFoundError`` for a missing name, otherwise
   :class:`~everstep.errors.StorageError` with the tier's kind and the object's address;
-  :class:`~everstep.errors.UnreachableError` where another try may succeed. No text of an error
-  holds a credential, nor does it have a cause that does.
+  :class:`~everstep.errors.UnreachableError` if a retry may succeed. Neither an error's text nor its
+  cause contains credentials.
 
-What a tier cannot promise it says in its :class:`Traits`.
+Limits of a tier are stated in its :class:`Traits`.
 """
 
 from __future__ import annotations
@@ -36,26 +36,26 @@ from everstep.seams.files.filesystem import ReadFile
 __all__ = ["NAME_BYTES_MAX", "PART_BYTES_MAX", "Item", "Loss", "Tier", "Traits", "check_name"]
 
 NAME_BYTES_MAX = 512
-"""Of a whole name, in UTF-8: S3 has 1024, some of which belong to the prefix of the run."""
+"""Maximum bytes of a name in UTF-8. S3 allows 1024, including the prefix of the run."""
 PART_BYTES_MAX = 200
-"""Of each part between slashes: file systems have 255, some of which a temporary name takes."""
+"""Maximum bytes between slashes. File systems allow 255, including a temporary suffix."""
 
 Loss = Literal["process", "node", "rack"]
-"""What may be lost, as in TierCheck section 2.2."""
+"""Kinds of losses, as in TierCheck section 2.2."""
 
 
 @dataclass(frozen=True, slots=True)
 class Traits:
-    """What a tier is and can do.
+    """Properties of a tier.
 
     Attributes:
-        kind: ``"memory"``, ``"peer"``, ``"disk"`` or ``"object"``; in errors it is the tier.
-        survives: what its contents outlive.
-        cost: recovery asks the cheapest first (TierCheck section 3.3): 0 for memory of this node.
-        bounded: every call ends within a stated time. Otherwise a call may hang as long as
-            the storage does, and whoever calls watches its progress.
-        consistent: what is listed is what is there. Otherwise a listing may be some time old,
-            and whoever needs to know opens the name.
+        kind: ``"memory"``, ``"peer"``, ``"disk"`` or ``"object"``; the ``tier`` of errors.
+        survives: losses that its contents survive.
+        cost: order of recovery, cheapest first (TierCheck section 3.3); 0 for this node's memory.
+        bounded: True: every call ends within a fixed time. False: a call may hang as long as the
+            storage does, and callers must watch its progress.
+        consistent: True: listings are up to date. False: a listing may be outdated; callers that
+            need certainty open the name.
     """
 
     kind: str
@@ -70,9 +70,9 @@ class Item:
     """One name in a listing.
 
     Attributes:
-        name: from the root of the tier.
-        size_bytes: None for what other names begin with (a folder).
-        modified_s: by the clock of whoever keeps it; for people only.
+        name: name, from the root of the tier.
+        size_bytes: size in bytes; None for a folder, i.e. a prefix of other names.
+        modified_s: time of the last change by the storage's clock, for display only.
     """
 
     name: str
@@ -81,117 +81,120 @@ class Item:
 
 
 class Tier(Protocol):
-    """A place where bytes live. Every method may be called from any thread."""
+    """A place that stores objects. All methods may be called from any thread."""
 
     @property
     def traits(self) -> Traits: ...
 
     @property
     def url(self) -> str:
-        """Where it is, for people; without credentials."""
+        """Address for messages, without credentials."""
         ...
 
     def put(self, name: str, source: ReadFile) -> None:
-        """Writes an object, replacing what has the name.
+        """Write an object, replacing an existing one.
 
         Args:
-            source: is read in order, from its first byte to its last; from the first again
-                where something has to be repeated. Its own errors pass through.
+            source: read in order from the first byte; again from the first if something must be
+                repeated. Its own errors pass through.
 
         Raises:
-            OptionError: ``name`` is none.
-            DamageError: the source has fewer bytes than it said.
-            OutOfSpaceError, PermissionDeniedError, UnreachableError, DeadlineError, StorageError
+            OptionError: ``name`` is invalid.
+            DamageError: the source has fewer bytes than its size says.
+            OutOfSpaceError, PermissionDeniedError, UnreachableError, DeadlineError, StorageError:
+                see :mod:`everstep.errors`.
         """
         ...
 
     def create(self, name: str, data: bytes) -> bool:
-        """Writes a small object where there is none.
+        """Write a small object if the name is free.
 
         Returns:
-            True when the object is there now with just these bytes, whoever has written it: an
-            answer may have been lost. So bytes that decide who was first must be the writer's
-            own. False, having changed nothing, when there are others.
+            True if the object now has exactly these bytes, whoever has written them, as the reply
+            to an earlier attempt may have been lost. Bytes that decide which process was first must
+            therefore be unique to the writer. False if it has other bytes; nothing was changed.
         """
         ...
 
     def open(self, name: str) -> ReadFile:
-        """Opens an object for reading, any range of it, as it is now.
+        """Open the current version of an object for reading any range.
 
         Raises:
-            FileNotFoundError: there is none.
+            FileNotFoundError: there is no such object.
         """
         ...
 
     def scan(self, prefix: str = "") -> list[Item]:
-        """What lies directly under ``prefix`` (a name without a slash at its end), sorted.
+        """Return names directly under ``prefix`` (a name without a trailing slash), sorted.
 
-        Nothing is there: an empty list. What once had objects under it may be listed still.
+        Empty if there are none. A folder may still be listed after its last object was deleted.
         """
         ...
 
     def walk(self, prefix: str = "") -> list[Item]:
-        """All objects under ``prefix``, however deep, sorted by name."""
+        """Return all objects under ``prefix`` at any depth, sorted by name."""
         ...
 
     def delete(self, name: str) -> None:
-        """Removes an object, if it is there."""
+        """Delete an object if it exists."""
         ...
 
     def sweep(self, prefix: str) -> None:
-        """Removes what writers that have died left directly under ``prefix`` of objects that were
-        never whole, which no listing shows. Where somebody still writes, that may fail."""
+        """Remove remains of incomplete writes by crashed processes directly under ``prefix``.
+
+        No listing shows them. Writes that are in progress there may fail.
+        """
         ...
 
     def check(self) -> None:
-        """Returns if the tier can be read now.
+        """Check that the tier can be read now.
 
         Raises:
-            UnreachableError, PermissionDeniedError, DeadlineError, StorageError: why not.
+            UnreachableError, PermissionDeniedError, DeadlineError, StorageError: it cannot be read.
         """
         ...
 
     def refresh(self) -> None:
-        """Forgets credentials and connections: new ones are made from where they come from."""
+        """Drop credentials and connections; obtain new ones from their source."""
         ...
 
     def close(self) -> None:
-        """Lets go of connections and memory."""
+        """Release connections and memory."""
         ...
 
 
 def check_name(name: str) -> None:
-    """Refuses what is no name of an object on every kind of tier.
+    """Raise if a name is not valid on every kind of tier.
 
-    A name has parts between single slashes. It is the same on all tiers, so nothing that one of
-    them would read in another way is allowed.
+    Names consist of components between single slashes. Everything that some tier would interpret
+    differently is refused.
 
     Raises:
-        OptionError
+        OptionError: the name is invalid.
     """
     problem = _problem(name)
     if problem:
-        raise OptionError(f"{name!r} is no name of an object: {problem}")
+        raise OptionError(f"{name!r} is not a valid object name: {problem}")
 
 
 def _problem(name: str) -> str:
     if not isinstance(name, str) or not name:
-        return "it must be a text"
+        return "it must be a non-empty string"
     try:
         size_bytes = len(name.encode("utf-8"))
     except UnicodeEncodeError:
-        return "it is not Unicode"
+        return "it is not valid Unicode"
     if size_bytes > NAME_BYTES_MAX:
-        return f"more than {NAME_BYTES_MAX} bytes"
+        return f"it has more than {NAME_BYTES_MAX} bytes"
     if any(unicodedata.category(char).startswith("C") for char in name) or "\\" in name:
-        return "it holds a character that is not printed, or a backslash"
+        return "it contains a control character or a backslash"
     if unicodedata.normalize("NFC", name) != name:
-        return "not in Unicode's normal form C: some file systems would change it"
-    for part in name.split("/"):
-        if part in ("", ".", ".."):
-            return f"a part of it is {part!r}"
-        if len(part.encode("utf-8")) > PART_BYTES_MAX:
-            return f"a part of more than {PART_BYTES_MAX} bytes"
-        if part.endswith(TEMPORARY_SUFFIX):
-            return f"{TEMPORARY_SUFFIX!r} ends names of files that are not whole"
+        return "it is not in Unicode normal form C: some file systems would change it"
+    for component in name.split("/"):
+        if component in ("", ".", ".."):
+            return f"it contains the component {component!r}"
+        if len(component.encode("utf-8")) > PART_BYTES_MAX:
+            return f"a component has more than {PART_BYTES_MAX} bytes"
+        if component.endswith(TEMPORARY_SUFFIX):
+            return f"the suffix {TEMPORARY_SUFFIX!r} is reserved for incomplete files"
     return ""

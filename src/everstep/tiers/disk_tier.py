@@ -1,8 +1,8 @@
-"""A directory on a file system as a tier: one file for each object.
+"""A directory as a tier: one file per object.
 
-The directory may be local, or that of a network file system which all nodes see: then it is the
-durable tier of a cluster (TierCheck section 5.1 uses one), and ``survives`` is for whoever
-mounts it to say.
+The directory may be local or on a network file system that all nodes see. In the second case it is
+a cluster's durable tier (TierCheck section 5.1 uses one), and the caller states in ``survives``
+which losses it survives.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ __all__ = ["DiskTier"]
 _T = TypeVar("_T")
 _ATTEMPTS = 8
 _PIECE_BYTES = 4 << 20
-_GONE = (errno.ENOENT, errno.ENOTDIR)
+_MISSING = (errno.ENOENT, errno.ENOTDIR)
 
 
 class DiskTier:
-    """Objects as files under a directory, which is made when the first one is written.
+    """Objects as files in a directory, which is created with the first object.
 
     Args:
-        root: the directory. What else lies in it is not looked at; links are not followed.
-        survives: losses of the node that it outlives: by default those that a local disk does.
+        root: the directory. Other files in it are ignored; links are not followed.
+        survives: losses that it survives; by default those of a local disk.
     """
 
     def __init__(
@@ -82,7 +82,8 @@ class DiskTier:
                 same = file.read_into(memoryview(there), 0) == len(data) and there == data
             finally:
                 file.close()
-            if same:  # perhaps by ourselves, and not durable yet
+            if same:
+                # Perhaps written by an attempt of this process that failed before its sync.
                 self._filesystem.sync_dir(path.parent)
             return same
 
@@ -121,8 +122,8 @@ class DiskTier:
                 self._filesystem.unlink(path)
                 self._filesystem.sync_dir(path.parent)
             except OSError as error:
-                # The folder, too, if another rank has deleted the last file in it meanwhile.
-                if error.errno in _GONE:
+                # Already deleted; the folder as well if another rank deleted its last file.
+                if error.errno in _MISSING:
                     return
                 raise
             self._remove_empty(path.parent)
@@ -130,28 +131,29 @@ class DiskTier:
     def sweep(self, prefix: str) -> None:
         check_name(prefix)
         folder = self._root / prefix
-        with storage_errors(f"clean up {prefix}", folder), _suppressed_gone():
+        with storage_errors(f"clean up {prefix}", folder), _suppressed_missing():
             for entry in self._filesystem.scan(folder):
                 if entry.kind == "file" and entry.name.endswith(TEMPORARY_SUFFIX):
                     remove_if_there(self._filesystem, folder / entry.name)
             self._remove_empty(folder)
 
     def check(self) -> None:
-        """Looks whether the directory (or the one that it will be made in) can be listed."""
+        """Check that the directory, or the parent it will be created in, can be listed."""
         with storage_errors("read", self._root):
             self._scan(self._root)
 
     def refresh(self) -> None:
-        """There are no credentials; folders are looked for again."""
+        """Forget which folders exist; there are no credentials."""
         with self._making:
             self._made.clear()
 
     def close(self) -> None:
-        """Nothing is held open."""
+        """Do nothing: nothing is held open."""
 
     def _remove_empty(self, folder: PurePath) -> None:
-        """Removes a folder, and those that it is in, as far as nothing else is in them."""
-        with contextlib.suppress(OSError):  # not empty; or not ours
+        """Remove a folder and its parents up to the root, as long as they are empty."""
+        # Fails if a folder is not empty, or may not be removed by this user.
+        with contextlib.suppress(OSError):
             for one in [folder, *folder.parents]:
                 if one == self._root:
                     break
@@ -162,8 +164,10 @@ class DiskTier:
         return self._root / name
 
     def _in_folder(self, folder: PurePath, write: Callable[[], _T]) -> _T:
-        """Writes in a folder that is made first, and again if it was removed meanwhile: whoever
-        deletes the last object of a folder removes it."""
+        """Create a folder, then write in it; repeat if the folder was removed in between.
+
+        A process that deletes the last object of a folder removes the folder.
+        """
         for left in reversed(range(_ATTEMPTS)):
             try:
                 self._make(folder)
@@ -175,25 +179,29 @@ class DiskTier:
         raise AssertionError("unreachable")
 
     def _make(self, folder: PurePath) -> None:
-        """Makes a folder, durably; each one once."""
+        """Create a folder durably, once."""
+        # One thread at a time: another must not write before the folder is durable.
         with self._making:
             if folder not in self._made:
                 ensure_dirs(self._filesystem, folder)
                 for made in [folder, *folder.parents]:
                     if made == self._root.parent:
                         break
-                    self._filesystem.sync_dir(made.parent)  # or its maker died before that
+                    # The process that created it may have crashed before this sync.
+                    self._filesystem.sync_dir(made.parent)
                     self._made.add(made)
 
     def _put(self, path: PurePath, source: ReadFile) -> None:
         staged = path.with_name(f"{path.name}.{_unique()}{TEMPORARY_SUFFIX}")
         try:
+            # Synced before the rename: the name never refers to incomplete bytes.
             self._write(staged, source)
             self._filesystem.rename(staged, path)
         except BaseException:
             with contextlib.suppress(OSError):
                 remove_if_there(self._filesystem, staged)
             raise
+        # Until then a power loss may undo the rename.
         self._filesystem.sync_dir(path.parent)
 
     def _write(self, path: PurePath, source: ReadFile) -> None:
@@ -205,24 +213,25 @@ class DiskTier:
             for piece in pieces_of(source, str(path), _PIECE_BYTES):
                 file.write(piece, at)
                 at += piece.nbytes
-            file.truncate(source.size_bytes)  # reserving may have made it longer
+            # Reserving space may have made the file longer.
+            file.truncate(source.size_bytes)
             file.sync()
         finally:
             file.close()
 
     def _scan(self, path: PurePath) -> list[DirEntry]:
-        """Entries that objects can have: files that are not whole yet are none."""
+        """Return directory entries, without incomplete files."""
         try:
             found = self._filesystem.scan(path)
         except OSError as error:
-            if error.errno in _GONE:
+            if error.errno in _MISSING:
                 return []
             raise
         return [entry for entry in found if not entry.name.endswith(TEMPORARY_SUFFIX)]
 
 
 class _DiskReadFile:
-    """A file whose errors are those of the contract."""
+    """A file that raises the errors of the contract."""
 
     def __init__(self, file: ReadFile, path: PurePath) -> None:
         self._file = file
@@ -245,21 +254,22 @@ def _unique() -> str:
 
 
 @contextlib.contextmanager
-def _suppressed_gone() -> Iterator[None]:
+def _suppressed_missing() -> Iterator[None]:
+    """Ignore a missing directory."""
     try:
         yield
     except OSError as error:
-        if error.errno not in _GONE:
+        if error.errno not in _MISSING:
             raise
 
 
 @contextlib.contextmanager
 def _missing(path: PurePath) -> Iterator[None]:
-    """Lets "not there" through as what it is; ``storage_errors`` has made an error of it."""
+    """Turn the error of ``storage_errors`` for a missing object back into ``FileNotFoundError``."""
     try:
         yield
     except Exception as error:
         cause = error.__cause__
-        if isinstance(cause, OSError) and cause.errno in (*_GONE, errno.EISDIR, errno.EINVAL):
+        if isinstance(cause, OSError) and cause.errno in (*_MISSING, errno.EISDIR, errno.EINVAL):
             raise FileNotFoundError(errno.ENOENT, "there is no such object", str(path)) from None
         raise

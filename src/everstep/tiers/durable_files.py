@@ -1,7 +1,7 @@
-"""The disk tier: durable files in a directory, and errors in words.
+"""Small durable files on disk, and operating system errors turned into everstep's errors.
 
-The order is always the same: temporary name, bytes, sync, rename, sync of the directory.
-Only then has anything happened.
+The order is always: write under a temporary name, sync, rename, sync the directory. A file exists
+durably only after the last of these.
 """
 
 from __future__ import annotations
@@ -32,16 +32,17 @@ _NO_PERMISSION = (errno.EACCES, errno.EPERM, errno.EROFS)
 _ATTEMPTS = 8
 _NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK)
 _HINTS = {
-    errno.ENOTDIR: "a file is where a directory should be: choose another path, or move the file",
-    errno.ENOENT: "it was deleted or moved while it was in use, or unmounted, or nothing can be "
-    "made here: put it back, or choose another path",
+    errno.ENOTDIR: "a file is in the place of a directory: choose another path, or move the file",
+    errno.ENOENT: "it was deleted, moved or unmounted while in use, or nothing can be created "
+    "here: put it back, or choose another path",
     errno.ENAMETOOLONG: "choose a shorter path",
-    errno.ELOOP: "symbolic links on the way lead in a circle: choose another path",
+    errno.ELOOP: "the path contains a symbolic link that is not followed, or a cycle of links: "
+    "choose another path",
 }
 
 
 def temporary(path: PurePath) -> PurePath:
-    """The name that a file has until it is whole."""
+    """Return the name of a file while it is incomplete."""
     return path.with_name(path.name + TEMPORARY_SUFFIX)
 
 
@@ -49,64 +50,67 @@ def temporary(path: PurePath) -> PurePath:
 def storage_errors(
     what: str, path: PurePath, *, step: int | None = None, rank: int | None = None
 ) -> Iterator[None]:
-    """Turns an ``OSError`` in the block into the :class:`StorageError` that says what to do.
+    """Turn an ``OSError`` in the block into a :class:`StorageError` with a hint.
 
     Args:
-        what: what was being done, e.g. ``"write the base"``.
+        what: the action for the message, e.g. ``"write the base"``.
     """
     try:
         yield
     except OSError as error:
         kind: type[StorageError] = StorageError
-        hint = "look at the disk or the network file system (dmesg, df, mount)"
+        hint = "check the disk or the network file system (dmesg, df, mount)"
         if error.errno in _NO_SPACE:
             kind = OutOfSpaceError
-            hint = "free some space, or keep fewer bases (keep=, everstep rm)"
+            hint = "free disk space, or keep fewer bases (keep=, everstep rm)"
             if error.errno == errno.EFBIG:
                 hint = (
-                    "a limit of the size of files is met: raise it (ulimit -f); a keeper that "
-                    "lives has the old one, and everstep stop ends it"
+                    "the limit for file sizes is reached: raise it (ulimit -f); a running keeper "
+                    "has the old limit, so stop it (everstep stop)"
                 )
         elif error.errno in _NO_PERMISSION:
             kind = PermissionDeniedError
-            hint = "choose a directory that this user may write"
+            hint = "choose a directory that this user may write to"
             if error.errno == errno.EROFS:
                 hint = (
-                    "the file system is read-only, since an error perhaps (dmesg, mount): make it "
+                    "the file system is read-only, perhaps after an error (dmesg, mount): make it "
                     f"writable again, or {hint}"
                 )
         elif error.errno in _HINTS:
             hint = _HINTS[error.errno]
         reason = error.strerror or str(error)
         if error.errno == errno.ENOENT:
-            reason += _what_is_missing(path)
+            reason += _missing_directory(path)
         raise kind(
             f"could not {what}: {reason}", step=step, rank=rank, tier="disk", path=path, hint=hint
         ) from error
 
 
-def _what_is_missing(path: PurePath) -> str:
-    """What on the way to ``path`` is gone, that of which somebody has to see to it."""
-    gone = first_missing(path)
-    if gone is None:
+def _missing_directory(path: PurePath) -> str:
+    """Name the first missing directory on the way to ``path``."""
+    missing = first_missing(path)
+    if missing is None:
         return ""
-    inside = path.relative_to(gone).parts
+    inside = path.relative_to(missing).parts
+    # Directories of the run folder itself are everstep's to create; the folder is the user's.
     if inside and parse_timeline(inside[0]) is not None:
-        return f": the run folder {gone} is gone"
-    return f": {gone} leads nowhere"
+        return f": the run folder {missing} does not exist any more"
+    return f": {missing} does not exist"
 
 
 def write_durably(
     filesystem: FileSystem, path: PurePath, data: bytes, *, may_go: bool = False
 ) -> None:
-    """Writes a small file so that it is there whole, or not at all, after any crash.
+    """Write a small file so that after any crash it is complete, or absent.
 
     Args:
-        may_go: as soon as it is there somebody may delete it, and its directory.
+        may_go: True: another process may delete the file and its directory as soon as it exists.
     """
     staged = temporary(path)
     _write_new(filesystem, staged, data)
+    # The bytes are synced: a crash after the rename cannot leave an empty or short file.
     filesystem.rename(staged, path)
+    # Until the directory is synced, a power loss may undo the rename.
     try:
         filesystem.sync_dir(path.parent)
     except FileNotFoundError:
@@ -115,8 +119,11 @@ def write_durably(
 
 
 def create_in(filesystem: FileSystem, path: PurePath, *, direct: bool = False) -> WriteFile:
-    """Makes an empty file, and its directory, which others remove wherever they find it empty; a
-    file of that name, left by a process that died, makes room."""
+    """Create an empty file and its directory; replace a file of that name left by a crashed
+    process.
+
+    Other processes remove the directory whenever they find it empty, so this is retried.
+    """
     for left in reversed(range(_ATTEMPTS)):
         ensure_dir(filesystem, path.parent)
         remove_if_there(filesystem, path)
@@ -129,36 +136,41 @@ def create_in(filesystem: FileSystem, path: PurePath, *, direct: bool = False) -
 
 
 def create_exclusive(filesystem: FileSystem, path: PurePath, data: bytes, unique: str) -> bool:
-    """Writes a small file durably, unless there is one already.
+    """Write a small file durably if there is none.
 
     Args:
-        unique: makes the temporary name this process's own.
+        unique: makes the temporary name unique to this process.
 
     Returns:
-        False, having changed nothing, when somebody else was first.
+        False if another process was first; nothing was changed.
     """
     staged = path.with_name(f"{path.name}.{unique}{TEMPORARY_SUFFIX}")
     try:
+        # link() fails if the name exists, unlike rename(): of several processes exactly one wins,
+        # with a complete file.
         _write_and_link(filesystem, staged, path, data)
     except FileExistsError:
         return False
     except OSError as error:
         if error.errno not in _NO_LINKS:
             raise
-        # No hard links here: an exclusive create is the next best; if this process dies
-        # within it, recovery sees a torn record and passes over it.
+        # A file system without hard links: create the file exclusively. If this process dies
+        # before it is complete, recovery finds a torn record and ignores it.
         try:
             _write_new(filesystem, path, data, replace=False)
         except FileExistsError:
             return False
     finally:
         remove_if_there(filesystem, staged)
+    # The winner may report success only when the name is durable.
     filesystem.sync_dir(path.parent)
     return True
 
 
 def _write_and_link(filesystem: FileSystem, staged: PurePath, path: PurePath, data: bytes) -> None:
-    """Another process that cleans up may take the staged file for a leftover: once more, then."""
+    """Write the staged file and link it; retry if a process that cleans up has deleted it as a
+    leftover.
+    """
     for left in reversed(range(_ATTEMPTS)):
         _write_new(filesystem, staged, data)
         try:
@@ -170,36 +182,38 @@ def _write_and_link(filesystem: FileSystem, staged: PurePath, path: PurePath, da
 
 
 def ensure_dir(filesystem: FileSystem, path: PurePath) -> None:
-    """Makes a directory if it is not there, and its name durable either way.
+    """Create a directory if it is missing; make its name durable in any case.
 
     Raises:
-        OSError: a link is in its place: what it leads to is nobody's, and no reader follows it.
+        OSError: there is a link instead; links are not followed.
     """
     try:
         filesystem.make_dir(path)
     except FileExistsError:
         kinds = {item.name: item.kind for item in filesystem.scan(path.parent)}
         if kinds.get(path.name) == "link":
-            why = "it is a link, and links are not followed"
-            raise OSError(errno.ELOOP, why, str(path)) from None
+            reason = "it is a link, and links are not followed"
+            raise OSError(errno.ELOOP, reason, str(path)) from None
+    # Also if it existed: its creator may have crashed before this sync.
     filesystem.sync_dir(path.parent)
 
 
 def ensure_dirs(filesystem: FileSystem, path: PurePath) -> None:
-    """Makes a directory and those above it that are not there, durably."""
+    """Create a directory and its missing parents, durably."""
     try:
         filesystem.make_dir(path)
     except FileExistsError:
         return
     except FileNotFoundError:
         ensure_dirs(filesystem, path.parent)
-        with contextlib.suppress(FileExistsError):  # by another process, in this moment
+        # Another process may have created it in the meantime.
+        with contextlib.suppress(FileExistsError):
             filesystem.make_dir(path)
     filesystem.sync_dir(path.parent)
 
 
 def remove_if_there(filesystem: FileSystem, path: PurePath) -> None:
-    """Removes a file that may be gone already."""
+    """Delete a file if it exists."""
     with contextlib.suppress(FileNotFoundError):
         filesystem.unlink(path)
 
@@ -212,6 +226,7 @@ def _write_new(
     file = filesystem.create(path)
     try:
         file.write(memoryview(data), 0)
+        # Before any rename or link: these make the file visible under its final name.
         file.sync()
     finally:
         file.close()

@@ -1,4 +1,4 @@
-"""A tier as a file system to read from: what reads runs in directories reads them there, too."""
+"""A tier as a file system for reading, so that code for run folders also reads copies."""
 
 from __future__ import annotations
 
@@ -22,11 +22,12 @@ __all__ = ["ReadingFileSystem", "TierFileSystem"]
 
 
 class ReadingFileSystem:
-    """The half of :class:`everstep.seams.files.filesystem.FileSystem` that writes: each raises
-    EROFS."""
+    """The writing half of :class:`everstep.seams.files.filesystem.FileSystem`: all methods raise
+    EROFS.
+    """
 
     def free_bytes(self, path: PurePath) -> int:
-        """Nothing can be written here."""
+        """Return 0: nothing can be written."""
         return 0
 
     def create(self, path: PurePath, *, direct: bool = False) -> WriteFile:
@@ -51,17 +52,17 @@ class ReadingFileSystem:
         _refuse(path)
 
     def sync_dir(self, path: PurePath) -> None:
-        """Everything that can be seen is durable."""
+        """Do nothing: everything that can be seen is durable."""
 
 
 class TierFileSystem(ReadingFileSystem):
-    """Implements the reading half of :class:`everstep.seams.files.filesystem.FileSystem` on a tier.
+    """The reading half of :class:`everstep.seams.files.filesystem.FileSystem` on a tier.
 
-    Errors are the ``OSError`` that a file system would raise, with the tier's own words; whatever
-    would write raises EROFS.
+    Errors are the ``OSError`` that a file system would raise, with the tier's message. Writing
+    raises EROFS.
 
     Args:
-        root: the path that stands for the tier's root.
+        root: path that stands for the tier's root.
     """
 
     def __init__(self, tier: Tier, root: PurePath) -> None:
@@ -73,7 +74,7 @@ class TierFileSystem(ReadingFileSystem):
             return _File(self._tier.open(self._name(path)), path)
 
     def scan(self, path: PurePath) -> list[DirEntry]:
-        """Nothing under a name is an empty folder: stores have no others."""
+        """List a directory. A missing one is empty: object stores have no empty folders."""
         name = self._name(path)
         with _system_errors(path):
             return [_entry(item) for item in self._tier.scan(name)]
@@ -111,8 +112,9 @@ def _entry(item: Item) -> DirEntry:
 def _system_errors(path: PurePath) -> Iterator[None]:
     try:
         yield
-    except OptionError:  # a name that no tier has
-        raise FileNotFoundError(errno.ENOENT, "there is nothing of that name", str(path)) from None
+    except OptionError:
+        # Not a valid object name, so there cannot be such an object.
+        raise FileNotFoundError(errno.ENOENT, "there is no such object", str(path)) from None
     except FileNotFoundError:
         raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path)) from None
     except EverstepError as error:
@@ -125,4 +127,4 @@ def _system_errors(path: PurePath) -> Iterator[None]:
 
 
 def _refuse(path: PurePath) -> NoReturn:
-    raise OSError(errno.EROFS, "a copy in a store is only read here", str(path))
+    raise OSError(errno.EROFS, "copies in a store are read-only here", str(path))

@@ -1,4 +1,4 @@
-"""Memory as a tier, and files that are not on a disk: read from memory, by the same code."""
+"""Memory as a tier, and files that are read from memory."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ __all__ = ["MemoryFile", "MemoryTier"]
 
 
 class MemoryFile:
-    """A file in memory, for reading.
+    """A readable file in memory.
 
     Args:
-        parts: its bytes, one after the other.
+        parts: its bytes, as consecutive slices.
     """
 
     def __init__(self, parts: Sequence[memoryview]) -> None:
@@ -42,17 +42,18 @@ class MemoryFile:
         return done
 
     def close(self) -> None:
-        """Nothing to let go of: the memory is there as long as a part of it is in use. The
-        same file may be read again, by a resume that chooses once more."""
+        """Do nothing: the memory is freed with the last reference. A resume may read the same file
+        again.
+        """
 
 
 class MemoryTier:
     """Objects in the memory of this process, within a budget.
 
     Args:
-        budget_bytes: of all contents together; more is refused. None: no limit.
-        kind: ``"memory"``, or ``"peer"`` where it is another node's that this is held for.
-        survives: of what is asked in vain for more.
+        budget_bytes: maximum bytes of all objects; None: no limit.
+        kind: ``"memory"``, or ``"peer"`` for objects held for another node.
+        survives: losses that its contents survive.
     """
 
     def __init__(
@@ -77,12 +78,13 @@ class MemoryTier:
 
     @property
     def used_bytes(self) -> int:
-        """Of all contents together."""
+        """Bytes of all objects."""
         return self._used_bytes
 
     def put(self, name: str, source: ReadFile) -> None:
         check_name(name)
-        self._check_room(name, source.size_bytes)  # before as much memory is taken
+        # Before reading: the data itself would exceed the budget.
+        self._check_budget(name, source.size_bytes)
         data = read_whole(source, name)
         with self._lock:
             self._store(name, data)
@@ -128,31 +130,31 @@ class MemoryTier:
             self._used_bytes -= len(data)
 
     def sweep(self, prefix: str) -> None:
-        """An object is whole, or not there."""
+        """Do nothing: there are no incomplete objects."""
         check_name(prefix)
 
     def check(self) -> None:
-        """Memory is always there."""
+        """Do nothing: memory can always be read."""
 
     def refresh(self) -> None:
-        """There are no credentials."""
+        """Do nothing: there are no credentials."""
 
     def close(self) -> None:
-        """What is held stays, for whoever has this object."""
+        """Do nothing: objects stay as long as this tier is referenced."""
 
     def _store(self, name: str, data: bytes) -> None:
-        self._check_room(name, len(data))
+        self._check_budget(name, len(data))
         before, _ = self._objects.get(name, (b"", 0.0))
         self._objects[name] = (data, self._clock.unix_s())
         self._used_bytes += len(data) - len(before)
 
-    def _check_room(self, name: str, size_bytes: int) -> None:
+    def _check_budget(self, name: str, size_bytes: int) -> None:
         before, _ = self._objects.get(name, (b"", 0.0))
         needed = self._used_bytes - len(before) + size_bytes
         if self._budget_bytes is not None and needed > self._budget_bytes:
             raise OutOfSpaceError(
-                f"{needed} bytes are more than the budget of {self._budget_bytes}",
+                f"{needed} bytes exceed the memory budget of {self._budget_bytes} bytes",
                 tier=self.traits.kind,
                 path=f"{self.url}{name}",
-                hint="give it a larger budget, or keep fewer bases in memory",
+                hint="raise the budget, or keep fewer bases in memory",
             )

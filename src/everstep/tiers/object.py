@@ -1,11 +1,17 @@
-"""An object store as a tier, over obstore: S3 and its likes; GCS and Azure are constructed alike.
+"""An object store as a tier, using obstore: S3 and compatible stores; GCS and Azure work the same
+way.
 
-Credentials come from where the store's clients find them (environment, web identity, container
-and instance metadata; profiles by boto3, where it is installed), and are renewed there: none
-is an argument, part of a URL, or kept here.
+Credentials come from where the store's clients find them (environment, web identity, container and
+instance metadata; profiles through boto3, if it is installed) and are renewed there. They are never
+an argument, in a URL, or kept here.
 
-obstore runs threads of its own, which a forked child does not have: there every call would hang.
-It is refused instead.
+obstore has threads of its own, which a forked child does not inherit: every call there would hang,
+so it is refused.
+
+A client's error messages may contain anything: addresses with signatures, replies of the server
+that repeat access keys or even session tokens. Therefore only known, harmless facts are passed on:
+the status, the code of the reply, the kind of failure. Errors made here are raised outside any
+``except`` block, without cause or context.
 """
 
 from __future__ import annotations
@@ -51,18 +57,18 @@ _DENIED = ("PermissionDeniedError", "UnauthenticatedError")
 
 _KINDS = {
     "Connect": "no connection",
-    "Timeout": "no answer in time",
+    "Timeout": "no reply in time",
     "Interrupted": "the connection broke",
-    "Decode": "the answer broke off",
+    "Decode": "the reply was cut off",
 }
 
 
 def translate_error(error: BaseException, what: str, address: str) -> Exception:
-    """The error to raise for one of the client library's.
+    """Return the error to raise for an error of the client library.
 
     Args:
-        what: what was being done, e.g. ``"read"``.
-        address: of the object or tier, without credentials.
+        what: the action for the message, e.g. ``"read"``.
+        address: address of the object or tier, without credentials.
 
     Returns:
         ``FileNotFoundError``, or a :class:`StorageError` with tier, path and hint.
@@ -71,56 +77,56 @@ def translate_error(error: BaseException, what: str, address: str) -> Exception:
     status = _status(text)
     code = _first(_CODE, text)
     kind = type(error).__name__
-    said = f"status {status} {code}".rstrip() if status else code or _transport(text)
+    reason = f"status {status} {code}".rstrip() if status else code or _transport(text)
     where: dict[str, Any] = {"tier": "object", "path": address}
     if code in _NO_PLACE:
         return StorageError(
             f"could not {what}: the store has no such bucket or container",
-            hint="make it first, or correct the URL",
+            hint="create it first, or correct the URL",
             **where,
         )
     if isinstance(error, FileNotFoundError):
         return FileNotFoundError(f"{address}: there is no such object")
-    if any(mark in text for mark in _METADATA_SERVICE) and not code:
+    if any(address in text for address in _METADATA_SERVICE) and not code:
         return PermissionDeniedError(
             f"could not {what}: no credentials were found",
-            hint="set them in the environment as for any client of this store, or a profile",
+            hint="set them in the environment as for any client of this store, or use a profile",
             **where,
         )
     if code in _SKEWED:
         return PermissionDeniedError(
-            f"could not {what}: {said}",
-            hint="the clock of this machine is wrong: requests are signed with the time",
+            f"could not {what}: {reason}",
+            hint="correct the clock of this machine: requests are signed with the time",
             **where,
         )
     if kind in _DENIED or status in (401, 403) or code in _EXPIRED:
         expired = code in _EXPIRED
         return PermissionDeniedError(
-            f"could not {what}: the credentials {'have expired' if expired else 'do not do'} "
-            f"({said})",
-            hint="look whether they are still valid, and what they allow for this bucket",
+            f"could not {what}: the credentials {'have expired' if expired else 'were refused'} "
+            f"({reason})",
+            hint="check that they are valid, and their permissions for this bucket",
             **where,
         )
     if status == 507 or code in _FULL:
         return OutOfSpaceError(
-            f"could not {what}: {said}", hint="free some room in the store", **where
+            f"could not {what}: {reason}", hint="free space in the store", **where
         )
     if kind == "PreconditionError":
         return StorageError(
-            f"could not {what}: the object was replaced meanwhile",
-            hint="another process writes to the same place",
+            f"could not {what}: the object was replaced during the operation",
+            hint="another process is writing to the same place",
             **where,
         )
     busy = status in (408, 425, 429) or (status or 0) >= 500 or code in _BUSY
     if busy or (status is None and kind == "GenericError"):
         return UnreachableError(
-            f"could not {what}: {said}",
-            hint="look at the store and at the network to it",
+            f"could not {what}: {reason}",
+            hint="check the store and the network to it",
             **where,
         )
     return StorageError(
-        f"could not {what}: {said}",
-        hint="look at the store, its URL and its options",
+        f"could not {what}: {reason}",
+        hint="check the store, its URL and its options",
         **where,
     )
 
@@ -136,19 +142,21 @@ def _first(pattern: re.Pattern[str], text: str) -> str:
 
 
 def _transport(text: str) -> str:
-    said = _KINDS.get(_first(_KIND, text), "the request failed")
+    reason = _KINDS.get(_first(_KIND, text), "the request failed")
     system = _first(_SYSTEM, text)
-    return f"{said} ({system})" if system else said
+    return f"{reason} ({system})" if system else reason
 
 
 PART_BYTES = 16 << 20
-"""Of a multipart upload; larger where an object would have more parts than are allowed."""
+"""Bytes per part of a multipart upload; more for objects that would exceed the number of parts."""
 
-_PARTS_MAX = 9_000  # S3 allows 10000
+_PARTS_MAX = 9_000
+"""Maximum parts of a multipart upload; S3 allows 10000."""
 _PARTS_AT_ONCE = 4
-_RETRIES = 2  # by the client, of a part or a request; of a whole operation see tiers/retry.py
+_RETRIES = 2
+"""Retries of one request by the client; :mod:`everstep.tiers.retry` retries operations."""
 _SCHEMES = ("s3", "gs", "az")
-_URL_HINT = "a URL like s3://bucket/prefix"
+_URL_HINT = "use a URL like s3://bucket/prefix"
 
 Credentials = Callable[[], Any]
 
@@ -157,16 +165,15 @@ class ObjectTier:
     """Objects under a URL such as ``s3://bucket/prefix``.
 
     Args:
-        url: the scheme says which store: ``s3``; ``gs`` and ``az`` are constructed, but have
-            never been run against a real store.
-        timeout_s: of one request, the transfer of a part included.
-        part_bytes: of multipart uploads; S3 wants at least 5 MiB.
+        url: URL; its scheme selects the store: ``s3``, ``gs`` or ``az``. ``gs`` and ``az`` have
+            never been tested with a real store.
+        timeout_s: timeout of one request, including the transfer of a part.
+        part_bytes: bytes per part of multipart uploads; S3 requires at least 5 MiB.
         options: further options of the store, as obstore names them (``endpoint``, ``region``).
-        credentials: called for credentials, as obstore's ``credential_provider``; None: the
-            usual chain.
+        credentials: obstore's ``credential_provider``; None: the usual chain.
 
     Raises:
-        OptionError: the URL is none, or holds credentials.
+        OptionError: the URL is invalid, or contains credentials.
         UnavailableError: obstore is not installed.
     """
 
@@ -193,7 +200,7 @@ class ObjectTier:
         return f"ObjectTier({self._url!r})"
 
     def __reduce__(self) -> Any:
-        raise TypeError("an ObjectTier is not pickled: it knows credentials")
+        raise TypeError("an ObjectTier cannot be pickled: it holds credentials")
 
     @property
     def url(self) -> str:
@@ -208,7 +215,8 @@ class ObjectTier:
         def pieces() -> Iterator[memoryview]:
             try:
                 yield from pieces_of(source, name, part_bytes)
-            except BaseException as error:  # the client would pass it on in words of its own
+            except BaseException as error:
+                # Kept: the client would wrap it in an error of its own.
                 broken.append(error)
                 raise
 
@@ -241,10 +249,11 @@ class ObjectTier:
             raise failure
         if not there:
             return True
-        # Perhaps by ourselves: the answer to an earlier request may have been lost.
+        # Perhaps written by an earlier request of this process whose reply was lost.
         try:
             file = self.open(name)
-        except FileNotFoundError:  # deleted since
+        except FileNotFoundError:
+            # Deleted since then: a retry may succeed.
             raise self._unreachable(f"create {name}: it was deleted meanwhile", name) from None
         return file.size_bytes == len(data) and read_whole(file, name) == data
 
@@ -278,22 +287,24 @@ class ObjectTier:
             self._call(f"delete {name}", name, lambda: self._delete(name))
 
     def sweep(self, prefix: str) -> None:
-        """Uploads that were broken off are the store's to forget (a lifecycle rule of the bucket):
-        no listing of this library has them."""
+        """Do nothing: the store discards incomplete uploads by a lifecycle rule of the bucket.
+
+        obstore cannot list them.
+        """
         check_name(prefix)
 
     def check(self) -> None:
-        """Lists one page of names: a bucket that is not there is noticed, too."""
+        """List one page of names, which also detects a missing bucket."""
         self._call("read", "", lambda: self._obstore.list_with_delimiter(self._here(), "check"))
 
     def refresh(self) -> None:
         self._store = self._connect()
 
     def close(self) -> None:
-        """Connections end with the process; nothing else is held."""
+        """Do nothing: connections end with the process."""
 
     def read(self, name: str, begin: int, end: int, e_tag: str | None) -> bytes:
-        """The bytes ``[begin, end)`` of an object, if it is still the one with this e-tag."""
+        """Return bytes ``[begin, end)`` of an object if it still has this e-tag."""
         options: dict[str, Any] = {"range": (begin, end)}
         if e_tag:
             options["if_match"] = e_tag
@@ -306,10 +317,10 @@ class ObjectTier:
             return self._call(f"read {name}", name, get)  # type: ignore[no-any-return]
         except FileNotFoundError:
             raise StorageError(
-                f"could not read {name}: it was deleted meanwhile",
+                f"could not read {name}: it was deleted during the read",
                 tier=self.traits.kind,
                 path=self._address(name),
-                hint="another process deletes from the same place",
+                hint="another process is deleting objects in the same place",
             ) from None
 
     def _delete(self, name: str) -> None:
@@ -319,7 +330,7 @@ class ObjectTier:
         if os.getpid() != self._pid:
             raise UnavailableError(
                 "an object store cannot be used in a forked child of a process that has used it",
-                hint='start such processes with the method "spawn" or "forkserver"',
+                hint='start the process with the method "spawn" or "forkserver"',
             )
         return self._store
 
@@ -329,7 +340,8 @@ class ObjectTier:
             return operation()
         except Exception as error:
             failure = self._translated(error, what, name)
-        # Outside of "except": the client's error, with whatever it says, goes no further.
+        # Outside "except": otherwise the client's error, which may contain credentials, would
+        # become the context of this one.
         raise failure
 
     def _translated(self, error: Exception, what: str, name: str) -> Exception:
@@ -354,13 +366,13 @@ class ObjectTier:
         except Exception as error:
             failure = type(error).__name__
         raise OptionError(
-            f"no store can be made for {self._url} ({failure})",
-            hint="look at the URL, at the store's options, and at its environment variables",
+            f"could not set up the store for {self._url} ({failure})",
+            hint="check the URL, the store's options and its environment variables",
         )
 
 
 class _ObjectFile:
-    """One version of an object, read by ranges."""
+    """One version of an object, read in ranges."""
 
     def __init__(self, tier: ObjectTier, name: str, size_bytes: int, e_tag: str | None) -> None:
         self._tier = tier
@@ -373,18 +385,19 @@ class _ObjectFile:
         if end <= offset:
             return 0
         data = self._tier.read(self._name, offset, end, self._e_tag)
-        if len(data) != end - offset:  # cut off on the way, and nobody has noticed
+        if len(data) != end - offset:
+            # A proxy may cut a reply short without an error.
             raise UnreachableError(
-                f"could not read {self._name}: {len(data)} bytes came of {end - offset}",
+                f"could not read {self._name}: received {len(data)} of {end - offset} bytes",
                 tier="object",
                 path=f"{self._tier.url}/{self._name}",
-                hint="look at the network to the store, and at proxies on the way",
+                hint="check the network to the store, and proxies in between",
             )
         buffer.cast("B")[: len(data)] = data
         return len(data)
 
     def close(self) -> None:
-        """Nothing is held open."""
+        """Do nothing: nothing is held open."""
 
 
 def _item(meta: Any) -> Item:
@@ -392,26 +405,29 @@ def _item(meta: Any) -> Item:
 
 
 def _below(prefix: str, items: list[Item]) -> list[Item]:
-    """Sorted, without the prefix itself: some stores list a folder that was emptied in itself."""
+    """Return the items below the prefix, sorted; some stores list an emptied folder within
+    itself.
+    """
     return sorted(item for item in items if not prefix or item.name.startswith(f"{prefix}/"))
 
 
 def _checked(url: str) -> str:
-    """The URL without a slash at its end."""
+    """Return the URL without a trailing slash."""
     scheme, separator, rest = url.partition("://")
-    if scheme not in _SCHEMES or not separator:  # the rest may hold credentials: not repeated
+    if scheme not in _SCHEMES or not separator:
+        # Only the scheme is repeated: the rest may contain credentials.
         named = f"{scheme + separator!r}: " if separator else ""
         stores = ", ".join(f"{one}://" for one in _SCHEMES)
-        raise OptionError(f"{named}object stores are {stores}", hint=_URL_HINT)
+        raise OptionError(f"{named}not an object store; supported: {stores}", hint=_URL_HINT)
     bucket, _, prefix = rest.partition("/")
     if "@" in bucket or "?" in rest or "#" in rest:
         raise OptionError(
-            f"a URL {scheme}://... with more than a bucket and a prefix is not taken",
+            f"a URL {scheme}://... may contain only a bucket and a prefix",
             hint="credentials come from the environment or a profile, never from a URL",
         )
     prefix = prefix.strip("/")
     if not bucket:
-        raise OptionError(f"{url!r} names no bucket", hint=_URL_HINT)
+        raise OptionError(f"{url!r} does not name a bucket", hint=_URL_HINT)
     if prefix:
         try:
             check_name(prefix)
@@ -437,7 +453,8 @@ def _store(
         "connect_timeout": timedelta(seconds=min(5.0, timeout_s)),
         "timeout": timedelta(seconds=timeout_s),
     }
-    if _endpoint(options).startswith("http://"):  # asked for in so many words
+    # Unencrypted only if the configured endpoint says so.
+    if _endpoint(options).startswith("http://"):
         client["allow_http"] = True
     pauses = {"init_backoff": timedelta(seconds=0.1), "max_backoff": timedelta(seconds=2)}
     retries: dict[str, Any] = {
@@ -460,14 +477,14 @@ def _endpoint(options: dict[str, Any]) -> str:
 
 
 def _profile() -> Credentials | None:
-    """What reads a profile, where one is asked for: obstore itself reads none."""
+    """Return a provider for ``AWS_PROFILE``, if it is set: obstore does not read profiles."""
     if "AWS_PROFILE" not in os.environ or not os.environ["AWS_PROFILE"]:
         return None
     try:
         boto3: Any = importlib.import_module("obstore.auth.boto3")
     except ImportError:
         raise OptionError(
-            "AWS_PROFILE is set, and profiles are read by boto3, which is not installed",
-            hint="pip install boto3, or set AWS_ACCESS_KEY_ID and its likes instead",
+            "AWS_PROFILE is set, but reading profiles needs boto3, which is not installed",
+            hint="pip install boto3, or set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY instead",
         ) from None
     return boto3.Boto3CredentialProvider()  # type: ignore[no-any-return]

@@ -1,4 +1,4 @@
-"""What a user can choose of the places that keep copies, validated once."""
+"""Options of places that keep copies, as given by the user and validated once."""
 
 from __future__ import annotations
 
@@ -12,11 +12,14 @@ from everstep.errors import OptionError
 __all__ = ["LOG_FORMS", "PeerOptions", "TierOptions", "split_peers", "validate_tiers"]
 
 LOG_FORMS = ("none", "whole", "adaptive")
-"""What of the log a place gets: nothing; every bit; or approximate gradients, eight bits for each
-element of a small tensor and the largest elements of a large one (TierCheck, section 3.2)."""
+"""Form of log copies: none; exact; or approximate gradients (TierCheck, section 3.2).
+
+Approximate: eight bits per element of small tensors, the largest elements of large ones.
+"""
 
 _YEAR_S = 366 * 86_400.0
-_LOG_OBJECTS_MIN = 4  # an hour, of each rank: a segment, and room for parts of a base
+_LOG_OBJECTS_MIN = 4
+"""Minimum objects per hour and rank with a log: one segment, and the files of a base."""
 
 
 def _check_log(kind: str, log: object, ratio: object, int8_below: object) -> None:
@@ -35,17 +38,16 @@ class TierOptions:
 
     Attributes:
         where: ``"s3://bucket/prefix"``, or the absolute path of a directory on another disk.
-        every_s: from copy to copy, at least; the newest base counts.
-        keep: copies to keep; None: as many as bases.
-        objects_per_hour: a cap on what is written there, by all ranks together, each of which
-            has an equal part of it; copies wait for it.
-        log: what of the gradient log is copied, behind training: ``"none"``; ``"whole"``;
-            ``"adaptive"``: lossy gradients, a hundredth of the bytes. A run that goes on from
-            these is not exact, and says so.
-        log_steps: steps of a segment; more where the cap of objects wants it (TierCheck batches
-            5).
-        log_ratio: of ``log="adaptive"``: the share of a large gradient's elements that is kept.
-        log_int8_below: of fewer elements is a small one (TierCheck: 100,000).
+        every_s: minimum seconds between two copies; the newest base is copied.
+        keep: number of copies to keep; None: as many as bases.
+        objects_per_hour: limit of objects written there by all ranks together; each rank has an
+            equal share. Copies wait for it.
+        log: form of log copies, made in the background: ``"none"``, ``"whole"`` (exact), or
+            ``"adaptive"``: approximate gradients with a hundredth of the bytes. A run that resumes
+            from these is not exact, and reports it.
+        log_steps: steps per segment; more if the limit of objects requires it (TierCheck uses 5).
+        log_ratio: for ``log="adaptive"``: fraction of a large gradient's elements that is kept.
+        log_int8_below: gradients with fewer elements than this are small (TierCheck: 100,000).
     """
 
     where: str
@@ -61,7 +63,7 @@ class TierOptions:
         if isinstance(self.where, PurePath):
             object.__setattr__(self, "where", str(self.where))
         if not isinstance(self.where, str) or not self.where:
-            raise OptionError(f"a tier is a URL or a directory, not {self.where!r}")
+            raise OptionError(f"a tier must be a URL or a directory, not {self.where!r}")
         if not is_number(self.every_s) or not 0 <= self.every_s <= _YEAR_S:
             raise OptionError(f"TierOptions.every_s must be seconds, not {self.every_s!r}")
         for name in ("keep", "objects_per_hour"):
@@ -74,8 +76,11 @@ class TierOptions:
         self._check_cap(1)
 
     def of_rank(self, world: int) -> TierOptions:
-        """What holds for one of ``world`` ranks: no message says who has written how much, so
-        each keeps to its part of the cap."""
+        """Return the options of one of ``world`` ranks: with an equal share of the limit of
+        objects.
+
+        Ranks do not report to each other how much they have written.
+        """
         if self.objects_per_hour is None or world == 1:
             return self
         self._check_cap(world)
@@ -85,9 +90,9 @@ class TierOptions:
         cap = self.objects_per_hour
         if self.log != "none" and cap is not None and cap < _LOG_OBJECTS_MIN * world:
             raise OptionError(
-                f"TierOptions.objects_per_hour={cap} is too little for a log of {world} rank(s): a "
-                "segment is two objects, and bases need some",
-                hint=f'objects_per_hour={_LOG_OBJECTS_MIN * world} or more, or log="none"',
+                f"TierOptions.objects_per_hour={cap} is too low for a log of {world} rank(s): a "
+                "segment needs two objects, and bases need some, too",
+                hint=f'set objects_per_hour={_LOG_OBJECTS_MIN * world} or more, or log="none"',
             )
 
 
@@ -97,17 +102,17 @@ class PeerOptions:
     """The memory of another node as a tier; ``"peer"`` means ``PeerOptions()``.
 
     Attributes:
-        bytes_per_s: of each rank, that its keeper sends at most. None: so many that a base is there
-            after four fifths of the time between two bases (TierCheck, section 3.2).
-        host_bytes: of the copies that are held here for other ranks, at most; a part of
+        bytes_per_s: maximum bytes per second that each rank's keeper sends. None: a base takes four
+            fifths of the time between two bases (TierCheck, section 3.2).
+        host_bytes: maximum bytes of copies held here for other ranks, a share of
             ``Budget.host_bytes``. None: half of it.
-        emulated_node: stands for a node, for tests and drills on one machine: ranks that name the
-            same are on the same one. A copy on the same machine protects nothing.
-        if_there: where there is no other node nothing is sent, and that is no error.
-        log: what of a gradient log is sent: ``"whole"``, or ``"adaptive"`` or ``"none"`` (see
+        emulated_node: name of a node, for tests and drills on one machine: ranks with the same name
+            count as one node. A copy on the same machine protects nothing.
+        if_there: True: if there is no other node, nothing is sent, without an error.
+        log: form of the log that is sent: ``"whole"``, ``"adaptive"`` or ``"none"`` (see
             :class:`TierOptions`).
-        log_ratio: of ``log="adaptive"``: the share of a large gradient's elements that is kept.
-        log_int8_below: of fewer elements is a small one.
+        log_ratio: for ``log="adaptive"``: fraction of a large gradient's elements that is kept.
+        log_int8_below: gradients with fewer elements than this are small.
     """
 
     bytes_per_s: float | None = None
@@ -132,23 +137,24 @@ class PeerOptions:
 def split_peers(
     tiers: Sequence[str | PurePath | TierOptions | PeerOptions], method_tiers: Sequence[str] = ()
 ) -> tuple[list[str | TierOptions], PeerOptions | None]:
-    """The places that keep copies, and what was said of peers; None: they keep none.
+    """Split ``tiers=`` into places and peer options; None: no peers.
 
     Args:
-        method_tiers: where bases live: in peers' memory, if there are any, if nothing is said.
+        method_tiers: where the method keeps its bases; if ``"peer"`` is among them, peers are used
+            by default.
 
     Raises:
-        OptionError: peers were named twice, or it is no list.
+        OptionError: peers were given twice, or ``tiers`` is not a list.
     """
     if not is_sequence(tiers):
         places = isinstance(tiers, (str, PurePath, TierOptions, PeerOptions))
-        hint = f"tiers=[{tiers!r}]" if places else 'for example tiers=["s3://bucket/prefix"]'
+        hint = f"use tiers=[{tiers!r}]" if places else 'for example tiers=["s3://bucket/prefix"]'
         raise OptionError(f"tiers={tiers!r} must be a list of places", hint=hint)
     plain = [str(one) if isinstance(one, PurePath) else one for one in tiers]
     named = [PeerOptions() if one == "peer" else one for one in plain]
     peers = [one for one in named if isinstance(one, PeerOptions)]
     if len(peers) > 1:
-        raise OptionError("tiers= names peers twice: each rank has one peer")
+        raise OptionError("tiers= contains peers twice: each rank has one peer")
     rest = [one for one in named if not isinstance(one, PeerOptions)]
     implied = PeerOptions(if_there=True) if "peer" in method_tiers else None
     return rest, peers[0] if peers else implied
@@ -161,20 +167,21 @@ def validate_tiers(
     *,
     logs: bool = False,
 ) -> tuple[TierOptions, ...]:
-    """The places that a user has named.
+    """Return the options of the places that a user has given.
 
     Args:
-        keep: bases on disk: as many copies, where nothing else is said.
-        logs: there is a gradient log.
+        keep: number of bases on disk; default of ``TierOptions.keep``.
+        logs: True if there is a gradient log.
 
     Raises:
-        OptionError
+        OptionError: log copies were requested without a log.
     """
     found = [one if isinstance(one, TierOptions) else TierOptions(one) for one in tiers]
-    asked = [one.log for one in found] + ([peers.log] if peers is not None else [])
-    if not logs and ("adaptive" in asked or any(one.log != "none" for one in found)):
+    forms = [one.log for one in found] + ([peers.log] if peers is not None else [])
+    # PeerOptions.log is "whole" by default, so only "adaptive" shows that the user wants it.
+    if not logs and ("adaptive" in forms or any(one.log != "none" for one in found)):
         raise OptionError(
-            "tiers= wants the gradient log copied, and this method keeps none",
-            hint='method="logged" keeps one; or leave log= out of TierOptions and PeerOptions',
+            "tiers= requests copies of the gradient log, but this method has no log",
+            hint='use method="logged", or omit log= in TierOptions and PeerOptions',
         )
     return tuple(replace(one, every_s=float(one.every_s), keep=one.keep or keep) for one in found)

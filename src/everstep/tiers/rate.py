@@ -1,12 +1,12 @@
-"""How many objects an hour: stores charge for requests, and slow down those who ask too often.
+"""Limit the number of objects per hour: stores charge for requests and throttle frequent ones.
 
-A base is a handful of objects. A log that is written every step is the expensive part: so it is
-batched, and :func:`batch_steps_for` says how many steps must go into one segment for the objects
-of an hour to stay under a stated cap. :class:`ObjectRate` holds the cap, whatever was
-calculated: it counts what is written and says how long the next objects have to wait.
+A base is a handful of objects; a log that is written every step is the expensive part. So steps are
+batched into segments, and :func:`batch_steps_for` computes how many steps a segment needs to stay
+under a limit. :class:`ObjectRate` enforces the limit independently of that: it counts written
+objects and returns how long the next ones must wait.
 
-The cap is that of a place, for all ranks of a job on all nodes together
-(``TierOptions.objects_per_hour``). What counts here is one rank's equal part of it.
+The limit applies to a place, for all ranks of a job on all nodes together
+(``TierOptions.objects_per_hour``). Here one rank's equal share of it is counted.
 """
 
 from __future__ import annotations
@@ -29,9 +29,10 @@ __all__ = [
 
 HOUR_S = 3600.0
 SEGMENT_OBJECTS = 2
-"""Of a segment of the log: its data and its marker."""
+"""Objects per log segment: its data and its marker."""
 
-_LOG_SHARE = 0.75  # of the cap; the rest is for bases
+_LOG_SHARE = 0.75
+"""Share of the limit for the log; the rest is for bases."""
 _LOOK_AGAIN_S = 1.0
 
 
@@ -43,18 +44,21 @@ def objects_per_hour(
     writers: int = 1,
     objects_per_base: int = 3,
 ) -> float:
-    """Objects that are written in an hour of training.
+    """Return the number of objects written per hour of training.
 
     Args:
-        step_s: of one training step.
-        batch_steps: of one segment of the log; None: there is no log.
-        base_steps: from base to base.
-        writers: of segments: ranks, each of which writes its own (TierCheck section 3.2 batches
-            the differentials of N steps of a node).
-        objects_per_base: of all ranks: their shards and markers, and the manifest.
+        step_s: seconds per training step.
+        batch_steps: steps per log segment; None: there is no log.
+        base_steps: steps between two bases.
+        writers: ranks that write segments, each its own (TierCheck section 3.2 batches N steps per
+            node).
+        objects_per_base: objects of one base, of all ranks: shards, markers, and the manifest.
     """
     if step_s <= 0 or base_steps < 1 or (batch_steps is not None and batch_steps < 1):
-        raise OptionError(f"no rate of steps: {step_s} s, {batch_steps}, {base_steps}")
+        raise OptionError(
+            "step_s, batch_steps and base_steps must be positive, not "
+            f"{step_s}, {batch_steps}, {base_steps}"
+        )
     steps = HOUR_S / step_s
     segments = 0.0 if batch_steps is None else steps / batch_steps * writers
     return segments * SEGMENT_OBJECTS + steps / base_steps * objects_per_base
@@ -68,10 +72,10 @@ def batch_steps_for(
     writers: int = 1,
     objects_per_base: int = 3,
 ) -> int:
-    """The fewest steps of one segment with which no more objects are written than ``cap_per_hour``.
+    """Return the fewest steps per segment that keep the objects per hour within ``cap_per_hour``.
 
     Raises:
-        InfeasibleError: the bases alone are more; ``needed`` is the fewest steps between them.
+        InfeasibleError: bases alone exceed it; ``needed`` is the fewest steps between bases.
     """
     bases = objects_per_hour(
         step_s, batch_steps=None, base_steps=base_steps, objects_per_base=objects_per_base
@@ -81,34 +85,40 @@ def batch_steps_for(
     if left <= 0:
         needed = math.floor(steps * objects_per_base / cap_per_hour) + 1 if cap_per_hour > 0 else 0
         raise InfeasibleError(
-            f"bases alone are {bases:.0f} objects an hour, the cap is {cap_per_hour:g}",
+            f"bases alone take {bases:.0f} objects per hour, the limit is {cap_per_hour:g}",
             quantity="steps between bases",
             needed=needed,
-            hint=f"a base every {needed} steps or less often, or a higher cap",
+            hint=f"take a base every {needed} steps or less often, or raise the limit",
         )
     return max(1, math.ceil(steps * writers * SEGMENT_OBJECTS / left))
 
 
 def pace_s(cap_per_hour: int | None) -> float:
-    """Seconds from segment to segment of one writer, at least, so that its log takes three
-    quarters of its cap, evenly over the hour, and bases never wait for a burst of segments."""
+    """Return the minimum seconds between two segments of one writer.
+
+    The log then uses three quarters of the limit, evenly over the hour, so that bases never wait
+    for a burst of segments.
+    """
     return 0.0 if cap_per_hour is None else SEGMENT_OBJECTS * HOUR_S / (cap_per_hour * _LOG_SHARE)
 
 
 class ObjectRate:
-    """Keeps objects under a cap, in any hour.
+    """Keeps the objects written in any hour under a limit.
 
     Args:
-        cap_per_hour: None: no cap.
-        before: what this one follows, whose objects count as well: a trainer that comes back, say,
-            within the hour.
+        cap_per_hour: limit; None: no limit.
+        before: the rate that this one continues, whose objects count as well, e.g. after a restart
+            of the trainer within the hour.
+
+    Attributes:
+        total: objects written.
     """
 
     def __init__(
         self, cap_per_hour: int | None, clock: Clock, before: ObjectRate | None = None
     ) -> None:
         if cap_per_hour is not None and cap_per_hour < 1:
-            raise OptionError(f"a cap of {cap_per_hour} objects an hour lets nothing through")
+            raise OptionError(f"a limit of {cap_per_hour} objects per hour allows nothing")
         self._cap = cap_per_hour
         self._clock = clock
         self._lock = threading.Lock()
@@ -120,49 +130,52 @@ class ObjectRate:
         self.total = 0
 
     def wait_s(self, count: int, claim: object = None) -> float:
-        """Seconds until ``count`` more objects may be written; 0: now.
+        """Return the seconds until ``count`` more objects may be written; 0: now.
 
         Args:
-            claim: who asks; where the answer is 0, they are nobody else's until :meth:`settled`:
-                from the first object of a base to the last others write, too.
+            claim: key of the caller. If the result is 0, the objects are reserved for it until
+                :meth:`settled`, as other writers are active between the first and the last object
+                of a base.
 
         Raises:
-            InfeasibleError: the cap is smaller than that.
+            InfeasibleError: the limit is below ``count``.
         """
         if self._cap is None:
             return 0.0
         if count > self._cap:
             raise InfeasibleError(
-                f"{count} objects belong together, and the cap is {self._cap} an hour",
+                f"{count} objects belong together, but the limit is {self._cap} per hour",
                 quantity="objects per hour",
                 needed=count,
-                hint=f"objects_per_hour={count} at least",
+                hint=f"set objects_per_hour={count} or more",
             )
         now_s = self._clock.monotonic_s()
         free_s = 0.0
         with self._lock:
             while self._written and self._written[0][0] <= now_s - HOUR_S:
                 self._written.popleft()
-            claimed = sum(number for who, number in self._claims.items() if who is not claim)
+            claimed = sum(number for key, number in self._claims.items() if key is not claim)
             over = sum(number for _, number in self._written) + claimed + count - self._cap
             if over <= 0 and claim is not None:
                 self._claims[claim] = count
-            for at_s, number in self._written:  # until so many are more than an hour old
+            # Wait until enough of them are more than an hour old.
+            for at_s, number in self._written:
                 if over <= 0:
                     break
                 over -= number
                 free_s = at_s + HOUR_S - now_s
-            if over > 0:  # only who has claimed them knows when
+            # The rest is reserved; nobody can tell when it will be settled, so check again soon.
+            if over > 0:
                 free_s = max(free_s, _LOOK_AGAIN_S)
         return max(0.0, free_s)
 
     def settled(self, claim: object) -> None:
-        """What was claimed is written, or will not be."""
+        """Release the reservation of ``claim``: its objects are written, or will not be."""
         with self._lock:
             self._claims.pop(claim, None)
 
     def wrote(self, count: int) -> None:
-        """``count`` objects were written, or at least tried."""
+        """Count ``count`` objects that were written or tried."""
         with self._lock:
             self.total += count
             if self._cap is not None:

@@ -1,11 +1,11 @@
-"""Tries again: what a store refuses for a moment is no failure yet.
+"""Retry operations that a store refuses temporarily.
 
-Every operation of the contract may be repeated (see :mod:`.contract`), so there is one rule for
-all: after :class:`UnreachableError` wait a little, longer each time and never all clients at the
-same moment, and try again, until the attempts or the time are used up. Refused credentials are
-asked for anew, from where they come from. A put is believed only when the object has the
-size that it should have: some proxies answer for a store that never got it. (So who writes one
-name at once with others, which everstep never does, must write as many bytes.)
+Every operation of the contract may be repeated (see :mod:`.contract`), so one rule covers all.
+After :class:`UnreachableError`, wait a little, longer each time and with jitter so that clients do
+not retry at the same moment, until the attempts or the time are used up. After refused credentials,
+obtain new ones from their source. A put counts only if the object then has the expected size: some
+proxies reply for a store that never received it. (Concurrent writers of one name, which everstep
+does not have, must therefore write equally many bytes.)
 """
 
 from __future__ import annotations
@@ -30,18 +30,19 @@ from everstep.tiers.streams import read_whole
 __all__ = ["RetryPolicy", "RetryingTier"]
 
 _T = TypeVar("_T")
-_DENIALS = 3  # in one operation: then they are meant
+_DENIALS = 3
+"""Refusals within one operation after which they are final."""
 
 
 @dataclass(frozen=True, slots=True)
 class RetryPolicy:
-    """How often and for how long.
+    """Number and duration of retries.
 
     Attributes:
-        attempts: of one operation, the first included.
-        first_s: the longest first pause; each next one is twice as long at most.
-        pause_s_max: no pause is longer.
-        deadline_s: no attempt begins so long after the first.
+        attempts: attempts per operation, including the first.
+        first_s: maximum first pause; the maximum doubles with each pause.
+        pause_s_max: maximum of any pause.
+        deadline_s: no attempt begins later than this after the first.
     """
 
     attempts: int = 5
@@ -51,24 +52,26 @@ class RetryPolicy:
 
     def __post_init__(self) -> None:
         if self.attempts < 1 or min(self.first_s, self.pause_s_max, self.deadline_s) < 0:
-            raise OptionError(f"no policy of trying again: {self}")
+            raise OptionError(f"invalid retry policy: {self}")
 
     def pause_s(self, attempt: int, random_share: float) -> float:
-        """Seconds to wait after attempt number ``attempt`` (from 1); "full jitter"."""
+        """Return the seconds to wait after attempt number ``attempt`` (from 1), with "full
+        jitter".
+        """
         return min(self.pause_s_max, self.first_s * 2.0 ** (attempt - 1)) * random_share
 
 
 class RetryingTier:
-    """A tier whose operations are tried again.
+    """A tier whose operations are retried.
 
     Args:
-        inner: the tier that does them.
-        pause: waits so many seconds; returns whether to give up instead. None: really waits, but
-            no longer than until :meth:`close`.
-        seed: of the shares of the pauses; None: another one each time.
+        inner: tier that performs the operations.
+        pause: waits for some seconds and returns True to give up; None: sleeps, until
+            :meth:`close`.
+        seed: seed of the jitter; None: random.
 
     Attributes:
-        retried: how many attempts were not the first.
+        retried: number of attempts that were not the first.
     """
 
     def __init__(
@@ -99,6 +102,7 @@ class RetryingTier:
     def put(self, name: str, source: ReadFile) -> None:
         for _ in range(self._policy.attempts):
             self._try(f"write {name}", name, lambda: self._inner.put(name, source))
+            # A proxy may report success for a store that never received the object.
             there = self._contents(name, at_most_bytes=0)
             if there is not None and there[0] == source.size_bytes:
                 return
@@ -109,7 +113,8 @@ class RetryingTier:
         for _ in range(self._policy.attempts):
             if not self._try(f"create {name}", name, lambda: self._inner.create(name, data)):
                 return False
-            # A store that says so but never got it may have got another writer's since.
+            # Compared even after a success: the store may never have received it, and may have
+            # received another writer's object since.
             there = self._contents(name, at_most_bytes=len(data))
             if there is not None:
                 return there == (len(data), data)
@@ -138,22 +143,22 @@ class RetryingTier:
         self._inner.refresh()
 
     def close(self) -> None:
-        """Ends all waiting: what is being tried again fails."""
+        """End all waiting: operations that are being retried fail."""
         self._closed.set()
         self._inner.close()
 
     def read(self, name: str, file: ReadFile, buffer: memoryview, offset: int) -> int:
-        """Reads from an open file, again where nothing came."""
+        """Read from an open file; retry if fewer bytes than expected arrive."""
         want = max(0, min(buffer.nbytes, file.size_bytes - offset))
 
         def read() -> int:
             got = file.read_into(buffer, offset)
             if got < want:
                 raise UnreachableError(
-                    f"could not read {name}: {got} bytes came of {want}",
+                    f"could not read {name}: received {got} of {want} bytes",
                     tier=self.traits.kind,
                     path=f"{self.url}/{name}",
-                    hint="look at the network to the store, and at proxies on the way",
+                    hint="check the network to the store, and proxies in between",
                 )
             return got
 
@@ -168,7 +173,9 @@ class RetryingTier:
         ) from None
 
     def _contents(self, name: str, at_most_bytes: int) -> tuple[int, bytes] | None:
-        """Size of an object, and its bytes if they are not too many; None: it is not there."""
+        """Return an object's size and, if it is not too large, its bytes; None: it does not
+        exist.
+        """
         try:
             file = self.open(name)
         except FileNotFoundError:
@@ -180,12 +187,12 @@ class RetryingTier:
             file.close()
 
     def _not_there(self, what: str, name: str, there: tuple[int, bytes] | None) -> UnreachableError:
-        found = "it is not there" if there is None else f"it has {there[0]} bytes"
+        found = "it does not exist" if there is None else f"it has {there[0]} bytes"
         return UnreachableError(
-            f"could not {what}: the store says again and again that it took it, but {found}",
+            f"could not {what}: the store reported success repeatedly, but {found}",
             tier=self.traits.kind,
             path=f"{self.url}/{name}",
-            hint="look at the store, and at proxies on the way",
+            hint="check the store, and proxies in between",
         )
 
     def _opener(self, name: str) -> Callable[[], ReadFile]:
@@ -199,6 +206,7 @@ class RetryingTier:
             try:
                 return operation()
             except PermissionDeniedError:
+                # Credentials may have expired: obtain new ones and try again, without a pause.
                 denied += 1
                 if denied == _DENIALS:
                     raise
@@ -211,7 +219,7 @@ class RetryingTier:
                 if spent_s + pause_s > self._policy.deadline_s:
                     self._give_up(f"within {self._policy.deadline_s:g} s", what, name, error)
                 if self._pause(pause_s):
-                    self._give_up("before it was to end", what, name, error)
+                    self._give_up("before it was closed", what, name, error)
             attempt += 1
             self.retried += 1
 

@@ -1,4 +1,4 @@
-"""Reading sources of unknown honesty: from the first byte to the last, checked on the way."""
+"""Read a source completely and check its size."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ __all__ = ["pieces_of", "read_record", "read_whole"]
 
 
 def pieces_of(source: ReadFile, name: str, piece_bytes: int) -> Iterator[memoryview]:
-    """The bytes of a source in order, each piece in memory of its own.
+    """Yield the bytes of a source in order; each piece has memory of its own.
 
     Raises:
-        DamageError: it ends before its size.
+        DamageError: it is shorter than its size says.
     """
     at = 0
     size_bytes = source.size_bytes
@@ -24,31 +24,31 @@ def pieces_of(source: ReadFile, name: str, piece_bytes: int) -> Iterator[memoryv
         got = source.read_into(piece, at)
         if got != piece.nbytes:
             raise DamageError(
-                f"{name}: ends at byte {at + got}, but has {size_bytes} by its size", path=name
+                f"{name}: ends at byte {at + got}, expected {size_bytes} bytes", path=name
             )
         yield piece
         at += got
 
 
 def read_whole(source: ReadFile, name: str) -> bytes:
-    """All bytes of a source.
+    """Return all bytes of a source.
 
     Raises:
-        DamageError: it ends before its size.
+        DamageError: it is shorter than its size says.
     """
     data = bytearray(source.size_bytes)
     if data and (got := source.read_into(memoryview(data), 0)) != len(data):
-        raise DamageError(f"{name}: ends at byte {got}, but has {len(data)} by its size", path=name)
+        raise DamageError(f"{name}: ends at byte {got}, expected {len(data)} bytes", path=name)
     return bytes(data)
 
 
 def read_record(source: ReadFile, name: str) -> bytes:
-    """All bytes of a small object.
+    """Return all bytes of a small object.
 
     Raises:
-        FormatError: it is too large to be a record.
-        DamageError: it ends before its size.
+        FormatError: it is too large for a record.
+        DamageError: it is shorter than its size says.
     """
     if source.size_bytes > RECORD_BYTES_MAX:
-        raise FormatError(f"{name}: {source.size_bytes} bytes are too many for a record", path=name)
+        raise FormatError(f"{name}: {source.size_bytes} bytes, too many for a record", path=name)
     return read_whole(source, name)

@@ -1,4 +1,4 @@
-"""URLs of places, and the tier that one names."""
+"""URLs of places, and the tiers that they name."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _ONE_SLASH = re.compile(r"^([A-Za-z][A-Za-z0-9+.-]+):/(?!/)")
 
 
 class UrlPath(PurePosixPath):
-    """A path that begins with a URL, which it shows as such: plain paths make ``s3:/x`` of it."""
+    """A path below a URL. Plain paths would print ``s3://x`` as ``s3:/x``."""
 
     __slots__ = ()
 
@@ -31,7 +31,7 @@ class UrlPath(PurePosixPath):
 
 
 def is_url(text: str) -> bool:
-    """Whether it is meant as a URL and not as a path."""
+    """Return True if the text is a URL, not a path."""
     return _URL.match(text) is not None
 
 
@@ -43,23 +43,23 @@ def open_tier(
     policy: RetryPolicy | None = None,
     options: dict[str, Any] | None = None,
 ) -> Tier:
-    """The tier at a URL (``s3://bucket/prefix``, ``gs://``, ``az://``) or in a directory.
+    """Return the tier at a URL (``s3://bucket/prefix``, ``gs://``, ``az://``) or in a directory.
 
-    Nothing is asked of it yet: :meth:`Tier.check` tells whether it is there.
+    Does not access it; use :meth:`Tier.check` for that.
 
     Args:
-        filesystem: that a directory is on.
-        options: of the store, as obstore names them.
+        filesystem: file system of a directory.
+        options: options of the store, as obstore names them.
 
     Raises:
-        OptionError: it is neither.
-        UnavailableError: the library for it is not installed.
+        OptionError: it is neither a URL nor an absolute path.
+        UnavailableError: the library for the store is not installed.
     """
     if is_url(where):
         return RetryingTier(ObjectTier(where, options=options), policy, clock=clock)
     if not where or "\0" in where or not os.path.isabs(where):
         raise OptionError(
-            f"{where!r} is no place for a copy of a run",
-            hint="a URL like s3://bucket/prefix, or the absolute path of a directory",
+            f"{where!r} is not a valid place for copies of a run",
+            hint="use a URL like s3://bucket/prefix, or the absolute path of a directory",
         )
     return DiskTier(filesystem, PurePath(os.path.normpath(where)))

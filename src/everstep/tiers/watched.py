@@ -1,7 +1,8 @@
-"""A tier whose calls may hang, and what tells that one does.
+"""Detect calls of a tier that hang.
 
-A directory of a network file system answers when its server does, perhaps never, and no thread can
-be got out of such a call. Whoever waits for it looks here whether it still moves.
+A directory on a network file system responds when its server does, perhaps never, and a thread in
+such a call cannot be interrupted. Callers that wait for it check here whether it still makes
+progress.
 """
 
 from __future__ import annotations
@@ -18,30 +19,30 @@ __all__ = ["WatchedTier"]
 
 
 class WatchedTier:
-    """Passes everything on, and remembers what is under way.
+    """Passes all calls on and tracks those in progress.
 
     Args:
-        tier: does it.
+        tier: the tier that is watched.
     """
 
     def __init__(self, tier: Tier, clock: Clock) -> None:
         self._tier = tier
         self._clock = clock
         self._lock = threading.Lock()
-        self._calls: dict[object, tuple[str, float]] = {}  # what, and when it last moved
+        # By call: its description, and the time of its last progress.
+        self._calls: dict[object, tuple[str, float]] = {}
 
     def stuck(self, after_s: float) -> tuple[str, float] | None:
-        """The call under way that has not moved for longest, in words, and for how many seconds;
-        None: none has stood still for ``after_s``.
+        """Return the call with the oldest progress, in words, and its age in seconds.
 
-        What is being written moves with each piece that is read for it. What is read from an
-        object that is open is not looked at.
+        None if every call has progressed within ``after_s``. A write progresses with each chunk
+        that is read for it. Reads from an open object are not tracked.
         """
         now_s = self._clock.running_s()
         with self._lock:
             calls = list(self._calls.values())
-        what, moved_s = min(calls, key=lambda call: call[1], default=("", now_s))
-        return (what, now_s - moved_s) if now_s - moved_s >= after_s > 0 else None
+        call, progress_s = min(calls, key=lambda call: call[1], default=("", now_s))
+        return (call, now_s - progress_s) if now_s - progress_s >= after_s > 0 else None
 
     @property
     def traits(self) -> Traits:
@@ -52,35 +53,35 @@ class WatchedTier:
         return self._tier.url
 
     def put(self, name: str, source: ReadFile) -> None:
-        with self._under_way(f"writing {name}") as moves:
-            self._tier.put(name, _Read(source, moves))
+        with self._tracked(f"writing {name}") as progress:
+            self._tier.put(name, _WatchedSource(source, progress))
 
     def create(self, name: str, data: bytes) -> bool:
-        with self._under_way(f"writing {name}"):
+        with self._tracked(f"writing {name}"):
             return self._tier.create(name, data)
 
     def open(self, name: str) -> ReadFile:
-        with self._under_way(f"opening {name}"):
+        with self._tracked(f"opening {name}"):
             return self._tier.open(name)
 
     def scan(self, prefix: str = "") -> list[Item]:
-        with self._under_way(f"listing {prefix or 'it'}"):
+        with self._tracked(f"listing {prefix or 'it'}"):
             return self._tier.scan(prefix)
 
     def walk(self, prefix: str = "") -> list[Item]:
-        with self._under_way(f"listing {prefix or 'it'}"):
+        with self._tracked(f"listing {prefix or 'it'}"):
             return self._tier.walk(prefix)
 
     def delete(self, name: str) -> None:
-        with self._under_way(f"deleting {name}"):
+        with self._tracked(f"deleting {name}"):
             self._tier.delete(name)
 
     def sweep(self, prefix: str) -> None:
-        with self._under_way(f"cleaning up {prefix}"):
+        with self._tracked(f"cleaning up {prefix}"):
             self._tier.sweep(prefix)
 
     def check(self) -> None:
-        with self._under_way("reading it"):
+        with self._tracked("reading it"):
             self._tier.check()
 
     def refresh(self) -> None:
@@ -90,36 +91,37 @@ class WatchedTier:
         self._tier.close()
 
     @contextlib.contextmanager
-    def _under_way(self, what: str) -> Iterator[Callable[[], None]]:
+    def _tracked(self, description: str) -> Iterator[Callable[[], None]]:
         call = object()
 
-        def moves() -> None:
+        def progress() -> None:
+            # running_s() stands still while this process is stopped: that is no hang.
             with self._lock:
-                self._calls[call] = what, self._clock.running_s()
+                self._calls[call] = description, self._clock.running_s()
 
-        moves()
+        progress()
         try:
-            yield moves
+            yield progress
         finally:
             with self._lock:
                 del self._calls[call]
 
 
-class _Read:
-    """What is written, and tells that it is read."""
+class _WatchedSource:
+    """A source whose reads count as progress of the write."""
 
-    def __init__(self, source: ReadFile, moves: Callable[[], None]) -> None:
+    def __init__(self, source: ReadFile, progress: Callable[[], None]) -> None:
         self._source = source
-        self._moves = moves
+        self._progress = progress
 
     @property
     def size_bytes(self) -> int:
         return self._source.size_bytes
 
     def read_into(self, buffer: memoryview, offset: int) -> int:
-        self._moves()
+        self._progress()
         count = self._source.read_into(buffer, offset)
-        self._moves()
+        self._progress()
         return count
 
     def close(self) -> None:

@@ -262,5 +262,5 @@ def test_a_budget_that_holds_no_base_advises_no_number_of_bases(run_folder: Path
 
 def test_a_file_in_the_way_of_a_run_is_named_as_such(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("x")
-    with pytest.raises(StorageError, match="a file is where a directory should be"):
+    with pytest.raises(StorageError, match="a file is in the place of a directory"):
         Checkpointer(tmp_path / "file", {"n": 1})

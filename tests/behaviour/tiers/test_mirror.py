@@ -752,7 +752,7 @@ def test_a_place_that_is_another_one_now_gets_no_copies(run_folder: Path, tmp_pa
     mirror = mirror_of(run, tier)
     assert mirror.copy_newest() is not None
     where.rename(away)  # its mount point is left
-    with pytest.raises(StorageError, match=r"run\.json.*is gone.*unmounted"):
+    with pytest.raises(StorageError, match=r"run\.json has disappeared.*unmounted"):
         mirror.copy_newest()
     assert not [path for path in where.rglob("*") if path.is_file()]
     tier.create(RUN_RECORD, RunRecord("f" * 32).encode())

@@ -430,9 +430,14 @@ def test_what_cannot_be_made_lossy_is_missed_and_said_and_not_tried_for_ever() -
     ("cap", "lossy", "said", "unsaid"),
     [
         (None, False, ['log="adaptive"', 'log="none"'], ["log_ratio", "objects_per_hour"]),
-        (None, True, ["smaller log_ratio", 'log="none"'], ['log="adaptive"', "objects_per_hour"]),
+        (
+            None,
+            True,
+            ["lower TierOptions.log_ratio", 'log="none"'],
+            ['log="adaptive"', "objects_per_hour"],
+        ),
         (1000, False, ['log="adaptive"', "objects_per_hour"], ["log_ratio"]),
-        (1000, True, ["smaller log_ratio", "objects_per_hour"], ['log="adaptive"']),
+        (1000, True, ["lower TierOptions.log_ratio", "objects_per_hour"], ['log="adaptive"']),
     ],
 )
 def test_the_way_out_of_missed_steps_is_one_that_is_left(
@@ -552,7 +557,7 @@ def _digest(record: LogRecord, objects: dict[str, bytes]) -> str:
         ({"log_ratio": 0}, "log_ratio"),
         ({"log_ratio": 1.5}, "log_ratio"),
         ({"log_steps": 0}, "log_steps"),
-        ({"log": "whole", "objects_per_hour": 3}, "too little for a log"),
+        ({"log": "whole", "objects_per_hour": 3}, "too low for a log"),
     ],
 )
 def test_options_that_cannot_be(given: dict[str, Any], said: str) -> None:

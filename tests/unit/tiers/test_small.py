@@ -177,7 +177,7 @@ def test_closing_ends_all_waiting() -> None:
     faulty = FaultyTier(MemoryTier(), [TierFault("unavailable", count=FOREVER)])
     tier = RetryingTier(faulty, RetryPolicy(attempts=3, first_s=20.0, pause_s_max=20.0))
     tier.close()
-    with pytest.raises(DeadlineError, match="before it was to end"):
+    with pytest.raises(DeadlineError, match="before it was closed"):
         tier.open("x")
 
 
@@ -201,9 +201,9 @@ def test_what_is_refused_for_good_is_not_tried_for_ever() -> None:
 def test_a_store_that_lies_about_every_put_is_found_out() -> None:
     faulty = FaultyTier(MemoryTier(), [TierFault("lost_put", count=FOREVER)])
     tier = RetryingTier(faulty, pause=lambda seconds: False)
-    with pytest.raises(UnreachableError, match="it is not there"):
+    with pytest.raises(UnreachableError, match="it does not exist"):
         tier.put("x", source(b"x"))
-    with pytest.raises(UnreachableError, match="it is not there"):
+    with pytest.raises(UnreachableError, match="it does not exist"):
         tier.create("x", b"x")
 
 
