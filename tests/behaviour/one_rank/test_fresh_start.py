@@ -187,7 +187,7 @@ def test_another_generator_of_numpy(run_folder: Path) -> None:
     finally:
         np.random.set_bit_generator(before)
     with Checkpointer(run_folder, {"m": module}, method="sync") as ckpt:
-        with pytest.raises(MismatchError, match="saved of a PCG64, live is a MT19937"):
+        with pytest.raises(MismatchError, match="saved from a PCG64, but the live generator is a MT19937"):
             ckpt.resume()
         found = ckpt.resume(strict=False)
         assert (found.step, found.exact) == (1, False)

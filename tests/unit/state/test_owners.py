@@ -271,7 +271,7 @@ def test_what_a_pattern_claims_later_is_refused_then() -> None:
     stepped(optimizer)
     for _ in range(2):
         with pytest.raises(
-            StateError, match="exp_avg is said to be static, but it is updated by o"
+            StateError, match="exp_avg is declared static, but it is updated by o"
         ):
             state.survey()
     optimizer.state.clear()

@@ -174,7 +174,7 @@ def test_what_is_no_placement_is_refused(text: str) -> None:
 
 
 def test_strided_parts_whose_order_cannot_be_told_are_refused() -> None:
-    with pytest.raises(ValueError, match="nothing to the right"):
+    with pytest.raises(ValueError, match="no mesh dimensions to its right"):
         box_on_mesh((8,), (2, 3), (0, 0), (Cut(0, 2), Cut(0)))
 
 
