@@ -157,7 +157,7 @@ def test_a_module_that_gives_copies(
     again = made()
     with Checkpointer(run_folder, again, method="sync", every=None) as ckpt:
         assert ckpt.resume().exact == (not rounds)
-    told = "gives 2 parameter(s) otherwise than training has them: m/weight, m/bias;"
+    told = "does not keep 2 parameter(s) bit for bit: m/weight, m/bias;"
     assert (told in caplog.text) == rounds
     assert "that are in no part of the state" not in caplog.text
 
@@ -187,7 +187,9 @@ def test_another_generator_of_numpy(run_folder: Path) -> None:
     finally:
         np.random.set_bit_generator(before)
     with Checkpointer(run_folder, {"m": module}, method="sync") as ckpt:
-        with pytest.raises(MismatchError, match="saved from a PCG64, but the live generator is a MT19937"):
+        with pytest.raises(
+            MismatchError, match="saved from a PCG64, but the live generator is a MT19937"
+        ):
             ckpt.resume()
         found = ckpt.resume(strict=False)
         assert (found.step, found.exact) == (1, False)

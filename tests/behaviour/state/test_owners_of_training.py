@@ -537,7 +537,7 @@ def test_an_option_that_the_base_does_not_know_stays(run_folder: Path, method: s
     with opened(run_folder, {"model": model, "opt": optimizer}, method=method) as (ckpt, found):
         group = optimizer.param_groups[0]
         assert (group["clip"], len(group["names"]), group["lr"]) == (0.5, 99, 0.01)
-        where = "opt/param_groups/0/clip is not in the base: it stays as the program has it, 0.5"
+        where = "opt/param_groups/0/clip is not in the base: the program's value is kept, 0.5"
         assert found.notes == (where, where.replace("clip", "names").replace("0.5", "list"))
         assert not found.exact
         ckpt.step()

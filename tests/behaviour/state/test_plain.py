@@ -181,7 +181,7 @@ def test_a_tensor_of_another_shape_or_dtype(strict: bool, run_folder: Path) -> N
     assert found == {
         "a": "saved F32 [3], live F32 [4]",
         "b": "saved I32 [2], live F32 [2]",
-        "c": "no tensor in the checkpoint, one in the state",
+        "c": "the checkpoint has no tensor here, the state has one",
     }
     assert all(live[key] is held[key] for key in "abc")
     assert torch.equal(live["a"], torch.zeros(4))

@@ -417,7 +417,9 @@ def test_what_is_no_tensor_where_a_module_has_one_is_a_mismatch(run_folder: Path
             ckpt.resume()
         assert all(torch.equal(tensor, before[name]) for name, tensor in live.state_dict().items())
         found = ckpt.resume(strict=False)
-    assert found.mismatched == (("m/weight", "no tensor in the checkpoint, one in the model"),)
+    assert found.mismatched == (
+        ("m/weight", "the checkpoint has no tensor here, the model has one"),
+    )
     assert torch.equal(live.weight, before["weight"])
 
 

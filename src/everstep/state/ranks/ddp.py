@@ -254,7 +254,7 @@ def refuse_divergent_updates(state: State, gate: Callable[[str], None]) -> Calla
                     f"DistributedDataParallel, and {why}; nothing was updated",
                     leaves=((section, why),),
                     rank=state.ranks.rank,
-                    hint=f'put {{"{section}": ddp.module}} into the state: each rank then saves its own',
+                    hint=f'put {{"{section}": ddp.module}} into the state: then each rank saves it',
                 )
         gate(key)
 
