@@ -237,7 +237,7 @@ class Checkpointer:
         base = resumed.base if resumed.source == "disk" else None
         self._cadence.began(resumed, again=self._timeline > 0)
         survey = self._state.survey() if self._recorder or only_in_memory else None
-        self._state.descends_from = resumed.descends_from
+        self._state.coverage.descends_from = resumed.descends_from
         self._start_timeline(resumed.timeline, resumed.exact, base, survey)
         self._base_due = self._saver.restored_from_memory = only_in_memory  # on no disk yet
         on_disk = None if only_in_memory else resumed.base
@@ -528,7 +528,7 @@ class Checkpointer:
         self, timeline: int, exact: bool, verified: BaseId | None = None, seen: Survey | None = None
     ) -> None:
         self._timeline = timeline
-        self._state.descends_exactly = exact
+        self._state.coverage.descends_exactly = exact
         self._joint.began()
         self._keepers.serve(timeline, verified, self._starts.job_session)
         self._take_over(seen)

@@ -133,7 +133,7 @@ class ResumableLoader:
         self._given = None if rank is None or world is None else Place(rank, world)
         self._by_state = dataset_state
         self._position = _Position()
-        self._is_fresh = True  # nothing of what begins at the position has been given to the loop
+        self._is_fresh = True  # no batch after the position was given to the loop yet
         self._turn = 0  # which iteration may go on
         self._machinery: _Machinery | None = None
         self._made_for: Place | None = None

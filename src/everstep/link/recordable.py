@@ -334,7 +334,7 @@ def refuse_optimizers(state: State, log: str) -> None:
             leaves=tuple(found),
             hint='method="lazy" needs no log',
         )
-    if unsaved := {**state.unsaved_frozen, **state.unsaved}:
+    if unsaved := {**state.coverage.unsaved_frozen, **state.coverage.unsaved}:
         key, names = next(iter(unsaved.items()))
         raise UnsupportedStateError(
             f"the updates of {key!r} cannot be replayed from a log: {len(names)} parameter(s) that "

@@ -8,6 +8,6 @@ Imports go down this list from the last line to the first. Read in this order:
 ``survey``          the state at one moment; who owns each entry; guards of unchanged sections
 ``loaders``         positions of data loaders
 ``providers``       one provider per value of the state dict: survey and restore it
-``ranks``           state on several ranks: who writes and who logs what they replicate
+``ranks``           state on several ranks: the writer, and the log, of replicated state
 ``training_state``  ``State``: the user's state dict as a whole
 """

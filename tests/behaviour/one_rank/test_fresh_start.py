@@ -119,7 +119,7 @@ def test_a_module_that_rounds_what_it_gives_is_not_exact(
         assert ckpt.resume().exact == (not rounds)
     same = torch.equal(state["m"].weight, again["m"].weight)
     assert same == (not rounds)
-    told = "otherwise than training has them: m/weight (torch.float32, stored as torch.bfloat16)"
+    told = "parameter(s) bit for bit: m/weight (torch.float32, stored as torch.bfloat16)"
     assert (told in caplog.text) == rounds
     assert "that are in no part of the state" not in caplog.text
 

@@ -108,7 +108,7 @@ def of_scaler() -> Any:
 def test_copies_that_training_does_not_change_are_refused(
     make: Callable[[], Any], whose: str, run_folder: Path
 ) -> None:
-    with pytest.raises(OptionError, match=f"'kept' holds what the state_dict.. of {whose} gave"):
+    with pytest.raises(OptionError, match=f"'kept' is a copy from the state_dict.. of {whose}:"):
         Checkpointer(run_folder, {"kept": make()})
     assert not run_folder.exists()
 

@@ -782,6 +782,6 @@ def test_why_is_in_words_what_all_of_it_is() -> None:
     model, optimizer = make()
     state = State({"model": model, "optimizer": optimizer})
     assert (state.exact, state.why_inexact) == (True, "")
-    state.unsaved_trainers.append("one")
-    state.unsaved_inputs = ("two", "one")
+    state.coverage.unsaved_trainers.append("one")
+    state.coverage.unsaved_inputs = ("two", "one")
     assert (state.exact, state.why_inexact) == (False, "two; one")

@@ -346,7 +346,9 @@ def _load(
         if digest(host_bytes(flat)) != expected:
             raise shared_memory_error(name)
     held = {name for plan in plans.values() for name in plan.in_place}
-    held |= set(filter(state.is_plain, targets.tensors))  # anew: the one that it was is not
+    held |= set(
+        filter(state.coverage.is_plain, targets.tensors)
+    )  # anew: the one that it was is not
     tied = tie_changes(view, targets, held)
     notes = [*view.notes, *made.doubts, *tied]
     for section in state.restore_order():

@@ -36,7 +36,7 @@ HEADER_BYTES_MAX = 8 << 20
 """Maximum header of a file; larger sets of entries are split over several files, far below
 safetensors' limit of 100 MB."""
 
-_ENTRY_HEADER_BYTES = 512  # generous: what one entry adds to a header besides its name and shape
+_ENTRY_HEADER_BYTES = 512  # upper estimate for one entry, besides its name and shape
 
 
 @dataclass(frozen=True, slots=True)

@@ -153,7 +153,7 @@ class Listener(Protocol):
         """Report that restored data differs from that of the saved training."""
         ...
 
-    def say(self, what: str, hint: str) -> None:
+    def say(self, message: str, hint: str) -> None:
         """Warn about the use of the data."""
         ...
 
@@ -235,10 +235,10 @@ class LoaderPositions:
         for listener in list(self._listeners):
             listener.lose(why, hint)
 
-    def say(self, what: str, hint: str) -> None:
+    def say(self, message: str, hint: str) -> None:
         """Report to all listeners a use of the data that may not be intended."""
         for listener in list(self._listeners):
-            listener.say(what, hint)
+            listener.say(message, hint)
 
     def at_end_of_epoch(self) -> None:
         """Report to all listeners that a restored loader was at the end of an epoch."""
@@ -465,7 +465,7 @@ class _OrderCapture:
                 self._sampler.__class__ = type(kind.__name__, (kind,), {"__iter__": iterate})
 
     def __exit__(self, *about: object) -> None:
-        self._begun = None  # what is asked for from here on is drawn anew
+        self._begun = None  # later orders are drawn anew
         if type(self._sampler) is not self._kind:
             self._sampler.__class__ = self._kind
 

@@ -137,7 +137,7 @@ class RankShare:
         self._providers = providers
         self._shapes: tuple[Shape, Shape] | None = None  # of everything, of the share; seen last
         self._tensors: tuple[Mapping[str, torch.Tensor], Mapping[str, torch.Tensor]] | None = None
-        self._own: frozenset[int] = frozenset()  # of what DDP does not reduce
+        self._own: frozenset[int] = frozenset()  # ids of rank-local parameters
         self.rank_local = RankLocalParameters(providers)
         self.sharing: WriterAssignment | None = None
 

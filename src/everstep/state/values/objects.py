@@ -258,7 +258,7 @@ class _Form(NamedTuple):
     name: str
     kind: type
     parts: Callable[[Any], list[Any]]
-    build: Callable[[list[Any]], object]  # raises only what _HOSTILE lists
+    build: Callable[[list[Any]], object]  # raises only exceptions in _HOSTILE
 
 
 def _take(parts: list[Any], *kinds: type) -> list[Any]:
@@ -441,7 +441,7 @@ class _Reader:
 
     def __init__(self, data: bytes) -> None:
         self._data = data
-        sizes = {f"max_{what}_len": len(data) for what in ("str", "bin", "array", "map")}
+        sizes = {f"max_{kind}_len": len(data) for kind in ("str", "bin", "array", "map")}
         self._tokens = msgpack.Unpacker(max_buffer_size=len(data) or 1, max_ext_len=0, **sizes)
         self._tokens.feed(data)
         self._tell: Callable[[], int] = self._tokens.tell

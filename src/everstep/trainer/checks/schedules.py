@@ -58,13 +58,13 @@ class Schedules:
             driven = unwrap_optimizer(scheduler.optimizer)
             if state.optimizers and not is_ours(driven, state) and not is_held(driven, state):
                 why = f"{key!r} drives an optimizer that is in no part of the state"
-                state.unsaved_trainers.append(f"{why} ({kind_of(driven)})")
+                state.coverage.unsaved_trainers.append(f"{why} ({kind_of(driven)})")
                 _log.warning(
                     "everstep: %s: its steps do not drive the optimizer of the state, and nothing "
                     "is called exact\n  hint: give the scheduler that drives the optimizer of the "
                     "state, or the optimizer that it drives; a framework's train() may make "
                     "new ones: make the Checkpointer after that",
-                    state.unsaved_trainers[-1],
+                    state.coverage.unsaved_trainers[-1],
                 )
 
     def started(self) -> None:
@@ -113,9 +113,9 @@ class Schedules:
         driven = unwrap_optimizer(scheduler.optimizer)
         key = next(key for key, one in self._state.optimizers.items() if one is driven)
         why = f"a scheduler that is in no part of the state ({kind_of(scheduler)}) drives {key!r}"
-        if why in self._state.unsaved_trainers:
+        if why in self._state.coverage.unsaved_trainers:
             return
-        self._state.unsaved_trainers.append(why)
+        self._state.coverage.unsaved_trainers.append(why)
         self._tell(
             StateError(
                 f"{why}: what it counts is not saved, resume() loses it, and nothing that is saved "

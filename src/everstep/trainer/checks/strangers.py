@@ -34,9 +34,10 @@ from torch.optim.optimizer import (
 
 from everstep.capture.updates import UpdateHooks
 from everstep.errors import StateError
+from everstep.state.coverage import first_few
 from everstep.state.providers.optimizers import unwrap_optimizer
 from everstep.state.survey.ownership import AddressRanges, Memory, memory_of
-from everstep.state.training_state import State, first_few
+from everstep.state.training_state import State
 from everstep.state.values.tensors import local_tensor, why_not_storable
 
 __all__ = ["Strangers", "is_held", "is_ours", "kind_of"]
@@ -143,7 +144,7 @@ class Strangers:
         # A closure computes gradients within the step, and a hook may free them there.
         if not (stranger.consumes or _any_gradient(stranger.parameters)):
             return
-        known = self._state.unsaved_trainers
+        known = self._state.coverage.unsaved_trainers
         if stranger.why not in known and len(known) < _TOLD_MAX:
             known.append(stranger.why)
             self._tell(self._notice(stranger.why))

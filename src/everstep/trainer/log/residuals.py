@@ -60,14 +60,14 @@ def tell_of_lost_residuals(state: State) -> None:
             lost = "what it keeps (residuals, counters)"
             hint = _THEIRS
         found.append(f"{what}, and is in no part of the state")
-        if found[-1] not in state.unsaved_inputs:
+        if found[-1] not in state.coverage.unsaved_inputs:
             _log.warning(
                 "everstep: %s: %s is not saved, and resume() loses it\n  hint: %s",
                 found[-1],
                 lost,
                 hint,
             )
-    state.unsaved_inputs = tuple(found)
+    state.coverage.unsaved_inputs = tuple(found)
 
 
 def _saved(state: State) -> set[int]:

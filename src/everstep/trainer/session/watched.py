@@ -176,7 +176,7 @@ class Watched:
             return None
 
     def _refuse_encoded(self) -> None:
-        if encoded := self._state.encoded:
+        if encoded := self._state.coverage.encoded:
             keys = ", ".join(map(repr, encoded))
             raise UnsupportedStateError(
                 f"the state_dict() of {keys} gives state in another form than the optimizer has it "
