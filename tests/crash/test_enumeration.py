@@ -41,6 +41,7 @@ def test_first_save_ever() -> None:
     passes(enumerate_crashes(TrainingScenario(done=0)), operations_min=30)
 
 
+@pytest.mark.slow
 def test_second_save() -> None:
     passes(enumerate_crashes(TrainingScenario(done=1)), operations_min=30)
 

@@ -40,4 +40,4 @@ def test_killed_training_ends_in_the_same_bits(
 def test_a_scheduler_that_the_trainer_has_replaced_is_told_of(method: str, tmp_path: Path) -> None:
     killed = train("trainer", tmp_path, (9,), {"SCHEDULER": "replaced", "METHOD": method})
     assert [r["exact"] for r in killed.recoveries] == [True, False]
-    assert "a scheduler that is in no part of the state" in killed.output
+    assert "a scheduler that is not part of the state" in killed.output

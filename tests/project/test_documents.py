@@ -24,6 +24,8 @@ CITED = re.compile(
 LINK = re.compile(r"\]\((?P<path>[^)#: ]*)(?:#(?P<heading>[\w-]+))?\)")
 SOURCE_PATH = re.compile(r"`((?:src|tests|docs|bench|scripts)/[\w/.-]+\.\w+)`")
 MODULE_PATH = re.compile(r"`([a-z_]+/[a-z_/]*\.py|[a-z_]+/(?:[a-z_]+/)*)`")
+PACKAGES = "capture|commit|keeper|link|plan|restore|run|state|tiers|trainer"
+PACKAGE_PATH = re.compile(rf"`((?:{PACKAGES})/[a-z_/]+)`")
 UNDER = ("src/everstep", "tests", "bench/src", ".")
 
 TEST_FILE = re.compile(r"[\w/]*\btest_\w+\.py\b")
@@ -84,7 +86,7 @@ def test_links_and_paths_of_a_page_exist(page: Path) -> None:
     for path in SOURCE_PATH.findall(text):
         if not (ROOT / path).exists():
             wrong.append(f"{path} does not exist")
-    for path in MODULE_PATH.findall(text):
+    for path in [*MODULE_PATH.findall(text), *PACKAGE_PATH.findall(text)]:
         if not any((ROOT / folder / path).exists() for folder in UNDER):
             wrong.append(f"{path} is in none of {', '.join(UNDER)}")
     tests = [str(path) for path in (ROOT / "tests").rglob("test_*.py")]

@@ -67,6 +67,16 @@ def test_tests_do_not_sleep() -> None:
     assert not found
 
 
+def test_tests_import_nothing_from_test_modules() -> None:
+    found = complaints(tidy.check_shared, TESTS)
+    assert not found
+
+
+def test_no_folder_of_tests_is_full() -> None:
+    found = tidy.check_folders(TESTS)
+    assert not found
+
+
 def test_interrupts_leave_no_lock_taken() -> None:
     found = complaints(tidy.check_waits, SOURCES)
     assert not found
@@ -102,6 +112,9 @@ def _own_files() -> list[Path]:
 
 
 # --- The rules --------------------------------------------------------------------------
+
+
+PLACE = "tests.unit"  # apart from the imports below, which would count as this module's own
 
 
 def module(name: str, source: str, *, is_package: bool = False) -> Module:
@@ -292,6 +305,27 @@ def test_sleep(source: str) -> None:
 @pytest.mark.parametrize(
     "source",
     [
+        f"from {PLACE}.test_a import World",
+        f"import {PLACE}.test_a as a",
+        f"from {PLACE} import support, test_a",
+        f"from {PLACE} import (\n    support,\n    test_a,\n)",
+        f"PROGRAM = 'from {PLACE}.test_a import World; World()'",
+    ],
+)
+def test_import_from_a_test_module(source: str) -> None:
+    assert tidy.check_shared(module("tests.unit.test_b", source))
+    assert not tidy.check_shared(module("tests.unit.test_b", source.replace("test_a", "a")))
+
+
+def test_full_folder_of_tests() -> None:
+    modules = [module(f"tests.unit.a.test_{n}", "") for n in range(41)]
+    assert tidy.check_folders(modules)
+    assert not tidy.check_folders(modules[1:])
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
         "import threading\nthreading.Condition()",
         "from threading import Condition as C\nC()",
         "from concurrent.futures import Future\nFuture[None]()",
@@ -352,7 +386,7 @@ def test_failpoints_that_are_right(source: str) -> None:
 @pytest.mark.parametrize(
     ("name", "source"),
     [
-        ("everstep.trainer.session.parts", 'print("text", file=sys.stderr)'),
+        ("everstep.trainer.session.components", 'print("text", file=sys.stderr)'),
         ("everstep.checkpointer", "def f(say=print):\n    say(1)"),
         ("everstep.seams.progress", 'print("text", flush=True)'),
         ("everstep.keeper.__main__", "print()"),
@@ -365,7 +399,10 @@ def test_print_that_may_fail(name: str, source: str) -> None:
 @pytest.mark.parametrize(
     ("name", "source"),
     [
-        ("everstep.trainer.session.parts", "from everstep.seams.messages import say\nsay('print')"),
+        (
+            "everstep.trainer.session.components",
+            "from everstep.seams.messages import say\nsay('print')",
+        ),
         ("everstep.seams.messages", "print(text, file=stream)"),
         ("everstep.cli.ls", "print(1)"),
         ("everstep.demo.show", "print(1)"),

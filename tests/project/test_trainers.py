@@ -81,6 +81,7 @@ def test_one_that_hangs_is_killed_and_what_it_said_is_told() -> None:
     assert trainer.returncode == -signal.SIGKILL
 
 
+@pytest.mark.slow
 def test_all_of_them_end_with_the_tests() -> None:
     trainer = start_trainer("import signal; signal.pause()")
     end_server()

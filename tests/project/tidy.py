@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import re
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -19,12 +20,14 @@ __all__ = [
     "check_docstrings",
     "check_exports",
     "check_failpoints",
+    "check_folders",
     "check_imports",
     "check_io",
     "check_pickle",
     "check_prints",
     "check_public_names",
     "check_shape",
+    "check_shared",
     "check_sleeps",
     "check_waits",
     "modules_under",
@@ -56,9 +59,9 @@ ORDER = (
     "",  # `import everstep` itself: what users see
     "integrations",
     "workloads",
+    "testing",
     "demo",
     "cli",
-    "testing",
     "bench",  # everstep_bench, but for its two parts that follow
     "bench.drill",
     "bench.cli",
@@ -67,6 +70,7 @@ ORDER = (
 
 MAX_LINES = 800
 MAX_PUBLIC_NAMES = 16
+MAX_MODULES_OF_A_TEST_FOLDER = 40
 
 
 @dataclass(frozen=True)
@@ -85,6 +89,11 @@ class Module:
     @cached_property
     def tree(self) -> ast.Module:
         return ast.parse(self.source, feature_version=(3, 10))
+
+    @cached_property
+    def names_used(self) -> list[tuple[str, int]]:
+        """Every imported name where it is imported or used, in full, with its line."""
+        return list(_names_used(self))
 
     @property
     def part(self) -> str:
@@ -225,7 +234,7 @@ def check_io(module: Module) -> list[str]:
     if module.part in _OUTSIDE_THE_SEAM:
         return []
     complaints = []
-    for name, line in _names_used(module):
+    for name, line in module.names_used:
         if name == "os" or (name.startswith("os.") and name not in _OS_ALLOWED):
             why = "not among the harmless names of os; use the FileSystem seam"
         elif name in _IO_NAMES or _within(name, _IO_MODULES):
@@ -267,17 +276,44 @@ def check_pickle(module: Module) -> list[str]:
         return []
     return [
         f"{module.name}:{line}: {name}: no pickle is ever written or read"
-        for name, line in _names_used(module)
+        for name, line in module.names_used
         if _within(name, _PICKLES)
     ]
 
 
 def check_sleeps(module: Module) -> list[str]:
     """Tests wait for events, with a timeout, never for time to pass."""
+    if "sleep" not in module.source:  # most: they need not be parsed
+        return []
     return [
         f"{module.name}:{line}: {name}: wait for an event with a timeout"
-        for name, line in _names_used(module)
+        for name, line in module.names_used
         if name in ("time.sleep", "asyncio.sleep")
+    ]
+
+
+_TEST_IMPORTS = re.compile(
+    r"(?:from|import)\s+tests(?:\.\w+)*\.test_\w+"
+    r"|from\s+tests(?:\.\w+)*\s+import\s+\(?(?:[\w\s]+,)*\s*test_\w+"
+)
+
+
+def check_shared(module: Module) -> list[str]:
+    """Nothing is imported from a test module, nor in programs that tests run."""
+    return [
+        f"{module.name}:{module.source[: found.start()].count(chr(10)) + 1}: {found.group()}: "
+        "move to tests/support what test modules share"
+        for found in _TEST_IMPORTS.finditer(module.source)
+    ]
+
+
+def check_folders(modules: Iterable[Module]) -> list[str]:
+    """No folder has more modules than one can take in at a glance."""
+    counts = Counter(module.name.rpartition(".")[0] for module in modules)
+    return [
+        f"{folder}: {count} modules, at most {MAX_MODULES_OF_A_TEST_FOLDER}"
+        for folder, count in sorted(counts.items())
+        if count > MAX_MODULES_OF_A_TEST_FOLDER
     ]
 
 

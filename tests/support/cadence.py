@@ -76,7 +76,7 @@ class Run:
             self.recorder.stats.record_bytes += log_bytes
             self.recorder.rooms.taken_bytes += log_bytes
             self.stats.log_bytes += log_bytes if self.recorder.disk.on else 0
-        self.cadence.stepped()
+        self.cadence.step_ended()
 
     def base(
         self, *, base_bytes: int = MB, persist_s: float = 3.0, cost_s: float = 2.0, **_: Any
@@ -85,8 +85,8 @@ class Run:
         self.saver.saves += 1
         self.saver.last_save_s = self.clock.monotonic_s()
         save = Save(self.step, 1)
-        self.cadence.asked(self.step)
-        self.cadence.taken(save)
+        self.cadence.base_requested(self.step)
+        self.cadence.base_started(save)
         if self.recorder is not None:
             self.recorder.disk.base_taken(save, self.step, leads=True)
         self.stats.committed += 1

@@ -34,7 +34,7 @@ class HeldLane(CpuLane):
 def held(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
     """Copies wait until the test lets them go."""
     monkeypatch.setattr(HeldLane, "gate", Gate())
-    monkeypatch.setattr("everstep.trainer.session.parts.CpuLane", HeldLane)
+    monkeypatch.setattr("everstep.trainer.session.components.CpuLane", HeldLane)
     yield HeldLane.gate
     HeldLane.gate.open()
 

@@ -141,7 +141,7 @@ def test_a_damaged_record_is_named_once(run_folder: Path) -> None:
 
 def test_cores_that_no_machine_has(run_folder: Path) -> None:
     """A keeper would run anywhere else, and say so where nobody looks."""
-    with pytest.raises(OptionError, match="this machine has none of them") as caught:
+    with pytest.raises(OptionError, match="this machine has only the cores") as caught:
         Checkpointer(run_folder, {"n": 1}, keeper=KeeperOptions(cores=(10**6,)))
     assert "cores=None" in str(caught.value.hint)
     assert not run_folder.exists()

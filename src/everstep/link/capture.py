@@ -109,6 +109,7 @@ class Capture:
         """True if the base is committed on disk."""
         future = self.save.durable
         save = self.save
+        # ``durable`` of a base in memory means that keepers hold it, not that a disk does.
         over = future.done() and not future.cancelled() and not save.in_memory
         return over and future.exception() is None
 
@@ -169,6 +170,8 @@ class Incoming:
     def arrived(self, objects: Mapping[str, bytes]) -> None:
         """Record that all tensors and these objects have arrived; no effect on a lost capture."""
         with self._changed:
+            # The first of arrived() and lose() wins: a capture that was given up must not become
+            # durable.
             if self._lost is None:
                 self._objects = objects
             self._changed.notify_all()
@@ -176,6 +179,7 @@ class Incoming:
     def lose(self, error: EverstepError) -> None:
         """Record that the rest will never arrive; no effect on a complete capture."""
         with self._changed:
+            # Complete data is not given up: the base survives the trainer from that moment on.
             if self._objects is None and self._lost is None:
                 self._lost = error
             self._changed.notify_all()
@@ -211,6 +215,7 @@ class Incoming:
                 self._changed.wait(_LOOK_AGAIN_S)
                 waited_s += _LOOK_AGAIN_S
                 now = self._progress()
+                # Any progress restarts the deadline: a slow copy is no hang.
                 if now != seen:
                     waited_s = 0.0
                     seen = now
@@ -248,8 +253,11 @@ class ArenaBody:
         self._has_objects = has_objects
 
     def held(self, begin: int, end: int) -> memoryview | None:
+        # Objects lie outside of the block, and the last page may exceed it: such ranges need a
+        # copy.
         if end > self._memory.nbytes or (self._has_objects and end > self._tensors_bytes):
             return None
+        # The memory is handed to the disk without a copy, so the bytes must have arrived before.
         self._incoming.wait_for(self._begin + min(end, self._tensors_bytes))
         return self._memory[begin:end]
 

@@ -38,7 +38,7 @@ _NO_ERRORS: AbstractContextManager[None] = contextlib.nullcontext()
 class Work:
     """A piece of background work, and the time of its last progress."""
 
-    what: str
+    description: str
     step: int
     last_progress_s: float
     reported: bool = False
@@ -66,9 +66,9 @@ class BackgroundChannel:
         self._timeline: int | None = None  # opened last by this process
         self._taking_over = False
 
-    def begin(self, what: str, step: int) -> Work:
+    def begin(self, description: str, step: int) -> Work:
         """Register a piece of work."""
-        work = Work(what, step, self._clock.running_s())
+        work = Work(description, step, self._clock.running_s())
         with self._lock:
             self._under_way.append(work)
         return work
@@ -90,11 +90,13 @@ class BackgroundChannel:
     def end(self, work: Work) -> None:
         """Unregister a piece of work that has ended, with or without success."""
         with self._lock:
+            # Harmless when repeated: several paths of a failed save may end the same work.
             if work in self._under_way:
                 self._under_way.remove(work)
 
     def hung(self) -> bool:
         """Return True if any work is overdue, whether reported or not."""
+        # Time in which the process stood still (suspend, SIGSTOP) must not count as a hang.
         now_s = self._clock.running_s()
         with self._lock:
             return any(
@@ -174,6 +176,8 @@ class BackgroundChannel:
         """
         if not self._has_news:
             return
+        # Taken under the lock, but reported outside of it: a policy function may call into the
+        # channel.
         with self._lock:
             notices = self._notices
             self._notices = []
@@ -204,6 +208,7 @@ class BackgroundChannel:
                 waited
                 for again, and a state that is not finite would become a base.
         """
+        # The shared null context saves a generator in each step without news.
         return self._deferring() if self._has_news else _NO_ERRORS
 
     @contextlib.contextmanager
@@ -234,17 +239,21 @@ class BackgroundChannel:
         now_s = self._clock.running_s()
         with self._lock:
             for work in self._under_way:
+                # Reported once: the work may come back, and each check would repeat the error until
+                # then.
                 if now_s - work.last_progress_s > self._progress_timeout_s and not work.reported:
                     work.reported = True
                     self._errors.append(
                         DeadlineError(
-                            f"{work.what} has made no progress for "
+                            f"{work.description} has made no progress for "
                             f"{now_s - work.last_progress_s:.0f} s: the storage hangs",
                             step=work.step,
                             hint="check the disk or network file system (dmesg, df, iostat)",
                         )
                     )
             for place, error in enumerate(self._errors):
+                # Fencing errors stay queued during a takeover; took_over() withdraws them if it
+                # succeeds.
                 if not (self._taking_over and isinstance(error, FencedError)):
                     return self._errors.pop(place)
             return None

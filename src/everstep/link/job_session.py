@@ -61,6 +61,7 @@ class JobSession:
     @classmethod
     def from_wire(cls, fields: Mapping[str, Any]) -> JobSession:
         """Decode the fields of :meth:`to_wire`."""
+        # msgpack returns lists: restore the tuples.
         return cls(
             fields["session"],
             fields["rank"],

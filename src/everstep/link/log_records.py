@@ -75,6 +75,7 @@ def receive_layout(known: dict[int, ShardLayout], message: dict[str, Any]) -> No
     Raises:
         FormatError: the message holds an invalid layout.
     """
+    # Before the new layout is stored: it may reuse one of these numbers.
     for number in message.get("gone", ()):
         known.pop(number, None)
     known[message["number"]] = layout_from_index(message["layout"])

@@ -99,6 +99,7 @@ def identity_to_wire(identity: ShardIdentity) -> dict[str, Any]:
 
 def identity_from_wire(fields: Mapping[str, Any]) -> ShardIdentity:
     """Decode the identity of a base."""
+    # msgpack returns plain lists and dicts: restore the types that identities are compared by.
     common = tuple(ReplicaDigest(**one) for one in fields["common"])
     return ShardIdentity(**{**fields, "common": common})
 

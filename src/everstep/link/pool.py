@@ -1,4 +1,4 @@
-"""Blocks of the arena, in the training process: taken for a capture, given back by the keeper."""
+"""Blocks of the arena in the training process: taken for a capture, given back by the keeper."""
 
 from __future__ import annotations
 
@@ -23,13 +23,16 @@ _VIEWS_MAX = 64
 
 @dataclass(eq=False, slots=True)
 class Block:
-    """A block of the arena, and a progress word for it.
+    """A block of the arena, with a progress word.
 
     Attributes:
-        beside_bytes: what belongs to it and lies outside of the arena, as plain data does.
-        forget: set while the block is kept only so that a restarted training process can
-            restore from it: called when the memory is needed.
-        others: blocks that are given back with it.
+        offset: offset in the arena, in bytes.
+        size_bytes: size in bytes.
+        word: index of its progress word; -1 without one.
+        beside_bytes: memory outside of the arena that belongs to it, such as plain data.
+        forget: set while the block is kept only so that a restarted training process can restore
+            from it; called when the memory is needed.
+        others: blocks that are freed together with it.
     """
 
     offset: int
@@ -41,18 +44,24 @@ class Block:
 
 
 class CapturePool:
-    """Hands out blocks; a full arena pushes back, it never grows (I10). What its blocks hold, and
-    what belongs to them and lies beside it, is together no more than the arena has bytes.
+    """Hands out blocks of the arena, which never grows: if it is full, callers wait (I10).
+
+    Blocks and the memory that belongs to them outside of the arena together stay within the size of
+    the arena.
 
     Args:
-        lost: why the keeper of this arena is gone; None: it is not. A keeper that does not answer
-            may live on, and write what it was given: no memory of its arena is given out again.
+        arena: shared memory of this process and its keeper.
+        lost: returns why the keeper of this arena is lost; None if it is not. A keeper that does
+            not
+            answer may still be alive and write its captures: no memory is handed out again then.
 
     Attributes:
-        moves: changes as long as bases are being written, behind which there will be room; None:
-            nobody knows.
-        give_way: called where a base has no room though none is in flight: whether the log, which
-            has it, has let go of any.
+        moves: returns a value that changes while bases are being written, after which blocks will
+            be
+            released; None if unknown.
+        give_way: called if a base does not fit though none is in flight; returns True if the
+            gradient
+            log, which uses the memory, has released any.
     """
 
     def __init__(
@@ -71,36 +80,40 @@ class CapturePool:
         self._whole: torch.Tensor | None = None
         self._views: dict[tuple[int, int], torch.Tensor] = {}
         self.moves: Callable[[], object] | None = None
-        self._stuck = False  # nothing was released since somebody has waited in vain
+        self._stuck = False  # a wait has timed out, and nothing was released since
         self.give_way: Callable[[], bool] = lambda: False
 
     @property
     def whole(self) -> torch.Tensor:
-        """All of the memory (flat ``uint8``)."""
+        """All of the memory as a flat ``uint8`` tensor."""
         if self._whole is None:
-            with torch.inference_mode(False):  # or nobody outside of it may write there
+            # A tensor made in inference mode could not be written to outside of it.
+            with torch.inference_mode(False):
                 self._whole = torch.frombuffer(self.arena.view, dtype=torch.uint8)
         return self._whole
 
-    def block(self, room: Block) -> torch.Tensor:
-        """The memory of a room: of the same room the same tensor each time."""
-        key = room.offset, room.size_bytes
+    def block(self, block: Block) -> torch.Tensor:
+        """Return the memory of a block as a tensor; for the same block the same tensor each
+        time."""
+        key = block.offset, block.size_bytes
         view = self._views.get(key)
         if view is None:
+            # Bounded: views of blocks of many sizes would otherwise accumulate.
             if len(self._views) >= _VIEWS_MAX:
                 self._views.clear()
-            view = self._views[key] = self.whole[room.offset : room.offset + room.size_bytes]
+            view = self._views[key] = self.whole[block.offset : block.offset + block.size_bytes]
         return view
 
     def close(self, *, later: bool = False) -> None:
-        """Lets go of the memory, whoever still knows this pool. Not while a capture is under way:
-        storage that hangs may come back.
+        """Release the memory, unless a capture is in flight: storage that hangs may recover and
+        read it.
 
         Args:
-            later: once none is under way any more.
+            later: True to release it as soon as no capture is in flight.
         """
         with self._changed:
             self._retired = later
+            # The keeper may still read the memory of a capture in flight.
             if self._in_flight:
                 return
             self._views.clear()
@@ -109,22 +122,22 @@ class CapturePool:
 
     @property
     def used_bytes(self) -> int:
-        """Bytes of all blocks that are in use or kept."""
+        """Bytes of all blocks in use or kept."""
         with self._changed:
             return self._allocator.used_bytes
 
     @property
     def touched_bytes(self) -> int:
-        """Host memory that the arena has taken so far."""
+        """Host memory that the arena has taken so far, in bytes."""
         return self._touched_to
 
     @property
     def taken_bytes(self) -> int:
-        """Host memory that was taken so far: by the arena, and beside it, at most at a time."""
+        """Largest host memory taken so far, inside and outside of the arena, in bytes."""
         return max(self._most_bytes, self._touched_to + self._beside_bytes)
 
     def rounded_bytes(self, size_bytes: int) -> int:
-        """What a block of ``size_bytes`` takes."""
+        """Return the bytes that a block of ``size_bytes`` takes."""
         return self._allocator.rounded_bytes(size_bytes)
 
     def acquire(
@@ -135,17 +148,20 @@ class CapturePool:
         beside_bytes: int = 0,
         in_flight_max: int | None = None,
     ) -> Block:
-        """A block; waits for one to be released if there is no room.
+        """Return a block; wait for one to be released if the arena is full.
 
         Args:
-            beside_bytes: that will belong to it outside of the arena, as far as is known.
-            in_flight_max: so many blocks of this kind may be in use, besides those kept, with
-                this one; None: as many as there is room for.
+            size_bytes: size in bytes.
+            timeout_s: seconds without progress to wait.
+            beside_bytes: expected memory outside of the arena that will belong to it.
+            in_flight_max: largest number of such blocks in use, including this one and without kept
+                ones;
+                None for no limit.
 
         Raises:
-            OutOfSpaceError: when the budget can never hold such a block.
-            DeadlineError: when none was released within ``timeout_s``, and nothing has moved.
-            KeeperError: the keeper is gone.
+            OutOfSpaceError: the budget can never hold such a block.
+            DeadlineError: no block was released, and nothing has moved, for ``timeout_s`` seconds.
+            KeeperError: the keeper is lost.
         """
         if self.rounded_bytes(size_bytes) + beside_bytes > self.arena.size_bytes:
             plain = f" ({beside_bytes} of them plain data)" if beside_bytes else ""
@@ -156,51 +172,62 @@ class CapturePool:
                 hint=f'Budget(host_bytes={need}) or more, or method="sync"',
             )
         with self._changed:
-            # Whoever has waited in vain once, does not again until something is released.
+            # After one timeout further calls fail at once, until something is released: training
+            # must not stall for the full time at each step.
             wait_s = 0.0 if self._stuck else timeout_s
-            room = self._wait(size_bytes, beside_bytes, wait_s, in_flight_max)
+            block = self._wait(size_bytes, beside_bytes, wait_s, in_flight_max)
         try:
-            self.populate(room)
-            self.arena.set_progress(room.word, 0)
+            # Outside of the lock: taking pages is slow, and other threads release blocks meanwhile.
+            self.populate(block)
+            # Before the capture is announced: a stale count would make the keeper read bytes of an
+            # earlier base.
+            self.arena.set_progress(block.word, 0)
         except BaseException:
-            self.release(room)
+            self.release(block)
             raise
-        return room
+        return block
 
     def acquire_now(self, size_bytes: int, beside_bytes: int = 0) -> Block | None:
-        """A block for a record of the log, if there is one: without a progress word, and without
-        its pages, which are taken with :meth:`populate`."""
+        """Return a block for a log record, or None if there is no space now.
+
+        It has no progress word, and its pages are taken only by :meth:`populate`.
+        """
         with self._changed:
+            # A keeper that seems lost may still read its captures from this memory.
             if self._lost() is not None:
                 return None
             offset = self._allocate(size_bytes, beside_bytes)
             return None if offset is None else Block(offset, size_bytes, _NO_WORD, beside_bytes)
 
-    def charge(self, room: Block, beside_bytes: int) -> None:
-        """It is known by now how much belongs to a block outside of the arena. It is there: where
-        that is more than was thought, whoever comes next waits for it."""
+    def charge(self, block: Block, beside_bytes: int) -> None:
+        """Correct the memory outside of the arena that belongs to a block.
+
+        The memory exists already: if it exceeds the estimate, the next caller waits for it.
+        """
         with self._changed:
-            less = room.beside_bytes - beside_bytes
+            less = block.beside_bytes - beside_bytes
             self._beside_bytes -= less
-            room.beside_bytes = beside_bytes
+            block.beside_bytes = beside_bytes
             self._count()
             if less > 0:
                 self._changed.notify_all()
 
-    def populate(self, room: Block) -> None:
-        """Takes the pages of a block now, and not in the middle of a copy, which would be 6
-        times slower."""
+    def populate(self, block: Block) -> None:
+        """Take the pages of a block now: page faults in the middle of a copy make it 6 times
+        slower."""
+        # A lock of its own: one thread warms the arena ahead while another one acquires blocks.
         with self._touching:
-            begin = max(self._touched_to, room.offset)
-            end = room.offset + room.size_bytes
+            begin = max(self._touched_to, block.offset)
+            end = block.offset + block.size_bytes
             if begin < end:
                 self.arena.populate(begin, end - begin)
                 self._touched_to = end
 
     def warm(self, size_bytes: int) -> None:
-        """Takes memory that captures will need, before they need it."""
+        """Take pages that captures will need, ahead of time."""
         end = min(size_bytes, self.arena.size_bytes - self._beside_bytes)
         while self._touched_to < end:
+            # In slices, so that populate() of an urgent block does not wait for all of it.
             with self._touching:
                 begin = self._touched_to
                 if begin < end:
@@ -208,47 +235,54 @@ class CapturePool:
                     self._touched_to = begin + min(_WARM_BYTES, end - begin)
 
     def warm_ahead(self, size_bytes: int) -> None:
-        """Takes so much memory beyond what was ever used, before a record needs it."""
+        """Take ``size_bytes`` beyond the memory in use, before a record needs it."""
         used_to = self.used_bytes
         if used_to + size_bytes > self._touched_to:
             self.warm(used_to + size_bytes)
 
-    def keep(self, room: Block, forget: Callable[[], None]) -> None:
-        """The block is durable; it stays until a newer one is, or its memory is needed."""
+    def keep(self, block: Block, forget: Callable[[], None]) -> None:
+        """Keep the block of a durable base until a newer base is durable or the memory is
+        needed."""
         with self._changed:
-            room.forget = forget
-            self._kept.append(room)
+            block.forget = forget
+            self._kept.append(block)
             self._stuck = False
             self._changed.notify_all()
             self._close_retired()
 
     def drop_kept(self, *, but: Block | None = None) -> None:
-        """Forgets every kept block; a newer one is there."""
+        """Free all kept blocks but one: a newer base exists."""
         with self._changed:
             while self._kept:
-                room = self._kept.pop(0)
-                if room is but:
-                    self._kept.append(room)
+                block = self._kept.pop(0)
+                if block is but:
+                    self._kept.append(block)
                     return
-                self._forget(room)
+                self._forget(block)
 
-    def release(self, room: Block) -> None:
-        """Gives a block back."""
+    def release(self, block: Block) -> None:
+        """Free a block."""
         with self._changed:
-            self._free(room)
+            self._free(block)
 
     @property
     def _in_flight(self) -> int:
-        """Captures that are under way."""
+        """Number of captures in flight."""
         return PROGRESS_WORDS - len(self._words) - len(self._kept)
 
     def _allocate(self, size_bytes: int, beside_bytes: int) -> int | None:
-        """The offset of a block, and what belongs to it beside the arena counts: of the arena so
-        much less is used, at its end, as memory that it has taken stays taken."""
+        """Return the offset of a new block; None if it does not fit.
+
+        Memory outside of the arena counts against its end: pages that the arena has taken stay
+        taken, so
+        only the untouched end can make up for other memory.
+        """
         offset = self._allocator.allocate(size_bytes)
         if offset is None:
             return None
         end = offset + self.rounded_bytes(size_bytes)
+        # Both kinds of memory together must stay within the budget, even if the arena alone has
+        # space.
         if end + self._beside_bytes + beside_bytes > self._allocator.size_bytes:
             self._allocator.free(offset)
             return None
@@ -262,9 +296,11 @@ class CapturePool:
     def _wait(
         self, size_bytes: int, beside_bytes: int, timeout_s: float, in_flight_max: int | None
     ) -> Block:
+        """Wait for a block; free kept blocks, the oldest first, if that helps."""
         found: list[Block] = []
 
         def take() -> bool:
+            # Checked at each turn: no block may be handed out after the keeper was lost.
             if (lost := self._lost()) is not None:
                 raise lost
             if in_flight_max is not None and self._in_flight >= in_flight_max:
@@ -274,6 +310,7 @@ class CapturePool:
                 if offset is not None:
                     found.append(Block(offset, size_bytes, self._words.pop(), beside_bytes))
                     return True
+                # A kept block is only a convenience for restarts: sacrifice it before waiting.
                 if self._kept:
                     self._forget(self._kept.pop(0))
                 elif self._in_flight or not self.give_way():
@@ -285,33 +322,36 @@ class CapturePool:
             while not (there := self._changed.wait_for(take, look_s)):
                 if self.moves is None or still.is_over(self.moves()):
                     break
-        except BaseException:  # an interrupt
-            for room in found:
-                self._free(room)
+        except BaseException:
+            # An interrupt may come after take() has succeeded: the block would be lost.
+            for block in found:
+                self._free(block)
             raise
         if not there:
             since = "since the last base was lost" if self._stuck else f"within {timeout_s:g} s"
             self._stuck = True
             raise DeadlineError(
                 f"no host memory was released {since}: earlier bases are still being written",
-                hint="look at the disk (dmesg, df, iostat); is the keeper stopped? (everstep ps); "
-                "a longer interval, or a larger Budget(host_bytes=...), leaves it more time",
+                hint="check the disk (dmesg, df, iostat) and that the keeper is not stopped "
+                "(everstep ps); a longer interval or a larger Budget(host_bytes=...) leaves it "
+                "more time",
             )
         return found[0]
 
-    def _forget(self, room: Block) -> None:
-        if room.forget is not None:
-            room.forget()
-        self._free(room)
+    def _forget(self, block: Block) -> None:
+        if block.forget is not None:
+            block.forget()
+        self._free(block)
 
-    def _free(self, room: Block) -> None:
-        for other in room.others:
+    def _free(self, block: Block) -> None:
+        for other in block.others:
             self._free(other)
-        self._allocator.free(room.offset)
-        self._beside_bytes -= room.beside_bytes
+        self._allocator.free(block.offset)
+        self._beside_bytes -= block.beside_bytes
+        # Memory was released: the next caller may wait for the full time again.
         self._stuck = False
-        if room.word != _NO_WORD:
-            self._words.append(room.word)
+        if block.word != _NO_WORD:
+            self._words.append(block.word)
         self._changed.notify_all()
         self._close_retired()
 

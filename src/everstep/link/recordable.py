@@ -1,4 +1,4 @@
-"""What of an update can be recorded, and how: layouts, forms of gradients, refusals."""
+"""Recording of updates in the log: layouts of records, forms of gradients, refusals."""
 
 from __future__ import annotations
 
@@ -52,22 +52,22 @@ __all__ = [
 
 
 class LogKeeper(Protocol):
-    """Takes records: the keeper process, or a keeper in this one.
+    """Receiver of log records: the keeper process, or a keeper thread in this process.
 
     Attributes:
-        lost: why it is gone, if it is: it writes nothing any more.
+        lost: reason why it no longer writes anything; None while it does.
     """
 
     lost: EverstepError | None
 
     @property
     def moves(self) -> int:
-        """Changes as long as a base that is being written gets anywhere."""
+        """Counter that changes while a base or retention makes progress."""
         ...
 
     @property
     def log_moves(self) -> int:
-        """Changes as long as the log gets anywhere."""
+        """Counter that changes while writing the log makes progress."""
         ...
 
     def log(
@@ -78,15 +78,15 @@ class LogKeeper(Protocol):
         objects: Mapping[str, bytes],
         offset: int,
     ) -> None:
-        """A record lies whole in the arena."""
+        """Accept a log record that is complete in the arena."""
         ...
 
     def forget_log(self, upto: int) -> None:
-        """The memory of records up to this number is going to be used again."""
+        """Drop records up to ``upto``: their memory is about to be reused."""
         ...
 
     def log_to_disk(self, on: bool) -> None:
-        """Records of the steps from now on are written to disk, too; or they are not."""
+        """Switch writing the log of later steps to disk on or off."""
         ...
 
 
@@ -94,7 +94,8 @@ _SPARSE = "SparseAdam consumes sparse gradients, and a log holds dense ones"
 
 
 def record_layout(entries: Iterable[Entry]) -> ShardLayout:
-    """The layout of a record: by dtype within a width, so that each dtype lies in one piece."""
+    """Return the layout of a record: sorted by dtype within a width, so that each dtype is
+    contiguous."""
     ordered = sorted(entries, key=lambda entry: entry.dtype)
     (layout,) = plan_shards(ordered, header_bytes_max=1 << 62)
     return layout
@@ -102,15 +103,15 @@ def record_layout(entries: Iterable[Entry]) -> ShardLayout:
 
 @dataclass(slots=True)
 class Layouts:
-    """Layouts of records, by all that they depend on."""
+    """Layouts of records, cached by everything that they depend on."""
 
     found: LRUCache[Any, ShardLayout] = field(default_factory=LRUCache)
 
     def of(self, named: Mapping[str, torch.Tensor]) -> ShardLayout:
-        """The layout of a record of these tensors.
+        """Return the layout of a record of these tensors.
 
-        Nothing less than their forms will do as a key: a gradient may have other strides or
-        another dtype than in the step before, and fused kernels read it as it lies in memory.
+        The key holds the complete forms of the tensors: a gradient may have other strides or
+        another dtype than in the previous step, and fused kernels read memory in its order.
         """
         key = tuple((name, t.shape, t.dtype, t.stride()) for name, t in named.items())
         layout = self.found.get(key)
@@ -121,7 +122,7 @@ class Layouts:
 
 
 class Grouping:
-    """How an optimizer groups its parameters.
+    """Assignment of an optimizer's parameters to its groups.
 
     Attributes:
         groups: names of the parameters of each group.
@@ -133,11 +134,11 @@ class Grouping:
 
     @property
     def names(self) -> Iterator[str]:
-        """Of all parameters, in their order."""
+        """Names of all parameters, in order."""
         return chain.from_iterable(self.groups)
 
     def holds(self, optimizer: Optimizer) -> bool:
-        """Whether the groups are the same parameters as they were, in the same order."""
+        """Return True if the groups still hold the same parameters in the same order."""
         groups = optimizer.param_groups
         return len(groups) == len(self._members) and all(
             same_objects(group["params"], members)
@@ -146,12 +147,13 @@ class Grouping:
 
 
 class ReplacedTensors:
-    """Notices tensors that were put in the place of those that replay would update: a state that
-    was loaded, parameters that were swapped. torch's own optimizers update in place, so that was
-    somebody else. (Values that were written in place are for :mod:`.untold`.)
+    """Detects tensors that were put in place of those that replay would update.
+
+    Loading a state or swapping parameters does that; torch's own optimizers update in place. (For
+    values written in place see :mod:`.untold`.)
 
     Args:
-        state: whose optimizers they belong to.
+        state: state whose optimizers are watched.
     """
 
     def __init__(self, state: State) -> None:
@@ -163,7 +165,7 @@ class ReplacedTensors:
         self.start(None)
 
     def start(self, survey: Survey | None) -> None:
-        """Everything was restored, and surveyed then; None: nothing is recorded."""
+        """Start from a survey of a restored state; None if nothing is recorded."""
         self._entries: object = None
         self._names: tuple[str, ...] = ()
         self._tensors: Mapping[str, torch.Tensor] = {}
@@ -171,8 +173,8 @@ class ReplacedTensors:
             self.since(survey)
 
     def since(self, survey: Survey) -> str | None:
-        """The name of one that was replaced since the last call; None where the shape is another,
-        too."""
+        """Return the name of a tensor replaced since the last call; None if the structure
+        changed, too."""
         shape = survey.shape
         before = self._tensors
         self._tensors = now = survey.tensors
@@ -185,16 +187,17 @@ class ReplacedTensors:
                 if owner.kind == "replayed" and owner.optimizer in self._in_place
             )
             return None
-        if now is before:  # mostly
+        # The usual case: an unchanged survey returns the same mapping.
+        if now is before:
             return None
         return next((name for name in self._names if now[name] is not before[name]), None)
 
 
 def require_eager(key: str, optimizer: Optimizer) -> Optimizer:
-    """The optimizer whose update is under way.
+    """Return the optimizer whose update is in progress.
 
     Raises:
-        UnsupportedStateError: its step is compiled: other kernels than those that replay runs.
+        UnsupportedStateError: its step is compiled: it runs other kernels than replay does.
     """
     if torch.compiler.is_compiling():
         why = "its step() is compiled, and replay runs torch's own"
@@ -207,10 +210,10 @@ def require_eager(key: str, optimizer: Optimizer) -> Optimizer:
 
 
 def compressors_of(state: State) -> dict[str, Compressor]:
-    """The Compressors among the values of a state, by the key of their optimizer.
+    """Return the Compressors among the values of a state, by the key of their optimizer.
 
     Raises:
-        OptionError: one is of an optimizer that is not in the state.
+        OptionError: the optimizer of one is not in the state.
     """
     keys = {id(optimizer): key for key, optimizer in state.optimizers.items()}
     found = {}
@@ -227,15 +230,16 @@ def compressors_of(state: State) -> dict[str, Compressor]:
 
 
 def exchanges_of(state: State) -> list[DDPCompression]:
-    """The communication hooks among the values of a state whose means are compressed."""
-    loaded = sys.modules.get("everstep.compress.ddp")  # not loaded: nobody uses it
+    """Return the DDP communication hooks among the values of a state that compress their means."""
+    # Not imported here: if the module is not loaded, no value can be of its class.
+    loaded = sys.modules.get("everstep.compress.ddp")
     if loaded is None:
         return []
     return [value for value in state.values.values() if isinstance(value, loaded.DDPCompression)]
 
 
 def groupings_of(state: State) -> dict[str, Grouping]:
-    """How each optimizer groups its parameters now, by its key."""
+    """Return the current grouping of each optimizer, by key."""
     found = {}
     for key, optimizer in state.optimizers.items():
         provider = state.providers[key]
@@ -245,7 +249,7 @@ def groupings_of(state: State) -> dict[str, Grouping]:
 
 
 def state_digest(shape: Shape, groupings: Mapping[str, Grouping]) -> str:
-    """What a state consists of, in the digest that its records carry."""
+    """Return the digest of a state's structure, as its log records carry it."""
     groups = {key: grouping.groups for key, grouping in groupings.items()}
     return shape_digest(shape.entries, shape.aliases, groups)
 
@@ -253,39 +257,44 @@ def state_digest(shape: Shape, groupings: Mapping[str, Grouping]) -> str:
 def form_entries(
     name: str, gradient: torch.Tensor, form: Sparse | Int8, named: dict[str, torch.Tensor]
 ) -> dict[str, Any]:
-    """Adds the tensors of a form to ``named``; returns the rest of it."""
-    about: dict[str, Any] = {
+    """Add the tensors of a compressed form to ``named``; return its other fields."""
+    fields: dict[str, Any] = {
         "shape": tuple(gradient.shape),
         "stride": None if gradient.is_contiguous() else tuple(gradient.stride()),
     }
     if isinstance(form, Sparse):
         named[INDICES + name] = form.indices
         named[VALUES + name] = form.values
-        return {**about, "counts": form.counts}
+        return {**fields, "counts": form.counts}
     named[INT8 + name] = form.values
     named[SCALES + name] = form.scales
-    return {**about, "dtype": form.dtype}
+    return {**fields, "dtype": form.dtype}
 
 
 def lossy_entries(
     name: str, gradient: torch.Tensor, copy: Lossy, named: dict[str, torch.Tensor]
 ) -> dict[str, Any]:
-    """:func:`form_entries` of a lossy copy."""
-    about = form_entries(name, gradient, copy.form, named)
-    return {**about, "dtype": copy.dtype, "lossy": True, "exponent": copy.exponent}
+    """Add the tensors of a lossy copy to ``named``; return its other fields, as
+    :func:`form_entries`."""
+    fields = form_entries(name, gradient, copy.form, named)
+    return {**fields, "dtype": copy.dtype, "lossy": True, "exponent": copy.exponent}
 
 
 def replay_refusal(optimizer: Optimizer) -> str | None:
-    """Why no record of this optimizer's updates could be replayed; None if one can. Of parameters
-    that are spread over ranks, be it over one, each replays its own part."""
+    """Return why this optimizer's updates cannot be replayed; None if they can.
+
+    Of parameters that are sharded over ranks (or over one), each rank replays its own shards.
+    """
     if type(optimizer) is torch.optim.SparseAdam:
         return _SPARSE
     return refusal(optimizer, parts=True)
 
 
 def replay_options(optimizer: Optimizer) -> list[tuple[bool, ...]]:
-    """What of the options of its groups :func:`refuse_options` goes by, to be compared: in each
-    step, so little more than look-ups."""
+    """Return the options of the groups that :func:`refuse_options` depends on, for comparison.
+
+    Called in each step, so it does little more than look-ups.
+    """
     return [
         (
             bool(fused := group.get("fused")),
@@ -298,30 +307,33 @@ def replay_options(optimizer: Optimizer) -> list[tuple[bool, ...]]:
 
 
 def refuse_options(key: str, optimizer: Optimizer) -> None:
-    """Not by all that :func:`replay_refusal` goes by: within a step wrappers may have put another
-    ``step()`` on the optimizer for a moment (accelerate's).
+    """Refuse updates that cannot be replayed with the current options of the groups.
+
+    Checks less than :func:`replay_refusal`: within a step, wrappers such as accelerate's may have
+    replaced ``step()`` of the optimizer for a moment.
 
     Raises:
-        UnsupportedStateError: updates with the options that its groups have now cannot be replayed.
+        UnsupportedStateError: an option rules out replay.
     """
-    kind = type(
-        local_optimizer(optimizer)
-    )  # which takes over the outer one's options as it updates
+    # The inner optimizer takes over the options of the outer one when it updates.
+    kind = type(local_optimizer(optimizer))
     for number, group in enumerate(optimizer.param_groups):
         if why := options_refusal(kind, group, group["params"]):
             raise UnsupportedStateError(
-                f"group {number} of {key} has options now with which no log can be replayed: {why}",
+                f"group {number} of {key} now has options that rule out replay of a log: {why}",
                 leaves=((key, why),),
-                hint='set them back, or method="lazy", which needs no log',
+                hint='restore them, or use method="lazy", which needs no log',
             )
 
 
 def refuse_optimizers(state: State, log: str) -> None:
-    """Raises:
-    UnsupportedStateError: an optimizer whose updates cannot be replayed, with the reason; or one
-        that trains what no base has: weight decay, say, reads that.
-    OptionError: ``log="topk"``, and one has no Compressor, nor a parameter of which compressed
-        gradients are exchanged.
+    """Refuse a state whose updates cannot be replayed from a log.
+
+    Raises:
+        UnsupportedStateError: an optimizer cannot be replayed, for the given reason, or it trains
+            parameters that are not in the state, which replay would need (weight decay reads them).
+        OptionError: ``log="topk"``, and an optimizer has neither a Compressor nor compressed
+            gradients.
     """
     optimizers = state.optimizers
     found = [
@@ -338,7 +350,7 @@ def refuse_optimizers(state: State, log: str) -> None:
         key, names = next(iter(unsaved.items()))
         raise UnsupportedStateError(
             f"the updates of {key!r} cannot be replayed from a log: {len(names)} parameter(s) that "
-            f"it trains are in no part of the state ({', '.join(names[:3])})",
+            f"it trains are not in the state ({', '.join(names[:3])})",
             leaves=tuple((key, name) for name in names),
             hint='add the module or the tensors to the state; method="lazy" needs no log',
         )
@@ -354,8 +366,8 @@ def refuse_optimizers(state: State, log: str) -> None:
     if dense:
         raise OptionError(
             f'log="topk" records compressed training; there is no Compressor of {dense}',
-            hint='{"compressor": everstep.compress.Compressor(optimizer), ...} in the state, or '
-            'the DDPCompression that is DDP\'s hook, or method="logged"',
+            hint='add {"compressor": everstep.compress.Compressor(optimizer), ...} to the state, '
+            'or the DDPCompression that is DDP\'s hook, or use method="logged"',
         )
 
 

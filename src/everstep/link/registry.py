@@ -1,15 +1,15 @@
-"""Where the keepers of this user are found: one key each, three files per key.
+"""Registry of the keepers of this user: one key per run and rank, three files per key.
 
 ::
 
-    <key>.json   who it is; locked by the keeper as long as it lives
-    <key>.sock   where it listens
-    <key>.log    what it prints; locked (shared) by whoever may still print into it
-    registry.lock  held for a moment by everybody who takes, looks for or clears a key
+    <key>.json   identity of the keeper; locked by it as long as it lives
+    <key>.sock   socket that it listens at
+    <key>.log    its output; locked (shared) by each process that may still write to it
+    registry.lock  held briefly by each process that takes, looks up or clears a key
 
-A keeper lives exactly as long as its lock: the kernel gives it back however the process
-ends. Files without a lock are what a killed keeper has left, and are cleared away by the
-next process that comes across them. Process ids in files prove nothing.
+A keeper is alive exactly as long as its lock is held: the kernel releases the lock however the
+process ends. Files without a lock are left over from a keeper that was killed; the next process
+that sees them deletes them. Process ids in files prove nothing, as they are reused.
 """
 
 from __future__ import annotations
@@ -54,19 +54,20 @@ _GATE_TIMEOUT_S = 5.0
 _LOOK_AGAIN_S = 0.05
 _DYING_S = 0.5
 _INFO_BYTES_MAX = 1 << 16
-_LOG_KEPT_S = 86400.0  # of a keeper that was killed: somebody may want to know why
+# Time for which the log of a killed keeper is kept, for people who look for the reason.
+_LOG_KEPT_S = 86400.0
 _NAME = re.compile(r"([0-9a-f]{16})\.(json|log)", re.ASCII)
 _FILES = PosixFileSystem()
 
 
 def keeper_key(run: str, run_id: str, rank: int) -> str:
-    """What tells a keeper from all others of this user: 16 hexadecimal digits.
+    """Return the key of a keeper, unique for this user: 16 hexadecimal digits.
 
     Args:
-        run: real path of the run folder (:func:`~everstep.run.folder.run_path`): the
-        same run
-            copied elsewhere is another one.
-        run_id: from ``run.json``: another run at the same place is another one, too.
+        run: real path of the run folder (:func:`~everstep.run.folder.run_path`); a copy
+            of the run elsewhere is another run.
+        run_id: from ``run.json``; a later run at the same path is another run.
+        rank: the rank.
     """
     text = json.dumps([run, run_id, rank], ensure_ascii=True)
     return xxhash.xxh3_64_hexdigest(text.encode("ascii"))
@@ -87,10 +88,10 @@ class KeeperFiles:
 
 
 def keeper_files(key: str, *, create: bool = True) -> KeeperFiles:
-    """The files of a key, in the runtime folder.
+    """Return the files of a key, in the runtime folder.
 
     Args:
-        create: make the folder if it is not there.
+        create: create the folder if it does not exist.
 
     Raises:
         KeeperError: the folder cannot be used, or its path is too long for a socket.
@@ -109,13 +110,16 @@ def keeper_files(key: str, *, create: bool = True) -> KeeperFiles:
 
 @dataclass(frozen=True, slots=True)
 class KeeperInfo:
-    """Who a keeper is.
+    """Identity of a keeper.
 
     Attributes:
+        pid: its process id.
         run: real path of the run folder.
-        version: of its everstep.
-        protocol: of its messages.
-        started_unix_s: for people.
+        run_id: from ``run.json``.
+        rank: the rank that it serves.
+        version: its version of everstep.
+        protocol: version of its messages.
+        started_unix_s: start time, for display.
     """
 
     pid: int
@@ -128,23 +132,23 @@ class KeeperInfo:
 
     @property
     def key(self) -> str:
-        """See :func:`keeper_key`."""
+        """Key of the keeper; see :func:`keeper_key`."""
         return keeper_key(self.run, self.run_id, self.rank)
 
     def encode(self) -> bytes:
-        """The contents of the file."""
+        """Return the contents of the file."""
         return json.dumps(asdict(self), ensure_ascii=True).encode("ascii") + b"\n"
 
     @classmethod
     def decode(cls, data: bytes) -> KeeperInfo | None:
-        """The inverse of :meth:`encode`; None for anything else."""
+        """Decode the contents of the file; None for anything else."""
         try:
             fields = json.loads(data)
         except (ValueError, RecursionError):
             return None
         if not isinstance(fields, dict):
             return None
-        # A newer everstep may tell more.
+        # A newer version of everstep may write more fields: ignore them.
         found: dict[str, Any] = {name: fields.get(name) for name in cls.__slots__}
         numbers = (found["pid"], found["rank"], found["protocol"])
         texts = (found["run"], found["run_id"], found["version"])
@@ -159,11 +163,12 @@ class KeeperInfo:
 
 
 class Registration:
-    """What a keeper holds as long as it lives. Made by :meth:`acquire`.
+    """Registration that a keeper holds as long as it lives; made by :meth:`acquire`.
 
     Attributes:
-        key, info: as given.
-        files: of the key.
+        key: key of the keeper.
+        info: identity of the keeper.
+        files: files of the key.
     """
 
     def __init__(self, key: str, info: KeeperInfo, files: KeeperFiles, lock: LockedFile) -> None:
@@ -171,14 +176,15 @@ class Registration:
         self.info = info
         self.files = files
         self._lock = lock
-        self._socket: tuple[int, int] | None = None  # none yet
+        self._socket: tuple[int, int] | None = None  # identity of the socket file, once it exists
         self._prints = [fd for fd in (1, 2) if same_file(fd, files.log)]
 
     @classmethod
     def acquire(cls, key: str, info: KeeperInfo, *, timeout_s: float = 0.0) -> Registration | None:
-        """Takes the key for this process; None if another keeper has it until ``timeout_s``.
+        """Take the key for this process; return None if another keeper holds it until
+        ``timeout_s``.
 
-        What a killed keeper has left behind is cleared away.
+        Files left over from a killed keeper are deleted.
 
         Raises:
             KeeperError: the runtime folder cannot be used.
@@ -187,13 +193,19 @@ class Registration:
         files = keeper_files(key)
         deadline_s = time.monotonic() + timeout_s
         while True:
-            with _gate(files.folder), _in_words(files.info):
+            # Inside the gate: a lookup takes the same lock for a moment, and must not be mistaken
+            # for a keeper.
+            with _gate(files.folder), _keeper_errors(files.info):
                 lock = lock_file(files.info)
                 if lock is not None:
                     try:
+                        # The stale socket first: with the lock held, clients take whatever answers
+                        # there for this keeper.
                         _clear_socket(files)
                         lock.replace(info.encode())
                     except BaseException:
+                        # Nothing of a failed registration may stay: others would wait for a keeper
+                        # that never listens.
                         lock.unlink()
                         lock.release()
                         raise
@@ -201,29 +213,33 @@ class Registration:
             left_s = deadline_s - time.monotonic()
             if left_s <= 0:
                 return None
+            # Polled: the file lock of another process wakes no waiter with a deadline.
             time.sleep(min(left_s, _LOOK_AGAIN_S))
 
     def listen(self) -> socket.socket:
-        """Listens, non-blocking, at the key's socket; connections are for ``wire.accept``.
+        """Listen, non-blocking, at the socket of the key; accept connections with ``wire.accept``.
 
         Raises:
             KeeperError: the system refuses.
         """
-        with _in_words(self.files.socket):
+        with _keeper_errors(self.files.socket):
             listener = listen_at(self.files.socket)
             self._socket = file_identity(self.files.socket)
             return listener
 
     def again(self) -> socket.socket | None:
-        """Makes the files anew by which others find this keeper, and listens there; None if another
-        keeper has the key.
+        """Recreate the files by which others find this keeper, and listen there.
+
+        Returns:
+            The new listener; None if another keeper holds the key.
 
         Raises:
-            KeeperError: the runtime folder cannot be used; what there was stays as it is.
+            KeeperError: the runtime folder cannot be used; existing files are unchanged.
         """
         files = keeper_files(self.key)
-        with _gate(files.folder), _in_words(files.info):
+        with _gate(files.folder), _keeper_errors(files.info):
             before = self._lock
+            # Deleted files have left the old lock on an inode without a name: take the key again.
             lock = before if before.is_current else lock_file(files.info, timeout_s=_DYING_S)
             if lock is None:
                 return None
@@ -237,70 +253,78 @@ class Registration:
                     lock.unlink()
                     lock.release()
                 raise
+            # Release the old lock only after the new one is held: otherwise another keeper could
+            # register between the two.
             self._lock = lock
             if lock is not before:
                 before.release()
-            self._print_again()
+            self._redirect_output()
         return listener
 
-    def _print_again(self) -> None:
-        """What goes into a log that nobody finds goes into another."""
+    def _redirect_output(self) -> None:
+        """Redirect standard output and error to a new log file if the old one was deleted."""
         if all(same_file(fd, self.files.log) for fd in self._prints):
             return
-        with contextlib.suppress(OSError):  # it is for people, and nothing depends on it
+        # The log is for people only: a failure must not cost the registration.
+        with contextlib.suppress(OSError):
             log = lock_file(self.files.log, shared=True)
             if log is not None:
                 log.put_at(self._prints)
 
     def still_used(self) -> None:
-        """Keeps the files of a keeper that lives for long from whoever cleans up."""
+        """Refresh the times of the files, so that no cleanup of old files deletes them."""
         still_used([self.files.folder, self.files.info, self.files.socket, self.files.log])
 
     @property
     def is_current(self) -> bool:
-        """Whether others still find this keeper.
+        """True while other processes can find this keeper.
 
-        False once somebody has deleted its files (the system does, at the end of a login,
-        with what is in ``$XDG_RUNTIME_DIR``): nobody can attach to it any more.
+        False after its files were deleted, as the system does with the contents of
+        ``$XDG_RUNTIME_DIR`` at the end of a login: no process can attach any more.
         """
         try:
             return self._lock.is_current and file_identity(self.files.socket) == self._socket
-        except OSError:  # what is there now is no folder, or not ours
+        except OSError:
+            # The folder was replaced by a file, or belongs to another user now.
             return False
 
     def release(self) -> None:
-        """Gives the key up and removes its files; harmless when called again.
+        """Release the key and delete its files; harmless when repeated.
 
-        The log stays if another process prints into it.
+        The log stays if another process may still write to it.
         """
         if self._lock.fd < 0:
             return
         try:
-            if self._lock.is_current:  # else what is there now is not ours
+            # Otherwise the files belong to another keeper that has registered since.
+            if self._lock.is_current:
                 _clear_socket(self.files)
+                # Delete the log only if no other process may still write to it.
                 if any(same_file(fd, self.files.log) and held_alone(fd) for fd in (1, 2)):
                     _unlink(self.files.log)
                 self._lock.unlink()
-        except OSError:  # whatever stays is cleared away by the next who comes
+        except OSError:
+            # Files that stay have no lock: the next process that sees them deletes them.
             pass
         finally:
+            # Last, after the files: a process that gets the lock expects none of a live keeper.
             self._lock.release()
 
 
-# --- Looking ----------------------------------------------------------------------------
+# --- Lookup -----------------------------------------------------------------------------
 
 
 def list_keepers() -> list[KeeperInfo]:
-    """The living keepers of this user, by run and rank; clears away what dead ones have left.
+    """Return the living keepers of this user, by run and rank; delete files of dead ones.
 
-    Their logs are kept for a day.
+    Logs of dead keepers are kept for a day.
 
     Raises:
         KeeperError: the runtime folder cannot be used.
     """
     folder = runtime_folder(create=False)
     found = []
-    with _in_words(folder):
+    with _keeper_errors(folder):
         try:
             entries = _FILES.scan(folder)
         except FileNotFoundError:
@@ -308,13 +332,16 @@ def list_keepers() -> list[KeeperInfo]:
     now_s = time.time()
     with _gate(folder):
         for entry in entries:
+            # Only names that this registry creates: other files in the folder are left alone.
             match = _NAME.fullmatch(entry.name)
             if match is None or entry.kind != "file":
                 continue
             files = _files_in(folder, match[1])
-            with contextlib.suppress(OSError):  # gone again, or none of ours: not our business
+            # A file may be deleted meanwhile, or not be readable: skip it.
+            with contextlib.suppress(OSError):
                 if match[2] == "json":
                     info = _holder(files)
+                    # A file whose contents do not match its name was not written by a keeper.
                     if info is not None and info.key == match[1]:
                         found.append(info)
                 elif now_s - entry.mtime_s > _LOG_KEPT_S:
@@ -323,10 +350,11 @@ def list_keepers() -> list[KeeperInfo]:
 
 
 def keepers_of(run: PurePath, run_id: str) -> list[KeeperInfo]:
-    """The living keepers of a run, one of each rank.
+    """Return the living keepers of a run, at most one per rank.
 
-    Those, too, that know its folder under another name (a bind mount; a symbolic link, with an
-    everstep that did not follow it), of ranks that none knows under this one.
+    Includes keepers that know the folder under another name (a bind mount, or a symbolic link that
+    an
+    older version did not resolve), for ranks without a keeper under this name.
 
     Raises:
         KeeperError: the runtime folder cannot be used.
@@ -341,8 +369,9 @@ def keepers_of(run: PurePath, run_id: str) -> list[KeeperInfo]:
 
 
 def keepers_left_by_a_move(run_id: str) -> list[KeeperInfo]:
-    """Return the living keepers of a run whose folder is not where they know it: it was moved, or
-    renamed, and they cannot write to it any more.
+    """Return the living keepers of a run whose folder was moved or renamed.
+
+    They can no longer write to it, as it does not exist where they expect it.
 
     Raises:
         KeeperError: the runtime folder cannot be used.
@@ -351,29 +380,34 @@ def keepers_left_by_a_move(run_id: str) -> list[KeeperInfo]:
 
 
 def _is_nowhere(run: str) -> bool:
+    """Return True if the folder certainly does not exist."""
     try:
         return file_identity(leads_to(PurePath(run))) is None
-    except OSError:  # closed to this user, or its disk is gone: then nobody can tell
+    except OSError:
+        # Not accessible to this user, or its disk is unavailable: unknown, so not moved.
         return False
 
 
 def _same_folder(run: str, other: PurePath) -> bool:
+    """Return True if two paths certainly lead to the same folder."""
     try:
         there = file_identity(leads_to(PurePath(run)))
         return there is not None and there == file_identity(leads_to(other))
-    except OSError:  # closed to this user, or its disk is gone: then nobody can tell
+    except OSError:
+        # Not accessible to this user, or its disk is unavailable: unknown, so different.
         return False
 
 
 def find_keeper(key: str) -> KeeperInfo | None:
-    """The living keeper that has the key; None if there is none.
+    """Return the living keeper that holds the key; None without one.
 
     Raises:
         KeeperError: the runtime folder cannot be used.
     """
     folder = runtime_folder(create=False)
     files = _files_in(folder, key)
-    with _in_words(files.info):
+    with _keeper_errors(files.info):
+        # Without the gate for the common case: no file, no keeper.
         if file_identity(files.info) is None:
             return None
         with _gate(folder):
@@ -381,28 +415,30 @@ def find_keeper(key: str) -> KeeperInfo | None:
 
 
 def kill_keeper(info: KeeperInfo) -> bool:
-    """Kills (SIGKILL) this very keeper and no other process; False if it is gone already.
+    """Kill (SIGKILL) this keeper and no other process; return False if it has already ended.
 
-    What it held in memory and had not written is lost.
+    State in its memory that was not written is lost.
 
     Raises:
-        KeeperError: it lives, but cannot be shown to be that process (it runs in another
-            container, say), or may not be killed.
+        KeeperError: the process is alive but cannot be verified to be that keeper (it may run in
+            another container), or this user may not kill it.
     """
     folder = runtime_folder(create=False)
     files = _files_in(folder, info.key)
-    # First the process, then the proof: the keeper still has its lock after this moment, so
-    # its number was not given to another process before.
+    # Open the process before the check: the keeper still holds its lock afterwards, so its process
+    # id cannot have been reused before it was opened.
     with PidWatch(info.pid) as watch:
+        # After the process was opened: an id that was reused since does not hold this lock.
         if find_keeper(info.key) != info:
             return False
         identity = file_identity(files.info)
         if watch.gone() or identity is None or not has_open(info.pid, files.info, identity):
-            watch.gone(_DYING_S)  # one that is dying may have closed its files, and hold the lock
+            # A dying process may have closed its files while it still holds the lock: wait.
+            watch.gone(_DYING_S)
             if find_keeper(info.key) != info:
                 return False
             raise KeeperError(
-                f"process {info.pid} cannot be shown to be the keeper of {info.run}",
+                f"process {info.pid} cannot be verified to be the keeper of {info.run}",
                 rank=info.rank,
                 hint="it may run in another container: stop it there",
             )
@@ -415,7 +451,7 @@ def kill_keeper(info: KeeperInfo) -> bool:
 
 
 def read_tail(path: PurePath, *, lines_max: int = 12, bytes_max: int = 8192) -> list[str]:
-    """The last lines of a text file; none if it cannot be read."""
+    """Return the last lines of a text file; an empty list if it cannot be read."""
     try:
         file = _FILES.open(path)
     except OSError:
@@ -432,7 +468,7 @@ def read_tail(path: PurePath, *, lines_max: int = 12, bytes_max: int = 8192) -> 
     return [line for line in lines if line.strip()][-lines_max:]
 
 
-# --- Below ------------------------------------------------------------------------------
+# --- Helpers ----------------------------------------------------------------------------
 
 
 def _files_in(folder: PurePath, key: str) -> KeeperFiles:
@@ -441,9 +477,11 @@ def _files_in(folder: PurePath, key: str) -> KeeperFiles:
 
 @contextlib.contextmanager
 def _gate(folder: PurePath) -> Iterator[None]:
-    """Keeps everybody else out, so that a lock taken for a look is not taken for a keeper's."""
+    """Exclude all other processes, so that a lock taken by a lookup is not mistaken for a
+    keeper's."""
     path = folder / _GATE
-    with _in_words(path):
+    with _keeper_errors(path):
+        # Bounded: a stopped process inside the gate must not block all others for ever.
         lock = lock_file(path, timeout_s=_GATE_TIMEOUT_S)
     if lock is None:
         raise KeeperTimeoutError(
@@ -458,15 +496,18 @@ def _gate(folder: PurePath) -> Iterator[None]:
 
 
 def _holder(files: KeeperFiles) -> KeeperInfo | None:
-    """Who has the key; clears away what a dead one has left. Within the gate."""
+    """Return the keeper that holds the key; delete the files of a dead one. Call within the
+    gate."""
     try:
+        # The lock can be taken only if its keeper has ended, however it ended.
         lock = lock_file(files.info, create=False)
     except FileNotFoundError:
         return None
     if lock is None:
         try:
             return KeeperInfo.decode(_read(files.info))
-        except FileNotFoundError:  # it has ended meanwhile, which takes no gate
+        except FileNotFoundError:
+            # It has ended meanwhile: releasing a key does not take the gate.
             return None
     try:
         _clear_socket(files)
@@ -482,9 +523,10 @@ def _clear_socket(files: KeeperFiles) -> None:
 
 
 def _clear_log(files: KeeperFiles) -> None:
-    """Removes an old log, unless somebody may still print into it."""
+    """Delete an old log, unless a process may still write to it."""
     if file_identity(files.info) is not None:
         return
+    # Exclusive, so it fails while any process may still write to the log.
     lock = lock_file(files.log, create=False)
     if lock is not None:
         lock.unlink()
@@ -506,12 +548,13 @@ def _unlink(path: PurePath) -> None:
 
 
 @contextlib.contextmanager
-def _in_words(path: PurePath) -> Iterator[None]:
+def _keeper_errors(path: PurePath) -> Iterator[None]:
+    """Raise an OSError of the block as a KeeperError."""
     try:
         yield
     except OSError as error:
         raise KeeperError(
             f"{path} cannot be used: {error.strerror or error}",
             path=path,
-            hint="look at the folder; when no keeper runs, it can be removed",
+            hint="check the folder; if no keeper runs, it can be removed",
         ) from error

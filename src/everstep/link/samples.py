@@ -50,10 +50,12 @@ def check_samples(
     """
     for some in samples:
         kind = np.dtype(f"i{some.width_bytes}")
+        # Compared as integers: NaNs and signed zeros must be equal bit for bit.
         whole = np.frombuffer(memory[: memory.nbytes // kind.itemsize * kind.itemsize], kind)
         where = np.frombuffer(some.where, np.int64)
         values = np.frombuffer(some.values, kind)
         inside = (where >= 0) & (where < whole.size)
+        # Checked first: a position outside of the block would raise an unrelated error.
         if where.size != values.size or not inside.all():
             raise FormatError("samples that lie outside of the state")
         differs = np.flatnonzero(whole[where] != values)

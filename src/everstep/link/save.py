@@ -97,12 +97,14 @@ class failing_save:  # noqa: N801 - used as a function
         pass
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> bool:
+        # Both futures: a thread may wait for either of them.
         if isinstance(error, EverstepError):
             fail(self.save.staged, error)
             fail(self.save.durable, error)
             self.post(error)
             return True
         if error is not None:
+            # An interrupt or a bug is the caller's: waiters must not hang because of it.
             self.save.staged.cancel()
             self.save.durable.cancel()
         return False

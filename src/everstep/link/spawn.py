@@ -1,12 +1,13 @@
-"""Starting a keeper process beside a trainer, and connecting to it.
+"""Start a keeper process next to a trainer, and connect to it.
 
-The trainer calls :func:`spawn_keeper`, then :func:`connect`. In the new process the first
-thing that happens is :func:`begin`: it forks once more, so that the keeper is nobody's
-child, and outlives the trainer and its process group. What it prints goes into its log,
-whose end becomes part of the error if it never comes up.
+The trainer calls :func:`spawn_keeper`, then :func:`connect`. The new process calls :func:`begin`
+first: it forks once more, so that the keeper has no parent that could take it down, and outlives
+the
+trainer and its process group. Its output goes to its log, whose end becomes part of the error if it
+does not start.
 
-Neither waits for ever, and a keeper that has died while starting is noticed at once: every
-process that can still print into the log holds a shared lock on it.
+No wait is unbounded, and a keeper that dies while starting is noticed at once: each process that
+can still write to the log holds a shared lock on it.
 """
 
 from __future__ import annotations
@@ -42,12 +43,13 @@ from everstep.seams.processes.runtime import RUNTIME_DIR_VARIABLE
 __all__ = ["LINGER_S", "WRITERS", "SpawnOptions", "begin", "connect", "spawn_keeper"]
 
 LINGER_S = 600.0
-"""How long a keeper waits for a trainer to come back, by default."""
+"""Default time for which a keeper waits for a trainer to return."""
 
 WRITERS = 6
-"""Threads of a keeper that write, by default."""
+"""Default number of threads of a keeper that write to disk."""
 
-_SPAWN_TIMEOUT_S = 60.0  # of an interpreter on a busy machine, with a slow network disk
+# Generous: Python may start slowly on a busy machine from a network disk.
+_SPAWN_TIMEOUT_S = 60.0
 _LOCK_TIMEOUT_S = 5.0
 _LOOK_AGAIN_S = 0.02
 _LIBRARY_THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
@@ -55,16 +57,16 @@ _LIBRARY_THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"
 
 @dataclass(frozen=True, slots=True)
 class SpawnOptions:
-    """What a keeper process is told at its start.
+    """Options of a keeper process, passed on its command line.
 
     Attributes:
         run: real path of the run folder.
         run_id: from ``run.json``.
-        linger_s: without a trainer for so long, it persists what it has and ends.
-        cores: where it may run; None for wherever the trainer may.
-        threads: threads that write.
-        detach: whether it makes itself nobody's child first; false in tests, and for people
-            who start one in a terminal.
+        rank: the rank that it serves.
+        linger_s: seconds without a trainer after which it persists its state and exits.
+        cores: cores to run on; None for those of the trainer.
+        threads: number of threads that write to disk.
+        detach: make it independent of its parent; False in tests, and for a start in a terminal.
     """
 
     run: str
@@ -77,11 +79,11 @@ class SpawnOptions:
 
     @property
     def key(self) -> str:
-        """See :func:`~everstep.link.registry.keeper_key`."""
+        """Key of the keeper; see :func:`~everstep.link.registry.keeper_key`."""
         return keeper_key(self.run, self.run_id, self.rank)
 
     def arguments(self) -> list[str]:
-        """The options as words of a command line."""
+        """Return the options as command line arguments."""
         words = [
             f"--run={self.run}",
             f"--run-id={self.run_id}",
@@ -95,24 +97,26 @@ class SpawnOptions:
 
     @classmethod
     def parse(cls, arguments: Sequence[str]) -> SpawnOptions:
-        """The inverse of :meth:`arguments`.
+        """Parse command line arguments.
 
         Raises:
-            SystemExit: with words on standard error, for anything else.
+            SystemExit: they are invalid; the reason is on standard error.
         """
         parser = argparse.ArgumentParser(
             prog="python -m everstep.keeper",
-            description="The process that makes captured state durable; started by a "
-            "Checkpointer. `everstep ps` lists those that run.",
+            description="Process that makes captured state durable; started by a Checkpointer. "
+            "`everstep ps` lists the running ones.",
             allow_abbrev=False,
         )
         parser.add_argument("--run", required=True, help="the run folder")
         parser.add_argument("--run-id", required=True, help="its id, from run.json")
         parser.add_argument("--rank", required=True, type=int)
-        parser.add_argument("--linger-s", type=float, default=LINGER_S, help="without a trainer")
-        parser.add_argument("--cores", type=_cores, help="where to run, e.g. 0,1")
-        parser.add_argument("--threads", type=int, default=WRITERS, help="that write")
-        parser.add_argument("--detach", action="store_true", help="be nobody's child")
+        parser.add_argument(
+            "--linger-s", type=float, default=LINGER_S, help="seconds to wait without a trainer"
+        )
+        parser.add_argument("--cores", type=_cores, help="cores to run on, e.g. 0,1")
+        parser.add_argument("--threads", type=int, default=WRITERS, help="writing threads")
+        parser.add_argument("--detach", action="store_true", help="detach from the parent process")
         return cls(**vars(parser.parse_args(list(arguments))))
 
 
@@ -120,7 +124,7 @@ def _cores(text: str) -> tuple[int, ...]:
     return tuple(int(word) for word in text.split(","))
 
 
-# --- The trainer's side -----------------------------------------------------------------
+# --- Trainer side -----------------------------------------------------------------------
 
 
 def spawn_keeper(
@@ -129,15 +133,16 @@ def spawn_keeper(
     program: Sequence[str] | None = None,
     timeout_s: float = _SPAWN_TIMEOUT_S,
 ) -> None:
-    """Starts a keeper; returns when it is on its own, which is before it can be connected to.
+    """Start a keeper; return when it runs on its own, which is before it accepts connections.
 
-    If another keeper has the key already, or is faster, the new one ends by itself.
+    If another keeper holds the key or is faster, the new one exits by itself.
 
     Args:
-        program: what to run instead of ``python -m everstep.keeper``; for tests.
+        program: command to run instead of ``python -m everstep.keeper``; for tests.
+        timeout_s: seconds to wait for the start.
 
     Raises:
-        KeeperError: it could not be started, with the end of its log.
+        KeeperError: it could not be started; the message has the end of its log.
     """
     files = keeper_files(options.key)
     command = [*(program or _program()), *options.arguments()]
@@ -153,9 +158,10 @@ def spawn_keeper(
             path=error.filename or command[0],
         ) from error
     finally:
-        log.close()  # not unlocked: the keeper has it now
+        # Closed without unlocking: the keeper has inherited the descriptor, and with it the lock.
+        log.close()
     if status is None:
-        raise _no_keeper(files, f"the keeper has not started within {timeout_s:g} s", late=True)
+        raise _no_keeper(files, f"the keeper did not start within {timeout_s:g} s", late=True)
     if status:
         raise _no_keeper(files, f"the keeper could not be started: exit status {status}")
 
@@ -172,18 +178,22 @@ def _program() -> list[str]:
 def _environment(files: KeeperFiles) -> dict[str, str]:
     found = portable_environment()
     found[RUNTIME_DIR_VARIABLE] = str(files.folder)
-    found.update(dict.fromkeys(_LIBRARY_THREADS, "1"))  # it computes nothing
+    # The keeper computes little: thread pools of numeric libraries would only cost memory.
+    found.update(dict.fromkeys(_LIBRARY_THREADS, "1"))
     return found
 
 
 def _open_log(files: KeeperFiles) -> LockedFile:
-    """The log with a shared lock, emptied unless another process prints into it."""
+    """Open the log with a shared lock; empty it unless another process may write to it."""
     deadline_s = time.monotonic() + _LOCK_TIMEOUT_S
     try:
         while time.monotonic() < deadline_s:
+            # Exclusive first: only then is no other process writing, and the log may be emptied.
             log = lock_file(files.log)
             if log is not None:
                 log.replace(b"")
+                # Downgraded in two steps, so another process may get the lock in between: then
+                # start over.
                 if log.share(_LOCK_TIMEOUT_S):
                     return log
                 log.close()
@@ -201,14 +211,14 @@ def _open_log(files: KeeperFiles) -> LockedFile:
 
 
 def connect(key: str, *, timeout_s: float, send_timeout_s: float = SEND_TIMEOUT_S) -> Connection:
-    """Connects to the keeper of a key, which may still be starting.
+    """Connect to the keeper of a key, which may still be starting.
 
-    With ``timeout_s=0`` it is one attempt: is there a keeper?
+    With ``timeout_s=0`` only one attempt is made, to find out if there is a keeper.
 
     Raises:
-        KeeperTimeoutError: none has come up in time.
-        KeeperError: the one that was started has ended; or what answers is another user's
-            process. With the last lines of the log, if there is one.
+        KeeperTimeoutError: no keeper has answered in time.
+        KeeperError: the keeper that was started has ended, or another user's process answers. The
+            message has the last lines of the log, if there is one.
     """
     files = keeper_files(key, create=False)
     deadline_s = time.monotonic() + timeout_s
@@ -218,10 +228,12 @@ def connect(key: str, *, timeout_s: float, send_timeout_s: float = SEND_TIMEOUT_
             return Connection(_verified(stream, files), send_timeout_s=send_timeout_s)
         left_s = deadline_s - time.monotonic()
         if left_s <= 0:
-            what = f"no keeper has answered within {timeout_s:g} s" if timeout_s else "no keeper"
-            raise _no_keeper(files, f"{what} at {files.socket}", late=True)
+            reason = f"no keeper has answered within {timeout_s:g} s" if timeout_s else "no keeper"
+            raise _no_keeper(files, f"{reason} at {files.socket}", late=True)
+        # Checked after the attempt: a keeper that has died must not cost the whole timeout.
         if _has_ended(files, key):
             raise _no_keeper(files, "the keeper has ended")
+        # Polled: a socket that does not exist yet cannot be waited for.
         time.sleep(min(left_s, _LOOK_AGAIN_S))
 
 
@@ -229,6 +241,8 @@ def _try_to_connect(files: KeeperFiles) -> UnixStream | None:
     try:
         return connect_stream(files.socket)
     except (FileNotFoundError, ConnectionRefusedError, BlockingIOError):
+        # The keeper has not created its socket yet, has left a stale one, or its queue is full: try
+        # again.
         return None
     except OSError as error:
         raise KeeperError(
@@ -237,30 +251,32 @@ def _try_to_connect(files: KeeperFiles) -> UnixStream | None:
 
 
 def _verified(stream: UnixStream, files: KeeperFiles) -> UnixStream:
-    """``stream``, if the process at the other end is this user's."""
+    """Return ``stream`` if the process at the other end belongs to this user."""
     try:
         peer = stream.peer()
         if peer.uid == own_uid():
             return stream
         error = KeeperError(
-            f"what answers at {files.socket} is another user's process "
+            f"another user's process answers at {files.socket} "
             f"(process {peer.pid}, uid {peer.uid})",
             path=files.socket,
             hint=f"set {RUNTIME_DIR_VARIABLE} to a folder of your own",
         )
     except OSError as problem:
         error = KeeperError(
-            f"the system does not tell whose process answers: {problem}", path=files.socket
+            f"the owner of the process that answers cannot be determined: {problem}",
+            path=files.socket,
         )
     stream.close()
     raise error
 
 
 def _has_ended(files: KeeperFiles, key: str) -> bool:
-    """Whether a keeper was started for this key and no process of it is left."""
+    """Return True if a keeper was started for this key and none of its processes is left."""
     try:
         log = lock_file(files.log, create=False)
-    except OSError:  # none was started by us: somebody may be starting one by hand
+    except OSError:
+        # No log: a keeper may have been started by hand in a terminal.
         return False
     if log is None:
         return False
@@ -268,30 +284,35 @@ def _has_ended(files: KeeperFiles, key: str) -> bool:
     return find_keeper(key) is None
 
 
-def _no_keeper(files: KeeperFiles, what: str, *, late: bool = False) -> KeeperError:
+def _no_keeper(files: KeeperFiles, message: str, *, late: bool = False) -> KeeperError:
+    """Return the error for a keeper that cannot be reached, with the end of its log."""
     tail = read_tail(files.log)
     if tail:
-        what += "; its log ends with:" + "".join(f"\n    {line}" for line in tail)
+        message += "; its log ends with:" + "".join(f"\n    {line}" for line in tail)
     kind = KeeperTimeoutError if late else KeeperError
-    return kind(what, path=files.log if tail else None)
+    return kind(message, path=files.log if tail else None)
 
 
-# --- The keeper's side ------------------------------------------------------------------
+# --- Keeper side ------------------------------------------------------------------------
 
 
 def begin(arguments: Sequence[str]) -> SpawnOptions:
-    """What the keeper's ``main`` calls first, before it imports anything large.
+    """Prepare a keeper process; its ``main`` calls this before it imports anything large.
 
-    Reads the arguments, detaches the process if they say so (the caller goes on in the
-    child), lets it have as many descriptors as it may, and keeps it on its cores.
+    Parses the arguments, detaches the process if requested (the caller continues in the child),
+    raises
+    the limit of open descriptors, and pins the process to its cores.
     """
     options = SpawnOptions.parse(arguments)
+    # Before any thread exists: only the calling thread survives a fork.
     if options.detach:
         detach_from_parent()
-    raise_descriptor_limit()  # connections come from others, and its files must not run short
+    # Other processes open connections: they must not use up the descriptors for its files.
+    raise_descriptor_limit()
     if options.cores is not None:
         try:
             set_affinity(options.cores)
-        except (OSError, ValueError) as error:  # slower, but of use all the same
+        except (OSError, ValueError) as error:
+            # It runs slower without its cores, but it runs.
             say(f"everstep keeper: {error}")
     return options

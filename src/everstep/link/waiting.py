@@ -35,6 +35,7 @@ def ignore_if_lost(keeper: _MayBeLost) -> Iterator[None]:
     try:
         yield
     except KeeperError:
+        # A keeper that is not marked lost has refused something: that is a real error.
         if keeper.lost is None:
             raise
 

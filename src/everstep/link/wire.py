@@ -1,12 +1,12 @@
-"""Messages between trainer and keeper over a Unix socket, with descriptors beside them.
+"""Messages between trainer and keeper over a Unix socket, with file descriptors.
 
-A message is four bytes of length (little-endian) and so many bytes of msgpack, a map with
-text as keys. Tuples arrive as lists, byte arrays as bytes; text of file names that is no
-Unicode passes unharmed. A list or map has at most 1,048,576 items. Descriptors travel with
-the first byte of their message.
+A message is a length of four bytes (little-endian) and as many bytes of msgpack: a map with text
+keys. Tuples arrive as lists, byte arrays as bytes; file names that are not valid Unicode pass
+unchanged. A list or map has at most 1,048,576 items. Descriptors travel with the first byte of
+their message.
 
-Nothing here waits for ever: not for a side that has stopped reading, nor for the rest of a
-message. What is no message ends the connection: behind it nothing could be trusted.
+No wait is unbounded: neither for a side that has stopped reading, nor for the rest of a message.
+Invalid data ends the connection, as nothing after it could be trusted.
 """
 
 from __future__ import annotations
@@ -47,14 +47,16 @@ __all__ = [
 ]
 
 MESSAGE_BYTES_MAX = 64 << 20
-"""Of msgpack in one message."""
+"""Size limit of the msgpack of one message, in bytes."""
 
 SEND_TIMEOUT_S = 10.0
-"""A side that has made no room for a message for so long counts as lost."""
+"""Time after which a side that does not read counts as lost."""
 
 _HEADER_BYTES = 4
-_PIECE_BYTES = 1 << 20  # memory is taken as bytes arrive, whatever the length says
-_ITEMS_MAX = 1 << 20  # of one list or map; msgpack makes room for them on their word
+# Received in pieces: a wrong length must not make this process allocate that much memory.
+_PIECE_BYTES = 1 << 20
+# Items of one list or map: msgpack allocates for the count that the data claims.
+_ITEMS_MAX = 1 << 20
 _CLOSE_TIMEOUT_S = 1.0
 _GONE = (errno.ECONNRESET, errno.EPIPE, errno.EBADF, errno.ENOTCONN)
 
@@ -63,11 +65,11 @@ _GONE = (errno.ECONNRESET, errno.EPIPE, errno.EBADF, errno.ENOTCONN)
 
 
 def encode_message(message: Mapping[str, Any]) -> bytes:
-    """A message with its length in front.
+    """Encode a message, with its length in front.
 
     Raises:
         KeeperError: it is too large.
-        TypeError, ValueError, OverflowError: it holds what msgpack has no form for (a bug).
+        TypeError, ValueError, OverflowError: it holds a value that msgpack cannot encode (a bug).
     """
     if not all(isinstance(key, str) for key in message):
         raise TypeError("the keys of a message are text")
@@ -80,10 +82,10 @@ def encode_message(message: Mapping[str, Any]) -> bytes:
 
 
 def decode_message(body: bytes | bytearray) -> dict[str, Any]:
-    """The message that ``body``, without its length, stands for.
+    """Decode the body of a message, without its length.
 
     Raises:
-        KeeperError: for anything but a msgpack map with text as keys, and nothing behind it.
+        KeeperError: it is not a msgpack map with text keys, or is followed by other data.
     """
     items_max = min(len(body), _ITEMS_MAX)
     try:
@@ -117,12 +119,12 @@ def _kind_of(message: Mapping[str, Any]) -> str:
 class Connection:
     """One side of a connection. Any thread may send; one at a time receives.
 
-    In a process forked from the one that made it, nothing can be sent or received, and the
-    other side notices nothing of that process.
+    In a process forked from the one that made it, it can neither send nor receive, and the other
+    side does not notice that process.
 
     Args:
-        other: what the other side is called in errors.
-        send_timeout_s: within which a message must have left.
+        other: name of the other side in errors.
+        send_timeout_s: seconds within which a message must have been sent.
     """
 
     def __init__(
@@ -135,30 +137,31 @@ class Connection:
         self._stream = stream
         self._other = other
         self._send_timeout_s = send_timeout_s
+        # Two locks: a thread that waits for a message must not keep others from sending.
         self._send_lock = threading.Lock()
         self._receive_lock = threading.Lock()
         self._closed = False
-        # Why nothing more can be sent, or received. What had come before a send failed (the
-        # other side's reason, perhaps) can still be received. In words: the error itself would
-        # keep whatever was in use where it was raised, a keeper's memory, say.
+        # Reasons why sending or receiving has failed. The two are separate: data that arrived
+        # before a send failed (perhaps the other side's reason) can still be received. Texts and
+        # no exceptions: a traceback would keep objects alive, such as a keeper's memory.
         self._send_failure: str | None = None
         self._receive_failure: str | None = None
-        # What has arrived of the next message. Between the two moments at which bytes have
-        # left the socket and are noted here, an interrupt would lose count of them.
+        # Received bytes of the next message. An interrupt between reading bytes from the socket
+        # and storing them here would lose them: ``_moving`` is True in between.
         self._header = bytearray()
         self._body = bytearray()
         self._fds: list[int] = []
         self._moving = False
 
     def fileno(self) -> int:
-        """The descriptor, for ``select``; -1 once closed."""
+        """Return the descriptor, for ``select``; -1 once closed."""
         return self._stream.fileno()
 
     def peer(self) -> Peer:
-        """Process and user at the other side, from the kernel.
+        """Return process and user of the other side, from the kernel.
 
         Raises:
-            KeeperError: the connection is closed, or this system does not tell.
+            KeeperError: the connection is closed, or this system does not support it.
         """
         try:
             return self._stream.peer()
@@ -166,23 +169,28 @@ class Connection:
             raise self._failed(error) from error
 
     def send(self, message: Mapping[str, Any], fds: Sequence[int] = ()) -> None:
-        """Sends a message; returns when it has left this process, not when it was read.
+        """Send a message; return when it has left this process, which is before it is read.
 
-        Descriptors are duplicated for the other side: the caller still has to close its own.
+        The other side gets duplicates of the descriptors: the caller still has to close its own.
 
         Raises:
-            KeeperTimeoutError: the other side has made no room for it in time. Like after any
-                other failure on the way, the connection is of no more use.
-            KeeperError: the other side is gone, or the message is too large.
+            KeeperTimeoutError: the other side has not read for too long. As after any other failure
+                while
+                sending, the connection can no longer be used.
+            KeeperError: the other side has closed the connection, or the message is too large.
         """
         if len(fds) > FDS_MAX:
             raise ValueError(f"{len(fds)} descriptors in one message, at most {FDS_MAX}")
+        # Encoded first: an invalid message must fail before any byte is sent.
         frame = encode_message(message)
         left = Allowance(self._send_timeout_s)
         self._usable()
+        # With a timeout: another thread may be blocked in a send to a side that has stopped
+        # reading.
         if not self._send_lock.acquire(timeout=self._send_timeout_s):
-            raise self._no_room()
+            raise self._not_read()
         try:
+            # Again under the lock: the thread that held it may have failed in mid-message.
             self._usable()
             self._send(frame, fds, left)
         finally:
@@ -190,7 +198,7 @@ class Connection:
 
     def _send(self, frame: bytes, fds: Sequence[int], left: Allowance) -> None:
         rest = memoryview(frame)
-        whole = False
+        complete = False
         touched = False
         try:
             while rest.nbytes:
@@ -198,32 +206,39 @@ class Connection:
                 sent = self._stream.send_some(rest, fds)
                 rest = rest[sent:]
                 if sent:
+                    # The descriptors went with the first byte: sending them again would duplicate
+                    # them.
                     fds = ()
                     continue
                 touched = rest.nbytes < len(frame)
                 if not left.left_s:
-                    raise self._end_sending(self._no_room())
+                    raise self._end_sending(self._not_read())
                 left.spend(lambda slice_s: self._stream.wait(write=True, timeout_s=slice_s))
-            whole = True
+            complete = True
         except OSError as error:
             raise self._end_sending(self._failed(error)) from error
         finally:
-            if touched and not whole:  # by an interrupt: part of a message is under way
+            # An interrupt has left a part of a message on the stream: the other side would take
+            # the next message for the rest of this one.
+            if touched and not complete:
                 self._end_sending(KeeperError(f"a message to {self._other} was sent in part"))
 
     def receive(self, timeout_s: float) -> tuple[dict[str, Any], list[int]] | None:
-        """The next message and its descriptors (the caller's to close); None at the end.
+        """Return the next message and its descriptors, which the caller has to close; None at the
+        end.
 
-        A message of which a part has come within ``timeout_s`` is not lost: the next call
-        goes on with it. With 0, what is there is read, and nothing is waited for.
+        If only a part of a message arrives within ``timeout_s``, it is not lost: the next call
+        continues with it. With 0, only data that is already there is read.
 
-        The end is that the other side has closed, or is gone, between two messages; or that
-        this side has called :meth:`close`.
+        The end is reached when the other side has closed or ended between two messages, or when
+        this side
+        has called :meth:`close`.
 
         Raises:
-            KeeperTimeoutError: no whole message came in time. Ask again.
-            KeeperError: what came is no message, or ends in the middle of one. The
-                connection is of no more use.
+            KeeperTimeoutError: no complete message arrived in time; the caller may try again.
+            KeeperError: the data is invalid, or ends within a message. The connection can no longer
+                be
+                used.
         """
         deadline_s = time.monotonic() + timeout_s
         if not self._receive_lock.acquire(timeout=max(0.0, timeout_s)):
@@ -233,12 +248,15 @@ class Connection:
                 return None
             if self._stream.lost:
                 raise self._forked()
+            # After a failure in mid-message the stream has no boundaries any more.
             if self._receive_failure is not None:
                 raise self._again(self._receive_failure)
             return self._receive(deadline_s)
         except OSError as error:
             raise self._break(self._failed(error)) from error
         finally:
+            # An exception came between reading bytes and storing them: the stream position is
+            # unknown.
             if self._moving:
                 self._break(KeeperError(f"a message from {self._other} was interrupted"))
             self._receive_lock.release()
@@ -249,6 +267,7 @@ class Connection:
                 return None
             raise self._break(self._torn())
         size_bytes = int.from_bytes(self._header, "little")
+        # Before anything is allocated: a wrong length means that the data is no message.
         if size_bytes > MESSAGE_BYTES_MAX:
             raise self._break(
                 KeeperError(
@@ -265,6 +284,7 @@ class Connection:
         except KeeperError as error:
             self._break(error)
             raise
+        # Reset only after the message was decoded: a timeout keeps what has arrived so far.
         fds = self._fds
         self._fds = []
         self._header = bytearray()
@@ -274,7 +294,8 @@ class Connection:
     def _fill(
         self, target: bytearray, size_bytes: int, fds: list[int] | None, deadline_s: float
     ) -> bool:
-        """Receives until ``target`` is so long; False at the end of the stream."""
+        """Receive until ``target`` has ``size_bytes`` bytes; return False at the end of the
+        stream."""
         while len(target) < size_bytes:
             self._moving = True
             try:
@@ -297,16 +318,17 @@ class Connection:
         return True
 
     def close(self) -> None:
-        """Closes; threads that wait in :meth:`receive` or :meth:`send` come back at once.
+        """Close; threads that wait in :meth:`receive` or :meth:`send` return at once.
 
-        What was sent before is still delivered. Harmless when called again.
+        Messages sent before are still delivered. Harmless when repeated.
         """
         self._closed = True
         if self._stream.lost:
             return
+        # First, to wake threads in send() and receive(), which hold the locks below.
         self._stream.shutdown()
-        # Not while another thread is about to use the descriptor, whose number may be
-        # given to something else; they have been woken, so this takes no time.
+        # Not while another thread is about to use the descriptor: after close() its number may
+        # belong to another file. The shutdown has woken those threads, so this takes no time.
         locks = (self._send_lock, self._receive_lock)
         held = [lock for lock in locks if lock.acquire(timeout=_CLOSE_TIMEOUT_S)]
         try:
@@ -323,7 +345,7 @@ class Connection:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    # --- What goes wrong ---
+    # --- Failures ---
 
     def _usable(self) -> None:
         if self._stream.lost:
@@ -334,29 +356,31 @@ class Connection:
             raise self._again(self._send_failure)
 
     def _end_sending(self, error: KeeperError) -> KeeperError:
-        """Nothing more is sent; of several reasons the first is the one to be told."""
+        """Stop sending; of several reasons the first one is kept."""
         if self._send_failure is None:
             self._send_failure = error.message
+        # Wakes threads that wait on this connection, and tells the other side.
         self._stream.shutdown()
         return error
 
     def _break(self, error: KeeperError) -> KeeperError:
-        """Nothing more goes over this connection, either way."""
+        """Stop sending and receiving."""
         if self._receive_failure is None:
             self._receive_failure = error.message
         self._moving = False
         fds = self._fds
         self._fds = []
+        # They belong to no message that a caller will get, and would leak.
         close_descriptors(fds)
         return self._end_sending(error)
 
     def _again(self, why: str) -> KeeperError:
         return KeeperError(f"the connection to {self._other} has failed: {why}")
 
-    def _no_room(self) -> KeeperError:
+    def _not_read(self) -> KeeperError:
         return KeeperTimeoutError(
-            f"{self._other} has not taken a message for {self._send_timeout_s:g} s: it hangs",
-            hint="everstep ps shows what it does; everstep stop --now ends it",
+            f"{self._other} has not read a message for {self._send_timeout_s:g} s: it hangs",
+            hint="everstep ps shows its state; everstep stop --now ends it",
         )
 
     def _torn(self) -> KeeperError:
@@ -379,10 +403,10 @@ class Connection:
 
 
 def connected_pair(**options: Any) -> tuple[Connection, Connection]:
-    """Two sides within this process; for tests.
+    """Return two connected sides within this process; for tests.
 
     Args:
-        options: as for :class:`Connection`, for both.
+        options: arguments of :class:`Connection`, for both sides.
     """
     one, other = stream_pair()
     return Connection(one, **options), Connection(other, **options)
@@ -391,9 +415,9 @@ def connected_pair(**options: Any) -> tuple[Connection, Connection]:
 def accept(
     listener: socket.socket, timeout_s: float, *, send_timeout_s: float = SEND_TIMEOUT_S
 ) -> Connection | None:
-    """The next connection of this user's; None when there is none within ``timeout_s``.
+    """Return the next connection of this user; None if there is none within ``timeout_s``.
 
-    Anybody else who got as far as connecting is shown the door.
+    A connection of another user is closed.
 
     Raises:
         OSError: the listener is closed, or too many files are open.
@@ -401,11 +425,12 @@ def accept(
     stream = accept_stream(listener, timeout_s)
     if stream is None:
         return None
+    # Checked with the kernel: the permissions of the runtime folder alone do not prove the user.
     try:
-        welcome = stream.peer().uid == own_uid()
+        is_own = stream.peer().uid == own_uid()
     except OSError:
-        welcome = False
-    if not welcome:
+        is_own = False
+    if not is_own:
         stream.close()
         return None
     return Connection(stream, other="the trainer", send_timeout_s=send_timeout_s)
@@ -422,9 +447,9 @@ _COMMON = ("message", "step", "rank", "tier", "path", "hint")
 
 
 def error_to_wire(error: BaseException) -> dict[str, Any]:
-    """An error as part of a message, with everything that it says.
+    """Encode an error with all its fields as part of a message.
 
-    Anything that is not an :class:`~everstep.errors.EverstepError` becomes an internal error.
+    An exception that is not an :class:`~everstep.errors.EverstepError` becomes an internal error.
     """
     if not isinstance(error, EverstepError):
         return {"error": EverstepError.__name__, "message": f"internal error: {error!r}"}
@@ -434,14 +459,16 @@ def error_to_wire(error: BaseException) -> dict[str, Any]:
 
 
 def error_from_wire(fields: Mapping[str, Any]) -> EverstepError:
-    """The inverse of :func:`error_to_wire`: same class, same fields.
+    """Decode an error: same class, same fields.
 
-    Takes whatever comes; a class that this version does not know becomes the root of all.
+    Accepts any fields; a class that this version does not have becomes an EverstepError.
     """
     kind = _CLASSES.get(str(fields.get("error")), EverstepError)
     message = fields.get("message")
     if not isinstance(message, str):
-        message = f"internal error: an error without words: {dict(fields)!r:.200}"
+        message = f"internal error: an error without a message: {dict(fields)!r:.200}"
+    # Not through the constructor of the class: its parameters differ, and may change between
+    # versions.
     error = kind.__new__(kind, message)
     EverstepError.__init__(
         error,
@@ -459,7 +486,7 @@ def error_from_wire(fields: Mapping[str, Any]) -> EverstepError:
 
 
 def _is_field(kind: type, name: Any) -> bool:
-    """Whether an error of this kind may have an attribute so called, and has none of the class."""
+    """Return True if an error of this class may get an attribute of this name."""
     named = isinstance(name, str) and name.isidentifier() and not name.startswith("_")
     return named and not hasattr(kind, name)
 
@@ -469,10 +496,11 @@ def _of(kind: type, value: Any) -> Any:
 
 
 def _plain(value: Any) -> Any:
-    """``value`` in forms that msgpack has; what it has none for is told in words."""
+    """Convert ``value`` to types of msgpack; other objects to their text."""
     if value is None or isinstance(value, (bool, float, str, bytes)):
         return value
-    if hasattr(value, "__index__"):  # numpy's, too
+    # Integers of numpy have it, too.
+    if hasattr(value, "__index__"):
         number = operator.index(value)
         return number if -(1 << 63) <= number < 1 << 64 else str(number)
     if isinstance(value, (list, tuple)):
@@ -483,7 +511,7 @@ def _plain(value: Any) -> Any:
 
 
 def _frozen(value: Any) -> Any:
-    """Lists as the tuples that they were."""
+    """Convert lists back to the tuples that they were."""
     if isinstance(value, list):
         return tuple(_frozen(item) for item in value)
     if isinstance(value, dict):

@@ -1,4 +1,8 @@
-"""Reads a run without taking it over: :func:`everstep.load` and :func:`everstep.peek`.
+"""Read a run without taking it over: :func:`everstep.load` and :func:`everstep.peek`.
 
-Read ``load`` first; ``present`` lists the states that exist, ``memory`` asks keepers for theirs.
+Runs in any process beside a running trainer, and writes nothing. Read in this order:
+
+``load``           the two public functions
+``run_view``       the states that exist now, and which comes first
+``keeper_memory``  bases and logs in the memory of keepers on this machine
 """

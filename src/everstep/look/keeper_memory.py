@@ -1,5 +1,6 @@
-"""Reads what keepers have in memory without attaching to them: a training process that is served
-stays served, and what a killed one has left stays where it is.
+"""Read the memory of keepers without attaching to them.
+
+A served training process stays served, and captures of a killed one stay where they are.
 """
 
 from __future__ import annotations
@@ -28,19 +29,19 @@ from everstep.seams.network.sockets import close_descriptors
 __all__ = ["KeeperMemory", "read_keeper_memory"]
 
 _log = logging.getLogger("everstep")
-_ANSWER_S = 10.0
-_LOOK_AGAIN_S = 0.02
-_STANDSTILL_S = 5.0  # of a keeper that is still writing what a killed process has left
+_REPLY_TIMEOUT_S = 10.0
+_POLL_S = 0.02
+_NO_PROGRESS_S = 5.0  # longest wait for a keeper that is writing captures of a killed process
 
 
 @dataclass(frozen=True, slots=True)
 class KeeperMemory:
-    """What the keeper of one rank has in memory.
+    """Memory of the keeper of one rank.
 
     Attributes:
-        recalled: with digests.
-        pending: the newest base of a training process that lives, as long as it has none.
-        trainer: the process that is served; None: it is gone.
+        recalled: bases and log records, with digests.
+        pending: newest base of a live training process, until its first base is durable.
+        trainer: id of the process being served; None if there is none.
     """
 
     recalled: Recalled
@@ -51,54 +52,55 @@ class KeeperMemory:
 def read_keeper_memory(
     filesystem: FileSystem, run: PurePath, run_id: str
 ) -> tuple[dict[int, KeeperMemory], list[str]]:
-    """Return what the keepers of a run on this machine have in memory, by rank, and in words which
-    of them could not be asked.
+    """Return the memory of the keepers of a run on this machine, by rank, and problems in words.
 
-    What a killed process has left may still be on its way to the disk: that is waited for.
+    Waits until captures of a killed process that are being written have reached the disk.
     """
     found = dict[int, KeeperMemory]()
     problems = list[str]()
     try:
         keepers = keepers_of(run, run_id)
     except KeeperError as error:
-        return found, [f"no keeper could be asked: {error.message}"]
+        return found, [f"no keeper could be queried: {error.message}"]
     for info in keepers:
         try:
-            found[info.rank] = _asked(info, filesystem, run)
+            found[info.rank] = _query(info, filesystem, run)
         except EverstepError as error:
             problem = (
-                f"the keeper of rank {info.rank} (process {info.pid}) could not be asked, and what "
-                f"it has in memory is left out: {error.message}"
+                f"the keeper of rank {info.rank} (process {info.pid}) could not be queried, and "
+                "its "
+                f"memory is left out: {error.message}"
             )
             _log.warning("%s: %s", run, problem)
             problems.append(problem)
     return found, problems
 
 
-def _asked(info: KeeperInfo, filesystem: FileSystem, run: PurePath) -> KeeperMemory:
-    """Return what a keeper has in memory, when it is settled, or gets nowhere."""
+def _query(info: KeeperInfo, filesystem: FileSystem, run: PurePath) -> KeeperMemory:
+    """Return the memory of a keeper once it is settled, or makes no more progress."""
     seen: Sequence[int] = ()
     moved_s = time.monotonic()
-    with connect(info.key, timeout_s=0.0, send_timeout_s=_ANSWER_S) as connection:
+    with connect(info.key, timeout_s=0.0, send_timeout_s=_REPLY_TIMEOUT_S) as connection:
         while True:
-            message, arenas = _answer(connection)
+            message, arenas = _request(connection)
+            # The keeper reports counters of its progress. Wait as long as they change.
             if message["moves"] != seen:
                 seen = message["moves"]
                 moved_s = time.monotonic()
-            if message["settled"] or time.monotonic() - moved_s > _STANDSTILL_S:
+            if message["settled"] or time.monotonic() - moved_s > _NO_PROGRESS_S:
                 return _in_memory(message, arenas, filesystem, run)
-            time.sleep(_LOOK_AGAIN_S)
+            time.sleep(_POLL_S)
 
 
-def _answer(connection: Connection) -> tuple[dict[str, Any], list[Arena]]:
+def _request(connection: Connection) -> tuple[dict[str, Any], list[Arena]]:
     connection.send({"kind": "look", "protocol": PROTOCOL})
-    received = connection.receive(_ANSWER_S)
+    received = connection.receive(_REPLY_TIMEOUT_S)
     if received is None:
-        raise KeeperError("it has ended, or is of an older version of everstep")
+        raise KeeperError("it has exited, or runs an older version of everstep")
     message, fds = received
     try:
         if message.get("kind") != "looked":
-            raise KeeperError(f"it is of another version of everstep: {message.get('version')}")
+            raise KeeperError(f"it runs another version of everstep: {message.get('version')}")
         return message, [Arena.attach(fd) for fd in fds]
     finally:
         close_descriptors(fds)

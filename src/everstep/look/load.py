@@ -1,8 +1,7 @@
-"""Looks at a run without taking it over: :func:`load` gives its state, and :func:`peek` says which
-state ``resume()`` would give.
+"""The public functions to read a run without taking it over: :func:`load` and :func:`peek`.
 
-Both only read. A training process that lives goes on, a keeper that has outlived one keeps what it
-has, and no timeline is opened, so nobody is fenced off.
+Both only read. A running training process is not disturbed, a keeper keeps its memory, and no
+timeline is opened, so no process is fenced off.
 """
 
 from __future__ import annotations
@@ -51,29 +50,30 @@ __all__ = ["Loaded", "Peek", "load", "peek"]
 _log = logging.getLogger("everstep")
 _TIMEOUT_S = 120.0
 _ATTEMPTS = 8
-_LISTED = 12
+_LISTED_MAX = 12
 
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """The state of one step of a run, as :func:`load` gives it.
+    """State of one step of a run, as returned by :func:`load`.
 
     Attributes:
-        step: that it is of.
-        exact: whether it is bit for bit what training had; as :attr:`everstep.Recovery.exact`.
-        evidence: what that rests on, in words.
+        step: step of the state.
+        exact: True if the state is bit for bit that of training; as
+            :attr:`everstep.Recovery.exact`.
+        evidence: basis of that, in words.
         source: where the base was read: ``"disk"``, ``"memory"`` (of a keeper), or ``"object"`` (a
-            copy in a store).
-        base_step: of the base.
-        replayed: steps of the log that were replayed on it.
-        timeline: that the step is of.
-        tensors: by name (``"model/layer.weight"``); one that had several names is there under each.
+            copy in an object store).
+        base_step: step of the base.
+        replayed: number of log steps replayed on it.
+        timeline: timeline of the step.
+        tensors: by name (``"model/layer.weight"``); a tensor with several names appears under each.
             Empty with ``into=``.
-        objects: the parts of the state by name, nested and with their tensors in place: a module or
-            an optimizer is what its ``state_dict()`` was, plain data is the value. Parts that
-            ``only=`` has left incomplete are not there. Empty with ``into=``.
-        skipped: what was passed over, with the reason.
-        notes: what else is to be known of it.
+        objects: components of the state by name, nested, with their tensors in place. A module or
+            an optimizer is represented by its ``state_dict()``, plain data by its value. Components
+            that ``only=`` left incomplete are missing. Empty with ``into=``.
+        skipped: bases and steps that were skipped, with the reason.
+        notes: further remarks.
     """
 
     step: int
@@ -89,41 +89,46 @@ class Loaded:
     notes: tuple[str, ...] = ()
 
     def state_dict(self, part: str) -> Any:
-        """Return one part of the state, in the form that its ``load_state_dict()`` takes.
+        """Return one component of the state, in the form that its ``load_state_dict()`` takes.
 
-        Of a module with fewer tensors than it has, where ``only=`` has left some out, those that
-        were loaded.
+        Of a module from which ``only=`` left out tensors, the loaded ones are returned.
 
         Args:
             part: its name in the state, as in ``{"model": model}``.
 
         Raises:
-            OptionError: it is not there, or ``only=`` has left out some of it.
+            OptionError: it does not exist, or ``only=`` left out some of it.
         """
         if part not in self.objects:
             known = ", ".join(map(repr, self.objects)) or "none"
             there = any(name.startswith(f"{part}/") for name in self.tensors)
-            why = "was loaded in part, by only=" if there else "is not among what was loaded"
-            raise OptionError(f"{part!r} {why}", step=self.step, hint=f"whole parts: {known}")
+            why = (
+                "was loaded incompletely because of only="
+                if there
+                else "is not among what was loaded"
+            )
+            raise OptionError(
+                f"{part!r} {why}", step=self.step, hint=f"complete components: {known}"
+            )
         return self.objects[part]
 
 
 @dataclass(frozen=True, slots=True)
 class Peek:
-    """Which state ``resume()`` would give, as :func:`peek` finds it.
+    """State that ``resume()`` would restore, as returned by :func:`peek`.
 
     Attributes:
-        step: that training would go on from; 0 where there is nothing to restore.
-        exact: whether that state is bit for bit what training had, as far as records tell.
-        source: where its base is: ``"disk"``, ``"memory"`` (of a keeper), ``"object"`` (a copy in a
-            store), or ``"fresh"``.
-        base_step: of the base; None: there is none.
-        replayed: steps of the log that would be replayed on it.
-        timeline: that the step is of; None: of none.
-        trainer: process id of a training process that works on this run on this machine; None:
-            no keeper serves any.
-        skipped: what would be passed over, with the reason.
-        notes: what else is to be known of it.
+        step: step that training would continue from; 0 if there is nothing to restore.
+        exact: True if the state is bit for bit that of training, according to the records.
+        source: where its base is: ``"disk"``, ``"memory"`` (of a keeper), ``"object"`` (a copy in
+            an object store), or ``"fresh"``.
+        base_step: step of the base; None without one.
+        replayed: number of log steps that would be replayed on it.
+        timeline: timeline of the step; None without one.
+        trainer: id of a process on this machine that trains on this run; None if no keeper serves
+            one.
+        skipped: bases and steps that would be skipped, with the reason.
+        notes: further remarks.
     """
 
     step: int
@@ -145,70 +150,71 @@ def load(
     into: MutableMapping[str, Any] | None = None,
     map_location: str | torch.device | None = None,
 ) -> Loaded:
-    """Load the state of a run to look at it, verified, without taking the run over.
+    """Load the state of a run, verified, without taking the run over.
 
-    Nothing is written, no process is disturbed, and the random generators of this process stay as
-    they are. It may be called beside a training process, and between a kill and the next start,
-    any number of times::
+    Nothing is written, no process is disturbed, and the random generators of this process are not
+    changed. It may be called during training, and between a crash and the next start, any number of
+    times::
 
         weights = everstep.load("runs/first", only="model/*").state_dict("model")
         model.load_state_dict(weights)
 
     Args:
-        path: the run folder, or a place of ``tiers=`` that has copies: a directory or a URL.
-        step: the step to load, of a base or of the log; None: the newest one, which ``resume()`` of
-            the whole state would give.
-        only: which tensors and parts to load: a pattern (``"model/*"``, ``"*.bias"``, ``"epoch"``)
+        path: the run folder, or a place of ``tiers=`` with copies: a directory or a URL.
+        step: step to load, of a base or of the log; None: the newest one, which ``resume()`` of the
+            complete state would restore.
+        only: tensors and components to load: a pattern (``"model/*"``, ``"*.bias"``, ``"epoch"``)
             or several; None: all. Of a base of one rank nothing else is read.
-        into: objects that get the values, by name, as in the state of a
-            :class:`~everstep.Checkpointer`: ``{"model": model}``. All that they have must be there
-            with the same names, shapes and dtypes, or nothing is touched; what the run has besides
-            is left alone. Parts of modules may be chosen with ``only``.
-        map_location: the device of the tensors that are returned; None: the CPU.
+        into: objects to restore into, by name, as in the state of a
+            :class:`~everstep.Checkpointer`: ``{"model": model}``. The run must have all of their
+            tensors with the same names, shapes and dtypes, or nothing is modified; other contents
+            of the run are ignored. Tensors of modules may be selected with ``only``.
+        map_location: device of the returned tensors; None: the CPU.
 
     Returns:
-        The state. Of several ranks it is that of one: tensors are put together, and what each rank
-        had for itself is that of rank 0, as ``notes`` say.
+        The state. Of a run of several ranks it is that of one: sharded tensors are assembled, and
+            per-rank state is that of rank 0, as ``notes`` say.
 
     Raises:
-        RecoveryError: there is no such step, or nothing that verifies leads to it.
-        OptionError: an argument that cannot work, or a pattern that matches nothing.
-        MismatchError: ``into`` has other names, shapes or dtypes; nothing was touched.
-        UnsupportedStateError: it takes the program that trained it to replay the log.
+        RecoveryError: the step does not exist, or no intact base and log lead to it.
+        OptionError: an invalid argument, or a pattern that matches nothing.
+        MismatchError: ``into`` has other names, shapes or dtypes; nothing was modified.
+        UnsupportedStateError: replay of the log needs the training program.
         ForeignDirectoryError, StorageError
     """
     patterns = _Patterns.of(only, into, step, map_location)
     state = None if into is None else State(into, rng=False)
     place = _Place.of(path)
     with _reading(place.run):
-        present, rebuilt, notes = _newest(place, step, patterns.takes_tensor)
-        return _loaded(place, present, rebuilt, patterns, state, map_location, notes)
+        present, rebuilt, notes = _build(place, step, patterns.takes_tensor)
+        return _result(place, present, rebuilt, patterns, state, map_location, notes)
 
 
 @named("peek")
 def peek(path: str | os.PathLike[str] | TierOptions) -> Peek:
-    """Say which step ``resume()`` of the whole state would give, before any object exists.
+    """Return the step that ``resume()`` of the complete state would restore, before any object
+    exists.
 
-    Reads names and records, on disk and in the memory of the keepers on this machine; data are
-    verified when they are loaded. Where no ``tiers=`` are named, copies are not looked at: name
-    the place of the copies as ``path``. Nothing is written and no process is disturbed.
+    Reads names and records, on disk and in the memory of keepers on this machine. Data are verified
+    only when they are loaded. Copies in other tiers are not considered; give their place as
+    ``path`` to look there. Nothing is written and no process is disturbed.
 
     Args:
-        path: as of :func:`load`; one that is not there is a fresh run.
+        path: as of :func:`load`; a missing folder counts as a fresh run.
 
     Raises:
-        RecoveryError: ``resume()`` would refuse to start over: there is, or has been, something,
-            and none of it can be restored.
+        RecoveryError: ``resume()`` would refuse to start over: there is, or has been, a state that
+            cannot be restored.
         OptionError, ForeignDirectoryError, StorageError
     """
     place = _Place.of(path)
     with _reading(place.run):
         present, memory, problems = place.look()
-        ways = present.ways(None)
-        if ways:
-            ways = present.with_files(ways, None)
+        points = present.points(None)
+        if points:
+            points = present.with_files(points, None)
     trainer = next((one.trainer for one in memory.values() if one.trainer is not None), None)
-    if not ways:
+    if not points:
         left = [base.id for base in present.inventory.bases]
         note = of_no_use(left, present.inventory.branches)
         problems += [] if note is None else [note]
@@ -217,12 +223,12 @@ def peek(path: str | os.PathLike[str] | TierOptions) -> Peek:
         exact = True
         source = "fresh"
     else:
-        base = ways[0].base.id
-        end = BaseId(*ways[0].chain.end)
-        problems += _of_parts(present, base)
-        exact = not present.why_not_exact(ways[0])
+        base = points[0].base.id
+        end = BaseId(*points[0].chain.end)
+        problems += _passed_over_note(present, base)
+        exact = not present.why_not_exact(points[0])
         source = place.source_of(present, base)
-    captured = {one.pending for one in memory.values()}  # of the ranks of a job that trains
+    captured = {one.pending for one in memory.values()}
     newest = captured.pop() if len(captured) == 1 else None
     if newest is not None and newest > end and len(memory) == present.world_of(newest.timeline):
         base = newest
@@ -242,16 +248,16 @@ def peek(path: str | os.PathLike[str] | TierOptions) -> Peek:
 
 
 class _Patterns:
-    """Which entries and parts are wanted.
+    """Selection of entries and sections.
 
     Args:
-        patterns: on names; None: all.
-        parts: the parts that objects are given for; None: all.
+        patterns: patterns on names; None: all.
+        parts: sections for which objects were given; None: all.
     """
 
     def __init__(self, patterns: Sequence[str] | None, parts: Sequence[str] | None) -> None:
         self.all = patterns
-        self._parts = None if parts is None else frozenset(parts)
+        self._sections = None if parts is None else frozenset(parts)
 
     @classmethod
     def of(
@@ -261,10 +267,10 @@ class _Patterns:
         step: int | None,
         map_location: str | torch.device | None,
     ) -> _Patterns:
-        """Check what :func:`load` was given.
+        """Validate the arguments of :func:`load`.
 
         Raises:
-            OptionError: it cannot work.
+            OptionError: an argument is invalid.
         """
         if step is not None and (not is_int(step) or step < 0):
             raise OptionError(f"step must be a whole number, 0 or more, not {step!r}")
@@ -280,36 +286,40 @@ class _Patterns:
             )
         if into is not None and map_location is not None:
             raise OptionError(
-                "map_location is for tensors that are returned: with into= the values go where the "
-                "objects have them"
+                "map_location applies to returned tensors only: with into= values are copied to "
+                "the "
+                "devices of the objects"
             )
         if map_location is not None:
             try:
                 torch.device(map_location)
             except (RuntimeError, TypeError) as error:
-                raise OptionError(f"map_location {map_location!r} is no device: {error}") from None
+                raise OptionError(
+                    f"map_location {map_location!r} is not a device: {error}"
+                ) from None
         return cls(patterns, None if into is None else list(into))
 
     def match(self, name: str) -> bool:
-        """Whether a pattern takes a name."""
+        """Return True if a pattern matches the name."""
         return self.all is None or any(fnmatchcase(name, one) for one in self.all)
 
     def takes_tensor(self, name: str) -> bool:
-        """Whether a tensor is wanted."""
+        """Return True if a tensor is selected."""
         part = name.partition("/")[0]
-        of_part = self._parts is None or part in self._parts
-        return of_part and (self.match(name) or self.match(part))
+        of_section = self._sections is None or part in self._sections
+        return of_section and (self.match(name) or self.match(part))
 
-    def takes_part(self, part: str, tensors: Sequence[str]) -> bool:
-        """Whether a part is wanted whole: all of its tensors are, or it is by its own name."""
-        if self._parts is not None and part not in self._parts:
+    def takes_section(self, part: str, tensors: Sequence[str]) -> bool:
+        """Return True if a section is selected completely: all of its tensors, or the section
+        by name."""
+        if self._sections is not None and part not in self._sections:
             return False
         if tensors:
             return all(map(self.takes_tensor, tensors))
         return self.match(part) or self.match(f"{part}/")
 
     def check(self, names: Sequence[str], parts: Sequence[str], step: int) -> None:
-        """Refuse what is not there.
+        """Check that each pattern matches something.
 
         Raises:
             OptionError: a pattern matches nothing.
@@ -317,8 +327,8 @@ class _Patterns:
         known = [*parts, *(f"{part}/" for part in parts), *names]
         for pattern in self.all or ():
             if not any(fnmatchcase(name, pattern) for name in known):
-                listed = ", ".join([*parts, *names][:_LISTED])
-                more = ", ..." if len(parts) + len(names) > _LISTED else ""
+                listed = ", ".join([*parts, *names][:_LISTED_MAX])
+                more = ", ..." if len(parts) + len(names) > _LISTED_MAX else ""
                 raise OptionError(
                     f"only={pattern!r} matches nothing of step {step}",
                     step=step,
@@ -328,10 +338,10 @@ class _Patterns:
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """Where a run, or copies of it, lie.
+    """Location of a run or of copies of it.
 
     Attributes:
-        source: what a base that is read there is said to come from.
+        source: reported source of bases read there.
     """
 
     filesystem: FileSystem
@@ -340,9 +350,11 @@ class _Place:
 
     @classmethod
     def of(cls, path: str | os.PathLike[str] | TierOptions) -> _Place:
-        """Raises:
-        OptionError: it is no path, and no URL of anything that is known.
-        UnavailableError: what reads it is not installed.
+        """Open the location.
+
+        Raises:
+            OptionError: not a path, nor a known URL.
+            UnavailableError: the library that reads it is not installed.
         """
         where = path.where if isinstance(path, TierOptions) else path
         if isinstance(where, str) and is_url(where):
@@ -352,9 +364,9 @@ class _Place:
         return cls(PosixFileSystem(), run_path(where), "disk")
 
     def look(self) -> tuple[RunView, dict[int, KeeperMemory], list[str]]:
-        """Return what there is, what of it keepers have in memory, and which could not be asked.
+        """Return the view of the run, the memory of keepers by rank, and problems in words.
 
-        Keepers come first: what they are still writing is on the disk then.
+        Keepers are queried first: data that they are still writing is then on disk.
         """
         memory = dict[int, KeeperMemory]()
         problems = list[str]()
@@ -365,100 +377,104 @@ class _Place:
         return RunView.of(self.filesystem, self.run, recalled), memory, problems
 
     def source_of(self, present: RunView, base: BaseId) -> str:
-        """Where a base is read."""
+        """Return the source of a base."""
         return "memory" if base in present.in_memory else self.source
 
 
-def _newest(
+def _build(
     place: _Place, step: int | None, wanted: Callable[[str], bool]
 ) -> tuple[RunView, Rebuilt, list[str]]:
-    """Build the state of a step, or the newest one, from what there is when it is read.
+    """Build the state of a step, or the newest one.
 
     Raises:
         RecoveryError: as of :func:`load`.
     """
     ring = ChunkRing(CHUNKS, WRITERS)
     try:
+        # A running trainer may delete the chosen base. Look again, a limited number of times.
         for left in reversed(range(_ATTEMPTS)):
             present, memory, notes = place.look()
-            ways = present.ways(step)
-            if not ways:
-                raise _nothing(place, present, memory)
+            points = present.points(step)
+            if not points:
+                raise _nothing_error(place, present, memory)
             lives = any(one.trainer is not None for one in memory.values())
-            threads = 1 if lives else len(available_cores())  # the others are the trainer's
+            threads = 1 if lives else len(available_cores())  # leave the other cores to the trainer
             rebuilder = Rebuilder(present.filesystem, present.log, ring, _TIMEOUT_S, threads)
             try:
-                rebuilt = present.restore(rebuilder, ways, step, wanted)
+                rebuilt = present.restore(rebuilder, points, step, wanted)
             except BaseDeletedError:
                 continue
-            # What a process that lives has written over in memory is damaged for who reads it.
-            if lives and present.damaged and rebuilt.step < ways[0].step and left:
+            # A running trainer may overwrite memory that is being read, which looks like damage.
+            if lives and present.damaged and rebuilt.step < points[0].step and left:
                 continue
-            return present, rebuilt, notes + _of_history(present, rebuilt, step, ways[0])
+            return present, rebuilt, notes + _history_notes(present, rebuilt, step, points[0])
     finally:
         ring.close()
     raise RecoveryError(
-        "a process that works on this run keeps deleting the bases that this one chooses",
+        "a process that works on this run keeps deleting the bases chosen here",
         path=place.run,
         hint="try again, or load a copy in a place of tiers=",
     )
 
 
-def _nothing(place: _Place, present: RunView, memory: Mapping[int, KeeperMemory]) -> RecoveryError:
-    what = "this run has no base yet" if present.is_there else "there is no run"
+def _nothing_error(
+    place: _Place, present: RunView, memory: Mapping[int, KeeperMemory]
+) -> RecoveryError:
+    message = "this run has no base yet" if present.is_there else "there is no run"
     if captured := next((one.pending for one in memory.values() if one.pending is not None), None):
-        what += f", that of step {captured.step} is being written"
+        message += f", that of step {captured.step} is being written"
     return RecoveryError(
-        f"{what}: {place.run}",
+        f"{message}: {place.run}",
         path=place.run,
-        hint="a run folder is one that a Checkpointer has made; everstep ls shows what it holds",
+        hint="a run folder is created by a Checkpointer; everstep ls lists its contents",
     )
 
 
-def _of_history(
+def _history_notes(
     present: RunView, rebuilt: Rebuilt, step: int | None, best: RestorePoint
 ) -> list[str]:
-    """Return what is to be said of where a state lies in the history."""
+    """Return notes about the position of the state in the history."""
     if step is not None:
         note = left_at(BaseId(rebuilt.timeline, rebuilt.step), present.inventory.branches)
         return [] if note is None else [note]
-    found = _of_parts(present, rebuilt.base)
+    found = _passed_over_note(present, rebuilt.base)
     chain = best.chain
     if rebuilt.step < best.step:
         why = next((s.reason for s in reversed(present.skipped) if s.step > rebuilt.step), "")
         found.append(
-            f"step {best.step} is there, but only step {rebuilt.step} could be loaded: {why}"
+            f"step {best.step} exists, but only step {rebuilt.step} could be loaded: {why}"
         )
     elif chain.lost is not None:
         found.append(
-            f"the log ends with step {best.step}, as {chain.stopped}; what it has up to step "
-            f"{chain.lost} is of no use"
+            f"the log ends with step {best.step}: {chain.stopped}; its records up to step "
+            f"{chain.lost} are unusable"
         )
     for note in found:
         _log.warning("%s: %s", present.inventory.path, note)
     return found
 
 
-def _of_parts(present: RunView, base: BaseId) -> list[str]:
-    """Return in words which newer base was passed over for ``base``, as it lacks parts."""
+def _passed_over_note(present: RunView, base: BaseId) -> list[str]:
+    """Return a note about a newer base that was passed over for ``base`` because it lacks
+    sections."""
     lacking = present.lacking
     return [lacking[max(lacking)]] if lacking and base not in lacking else []
 
 
 @contextlib.contextmanager
 def _reading(run: PurePath) -> Iterator[None]:
-    """Turn what the system says while a run is read into errors in words."""
+    """Convert operating system errors while a run is read into errors of everstep."""
     try:
         with storage_errors("read the run", run):
             yield
     except StorageError as error:
         cause = error.__cause__
         if isinstance(cause, OSError) and isinstance(cause.__cause__, EverstepError):
-            raise cause.__cause__ from None  # what a store has said, in its own words
+            raise cause.__cause__ from None  # the error of the object store itself
         raise
 
 
-def _loaded(
+def _result(
     place: _Place,
     present: RunView,
     rebuilt: Rebuilt,
@@ -467,21 +483,27 @@ def _loaded(
     map_location: str | torch.device | None,
     notes: list[str],
 ) -> Loaded:
-    """Hand over what was built, as tensors and objects, or by putting it into objects."""
+    """Return the state as tensors and objects, or restore it into objects."""
     found = rebuilt.state
     trees = {n.removeprefix(OBJECT_PREFIX): decode(data) for n, data in found.objects.items()}
-    by_part = {part: list(references(tree)) for part, tree in trees.items()}
+    by_section = {part: list(references(tree)) for part, tree in trees.items()}
     names = [*found.entries, *found.aliases]
-    patterns.check([n for part in by_part.values() for n in part], list(trees), rebuilt.step)
+    patterns.check([n for part in by_section.values() for n in part], list(trees), rebuilt.step)
     tensors: dict[str, torch.Tensor] = {}
     objects: dict[str, Any] = {}
     entries = {name: found.entries.get(found.aliases.get(name, name)) for name in names}
     there = {name: entry for name, entry in entries.items() if entry is not None}
     if state is not None:
-        _refuse_incomplete(state, by_part, patterns, rebuilt.step)
+        _refuse_incomplete(state, by_section, patterns, rebuilt.step)
         wanted = {part: tree for part, tree in trees.items() if part in state.providers}
-        about = wanted, there, found.tensors
-        notes += restore_into(state, *about, step=rebuilt.step, takes=patterns.takes_tensor)
+        notes += restore_into(
+            state,
+            wanted,
+            there,
+            found.tensors,
+            step=rebuilt.step,
+            takes=patterns.takes_tensor,
+        )
     else:
         moved: dict[str, torch.Tensor] = {}
         for name, entry in there.items():
@@ -492,10 +514,10 @@ def _loaded(
                 moved[entry.name] = tensor if map_location is None else tensor.to(map_location)
             tensors[name] = moved[entry.name]
         for part, tree in trees.items():
-            objects |= _part(part, tree, by_part[part], patterns, tensors)
+            objects |= _tree_of_section(part, tree, by_section[part], patterns, tensors)
     audit = "" if rebuilt.audit is None else describe_audit(rebuilt.audit)
     given = {*objects, *(() if state is None else state.providers)}
-    given |= {part for part, used in by_part.items() if not tensors.keys().isdisjoint(used)}
+    given |= {part for part, used in by_section.items() if not tensors.keys().isdisjoint(used)}
     own = [note for part, note in rebuilt.own.items() if part in given]
     inexact = rebuilt.inexact or next(iter(own), "")
     return Loaded(
@@ -520,16 +542,18 @@ def _loaded(
 
 
 def _refuse_incomplete(
-    state: State, by_part: Mapping[str, Sequence[str]], patterns: _Patterns, step: int
+    state: State, by_section: Mapping[str, Sequence[str]], patterns: _Patterns, step: int
 ) -> None:
-    """Raises:
-    OptionError: ``only`` leaves out what an object of ``into`` cannot do without.
+    """Check that ``only`` selects everything that the objects of ``into`` need.
+
+    Raises:
+        OptionError: it does not.
     """
     for part, provider in state.providers.items():
-        names = by_part.get(part, ())
+        names = by_section.get(part, ())
         taken = [name for name in names if patterns.takes_tensor(name)]
         some = bool(taken) and isinstance(provider, ModuleProvider)
-        if part in by_part and not (some or patterns.takes_part(part, names)):
+        if part in by_section and not (some or patterns.takes_section(part, names)):
             raise OptionError(
                 f"only= leaves out {len(names) - len(taken)} tensor(s) of {part!r}, of into=",
                 step=step,
@@ -537,19 +561,19 @@ def _refuse_incomplete(
             )
 
 
-def _part(
+def _tree_of_section(
     part: str,
     tree: Any,
     names: Sequence[str],
     patterns: _Patterns,
     tensors: Mapping[str, torch.Tensor],
 ) -> dict[str, Any]:
-    """Return a part by its name, as its ``state_dict()`` was; nothing where it is not wanted, or
-    not all of it is there."""
+    """Return a section by its name, as its ``state_dict()``; empty if it is not selected or
+    incomplete."""
     flat = isinstance(tree, dict) and OptimizerProvider.groups_of(tree) is None
-    if flat and any(name in tensors for name in names):  # a module, or what is made of modules
+    if flat and any(name in tensors for name in names):  # a module, or a dict of modules
         tree = {k: v for k, v in tree.items() if all(name in tensors for name in references(v))}
-    elif not patterns.takes_part(part, names):
+    elif not patterns.takes_section(part, names):
         return {}
     if not all(name in tensors for name in references(tree)):
         return {}

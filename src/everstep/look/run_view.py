@@ -1,8 +1,8 @@
-"""What there is of a run now, on its disk and in the memory of its keepers, for a process that only
-reads it; and which of its states comes first.
+"""View of a run as it is now, on disk and in the memory of keepers, for a process that only reads
+it.
 
-The choice is that of :func:`.resume.resume`, without a live state to compare with. Nothing is
-written: a base without its manifest is read by what its markers yield.
+The choice of the state is that of :func:`everstep.restore.start.resume.resume`, without a live
+state to compare with. Nothing is written: a base without a manifest is read through its markers.
 """
 
 from __future__ import annotations
@@ -41,31 +41,31 @@ from everstep.tiers.files import ReadingFileSystem
 __all__ = ["BaseDeletedError", "RestorePoint", "RunView"]
 
 _NOBODY = Candidates((), ())
-_REPLAYS_MAX = 3  # of one base, each up to a step before that at which the last one ended
+_REPLAYS_MAX = 3  # of one base, each ending before the step at which the previous one failed
 
 
 class BaseDeletedError(Exception):
-    """What was being read has been deleted meanwhile: there is something newer."""
+    """The base being read was deleted: there is a newer one."""
 
 
 @dataclass(frozen=True, slots=True)
 class RestorePoint:
-    """A base, and the steps of the log to redo on it."""
+    """A base, and the log steps to replay on it."""
 
     base: BaseFound
     chain: Chain
 
     @property
     def step(self) -> int:
-        """The step that it leads to."""
+        """Step that it leads to."""
         return self.chain.end[1]
 
 
 class _WithMemory(ReadingFileSystem):
-    """A file system with some files that are in memory.
+    """File system with some files replaced by memory.
 
     Args:
-        held: by path.
+        held: files in memory, by path.
     """
 
     def __init__(self, filesystem: FileSystem, held: Mapping[PurePath, ReadFile]) -> None:
@@ -85,12 +85,13 @@ class RunView:
     """A run as it is now.
 
     Attributes:
-        filesystem: reads what is on disk and what is in memory.
-        in_memory: bases of which a part is in memory only.
-        log: on disk and in memory.
-        skipped: what was passed over so far, and why.
-        damaged: something of it is, as its digest tells.
-        lacking: bases without parts that older ones have, which come after these, and why.
+        filesystem: reads files on disk and in memory.
+        in_memory: bases of which some files are only in memory.
+        log: gradient log, on disk and in memory.
+        skipped: bases and steps skipped so far, with the reason.
+        damaged: True if a digest did not match.
+        lacking: bases that lack sections of older ones, which are tried after these, with the
+            reason.
     """
 
     filesystem: FileSystem
@@ -103,10 +104,10 @@ class RunView:
 
     @classmethod
     def of(cls, filesystem: FileSystem, run: PurePath, memory: Mapping[int, Recalled]) -> RunView:
-        """Take the inventory.
+        """Scan the run.
 
         Args:
-            memory: what keepers have, by rank.
+            memory: bases and logs recalled from keepers, by rank.
 
         Raises:
             ForeignDirectoryError, NewerFormatError, OSError: as of :func:`.scan.scan_run`.
@@ -124,19 +125,19 @@ class RunView:
 
     @property
     def is_there(self) -> bool:
-        """Whether there is a run at all."""
+        """True if the run exists."""
         inventory = self.inventory
         return bool(inventory.run or inventory.timelines or inventory.bases or inventory.problems)
 
     def world_of(self, timeline: int) -> int:
-        """The number of ranks that a timeline is of."""
+        """Return the number of ranks of a timeline."""
         record = self.inventory.timelines.get(timeline)
         return 1 if record is None else record.world
 
-    def why_not_exact(self, way: RestorePoint) -> str:
-        """Return why a state is not exact, as far as records tell; "" if it is."""
-        base = way.base
-        chain = way.chain
+    def why_not_exact(self, point: RestorePoint) -> str:
+        """Return why a state is not exact, judging by records; "" if it is exact."""
+        base = point.base
+        chain = point.chain
         if base.manifest is None or not base.manifest.exact:
             return f"the base of {base.id} is marked as not exact"
         if not all(self.log.index.marks[at].exact for at in chain.steps):
@@ -145,98 +146,104 @@ class RunView:
         wrong = audit is not None and audit.verdict == "different"
         return describe_audit(audit) if wrong and audit is not None else ""
 
-    def ways(self, step: int | None) -> list[RestorePoint]:
-        """Return what leads to a step, best first: None: to the newest one that can be reached.
+    def points(self, step: int | None) -> list[RestorePoint]:
+        """Return the restore points for a step, or for the newest reachable state, best first.
 
-        A base with fewer parts than one before it comes after that: a state of fewer parts was
-        saved there, from which no full one could be restored.
+        A base with fewer sections than an older one comes last: it was saved from an incomplete
+        state.
 
         Raises:
-            RecoveryError: nothing does, and there is, or has been, something.
+            RecoveryError: there are none, although there is or has been a state.
         """
         chosen = reachable(self.inventory, self.log.index, step=step)
         self.skipped += chosen.candidates.skipped
-        found = [RestorePoint(base, self._fitting(base, chain)) for base, chain in chosen.ordered]
-        found = [way for way in found if step in (None, way.step)]
+        found = [
+            RestorePoint(base, self._matching_chain(base, chain)) for base, chain in chosen.ordered
+        ]
+        found = [point for point in found if step in (None, point.step)]
         if not found:
             self._refuse(chosen, step)
-        return self._with_all_parts(found)
+        return self._complete_first(found)
 
-    def with_files(self, ways: Iterable[RestorePoint], step: int | None) -> list[RestorePoint]:
-        """Return the ways whose base has all of its files, by name and length.
+    def with_files(self, points: Iterable[RestorePoint], step: int | None) -> list[RestorePoint]:
+        """Return the points whose bases have all files, by name and length.
 
         Raises:
-            RecoveryError: none has.
+            RecoveryError: there are none.
         """
         found = list[RestorePoint]()
-        for way in ways:
-            missing = None if way.base.id in self.in_memory else way.base.missing_file
+        for point in points:
+            missing = None if point.base.id in self.in_memory else point.base.missing_file
             if missing is None:
-                found.append(way)
+                found.append(point)
             else:
-                self._skip(way.base.id, f"{way.base.path / missing}: missing, or of another length")
+                self._skip(
+                    point.base.id, f"{point.base.path / missing}: missing, or has another length"
+                )
         if not found:
-            self._refuse(Reachable(tuple((w.base, w.chain) for w in ways), _NOBODY), step)
+            self._refuse(Reachable(tuple((w.base, w.chain) for w in points), _NOBODY), step)
         return found
 
     def restore(
         self,
         rebuilder: Rebuilder,
-        ways: Iterable[RestorePoint],
+        points: Iterable[RestorePoint],
         step: int | None,
         wanted: Callable[[str], bool] | None,
     ) -> Rebuilt:
         """Build the first state that verifies.
 
         Args:
-            step: nothing but this one will do; None: as far as a log can be replayed.
-            wanted: says by name which tensors are needed, where none is replayed; None: all.
+            step: accept only this step; None: as far as the log can be replayed.
+            wanted: returns True for tensors needed if nothing is replayed; None: all.
 
         Raises:
-            BaseDeletedError: what was chosen was deleted meanwhile.
-            RecoveryError: none of them can be used; with all reasons.
-            UnsupportedStateError: it takes the program that trained it.
+            BaseDeletedError: the chosen base was deleted meanwhile.
+            RecoveryError: no point can be used; with all reasons.
+            UnsupportedStateError: replay needs the training program.
         """
         refused: UnsupportedStateError | None = None
-        ways = list(ways)
-        for way in ways:
-            chain = way.chain
+        points = list(points)
+        for point in points:
+            chain = point.chain
             for _ in range(_REPLAYS_MAX):
                 try:
-                    return self._rebuilt(rebuilder, way.base, chain, wanted)
+                    return self._rebuilt(rebuilder, point.base, chain, wanted)
                 except NewerFormatError:
                     raise
                 except OSError as error:
-                    if isinstance(error, FileNotFoundError) and not self._still_there(way.base):
+                    if isinstance(error, FileNotFoundError) and not self._still_there(point.base):
                         raise BaseDeletedError from error
-                    reason = f"{error.filename or way.base.path}: {error.strerror or error}"
-                    self._skip(way.base.id, reason)
+                    reason = f"{error.filename or point.base.path}: {error.strerror or error}"
+                    self._skip(point.base.id, reason)
                     break
                 except _NotReplayedError as error:
                     cause = error.cause
                     self.damaged |= isinstance(cause, DamageError)
                     refused = cause if isinstance(cause, UnsupportedStateError) else refused
-                    reason = f"log: it cannot be replayed: {cause.message}"
+                    reason = f"log: cannot be replayed: {cause.message}"
                     self._skip(BaseId(*error.at), reason)
                     if step is not None:
                         break
                     chain = replace(chain, steps=chain.steps[: error.reached])
                 except (AuditError, DamageError, FormatError, ReplayError) as error:
                     self.damaged |= isinstance(error, DamageError)
-                    self._skip(way.base.id, error.message)
+                    self._skip(point.base.id, error.message)
                     break
                 except UnsupportedStateError as error:
                     refused = error
-                    self._skip(way.base.id, error.message)
+                    self._skip(point.base.id, error.message)
                     break
                 except StorageError as error:
-                    if type(error) is not StorageError:  # no memory: not this base's fault
+                    if (
+                        type(error) is not StorageError
+                    ):  # out of memory, for example: not the fault of this base
                         raise
-                    self._skip(way.base.id, error.message)
+                    self._skip(point.base.id, error.message)
                     break
         if refused is not None:
             raise refused
-        self._refuse(Reachable(tuple((w.base, w.chain) for w in ways), _NOBODY), step)
+        self._refuse(Reachable(tuple((w.base, w.chain) for w in points), _NOBODY), step)
         raise AssertionError("unreachable")
 
     def _rebuilt(
@@ -251,15 +258,15 @@ class RunView:
             played = rebuilder.play(chain, state)
         except (DamageError, FormatError, ReplayError, UnsupportedStateError) as error:
             reached = sum(step <= state.step for _, step in chain.steps)
-            # What failed may be an update that was waiting since an earlier step.
+            # Updates are applied in batches, so the failing one may belong to an earlier step.
             again = reached if reached < len(chain.steps) else 0
             raise _NotReplayedError(error, chain.steps[again], again) from error
-        except AuditError as error:  # how long before, samples cannot tell
+        except AuditError as error:  # samples do not show at which earlier step it went wrong
             raise _NotReplayedError(error, chain.end, 0) from error
         return rebuilder.rebuilt(base, chain, state, played.why, self.skipped)
 
-    def _fitting(self, base: BaseFound, chain: Chain) -> Chain:
-        """Return the chain of a base, if it is of the same state; else one without steps."""
+    def _matching_chain(self, base: BaseFound, chain: Chain) -> Chain:
+        """Return the chain if its log fits the base; else an empty one."""
         if not chain.steps:
             return chain
         shape = self.log.shape(base)
@@ -269,12 +276,12 @@ class RunView:
         self._skip(BaseId(*chain.steps[0]), why)
         return Chain(base.id, (), why)
 
-    def _with_all_parts(self, ways: Sequence[RestorePoint]) -> list[RestorePoint]:
-        bases = [way.base for way in ways]
+    def _complete_first(self, points: Sequence[RestorePoint]) -> list[RestorePoint]:
+        bases = [point.base for point in points]
         self.lacking = missing_sections(self.filesystem, bases)
         for base, reason in self.lacking.items():
             self._skip(base, reason)
-        return sorted(ways, key=lambda way: way.base.id in self.lacking)
+        return sorted(points, key=lambda point: point.base.id in self.lacking)
 
     def _skip(self, at: BaseId, reason: str) -> None:
         one = Skipped(at.timeline, at.step, reason)
@@ -302,11 +309,11 @@ class RunView:
 
 
 class _NotReplayedError(Exception):
-    """A log cannot be replayed to its end.
+    """The log cannot be replayed to its end.
 
     Attributes:
-        at: timeline and step at which that shows.
-        reached: so many of its steps can be redone, perhaps.
+        at: timeline and step at which replay failed.
+        reached: number of steps that can probably be replayed.
     """
 
     def __init__(self, cause: EverstepError, at: tuple[int, int], reached: int) -> None:
@@ -319,7 +326,7 @@ class _NotReplayedError(Exception):
 def _bases_in(
     memory: Mapping[int, Recalled], inventory: Inventory
 ) -> tuple[list[BaseFound], dict[PurePath, ReadFile]]:
-    """Return the bases that are whole only with what is in memory, and their files there."""
+    """Return the bases that are complete only with files in memory, and these files."""
     there = {base.id: base for base in inventory.bases}
     held = dict[BaseId, dict[int, HeldBase]]()
     for recalled in memory.values():

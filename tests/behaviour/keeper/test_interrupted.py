@@ -62,13 +62,13 @@ def test_an_interrupt_anywhere_while_a_base_is_asked_for() -> None:
             save = Save(3, 1)
             was = interrupted_at(count, lambda: remote.ask(save, [], exact=True))
             asked = [m["number"] for m in heard(theirs) if m["kind"] == "ask"]
-            if remote.lost is None and remote._asked.pending:
+            if remote.lost is None and remote._replica_requests.pending:
                 assert asked == [1], "it is waited for, and the keeper has not heard of it"
             elif save.durable.done():
                 assert isinstance(save.durable.exception(), KeeperError)
-                remote._asked.persisted(asked, 3, 9)  # an answer that nobody waits for
-                remote._asked.retained(3)
-                assert not remote._asked.pending
+                remote._replica_requests.persisted(asked, 3, 9)  # an answer that nobody waits for
+                remote._replica_requests.retained(3)
+                assert not remote._replica_requests.pending
             return was
 
     assert places(asks) > 20
@@ -117,6 +117,6 @@ def test_a_base_that_was_never_asked_for_is_asked_for_again(
             ckpt.save()
         keeper = ckpt._keepers.current
         assert isinstance(keeper, RemoteKeeper)
-        assert not keeper._asked.steps
+        assert not keeper._replica_requests.steps
         ckpt.save().durable.result(TIMEOUT_S)
         assert 4 in following.steps_on_disk(run_folder)

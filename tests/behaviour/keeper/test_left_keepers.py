@@ -10,14 +10,14 @@ from typing import Any
 import pytest
 
 import everstep
-from everstep import KeeperOptions
+from everstep.config.options import KeeperOptions
 from everstep.link import registry
 from everstep.link.messages import PROTOCOL
 from everstep.link.registry import KeeperInfo
 from everstep.restore.reshard.logs import LogsInMemory
 from everstep.seams import Seams
 from everstep.seams.network.sockets import close_descriptors
-from everstep.trainer.attach import left_keepers
+from everstep.trainer.attach import orphaned_keepers as left_keepers
 from tests.support.serving import Bench, bench, die, serving
 from tests.support.takeover import World, opened, stepped
 from tests.support.world import TIMEOUT_S
@@ -44,7 +44,7 @@ def logged(served: Bench, world: World) -> everstep.Checkpointer:
 
 
 def left(served: Bench) -> LogsInMemory:
-    return left_keepers.left_logs(
+    return left_keepers.orphaned_logs(
         served.run, served.run_id, RANK, [RANK], Seams(), timeout_s=TIMEOUT_S
     )
 

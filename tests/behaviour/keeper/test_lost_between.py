@@ -18,7 +18,7 @@ import pytest
 from everstep.errors import KeeperError
 from everstep.link.pool import Block, CapturePool
 from everstep.trainer.attach.remote import RemoteKeeper
-from everstep.trainer.session.lifetime import finish_at_exit
+from everstep.trainer.session.closing import finish_at_exit
 from tests.support.following import until
 from tests.support.log.every_step import World, opened, run_steps
 from tests.support.lost_keepers import kill_keeper, kill_noticed, lost_of
@@ -212,7 +212,7 @@ def test_a_keeper_that_serves_another_process_is_not_called_gone(run_folder: Pat
     with redirect_stderr(said), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         ckpt.close()
-    assert "no last base is taken of step 3: another process has taken the run over" in (
+    assert "no last base of step 3 is taken: another process has taken over the run" in (
         told := said.getvalue()
     )
     assert "now serves process 4711" in told

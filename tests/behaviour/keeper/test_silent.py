@@ -11,7 +11,7 @@ import pytest
 from everstep.errors import DeadlineError, EverstepError
 from everstep.link.waiting import ReplicaProgress
 from everstep.seams.clock import ManualClock
-from everstep.trainer.attach.silence import Silence
+from everstep.trainer.attach.remote import Silence
 from tests.support.following import until
 from tests.support.log.every_step import World, opened, run_steps
 from tests.support.lost_keepers import keeper_of, stopped
@@ -31,13 +31,13 @@ def test_training_beside_a_stopped_keeper_is_told(method: str, run_folder: Path)
         assert remote is not None
         with stopped(keeper_of(ckpt)):
             remote.silence.timeout_s = 0.5
-            until(lambda: time.monotonic() - remote.silence._heard_s > 0.5, "silence")
+            until(lambda: time.monotonic() - remote.silence._received_s > 0.5, "silence")
             assert not told
             run_steps(ckpt, world, 1)
             remote.silence.timeout_s = TIMEOUT_S
         (error,) = told
         assert isinstance(error, DeadlineError)
-        assert f"keeper (process {remote.pid}) has said nothing for" in error.message
+        assert f"keeper (process {remote.pid}) has sent no message for" in error.message
         ckpt.save()
         ckpt.wait()
         assert ckpt.stats().durable_step == ckpt.stats().step
@@ -53,8 +53,8 @@ def test_a_keeper_with_nothing_to_do_says_so(run_folder: Path) -> None:
         remote = ckpt._keepers._remote
         assert remote is not None
         for _ in range(3):
-            remote.silence._word.clear()
-            until(remote.silence._word.is_set, "a word of it")
+            remote.silence._received.clear()
+            until(remote.silence._received.is_set, "a word of it")
 
 
 def test_what_is_called_silence() -> None:
@@ -62,21 +62,21 @@ def test_what_is_called_silence() -> None:
     silence = Silence(clock, 7, 120.0)
     silence.grace_s = 0.0
     clock.advance(120.0)
-    assert silence.news() is None
+    assert silence.overdue() is None
     silence.check()
     clock.advance(1.0)
-    with pytest.raises(DeadlineError, match=r"process 7\) has said nothing for 121 s"):
+    with pytest.raises(DeadlineError, match=r"process 7\) has sent no message for 121 s"):
         silence.check()
-    error = silence.news()
+    error = silence.overdue()
     assert error is not None
     assert "121 s" in error.message
     clock.advance(120.0)
-    assert silence.news() is None, "once, for as long"
+    assert silence.overdue() is None, "once, for as long"
     clock.advance(1.0)
-    assert silence.news() is not None
-    silence.heard()
+    assert silence.overdue() is not None
+    silence.message_received()
     clock.advance(120.0)
-    assert silence.news() is None
+    assert silence.overdue() is None
     silence.check()
 
 
@@ -86,13 +86,13 @@ def test_one_that_nobody_has_listened_to_is_not_accused(monkeypatch: pytest.Monk
     silence = Silence(clock, 7, 120.0)
 
     def comes_now(timeout_s: float) -> bool:
-        silence.heard()
+        silence.message_received()
         return True
 
     clock.advance(3600.0)
-    monkeypatch.setattr(silence._word, "wait", comes_now)
+    monkeypatch.setattr(silence._received, "wait", comes_now)
     silence.check()
-    assert silence.news() is None
+    assert silence.overdue() is None
 
 
 def test_a_replica_that_gets_nowhere_is_not_waited_for() -> None:

@@ -33,7 +33,7 @@ from everstep.link.save import Save, complete
 from everstep.options import LogOptions
 from everstep.seams import ManualClock, PosixFileSystem, Seams
 from everstep.seams.files.moving import Standstill, is_over
-from everstep.trainer.attach.replies import Replies
+from everstep.trainer.attach.requests import Replies
 from everstep.trainer.log.disklog import DiskLog
 from tests.support.log.every_step import World
 from tests.support.ranks.peer_logs import Log
@@ -125,6 +125,7 @@ def test_a_slow_disk_with_a_log_on_it_is_not_called_hung(history: str, run_folde
 OPERATIONS = ["make_dir", "create", "reserve", "write", "sync", "truncate", "rename", "sync_dir"]
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("op", OPERATIONS)
 def test_an_operation_that_never_returns_is_found_behind_slow_ones(
     op: str, run_folder: Path
@@ -264,6 +265,7 @@ def pair(
         pair.close(clock)
 
 
+@pytest.mark.thinned(2)
 def test_ranks_wait_for_one_whose_disk_is_slow(
     pair: Pair, errors: list[EverstepError], clock: ManualClock
 ) -> None:
@@ -285,6 +287,7 @@ def test_ranks_wait_for_one_whose_disk_is_slow(
     assert clock.monotonic_s() - start_s > 3 * LIMIT_S
 
 
+@pytest.mark.thinned(2)
 def test_ranks_name_one_whose_disk_hangs_behind_slow_operations(
     pair: Pair, errors: list[EverstepError], clock: ManualClock
 ) -> None:
@@ -379,8 +382,8 @@ def test_a_keeper_that_writes_the_log_first_says_that_it_is_at_work(
     changed = threading.Condition()
     replies = Replies(changed, ManualClock())
     for message in told:
-        replies.part(message)
-    assert replies._parts == len(told)
+        replies.add_blob(message)
+    assert replies._chunks == len(told)
 
 
 # What waits for something
@@ -527,14 +530,14 @@ def test_an_answer_is_waited_for_as_long_as_anything_comes(says: str) -> None:
         left -= 1
         clock.advance(0.9 * LIMIT_S)
         if says == "parts":
-            replies.part({"number": 0, "part": b"x"})
+            replies.add_blob({"number": 0, "part": b"x"})
         elif says == "operations":
             keeper.moves += 1
         else:
             keeper.log_moves += 1
         if not left:
             changed.release()
-            replies.came({"kind": "recalled"}, [])
+            replies.arrived({"kind": "recalled"}, [])
             changed.acquire()
         return predicate()
 
@@ -549,7 +552,7 @@ def test_an_answer_that_does_not_come_is_not_waited_for() -> None:
 
     def look(predicate: Callable[[], bool], timeout: float | None = None) -> bool:
         if len(waited) < 3:
-            replies.part({"number": 0, "part": b"x"})
+            replies.add_blob({"number": 0, "part": b"x"})
         waited.append(1.0)
         clock.advance(1.0)
         return predicate()

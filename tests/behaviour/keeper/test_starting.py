@@ -83,8 +83,8 @@ def test_others_are_told_its_address_before_it_is_there(
         return remote
 
     monkeypatch.setattr(Keepers, "_attach", attach)
-    keepers.open(beside=True)
-    assert keepers.left_behind() == Recalled(), "a new one has nothing"
+    keepers.open(in_background=True)
+    assert keepers.recall_leftovers() == Recalled(), "a new one has nothing"
     told = keepers.listen(HOST)
     assert told[1] > 0
     assert remote.at == [], "it is not there yet"
@@ -113,7 +113,7 @@ def test_one_that_is_there_is_asked_what_it_holds(
 
     monkeypatch.setattr(Keepers, "_attach", attach)
     monkeypatch.setattr(keepers_module, "is_there", lambda run, run_id, rank: True)
-    keepers.open(beside=True)
+    keepers.open(in_background=True)
     assert threads == [threading.current_thread()]
     keepers.close()
 
@@ -130,10 +130,10 @@ def test_one_that_cannot_be_started_is_tried_again_by_the_next_resume(
         return one
 
     monkeypatch.setattr(Keepers, "_attach", attach)
-    keepers.open(beside=True)
+    keepers.open(in_background=True)
     with pytest.raises(KeeperError, match="no memory"):
         keepers.ready()
-    keepers.open(beside=True)
+    keepers.open(in_background=True)
     keepers.ready()
     assert not found
     keepers.close()
@@ -144,7 +144,7 @@ def test_whoever_is_closed_lets_one_go_that_was_still_starting(
 ) -> None:
     remote = Remote()
     monkeypatch.setattr(Keepers, "_attach", lambda self: remote)
-    keepers.open(beside=True)
+    keepers.open(in_background=True)
     keepers.close()
     assert remote.at == [("closed", 0)]
 
@@ -195,12 +195,12 @@ def test_one_that_lives_and_does_not_answer_is_named(
         with pytest.raises(KeeperTimeoutError) as caught:
             attach(*about, timeout_s=0.1)
         told, hint = caught.value, str(caught.value.hint)
-        assert f"process {keeper.pid}) does not answer" in told.message
+        assert f"process {keeper.pid}) does not respond" in told.message
         assert (told.path, told.rank) == (str(tmp_path), 3)
-        assert "steps behind the newest base" in hint
+        assert "steps after the newest base" in hint
         assert "everstep stop --now ends it, and these steps are lost" in hint
         assert (f"kill -CONT {keeper.pid}" in hint) == (not gone)
-        assert ("its socket is gone" in hint) == gone
+        assert ("its socket is missing" in hint) == gone
 
 
 def test_one_that_never_came_is_nobody_to_be_named(
@@ -211,7 +211,7 @@ def test_one_that_never_came_is_nobody_to_be_named(
     about: Any = (tmp_path, "id", 3, 4096, KeeperOptions(), None, SystemClock())
     with pytest.raises(KeeperTimeoutError, match="no keeper has answered") as caught:
         attach(*about, timeout_s=0.1)
-    assert "does not answer" not in caught.value.message
+    assert "does not respond" not in caught.value.message
 
 
 @pytest.mark.parametrize("lives", [False, True])

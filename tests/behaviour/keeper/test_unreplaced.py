@@ -14,8 +14,7 @@ import everstep
 from everstep.errors import EverstepError, KeeperError, KeeperTimeoutError
 from everstep.options import LogOptions
 from everstep.seams.clock import ManualClock
-from everstep.trainer.attach.attempts import Attempts
-from everstep.trainer.attach.keepers import Keepers
+from everstep.trainer.attach.keepers import Keepers, ReplacementAttempts
 from tests.support.log.every_step import World, opened, run_steps
 from tests.support.lost_keepers import kill_noticed
 
@@ -64,7 +63,7 @@ def policy_of(name: str, told: list[EverstepError]) -> Any:
     return told.append if name == "function" else name
 
 
-@pytest.mark.thinned(3)
+@pytest.mark.thinned(6)
 @pytest.mark.parametrize(
     ("policy", "method", "ends"),
     [
@@ -124,7 +123,7 @@ def test_close_says_which_steps_are_lost(
     (last,) = [one for one in said if "training has ended" in one]
     assert "ended at step 6 without a keeper" in last
     assert "the newest base is of step 3," in last
-    assert ("its log has on disk" in last) == (to == "disk")
+    assert ("in the log on disk" in last) == (to == "disk")
     assert "it does not answer" in last
     assert policy == "warn" or isinstance(told[-1], KeeperError)
 
@@ -146,7 +145,7 @@ def test_nothing_is_called_lost_where_nothing_is(run_folder: Path, unanswered: l
 def test_one_that_hangs_is_not_waited_for_at_each_step() -> None:
     """An attempt may take minutes, in which training waits."""
     clock = ManualClock()
-    attempts, why = Attempts(clock), KeeperError("none")
+    attempts, why = ReplacementAttempts(clock), KeeperError("none")
     for took_s, again_s in ((0.0, 30.0), (5.0, 30.0), (120.0, 480.0)):
         assert attempts.is_due
         attempts.begin()

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from everstep import Checkpointer, LogOptions
+from everstep.checkpointer import Checkpointer
+from everstep.config.options import LogOptions
 from everstep.errors import (
     EverstepError,
     RecoveryError,
@@ -21,7 +22,7 @@ from everstep.format.names import base_dir, shard_name
 from everstep.link.registry import list_keepers
 from everstep.restore.start.report import Recovery
 from everstep.restore.start.resume import resume
-from everstep.trainer.session import starts
+from everstep.trainer.session import start as starts
 from tests.support.keepers import end_keepers
 from tests.support.log.last_mark import Training, resumed, same
 from tests.support.logged import invoke
@@ -52,6 +53,7 @@ def comes_back(run: Path, step: int, wanted: list[Any]) -> Recovery:
     return recovery
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("again", [None, STEPS - 1, STEPS])
 @pytest.mark.parametrize("leaves", ["close", "raise"])
 def test_a_resume_that_was_interrupted(
@@ -83,7 +85,7 @@ def test_a_resume_that_was_interrupted(
         ckpt.resume(again)
     monkeypatch.setattr(starts, "resume", resume)
     assert "the keeper" in (said := capfd.readouterr().err)
-    assert "for a while; resume() has them" in said
+    assert "for a while; a resume() within that time restores them" in said
     comes_back(run_folder, STEPS, wanted)
 
 
@@ -105,11 +107,12 @@ def test_a_last_base_of_which_somebody_else_has_heard(
             stack.enter_context(pytest.warns(RuntimeWarning, match="base"))
         ckpt.close()
     assert len(heard) == (policy == "function")
-    assert "for a while; resume() has them" in capfd.readouterr().err
+    assert "for a while; a resume() within that time restores them" in capfd.readouterr().err
     stone.rmdir()
     comes_back(run_folder, STEPS, wanted)
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("step", [5, STEPS])
 @pytest.mark.parametrize("mended", [True, False])
 def test_a_base_whose_failure_was_raised_before(mended: bool, step: int, run_folder: Path) -> None:
@@ -193,6 +196,7 @@ def test_where_resume_was_forgotten_that_is_what_is_said(run_folder: Path) -> No
     comes_back(run_folder, STEPS, wanted)
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("method", ["sync", "lazy", "logged"])
 def test_a_link_in_the_place_of_a_base_is_not_followed(method: str, run_folder: Path) -> None:
     """No reader does: it would be called durable, and be in nobody's run."""
@@ -221,7 +225,7 @@ def test_a_link_in_the_place_of_a_base_is_not_followed(method: str, run_folder: 
         assert other.resume().step == 3
 
 
-@pytest.mark.thinned(2)
+@pytest.mark.thinned(4)
 @pytest.mark.parametrize("method", ["lazy", "logged", "gemini", "gockpt"])
 def test_a_state_that_cannot_be_stored_is_told_by_the_policy(method: str, run_folder: Path) -> None:
     """Of whatever method; and the log goes on behind a base of one that can."""

@@ -188,6 +188,7 @@ def test_the_write_budget_counts_what_waits_to_be_written() -> None:
     assert found[2] == found[5] + 3 * 400_000
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize(("lag_steps", "first"), [(0, 1), (3, 4), (30, 10)])
 def test_it_is_no_longer_than_training_waits_for(
     lag_steps: int, first: int, run_folder: Path
@@ -202,6 +203,7 @@ def test_it_is_no_longer_than_training_waits_for(
     assert max(lengths(run_folder)) <= lag_steps + 1
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("batch_steps", [10, 1000, "auto"])
 def test_a_batch_leaves_room_for_what_comes(batch_steps: int | str, run_folder: Path) -> None:
     """What waits to be written is not let go of: a log whose memory was full of it made holes,
@@ -242,6 +244,7 @@ def test_each_rank_may_have_a_batch_of_its_own(
 # --- As it was asked for ----------------------------------------------------------------
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize(
     ("every", "batch_steps", "auto", "first"),
     [

@@ -82,7 +82,7 @@ def test_it_goes_on_behind_a_base(
         run.train(75, step_s=4.0)
         end = run.step
         assert run.ckpt.stats().log_steps_in_memory < end - FIRST_STEPS - 1
-    assert capsys.readouterr().err.count("the budget has room again") == 1
+    assert capsys.readouterr().err.count("the budget has space again") == 1
     (_, stopped), (again, last) = spans(run_folder)
     assert (stopped, last) == (FIRST_STEPS + 1, end)
     assert again % 8 == 0, "at a base, and nowhere else"

@@ -30,6 +30,7 @@ def compressed(seed: int, **options: Any) -> World:
     return world
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("kind", ["topk", "threshold", "int8", "adaptive"])
 @pytest.mark.parametrize("feedback", [True, False])
 def test_a_killed_trainer_goes_on_as_if_nothing_had_been(
@@ -116,6 +117,7 @@ def test_the_start_says_what_residuals_take(
     assert ("residuals" in told) == feedback
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("what", ["a kept element", "an element that was left out", "a sign"])
 def test_a_gradient_changed_behind_the_compressor_is_not_recorded(
     run_folder: Path, what: str

@@ -35,8 +35,8 @@ from everstep.tiers.folder import DiskTier
 from everstep.tiers.memory import MemoryFile, MemoryTier
 from everstep.tiers.options import PeerOptions, TierOptions
 from everstep.trainer.job import copies as copies_module
-from everstep.trainer.job import job as job_module
-from everstep.trainer.session.parts import _refuse_lossy_replicas
+from everstep.trainer.job import start as start_module
+from everstep.trainer.session.components import _refuse_lossy_replicas
 from tests.support.copying import contents, put, wait_for
 from tests.support.log.copies import ON_DISK, copy_log, until
 from tests.support.log.every_step import World, opened, run_steps
@@ -143,7 +143,7 @@ def test_a_damaged_segment_is_read_in_the_copy(
     assert (recovery.step, recovery.base_step, recovery.replayed) == (STEPS, 4, 3)
     assert recovery.exact, recovery.evidence
     assert world.snapshot() == states[STEPS]
-    said = "whole in another place" if where == "record" else "index is damaged"
+    said = "intact in another place" if where == "record" else "index is damaged"
     assert said in str(recovery.skipped)
 
 
@@ -383,7 +383,7 @@ def test_a_damaged_segment_on_a_disk_is_read_in_the_store(
         for rank, one in enumerate(found):
             assert (one.step, one.replayed, one.exact) == (6, 2, True), one
             assert torch.equal(ranks[rank].weight, trained(rank, 6))
-        assert "whole in another place" in str(found[1].skipped)
+        assert "intact in another place" in str(found[1].skipped)
         all_die(ranks)
 
 
@@ -425,18 +425,18 @@ def test_a_lossy_log_is_looked_at_while_others_fetch(
         return Brought([], [])
 
     restored: list[Any] = []
-    restore = resume_job._Start._restore
+    restore = resume_job._JobStart._restore
 
     def noted(self: Any, choice: Any) -> Any:
         restored.append(choice.end)
         return restore(self, choice)
 
     monkeypatch.setattr(MemoryTier, "open", noting)
-    monkeypatch.setattr(job_module, "fetch_from_peers", fetch)
-    monkeypatch.setattr(resume_job._Start, "_restore", noted)
+    monkeypatch.setattr(start_module, "fetch_from_peers", fetch)
+    monkeypatch.setattr(resume_job._JobStart, "_restore", noted)
     with trainings(*runs, method="logged", every=4, tiers=["/copies"]) as ranks:
         for one in ranks:
-            one.ckpt._starts._job._fetches = True
+            one.ckpt._starter._job._shared.fetches = True
         assert [(one.step, one.exact) for one in resume(ranks)] == [(7, False)] * 2
         all_die(ranks)
     assert restored == [BaseId(1, 7)] * 2, "at the first attempt"
@@ -476,13 +476,13 @@ def test_of_a_lossy_log_what_is_behind_the_chosen_base_is_read_and_all_of_it_if_
 
     monkeypatch.setattr(MemoryTier, "open", noting)
     monkeypatch.setattr(
-        job_module,
+        start_module,
         "fetch_from_peers",
         lambda meeting, clock, say, *about, **more: told_of_choice(say, *about, **more),
     )
     with trainings(*runs, method="logged", every=4, tiers=["/copies"]) as ranks:
         for one in ranks:
-            one.ckpt._starts._job._fetches = True
+            one.ckpt._starter._job._shared.fetches = True
         found = {(one.step, one.base_step) for one in resume(ranks)}
         all_die(ranks)
     assert found == ({(7, 4)} if damaged else {(10, 8)})
@@ -567,10 +567,10 @@ def test_a_log_comes_from_the_store_while_others_fetch(
             assert reads.ahead.acquire(timeout=TIMEOUT_S), "nothing comes meanwhile"
         return Brought([], [])
 
-    monkeypatch.setattr(job_module, "fetch_from_peers", fetch)
+    monkeypatch.setattr(start_module, "fetch_from_peers", fetch)
     with trainings(*runs, method="logged", every=4, tiers=["/copies"]) as ranks:
         for one in ranks:
-            one.ckpt._starts._job._fetches = True
+            one.ckpt._starter._job._shared.fetches = True
         assert [(one.step, one.replayed, one.exact) for one in resume(ranks)] == [(6, 2, True)] * 2
         for rank in range(2):
             assert torch.equal(ranks[rank].weight, trained(rank, 6))
@@ -603,16 +603,16 @@ def test_what_has_come_damaged_is_read_in_the_store(
 
     monkeypatch.setattr(files_ahead.FilesAhead, "open", spoiling)
     monkeypatch.setattr(
-        job_module,
+        start_module,
         "fetch_from_peers",
         lambda meeting, clock, say, *about, **more: told_of_choice(say, *about, **more),
     )
     with trainings(*runs, method="logged", every=4, tiers=["/copies"]) as ranks:
         for one in ranks:
-            one.ckpt._starts._job._fetches = True
+            one.ckpt._starter._job._shared.fetches = True
         found = resume(ranks)
         assert [(one.step, one.replayed, one.exact) for one in found] == [(6, 2, True)] * 2
         assert torch.equal(ranks[1].weight, trained(1, 6))
         all_die(ranks)
     assert spoilt
-    assert "whole in another place" in str(found[1].skipped)
+    assert "intact in another place" in str(found[1].skipped)

@@ -190,7 +190,7 @@ CASES = {
 }
 
 
-@pytest.mark.thinned(3)
+@pytest.mark.thinned(9)
 @pytest.mark.parametrize("case", CASES)
 def test_a_killed_run_goes_on_as_if_it_had_not_been(case: str, served: Bench) -> None:
     kind, places, every = CASES[case]
@@ -217,6 +217,7 @@ def test_a_killed_run_goes_on_as_if_it_had_not_been(case: str, served: Bench) ->
     assert replayed
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("fused", [False, True])
 def test_steps_that_a_scaler_skips(fused: bool, served: Bench) -> None:
     def make(seed: int) -> World:
@@ -296,7 +297,7 @@ def test_without_the_function_nothing_is_touched(served: Bench) -> None:
     again = open_it(served.run, other, registered=False)
     with pytest.raises(MismatchError, match=r"from step 4 on .* updates 'ema/\*'") as raised:
         again.resume()
-    assert "strict=False) to go on from step 3" in str(raised.value.hint)
+    assert "strict=False) to continue from step 3" in str(raised.value.hint)
     assert other.snapshot() == before
     assert again.resume(step=3).exact  # up to there no function is needed
     assert other.snapshot() == states[3]

@@ -93,7 +93,7 @@ PLACES = {
 IN_THE_LANE = ("taking pages", "in the lane", "encoding", "telling the keeper")
 
 
-@pytest.mark.thinned(3)
+@pytest.mark.thinned(9)
 @pytest.mark.parametrize("error", [FaultError, EverstepError, KeyboardInterrupt])
 @pytest.mark.parametrize("place", PLACES)
 def test_whatever_fails_once(
@@ -136,7 +136,7 @@ def test_whatever_fails_once(
     check(run_folder, states, {3} - bases if holes else set(), World(seed=9))
 
 
-@pytest.mark.thinned(3)
+@pytest.mark.thinned(6)
 @pytest.mark.parametrize("place", PLACES)
 def test_what_fails_in_recording_goes_by_the_policy(
     place: str, run_folder: Path, monkeypatch: pytest.MonkeyPatch

@@ -132,7 +132,7 @@ def test_a_flipped_bit_in_memory_ends_the_replay_before_it(served: Bench) -> Non
     again.close()
 
 
-@pytest.mark.thinned(3)
+@pytest.mark.thinned(6)
 @pytest.mark.parametrize("part", ["tensors", "index", "header", "marker", "no marker", "gone"])
 def test_a_damaged_segment_ends_the_replay_before_it(run_folder: Path, part: str) -> None:
     world = World()
@@ -216,7 +216,7 @@ def test_gradients_are_zeroed_only_when_they_are_copied(
     monkeypatch.setattr(HeldLane, "gate", Gate())
     HeldLane.gate.open()
     monkeypatch.setattr("everstep.capture.lanes.devices.CpuLane", HeldLane, raising=False)
-    monkeypatch.setattr("everstep.trainer.session.parts.CpuLane", HeldLane)
+    monkeypatch.setattr("everstep.trainer.session.components.CpuLane", HeldLane)
     with everstep.Checkpointer(
         run_folder, state, method=DENSE, every=100, log=log, keeper=process
     ) as ckpt:
@@ -528,6 +528,7 @@ def test_a_log_without_room_takes_bases_instead(served: Bench) -> None:
     again.close()
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("history", ["last", "all"])
 def test_segments_that_no_base_needs_go(run_folder: Path, history: str) -> None:
     world = World()

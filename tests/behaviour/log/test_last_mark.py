@@ -51,6 +51,7 @@ def ended_within(run: Path, what: str, **options: Any) -> list[Any]:
     return wanted
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("what", WITHIN)
 def test_what_has_begun_is_in_no_base(run_folder: Path, what: str) -> None:
     """From a base of the last step where its state is still here, else from the keeper's log."""
@@ -67,7 +68,7 @@ def test_without_a_keeper_process_that_is_said(
 ) -> None:
     in_thread = KeeperOptions(process=False)
     ended_within(run_folder, what, keeper=in_thread)
-    assert f"no last base is taken of step {STEPS}" in (said := capfd.readouterr().err)
+    assert f"no last base of step {STEPS} is taken" in (said := capfd.readouterr().err)
     assert "is lost with it" in said
     recovery, _ = resumed(run_folder, keeper=in_thread)
     assert recovery.step == 5
@@ -300,7 +301,7 @@ def _interrupted(*_: Any) -> Any:
     raise KeyboardInterrupt
 
 
-@pytest.mark.thinned(2)
+@pytest.mark.thinned(4)
 @pytest.mark.parametrize("how", ["fails", "is interrupted"])
 @pytest.mark.parametrize("method", ["logged", "lowdiff_plus"])
 def test_the_log_in_memory_outlives_a_last_base(
@@ -322,9 +323,9 @@ def test_the_log_in_memory_outlives_a_last_base(
             if how == "fails":
                 (base_dir(run_folder, 1, 7) / shard_name(0)).mkdir(parents=True)  # in its way
             else:
-                monkeypatch.setattr(checkpointer, "wait_through", _interrupted)
+                monkeypatch.setattr(checkpointer, "wait_and_collect", _interrupted)
                 monkeypatch.setattr(Checkpointer, "_take_at", _interrupted)
-        assert "resume() has them" in capfd.readouterr().err
+        assert "a resume() within that time restores them" in capfd.readouterr().err
         monkeypatch.undo()
         again = Plain(run_folder, method)
         with again.ckpt as ckpt:

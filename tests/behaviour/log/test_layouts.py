@@ -233,6 +233,7 @@ def test_a_killed_trainer_loses_no_step(served: Bench, said: Counter[str]) -> No
         assert other.snapshot() == states[STEPS]
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("process", [True, False])
 def test_a_segment_holds_what_its_keeper_has_forgotten(run_folder: Path, process: bool) -> None:
     """All that is logged waits for one segment, while layouts go and come."""

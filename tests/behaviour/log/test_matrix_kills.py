@@ -44,7 +44,7 @@ def differing(found: dict[str, str], wanted: dict[str, str]) -> list[str]:
     return sorted(n for n in {*found, *wanted} if found.get(n) != wanted.get(n))
 
 
-@pytest.mark.thinned(3)
+@pytest.mark.thinned(9)
 @pytest.mark.parametrize("zeroed", ["", " zeroed"])
 @pytest.mark.parametrize("name", CASES)
 def test_every_row_in_a_training_with_every_trap(name: str, zeroed: str, served: Bench) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-import everstep.trainer.job.job as job_module
+import everstep.trainer.job.start as start_module
 from everstep import LogOptions
 from everstep.commit.lineage import BaseId
 from everstep.errors import EverstepError, RecoveryError, StorageError
@@ -114,7 +114,7 @@ def _replayed(log: LogFound, files: TierFileSystem, ring: ChunkRing) -> list[Any
     chain = Chain((1, 0), tuple((1, step) for step in range(1, 7)), "", None)  # type: ignore[arg-type]
     about: Any = {"filesystem": files, "ring": ring, "timeout_s": 20.0}
     found: list[Any] = []
-    for step in checked(log.steps(chain, 0, **about), partial(log.sound, **about)):
+    for step in checked(log.steps(chain, 0, **about), partial(log.verified, **about)):
         if isinstance(step, EverstepError):
             return [*found, step]
         found += [bytes(one.data) for one in (*(record for record, _ in step.updates), step.mark)]
@@ -159,7 +159,7 @@ def test_what_is_damaged_where_it_is_nearest_is_read_where_it_is_whole(
     mended = log.take_repaired()
     first = 0 if near == "memory" else 1  # of a segment of two steps it is in the first
     assert {one.step for one in mended} == {step - first for step in steps}
-    assert all("whole in another place" in one.reason for one in mended)
+    assert all("intact in another place" in one.reason for one in mended)
     assert log.take_repaired() == []
 
 
@@ -248,12 +248,12 @@ def test_a_peer_s_whole_log_is_fetched_although_a_copy_has_a_lossy_one(
     about = scan_run(files, path).timelines[1]
     assert about is not None
     held = [PeerLog(1, about.encode(), packed(records))]
-    fetch = job_module.fetch_from_peers
+    fetch = start_module.fetch_from_peers
 
     def fetched(meeting: Any, *about: Any, **more: Any) -> Any:
         return fetch(meeting, *about, **{**more, "logs": held if meeting.rank == 0 else ()})
 
-    monkeypatch.setattr(job_module, "fetch_from_peers", fetched)
+    monkeypatch.setattr(start_module, "fetch_from_peers", fetched)
     always = property(lambda self: True, lambda self, value: None)
     monkeypatch.setattr(Job, "_fetches", always, raising=False)
     shutil.rmtree(runs[1])

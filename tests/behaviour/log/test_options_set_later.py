@@ -67,6 +67,7 @@ REFUSED = {
 }
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("kind", REFUSED)
 def test_options_set_later(kind: str, run_folder: Path) -> None:
     """A base leads on from there, and the log again once they are set back."""
@@ -82,7 +83,7 @@ def test_options_set_later(kind: str, run_folder: Path) -> None:
             if step in (3, 4):
                 with pytest.raises(UnsupportedStateError, match=why) as refused:
                     ckpt.step()
-                assert "group 0 of optimizer has options now" in str(refused.value)
+                assert "group 0 of optimizer now has options" in str(refused.value)
                 assert refused.value.leaves[0][0] == "optimizer"
             else:
                 ckpt.step()
@@ -195,7 +196,7 @@ def test_a_base_over_several_steps_is_void(served: Bench) -> None:
         world.train()
         ckpt.step()
     ckpt.wait(TIMEOUT_S)
-    assert "group 0 of optimizer has options now" in str(said[0])  # not the keeper, later
+    assert "group 0 of optimizer now has options" in str(said[0])  # not the keeper, later
     die(ckpt)
 
 

@@ -125,6 +125,7 @@ def forgotten(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
     return lambda: monkeypatch.setattr(exactness, "_DECLARED", {})
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("step", [None, STEPS])
 @pytest.mark.parametrize(("wrote", "goes_on"), [(pinned, adam), (adam, pinned), (adam, renamed)])
 def test_the_class_of_the_log_replays_it(
@@ -178,7 +179,7 @@ def test_nothing_is_left_out_without_a_word(
     assert "from step 2 on the log cannot be replayed: 'optimizer' was a " in said
     assert "Pinned in training, and is a torch.optim.adam.Adam here" in said
     assert "resume() once with an optimizer of that class" in said
-    assert "resume(strict=False) to go on from step 1" in said
+    assert "resume(strict=False) to continue from step 1" in said
     assert sorted(inventory_of(run_folder).timelines) == [1]
     forget(run_folder)
     if step is not None:
@@ -299,6 +300,7 @@ def shrunk(monkeypatch: pytest.MonkeyPatch) -> Callable[[], Any]:
     return opened
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("world", [2, 3])
 def test_ranks_replay_it_by_the_class_of_the_log(
     tmp_path: Path, shrunk: Callable[[], Any], world: int
@@ -315,6 +317,7 @@ def test_ranks_replay_it_by_the_class_of_the_log(
         die(ranks)
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("world", [2, 3])
 def test_ranks_leave_nothing_out_without_a_word(
     tmp_path: Path, shrunk: Callable[[], Any], forgotten: Callable[[], None], world: int

@@ -49,6 +49,7 @@ def leave(run: Path, after: int, last: int, *names: str) -> Path:
     return directory
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize(
     ("op", "path"),
     [

@@ -89,6 +89,7 @@ class Flat:
         return [tensor.clone() for tensor in (self.flat, self.apart, *moments)]
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("first", [True, False])
 @pytest.mark.parametrize("owned", [(slice(0, 40),), (slice(0, 40), slice(40, 100))], ids=len)
 def test_what_a_registered_function_changes_is_told(

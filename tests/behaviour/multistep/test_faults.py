@@ -142,6 +142,7 @@ def behind_its_back(world: World) -> None:
     world.model[0].weight.detach().numpy()[...] *= 0.5
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("ends", ["close", "save, and wait", "all its steps"])
 @pytest.mark.parametrize("policy", ["raise", "collect"])
 def test_where_no_step_follows_a_base_of_one_step_takes_the_place_of_a_lost_one(
@@ -279,6 +280,7 @@ def test_interrupted_while_another_keeper_takes_over(
     assert restored(served.run, World(seed=9), 4) == states[4]
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("method", ["lazy", "logged", over(3)], ids=["lazy", "logged", "gockpt"])
 @pytest.mark.parametrize("begun", [True, False], ids=["within a step", "between steps"])
 def test_what_was_lost_with_a_keeper_is_not_taken_of_half_a_step(
@@ -798,6 +800,7 @@ class _LateGradients:
         return reported, wrong
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("owner", ["optimizer", "model"])
 @pytest.mark.parametrize("to_none", [True, False], ids=["dropped", "zeroed"])
 def test_zero_grad_waits_where_it_must_and_only_there(
@@ -1022,6 +1025,7 @@ def by_its_layers(world: World) -> None:
         layer.zero_grad(set_to_none=False)
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("zero", [by_hand, by_its_layers])
 @pytest.mark.parametrize("last", [False, True], ids=["within", "in the last step"])
 def test_a_loop_that_zeroes_gradients_in_its_own_way_is_a_good_loop(
@@ -1105,6 +1109,7 @@ def one_element(tensor: torch.Tensor) -> None:
         tensor.view(-1)[1] += 1.0
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("rebuild", ["keeper", "recovery"])
 @pytest.mark.parametrize("when", ["while it is copied", "behind its update", "at a mark alone"])
 def test_a_change_of_one_element_begins_the_base_anew(
@@ -1191,6 +1196,7 @@ def test_a_copy_of_the_model_has_none_of_our_guards(held: Gate, served: Bench) -
 # --- Deaths -----------------------------------------------------------------------------
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("within", range(4))
 def test_a_trainer_that_dies_in_a_window_goes_back_to_the_base_before(
     within: int, served: Bench
@@ -1301,5 +1307,5 @@ def test_what_a_keeper_cannot_repeat_is_refused_at_once(run_folder: Path) -> Non
 
 def test_without_a_keeper_process_it_is_refused(run_folder: Path) -> None:
     keeper = everstep.KeeperOptions(process=False)
-    with pytest.raises(OptionError, match="a keeper that is a process"):
+    with pytest.raises(OptionError, match="a separate keeper process"):
         opened(run_folder, World(), method="gockpt", keeper=keeper)

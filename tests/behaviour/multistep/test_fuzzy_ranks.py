@@ -62,7 +62,7 @@ def restored(
     base: BaseFound, layout: str, info: RankInfo, ring: ChunkRing, **given: Any
 ) -> tuple[Values, LoadedBase]:
     values = build(layout, info, 9)
-    return values, load(base, State(values, ranks=info), ring, **{"whole": whole(ring), **given})
+    return values, load(base, State(values, ranks=info), ring, **{"complete": whole(ring), **given})
 
 
 def differing(values: Values, wanted: Values) -> list[str]:
@@ -108,7 +108,7 @@ def test_all_of_it_is_of_one_step(
         with as_rank(rank, world) as info:
             values, loaded = restored(base, layout, info, ring)
             assert differing(values, trained_to_last(layout, info)) == [], rank
-            assert not any("brought to one step" in note for note in loaded.notes)
+            assert not any("its redo file was replayed" in note for note in loaded.notes)
             assert loaded.redone > 0
             assert values["own"]["n"] == LAST or rank >= wrote[1]
 
@@ -176,7 +176,7 @@ def test_files_in_memory_are_made_whole_like_those_on_disk(tmp_path: Path, ring:
         with as_rank(1, 2) as info:
             values = build("ddp", info, 9)
             about: dict[str, Any] = {"strict": True, "timeout_s": TIMEOUT_S, "progress": silent}
-            load_ranks(opened, State(values, ranks=info), ring, whole=whole(ring), **about)
+            load_ranks(opened, State(values, ranks=info), ring, complete=whole(ring), **about)
             assert differing(values, trained_to_last("ddp", info)) == []
     finally:
         for one in opened:
@@ -286,9 +286,9 @@ def test_other_conditions_are_not_called_exact(
 ) -> None:
     base = fuzzy_base(tmp_path, "ddp", 2, ring)
     with as_rank(0, 2) as info:
-        values, loaded = restored(base, "ddp", info, ring, whole=whole(ring, trained))
+        values, loaded = restored(base, "ddp", info, ring, complete=whole(ring, trained))
         assert differing(values, trained_to_last("ddp", info)) == []
-    (note,) = [one for one in loaded.notes if "brought to one step" in one]
+    (note,) = [one for one in loaded.notes if "its redo file was replayed" in one]
     assert why in note
 
 

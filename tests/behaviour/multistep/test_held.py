@@ -55,7 +55,7 @@ def served(run_folder: Path) -> Iterator[Bench]:
 @pytest.fixture
 def slow(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
     monkeypatch.setattr(SlowGradients, "go", threading.Event())
-    monkeypatch.setattr("everstep.trainer.session.parts.CpuLane", SlowGradients)
+    monkeypatch.setattr("everstep.trainer.session.components.CpuLane", SlowGradients)
     yield SlowGradients.go
     SlowGradients.go.set()
 

@@ -35,13 +35,14 @@ def test_every_trap_at_once(case: str, overlap: int, served: Bench) -> None:
     check(served, matrix(case, "all"), over(3, overlap=overlap))
 
 
-@pytest.mark.thinned(3)
+@pytest.mark.thinned(9)
 @pytest.mark.parametrize("overlap", HELD, ids=["gockpt", "gockpt_o", "held for 3"])
 @pytest.mark.parametrize("loop", [name for name in LOOPS if name != "all"])
 def test_each_trap(loop: str, overlap: int, served: Bench) -> None:
     check(served, matrix("AdamW-foreach", loop), over(4, overlap=overlap))
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("parts", range(1, 7))
 def test_any_number_of_parts(parts: int, served: Bench) -> None:
     method = over(parts, overlap=parts % 3)
@@ -59,6 +60,7 @@ def test_every_row_of_the_matrix(case: str, overlap: int, served: Bench) -> None
     check(served, matrix(case, "all"), over(3, overlap=overlap), late=False)
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("overlap", HELD, ids=["gockpt", "gockpt_o", "held for 3"])
 def test_parameters_of_all_kinds_and_two_optimizers(overlap: int, served: Bench) -> None:
     """One parameter is shared by both, the rate of one is a tensor that a schedule writes to, and
@@ -93,6 +95,7 @@ class Compressed:
         return snapshot_of(self.state)
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("overlap", HELD, ids=["gockpt", "gockpt_o", "held for 3"])
 @pytest.mark.parametrize("dense_below", [0, 1000], ids=["all", "the large ones"])
 def test_gradients_that_training_consumes_compressed(

@@ -152,6 +152,7 @@ def test_full_host_memory_pushes_back(run_folder: Path) -> None:
         assert ckpt.stats().committed == 3
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("method", ["async", "lazy"])
 @pytest.mark.parametrize("room", [None, 3])
 def test_two_bases_at_most_wait_for_a_slow_disk(

@@ -13,7 +13,8 @@ from everstep.options import Budget
 from everstep.state.ranks.rank_info import RankInfo
 from everstep.state.training_state import State
 from everstep.tiers.options import TierOptions
-from everstep.trainer.budget.bounds import Bounds, bounds_of, copies_announcement
+from everstep.trainer.budget.disk import Bounds, bounds_of
+from everstep.trainer.budget.startup_notice import copies_notice
 from tests.support.given import options
 from tests.support.world import files_below, size_below
 
@@ -48,7 +49,7 @@ def test_run_folder_and_copies_stay_below_what_is_printed(
         keep=KEEP,
         tiers=[TierOptions(str(place), keep=1)],
     ) as ckpt:
-        bounds = ckpt._parts.bounds
+        bounds = ckpt._components.bounds
         said = capsys.readouterr().err
         ckpt.resume()
         for _ in range(STEPS):
@@ -80,8 +81,8 @@ def test_run_folder_and_copies_stay_below_what_is_printed(
 def test_what_a_cap_is_the_cap_of_is_printed(world: int, log: str, said: str) -> None:
     place = TierOptions("/place", keep=1, log=log, objects_per_hour=24)
     bounds = Bounds(0, 0, 0, 0, 0, (("/place", 1000),))
-    assert copies_announcement(bounds, [place], world, 500).endswith(f", {said}")
-    assert "objects" not in copies_announcement(bounds, [TierOptions("/place")], world, 500)
+    assert copies_notice(bounds, [place], world, 500).endswith(f", {said}")
+    assert "objects" not in copies_notice(bounds, [TierOptions("/place")], world, 500)
 
 
 @pytest.mark.parametrize(
@@ -110,5 +111,5 @@ def test_it_is_what_the_budget_is_held_against(tmp_path: Path) -> None:
     """A budget that holds the tensors, and not the files, is refused at the start."""
     state = state_of(40)
     tensors = State(state).survey().shape.size_bytes
-    with pytest.raises(OutOfSpaceError, match="one being written take"):
+    with pytest.raises(OutOfSpaceError, match="one being written need"):
         everstep.Checkpointer(tmp_path, state, keep=1, budget=Budget(disk_bytes=2 * tensors + 100))

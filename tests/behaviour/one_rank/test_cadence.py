@@ -26,7 +26,7 @@ from everstep.plan.seldom import WASTE_OF_NO_ACCOUNT, seldom
 from everstep.restore.redo.redo import Redo
 from everstep.restore.start.resume import Resumed
 from everstep.seams import ManualClock, Seams
-from everstep.trainer.budget.budget import DAY_S, DayMeter, Forecast, interval_steps_within
+from everstep.trainer.budget.disk import DAY_S, DayMeter, Forecast, interval_steps_within
 from everstep.trainer.budget.log_limits import LogLimits
 from everstep.trainer.session.cadence import (
     ASK_EVERY,
@@ -55,7 +55,7 @@ def test_nothing_is_chosen_while_all_steps_were_beside_the_first_base() -> None:
     """A log takes one at its first step, and steps may be short: what one takes by itself shows
     when it is over."""
     run = Run("logged")
-    run.cadence.taken(save := Save(1, 1))
+    run.cadence.base_started(save := Save(1, 1))
     for _ in range(3 * FIRST_STEPS):
         run.over()
     assert run.cadence.step_s is None
@@ -100,7 +100,7 @@ def test_the_next_base_is_due_after_so_many_steps() -> None:
 
 def test_a_given_mtbf_is_not_argued_with() -> None:
     run = Run(every=Every(auto=True, mtbf_s=7200.0))
-    run.cadence.began(resumed(step=400, forks=[100, 200, 300]), again=False)
+    run.cadence.resumed(resumed(step=400, forks=[100, 200, 300]), again=False)
     run.step = 400
     run.train(50)
     assert run.cadence.mtbf_s == pytest.approx(7200, rel=1e-3)
@@ -152,7 +152,7 @@ def slowed(mtbf_s: float, *, beside: int, slow_s: float) -> Run:
             run.stats.committed += 1
             run.stats.persist_s += beside * 0.5
             under.durable.set_result(MB)
-        run.cadence.stepped()
+        run.cadence.step_ended()
         under = None if left == 0 else under
         if run.cadence.due(step):
             run.bases.append(step)
@@ -160,8 +160,8 @@ def slowed(mtbf_s: float, *, beside: int, slow_s: float) -> Run:
             run.saver.stall_s["gate"] += 0.01
             run.clock.advance(0.01)
             under, left = Save(step, 1), beside
-            run.cadence.asked(step)
-            run.cadence.taken(under)
+            run.cadence.base_requested(step)
+            run.cadence.base_started(under)
     return run
 
 
@@ -179,7 +179,7 @@ def test_steps_that_are_all_beside_a_base_are_steps_all_the_same() -> None:
     run = Run(every=Every(auto=True, mtbf_s=1000.0))
     run.train(FIRST_STEPS + 1, step_s=0.5)
     save = Save(run.step, 1)
-    run.cadence.taken(save)  # and never becomes durable
+    run.cadence.base_started(save)  # and never becomes durable
     run.train(200, step_s=2.0)
     assert run.cadence.step_s == pytest.approx(2.0)
 
@@ -189,8 +189,8 @@ def test_the_last_of_two_bases_may_fail() -> None:
     run.train(FIRST_STEPS)
     first, second = Save(10, 1), Save(11, 1)
     for save in (first, second):
-        run.cadence.asked(save.step)
-        run.cadence.taken(save)
+        run.cadence.base_requested(save.step)
+        run.cadence.base_started(save)
     run.stats.committed, run.stats.persist_s = 1, 3.0
     first.durable.set_result(MB)
     second.durable.set_exception(StorageError("no"))
@@ -202,7 +202,7 @@ def test_where_nothing_helps_bases_are_as_often_as_without_a_log(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     run = Run("logged")
-    run.cadence.began(resumed(replayed=10, replay_s=8.0), again=False)
+    run.cadence.resumed(resumed(replayed=10, replay_s=8.0), again=False)
     run.train(FIRST_STEPS + 3)
     assert run.cadence.interval_steps == without_log(run.costs(replay_s=0.8)).interval_steps
     (said,) = lines(capsys, "a base every")
@@ -252,7 +252,7 @@ def resumed(
 
 def test_a_replay_that_was_measured_replaces_the_belief() -> None:
     run = Run("logged")
-    run.cadence.began(resumed(step=50, replayed=20, replay_s=4.0, load_s=1.0), again=False)
+    run.cadence.resumed(resumed(step=50, replayed=20, replay_s=4.0, load_s=1.0), again=False)
     run.step = 50
     run.train(FIRST_STEPS + 3)
     costs = run.costs(replay_s=0.2, load_bytes_per_s=MB)
@@ -261,7 +261,7 @@ def test_a_replay_that_was_measured_replaces_the_belief() -> None:
 
 def test_a_resume_measures_its_parts(run_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     clock, world, found = ManualClock(), World(), []
-    step, began = Redo.step, Cadence.began
+    step, began = Redo.step, Cadence.resumed
 
     def redo(self: Redo, *args: Any) -> None:
         clock.advance(2.0)
@@ -276,7 +276,7 @@ def test_a_resume_measures_its_parts(run_folder: Path, monkeypatch: pytest.Monke
             clock.advance(7.0)
 
     monkeypatch.setattr(Redo, "step", redo)
-    monkeypatch.setattr(Cadence, "began", note)
+    monkeypatch.setattr(Cadence, "resumed", note)
     options: dict[str, Any] = {"log": LogOptions(to="disk", batch_steps=1), "every": None}
     options |= {"seams": Seams(filesystem=HookedFileSystem(hook), clock=clock)}
     for timeline in range(3):
@@ -296,7 +296,7 @@ def test_a_resume_measures_its_parts(run_folder: Path, monkeypatch: pytest.Monke
 
 def test_each_time_that_a_process_takes_over_counts_as_a_failure() -> None:
     run = Run()
-    run.cadence.began(resumed(step=1000, forks=[400, 700]), again=False)
+    run.cadence.resumed(resumed(step=1000, forks=[400, 700]), again=False)
     run.step = 1000
     run.train(FIRST_STEPS + 3)
     trained_s = 0.5 * (1000 + FIRST_STEPS)
@@ -307,7 +307,7 @@ def test_a_rewind_is_no_failure() -> None:
     run = Run()
     run.train(100)
     assert run.cadence.mtbf_s > DAY_S
-    run.cadence.began(resumed(step=60, forks=[]), again=True)
+    run.cadence.resumed(resumed(step=60, forks=[]), again=True)
     run.step = 60
     before = run.cadence.mtbf_s
     run.train(100)
@@ -335,7 +335,7 @@ def test_the_log_between_two_bases_fits_its_part_of_the_disk(
     run = Run("logged", limits=limits, log=LogOptions(to=to))
     run.train(FIRST_STEPS + 3, log_bytes=1000)
     said = lines(capsys, "a base every")[0]
-    assert ("the log's part of the disk holds no more" in said) == (to == "disk")
+    assert ("the log's share of the disk has space for no more" in said) == (to == "disk")
     assert (run.cadence.interval_steps == 50) == (to == "disk")
 
 
@@ -367,7 +367,10 @@ def test_where_memory_and_write_budget_contradict_each_other_the_log_goes_first(
     assert run.cadence.interval_steps == 175
     said = lines(capsys, "budget")
     (conflict,) = (line for line in said if "allows" in line)
-    assert "allows a base every 400 steps, but the memory of the log holds 175 steps" in conflict
+    assert (
+        "allows a base every 400 steps, but the memory of the log has space for 175 steps"
+        in conflict
+    )
     assert not any("every=" in line for line in said)
     enough = int(re.findall(r"host_bytes=(\d+)", conflict)[0])
     limits = LogLimits.of(enough, enough, state_bytes)
@@ -433,8 +436,8 @@ def together(runs: list[Run], steps: int, *figures: dict[str, Any]) -> None:
         step = runs[0].step
         if step < next_step:
             continue
-        said = [msgpack.unpackb(msgpack.packb(run.cadence.says())) for run in runs]
-        ((due, again),) = {run.cadence.agreed(said, step) for run in runs}
+        said = [msgpack.unpackb(msgpack.packb(run.cadence.report())) for run in runs]
+        ((due, again),) = {run.cadence.decide(said, step) for run in runs}
         assert 1 <= again <= ASK_EVERY
         next_step = step + again
         if due:
@@ -508,7 +511,7 @@ def test_no_rank_takes_a_base_before_the_last_is_durable_for_all() -> None:
     runs = [Run(every=Every(auto=True, mtbf_s=10.0), alone=False) for _ in range(2)]
     together(runs, 2 * FIRST_STEPS + 2, {}, {})
     before, late = list(runs[0].bases), Save(runs[0].step, 1)
-    runs[1].cadence.taken(late)
+    runs[1].cadence.base_started(late)
     together(runs, 50, {}, {})
     assert runs[0].bases == runs[1].bases == before
     late.durable.set_result(MB)
@@ -564,7 +567,7 @@ def test_bases_beyond_the_budget_are_taken_and_that_is_said_once(
     run = Run(every=20, budget=Budget(write_bytes_per_day=50 * MB))
     run.train(300)
     assert run.bases == list(range(20, 301, 20))
-    assert len(lines(capsys, "bases alone write more a day than the budget")) == 1
+    assert len(lines(capsys, "bases alone exceed the daily budget")) == 1
 
 
 def test_a_log_beyond_the_budget_stays_in_memory(capsys: pytest.CaptureFixture[str]) -> None:
@@ -590,7 +593,7 @@ def test_it_goes_to_disk_again_behind_a_base_once_there_is_room(
     assert run.told == [False]
     run.train(500, step_s=1.0)  # half of it a day
     assert run.told == [False], "only behind a base"
-    assert len(lines(capsys, "has room again")) == 1
+    assert len(lines(capsys, "has space again")) == 1
     run.train(1000, step_s=1.0)
     assert run.bases == [1000]
     assert run.told == [False, True]
@@ -602,9 +605,9 @@ def test_a_log_that_never_went_to_disk_is_held_for_what_it_would_write(
     """It was held because "0 bytes were written within a day"."""
     run = Run("logged", budget=Budget(write_bytes_per_day=1), log=LogOptions(to="disk"))
     run.recorder.stats.record_bytes = 1000
-    run.cadence.stepped()
+    run.cadence.step_ended()
     (said,) = lines(capsys, "stays in memory")
-    assert "0 bytes were written within a day, and with the next segment, of about" in said
+    assert "0 bytes were written within a day, and the next segment of about" in said
 
 
 def test_what_goes_back_and_forth_around_the_budget_stays_out() -> None:

@@ -80,8 +80,8 @@ def test_the_rank_that_is_the_cause_says_why(tmp_path: Path) -> None:
         assert [one.exact for one in found] == [False, False]
         whys = [one.evidence.split("; not exact: ")[1] for one in found]
         if start == 1:
-            said = "what rank(s) 1 restored is not exact: their evidence says why"
+            said = "the state that rank(s) 1 restored is not exact: see their evidence"
             assert whys == [said, found[1].notes[0]]
         else:
-            lineage = "the base of step 4 of timeline 2 (rank(s) 0, 1) is not called exact: it "
+            lineage = "the base of step 4 of timeline 2 (rank(s) 0, 1) is marked as not exact: it "
             assert all(why.startswith(lineage) for why in whys), whys

@@ -107,6 +107,7 @@ SAVE_OPERATIONS = [
 IDS = [f"{op} {path} {nth}" for op, path, nth in SAVE_OPERATIONS]
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("method", ["sync", "async"])
 @pytest.mark.parametrize(("op", "path", "nth"), SAVE_OPERATIONS, ids=IDS)
 def test_a_full_disk_at_any_moment(
@@ -315,6 +316,7 @@ def test_too_little_room_is_found_before_writing(run_folder: Path) -> None:
 # Hanging storage: every wait ends, and says so.
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("policy", ["raise", "warn", "call"])
 @pytest.mark.parametrize("op", ["sync", "rename", "scan"])
 def test_storage_that_hangs_is_reported_and_never_waited_for(
@@ -413,14 +415,14 @@ def test_a_read_that_hangs(run_folder: Path) -> None:
     fs.open = lambda path, *, direct=False: Slow(real(path, direct=direct))  # type: ignore[method-assign, assignment]
     state = {"n": 0, "t": torch.zeros(5000)}
     with opened(run_folder, state, fs=fs, progress_timeout_s=TIMEOUT_S) as ckpt:
-        assert ckpt._starts._timeout_s == TIMEOUT_S
-        ckpt._starts._timeout_s = 0.1
+        assert ckpt._starter._timeout_s == TIMEOUT_S
+        ckpt._starter._timeout_s = 0.1
         with pytest.raises(DeadlineError, match="a read took longer"):
             ckpt.resume()
         with pytest.raises(StateError, match="partly overwritten"):
             ckpt.step()
         gate.open()
-        ckpt._starts._timeout_s = TIMEOUT_S  # a disk that is slow is another matter
+        ckpt._starter._timeout_s = TIMEOUT_S  # a disk that is slow is another matter
         fs.open = real  # type: ignore[method-assign]
         assert ckpt.resume().step == 1
         ckpt.step()
@@ -429,6 +431,7 @@ def test_a_read_that_hangs(run_folder: Path) -> None:
 # Ctrl-C.
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize(("op", "path", "nth"), SAVE_OPERATIONS, ids=IDS)
 def test_interrupted_while_saving(op: str, path: str, nth: int, run_folder: Path) -> None:
     """No lock, no half-saved base; the next save works, of the same step or the next."""

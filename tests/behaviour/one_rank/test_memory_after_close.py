@@ -62,7 +62,7 @@ _HERE = ["async", "checkfreq", "lazy", "logged", "checkflow"]
 _BESIDE = [*_HERE, "gockpt", "gockpt_o", "lowdiff_plus", "gemini"]
 
 
-@pytest.mark.thinned(3)
+@pytest.mark.thinned(6)
 @pytest.mark.parametrize(
     ("method", "process"),
     [*((method, True) for method in _BESIDE), *((method, False) for method in _HERE)],
@@ -137,7 +137,7 @@ def replaced(run: Path, method: str) -> Iterator[Replaced]:
     assert mapped() == training.before
 
 
-@pytest.mark.thinned(3)
+@pytest.mark.thinned(6)
 @pytest.mark.filterwarnings("ignore:everstep:RuntimeWarning")
 @pytest.mark.parametrize(
     "method", ["async", "lazy", "logged", "checkflow", "gockpt_o", "lowdiff_plus", "gemini"]
@@ -149,6 +149,7 @@ def test_a_keeper_that_is_replaced_takes_its_memory_along(method: str, run_folde
         training.train()
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.filterwarnings("ignore:everstep:RuntimeWarning")
 @pytest.mark.parametrize("method", ["lazy", "logged", "checkflow"])
 def test_whoever_sends_may_be_the_first_to_notice(

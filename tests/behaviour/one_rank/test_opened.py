@@ -14,7 +14,7 @@ from torch import nn
 import everstep
 from everstep.seams import fingerprint as module
 from everstep.seams.fingerprint import Opened, changeable
-from everstep.trainer.session import starts
+from everstep.trainer.session import start as starts
 from tests.support.serving import Bench, die, serving
 from tests.support.world import forget
 
@@ -65,6 +65,7 @@ METHODS: dict[str, Any] = {
 }
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("method", METHODS)
 def test_denormals_that_are_flushed_behind_the_resume(method: str, served: Bench) -> None:
     """The record of the timeline says that they are kept."""

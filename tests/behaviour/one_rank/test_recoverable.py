@@ -34,9 +34,9 @@ def test_bases_are_bounded_in_steps_before_the_replica_follows(
         ckpt = opened(bench.run, world := World(), every=EVERY)
         for step in range(1, 10 * EVERY + 1):
             run_steps(ckpt, world, 1)
-            standby = ckpt._standby
-            assert standby is not None
-            taken = standby._taken
+            replica_bases = ckpt._replica_bases
+            assert replica_bases is not None
+            taken = replica_bases._taken
             assert taken is not None
             until(taken.durable.done, "a base of training's own")  # the writer waits for no replica
             assert step - max(steps_on_disk(bench.run)) < 2 * EVERY
@@ -186,6 +186,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize(
     ("method", "lost_steps"),
     [("lazy", 3), ("logged", 0), ("lowdiff_plus", 0), ("checkflow", 2)],

@@ -263,6 +263,7 @@ def test_every_step_of_a_training_can_be_gone_back_to(run_folder: Path) -> None:
             assert other.snapshot() == states[step]
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("process", [False, True], ids=["thread", "process"])
 def test_no_base_takes_the_place_of_steps_that_are_not_written_yet(
     run_folder: Path, process: bool

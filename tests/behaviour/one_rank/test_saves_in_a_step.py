@@ -17,7 +17,7 @@ from torch import nn
 
 from everstep import Checkpointer
 from everstep.errors import StateError
-from everstep.trainer.session.midstep import where_in_a_step
+from everstep.trainer.session.state_watch import mid_step_position
 from tests.support.following import base_of
 from tests.support.following import opened as following
 from tests.support.serving import serving
@@ -207,7 +207,7 @@ def check_where_the_mark_is_known(run: Path, world: World, ckpt: Checkpointer) -
         if not batch_norm:
             ckpt.save()
             return
-        with pytest.raises(StateError, match="which the log has already") as caught:
+        with pytest.raises(StateError, match="the log has this one already") as caught:
             ckpt.save()
         refused.append(str(caught.value.hint))
 
@@ -266,7 +266,7 @@ def test_training_goes_on_exactly(run_folder: Path) -> None:
 
 def test_no_call_of_a_handler() -> None:
     """Handlers without code of Python's, and classes, are none that could be on a stack."""
-    assert where_in_a_step() == ""
+    assert mid_step_position() == ""
     for handler in (signal.SIG_IGN, signal.default_int_handler, Checkpointer, print):
         signal.signal(NUMBER, handler)  # type: ignore[arg-type]
-        assert where_in_a_step() == ""
+        assert mid_step_position() == ""

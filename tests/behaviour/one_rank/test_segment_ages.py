@@ -80,6 +80,7 @@ def test_old_ones_go(run_folder: Path) -> None:
             assert_kept(run)
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("jump_s", [HOURS_S, -HOURS_S], ids=["forward", "back"])
 def test_a_jump_in_training_takes_nothing_and_keeps_nothing(
     run_folder: Path, jump_s: float
@@ -92,7 +93,7 @@ def test_a_jump_in_training_takes_nothing_and_keeps_nothing(
             assert_kept(run)
 
 
-@pytest.mark.thinned(3)
+@pytest.mark.thinned(6)
 @pytest.mark.parametrize("jump_s", [0.0, HOURS_S, -HOURS_S], ids=["none", "forward", "back"])
 @pytest.mark.parametrize("later_s", [0.0, HOURS_S, -HOURS_S], ids=["at once", "late", "earlier"])
 def test_behind_a_start_a_jump_before_it_is_none(

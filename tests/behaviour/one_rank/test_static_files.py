@@ -91,6 +91,7 @@ def all_good(run: Path) -> bool:
     return all(not verdict_of(base).damages for base in inventory_of(run).bases)
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("method", ["sync", "async", "lazy", "checkfreq", "logged", "checkflow"])
 def test_they_are_written_once(method: str, run_folder: Path) -> None:
     world = World()
@@ -291,6 +292,7 @@ def refuses_links(op: str, path: PurePath, code: int = errno.EPERM) -> None:
         raise OSError(code, "no hard links here")
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("code", [errno.EPERM, errno.EXDEV, errno.EMLINK, errno.ENOSYS, errno.EIO])
 def test_a_file_system_without_links(
     code: int, run_folder: Path, caplog: pytest.LogCaptureFixture

@@ -16,8 +16,9 @@ from torch import nn
 from typer.testing import CliRunner
 
 import everstep
-from everstep import LogOptions, checkpointer
+from everstep import checkpointer
 from everstep.cli import app
+from everstep.config.options import LogOptions
 from everstep.errors import EverstepError, OptionError, StorageError
 from everstep.format.names import base_dir, shard_name
 from everstep.options import validate_options
@@ -25,7 +26,7 @@ from everstep.run.scan import scan_run
 from everstep.seams import PosixFileSystem
 from everstep.state.ranks import ddp
 from everstep.state.ranks.writers import WriterAssignment
-from everstep.trainer.job.alike import options_to_say
+from everstep.trainer.job.option_check import shared_options
 from tests.support.ranks.logs import die
 from tests.support.ranks.together import on_all, rank_seams
 
@@ -236,6 +237,7 @@ def test_what_a_base_has_of_each_ranks_own_stays_so_where_it_is_frozen_from_the_
             assert all(map(torch.equal, one.weights[:2], mine))
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("method", ["sync", "lazy", "checkfreq"])
 def test_what_nobody_trains_is_written_once_in_each_life(tmp_path: Path, method: str) -> None:
     """A frozen backbone is most of a model."""
@@ -312,7 +314,7 @@ def without_optimizer(rank: int, state: dict[str, Any]) -> None:
         del state["optimizer"]
 
 
-@pytest.mark.thinned(2)
+@pytest.mark.thinned(4)
 @pytest.mark.parametrize("change", [left_out, without_ddp, without_optimizer])
 @pytest.mark.parametrize("method", ["sync", "lazy"])
 def test_ranks_with_other_states_take_no_base_and_keep_the_good_ones(
@@ -408,7 +410,7 @@ def test_how_a_rank_uses_its_link_is_its_own(changed: dict[str, Any], alike: boo
     rest: dict[str, Any] = {"every": 4, "keep": 3, "budget": None, "on_failure": "raise"}
     rest["progress_timeout_s"] = 30.0
     said = [
-        options_to_say(validate_options(method=one, **rest))
+        shared_options(validate_options(method=one, **rest))
         for one in (method, replace(method, **changed))
     ]
     assert (said[0] == said[1]) is alike

@@ -95,7 +95,7 @@ def test_a_log_that_needs_nothing_waits_for_no_other_rank(tmp_path: Path) -> Non
     path, asked = tmp_path / "run", list[str]()
     with trainings(path, path, method="logged", every=None) as ranks:
         resume(ranks)
-        job = ranks[0].ckpt._joint._job
+        job = ranks[0].ckpt._consensus._job
         assert job is not None
         exchange = job.exchange
 
@@ -123,7 +123,7 @@ def test_of_several_ranks_only_the_captures_are_taken_that_are_due(
             on_all(*(one.ckpt.close for one in ranks))
     finally:
         end_keepers(tmp_path)
-    assert capsys.readouterr().err.count("nobody holds captures between bases: none is taken") == 2
+    assert capsys.readouterr().err.count("captures between bases are not kept: none is taken") == 2
 
 
 def test_what_one_rank_saves_begins_the_time_anew(tmp_path: Path) -> None:
@@ -182,7 +182,7 @@ def test_an_interval_is_chosen_by_all_ranks(
     said = [line for line in capsys.readouterr().err.splitlines() if "a base every" in line]
     assert len(said) == 2
     assert all(f"a base every {wanted} steps" in line for line in said)
-    assert all("as rank 1 measures" in line for line in said)
+    assert all("according to rank 1" in line for line in said)
 
 
 # --- Gradients that are not finite --------------------------------------------------------
@@ -281,13 +281,13 @@ def test_another_error_of_a_rank_does_not_stand_before_it(tmp_path: Path) -> Non
     with replicas(path, path, **WATCHED) as ranks:
         together(ranks, 2)
         spoil(ranks, 0)
-        ask = ranks[1].ckpt._joint.ask
+        ask = ranks[1].ckpt._consensus.decide
 
         def asks(step: int) -> tuple[bool, bool]:
             ranks[1].ckpt._channel.post(StorageError("of a test"))
             return ask(step)
 
-        ranks[1].ckpt._joint.ask = asks  # type: ignore[method-assign]
+        ranks[1].ckpt._consensus.decide = asks  # type: ignore[method-assign]
         assert {type(e) for e in failures(ranks, lambda one: one.ckpt.step())} == {NonFiniteError}
         die([ranks[0]])
         with pytest.raises(StorageError, match="of a test"):
@@ -305,7 +305,7 @@ def test_no_rank_takes_a_last_base_of_what_one_has_seen(
         on_all(*(one.ckpt.step for one in ranks))
         on_all(*(one.ckpt.close for one in ranks))
     assert sorted(bases(path)) == [1]
-    assert capsys.readouterr().err.count("no last base is taken of step 3") == 2
+    assert capsys.readouterr().err.count("no last base of step 3 is taken") == 2
 
 
 @pytest.mark.usefixtures("alike")

@@ -213,7 +213,7 @@ def refused(path: Path, before: Build, build: Build, step: int | None = None, **
         assert "add_param_group()" in found[0].hint
         for one, mine in zip(ranks, was, strict=True):
             assert all(map(torch.equal, one.weights, mine))
-            assert not one.ckpt._overwritten.partly
+            assert not one.ckpt._live_state.is_mixed
     assert timelines(path) == there
     return str(found[0].message)
 
@@ -329,7 +329,7 @@ def test_a_step_of_the_log_of_another_state(tmp_path: Path) -> None:
         assert "step 2: the log after it belongs to a state of another composition" in str(found[0])
         for one, mine in zip(ranks, was, strict=True):
             assert all(map(torch.equal, one.weights, mine))
-            assert not one.ckpt._overwritten.partly
+            assert not one.ckpt._live_state.is_mixed
         found = resume(ranks, 4)
         assert [(one.step, one.replayed) for one in found] == [(4, 0)] * 2, found
         train(ranks, 1)
@@ -346,7 +346,7 @@ def test_a_step_of_the_log_of_another_state_in_one_process(tmp_path: Path) -> No
         with pytest.raises(RecoveryError, match="a state of another composition"):
             ckpt.resume(3, strict=False)
         assert all(map(torch.equal, one.weights, was))
-        assert not ckpt._overwritten.partly
+        assert not ckpt._live_state.is_mixed
         found = ckpt.resume(4, strict=False)
         assert (found.step, found.replayed, found.exact) == (4, 0, False)
 

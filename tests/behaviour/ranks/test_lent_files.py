@@ -31,7 +31,7 @@ from everstep.run.scan import scan_run
 from everstep.seams import PosixFileSystem, ReadFile
 from everstep.state.layout.entries import Entry
 from everstep.state.layout.shards import Placed
-from everstep.trainer.job import job
+from everstep.trainer.job import start
 from tests.support.ranks.logs import die
 from tests.support.ranks.peering import RUN, bytes_of, piece, record_of
 from tests.support.ranks.replicas import alike, folders, replicas, until
@@ -100,7 +100,7 @@ def test_new_hosts_with_empty_disks_join(tmp_path: Path) -> None:
             assert all(map(torch.equal, training.weights, trained_replicas(6)))
 
 
-@pytest.mark.thinned(2)
+@pytest.mark.thinned(4)
 @pytest.mark.parametrize(("world", "lost"), [(2, (1,)), (2, (0,)), (4, (1, 2)), (3, (0, 1))])
 def test_a_host_that_was_replaced_takes_what_the_others_have(
     tmp_path: Path, world: int, lost: tuple[int, ...]
@@ -116,7 +116,7 @@ def test_a_host_that_was_replaced_takes_what_the_others_have(
             assert (one.step, one.exact) == (4, False), one
             assert one.source == ("peer" if rank in lost else "disk")
             if rank in lost:
-                assert f"rng: rank {rank} begins with what its program made" in str(one.notes)
+                assert f"rng: rank {rank} starts with the state its program made" in str(one.notes)
         assert {len(training.state) for training in ranks} == {3}
         for training in ranks:
             assert all(map(torch.equal, training.weights, trained_replicas(4))), gone
@@ -158,7 +158,7 @@ def test_hosts_with_a_log(tmp_path: Path, case: str) -> None:
             assert (found.step, found.base_step) == (step, 4)
             assert found.exact == (case != "one was lost")
             if case == "in another order":
-                assert "log: who had what is in files of other ranks" in str(found.skipped)
+                assert "log: the old layout is in files of other ranks" in str(found.skipped)
         for training in ranks:
             assert all(map(torch.equal, training.weights, trained_replicas(step)))
         train_replicas(ranks, 3)
@@ -230,7 +230,7 @@ def test_what_there_is_no_memory_for_is_not_fetched(
 ) -> None:
     paths = folders(tmp_path, shared=False)
     saved_by(*paths)
-    monkeypatch.setattr(job, "memory_available_bytes", lambda: 1000)
+    monkeypatch.setattr(start, "memory_available_bytes", lambda: 1000)
     with (
         trainings(*reversed(paths)) as ranks,
         pytest.raises(RecoveryError, match="the files of rank"),

@@ -93,7 +93,7 @@ def parts_of(values: Values, whole: dict[str, torch.Tensor]) -> list[str]:
     ]
 
 
-@pytest.mark.thinned(3)
+@pytest.mark.thinned(9)
 @pytest.mark.parametrize("kind", COMPRESS)
 @pytest.mark.parametrize(("wrote", "starts"), JOBS, ids=str)
 def test_every_part_is_replayed_bit_for_bit(

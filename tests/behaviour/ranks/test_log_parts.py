@@ -164,10 +164,10 @@ def test_steps_are_redone_one_by_one_on_the_base_and_not_on_what_is_left(
 def test_parts_come_in_pieces_and_a_few_steps_at_a_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(log_exchange, "_PART_BYTES", 100)
-    monkeypatch.setattr(log_exchange, "_UNANSWERED_MAX", 2)
-    monkeypatch.setattr(log_exchange, "_KEPT_BYTES", 1)
-    monkeypatch.setattr(rank_log, "_PARTS_BYTES_MAX", 1)
+    monkeypatch.setattr(log_exchange, "_CHUNK_BYTES", 100)
+    monkeypatch.setattr(log_exchange, "_IN_FLIGHT_MAX", 2)
+    monkeypatch.setattr(log_exchange, "_CACHE_BYTES", 1)
+    monkeypatch.setattr(rank_log, "_FETCH_BYTES_MAX", 1)
     paths = folders(tmp_path, shared=False)
     until(paths, 7)
     resumed(paths, 7, 3)

@@ -13,8 +13,8 @@ import torch
 from torch import nn
 
 import everstep
-from everstep import LogOptions
 from everstep.commit.lineage import BaseId
+from everstep.config.options import LogOptions
 from everstep.errors import OptionError
 from everstep.format.digests import digest
 from everstep.format.names import AUDIT_RECORD, marker_name, shard_name
@@ -28,8 +28,8 @@ from everstep.seams import ManualClock, PosixFileSystem
 from everstep.seams.fingerprint import fingerprint
 from everstep.state.layout.entries import Entry, shape_digest
 from everstep.trainer.attach import keepers
-from everstep.trainer.job import job
-from everstep.trainer.session.joint import ASK_EVERY
+from everstep.trainer.job import start
+from everstep.trainer.session.step_consensus import ASK_EVERY
 from tests.support.logged import document, invoke
 from tests.support.ranks.logs import ON_DISK, die, resumed, segment, until
 from tests.support.ranks.together import (
@@ -142,14 +142,14 @@ def test_without_the_last_base_every_ranks_log_stays(
     """Rank 0's state has moved on, so it takes no last base, and its keeper stays with the log;
     which is of no use without that of rank 1."""
     path, stays = tmp_path / "run", dict[Any, bool]()
-    let_go = keepers.let_go
+    release_keeper = keepers.release_keeper
 
     def noted(keeper: Any, *, stay: bool) -> None:
         stays[keeper] = stay
-        let_go(keeper, stay=stay)
+        release_keeper(keeper, stay=stay)
 
-    monkeypatch.setattr(keepers, "let_go", noted)
-    monkeypatch.setattr(everstep.checkpointer, "stays_for_the_log", lambda *_: True)
+    monkeypatch.setattr(keepers, "release_keeper", noted)
+    monkeypatch.setattr(everstep.checkpointer, "stays_for_log", lambda *_: True)
     with trainings(path, path, method="logged", every=None, progress_timeout_s=2.0) as ranks:
         resume(ranks)
         train(ranks, 3)
@@ -173,7 +173,9 @@ def test_ranks_that_train_under_other_conditions_claim_nothing(
     """Rank 0 is where it was, and rank 1 was on another machine: the record is of both (I9)."""
     path, numbers = tmp_path / "run", itertools.count()
     with monkeypatch.context() as patch:
-        patch.setattr(job, "fingerprint", lambda: {**fingerprint(), "threads": str(next(numbers))})
+        patch.setattr(
+            start, "fingerprint", lambda: {**fingerprint(), "threads": str(next(numbers))}
+        )
         until((path, path), 6)
     record = scan_run(FS, path).timelines[1]
     assert record is not None

@@ -66,7 +66,7 @@ def ring() -> Iterator[ChunkRing]:
     made.close()
 
 
-@pytest.mark.thinned(3)
+@pytest.mark.thinned(9)
 @pytest.mark.parametrize(("wrote", "starts"), JOBS, ids=str)
 def test_every_part_is_replayed_bit_for_bit(
     wrote: Job, starts: Job, tmp_path: Path, ring: ChunkRing
@@ -91,6 +91,7 @@ OPTIMIZERS: dict[str, tuple[Callable[[Any], Any], bool]] = {
 }
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_where_bits_depend_on_the_cut_nothing_is_claimed(
     name: str, tmp_path: Path, ring: ChunkRing
@@ -242,7 +243,7 @@ def test_another_steps_records_are_noticed(tmp_path: Path, ring: ChunkRing) -> N
     def spoil(logs: Logs) -> None:
         logs[1, STEP + 2] = logs[1, STEP + 1]
 
-    refused(tmp_path, ring, spoil, "other records than those of step")
+    refused(tmp_path, ring, spoil, "has records of other steps")
 
 
 def test_the_log_of_another_state_is_noticed(tmp_path: Path, ring: ChunkRing) -> None:
@@ -414,9 +415,9 @@ def test_the_first_step_behind_it_waits_for_a_base(tmp_path: Path) -> None:
 
 
 def test_parts_come_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(log_exchange, "_PART_BYTES", 100)
-    monkeypatch.setattr(log_exchange, "_UNANSWERED_MAX", 2)
-    monkeypatch.setattr(log_exchange, "_KEPT_BYTES", 1)
+    monkeypatch.setattr(log_exchange, "_CHUNK_BYTES", 100)
+    monkeypatch.setattr(log_exchange, "_IN_FLIGHT_MAX", 2)
+    monkeypatch.setattr(log_exchange, "_CACHE_BYTES", 1)
     path = tmp_path / "run"
     until((path, path), 7)
     came_back(path, 3, 7, 3)

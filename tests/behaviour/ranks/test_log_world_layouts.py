@@ -63,7 +63,7 @@ class Seen:
         load, layout, absorb = (
             rank_loader.load_ranks,
             rank_log.read_layout,
-            resume_job._Start._absorb,
+            resume_job._JobStart._carry_out,
         )
 
         def counted(*args: Any, **given: Any) -> Any:
@@ -82,10 +82,10 @@ class Seen:
 
         monkeypatch.setattr(rank_loader, "load_ranks", counted)
         monkeypatch.setattr(rank_log, "read_layout", looked)
-        monkeypatch.setattr(resume_job._Start, "_absorb", absorbed)
+        monkeypatch.setattr(resume_job._JobStart, "_carry_out", absorbed)
 
 
-@pytest.mark.thinned(2)
+@pytest.mark.thinned(4)
 @pytest.mark.parametrize("world", [2, 3])
 @pytest.mark.parametrize(("before", "now"), LAYOUTS)
 def test_another_layout_comes_back_to_the_last_step(
@@ -117,7 +117,9 @@ def test_where_nobody_can_say_who_had_what_they_go_on_from_the_base(
     until((path, path), 6)
     monkeypatch.setattr(rank_log, "read_layout", lambda *about: None)
     for one in came_back((path, path), 4, 0, apart=True):
-        assert "who had what is in files of other ranks, which are not here" in str(one.skipped)
+        assert "the old layout is in files of other ranks, which are not available here" in str(
+            one.skipped
+        )
 
 
 def test_a_start_in_the_same_layout_does_nothing_for_it(
@@ -149,9 +151,11 @@ def test_what_one_rank_notices_all_do(tmp_path: Path, monkeypatch: pytest.Monkey
     to the base, and replays with the others. What it could not use is no hole in the log."""
     path = tmp_path / "run"
     until((path, path), 6)
-    notices = rank_log.RankLog._is_relaid
+    notices = rank_log.RankLog._is_other_layout
     monkeypatch.setattr(
-        rank_log.RankLog, "_is_relaid", lambda log, *about: log._rank == 1 and notices(log, *about)
+        rank_log.RankLog,
+        "_is_other_layout",
+        lambda log, *about: log._rank == 1 and notices(log, *about),
     )
     came_back((path, path), 6, 2, apart=True)
 
@@ -174,6 +178,7 @@ def test_the_first_step_behind_it_waits_for_a_base(tmp_path: Path, before: bool,
     came_back((path, path), 7, 0, apart=now)
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize(("before", "now"), LAYOUTS)
 def test_where_nothing_was_replayed_its_log_leads_on_from_that_base(
     tmp_path: Path, before: bool, now: bool

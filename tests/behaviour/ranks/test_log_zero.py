@@ -59,6 +59,7 @@ def differing(values: Values, wanted: Values, names: frozenset[str]) -> list[str
     return [n for n, t in theirs.items() if n not in names and not mine[n].equal(t)]
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize(
     ("wrote", "starts"),
     [
@@ -200,6 +201,7 @@ def test_each_rank_replays_its_own_log_bit_for_bit(tmp_path: Path, ring: ChunkRi
             assert differing(replayed(base, logs, info, ring), wanted, elsewhere) == []
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("of", ["weight", "bias"])
 @pytest.mark.parametrize("layer", ["up", "norm", "down"])
 def test_what_is_written_past_the_optimizer_is_found(

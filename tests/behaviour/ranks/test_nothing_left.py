@@ -190,6 +190,7 @@ def test_a_log_behind_bases_that_are_gone(run_folder: Path) -> None:
 # --- Several ranks ----------------------------------------------------------------------
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("shared", [True, False], ids=["shared folder", "disks of their own"])
 def test_several_ranks(tmp_path: Path, shared: bool) -> None:
     paths = (tmp_path / "a", tmp_path / ("a" if shared else "b"))

@@ -68,8 +68,8 @@ def test_what_a_lost_rank_had_for_itself_is_said(tmp_path: Path) -> None:
     saved(paths)
     (one,) = start(paths[1:])
     notes = str(one.notes)
-    assert "data: rank 0 begins with that of rank 1" in notes
-    assert "rng: rank 0 begins with what its program made" in notes
+    assert "data: rank 0 starts with that of rank 1" in notes
+    assert "rng: rank 0 starts with the state its program made" in notes
 
 
 def test_a_base_that_is_whole_comes_first(tmp_path: Path) -> None:

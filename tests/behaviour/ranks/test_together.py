@@ -51,7 +51,7 @@ from tests.support.ranks.together import (
 from tests.support.world import HookedFileSystem, raising
 
 
-@pytest.mark.thinned(3)
+@pytest.mark.thinned(6)
 @pytest.mark.parametrize("shared", [True, False], ids=["shared folder", "disks of their own"])
 @pytest.mark.parametrize("method", ["sync", "async", "lazy", "checkfreq", "checkflow"])
 def test_a_base_of_two_ranks_comes_back(tmp_path: Path, method: str, shared: bool) -> None:
@@ -108,6 +108,7 @@ def test_a_torn_file_of_one_rank_takes_both_back_to_the_base_before(tmp_path: Pa
             assert torch.equal(ranks[rank].weight, trained(rank, 2))
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("bad", [0, 1])
 def test_a_damaged_first_base_is_no_fresh_start_for_the_others(tmp_path: Path, bad: int) -> None:
     """One rank has loaded it by then: the ranks would begin with different weights."""
@@ -282,6 +283,7 @@ def test_a_rank_that_says_nothing_while_others_agree_is_named(tmp_path: Path) ->
         silent.close()
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_base_that_is_withdrawn_while_a_rank_looks_is_no_error(tmp_path: Path, rank: int) -> None:
     """By a keeper of the start before, which has heard that another rank has no part of it."""
@@ -335,9 +337,9 @@ def test_a_rank_that_fails_says_why_to_all_others(
     ("owner", "name"),
     [
         (lambda ckpt: ckpt._keepers, "open"),
-        (lambda ckpt: ckpt._keepers, "left_behind"),
+        (lambda ckpt: ckpt._keepers, "recall_leftovers"),
         (lambda ckpt: ckpt._keepers, "listen"),
-        (lambda ckpt: ckpt._starts._job, "_open_mailbox"),
+        (lambda ckpt: ckpt._starter._job, "_open_mailbox"),
         (lambda ckpt: ckpt._state, "is_shared"),
     ],
     ids=["keeper", "what it has left", "its mailbox", "own mailbox", "state"],
@@ -378,7 +380,7 @@ def test_what_fails_here_is_not_hidden_by_others_who_do_not_come() -> None:
         def exchange(self, what: str, data: bytes) -> list[bytes]:
             raise DeadlineError(f"not all ranks {what}")
 
-    with pytest.raises(KeeperError, match="no space"), Job(Alone(), 1.0).telling():
+    with pytest.raises(KeeperError, match="no space"), Job(Alone(), 1.0).reporting_failure():
         raise KeeperError("no space is left")
 
 
@@ -410,7 +412,7 @@ def test_the_last_answer_of_a_start_gets_to_rank_0(
 
 def test_all_ranks_do_the_same(tmp_path: Path) -> None:
     path = tmp_path / "run"
-    with trainings(path, path) as ranks, pytest.raises(StateError, match="do different things"):
+    with trainings(path, path) as ranks, pytest.raises(StateError, match="make different calls"):
         on_all(lambda: ranks[0].ckpt.resume(), lambda: ranks[1].train())  # type: ignore[arg-type]
 
 

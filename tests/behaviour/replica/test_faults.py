@@ -78,6 +78,7 @@ def held_up(run: Path) -> Iterator[tuple[Gate, Bench]]:
 # --- A trainer that is killed -----------------------------------------------------------
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("steps", [1, 2, 5, 8])
 def test_a_killed_trainer_comes_back_from_the_replica(served: Bench, steps: int) -> None:
     world = World()
@@ -319,7 +320,7 @@ def test_a_damaged_record_is_not_applied_and_a_new_base_is_taken(run_folder: Pat
         (update,) = [r for r in log.records() if r.head.kind == "update" and r.head.step == 5]
         update.data[100] ^= 1
         gate.open()
-        until(lambda: ckpt._standby.lost is not None, "the damage")  # type: ignore[union-attr]
+        until(lambda: ckpt._replica_bases.lost is not None, "the damage")  # type: ignore[union-attr]
         assert bench.server._duties.replicas.step == 4, "what it has is good"
         states |= run_steps(ckpt, world, 1)
         ckpt.wait()
@@ -433,7 +434,7 @@ def test_a_change_behind_the_optimizers_back_is_found(
     if by == "asks":
         assert isinstance(ckpt.save().durable.exception(20), AuditError)
     # The keeper may say so within the step that it has found out of: then that has the base.
-    until(lambda: ckpt._standby.lost is not None or taken_here(ckpt) == 2)  # type: ignore[union-attr]
+    until(lambda: ckpt._replica_bases.lost is not None or taken_here(ckpt) == 2)  # type: ignore[union-attr]
     due_at = 3 if taken_here(ckpt) == 2 else 4
     states |= run_steps(ckpt, world, 1)
     ckpt.wait()
@@ -470,8 +471,8 @@ def test_a_replica_that_cannot_keep_up_is_given_up_and_said_once(run_folder: Pat
         assert "does not keep up" in reported[0].message
         gate.open()
         ckpt.wait()
-        assert ckpt._standby is not None
-        assert not ckpt._standby.follows
+        assert ckpt._replica_bases is not None
+        assert not ckpt._replica_bases.follows
         assert bench.server._duties.replicas.step is None
         last = ckpt.stats().step
         states |= run_steps(ckpt, world, 3)
@@ -541,7 +542,7 @@ def test_what_a_keeper_cannot_run_is_refused_at_once(run_folder: Path) -> None:
 def test_a_replica_needs_a_log_a_process_and_memory(run_folder: Path) -> None:
     with pytest.raises(OptionError, match="a log to apply"):
         everstep.Method(apply="replica")
-    with pytest.raises(OptionError, match="process of its own"):
+    with pytest.raises(OptionError, match="separate keeper process"):
         opened(run_folder, World(), keeper=everstep.KeeperOptions(process=False))
     with pytest.raises(OutOfSpaceError, match="host memory") as caught:
         opened(run_folder, World(), budget=everstep.Budget(host_bytes=40_000))
@@ -557,7 +558,7 @@ def test_an_error_in_a_replica_is_told_and_recovery_goes_on_without(served: Benc
     arm("replica.before_apply", "raise")
     states = run_steps(ckpt, world, 1)
     # Training may have heard of it in that very step, and have taken a base already.
-    until(lambda: ckpt._standby.lost is not None or taken_here(ckpt) == 2)  # type: ignore[union-attr]
+    until(lambda: ckpt._replica_bases.lost is not None or taken_here(ckpt) == 2)  # type: ignore[union-attr]
     states |= run_steps(ckpt, world, 2)
     ckpt.wait()
     assert ["internal error in the replica" in error.message for error in reported] == [True]

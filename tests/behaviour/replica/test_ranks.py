@@ -129,6 +129,7 @@ def resume_from(ranks: list[Rank], step: int) -> list[everstep.Recovery]:
     return on_all(*(lambda one=one: one.ckpt.resume(step) for one in ranks))  # type: ignore[misc]
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("shared", [True, False], ids=["shared folder", "disks of their own"])
 def test_bases_are_those_of_training_and_training_takes_one(tmp_path: Path, shared: bool) -> None:
     paths = folders(tmp_path, shared)
@@ -183,9 +184,9 @@ def test_a_rank_whose_replica_has_stopped_captures_its_part(
         assert stopped is not None
         with stopped._held():
             stopped._stop(EverstepError("as asked"))
-        standby = ranks[1].ckpt._standby
-        assert standby is not None
-        until(lambda: standby.lost is not None, "the word of it")
+        replica_bases = ranks[1].ckpt._replica_bases
+        assert replica_bases is not None
+        until(lambda: replica_bases.lost is not None, "the word of it")
         train(ranks, 4)
         wait(ranks)
         assert captured(ranks) == [1, 2]
@@ -333,7 +334,7 @@ def test_training_waits_where_two_bases_are_asked_for(tmp_path: Path) -> None:
 
         thread = threading.Thread(target=on)
         thread.start()
-        waits = [one.ckpt._standby for one in ranks]
+        waits = [one.ckpt._replica_bases for one in ranks]
         until(lambda: all(w is not None and w.step is not None for w in waits), "replicas")
         assert not there.wait(0.2)
         gate.open()
@@ -359,8 +360,8 @@ def test_a_base_behind_one_that_training_has_captured_is_written(tmp_path: Path)
         train(ranks, 3)
         wait(ranks)
         for one in ranks:
-            assert one.ckpt._standby is not None
-            one.ckpt._standby._expected = False
+            assert one.ckpt._replica_bases is not None
+            one.ckpt._replica_bases._expected = False
         train(ranks, 3)
         replicas_of = [bench.server._duties.replicas._replica for bench in benches]
         until(lambda: all(r is not None and r._frozen for r in replicas_of), "step 6")

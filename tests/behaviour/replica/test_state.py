@@ -88,6 +88,7 @@ def test_a_base_of_the_replica_is_what_a_lazy_base_is(tmp_path: Path, loop: str)
     check_bases(tmp_path, make, own=own_bases(case, loop))
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize(
     "case", ["SGD-momentum-for-loop", "Adam-fused", "AdamW-fused", "RMSprop-for-loop"]
 )

@@ -23,9 +23,9 @@ from everstep.state.layout.names import UPDATE_OBJECT
 from everstep.state.ranks.log_shares import log_shares, updated_elsewhere
 from everstep.state.training_state import State
 from everstep.state.values.tensors import host_bytes
+from everstep.trainer.checks.keeper_replay import require_replayable, require_replicable
 from everstep.trainer.log.consumed import Consumed, Consumption
 from everstep.trainer.multistep.multistep_plan import units_of
-from everstep.trainer.session.standby import refuse_unfollowable, refuse_unrepeatable
 from tests.support.ranks.relogged import Looks, records_of, train
 from tests.support.ranks.sharding import STEP, Values, as_rank, build
 
@@ -78,7 +78,7 @@ def test_each_keepers_replica_is_what_its_rank_has(world: int) -> None:
         with as_rank(rank, world) as info:
             values = build("zero", info, 3)
             state = State(values, ranks=replace(info, followed=True))
-            refuse_unfollowable(state)
+            require_replicable(state)
             plan, memory, objects = image_of(state)
             trained = TimelineRecord("run", 1, None, 0, True, world, fingerprint(), 0.0)
             replica = ReplicaState(plan, memoryview(memory), objects, trained, threads=1)
@@ -120,13 +120,13 @@ def test_who_records_a_parameter_writes_it_or_it_is_refused(near: Near) -> None:
         mine = {f"model/{n.removeprefix('model.')}" for n, p in parts.items() if p.owner == 0}
         written = {n for n in state.survey().tensors if n.startswith("model/")} - {"model/seen"}
         if near is None:
-            refuse_unfollowable(state)
+            require_replicable(state)
             assert mine == written
             return
         assert mine <= written
-        with pytest.raises(UnsupportedStateError, match="disks of their own"):
-            refuse_unfollowable(state)
-        refuse_unrepeatable(state)
+        with pytest.raises(UnsupportedStateError, match="separate disks"):
+            require_replicable(state)
+        require_replayable(state)
 
 
 def test_what_ddp_does_not_keep_equal_is_refused() -> None:
@@ -136,14 +136,14 @@ def test_what_ddp_does_not_keep_equal_is_refused() -> None:
         optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW)
         state = State({"model": model, "o": optimizer}, ranks=replace(info, followed=True))
         with pytest.raises(UnsupportedStateError, match="no DistributedDataParallel"):
-            refuse_unfollowable(state)
+            require_replicable(state)
 
 
 class Own(torch.optim.AdamW):
     """Whatever it does."""
 
 
-@pytest.mark.parametrize("refuse", [refuse_unfollowable, refuse_unrepeatable])
+@pytest.mark.parametrize("refuse", [require_replicable, require_replayable])
 def test_what_no_keeper_could_repeat_is_refused(refuse: Callable[[State], None]) -> None:
     """By the class of the optimizer within."""
     with as_rank(1, 2) as info:

@@ -137,4 +137,4 @@ def test_what_was_one_tensor_with_another_and_comes_back_apart(
     with opened(run_folder, state) as ckpt:
         found = ckpt.resume()
     assert not found.exact
-    assert "were one tensor when they were saved, and are several now" in "".join(found.notes)
+    assert "were one tensor when saved, and are separate tensors now" in "".join(found.notes)

@@ -86,6 +86,7 @@ def trained(
     return found
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("make", [plain, foreach])
 @pytest.mark.parametrize("dtype", WIDE, ids=str)
 def test_a_resume_under_another_default(

@@ -79,6 +79,7 @@ def unobserved() -> bool:
     return _BaseDataLoaderIter.__init__.__module__ == "torch.utils.data.dataloader"
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("method", ["sync", "logged"])
 def test_skipping_that_draws_is_not_called_exact(
     method: str, run_folder: Path, caplog: pytest.LogCaptureFixture
@@ -102,6 +103,7 @@ def test_a_loader_that_draws_its_order_from_the_processs_generator(
     assert MOVED in caplog.text
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("accumulate", [1, 2])
 @pytest.mark.parametrize("data", [Fixed(), Noisy()], ids=["fixed", "noisy"])
 def test_nothing_is_said_of_a_right_program(
@@ -138,7 +140,7 @@ def test_generators_that_are_seeded_after_resume(
 def test_an_epoch_that_begins_anew_in_its_middle(
     run_folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    what = "the order of batches is in no part of the state"
+    what = "the order of batches is not part of the state"
     train(run_folder, 3, Fixed(), skips=False, counts=False)
     assert what not in caplog.text
     train(run_folder, 4, Fixed(), skips=False, counts=False)
@@ -220,6 +222,7 @@ def resume_beside(
     return recovery
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("own", [False, True])
 @pytest.mark.parametrize("kind", ["sampler", "loader"])
 def test_a_loader_of_a_part_that_has_its_position_back(
@@ -243,7 +246,7 @@ def test_a_loader_of_a_part_that_has_its_position_back(
 def test_another_loader_beside_the_one_in_the_state(
     run_folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    what = "the order of batches is in no part of the state"
+    what = "the order of batches is not part of the state"
 
     def summed(*loaders: Any) -> Iterator[torch.Tensor]:
         yield from map(sum, zip(*loaders, strict=False))

@@ -442,6 +442,6 @@ def test_what_a_log_holds_of_frozen_weights_is_told(
     state = {"model": model, "optimizer": torch.optim.AdamW(model[1].parameters())}
     with opened(run_folder, state, **{"method": "logged", **options}):
         said = capsys.readouterr().err
-    there = "each step of the log holds 1.4 MB besides" in said and "'model/0.weight'" in said
+    there = "each step of the log also contains 1.4 MB" in said and "'model/0.weight'" in said
     assert there is (not options)
     assert ("static=" in said) is (not options)

@@ -42,7 +42,7 @@ def test_who_goes_back_behind_a_change_of_it_is_told(
         back = ckpt.rewind(2)
         assert (back.step, back.exact) == (2, True)
         assert back.notes == (
-            "requires_grad of model.0.bias, model.0.weight was changed since step 0: it is no part "
-            "of the state; set it as it was at the step you go back to",
+            "requires_grad of model.0.bias, model.0.weight was changed since step 0: it is not "
+            "part of the state; set it as it was at the restored step",
         )
         assert ckpt.rewind(2).notes == (), "who was told has set it, or will not"

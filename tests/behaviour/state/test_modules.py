@@ -100,6 +100,7 @@ def _inference() -> torch.Tensor:
         return torch.randn(3)
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("method", ["sync", "async"])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_every_layout(layout: str, method: str, run_folder: Path) -> None:
@@ -162,7 +163,7 @@ def test_tied_when_saved_untied_now(run_folder: Path) -> None:
     assert_same(live.state_dict(), saved.state_dict())
     assert live.first.weight.data_ptr() != live.second.weight.data_ptr()
     assert notes == (
-        "m/first.weight, m/second.weight were one tensor when they were saved, and are several now",
+        "m/first.weight, m/second.weight were one tensor when saved, and are separate tensors now",
     )
 
 
@@ -221,7 +222,7 @@ def test_a_log_is_of_the_ties_of_its_training(tie: bool, run_folder: Path) -> No
         []
         if tie
         else [
-            "the log behind it cannot be replayed: m/first.weight, m/second.weight were one tensor "
+            "the log after it cannot be replayed: m/first.weight, m/second.weight were one tensor "
             "when they were saved, and are several now"
         ]
     )

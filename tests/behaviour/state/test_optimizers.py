@@ -68,6 +68,7 @@ OPTIMIZERS: dict[str, Callable[[Iterable[Any]], Optimizer]] = {
 }
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_resumed_equals_uninterrupted(name: str, run_folder: Path) -> None:
     method = "async" if hash_of(name) % 2 else "sync"
@@ -78,11 +79,13 @@ def hash_of(name: str) -> int:
     return sum(name.encode())
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("name", ["SGD-momentum", "Adam-loop", "AdamW-fused", "LBFGS", "ASGD"])
 def test_loaded_into_an_optimizer_that_has_stepped(name: str, run_folder: Path) -> None:
     check_resume(run_folder, with_optimizer(OPTIMIZERS[name]), warm=2)
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("name", ["SGD-momentum", "Adam-loop", "AdamW-fused", "LBFGS"])
 @pytest.mark.parametrize("warm", [0, 2])
 def test_saved_before_the_first_update(name: str, warm: int, run_folder: Path) -> None:
@@ -169,6 +172,7 @@ class _Held(torch.optim.AdamW):
     held: torch.Tensor
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("method", ["sync", "lazy"])
 @pytest.mark.parametrize("where", ["two groups", "a tuple", "plain data"])
 def test_a_tensor_of_the_groups_that_the_loop_holds(
@@ -287,6 +291,7 @@ def test_frozen_and_unused_parameters(run_folder: Path) -> None:
     assert state["model"][0].weight in held
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.Adagrad, torch.optim.SGD])
 @pytest.mark.parametrize("flags", [{"foreach": False}, {"foreach": True}, {"fused": True}], ids=str)
 @pytest.mark.parametrize("method", ["sync", "lazy"])

@@ -25,12 +25,12 @@ from everstep.format.header import ShardIdentity
 from everstep.format.records import FileRecord, Manifest, Marker
 from everstep.state.training_state import State
 from everstep.trainer.base.saver import Saver
-from everstep.trainer.checks import strangers
-from everstep.trainer.checks.strangers import is_held
+from everstep.trainer.checks import untracked as strangers
+from everstep.trainer.checks.untracked import is_held
 
 THREAD = everstep.KeeperOptions(process=False)
-STRANGER = "an optimizer that is in no part of the state"
-SCHEDULER = "a scheduler that is in no part of the state"
+STRANGER = "an optimizer that is not part of the state"
+SCHEDULER = "a scheduler that is not part of the state"
 
 
 def make(seed: int = 0, **options: Any) -> tuple[nn.Linear, AdamW]:
@@ -95,6 +95,7 @@ def test_a_forgotten_optimizer_is_named_and_nothing_is_called_exact(
             ckpt.save()
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("method", ["async", "lazy", "logged"])
 def test_an_optimizer_that_is_bound_anew_in_mid_run(run_folder: Path, method: str) -> None:
     """Bases before it are exact; those after it have the state as it was, and are not."""
@@ -306,6 +307,7 @@ def that_lists_what_is_frozen(model: nn.Module, _: AdamW) -> Any:
     return {"model": model, "optimizer": own}, Both()
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize(
     "of",
     [
@@ -422,7 +424,7 @@ def test_hooks_end_with_the_checkpointer_and_hold_no_optimizer(run_folder: Path)
     before = [len(one) for one in hooks]
     model, optimizer = make()
     with said(), opened(run_folder, {"model": model, "optimizer": optimizer}) as (ckpt, _):
-        judged = ckpt._watched._strangers
+        judged = ckpt._state_watch._untracked_optimizers
         for kind in (AdamW, SGD):
             gone, ours = make(1)[0], kind(model.parameters(), lr=0.1)
             theirs = kind(gone.parameters(), lr=0.1)
@@ -478,7 +480,7 @@ def test_parameters_that_are_frozen_and_in_no_part_of_the_state(
     assert "'opt' trains 1 parameter(s) that are in no part of the state" in caplog.text
     head.requires_grad_(False)
     assert [peeked(run_folder, state, step).exact for step in (2, 1)] == [False, True]
-    with pytest.raises(UnsupportedStateError, match="in no part of the state"):
+    with pytest.raises(UnsupportedStateError, match="not in the state"):
         everstep.Checkpointer(run_folder, state, method="logged", keeper=THREAD)
 
 
@@ -596,6 +598,7 @@ def scheduled(
     return messages, found
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("method", ["async", "logged"])
 @pytest.mark.parametrize("replaced", [False, True])
 def test_a_scheduler_in_no_part_of_the_state(run_folder: Path, method: str, replaced: bool) -> None:
@@ -613,6 +616,7 @@ def test_a_scheduler_in_no_part_of_the_state(run_folder: Path, method: str, repl
     assert SCHEDULER in found[1].evidence
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize(
     "kind",
     [
@@ -664,6 +668,7 @@ class Progress:
         pass
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("saves", [False, True])
 def test_an_object_that_has_the_framework_which_replaces_a_scheduler(
     run_folder: Path, saves: bool
@@ -686,7 +691,7 @@ def test_a_scheduler_of_the_state_that_drives_another_optimizer(
         return {"sched": schedules.StepLR(other, 2)}, []
 
     _, found = scheduled(run_folder, of)
-    assert caplog.text.count("'sched' drives an optimizer that is in no part of the state") == 2
+    assert caplog.text.count("'sched' drives an optimizer that is not part of the state") == 2
     assert [one.exact for one in found] == [True, False]
     assert "'sched' drives an optimizer" in found[1].evidence
 
@@ -736,6 +741,7 @@ def several_that_one_in_an_object_calls(_: nn.Module, optimizer: AdamW) -> Any:
     return {"app": App(sched=one), "idle": schedules.StepLR(optimizer, 3)}, [one]
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize(
     "of",
     [

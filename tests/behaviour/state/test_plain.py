@@ -55,6 +55,7 @@ class Holder:
         self.value = value
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("method", ["sync", "lazy", "logged"])
 @pytest.mark.parametrize("live", [0.5, {"loss": 1}, [1], np.arange(3)])
 def test_none_comes_back_over_whatever_is_there(method: str, live: Any, run_folder: Path) -> None:

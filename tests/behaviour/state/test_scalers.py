@@ -67,6 +67,7 @@ def opened(run_folder: Path, world: World, method: str) -> everstep.Checkpointer
     )
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("method", ["lazy", "logged"])
 @pytest.mark.parametrize("unscales", [1, SPIKE], ids=["each step", "some steps"])
 @pytest.mark.parametrize("spike", [False, True], ids=["finite", "infinite"])
@@ -145,7 +146,7 @@ def test_a_step_mark_before_its_update_is_told_of_once(
     if told:
         assert isinstance(mine[0], StateError)
         assert mine[0].step == 1
-        assert "behind the scaler's update()" in str(mine[0].hint)
+        assert "after the scaler's update()" in str(mine[0].hint)
 
 
 def test_a_scaler_that_does_nothing(run_folder: Path) -> None:

@@ -41,6 +41,7 @@ SCHEDULES: dict[str, Callable[[Optimizer], Any]] = {
 }
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("name", SCHEDULES)
 @pytest.mark.filterwarnings("ignore:To get the last learning rate:UserWarning")
 @pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step:UserWarning")

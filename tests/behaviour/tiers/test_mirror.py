@@ -197,6 +197,7 @@ def test_damage_that_comes_while_it_is_read_again(run_folder: Path) -> None:
     assert not usable(tier)
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("damaged", ["flipped", "missing"])
 @pytest.mark.parametrize("first", [True, False], ids=["empty", "copied before"])
 def test_a_record_of_the_run_that_is_damaged_is_not_copied(
@@ -631,6 +632,7 @@ def test_what_is_on_the_disk_is_read_there(run_folder: Path) -> None:
     assert not [line for line in tier.log if " read " in line or " open " in line]
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("damage", ["flip", "cut", "remove"])
 def test_what_is_damaged_on_the_disk_is_read_from_the_copy(run_folder: Path, damage: str) -> None:
     """The same base, not an older one; and it is said what was wrong."""
@@ -733,7 +735,7 @@ def test_places_that_cannot_be(run_folder: Path, tmp_path: Path) -> None:
     ):
         with pytest.raises(EverstepError):
             Checkpointer(run_folder, {"model": model}, tiers=tiers)
-    with pytest.raises(EverstepError, match="process of its own"):
+    with pytest.raises(EverstepError, match="separate keeper process"):
         Checkpointer(run_folder, {"model": model}, method="sync", tiers=[str(tmp_path / "copies")])
 
 

@@ -101,6 +101,7 @@ def test_a_base_lost_at_exit_is_said_to_be(run_folder: Path) -> None:
     check_run(run_folder, 3)  # the one behind it is not abandoned
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("within", ["contextlib.nullcontext()", "ckpt"])
 def test_a_daemon_thread_that_trains_does_not_hold_up_the_exit(
     within: str, run_folder: Path

@@ -51,6 +51,7 @@ def resumed(run: Path, uninterrupted: dict[int, str]) -> dict[str, Any]:
 METHODS = ["lazy", "checkfreq", "async"]
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("method", METHODS)
 def test_a_run_is_the_same_run(
     method: str, run_folder: Path, uninterrupted: dict[int, str]

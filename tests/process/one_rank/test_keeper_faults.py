@@ -452,7 +452,7 @@ def test_a_keeper_that_says_nothing_is_reported_within_the_stated_time(run_folde
             saved(ckpt, world, snapshots)
             remote.silence.timeout_s = 1.0
             start_s = time.monotonic()
-            with pytest.raises(DeadlineError, match=rf"process {keeper}\) has said nothing for"):
+            with pytest.raises(DeadlineError, match=rf"process {keeper}\) has sent no message for"):
                 ckpt.wait()
             assert time.monotonic() - start_s < TIMEOUT_S / 2
             remote.silence.timeout_s = TIMEOUT_S  # one that is slow is another matter

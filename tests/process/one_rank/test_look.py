@@ -75,6 +75,7 @@ def weights(found: everstep.look.load.Loaded) -> list[Any]:
     return [one.tolist() for one in found.state_dict("model").values()]
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("method", ["logged", "lazy", "checkfreq", "lowdiff_plus", "gockpt_o"])
 def test_what_a_killed_process_has_left_in_memory(tmp_path: Path, method: str) -> None:
     """Two looks give what the next start gets, from whichever memory; and that gets it still."""
@@ -124,6 +125,7 @@ def test_a_base_that_only_the_keeper_has(tmp_path: Path) -> None:
         end_keepers(tmp_path)
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("method", ["logged", "async"])
 def test_a_process_that_trains_notices_nothing(tmp_path: Path, method: str) -> None:
     """Looked at twenty times while it trains; each look gives the state of some step, in every bit.
@@ -276,13 +278,13 @@ def test_a_keeper_that_does_not_answer_is_named(
     killed(run, "logged", 4, 7)
     (info,) = [one for one in list_keepers() if one.run == str(run)]
     everstep.load(run)  # from now on all of it is written
-    monkeypatch.setattr(looking, "_ANSWER_S", 0.3)
+    monkeypatch.setattr(looking, "_REPLY_TIMEOUT_S", 0.3)
     os.kill(info.pid, signal.SIGSTOP)
     try:
         found = everstep.load(run)
         assert found.step < 7
-        assert f"(process {info.pid}) could not be asked" in found.notes[0]
-        assert f"(process {info.pid}) could not be asked" in everstep.peek(run).notes[0]
+        assert f"(process {info.pid}) could not be queried" in found.notes[0]
+        assert f"(process {info.pid}) could not be queried" in everstep.peek(run).notes[0]
         os.kill(info.pid, signal.SIGCONT)
         monkeypatch.undo()
         assert everstep.load(run).step == 7

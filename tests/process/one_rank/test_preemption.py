@@ -17,7 +17,7 @@ from everstep.errors import DeadlineError, EverstepError, OptionError, OutOfSpac
 from everstep.options import Preemption
 from everstep.seams import ManualClock
 from everstep.seams.processes.signals import SAME_S, SignalWatch
-from everstep.trainer.session.preemption import Preempting, any_rank, asks_ranks
+from everstep.trainer.session.preemption import PreemptionHandler, any_rank, rank_vote
 from tests.support.preempted import PRELUDE, saved_at
 from tests.support.trainers import Trainer, finish_trainer, start_trainer
 from tests.support.world import TIMEOUT_S, opened
@@ -122,7 +122,8 @@ def test_a_signal_of_choice_and_the_handler_before(run_folder: Path) -> None:
 
 # Signals that the file system sends to its own process, from within the write of the last base.
 FROM_WITHIN = """
-from everstep.seams import PosixFileSystem, Seams, signals
+from everstep.seams import PosixFileSystem, Seams
+from everstep.seams.processes import signals
 signals.SAME_S = {same_s}
 class Sending(PosixFileSystem):
     def create(self, path, *, direct=False):
@@ -324,7 +325,7 @@ def test_where_no_step_ends_a_signal_behind_the_grace_period_does_what_it_did() 
 
 def test_one_that_is_dropped_lets_go() -> None:
     before = signal.getsignal(signal.SIGTERM)
-    ending = Preempting(Preemption(), ManualClock())
+    ending = PreemptionHandler(Preemption(), ManualClock())
     ending.install()
     assert signal.getsignal(signal.SIGTERM) is not before
     del ending
@@ -338,7 +339,7 @@ def test_one_that_is_dropped_lets_go() -> None:
         ({"signals": "SIGTERM"}, r"names of signals.*signals=\('SIGTERM',\)"),
         ({"signals": ("SIGKILL",)}, "cannot be caught.*SIGTERM"),
         ({"signals": ("sigterm",)}, "did you mean 'SIGTERM'"),
-        ({"signals": (15,)}, "announces no end"),
+        ({"signals": (15,)}, "does not announce the end"),
         ({"grace_s": 0}, "more than 0"),
         ({"grace_s": float("nan")}, "more than 0"),
         ({"grace_s": "30"}, "must be seconds"),
@@ -378,12 +379,12 @@ class Saves:
 @pytest.mark.parametrize(("passed_s", "left_s"), [(4.0, 21.0), (25.0, 0.0), (90.0, 0.0)])
 def test_the_grace_period_begins_with_the_signal(passed_s: float, left_s: float) -> None:
     clock, saves = ManualClock(), Saves()
-    ending = Preempting(Preemption(), clock)
+    ending = PreemptionHandler(Preemption(), clock)
     ending.install()
     send()
     clock.advance(passed_s)
-    ending.marked(7, saves)
-    ending.marked(8, saves)
+    ending.step_ended(7, saves)
+    ending.step_ended(8, saves)
     ending.close()
     assert saves.timeouts_s == [left_s]
 
@@ -391,21 +392,21 @@ def test_the_grace_period_begins_with_the_signal(passed_s: float, left_s: float)
 def test_a_base_that_comes_too_late_is_said_and_the_loop_let_go(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    ending = Preempting(Preemption(grace_s=3), ManualClock())
+    ending = PreemptionHandler(Preemption(grace_s=3), ManualClock())
     ending.install()
     send()
-    ending.marked(7, Saves(DeadlineError("it takes long")))
+    ending.step_ended(7, Saves(DeadlineError("it takes long")))
     ending.close()
     assert ending.preempted
     assert "the base of step 7 is not durable 3 s after SIGTERM: it takes long" in caplog.text
 
 
 def test_a_base_that_fails_is_raised_and_the_loop_let_go() -> None:
-    ending = Preempting(Preemption(), ManualClock())
+    ending = PreemptionHandler(Preemption(), ManualClock())
     ending.install()
     send()
     with pytest.raises(OutOfSpaceError):
-        ending.marked(7, Saves(OutOfSpaceError("full")))
+        ending.step_ended(7, Saves(OutOfSpaceError("full")))
     ending.close()
     assert ending.preempted
 
@@ -418,7 +419,7 @@ def test_ranks_end_at_the_same_step() -> None:
     ranks = []
     for _ in range(2):
         # Both pass what they have before any is answered, as an all-reduce does.
-        ranks.append(Preempting(Preemption(agree_steps=4), clock, lambda mine: any(flags)))
+        ranks.append(PreemptionHandler(Preemption(agree_steps=4), clock, lambda mine: any(flags)))
     ranks[1].install()
     ended = []
     for step in range(1, 13):
@@ -427,7 +428,7 @@ def test_ranks_end_at_the_same_step() -> None:
             flags[1] = True
         for number, rank in enumerate(ranks):
             before = rank.preempted
-            rank.marked(step, saves[number])
+            rank.step_ended(step, saves[number])
             if rank.preempted and not before:
                 ended.append((number, step))
     ranks[1].close()
@@ -438,12 +439,12 @@ def test_ranks_end_at_the_same_step() -> None:
 def test_a_step_that_comes_again_behind_a_rewind_is_asked_about_again() -> None:
     """A rank whose step had failed would else leave out what the others ask."""
     asked: list[bool] = []
-    ending = Preempting(
+    ending = PreemptionHandler(
         Preemption(agree_steps=4), ManualClock(), lambda mine: bool(asked.append(mine))
     )
-    ending.ask(4)  # and then an error
-    ending.ask(4)
-    ending.marked(4, Saves())
+    ending.agree(4)  # and then an error
+    ending.agree(4)
+    ending.step_ended(4, Saves())
     assert asked == [False, False]
 
 
@@ -460,7 +461,7 @@ def test_a_rank_whose_step_fails_has_asked_the_others(
         asked.append(mine)
         return len(asked) == 3
 
-    monkeypatch.setattr("everstep.checkpointer.asks_ranks", lambda: others)
+    monkeypatch.setattr("everstep.checkpointer.rank_vote", lambda: others)
     with opened(run_folder, live, preempt=Preemption(agree_steps=1)) as ckpt:
         ckpt.resume()
         ckpt.step()
@@ -482,8 +483,8 @@ def test_ranks_ask_each_other_over_the_process_group(tmp_path: Path) -> None:
     rank = int(sys.argv[2])
     torch.distributed.init_process_group(
         "gloo", init_method="file://" + run, rank=rank, world_size=2)
-    from everstep.trainer.session.preemption import any_rank, asks_ranks
-    assert asks_ranks() is any_rank
+    from everstep.trainer.session.preemption import any_rank, rank_vote
+    assert rank_vote() is any_rank
     print(any_rank(False), any_rank(rank == 1), flush=True)
     torch.distributed.destroy_process_group()
     """
@@ -532,5 +533,5 @@ def test_two_ranks_of_which_one_is_signalled(tmp_path: Path) -> None:
 
 
 def test_one_rank_asks_nobody() -> None:
-    assert asks_ranks() is None
+    assert rank_vote() is None
     assert callable(any_rank)

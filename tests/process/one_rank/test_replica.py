@@ -34,7 +34,7 @@ for step in range(found.step, steps):
     ckpt.step()
     state = sorted(world.snapshot().items())
     print("step", step + 1, hashlib.sha256(repr(state).encode()).hexdigest(), flush=True)
-    if step in (1, steps - 1) and ckpt._standby is not None:
+    if step in (1, steps - 1) and ckpt._replica_bases is not None:
         there = lambda: ckpt._keepers.lost or ckpt.stats().replica_step == step + 1
         until(there, "the replica", timeout_s=80.0)  # of a keeper that has to load torch first
 if not ckpt._keepers.lost:

@@ -156,7 +156,7 @@ def test_one_under_another_name_that_does_not_listen_is_waited_for_and_named(
     options = SpawnOptions(str(alias), "id", 0, detach=False)
     with running(options):
         Path(keeper_files(options.key).socket).unlink()
-        with pytest.raises(KeeperError, match=f"the keeper of {alias} does not let"):
+        with pytest.raises(KeeperError, match=f"the keeper of {alias} does not accept"):
             attach(*about, timeout_s=1.0)
     assert started == []
 

@@ -109,7 +109,7 @@ def check_resumed(run: Path, kind: str, killed: Said, digests: dict[int, str]) -
     return int(step)
 
 
-@pytest.mark.thinned(2)
+@pytest.mark.thinned(4)
 @pytest.mark.parametrize("case", range(2))
 def test_killed_anywhere_in_a_step(
     case: int, whole: tuple[str, dict[int, str], int], run_folder: Path

@@ -113,6 +113,7 @@ class Reference:
         return sent
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("scenario", SCENARIOS, ids=SCENARIOS)
 def test_both_ranks_hold_the_gradient_that_one_process_computes(
     played: list[dict[str, Any]], scenario: str, monkeypatch: pytest.MonkeyPatch

@@ -80,6 +80,7 @@ def of(cases: Iterable[str]) -> list[Any]:
     return [pytest.param(c, marks=() if c in QUICK else pytest.mark.slow) for c in cases]
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("case", of(name for name in CASES if name not in LOSSY))
 def test_every_rank_goes_on_as_if_nothing_had_been(said: Said, case: str) -> None:
     for rank, found in enumerate(one[case] for one in said):
@@ -138,6 +139,7 @@ def taken_over(
     return play(other, request.param, RELAID)
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("case", RELAID)
 def test_another_number_of_ranks_takes_what_ranks_had_in_common(
     played: Said, taken_over: Said, case: str
@@ -164,7 +166,7 @@ def test_residuals_that_are_gone_are_said_and_nothing_is_called_exact(
     found = [one[case] for one in taken_over]
     notes = [note for one in found for note in one["notes"] if note.startswith("exchange: ")]
     if len(found) < WORLD:
-        assert any("what rank(s) 1 had for themselves is left out" in note for note in notes)
+        assert any("per-rank state of rank(s) 1 is left out" in note for note in notes)
     else:
-        assert any("rank 2 is new and begins with what its program made" in n for n in notes)
+        assert any("rank 2 is new and starts with the state its program made" in n for n in notes)
     assert not any(one["exact"] for one in found)

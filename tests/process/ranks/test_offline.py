@@ -169,6 +169,7 @@ def whole_of(said: Said, step: int) -> dict[str, str]:
     return found
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("step", [1, 2, 5, 8])
 def test_restore_gives_the_tensors_of_all_ranks(
     template: tuple[str, Path, Said], run: Path, tmp_path: Path, step: int
@@ -321,6 +322,7 @@ def segment(run: Path, after: int, last: int, rank: int) -> Path:
     return run / f"timeline-00001/log/{after:012d}-{last:012d}" / shard_name(rank)
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_flipped_bit_in_any_ranks_log_is_found(run: Path, tmp_path: Path, rank: int) -> None:
     flip(segment(run, 4, 6, rank), 4096)
@@ -337,7 +339,7 @@ def test_a_flipped_bit_in_any_ranks_log_is_found(run: Path, tmp_path: Path, rank
 def test_a_log_that_one_rank_has_not_leads_nowhere(run: Path, tmp_path: Path) -> None:
     segment(run, 4, 6, 1).with_name(marker_name(1)).unlink()
     refused = document("restore", run, "--step", 5, "--out", tmp_path / "new", status=2)
-    assert refused["hint"] == "steps there are: 1 to 4, 6 to 8"
+    assert refused["hint"] == "existing steps: 1 to 4, 6 to 8"
     found = document("verify", run, "--replay")
     assert verdicts(found) == [(1, 3, "equal"), (3, 6, "unchecked")]
     log = document("ls", run)["timelines"][0]["log"]
@@ -375,6 +377,7 @@ def with_other_gradient(record: LogRecord) -> LogRecord:
     return replace(record, data=view, digest=record_digest(view, record.objects))
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("rank", [0, 1])
 def test_another_gradient_in_any_ranks_log_gives_another_base(run: Path, rank: int) -> None:
     """What DDP's ranks consume alike is in one's log and in all of their states."""

@@ -129,7 +129,7 @@ def assert_back(run: Path, method: str, wanted: dict[str, Any]) -> None:
 METHODS = ["logged", "lowdiff_plus", "gemini"]
 
 
-@pytest.mark.thinned(3)
+@pytest.mark.thinned(6)
 @pytest.mark.parametrize("how", ["close", "with", "new"])
 @pytest.mark.parametrize("method", METHODS)
 def test_a_start_that_is_interrupted_at_its_end(method: str, how: str, run_folder: Path) -> None:

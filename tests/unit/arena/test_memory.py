@@ -249,6 +249,7 @@ NOT_ARENAS: dict[str, tuple[Any, str]] = {
 }
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("name", NOT_ARENAS)
 def test_what_is_no_arena_is_refused(name: str, tmp_path: Path) -> None:
     kind, why = NOT_ARENAS[name]
@@ -747,6 +748,7 @@ def test_no_bytes_at_all(make: Make, size_bytes: int) -> None:
         make(size_bytes)
 
 
+@pytest.mark.thinned(3)
 @makers
 @pytest.mark.parametrize("size_bytes", [1 << 60, (1 << 63) - 1, 1 << 63, 1 << 64, 1 << 100])
 def test_more_than_there_can_be(make: Make, size_bytes: int) -> None:

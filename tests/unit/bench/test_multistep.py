@@ -480,6 +480,7 @@ def test_it_says_how_long_it_takes(monkeypatch: pytest.MonkeyPatch) -> None:
 # --- Real saves -------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_real_saves_through_an_emulated_link(tmp_path: Path) -> None:
     """What must hold on a busy machine, too: nothing arrives sooner than the link allows."""
     with seeded_single_thread(1):

@@ -114,6 +114,7 @@ def test_verdicts_of_times(exact_s: float | None, met: bool | None) -> None:
     assert "5.1 s at most" in made.verdicts()[-2].figure
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("few")
 def test_solve_times() -> None:
     """Where 63 GB/s are too few, at a twentieth more than it takes; exact is never worse."""

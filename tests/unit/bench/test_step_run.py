@@ -18,8 +18,8 @@ import numpy as np
 import pytest
 import torch
 
-from everstep.demo.fingerprint import fingerprint
 from everstep.errors import EverstepError, OptionError, OutOfSpaceError
+from everstep.workloads.fingerprint import fingerprint
 from everstep_bench.persist.machine import Machine
 from everstep_bench.stall import helpers
 from everstep_bench.stall.cores import Placement
@@ -109,6 +109,7 @@ def test_torch_save_every_so_many_steps(tmp_path: Path) -> None:
     assert sorted(path.name for path in (tmp_path / "a").iterdir()) == ["4", "6"]
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize(("steps", "base"), [(7, 4), (8, 8), (3, 0)])
 def test_naive_differences_add_up_to_what_was_stored(tmp_path: Path, steps: int, base: int) -> None:
     loop = loop_of()
@@ -161,6 +162,7 @@ def test_a_preset_that_is_not_there_is_said() -> None:
     assert missing("torch.save") is None
 
 
+@pytest.mark.slow
 def test_what_a_replica_keeps_up_with(tmp_path: Path) -> None:
     if why := missing("lowdiff_plus"):
         pytest.skip(why)
@@ -371,6 +373,7 @@ def test_a_missed_target_is_an_exit_code(monkeypatch: pytest.MonkeyPatch) -> Non
     assert invoke("step", "--json").exit_code == 0
 
 
+@pytest.mark.slow
 def test_frequency_from_end_to_end(tmp_path: Path) -> None:
     options = FrequencyOptions(
         params=100_000, batch=1, repeats=1, every_max=2, within=0.999, arms=("torch.save",),
@@ -382,6 +385,7 @@ def test_frequency_from_end_to_end(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.slow
 def test_an_arm_copies_its_bases_to_tiers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In the blocks of everstep's arms there are copies in each place; behind them nothing is."""
     places = tmp_path / "one", tmp_path / "other"

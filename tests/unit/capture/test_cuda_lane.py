@@ -1235,6 +1235,7 @@ def test_a_mark_whose_copies_were_never_made_is_in_no_log(
         assert other.snapshot() == wanted
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("method", ["async", "sync", "checkfreq"])
 def test_other_methods(method: str, played: threading.Event, run_folder: Path) -> None:
     played.set()

@@ -381,7 +381,7 @@ def test_now_kills_nobody_who_is_not_the_keeper(run: Path, monkeypatch: pytest.M
         assert registration is not None
         result = invoke("stop", run, "--now")
         assert result.exit_code == ExitCode.INFEASIBLE
-        assert "cannot be shown to be the keeper" in result.stdout
+        assert "cannot be verified to be the keeper" in result.stdout
         assert process.poll() is None
         registration.release()
 

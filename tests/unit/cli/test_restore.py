@@ -30,6 +30,7 @@ def run(template: tuple[Path, dict[int, Any]], tmp_path: Path) -> Path:
     return Path(shutil.copytree(template[0], tmp_path / "run"))
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("step", [1, 3, 4, 7, 10])
 def test_resume_loads_what_restore_has_written(
     step: int, run: Path, template: tuple[Path, dict[int, Any]], tmp_path: Path
@@ -120,7 +121,7 @@ def test_no_place_for_a_run(
 def test_a_step_that_nobody_has(run: Path, tmp_path: Path) -> None:
     found = document("restore", run, "--step", 77, "--out", tmp_path / "new", status=2)
     assert "neither a base nor the log on disk has step 77" in found["message"]
-    assert found["hint"] == "steps there are: 1 to 10"
+    assert found["hint"] == "existing steps: 1 to 10"
     assert not (tmp_path / "new").exists()
 
 
@@ -128,7 +129,7 @@ def test_without_a_log_it_is_said_how_there_is_one(run: Path, tmp_path: Path) ->
     for segment in segments_of(run):
         shutil.rmtree(segment.path)
     found = document("restore", run, "--step", 6, "--out", tmp_path / "new", status=2)
-    assert found["hint"].startswith("steps there are: 1, 4, 8")
+    assert found["hint"].startswith("existing steps: 1, 4, 8")
     assert 'LogOptions(to="disk")' in found["hint"]
     found = document("replay", run, "--from", 4, "--to", 8, "--drop", 6, status=2)
     assert 'LogOptions(to="disk")' in found["hint"]
@@ -141,7 +142,7 @@ def test_of_a_log_behind_the_bases_it_is_not_said_that_there_is_none(
     for step in (1, 4, 8):
         shutil.rmtree(base_folder(run, step))
     found = document("restore", run, "--step", 6, "--out", tmp_path / "new", status=1)
-    assert found["hint"] == "steps there are: 10; the log on disk leads on from none of its bases"
+    assert found["hint"] == "existing steps: 10; the log on disk leads on from none of its bases"
 
 
 def test_a_damaged_log(run: Path, tmp_path: Path) -> None:

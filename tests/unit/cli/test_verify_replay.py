@@ -138,6 +138,7 @@ SINCE: dict[str, tuple[Callable[[World], object], str]] = {
 }
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.filterwarnings("ignore:Detected call of")  # torch's own, of a schedule
 @pytest.mark.parametrize("what", SINCE)
 def test_what_happens_between_a_step_and_save_is_no_damage(what: str, run_folder: Path) -> None:

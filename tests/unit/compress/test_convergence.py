@@ -58,6 +58,7 @@ def loss_after(
     return float(np.mean(losses[-20:]))
 
 
+@pytest.mark.slow
 def test_a_tiny_model_learns_as_from_dense_gradients() -> None:
     dense = loss_after(TINY, 120, "SGD", None)
     fed_back = loss_after(TINY, 120, "SGD", {"ratio": 0.002})

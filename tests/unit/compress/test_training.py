@@ -595,6 +595,7 @@ def train(training: Training, steps: int) -> list[float]:
     return [training.step() for _ in range(steps)]
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_resumed_training_goes_on_bit_for_bit(
     kind: str, make_training: Callable[[int], Training], run_folder: Path

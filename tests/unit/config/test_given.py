@@ -378,12 +378,12 @@ def test_a_checkpointer_needs_its_first_two_arguments_and_names_for_the_rest(
     ("call", "said"),
     [
         (lambda it: it.resume(stp=1), "did you mean 'step'"),
-        (lambda it: it.resume(1.0), "whole numbers from 0"),
-        (lambda it: it.resume(True), "whole numbers from 0"),
+        (lambda it: it.resume(1.0), "step must be an integer >= 0"),
+        (lambda it: it.resume(True), "step must be an integer >= 0"),
         (lambda it: it.resume(strict="no"), "resume(strict=) must be True or False, not 'no'"),
         (lambda it: it.resume(strict=0), "resume(strict=) must be True or False, not 0"),
         (lambda it: it.rewind(), "missing a required argument: 'step'"),
-        (lambda it: it.rewind(-1), "whole numbers from 0"),
+        (lambda it: it.rewind(-1), "step must be an integer >= 0"),
         (lambda it: it.rewind(None), "rewind(step=) must be a whole number, not None"),
         (lambda it: it.wait("10s"), "timeout_s='10s'"),
         (lambda it: it.wait(math.nan), "timeout_s=nan"),
@@ -414,7 +414,7 @@ def test_a_closed_checkpointer_says_why_it_is(run_folder: Path) -> None:
         lambda it: it.__enter__(),
     ]
     for call in calls:
-        with pytest.raises(StateError, match="a later one of this process has replaced it"):
+        with pytest.raises(StateError, match="a later one in this process has replaced it"):
             call(first)
     first.close()
     second.resume()
@@ -424,7 +424,7 @@ def test_a_closed_checkpointer_says_why_it_is(run_folder: Path) -> None:
         for call in calls:
             with pytest.raises(StateError, match="is closed") as caught:
                 call(closed)
-            assert "make a new one on the same run" in str(caught.value.hint)
+            assert "make a new one for the same run" in str(caught.value.hint)
             assert caught.value.path == str(run_folder)
 
 
@@ -461,7 +461,7 @@ def test_two_in_one_process_on_one_run_under_two_names(run_folder: Path) -> None
     first.step()
     alias.symlink_to(run_folder)
     with everstep.Checkpointer(alias, {"n": 1}, keeper=THREAD, every=1) as second:
-        with pytest.raises(StateError, match="a later one of this process has replaced it"):
+        with pytest.raises(StateError, match="a later one in this process has replaced it"):
             first.step()
         assert second.resume().step == 1
         second.step()

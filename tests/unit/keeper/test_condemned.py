@@ -120,6 +120,7 @@ BEGUN: dict[str, Callable[[Path], object]] = {
 }
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("what", BEGUN)
 def test_it_does_not_come_back_when_files_were_touched(what: str, run_folder: Path) -> None:
     saved(run_folder, 2)

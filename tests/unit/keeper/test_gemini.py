@@ -44,8 +44,8 @@ from everstep.state.ranks.rank_info import RankInfo
 from everstep.testing.peer_conformance import BodyOfBytes
 from everstep.tiers.options import PeerOptions
 from everstep.trainer.attach.remote import RemoteKeeper
-from everstep.trainer.budget.budget import own_budget_bytes
-from everstep.trainer.job.peering import memory_announcement, nodes_said, peer_announcement
+from everstep.trainer.budget.host_memory import own_budget_bytes
+from everstep.trainer.job.peer_nodes import memory_notice, node_names, peer_notice
 from tests.support.ranks.peering import RUN, Ring, copy_of, piece, record_of
 
 A, B, C = BaseId(1, 10), BaseId(1, 20), BaseId(1, 30)
@@ -105,7 +105,7 @@ def test_bases_are_counted_in_steps(every: str) -> None:
 
 
 def test_without_a_keeper_process_there_is_no_such_memory(tmp_path: Path) -> None:
-    with pytest.raises(OptionError, match="process of its own"):
+    with pytest.raises(OptionError, match="separate keeper process"):
         everstep.Checkpointer(
             tmp_path / "run",
             {"t": {"t": torch.zeros(3)}},
@@ -124,9 +124,9 @@ def test_memory_is_shared_out_and_two_bases_must_fit() -> None:
 
 
 def test_what_it_survives_is_said() -> None:
-    alone = memory_announcement(RankInfo(0, 1), 10, 1000)
+    alone = memory_notice(RankInfo(0, 1), 10, 1000)
     assert all(part in alone for part in ("NOT a lost node", "1.0 kB", "one base of 10"))
-    ring = memory_announcement(RankInfo(1, 2, nodes=("a", "b")), 1, 1000)
+    ring = memory_notice(RankInfo(1, 2, nodes=("a", "b")), 1, 1000)
     assert all(part in ring for part in ("loss of this node", "rank 0's", "each base"))
 
 
@@ -138,16 +138,16 @@ def test_bases_that_are_in_memory_only_are_sent_as_fast_as_it_goes() -> None:
         assert pace.rate_of(1000) == wanted
     assert Pace(5.0, at_once=True).rate_of(1000) == 5.0
     info = RankInfo(1, 2, nodes=("a", "b"))
-    line = peer_announcement(PeerOptions(), info, 1000, at_once=True)
-    assert "as fast as the link goes" in line
+    line = peer_notice(PeerOptions(), info, 1000, at_once=True)
+    assert "as fast as possible" in line
 
 
 def test_one_node_is_no_error_where_peers_were_not_asked_for() -> None:
     same = [{"node": "m"}, {"node": "m"}]
-    assert nodes_said(same, 0, if_there=True) == ()
-    assert nodes_said([{"node": "m"}, {"node": "n"}], 0, if_there=True) == ("m", "n")
+    assert node_names(same, 0, if_there=True) == ()
+    assert node_names([{"node": "m"}, {"node": "n"}], 0, if_there=True) == ("m", "n")
     with pytest.raises(OptionError):
-        nodes_said(same, 0)
+        node_names(same, 0)
 
 
 # --- What a keeper does -----------------------------------------------------------------
@@ -407,9 +407,9 @@ def test_what_lives_in_memory_and_on_disk_is_the_same_base(tmp_path: Path) -> No
         assert base_step == 3
         assert copies[3].marker == manifest.markers[0]
         keepers = ckpt._keepers
-        assert [copy.marker.step for copy in keepers.left_behind(own=True).copies] == [3]
+        assert [copy.marker.step for copy in keepers.recall_leftovers(own=True).copies] == [3]
         keepers._run_id, mine = "another run in a folder that was emptied", keepers._run_id
-        assert keepers.left_behind(own=True).copies == ()
+        assert keepers.recall_leftovers(own=True).copies == ()
         keepers._run_id = mine
         ckpt.step()
         ckpt.wait()

@@ -130,6 +130,7 @@ def exchange(segment: Path) -> None:
 CHANGES = [remove_marker, remove, damage, cut, exchange]
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
 def test_a_segment_that_was_replaced_is_read_anew(
     run: Path, change: Callable[[Path], None], monkeypatch: pytest.MonkeyPatch
@@ -197,7 +198,7 @@ def test_no_base_goes_on_account_of_a_segment_that_is_gone(
 # --- Of the timelines that restarts and rewinds leave -----------------------------------
 
 
-def left_behind(run: Path, count: int) -> None:
+def recall_leftovers(run: Path, count: int) -> None:
     """Starts that came to nothing, as where a node fails again and again."""
     inventory = inventory_of(run)
     for _ in range(count):
@@ -229,7 +230,7 @@ def test_what_each_timeline_costs_a_resume_and_a_base(run_folder: Path) -> None:
     count = 20
     operations(run_folder)
     before = operations(run_folder)
-    left_behind(run_folder, count - 1)  # and the one of ``before`` is there, too
+    recall_leftovers(run_folder, count - 1)  # and the one of ``before`` is there, too
     resume, base = operations(run_folder)
     more = base - before[1]
     assert set(more) == {"scan"}
@@ -247,7 +248,7 @@ def test_what_older_timelines_have_left_is_removed_whenever_it_comes(run_folder:
         ckpt.resume()
         ckpt.step()
         ckpt.save()
-    left_behind(run_folder, 1)
+    recall_leftovers(run_folder, 1)
     forget(run_folder)
     with opened(run_folder, state) as ckpt:
         ckpt.resume()
@@ -266,7 +267,7 @@ def test_copies_of_timelines_are_read_once(run_folder: Path) -> None:
     """Of a store, each would be a request."""
     fs = HookedFileSystem()
     operations(run_folder)
-    left_behind(run_folder, 3)
+    recall_leftovers(run_folder, 3)
     tier = DiskTier(fs, PurePath(run_folder))
     place = CopyPlace(tier, 1, ObjectRate(None, ManualClock()))
     first = place.inventory()

@@ -498,7 +498,7 @@ def test_a_process_that_is_not_the_keeper_is_not_killed(folder: Path) -> None:
     try:
         info = info_of(OPTIONS, bystander.pid)
         with registered(info):
-            with pytest.raises(KeeperError, match="cannot be shown to be the keeper"):
+            with pytest.raises(KeeperError, match="cannot be verified to be the keeper"):
                 kill_keeper(info)
             assert bystander.poll() is None
     finally:

@@ -299,10 +299,10 @@ def test_a_side_that_does_not_read_is_not_waited_for() -> None:
     one, other = connected_pair(send_timeout_s=0.2)
     try:
         start_s = time.monotonic()
-        with pytest.raises(KeeperTimeoutError, match=r"has not taken a message for 0\.2 s"):
+        with pytest.raises(KeeperTimeoutError, match=r"has not read a message for 0\.2 s"):
             one.send({"kind": "large", "data": bytes(4 << 20)})
         assert time.monotonic() - start_s < TIMEOUT_S / 2
-        with pytest.raises(KeeperError, match="has failed: the keeper has not taken"):
+        with pytest.raises(KeeperError, match="has failed: the keeper has not read"):
             one.send({"kind": "small"})  # would be read as a part of the other
         with pytest.raises(KeeperError, match="in the middle"):
             other.receive(TIMEOUT_S)
@@ -689,8 +689,8 @@ def test_nothing_of_it_needs_torch() -> None:
     code = """
 import sys
 import everstep.link.registry, everstep.link.spawn, everstep.link.wire
-import everstep.seams.files.locks, everstep.seams.processes.processes,
-everstep.seams.processes.runtime import everstep.seams.network.sockets
+import everstep.seams.files.locks, everstep.seams.processes.processes
+import everstep.seams.processes.runtime, everstep.seams.network.sockets
 import everstep.cli, everstep.cli.ps, everstep.cli.stop
 assert "torch" not in sys.modules, "torch was imported"
 assert "numpy" not in sys.modules, "numpy was imported"

@@ -137,7 +137,7 @@ def test_peek_passes_over_a_base_without_its_files(how: str, without_log: Path) 
     with untouched(without_log):
         found = everstep.peek(without_log)
     assert (found.step, found.base_step) == (4, 4)
-    assert "missing, or of another length" in found.skipped[-1].reason
+    assert "missing, or has another length" in found.skipped[-1].reason
     assert everstep.load(without_log).step == 4
     spoil(bases[1])
     with pytest.raises(RecoveryError, match="none can be used"):
@@ -228,7 +228,7 @@ def test_a_damaged_base_is_passed_over_by_name(
 def test_nothing_is_whole(run: Path) -> None:
     for step in (1, 4, 8, 10):
         flip(data_file(run, step), -40)
-    with pytest.raises(RecoveryError, match="there are bases, but none can be used") as caught:
+    with pytest.raises(RecoveryError, match="bases exist, but none can be used") as caught:
         everstep.load(run)
     assert all(f"step {step}, timeline 1" in str(caught.value) for step in (1, 4, 8, 10))
 
@@ -248,7 +248,7 @@ def test_a_damaged_log_ends_before_the_step(
     assert world.snapshot()["plain"] == template[1][found.step]["plain"]
     assert world.snapshot()["0.exp_avg"] == template[1][found.step]["0.exp_avg"]
     assert f"the log ends with step {found.step}" in caplog.text
-    assert "up to step 10 is of no use" in found.notes[0]
+    assert "up to step 10 are unusable" in found.notes[0]
     with pytest.raises(RecoveryError, match=r"digest|damaged"):
         everstep.load(run, 8)
 
@@ -290,7 +290,7 @@ def test_an_optimizer_that_only_its_program_can_replay(tmp_path: Path) -> None:
         everstep.load(run, 6)
     found = everstep.load(run)
     assert (found.step, found.replayed, found.exact) == (4, 0, True)
-    assert "step 6 is there, but only step 4 could be loaded" in found.notes[0]
+    assert "step 6 exists, but only step 4 could be loaded" in found.notes[0]
     assert "without the program that declares it" in found.notes[0]
 
 
@@ -381,7 +381,7 @@ def test_only(run: Path, step: int) -> None:
         found.state_dict("optimizer")
     assert "'model'" in (caught.value.hint or "")
     found = everstep.load(run, step, only="optimizer/*/exp_avg")
-    with pytest.raises(OptionError, match="'optimizer' was loaded in part"):
+    with pytest.raises(OptionError, match="'optimizer' was loaded incompletely"):
         found.state_dict("optimizer")
     found = everstep.load(run, step, only="model/tied")  # another name of model/3.weight
     assert list(found.tensors) == ["model/tied"]
@@ -395,7 +395,7 @@ def test_only(run: Path, step: int) -> None:
         ({"only": []}, "only must be a pattern"),
         ({"only": 3}, "only"),
         ({"step": -1}, "step must be"),
-        ({"map_location": "cup"}, "map_location 'cup' is no device"),
+        ({"map_location": "cup"}, "map_location 'cup' is not a device"),
         ({"into": {"model": nn.Linear(1, 1)}, "map_location": "cpu"}, "map_location is for"),
         ({"into": {}}, "the state is empty"),
         ({"onyl": "model/*"}, "did you mean 'only'"),

@@ -74,6 +74,7 @@ def changing(step: int, groups: list[dict[str, Any]]) -> None:
             group["weight_decay"] = 0.01 * step
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("row", ROWS, ids=name_of)
 def test_a_row(row: Row) -> None:
     for options, (base, size) in zip(

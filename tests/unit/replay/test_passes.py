@@ -82,6 +82,7 @@ def special(step: int) -> dict[str, torch.Tensor]:
     return given
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("flags", FLAGS, ids=str)
 @pytest.mark.parametrize(("kind", "options"), VARIANTS, ids=str)
 def test_every_bit_is_that_of_torch(

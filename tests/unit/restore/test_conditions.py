@@ -210,6 +210,7 @@ def forge(record: TimelineRecord) -> TimelineRecord:
     return replace(record, fingerprint={**record.fingerprint, "threads": "77"})
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize(
     ("change", "exact"), [(lambda record: record, True), (forge, False)], ids=["same", "other"]
 )

@@ -19,7 +19,7 @@ from everstep.restore.fetch.node_reads import NodeReads
 from everstep.restore.fetch.peers import Brought, plan_of
 from everstep.seams import PosixFileSystem
 from everstep.tiers.memory import MemoryTier
-from everstep.trainer.job import job as job_module
+from everstep.trainer.job import start as start_module
 from tests.support.ranks.copying import store
 from tests.support.ranks.tiers import apart, fill, sources, started, up_to
 from tests.support.ranks.together import resume, trained
@@ -171,7 +171,7 @@ def test_a_part_of_a_base_comes_from_the_store_while_others_fetch(
         return Brought([], [])
 
     monkeypatch.setattr(MemoryTier, "open", noting)
-    monkeypatch.setattr(job_module, "fetch_from_peers", fetch)
+    monkeypatch.setattr(start_module, "fetch_from_peers", fetch)
     if shared:
 
         def never(self: FilesAhead, path: PurePath, size_bytes: int) -> None:
@@ -179,10 +179,10 @@ def test_a_part_of_a_base_comes_from_the_store_while_others_fetch(
 
         monkeypatch.setattr(FilesAhead, "begin", never)
         monkeypatch.setattr(NodeReads, "wants", lambda self, number, manifest: 2)
-        monkeypatch.setattr(job_module, "NodeStart", _Together)
+        monkeypatch.setattr(start_module, "NodeStart", _Together)
     with started(*runs) as ranks:
         for one in ranks:
-            one.ckpt._starts._job._fetches = True
+            one.ckpt._starter._job._shared.fetches = True
         found = resume(ranks)
         assert [(one.step, one.source) for one in found] == [(2, "disk"), (2, "copy")]
         assert [sources(one) for one in found] == [[(0, "disk"), (1, "copy")]] * 2

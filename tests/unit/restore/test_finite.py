@@ -118,7 +118,7 @@ def test_a_model_that_does_not_fit_leaves_no_chunk_taken(run_folder: Path) -> No
     model = nn.Linear(WIDTH, 1)
     other = {"model": model, "optimizer": torch.optim.SGD(model.parameters(), lr=0.1)}
     with opened(run_folder, other) as ckpt:
-        ring = ckpt._ring
+        ring = ckpt._components.ring
         for _ in range(30):  # more often than there are chunks
             with pytest.raises(MismatchError):
                 ckpt.resume()

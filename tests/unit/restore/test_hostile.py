@@ -190,7 +190,7 @@ def test_a_file_in_place_of_all_bases(run_folder: Path) -> None:
             ckpt.resume()
         recovery = ckpt.resume(step=0)
     assert recovery.source == "fresh"
-    assert any("no directory" in note for note in recovery.notes)
+    assert any("is not a directory" in note for note in recovery.notes)
 
 
 # Sizes and counts that are claimed.
@@ -223,7 +223,7 @@ def test_a_timeline_of_a_huge_number(run_folder: Path) -> None:
     assert resume_into(run_folder) == (2, 2)
     assert newest_timeline(PosixFileSystem(), run_folder) == 100_001
     (run_folder / "timeline-999999999").mkdir()
-    with pytest.raises(StorageError, match="the largest number there is"):
+    with pytest.raises(StorageError, match="the largest possible number"):
         resume_into(run_folder)
 
 

@@ -206,6 +206,7 @@ def test_whoever_stops_leaves_nothing_under_way(tmp_path: Path, ring: ChunkRing)
     assert set(os.listdir("/proc/self/fd")) <= descriptors
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("batch_steps", [1, 3, TRAINED])
 @pytest.mark.parametrize("at", [2, 5, TRAINED])
 def test_a_step_that_was_read_ahead_is_verified_before_it_is_applied(

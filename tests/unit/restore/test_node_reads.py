@@ -32,7 +32,7 @@ from everstep.seams import PosixFileSystem, SystemClock
 from everstep.seams.files.filesystem import ReadFile
 from everstep.state.ranks.rank_info import RankInfo
 from everstep.state.training_state import State
-from everstep.trainer.job.job import Job
+from everstep.trainer.job.run_folder import SharedRun
 from tests.support.ranks.sharding import Values, as_rank, build, locals_of, save
 from tests.support.ranks.together import on_all, rank_seams, trained, trainings
 from tests.support.world import TIMEOUT_S, flip
@@ -298,8 +298,8 @@ def test_who_shares_memory_is_told_apart(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_the_ranks_of_a_job_read_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """From the making of a Checkpointer to what they restore; and nothing is left behind."""
-    monkeypatch.setattr("everstep.trainer.job.job.on_own_device", lambda path: False)
-    monkeypatch.setattr("everstep.trainer.job.job.needs_on_disk", lambda *about: all_ranks)
+    monkeypatch.setattr("everstep.trainer.job.run_folder.on_own_device", lambda path: False)
+    monkeypatch.setattr("everstep.trainer.job.start.needs_on_disk", lambda *about: all_ranks)
     shared: list[bool] = []
     begin, close = NodeReads.begin, NodeWindow.close
     closed: list[NodeWindow] = []
@@ -337,16 +337,15 @@ def test_a_job_knows_whether_its_disk_is_the_nodes_own(
 
     monkeypatch.setattr(NodeStart, "__init__", spy)
     for own in (True, False):
-        monkeypatch.setattr("everstep.trainer.job.job.on_own_device", lambda path, own=own: own)
+        monkeypatch.setattr(
+            "everstep.trainer.job.run_folder.on_own_device", lambda path, own=own: own
+        )
         with trainings(tmp_path / str(own), tmp_path / str(own), seams=rank_seams(2)) as both:
             on_all(*(one.ckpt.resume for one in both))
         assert found == [(own, 2)] * 2
         found.clear()
     # The ranks of two nodes see one folder: it is a network's.
-    seen = Job.__dict__["_is_local"]
-    monkeypatch.setattr("everstep.trainer.job.job.on_own_device", lambda path: True)
-    job = Job.__new__(Job)
-    job.info, job._disks = RankInfo(0, 2), ("0", "0")
+    monkeypatch.setattr("everstep.trainer.job.run_folder.on_own_device", lambda path: True)
     for memories, local in ((("a", "b"), False), (("a", "a"), True)):
-        job._memories = memories
-        assert seen(job, tmp_path) is local
+        shared = SharedRun(disks=("0", "0"), memories=memories)
+        assert shared.is_local(tmp_path, 0) is local

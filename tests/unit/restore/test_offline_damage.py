@@ -188,7 +188,7 @@ def test_a_missing_marker(run: Path) -> None:
         assert rebuilder.log.reaches()[1].stopped == "step 5 has no mark"
         with pytest.raises(OptionError) as caught:
             rebuilder.state_at(5)
-        assert caught.value.hint == "steps there are: 1 to 4"
+        assert caught.value.hint == "existing steps: 1 to 4"
         with pytest.raises(RecoveryError, match="not lead to step 7: step 5 has no mark"):
             rebuilder.state_at(7)
 

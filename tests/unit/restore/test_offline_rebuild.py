@@ -108,6 +108,7 @@ def _two_groups(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.Adam([{"params": [first], "lr": 0.1}, {"params": rest}], lr=0.01)
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_every_optimizer(name: str, run_folder: Path) -> None:
     train(run_folder, World(OPTIMIZERS[name]), 6, every=2)
@@ -267,7 +268,7 @@ def test_steps_that_nobody_has(run: Path) -> None:
     with rebuilder_of(run) as rebuilder, pytest.raises(OptionError) as caught:
         rebuilder.state_at(11)
     assert "neither a base nor the log on disk has step 11" in caught.value.message
-    assert caught.value.hint == "steps there are: 1 to 10"
+    assert caught.value.hint == "existing steps: 1 to 10"
 
 
 def edit_objects(record: LogRecord, change: Callable[[Any], None]) -> LogRecord:
@@ -461,6 +462,7 @@ def test_a_base_of_another_run(run: Path) -> None:
 # --- Counterfactuals --------------------------------------------------------------------
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("drop", [{6}, {5, 7}, {2, 3, 4, 5, 6, 7, 8, 9}, {9}])
 @pytest.mark.parametrize("name", ["sgd", "adamw fused", "nadam"])
 def test_counterfactual_is_what_the_optimizer_gives(

@@ -102,6 +102,7 @@ def check_restored(base: Any, job: Job, ring: ChunkRing) -> None:
                 assert values["scheduler"].base_lrs == [SEED]
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize(("saved", "loaded"), QUICK, ids=str)
 def test_a_job_takes_over_from_another(
     saved: Job, loaded: Job, tmp_path: Path, ring: ChunkRing
@@ -118,7 +119,7 @@ class _Tied(sharding.Net):
         self.last.weight = self.first.weight
 
 
-@pytest.mark.thinned(3)
+@pytest.mark.thinned(6)
 @pytest.mark.parametrize("loaded", [("fsdp", 3), ("fsdp", 4), ("ddp", 3), ("ddp", 5)], ids=str)
 @pytest.mark.parametrize("saved", [("fsdp", 3), ("hsdp", 6), ("tp", 2)], ids=str)
 def test_what_is_tied_is_where_a_rank_had_no_part_of_it(
@@ -245,7 +246,7 @@ def test_what_ranks_that_are_gone_had_alone_is_reported(tmp_path: Path, ring: Ch
         loaded = load(base, State(values, ranks=info), ring)
     assert values["own"] == {"n": 10}
     (note,) = loaded.notes
-    assert note.startswith("own: what rank(s) 2 had")
+    assert note.startswith("own: per-rank state of rank(s) 2")
 
 
 @pytest.mark.parametrize("job", [("ddp", 2), ("fsdp", 2)], ids=str)

@@ -88,6 +88,7 @@ def refused(base: BaseFound, rank: int, groups: Groups, wrap: str, ring: ChunkRi
     return str(error.value)
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("wrap", ["plain", "ddp", "fsdp", "frozen"])
 def test_as_many_ranks_in_the_same_groups_take_what_they_had(
     wrap: str, tmp_path: Path, ring: ChunkRing
@@ -112,6 +113,7 @@ def test_stages_on_other_ranks_are_refused(tmp_path: Path, ring: ChunkRing) -> N
         assert "optimizer/state/model.up.weight/exp_avg: rank(s)" in why
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("groups", [((0,), (1,)), ((0, 1, 2), (3, 4, 5))], ids=["fewer", "more"])
 @pytest.mark.parametrize("wrap", ["plain", "ddp", "frozen"])
 def test_stages_on_another_number_of_ranks_are_refused(
@@ -135,7 +137,7 @@ def test_what_other_disks_have_may_be_another_stage(tmp_path: Path, ring: ChunkR
     base = saved(tmp_path, BY_STAGE, "ddp", ring)
     with as_rank(1, 4) as info:
         values = stage(1, BY_COLUMN, "ddp")
-        with pytest.raises(RecoveryError, match=r"what rank\(s\) 2-3 had of that name is needed"):
+        with pytest.raises(RecoveryError, match=r"the files of rank\(s\) 2-3 are needed"):
             load(base, State(values, ranks=info), ring, ranks=[0, 1])
 
 

@@ -24,8 +24,8 @@ from everstep.state.providers.modules import ModuleProvider
 from everstep.state.training_state import State
 from everstep.state.values.tensors import is_dtensor, local_tensor
 from everstep.state.values.tree import split
-from everstep.trainer.job import job
-from everstep.trainer.session.starts import Starts
+from everstep.trainer.job import start
+from everstep.trainer.session.start import RunStarter
 from tests.support.log.redone import STEPS, resumed, trained
 from tests.support.ranks.sharding import as_rank
 from tests.support.ranks.together import on_all, trainings
@@ -49,16 +49,16 @@ def test_a_rank_looks_again_where_something_has_come_from_peers(
         return scan(filesystem, run, *known)
 
     monkeypatch.setattr(resume_job, "scan_run", noting)
-    fetch = job.fetch_from_peers
+    fetch = start.fetch_from_peers
 
     def fetched(*args: Any, **named: Any) -> Brought:
         assert fetch(*args, **named) == Brought([], [])
         return Brought([*brought], [])
 
-    monkeypatch.setattr(job, "fetch_from_peers", fetched)
+    monkeypatch.setattr(start, "fetch_from_peers", fetched)
     with trainings(tmp_path / "run0", tmp_path / "run1") as ranks:
         for one in ranks:
-            one.ckpt._starts._job._fetches = True  # type: ignore[union-attr]
+            one.ckpt._starter._job._shared.fetches = True  # type: ignore[union-attr]
         on_all(*(one.ckpt.resume for one in ranks))
     assert [seen.count(tmp_path / f"run{rank}") for rank in range(2)] == [looks, looks]
 
@@ -145,14 +145,14 @@ def test_what_was_restored_is_looked_at_once_for_the_new_timeline(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, surveys: list[State]
 ) -> None:
     trained(tmp_path / "run", AdamW)
-    own, at = Starts.resume, [0]
+    own, at = RunStarter.resume, [0]
 
-    def noting(self: Starts, *args: Any, **named: Any) -> Any:
+    def noting(self: RunStarter, *args: Any, **named: Any) -> Any:
         found = own(self, *args, **named)
         at[0] = len(surveys)
         return found
 
-    monkeypatch.setattr(Starts, "resume", noting)
+    monkeypatch.setattr(RunStarter, "resume", noting)
     with resumed(tmp_path / "run", AdamW):
         assert len(surveys) - at[0] == 1
 

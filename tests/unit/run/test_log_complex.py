@@ -44,7 +44,7 @@ def parameter(values: torch.Tensor) -> torch.nn.Parameter:
     return torch.nn.Parameter(values)
 
 
-@pytest.mark.thinned(2)
+@pytest.mark.thinned(4)
 @pytest.mark.parametrize("method", ["logged", "lowdiff_plus", "gockpt_o", "lazy"])
 def test_it_comes_back(method: str, run_folder: Path) -> None:
     it = Training(1)

@@ -141,7 +141,7 @@ def test_what_is_taken_for_replay_is_verified(
     chain = Chain((1, 0), tuple((1, step) for step in range(1, STEPS + 1)), "", None)  # type: ignore[arg-type]
     log = LogFound((), [segment])
     about: Any = {"filesystem": PosixFileSystem(), "ring": ring, "timeout_s": TIMEOUT_S}
-    sound = partial(log.sound, **about)
+    sound = partial(log.verified, **about)
     first, second, *rest = checked(log.steps(chain, 0, **about), sound)
     assert not isinstance(first, EverstepError)
     assert isinstance(second, DamageError)

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from everstep.seams.network.group import TorchGroup
-from everstep.trainer.job.job import job_of
+from everstep.trainer.job.job import join_job
 
 _ROUND = 1024 - 8
 _TIMEOUT_S = 20.0
@@ -139,5 +139,5 @@ def test_a_launcher_that_keeps_its_store_over_restarts_is_told_of(
     monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", restarts)
     monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", kept)
     seams: Any = SimpleNamespace(group=lambda timeout_s: OneOfTwo(rank))
-    assert job_of(seams, 1.0) is not None
+    assert join_job(seams, 1.0) is not None
     assert caplog.text.count("TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1") == told

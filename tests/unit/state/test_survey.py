@@ -213,6 +213,7 @@ def test_one_change_leaves_the_other_tensors_as_they_were() -> None:
 # --- Everything that can change -----------------------------------------------------------
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("name", CHANGES)
 def test_each_change_is_noticed(name: str) -> None:
     values = world()

@@ -110,6 +110,7 @@ def test_what_was_empty_is_looked_at(
     assert outcome(state.survey) == outcome(lambda: State(values).survey())
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("change", sorted(CHANGES)[::3])
 def test_without_tags_a_survey_finds_the_same(change: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The other way round is what all tests of surveys look at."""

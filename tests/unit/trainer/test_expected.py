@@ -14,7 +14,7 @@ import everstep
 from everstep.errors import OutOfSpaceError
 from everstep.state.survey.survey import Shape
 from everstep.state.training_state import State
-from everstep.trainer.budget.expected import behind_first_update
+from everstep.trainer.budget.first_update import shape_after_first_update
 from tests.support.ranks.sharding import as_rank, build
 
 OPTIMIZERS: dict[str, Any] = {
@@ -47,14 +47,14 @@ def test_it_is_what_comes(name: str) -> None:
     model[1].bias.requires_grad_(False)
     optimizer = OPTIMIZERS[name](model.parameters())
     state = State({"model": model, "optimizer": optimizer})
-    found, is_all = behind_first_update(state, state.survey().shape)
+    found, is_all = shape_after_first_update(state, state.survey().shape)
     assert not any(group for group in optimizer.state.values()) or name == "adagrad"
     model(torch.randn(3, 6)).sum().backward()
     optimizer.step()
     shape = state.survey().shape
     assert is_all
     assert forms(found) == forms(shape)
-    assert behind_first_update(state, shape) == (shape, True)
+    assert shape_after_first_update(state, shape) == (shape, True)
 
 
 @pytest.mark.parametrize(
@@ -64,16 +64,17 @@ def test_what_cannot_be_told_is_not_claimed(optimizer: Any) -> None:
     model = nn.Linear(2, 2)
     state = State({"model": model, "optimizer": optimizer(model.parameters())})
     shape = state.survey().shape
-    assert behind_first_update(state, shape) == (shape, False)
+    assert shape_after_first_update(state, shape) == (shape, False)
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("layout", ["one", "ddp", "fsdp", "hsdp", "zero"])
 def test_of_several_ranks_it_is_each_ones_own(layout: str) -> None:
     world = 1 if layout == "one" else 4
     for rank in range(world):
         with as_rank(rank, world) as info:
             before = State(build(layout, info, 3, stepped=False), ranks=info)
-            found, is_all = behind_first_update(before, before.survey().shape)
+            found, is_all = shape_after_first_update(before, before.survey().shape)
             behind = State(build(layout, info, 3), ranks=info).survey().shape
             assert is_all
             assert sizes(found) == sizes(behind), rank

@@ -15,7 +15,9 @@ from everstep.link.log_records import RECORD_BYTES
 from everstep.link.pool import Block
 from everstep.state.ranks.rank_info import RankInfo
 from everstep.tiers.options import PeerOptions
-from everstep.trainer.job.peering import let_go_early, peer_announcement, peer_log_bytes
+from everstep.trainer.budget.host_memory import peer_log_bytes
+from everstep.trainer.budget.log_limits import log_dropped_early
+from everstep.trainer.job.peer_nodes import peer_notice
 from everstep.trainer.log.rooms import Into, LogRooms
 
 SIZE = 100
@@ -131,7 +133,7 @@ def test_when_its_memory_is_half_full_it_does_not_wait_and_says_so() -> None:
     assert not log.rooms.half_full, "no base is asked for: there is one"
     log.train(4)
     assert log.rooms.half_full, "nothing relieves it but the next base"
-    assert "step 3" in let_go_early(3).message
+    assert "step 3" in log_dropped_early(3).message
 
 
 def test_another_timeline_begins_anew() -> None:
@@ -158,11 +160,11 @@ def test_two_bases_of_each_rank_have_room_first(held: int, room: int) -> None:
 
 def test_the_bound_of_logs_is_printed() -> None:
     info = RankInfo(0, 2, nodes=("m", "n"))
-    line = peer_announcement(PeerOptions(), info, 4_000_000, 1_000_000)
+    line = peer_notice(PeerOptions(), info, 4_000_000, 1_000_000)
     assert "bases and log of rank 0" in line
     assert "1.0 MB of it for their logs" in line
-    assert "no room for their logs" in peer_announcement(PeerOptions(), info, 4_000_000, 0)
-    assert "log" not in peer_announcement(PeerOptions(), info, 4_000_000)
+    assert "without space for their logs" in peer_notice(PeerOptions(), info, 4_000_000, 0)
+    assert "log" not in peer_notice(PeerOptions(), info, 4_000_000)
 
 
 @pytest.mark.parametrize(("sends_log", "drops_at"), [(False, [1, 2, 3]), (True, [3])])

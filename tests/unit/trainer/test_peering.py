@@ -15,20 +15,18 @@ from everstep.link.job_session import JobSession
 from everstep.seams.machine import machine_name
 from everstep.state.ranks.rank_info import RankInfo
 from everstep.tiers.options import PeerOptions, TierOptions, split_peers
-from everstep.trainer.job.peering import (
-    node_to_say,
-    nodes_said,
-    peer_announcement,
-    peer_bytes,
-    refuse_one_base,
+from everstep.trainer.budget.host_memory import peer_bytes
+from everstep.trainer.job.peer_nodes import (
+    node_name,
+    node_names,
+    peer_notice,
+    refuse_single_base_with_peer,
 )
 from tests.support.ranks.together import trainings
 
 
 def said(*nodes: str | None) -> list[dict[str, Any]]:
-    return [
-        {"node": node_to_say(None if n is None else PeerOptions(emulated_node=n))} for n in nodes
-    ]
+    return [{"node": node_name(None if n is None else PeerOptions(emulated_node=n))} for n in nodes]
 
 
 def test_peers_are_named_among_the_tiers() -> None:
@@ -66,15 +64,15 @@ def test_what_cannot_work_is_refused(wrong: dict[str, Any]) -> None:
 
 
 def test_nodes_are_machines_or_emulated_by_all() -> None:
-    assert nodes_said(said(None, None), 0) == ()
-    assert nodes_said(said("a", "b", "a"), 0) == ("emulated a", "emulated b", "emulated a")
-    real = {"node": node_to_say(PeerOptions())}
+    assert node_names(said(None, None), 0) == ()
+    assert node_names(said("a", "b", "a"), 0) == ("emulated a", "emulated b", "emulated a")
+    real = {"node": node_name(PeerOptions())}
     assert real["node"] == machine_name() != ""
     for mixed in (said("a", None), [*said("a"), real]):
-        with pytest.raises(OptionError, match="do not say the same"):
-            nodes_said(mixed, 0)
+        with pytest.raises(OptionError, match="only some ranks send copies to peers"):
+            node_names(mixed, 0)
     with pytest.raises(OptionError, match="one node"):
-        nodes_said([real, real], 0)
+        node_names([real, real], 0)
 
 
 def test_one_node_is_refused_with_the_reason(tmp_path: Path) -> None:
@@ -93,7 +91,7 @@ def test_a_process_that_trains_alone_has_no_peer(tmp_path: Path) -> None:
 def test_there_is_no_peer_without_a_keeper_process(tmp_path: Path) -> None:
     seen = iter("ab")
     with (
-        pytest.raises(OptionError, match="process of its own"),
+        pytest.raises(OptionError, match="separate keeper process"),
         trainings(
             tmp_path / "run",
             tmp_path / "run",
@@ -130,11 +128,11 @@ def test_one_base_is_too_few_on_every_rank() -> None:
     names = ("a", "b", "b")  # rank 2 holds nothing for others, and refuses as they do
     for rank in range(3):
         info = RankInfo(rank, 3, nodes=names)
-        refuse_one_base(PeerOptions(), info, 2)
-        refuse_one_base(None, info, 1)
-        with pytest.raises(OptionError, match="leaves no base that all ranks can read"):
-            refuse_one_base(PeerOptions(), info, 1)
-    refuse_one_base(PeerOptions(if_there=True), RankInfo(0, 2, nodes=("a", "a")), 1)
+        refuse_single_base_with_peer(PeerOptions(), info, 2)
+        refuse_single_base_with_peer(None, info, 1)
+        with pytest.raises(OptionError, match="no base is left that all ranks can read"):
+            refuse_single_base_with_peer(PeerOptions(), info, 1)
+    refuse_single_base_with_peer(PeerOptions(if_there=True), RankInfo(0, 2, nodes=("a", "a")), 1)
 
 
 def test_who_holds_nothing_keeps_its_memory() -> None:
@@ -145,12 +143,12 @@ def test_who_holds_nothing_keeps_its_memory() -> None:
 
 def test_the_ring_is_printed_and_emulation_is_named() -> None:
     info = RankInfo(0, 4, nodes=("m", "m", "n", "n"))
-    line = peer_announcement(PeerOptions(bytes_per_s=2e9), info, 4_000_000)
+    line = peer_notice(PeerOptions(bytes_per_s=2e9), info, 4_000_000)
     for part in ("rank 0", "rank 2's keeper", "2 nodes", "2.0 GB a second", "4.0 MB", "of rank 2"):
         assert part in line
     assert "EMULATED" not in line
     names = tuple("emulated " + name for name in info.nodes)
-    assert "EMULATED" in peer_announcement(PeerOptions(), RankInfo(0, 4, nodes=names), 1)
+    assert "EMULATED" in peer_notice(PeerOptions(), RankInfo(0, 4, nodes=names), 1)
 
 
 def test_a_seat_knows_its_peer_and_whose_peer_it_is() -> None:

@@ -32,8 +32,9 @@ from everstep.seams import Seams
 from everstep.state.values.tensors import host_bytes
 from everstep.testing.emulated_link import EmulatedLink
 from everstep.trainer.schedule.schedule_stats import ScheduleStats
+from everstep.workloads.processes import interruptible
 from everstep_bench.persist.show import Display
-from everstep_bench.persist.workspace import interruptible, workspace
+from everstep_bench.persist.workspace import workspace
 
 __all__ = ["ExecutedOptions", "ExecutedReport", "ExecutedRow", "run_executed"]
 
@@ -298,7 +299,7 @@ def _compare(training: _Training, checkpointer: Checkpointer, steps: int) -> tup
             }
             checkpointer.step()
             states[checkpointer.stats().step] = state
-        held = checkpointer._keepers.left_behind(own=True).base
+        held = checkpointer._keepers.recall_leftovers(own=True).base
         if held is not None and held.id.step in states:
             found = dict(_contents(held))
             compared += 1

@@ -92,11 +92,16 @@ class MemoryBases:
         watched = [_Watched(body, progress) for body in bodies]
         pairs = list(zip(plan.shards, watched, strict=True))
         written = tuple(digest_shard(shard, identity, body) for shard, body in pairs)
+        # Before the copy: a base that fails the audit must not replace a good one in memory.
         audit({name: digest for shard in written for name, digest in shard.digests.items()})
         marker = Marker.of(identity, tuple(shard.record for shard in written))
         with storage_errors("read the record of the timeline", self._run, step=base.step):
             path = timeline_dir(self._run, base.timeline) / TIMELINE_RECORD
+            # The copy carries the record of its timeline, so that a node without the run folder can
+            # restore it.
             record = read_record_bytes(self._filesystem, path)
+        # After digesting, before copying: two bases fit into the bound, a third one only when the
+        # previous is complete everywhere.
         self._wait_for_previous(base, progress)
 
         def fill(memory: memoryview) -> None:
@@ -111,8 +116,10 @@ class MemoryBases:
                     body.fill(at - begin, piece, lambda seen: None)
                 begin = end
 
+        # Verifies the digests of the copy: the arena may have been overwritten while it was read.
         self._store.keep(marker, record, fill)
         self._last = base
+        # A single process has no round with other ranks: its base is complete at once.
         if self._is_past is None:
             self._store.passed(base)
         self._whole(base)
@@ -126,6 +133,7 @@ class MemoryBases:
             return
         since_s = self._clock.running_s()
         while not is_past(last):
+            # Polled: rank 0 decides a round in another thread, which knows nothing of this wait.
             if self._released.wait(_LOOK_AGAIN_S):
                 raise StateError(
                     "the next start of the job began before the base was held in memory",
@@ -133,6 +141,8 @@ class MemoryBases:
                 )
             # Waiting for other ranks must not count as a hang of this base.
             progress.advance(0)
+            # Only time in which this process runs counts: a suspended machine must not fail the
+            # base.
             if self._clock.running_s() - since_s > _LATE * self._timeout_s:
                 raise DeadlineError(
                     f"the base of step {last.step} is not complete on all ranks yet",

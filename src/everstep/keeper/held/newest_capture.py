@@ -42,12 +42,14 @@ class NewestCapture:
 
     def __init__(self) -> None:
         self.on_disk: BaseId | None = None
+        # The serving thread takes and drops captures while the writing thread reports their end.
         self._lock = threading.Lock()
         self._held: tuple[Capture, Arena] | None = None
 
     @property
     def step(self) -> int | None:
         """Step of the capture; None without one."""
+        # Read once: another thread may replace the tuple between two reads.
         held = self._held
         return None if held is None else held[0].step
 
@@ -80,6 +82,8 @@ class NewestCapture:
                 held = self._held[0].plan.identity
                 if (held.timeline, held.step) > (mine.timeline, mine.step):
                     return
+            # One assignment of a pair: readers without the lock never see a capture with another
+            # arena.
             self._held = (capture, arena)
 
     def drop_overwritten(self, capture: Capture, arena: Arena) -> None:
@@ -89,6 +93,7 @@ class NewestCapture:
                 return
             begin, end = _block(self._held[0])
             new_begin, new_end = _block(capture)
+            # Any overlap destroys it: after ``begin`` the trainer fills the block at any moment.
             if new_begin < end and begin < new_end:
                 self._held = None
 
@@ -124,6 +129,8 @@ class NewestCapture:
     def durable(self, base: BaseId) -> tuple[Capture, Arena] | None:
         """Return the capture of a durable base, and its memory, if it is held."""
         held = self._held
+        # A capture with a redo file is not complete in memory: its file on disk has more than the
+        # block.
         if held is None or held[0].redo is not None or not held[0].durable:
             return None
         found = BaseId(held[0].timeline, held[0].step)
@@ -151,6 +158,8 @@ class NewestCapture:
 
     def drop_from_timeline(self, timeline: int) -> None:
         """Drop a capture of this timeline or a later one: it belongs to another history."""
+        # The folder was put back to an older state: timelines from this number on never happened
+        # there.
         with self._lock:
             if self._held is not None and self._held[0].timeline >= timeline:
                 self._held = None
@@ -163,6 +172,7 @@ class NewestCapture:
         """
         # A capture that failed the audit is not the state of its step: never restore from it.
         wrong = reused or isinstance(error, AuditError)
+        # Compared by identity: a newer capture may have taken its place meanwhile.
         with self._lock:
             if wrong and self._held is not None and self._held[0] is capture:
                 self._held = None
@@ -185,6 +195,7 @@ class NewestCapture:
             own: also return a capture of the process that asks.
         """
         held = self._held
+        # A trainer's own capture is not a candidate by default: it has not restarted.
         if held is None or (held[1] is arena and not own):
             return None
         return self.look(audit)
@@ -216,6 +227,7 @@ class NewestCapture:
                 _log.error("%s", error)
                 self.failed(capture, error, reused=False)
                 return None
+            # Kept, so that a second recall need not digest the block again.
             capture.written = written
         return *base_to_wire(capture), theirs
 
@@ -258,6 +270,7 @@ class LookReply:
             unicode_errors="surrogatepass",
         )
         # The receiver gets duplicates of the descriptors: this mapping can be closed at once.
+        # A failed send must not leak the memory of the index: the context closes it in every case.
         with Arena.create(len(index)) as memory:
             memory.view[: len(index)] = index
             fds = [one.fd for one in (memory, *self.arenas) if one.fd is not None]

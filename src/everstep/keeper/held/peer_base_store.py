@@ -52,6 +52,7 @@ class PeerBaseStore:
     """
 
     def __init__(self, bound_bytes: int = 0) -> None:
+        # Messages of peers, the writing thread and recalls access the copies at the same time.
         self._lock = threading.Lock()
         self._shelf = Shelf(bound_bytes)
         self._memories: dict[tuple[int, BaseId], _Memory] = {}
@@ -120,10 +121,13 @@ class PeerBaseStore:
             return PeerAt(base, 0, False, "its files belong to another rank")
         with self._lock:
             known = self._memories.get((source, base))
+            # The sender was restarted or has lost the reply: it continues after the bytes received
+            # so far.
             if known is not None and known.marker == marker and known.record == message.record:
                 return self._at(source, base)
             size_bytes = size_of(marker)
             dropped, why = self._shelf.begin(source, base, copy_memory_bytes(size_bytes))
+            # Freed before the new memory is allocated: both together could exceed the bound.
             self._free(dropped)
             if why:
                 return PeerAt(base, 0, False, why)
@@ -145,6 +149,7 @@ class PeerBaseStore:
                 return PeerAt(base, 0, False, "the keeper was replaced and holds no such copy")
             size_bytes = size_of(one.marker)
             end = message.offset + len(data)
+            # A repeated or overtaken chunk: the reply tells the sender where to continue.
             if message.offset != one.received_bytes or end > size_bytes or not data:
                 return self._at(source, base)
             one.arena.view[message.offset : end] = data
@@ -181,6 +186,7 @@ class PeerBaseStore:
         with self._lock:
             one = self._memories.get((source, base))
         assert one is not None, "one thread takes bases in, and starts of the job wait for it"
+        # Without the lock: the copy takes long, and is not visible to others before it is finished.
         fill(one.arena.view[: size_of(marker)])
         one.received_bytes = size_of(marker)
         at = self._check(source, base, one)

@@ -48,6 +48,7 @@ class PeerLogStore:
     """
 
     def __init__(self, bound_bytes: int = 0) -> None:
+        # Messages of peers and recalls access the steps at the same time.
         self._lock = threading.Lock()
         self._shelf = LogShelf(bound_bytes)
         self._sources: tuple[int, ...] = ()
@@ -102,6 +103,8 @@ class PeerLogStore:
                 self._arena = None
                 self._allocator = None
                 self._touched_bytes = 0
+            # An arena with steps keeps its size, as they cannot be moved while a trainer may map
+            # them.
             size_bytes = bound_bytes if self._arena is None else self._arena.size_bytes
             self._shelf.bound_bytes = min(bound_bytes, size_bytes)
 
@@ -118,6 +121,7 @@ class PeerLogStore:
         """Handle the announcement of steps; reply with the bytes received so far."""
         with self._lock:
             coming = self._in_flight.get(source)
+            # The sender has lost the reply: it continues after the bytes received so far.
             if coming is not None and coming.begun == message:
                 return _at(message, coming.received_bytes, "more")
             # The rank's keeper was replaced, or has given up the earlier steps.
@@ -158,6 +162,8 @@ class PeerLogStore:
             arena = self._arena
             assert arena is not None
             end = message.offset + len(message.data)
+            # A repeated or overtaken chunk is not stored; the reply tells the sender where to
+            # continue.
             if message.offset == coming.received_bytes and end <= begun.size_bytes:
                 place = coming.offset + message.offset
                 arena.view[place : coming.offset + end] = message.data
@@ -171,6 +177,8 @@ class PeerLogStore:
         begun = coming.begun
         memory = arena.view[coming.offset : coming.offset + begun.size_bytes]
         try:
+            # Verified before the steps count as held: damage in transit must be found now, not at a
+            # resume.
             run, _ = read_packed(begun.timeline, memory, begun.index_bytes, begun.index_digest)
             if (run.first, run.last) != (begun.first, begun.last):
                 raise FormatError(f"they are steps {run.first} to {run.last}")
@@ -195,9 +203,11 @@ class PeerLogStore:
             EverstepError: the system has no memory.
         """
         rounded = self._rounded(size_bytes)
+        # Steps in flight count as well: several ranks send at the same time.
         on_way = sum(self._rounded(one.begun.size_bytes) for one in self._in_flight.values())
         if not self._shelf.fits(rounded + on_way):
             return None
+        # Created at first use: most keepers never hold logs of other ranks.
         if self._arena is None:
             self._arena = Arena.create(self._shelf.bound_bytes)
             self._allocator = Allocator(self._arena.size_bytes, alignment_bytes=_ALIGNMENT_BYTES)

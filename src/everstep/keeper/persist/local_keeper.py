@@ -111,6 +111,8 @@ class LocalKeeper:
         self._operations = 0  # completed operations on the disk
         self._written = Counted()
         self._commits: RankCommits | None = None
+        # Every disk operation of bases and retention is counted, so that slow storage is not taken
+        # for hung.
         filesystem: FileSystem = MovingFileSystem(seams.filesystem, self._operation_done)
         self._filesystem = filesystem
         seams = dataclasses.replace(seams, filesystem=filesystem)
@@ -142,6 +144,7 @@ class LocalKeeper:
             assert mailbox is not None
             from everstep.keeper.persist.rank_commits import RankCommits
 
+            # Opened before RankCommits starts its thread, which reads from it.
             mailbox.open(job_session.session, job_session.rank, job_session.peers)
             self._port = job_session.peers[job_session.rank][1]
             self._commits = RankCommits(
@@ -193,6 +196,7 @@ class LocalKeeper:
     @property
     def waiting(self) -> list[Capture]:
         """Captures whose end (durable or failed) was not yet reported to everyone."""
+        # A copy: the writing thread changes the list.
         with self._changed:
             return list(self._waiting)
 
@@ -229,6 +233,7 @@ class LocalKeeper:
             EverstepError: the base failed; its files were removed.
         """
         with progress(f"save step {save.step}", plan.size_bytes) as bar:
+            # The audit needs the digests, which exist only after the files were written.
             audit = self._audit.of(plan)
             self._persist(plan, bodies, save, bar if show else silent, audit)
         self._retain(save)
@@ -250,6 +255,7 @@ class LocalKeeper:
     def begin(self, capture: Capture) -> None:
         """Register a capture that has begun; a streaming one is written while it arrives."""
         self._start()
+        # Before the capture is queued, so that wait() cannot return while it is in progress.
         with self._changed:
             capture.begun = True
             self._waiting.append(capture)
@@ -279,6 +285,7 @@ class LocalKeeper:
         Args:
             error: reason to report; None if the requester has withdrawn the capture.
         """
+        # A complete capture becomes durable whatever happens; a lost one was abandoned before.
         if capture.incoming.complete or capture.incoming.lost:
             return
         capture.withdrawn = error is None
@@ -357,6 +364,7 @@ class LocalKeeper:
     def close(self) -> None:
         """End the thread after it has persisted the captures in the queue."""
         if self.records is not None:
+            # The log before the bases: records that were batched would be lost with this thread.
             self.records.flush()
             try:
                 self.records.settle(self._timeout_s)
@@ -367,6 +375,8 @@ class LocalKeeper:
         self._thread = None
         if thread is not None:
             self._jobs.put(None)
+            # While captures wait at this point, the storage hangs or the caller has given up: do
+            # not wait long.
             thread.join(timeout=_LOOK_AGAIN_S if self._waiting else self._timeout_s)
             # The storage hangs: make no further call to it, which would hang this thread, too.
             if thread.is_alive():
@@ -378,6 +388,7 @@ class LocalKeeper:
             self._slots.clear()
 
     def _start(self) -> None:
+        # Any thread may be the first to need it.
         with self._changed:
             if self._thread is None:
                 self._thread = threading.Thread(
@@ -493,6 +504,7 @@ class LocalKeeper:
             wait_complete: waits until the capture is complete; raises if it never will be.
         """
         start_s = self._clock.monotonic_s()
+        # Registered before the first operation: storage that hangs at once is reported, too.
         work = self._channel.begin(f"writing the base of step {save.step}", save.step)
         watched = WatchedProgress(self._channel, work, shown)
         try:
@@ -511,6 +523,8 @@ class LocalKeeper:
                 if not written:
                     wait_complete()
         except BaseException as error:
+            # Completed here and not by the caller, so that waiters see the error even if reporting
+            # it fails.
             self.stats.failed += 1
             fail(save.durable, error)
             raise
@@ -537,6 +551,7 @@ class LocalKeeper:
     def _retain(self, save: Save) -> None:
         """Run retention after a commit; its failure is reported, and the base stays durable."""
         start_s = self._clock.monotonic_s()
+        # A read-back of a large base takes long: retention has a deadline of its own.
         work = self._channel.begin("cleaning up old bases", save.step)
         try:
             if self._commits is not None:

@@ -130,6 +130,7 @@ class Persister:
             except FileNotFoundError:
                 # A newer process may have swept the directory: raise FencedError in that case.
                 BaseCommit(plan.identity).on(self._look_at_fence())
+                # The fence is open: the directory was deleted by hand, or the disk has lost it.
                 self._clean_up(plan, directory)
                 raise
             except BaseException:
@@ -152,6 +153,7 @@ class Persister:
         written = self._write_files(plan, bodies, directory, progress)
         # Before the caller writes the marker: a base that fails the audit must never be committed.
         audit({k: v for shard in written for k, v in shard.digests.items()})
+        # After the audit: a static file that has changed must not be linked to by later bases.
         for shard, one in zip(plan.shards, written, strict=True):
             if shard.static:
                 self.static.remember(directory / shard.name, one)
@@ -197,6 +199,7 @@ class Persister:
         failpoint("save.before_write")
         static = self.static
         sizes = [s.size_bytes for s in plan.shards if not static.may_link(s, plan.identity)]
+        # Only files that the next base can reuse are kept; larger or smaller ones only take space.
         self._slots.count_max = len(sizes)
         self._slots.drop_unfit(sizes)
         filesystem = self._filesystem
@@ -216,6 +219,7 @@ class Persister:
                     continue
             file = self._open(temporary(path), shard.size_bytes)
             try:
+                # Written under a temporary name: a crash leaves a file that the next sweep deletes.
                 shard_written = write_shard(
                     file,
                     shard,
@@ -240,6 +244,7 @@ class Persister:
         recycled = self._slots.claim(path, size_bytes)
         if recycled is not None:
             return recycled
+        # A leftover of a failed attempt may have other contents and another size.
         remove_if_there(self._filesystem, path)
         file = self._filesystem.create(path, direct=True)
         try:
@@ -281,6 +286,8 @@ class Persister:
         filesystem = self._filesystem
         try:
             names = {entry.name for entry in filesystem.scan(directory)}
+            # With a manifest the base is committed; fenced off, the files belong to the newer
+            # timeline.
             if MANIFEST in names or self._is_fenced_off():
                 return
             marker = marker_name(plan.identity.rank)
@@ -297,6 +304,7 @@ class Persister:
                     filesystem.rename(set_aside, directory / marker)
                     filesystem.sync_dir(directory)
                     return
+            # Only this rank's files: other ranks clean up their own.
             mine = {shard.name for shard in plan.shards} | {marker, MANIFEST}
             for name in mine | {temporary(PurePath(name)).name for name in mine}:
                 remove_if_there(filesystem, directory / name)
@@ -341,6 +349,7 @@ class DigestAudit:
             }
             idle = plan.identity.lsn == self._lsn
             for name, kind in plan.kinds.items():
+                # An entry of another dtype or shape is a new entry: nothing to compare.
                 same_form = self._forms.get(name) == forms.get(name)
                 if not same_form or self._digests[name] == digests[name]:
                     continue
@@ -358,6 +367,7 @@ class DigestAudit:
                         hint="call before_update() and after_update() around updates that bypass "
                         'optimizer.step() (CUDA graphs, for example), or use method="async"',
                     )
+            # Updated only after success: the next base is compared with the last good one.
             self._lsn = plan.identity.lsn
             self._digests = digests
             self._forms = forms

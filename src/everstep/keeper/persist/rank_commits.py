@@ -164,6 +164,7 @@ class RankCommits:
         self._cluster = cluster = Cluster(job_session.disks)
         self._beat_s = timeout_s / _BEATS
         self._beat_not_before_s = -math.inf
+        # A replacement keeper continues the commits of the lost one: its markers are on disk.
         kept = self._markers_of(timeline) if job_session.again else {}
         self._member = (
             Coordinator(
@@ -200,6 +201,8 @@ class RankCommits:
         self.on_peer: Callable[[int, PeerMessage], None] = lambda sender, message: None
         self.on_copy: Callable[[int, CopyMessage], None] = lambda sender, message: None
         self.last_receive_s = self._clock.running_s()
+        # One condition guards the state machine: the keeper's threads and the message thread use
+        # it.
         self._changed = Condition()
         self._works: dict[BaseId, _Work] = {}
         self._again: list[Do] = []  # actions to repeat, as the disk has refused them
@@ -207,6 +210,7 @@ class RankCommits:
         self._reported: set[str] = set()  # messages of errors that were posted
         self._released = self._closing = self._in_vain = False
         self._late: BaseId | None = None  # base that waits for silent ranks
+        # Other ranks may wait for bases that were lost with this rank's previous keeper.
         for step in job_session.lost:
             why = f"it was lost with the keeper of rank {job_session.rank}"
             self.refuse(BaseId(timeline, step), why)
@@ -237,6 +241,7 @@ class RankCommits:
         with self._changed:
             if self._is_committed(base):
                 return ()
+            # Registered before the machine starts, as its first action looks the work up.
             self._works[base] = work
             try:
                 self._absorb(self._member.persist(plan.identity))
@@ -290,6 +295,7 @@ class RankCommits:
             StorageError: segments could not be deleted.
         """
         with self._changed:
+            # Bounded: retention of silent ranks must not delay this rank's next base.
             self._changed.wait_for(self._is_settled, _SETTLE_S)
         with storage_errors("clean up the log", self._run, rank=self._job_session.rank):
             self._disk.retain_log(self._member.timeline, leads=self._member.leads)
@@ -308,6 +314,7 @@ class RankCommits:
                 self._changed.wait_for(self._is_dispensable, _FAREWELL_S)
             # Set under the lock: the thread must not handle a message after the mailbox is closed.
             self._closing = True
+        # Joined before the mailbox is closed, as the thread reads from it.
         self._thread.join(self._timeout_s)
         self._mailbox.close()
 
@@ -329,6 +336,7 @@ class RankCommits:
             work.error = self._member.fenced
             return True
         waited_s = self._clock.running_s() - work.since_s
+        # With a marker on disk the base may still become durable: the next start finds out.
         if self._released and (work.marked or not work.begun):
             work.error = StateError(
                 "the next start of the job began before the base was durable on all ranks",
@@ -372,6 +380,7 @@ class RankCommits:
     def _drive(self) -> None:
         """Handle messages and deadlines until :meth:`close`."""
         while not self._closing:
+            # Outside of the lock: persist() has to run while no message arrives.
             data = self._mailbox.receive(_TICK_S)
             self.last_receive_s = self._clock.running_s()
             try:
@@ -380,6 +389,7 @@ class RankCommits:
                         self._receive(data)
                     # Only when the mailbox is empty: a rank that has ended may have left messages.
                     self._in_vain = data is None and self._is_in_vain()
+                    # At each turn, as deadlines and take-overs must work without messages.
                     self._absorb(self._member.tick(self._clock.running_s()))
                     self._try_again()
                     self._changed.notify_all()
@@ -399,6 +409,7 @@ class RankCommits:
         if envelope is None:
             return
         if isinstance(envelope.message, PeerMessage):
+            # Copies in memory have a state machine of their own; the commit knows nothing of them.
             self.on_peer(envelope.sender, envelope.message)
             return
         if isinstance(envelope.message, CopyMessage):
@@ -425,6 +436,7 @@ class RankCommits:
 
     def _absorb(self, outs: Iterable[Out]) -> None:
         """Carry out the outputs of the state machine, and those that follow from them."""
+        # A queue, as an action produces further outputs that must follow those already there.
         todo = deque(outs)
         while todo:
             out = todo.popleft()
@@ -445,6 +457,7 @@ class RankCommits:
                 failpoint("save.before_marker")
             elif isinstance(do.action, WriteManifest):
                 failpoint("save.before_manifest")
+            # With the lock held: the machine expects its actions one at a time and in order.
             event = self._disk.perform(do)
         except FencedError as error:
             return self._member.fence_off(error)
@@ -516,6 +529,7 @@ class RankCommits:
             self._post(damaged_after_commit_error(out, self._run))
         elif isinstance(out, IsDurable | GaveUp | IsLate):
             self._late = out.base if isinstance(out, IsLate) else None
+            # Nobody waits any more if the save was interrupted.
             work = self._works.get(out.base)
             if work is not None and work.error is None:
                 work.durable = isinstance(out, IsDurable)
@@ -546,6 +560,7 @@ class RankCommits:
 
     def _write_shards(self, base: BaseId) -> tuple[FileRecord, ...]:
         work = self._works[base]
+        # From here on the memory is being read: the base can only be withdrawn, not dropped.
         work.begun = True
         work.written = self._persister.write(work.plan, work.bodies, work.progress, work.audit)
         return tuple(shard.record for shard in work.written)

@@ -115,6 +115,7 @@ class RankDisk:
         base = do.base
         directory = base_dir(self._run, base.timeline, base.step)
         if isinstance(action, CheckFence):
+            # Read from the folder; also raises if the folder was put back to an older state.
             return FenceSeen(self._newest() if self._fence is None else self._fence.newest())
         if isinstance(action, WriteFiles):
             return FilesDurable(self._write_shards(base))
@@ -135,6 +136,7 @@ class RankDisk:
             return Withdrawn()
         if isinstance(action, ReadBack):
             problem = self._read_shards(base)
+            # Damage may only look like it: a newer timeline may be deleting the base.
             newest = self._newest() if problem else 0
             return ReadBackDone(problem, newest)
         assert isinstance(action, LookAtBases)
@@ -151,6 +153,7 @@ class RankDisk:
         reachable."""
         if self._history_window is None:
             return ()
+        # A damaged base cannot start a replay, so it does not count.
         lsns = {
             found.id: found.manifest.markers[0].lsn
             for found in inventory.bases
@@ -164,6 +167,7 @@ class RankDisk:
         filesystem = self._filesystem
         directory = base_dir(self._run, base.timeline, base.step)
         try:
+            # Read before the first deletion: the names decide which files belong to this rank.
             names = [entry.name for entry in filesystem.scan(directory)]
         except FileNotFoundError:
             return
@@ -220,6 +224,7 @@ class RankDisk:
         for number in sorted(n for n in inventory.timelines if n <= timeline):
             if not inventory.may_hold(number, LOG_DIR):
                 continue
+            # One timeline per call: the rank whose files may be deleted differs between them.
             delete_segments(
                 self._filesystem,
                 self._run,

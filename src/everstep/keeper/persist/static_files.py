@@ -95,6 +95,7 @@ class StaticFiles:
         """
         digested: Written | None = None
         for source in self._candidates(shard, identity):
+            # Digested once for all candidates: reading the body is the expensive part.
             digested = digested or digest_shard(shard, identity, body, progress)
             if tuple(digested.digests.values()) != source.header.digests:
                 continue
@@ -124,6 +125,7 @@ class StaticFiles:
         """Link a file to ``target``; return its header, or None if that failed."""
         filesystem = self._filesystem
         staged = temporary(target)
+        # A leftover of a failed attempt would make link() fail.
         remove_if_there(filesystem, staged)
         try:
             filesystem.link(source.path, staged)
@@ -166,6 +168,7 @@ class StaticFiles:
         for base in sorted(bases, key=lambda base: base.id, reverse=True):
             if base.status != "committed" or base.manifest is None:
                 continue
+            # Of another number of ranks: the entries are spread differently over files.
             if len(base.manifest.markers) != identity.world:
                 continue
             # A base that cannot be opened is not linked to; its shard is written instead.
@@ -183,6 +186,7 @@ class StaticFiles:
         one.
         """
         try:
+            # Direct I/O: the page cache could hide damage on the disk.
             file = self._filesystem.open(source.path, direct=True)
             try:
                 read_body(

@@ -80,6 +80,7 @@ class Duties:
         self._seams = seams
         self._run = run
         self._ring = ring
+        # Both the serving and the writing thread pass errors on.
         self._reporting = threading.Lock()
         self.keeper: LocalKeeper | None = None
         self.channel: BackgroundChannel | None = None
@@ -138,6 +139,7 @@ class Duties:
         if self.logs.serve(trainer, channel, message, self.timeout_s):
             self.newest_capture.drop_from_timeline(self.timeline)
         assert self.logs.current is not None
+        # Linked only now: the keeper starts before the log of its timeline is known.
         self.keeper.log_of_run = self.logs.current
         self.peers.serve(
             message.get("peers"),
@@ -306,6 +308,7 @@ class Duties:
         if not self.keeper.is_one_of_several:
             self.logs.drop_older(self.timeline)
         objects = {name: bytes(data) for name, data in parts.items()}
+        # A parked capture is written only on request; it still has to count as complete.
         if capture.parked:
             capture.incoming.arrived(objects)
         else:
@@ -328,6 +331,7 @@ class Duties:
             return
         assert self.keeper is not None
         objects = {name: bytes(data) for name, data in parts.items()}
+        # In a thread of its own: replay takes long, and messages must be answered meanwhile.
         self.rebuilds.assemble(trainer, message, capture, objects, self.keeper)
 
     def abandon(self, trainer: Attached, message: dict[str, Any]) -> None:
@@ -395,6 +399,7 @@ class Duties:
         """
         keeper = self.keeper
         unsettled = self.logs.arriving or (keeper is not None and bool(keeper.waiting))
+        # Only without a trainer: freezing stops the replica, which a live trainer still needs.
         if not served and not unsettled:
             self.replicas.freeze(None, own=True)
         pending = self.newest_capture.undigested if served else None
@@ -438,7 +443,8 @@ class Duties:
             copy["arena"] = place
         arenas += memories
         recalled: dict[str, Any] = {"base": base, "logs": listed, "copies": copies}
-        recalled["peer_logs"], recalled["served"] = [], self.logs.histories.to_wire()
+        recalled["peer_logs"] = []
+        recalled["served"] = self.logs.histories.to_wire()
         rows, memory = self.peers.recall_logs()
         if rows and memory is not None:
             recalled["peer_logs"] = [[len(blobs), len(arenas)]]
@@ -460,6 +466,7 @@ class Duties:
         if self.mirrors is not None and not trainer.said_bye:
             self.mirrors.lost()
         for capture in list(trainer.captures.values()):
+            # A capture that is being rebuilt has arrived completely, so it is not dropped.
             there = capture.incoming.complete or capture.assembling
             if not there and self.keeper is not None:
                 _log.info("the capture of step %d is incomplete: dropped", capture.step)
@@ -518,6 +525,7 @@ class Duties:
             return False
         if self.replicas.finish():
             return True
+        # Last chance for a parked capture: it is lost with this process.
         parked = self._arena and self.newest_capture.parked(self._arena, self.timeline)
         if parked:
             self._persist(parked)
@@ -559,6 +567,7 @@ class Duties:
         if capture.arena is None:
             trainer.tell({"kind": "done", "number": capture.number})
         else:
+            # A base in the replica's own memory: no trainer waits for the block.
             self.replicas.done(capture)
         if capture.save.durable.exception() is None and not capture.save.in_memory:
             if self.mirrors is not None:
@@ -595,6 +604,7 @@ class Duties:
         first base
         that all peers hold. After two more durable bases, it is dropped all the same.
         """
+        # Called by the writing thread only, so no lock is needed.
         self._bases_durable += 1
         if not self.peers.sends_log or self._bases_durable > 2:
             self.logs.drop_older(timeline)

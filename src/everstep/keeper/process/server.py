@@ -162,6 +162,7 @@ class Server:
 
     def _over(self) -> bool:
         """Return True when the keeper may exit: nothing to write, and no trainer to wait for."""
+        # Never exit while a complete capture is not durable.
         if self._keeper is not None and self._keeper.waiting:
             return False
         alone_s = self._clock.monotonic_s() - self._alone_since_s
@@ -174,6 +175,7 @@ class Server:
         # Advances the clock that leaves out time in which this process stood still: all deadlines
         # in this process rely on a regular call.
         self._clock.running_s()
+        # At each turn, as work that hangs calls nothing by itself.
         duties.pass_on(duties.channel)
         now_s = self._clock.monotonic_s()
         self._check_connections(now_s)
@@ -295,6 +297,7 @@ class Server:
             return False
         if connection is None:
             return False
+        # The oldest makes way: many idle connections must not keep a trainer from attaching.
         if len(self._guests) >= self._guests_max:
             self._hang_up_oldest()
         self._guests[connection] = self._clock.monotonic_s()
@@ -322,6 +325,7 @@ class Server:
 
     def _on_readable(self, connection: Connection) -> None:
         try:
+            # Without waiting: a guest that sends half a message must not block the keeper.
             received = connection.receive(0.0)
             if received is not None:
                 if connection in self._guests:
@@ -413,6 +417,7 @@ class Server:
             KeeperError: the keeper was asked to stop, or the connection is attached already.
         """
         trainer = self._trainer
+        # ``idle``: attach only if no live trainer is attached.
         busy = message.get("idle") and trainer is not None and not trainer.watch.gone()
         if busy or message.get("protocol") != PROTOCOL:
             connection.send(
@@ -423,6 +428,7 @@ class Server:
             raise KeeperError("this keeper was asked to stop")
         if self._trainer is not None and self._trainer.connection is connection:
             raise KeeperError("this connection is already attached")
+        # From the kernel, which cannot be mistaken.
         pid = connection.peer().pid
         timeout_s = float(message["timeout_s"])
         try:
@@ -445,6 +451,7 @@ class Server:
         self._guests.pop(connection, None)
         self._trainer = trainer = Attached(connection, pid, arena)
         self._alone_s_max = self._linger_s
+        # A process descriptor becomes readable at death, even if children keep the socket open.
         if (death := trainer.watch.fileno()) is not None:
             self._selector.register(death, selectors.EVENT_READ, self._on_death)
         assert arena.fd is not None
@@ -477,6 +484,7 @@ class Server:
         # that.
         if not trainer.said_bye:
             self._hang_up_farewells()
+        # After the detachment: replies of the duties to this trainer are dropped silently.
         self._duties.lose(trainer)
 
     def _hang_up_farewells(self) -> None:

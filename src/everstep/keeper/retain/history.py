@@ -90,6 +90,7 @@ class HistoryWindow:
             filesystem, inventory.path, inventory.timelines, known, there=inventory.may_hold
         )
         for by_rank in found_logs.values():
+            # Invalid segments are left out: a step after a gap cannot be reached.
             good = [[validated(s, inventory.run) for s in found] for found in by_rank.values()]
             logs.append([[s for s in found if s.problem is None] for found in good])
         segments = [segment for log in logs for found in log for segment in found]
@@ -124,6 +125,7 @@ class HistoryWindow:
         for base in sorted(victims):
             # Superfluous if each of its steps has another certain way to be reached.
             if all(ways[step] > (step in sure[base]) for step in reach[base]):
+                # It is going to be deleted: the others have to do without it.
                 ways.subtract(sure[base])
             else:
                 needed.add(base)
@@ -233,9 +235,11 @@ class SegmentAges:
         """Note the segments that exist now."""
         now_s = self._now_s()
         found = self._found(inventory)
+        # First look of this process: estimate the ages from the times of the files.
         if self._written is None:
             before = _ages([stamp for _, stamp in found])
             self._written = {one: now_s - age_s for one, age_s in zip(found, before, strict=True)}
+        # Deleted segments are forgotten; new ones are young, whatever the times of their files say.
         self._written = {one: self._written.get(one, now_s) for one in found}
         self._since_s = {path: since_s for (path, _), since_s in self._written.items()}
 
@@ -299,6 +303,8 @@ class HistoryFlush:
         if self._kept is None or log is None:
             return
         self._kept.append(step)
+        # Only when retention could delete the base that unflushed steps need: a flush ends a batch
+        # early.
         if len(self._kept) == self._kept.maxlen and (log.after or 0) + 1 < self._kept[0]:
             log.flush()
             log.settle(timeout_s, alive)

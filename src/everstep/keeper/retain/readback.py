@@ -101,6 +101,7 @@ class ReadBack:
         first = verdict.damages[0]
         where = f"{self._url}{first.path}"
         name = f"the copy of {base.id}" if self._url else str(base.id)
+        # Checked before damage: one unreadable file makes the verdict on the whole base uncertain.
         if any(damage.unreadable for damage in verdict.damages):
             # Unreadable is not damaged: the storage may recover. Delete nothing meanwhile.
             raise StorageError(
@@ -112,6 +113,7 @@ class ReadBack:
                 if self._url
                 else "check the disk or the network file system (dmesg, df, mount)",
             )
+        # Remembered: a damaged base never counts as one of those to keep, and is reported once.
         self.damaged.add(base.id)
         found = "is damaged" if self._url else "was committed, but is damaged when read back"
         post(

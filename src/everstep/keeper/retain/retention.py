@@ -136,6 +136,7 @@ class Retention:
         Raises:
             FencedError: a newer timeline has begun.
         """
+        # A superseded process must delete nothing: its view of complete bases is out of date.
         self._check_fence()
         # At the start, too: the ages of segments that exist now come from the times of their files.
         if self._history.is_by_age:
@@ -185,6 +186,7 @@ class Retention:
                 self._check_fence()
                 uncondemn(self._filesystem, base.path)
         for victim in victims:
+            # Oldest first: after a crash in between, the newest bases are still complete.
             self._delete(bases[victim])
             self._good.forget(victim)
             self.deleted += 1
@@ -193,6 +195,7 @@ class Retention:
         own = self._timeline
         fence = self._fence
         try:
+            # Reads the fence again between the two steps of the deletion.
             delete_base(
                 self._filesystem,
                 self._run,
@@ -234,6 +237,7 @@ class Retention:
         inventory = self.scan()
         # A damaged base counts: another copy of it may be intact, and then needs the log.
         left = bases_keeping_log(b for b in inventory.bases if b.is_usable or b.status == "damaged")
+        # Segments of a newer timeline belong to the process that has superseded this one.
         mine = [n for n in inventory.timelines if n <= self._timeline]
         mine = [n for n in mine if inventory.may_hold(n, LOG_DIR)]
         delete_segments(
@@ -249,6 +253,7 @@ class Retention:
         self._fence.check()
 
     def _remove_temporary(self, directory: PurePath) -> None:
+        # The directory may be deleted at the same time, by another rank or by the user.
         with contextlib.suppress(FileNotFoundError):
             for entry in self._filesystem.scan(directory):
                 if entry.kind == "file" and entry.name.endswith(TEMPORARY_SUFFIX):

@@ -1,1 +1,12 @@
-"""Reads a base into live objects, verified before anything is changed. Read ``load`` first."""
+"""Load a base into live objects.
+
+Runs in the training process (and in ``everstep.load``). Read in this order:
+
+``saved_ranks``  files of all ranks that saved a base, and the view of them that a rank restores
+``targets``      memory that the entries are read into
+``pieces``       pieces of sharded entries, copied to their destinations
+``load``         all of it, in order: compare, stream, restore
+``restored``     live state while a restore proceeds
+``inexact``      reasons why a restored state is not exact
+``nonfinite``    check for NaN and infinity
+"""

@@ -1,9 +1,8 @@
-"""Reads a base into live objects, verifying every byte on the way.
+"""Load a base into live objects, verifying every byte.
 
-Records, headers and objects are read and compared with the live state first; until then
-nothing is touched. Then the tensors are streamed straight into live memory where the live
-tensor has the saved dtype and shape. A damaged entry is noticed at its end: what has been
-overwritten by then is made good by the next older base, or the caller is told.
+Records, headers and objects are read first and compared with the live state; until then nothing is
+modified. Then tensors are streamed straight into live memory if dtype and shape match. A damaged
+entry is detected only at its end. The caller then loads the next older base, or raises.
 """
 
 from __future__ import annotations
@@ -92,35 +91,39 @@ class CompletedRank(Protocol):
 CompleteRank = Callable[[OpenBase], CompletedRank]
 """Replays the redo file of one rank's files, so that all entries are of the step of the base."""
 
-_ANEW = "to begin anew take another folder"
-_HINT = f"build the same model and optimizer, or resume(strict=False) to load the rest; {_ANEW}"
-_LOOK = "everstep.load(path) reads a run without taking it over"
+_HINT_NEW_FOLDER = "to start over use another folder"
+_HINT = (
+    "build the same model and optimizer, or resume(strict=False) to load the rest; "
+    f"{_HINT_NEW_FOLDER}"
+)
+_HINT_LOAD = "everstep.load(path) reads a run without taking it over"
 _HINT_OF_SEVERAL = (
     "build the same model and optimizer on every rank; resume(strict=False) loads the rest where "
-    f"ranks leave out the same of what they have in common; {_ANEW}"
+    f"ranks leave out the same of what they have in common; {_HINT_NEW_FOLDER}"
 )
 
 
 @dataclass(frozen=True, slots=True)
 class LoadedBase:
-    """What was restored.
+    """Result of loading a base.
 
     Attributes:
-        marker: of this rank, or, if it is new, of the first one that was there.
-        size_bytes: that were read.
-        mismatches: what was left out, with ``strict=False``.
-        notes: what could not be taken back, in words.
-        shape: what it consists of (see :func:`everstep.state.layout.entries.shape_digest`); of one
-            rank's base only.
-        redone: updates that its parts had not seen, and that were replayed (:mod:`.whole`).
-        rank_bytes: of ``size_bytes``, those from the files of each rank that wrote some.
-        finite: names of parameters that were seen to hold nothing but numbers as they came.
-        layout: of a base that another number of ranks has saved: who had what; of as many in
-            another layout, once that shows.
-        restrided: names of tensors that lie otherwise in memory than when they were saved.
-        tied: in words: which are one here, and were several, or the other way round.
-        aliases: other names of tensors, and those of their entries.
-        names: of the entries of its tensors, sorted; of one rank's base only.
+        marker: marker of this rank; for a new rank, of the first rank available.
+        size_bytes: bytes read.
+        entries: number of entries read.
+        mismatches: ``(name, difference)`` left out because of ``strict=False``.
+        notes: in words, everything that could not be restored.
+        shape: shape digest (see :mod:`everstep.state.layout.entries`); only for a base of one rank.
+        redone: number of updates replayed to bring all parts to the step of the base
+            (:mod:`everstep.restore.offline.whole`).
+        rank_bytes: bytes read from the files of each rank.
+        finite: names of parameters found finite while they were read.
+        layout: distribution of the tensors over the ranks that saved the base; only if it is
+            another one than now.
+        restrided: names of tensors whose strides differ from those when they were saved.
+        tied: in words, tensors that share memory now and did not before, or the other way round.
+        aliases: other names of tensors, and the names of their entries.
+        names: sorted names of the entries of its tensors; only for a base of one rank.
     """
 
     marker: Marker
@@ -140,47 +143,49 @@ class LoadedBase:
 
     @property
     def left_out(self) -> list[str]:
-        """Names of the parts of the base that the live state does not have."""
+        """Names of the sections of the base that the live state does not have."""
         return sections_left_out(self.mismatches)
 
 
 def sections_left_out(mismatches: Iterable[tuple[str, str]]) -> list[str]:
-    """Return the names of the parts of a base that the live state does not have.
+    """Return the names of the sections of a base that the live state does not have.
 
     Args:
-        mismatches: of the whole state, ``(name, why)``.
+        mismatches: ``(name, difference)`` of the entire state.
     """
-    return [name for name, what in mismatches if what == NOT_IN_STATE]
+    return [name for name, problem in mismatches if problem == NOT_IN_STATE]
 
 
 def contents(opened: OpenBase) -> tuple[dict[str, Any], dict[str, Entry]]:
-    """Object trees by section, and entries by every name, which fit each other; of a base that
-    was saved by one rank.
+    """Return object trees by section, and entries by every name, of a base saved by one rank.
 
     Raises:
-        DamageError, FormatError: they do not, or cannot be read.
+        DamageError, FormatError: they do not fit each other, or cannot be read.
     """
     trees, entries = rank_contents(opened)
     for tree in trees.values():
         missing = [name for name in references(tree) if name not in entries]
         if missing:
-            raise FormatError(f"entry {missing[0]!r} is referred to but not there")
+            raise FormatError(f"entry {missing[0]!r} is referenced but missing")
     _refuse_unused(opened, trees, entries)
     return trees, entries
 
 
 def rank_contents(opened: OpenBase) -> tuple[dict[str, Any], dict[str, Entry]]:
-    """The same of one rank's files of any base: several ranks' trees name what others have written,
-    too. Errors as of :func:`contents`."""
+    """Return the same of one rank's files of any base.
+
+    Trees of one of several ranks also refer to entries in the files of other ranks. Errors as of
+    :func:`contents`.
+    """
     return _objects(opened), opened.entries()
 
 
 def check_contents(opened: Sequence[OpenBase]) -> None:
-    """Check what the files of all ranks mean together: everything that trees refer to is there,
-    whole and once, and nothing else is.
+    """Check the files of all ranks together: every entry that a tree refers to exists, completely
+    and once, and there are no others.
 
     Raises:
-        DamageError, FormatError: it is not so.
+        DamageError, FormatError: the check failed.
     """
     if opened[0].marker.world == 1:
         contents(opened[0])
@@ -202,14 +207,14 @@ def check_contents(opened: Sequence[OpenBase]) -> None:
     for place in (place for one in opened for place in one.placed()):
         name = place.entry.name
         if name not in used and not name.startswith(OBJECT_PREFIX):
-            raise FormatError(f"entry {name!r} is there, but nothing refers to it")
+            raise FormatError(f"entry {name!r} is not referenced by any object")
 
 
 def sections_of_base(filesystem: FileSystem, base: BaseFound) -> frozenset[str]:
-    """Return the names of the parts of the state that a base has; reads headers.
+    """Return the names of the sections of a base; reads headers only.
 
     Raises:
-        DamageError, FormatError, OSError: as of :meth:`.opened.OpenBase.open`.
+        DamageError, FormatError, OSError: as of :meth:`.open_base.OpenBase.open`.
     """
     with open_ranks(filesystem, base) as opened:
         names = [place.entry.name for one in opened for place in one.placed()]
@@ -224,9 +229,9 @@ def load_base(
     strict: bool,
     timeout_s: float,
     progress: ProgressSink,
-    on_touch: Any = lambda: None,
+    on_touch: Callable[[], None] = lambda: None,
 ) -> LoadedBase:
-    """:func:`load_ranks`, of a base that was saved by one rank."""
+    """Load a base that was saved by one rank; see :func:`load_ranks`."""
     return load_ranks(
         [opened],
         state,
@@ -246,40 +251,53 @@ def load_ranks(
     strict: bool,
     timeout_s: float,
     progress: ProgressSink,
-    on_touch: Any = lambda: None,
+    on_touch: Callable[[], None] = lambda: None,
     partly: bool = False,
-    whole: CompleteRank | None = None,
+    complete: CompleteRank | None = None,
 ) -> LoadedBase:
-    """Restores this rank's part of ``state``, whatever ranks and layout saved the base.
+    """Restore this rank's share of ``state``, regardless of the ranks and layout that saved the
+    base.
 
-    Only entries that have something of this rank's are read, each as a whole, as its digest is
-    over all of it.
+    Only entries that concern this rank are read, each completely, since its digest covers all of
+    it.
 
     Args:
-        opened: the files of all ranks that saved the base, or of those that are needed.
-        strict: refuse any difference in names, shapes or dtypes; otherwise the rest is loaded.
+        opened: files of all ranks that saved the base, or of those that are needed.
+        strict: refuse any difference in names, shapes or dtypes; otherwise load the rest.
         on_touch: called once, just before the first byte of live state is overwritten.
-        partly: the files of other ranks are gone, this rank's own perhaps, too: what they had in
-            common with those that are given counts.
-        whole: makes files whole that are of several updates; None: they stay as they are, for the
-            one rank that there is.
+        partly: files of other ranks, perhaps of this one, are missing; tensors that those ranks
+            shared with the given ones are restored.
+        complete: replays the redo file of a rank's files. None: entries stay at their own updates,
+            for the caller; only for a base of one rank.
 
     Raises:
-        MismatchError: listing every difference; nothing has been touched.
-        RecoveryError: files of other ranks are needed; nothing has been touched.
-        FormatError: without ``whole``: files of several ranks are of several updates.
-        DamageError: naming file and entry; live state may be partly overwritten. Listing entries
-            of which a part is missing; nothing has been touched.
+        MismatchError: lists every difference; nothing was modified.
+        RecoveryError: files of other ranks are needed; nothing was modified.
+        FormatError: without ``complete``, several ranks' files have redo files.
+        DamageError: with file and entry, live state may be partly overwritten; if it lists entries
+            with missing pieces, nothing was modified.
     """
-    alone = opened[0].marker.world == 1
-    fuzzy = [one.shards[0][3].parent for one in opened if one.redo is not None]
-    if fuzzy and whole is None and not alone:
-        raise FormatError(f"{fuzzy[0]}: its tensors are of several updates", path=fuzzy[0])
-    saved = SavedRanks(opened, contents(opened[0])[0] if alone else None, partly=partly)
-    ahead = () if fuzzy and whole is not None else opened
-    with _read_ahead(ahead, ring, timeout_s) as reads:  # while all is planned and compared
-        about = ring, strict, timeout_s, progress, on_touch, reads, whole
-        return _load(saved, opened, state, *about)
+    single_rank = opened[0].marker.world == 1
+    with_redo = [one.shards[0][3].parent for one in opened if one.redo is not None]
+    if with_redo and complete is None and not single_rank:
+        raise FormatError(
+            f"{with_redo[0]}: its entries are at different updates", path=with_redo[0]
+        )
+    saved = SavedRanks(opened, contents(opened[0])[0] if single_rank else None, partly=partly)
+    ahead = () if with_redo and complete is not None else opened
+    with _read_ahead(ahead, ring, timeout_s) as reads:  # while the rest is planned
+        return _load(
+            saved,
+            opened,
+            state,
+            ring,
+            strict=strict,
+            timeout_s=timeout_s,
+            progress=progress,
+            on_touch=on_touch,
+            reads=reads,
+            complete=complete,
+        )
 
 
 def compare_ranks(
@@ -288,12 +306,15 @@ def compare_ranks(
     *,
     strict: bool,
     partly: bool,
-    whole: CompleteRank,
+    complete: CompleteRank,
 ) -> SkippedState:
-    """What :func:`load_ranks` would leave out; touches nothing. Arguments and errors as there."""
-    alone = opened[0].marker.world == 1
-    saved = SavedRanks(opened, contents(opened[0])[0] if alone else None, partly=partly)
-    planned = _plan(saved, opened, state, strict, whole)
+    """Return the sections and tensors that :func:`load_ranks` would leave out; modifies nothing.
+
+    Arguments and errors as there.
+    """
+    single_rank = opened[0].marker.world == 1
+    saved = SavedRanks(opened, contents(opened[0])[0] if single_rank else None, partly=partly)
+    planned = _plan(saved, opened, state, strict, complete)
     taken = {name: planned.view.pieces[name][0].placement.text for name, _ in planned.apart}
     return SkippedState(planned.mismatches, state.left_out(planned.plans, taken))
 
@@ -301,8 +322,10 @@ def compare_ranks(
 def _read_ahead(
     opened: Sequence[OpenBase], ring: ChunkRing, timeout_s: float
 ) -> contextlib.AbstractContextManager[ReadsAhead | None]:
-    """The first file of a base of one rank, which is read as a whole in any case; nothing of one
-    that claims more than this machine holds, before it has been looked at."""
+    """Start reading the first file of a base of one rank, which is read completely in any case.
+
+    A file that claims more than the available memory is left until it was checked.
+    """
     if not opened or opened[0].marker.world != 1 or not opened[0].shards:
         return contextlib.nullcontext()
     file, record, header, path = opened[0].shards[0]
@@ -318,27 +341,29 @@ def _load(
     opened: Sequence[OpenBase],
     state: State,
     ring: ChunkRing,
+    *,
     strict: bool,
     timeout_s: float,
     progress: ProgressSink,
-    on_touch: Any,
+    on_touch: Callable[[], None],
     reads: ReadsAhead | None,
-    whole: CompleteRank | None,
+    complete: CompleteRank | None,
 ) -> LoadedBase:
-    planned = _plan(saved, opened, state, strict, whole)
+    planned = _plan(saved, opened, state, strict, complete)
     view = planned.view
     plans = planned.plans
-    fuzzy = planned.fuzzy
+    with_redo = planned.with_redo
     targets = Targets.of(plans, view.entries)
     shared = overlapping_entries(view, targets)
     memory = targets.memory.items()
     asked = ((name, view.pieces[name], box, host_bytes(tensor)) for name, (tensor, box) in memory)
     wanted = fills_by_file(saved, asked)
     looks = FiniteCheck.of(state, targets, view)
+    # From here on live state is overwritten: everything that can be refused was refused above.
     on_touch()
-    made = _Made()
-    if whole is not None:
-        made.read(saved, fuzzy, wanted, whole)
+    made = _Completed()
+    if complete is not None:
+        made.read(saved, with_redo, wanted, complete)
     rank_bytes, entries = _read(saved, wanted, ring, timeout_s, progress, looks, reads, made)
     tensors = targets.finish()
     for name, expected in shared.items():
@@ -346,9 +371,8 @@ def _load(
         if digest(host_bytes(flat)) != expected:
             raise shared_memory_error(name)
     held = {name for plan in plans.values() for name in plan.in_place}
-    held |= set(
-        filter(state.coverage.is_plain, targets.tensors)
-    )  # anew: the one that it was is not
+    # Plain tensors are created anew, and count as tensors that the program holds.
+    held |= set(filter(state.is_plain, targets.tensors))
     tied = tie_changes(view, targets, held)
     notes = [*view.notes, *made.doubts, *tied]
     for section in state.restore_order():
@@ -357,7 +381,8 @@ def _load(
             tree = join(plan.tree, tensors)
             notes += state.providers[section].restore(tree, strict=strict)
     notes += discard_gradients(state.stateful_objects, state.optimizers.values())
-    notes += state.unsaved_reasons  # is not restored, and so nothing is exact, on any rank
+    # State outside the sections is not restored, so the result is not exact on any rank.
+    notes += state.unsaved_reasons
     placed = {name: pieces[0].placement.ranks for name, pieces in view.pieces.items()}
     state.rank_local.restored(placed, saved.world, state.ranks.world)
     shape = ""
@@ -390,12 +415,13 @@ def _load(
 
 @dataclass(frozen=True, slots=True)
 class _Planned:
-    """What is going to be restored of a base.
+    """Plan of a restore.
 
     Attributes:
-        mismatches: what is left out, or taken as it may not be meant.
-        apart: of these the latter (:mod:`.versions`).
-        fuzzy: files of several updates.
+        mismatches: entries that are left out, or restored although they may be meant for other
+            ranks.
+        apart: the latter (:func:`.saved_ranks.ambiguous_tensors`).
+        with_redo: files with redo files.
     """
 
     view: View
@@ -403,7 +429,7 @@ class _Planned:
     marker: Marker
     mismatches: tuple[tuple[str, str], ...]
     apart: Sequence[tuple[str, str]]
-    fuzzy: Sequence[OpenBase]
+    with_redo: Sequence[OpenBase]
 
 
 def _plan(
@@ -411,15 +437,16 @@ def _plan(
     opened: Sequence[OpenBase],
     state: State,
     strict: bool,
-    whole: CompleteRank | None,
+    complete: CompleteRank | None,
 ) -> _Planned:
-    """Compares all of it with the live state; touches nothing. Errors as of :func:`load_ranks`."""
+    """Compare the base with the live state; modifies nothing. Errors as of :func:`load_ranks`."""
     view = saved.view(state)
     apart = ambiguous_tensors(saved, state, view)
-    fuzzy = [one for one in opened if one.redo is not None]
-    if apart and fuzzy and whole is not None:  # they may be of different updates, and alike
-        for one in fuzzy:
-            saved.settle(one.marker, whole(one).digests())
+    with_redo = [one for one in opened if one.redo is not None]
+    # Entries at different updates cannot be compared by digest. Replay the redo files first.
+    if apart and with_redo and complete is not None:
+        for one in with_redo:
+            saved.set_digests(one.marker, complete(one).digests())
         view = saved.view(state)
         apart = ambiguous_tensors(saved, state, view)
     plans = state.plan_restore(view.trees, view.entries, view.left_out)
@@ -435,23 +462,26 @@ def _plan(
             path=next((path.parent for *_, path in opened[0].shards), None),
             hint=_hint(mismatches, state),
         )
-    return _Planned(view, plans, marker, mismatches, apart, fuzzy)
+    return _Planned(view, plans, marker, mismatches, apart, with_redo)
 
 
 def _hint(mismatches: Sequence[tuple[str, str]], state: State) -> str:
-    """Return what to do about them."""
-    here = [name for name, what in mismatches if what == NOT_IN_STATE]
+    """Return advice about mismatches."""
+    here = [name for name, problem in mismatches if problem == NOT_IN_STATE]
     if here and len(here) == len(mismatches):
-        return f"{_LOOK}; to train on, give the whole state, or resume(strict=False) without these"
+        return (
+            f"{_HINT_LOAD}; to continue training give the complete state, or use "
+            "resume(strict=False) without these"
+        )
     return _HINT if state.ranks.world == 1 else _HINT_OF_SEVERAL
 
 
 def _objects(opened: OpenBase) -> dict[str, Any]:
-    """The decoded object trees by section, each verified against its digest.
+    """Return the decoded object trees by section, each verified against its digest.
 
     Raises:
-        DamageError: naming the entry.
-        FormatError: for bytes that are no objects.
+        DamageError: names the entry.
+        FormatError: the bytes are not valid objects.
     """
     trees: dict[str, Any] = {}
     for file, _, header, path in opened.shards:
@@ -463,14 +493,14 @@ def _objects(opened: OpenBase) -> dict[str, Any]:
 
 
 @dataclass(slots=True)
-class _Made:
-    """What was read of files that had to be made whole.
+class _Completed:
+    """Totals of the files whose redo files were replayed.
 
     Attributes:
         numbers: of these files.
-        rank_bytes: by rank that wrote them.
-        updates: that some of it had not seen.
-        doubts: why it is not bit for bit what training had, in words.
+        rank_bytes: bytes read, by rank that wrote them.
+        updates: number of updates replayed.
+        doubts: reasons why the result may differ from training, in words.
     """
 
     numbers: set[int] = field(default_factory=set)
@@ -482,24 +512,24 @@ class _Made:
     def read(
         self,
         saved: SavedRanks,
-        fuzzy: Sequence[OpenBase],
+        with_redo: Sequence[OpenBase],
         wanted: Mapping[int, Sequence[Fill]],
-        whole: CompleteRank,
+        complete: CompleteRank,
     ) -> None:
-        """Reads the files of these ranks, one rank after the other, if anything of them is
-        wanted."""
-        for one in fuzzy:
+        """Replay and read the files of these ranks, one rank after another, so that one rank's
+        files at a time are in memory."""
+        for one in with_redo:
             rank = one.marker.rank
             mine = saved.files_of(rank)
             self.numbers.update(mine)
             fills_of = [fill for number in mine for fill in wanted.get(number, ())]
             if not fills_of:
                 continue
-            made = whole(one)
+            made = complete(one)
             self.entries += len(made.fill(fills_of))
             self.rank_bytes[rank] = one.size_bytes
             self.updates = max(self.updates, made.updates)
-            doubt = f"its parts were brought to one step here, and that is not exact: {made.doubt}"
+            doubt = f"its redo file was replayed here, which is not exact: {made.doubt}"
             self.doubts += [doubt] if made.doubt and doubt not in self.doubts else []
 
 
@@ -511,21 +541,23 @@ def _read(
     progress: ProgressSink,
     looks: FiniteCheck,
     ahead: ReadsAhead | None,
-    made: _Made,
+    made: _Completed,
 ) -> tuple[dict[int, int], int]:
-    """Reads, and returns how many bytes of each rank that wrote them, and how many entries; a base
-    of one rank as a whole, so that the digests of its files are compared, too.
+    """Read the remaining files; return the bytes by rank that wrote them, and the number of
+    entries.
+
+    A base of one rank is read completely, so that the digests of its files are verified, too.
 
     Args:
-        made: what was read already.
+        made: totals of the files read before.
     """
     entries = made.entries
     rank_bytes = made.rank_bytes
     for number, (file, record, header, path) in enumerate(saved.files):
         if number in made.numbers:
             continue
-        reads = PieceReads(header, wanted.get(number, ()), partial(looks.came, number))
-        whole = saved.world == 1
+        reads = PieceReads(header, wanted.get(number, ()), partial(looks.received, number))
+        entire_file = saved.world == 1
 
         def entry_done(index: int, number: int = number, reads: PieceReads = reads) -> None:
             reads.entry_done(index)
@@ -540,13 +572,13 @@ def _read(
             timeout_s=timeout_s,
             progress=progress,
             sink=reads.sink,
-            wanted=None if whole else reads.wanted,
+            wanted=None if entire_file else reads.wanted,
             on_entry=entry_done,
             reads=None if number else ahead,
         )
-        places = header.placed if whole else [header.placed[index] for index in reads.wanted]
+        places = header.placed if entire_file else [header.placed[index] for index in reads.wanted]
         entries += len(places)
-        size_bytes = record.length if whole else sum(p.end - p.begin for p in places)
+        size_bytes = record.length if entire_file else sum(p.end - p.begin for p in places)
         writer = header.identity.rank
         rank_bytes[writer] = rank_bytes.get(writer, 0) + size_bytes
     return rank_bytes, entries
@@ -555,9 +587,9 @@ def _read(
 def _refuse_unused(
     opened: OpenBase, trees: Mapping[str, Any], entries: Mapping[str, Entry]
 ) -> None:
-    """An entry that nothing refers to is none of ours; a hostile one could be of any size."""
+    """Refuse entries that nothing refers to: a forged one could have any size."""
     used = {entries[name].name for tree in trees.values() for name in references(tree)}
     for place in opened.placed():
         name = place.entry.name
         if name not in used and not name.startswith(OBJECT_PREFIX):
-            raise FormatError(f"entry {name!r} is there, but nothing refers to it")
+            raise FormatError(f"entry {name!r} is not referenced by any object")

@@ -108,7 +108,7 @@ class PieceReads:
 
     Args:
         fills: copies from pieces of this file.
-        came: called with the entry index and the bytes that arrived, while they are in the CPU
+        received: called with the entry index and the bytes that arrived, while they are in the CPU
             cache.
     """
 
@@ -116,10 +116,10 @@ class PieceReads:
         self,
         header: ShardHeader,
         fills: Sequence[Fill],
-        came: Callable[[int, memoryview], None] = lambda index, data: None,
+        received: Callable[[int, memoryview], None] = lambda index, data: None,
     ) -> None:
         self._placed = header.placed
-        self._came = came
+        self._received = received
         self._fills: dict[int, list[Fill]] = {}
         for fill in fills:
             self._fills.setdefault(fill.piece.index, []).append(fill)
@@ -137,7 +137,7 @@ class PieceReads:
             index = self._index[place.begin]
             data = piece[start - begin : stop - begin]
             self._put(index, start - place.begin, data, place.end - place.begin)
-            self._came(index, data)
+            self._received(index, data)
 
     def entry_done(self, index: int) -> None:
         """Finish an entry that has arrived completely and was verified."""

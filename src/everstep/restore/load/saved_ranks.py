@@ -1,9 +1,15 @@
-"""What of a base saved by several ranks one rank of this job restores, however many there are now.
+"""Files of a base that several ranks saved, and the view of them that a rank of this job restores.
 
-A rank that was there takes what it had. What ranks had in common, and what was spread over them,
-is found by its offsets in whichever files hold it. A rank that is new takes what all ranks had
-alike; what each had for itself (random generators, loaders) is nobody's to give away, and it is
-said that the rank begins with what its program made.
+The number of ranks may differ. A rank that existed before restores its own state. Tensors that
+ranks shared, or that were sharded over them, are found by offset in whichever files hold them. A
+new rank restores everything that was identical on all ranks. Per-rank state, such as random
+generators and loaders, is not given to it; a note says that the new rank starts with the state its
+program made.
+
+Names are the same on all ranks. If ranks have different parameters of one name (as the stages of a
+pipeline do), only the number of the rank tells which is meant. That works with as many ranks as
+before and the same ranks sharing a tensor. Otherwise the tensor may belong to another stage: it
+could have the right shape and be wrong (:func:`ambiguous_tensors`).
 """
 
 from __future__ import annotations
@@ -48,16 +54,16 @@ _LISTED = 8
 
 
 class HoleError(DamageError):
-    """What is wanted is not all in the files that were opened: perhaps other ranks' have it."""
+    """Elements are missing in the opened files; files of other ranks may have them."""
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """An entry in a rank's file: a whole tensor, or one box of it.
+    """An entry in a file of a rank: an entire tensor, or one box of it.
 
     Attributes:
-        file, index: which file of the base, which entry of its header.
-        rank: that wrote it.
+        file, index: number of the file in the base, and index of the entry in its header.
+        rank: rank that wrote it.
     """
 
     file: int
@@ -69,19 +75,20 @@ class Piece:
 
     @property
     def box(self) -> Box:
+        """Box of the full tensor."""
         return Box(self.entry.global_offset, self.entry.shape)
 
 
 @dataclass(slots=True)
 class View:
-    """What one rank restores.
+    """State that one rank restores.
 
     Attributes:
         trees: decoded object trees by section.
-        entries: of whole tensors, by every name that trees refer to.
-        pieces: where their bytes are, by the same names.
-        left_out: sections that stay as the program made them.
-        notes: what is not as it was, in words.
+        entries: of full tensors, by every name that the trees refer to.
+        pieces: pieces of these tensors, by the same names.
+        left_out: sections that keep the state the program made.
+        notes: in words, everything that is not restored as it was.
     """
 
     trees: dict[str, Any] = field(default_factory=dict)
@@ -92,14 +99,15 @@ class View:
 
 
 def needs_of(state: State, shared: Sequence[bool] | None = None) -> Needs:
-    """Says which ranks' files of a base a rank needs at most; headers are not known by then.
+    """Return a function giving the ranks whose files of a base a rank may need, before headers are
+    known.
 
-    All of them, but where the job has as many ranks as before and nothing that this rank holds
-    is shared or spread over others: then its own.
+    These are all ranks, unless the job has as many ranks as before and the rank shares no tensor
+    with others: then only itself.
 
     Args:
-        shared: by rank: whether anything that it holds is, as each says of itself; None: as with
-            this one, on all of them.
+        shared: by rank, True if it shares or shards tensors, as each rank reports; None: assume the
+            same as this rank for all.
     """
     world = state.ranks.world
     each = [state.is_shared()] * world if shared is None else shared
@@ -112,11 +120,11 @@ def needs_of(state: State, shared: Sequence[bool] | None = None) -> Needs:
 
 
 def read_object(file: ReadFile, header: ShardHeader, index: int, path: PurePath) -> Any:
-    """One section's tree, verified against its digest.
+    """Return the tree of a section, verified against its digest.
 
     Raises:
-        DamageError: naming the entry.
-        FormatError: for bytes that are no objects.
+        DamageError: names the entry.
+        FormatError: the bytes are not a valid object.
     """
     return decode(_object_bytes(file, header, index, path))
 
@@ -141,19 +149,20 @@ def _object_bytes(file: ReadFile, header: ShardHeader, index: int, path: PurePat
 
 
 class SavedRanks:
-    """The files of a base, of all ranks or of some, headers verified.
+    """Files of a base, of all ranks or of some, headers verified.
 
     Args:
         opened: one per rank, in any order.
-        trees: of the first of them, where they have been decoded already.
-        partly: those of the other ranks are gone.
+        trees: decoded trees of the first of them, if available.
+        partly: files of the other ranks are missing.
 
     Raises:
-        FormatError: they are not of one base.
+        FormatError: the files are not of one base.
 
     Attributes:
-        world: number of ranks that saved it.
-        files: of all of them.
+        world: number of ranks that saved the base.
+        ranks: those whose files are given.
+        files: files of all of them.
     """
 
     def __init__(
@@ -167,7 +176,7 @@ class SavedRanks:
         markers = {one.marker.rank: one.marker for one in opened}
         same = {(m.run, m.timeline, m.step, m.lsn, m.world) for m in markers.values()}
         if len(markers) != len(opened) or len(same) != 1:
-            raise FormatError("the files given are not those of different ranks of one base")
+            raise FormatError("the files do not belong to different ranks of one base")
         self.world = opened[0].marker.world
         self.ranks = sorted(markers)
         first = opened[0].marker.rank
@@ -185,48 +194,48 @@ class SavedRanks:
                 self.files.append(shard)
 
     def view(self, state: State) -> View:
-        """What ``state``'s rank restores.
+        """Return the view that the rank of ``state`` restores.
 
         Raises:
-            RecoveryError: the files of a rank are needed and not given.
-            DamageError, FormatError: objects cannot be read; an entry is missing.
+            RecoveryError: files of a rank are needed and not given.
+            DamageError, FormatError: objects cannot be read, or an entry is missing.
         """
         view = View()
         mine = state.ranks.rank
         if self._partly and mine < self.world and mine not in self.ranks:
-            self._for_a_rank_without_files(view, state)
+            self._view_without_files(view, state)
         elif mine < self.world:
-            self._check_there([mine])
+            self._require_files([mine])
             for section in self._objects[mine]:
-                self._take(view, section, mine, state)
+                self._add_section(view, section, mine, state)
         else:
-            self._for_a_new_rank(view, state)
+            self._view_of_new_rank(view, state)
         if state.ranks.world < self.world:
-            self._note_what_is_left(view, state.ranks)
+            self._note_dropped(view, state.ranks)
         if self._partly:
             view.notes.append(
-                f"the files of rank(s) {_listed(self._gone)} are not here: what these had for "
-                "themselves is lost, and what they had in common with others is taken from those"
+                f"the files of rank(s) {_listed(self._missing_ranks)} are not here: their per-rank "
+                "state is lost, and tensors that they shared are restored from other ranks"
             )
         return view
 
     def view_of_all(self, rank: int) -> View:
-        """All that ``rank`` had; for looking at it without a state."""
+        """Return the entire state of ``rank``, for checks without a live state."""
         view = View()
         for section in self._objects[rank]:
-            self._take(view, section, rank, None)
+            self._add_section(view, section, rank, None)
         return view
 
     def trees_of(
         self, rank: int, sections: Collection[str], known: dict[str, Any]
     ) -> dict[str, Any]:
-        """Object trees of some sections of a rank, as far as it has them.
+        """Return the object trees of some sections of a rank, of those that it has.
 
         Args:
-            known: by digest: what was read before, which is added to.
+            known: cache of trees by digest; added to.
 
         Raises:
-            DamageError, FormatError: they cannot be read.
+            DamageError, FormatError: an object cannot be read.
         """
         found: dict[str, Any] = {}
         for section in sections:
@@ -238,10 +247,10 @@ class SavedRanks:
         return found
 
     def objects_of(self, rank: int) -> dict[str, bytes]:
-        """The encoded objects of a rank, by section.
+        """Return the encoded objects of a rank, by section.
 
         Raises:
-            DamageError, FormatError: they cannot be read.
+            DamageError, FormatError: an object cannot be read.
         """
         found: dict[str, bytes] = {}
         for section, (number, index, _) in self._objects[rank].items():
@@ -249,11 +258,11 @@ class SavedRanks:
             found[section] = _object_bytes(file, header, index, path)
         return found
 
-    def settle(self, marker: Marker, digests: Mapping[str, str]) -> None:
-        """What a rank has written, of several updates, is known as it is at the base's.
+    def set_digests(self, marker: Marker, digests: Mapping[str, str]) -> None:
+        """Set the digests that the entries of a rank have after its redo file was replayed.
 
         Args:
-            marker: of that rank.
+            marker: marker of the rank.
             digests: by entry name.
         """
 
@@ -267,21 +276,22 @@ class SavedRanks:
             pieces[:] = map(settled, pieces)
 
     def files_of(self, rank: int) -> range:
-        """Numbers of a rank's files."""
+        """Return the numbers of a rank's files."""
         return self._files_of[rank]
 
     def sections_of(self, rank: int) -> Collection[str]:
-        """Sections that a rank had objects of."""
+        """Return the sections that a rank had objects of."""
         return self._objects[rank].keys()
 
     def pieces_of(self, name: str, rank: int) -> Sequence[Piece]:
-        """The parts of what ``rank`` calls ``name``, each once, and its own ones where it has any.
+        """Return the pieces of the tensor that ``rank`` calls ``name``, each box once, preferring
+        its own.
 
-        The first one says what it is called: a rank whose part of a tied weight is empty has no
-        memory by which to tell that it is tied, and calls it by all of its names.
+        The name of the first piece is authoritative: a rank whose shard of a tied weight is empty
+        cannot detect the tie, and lists the weight under all of its names.
 
         Raises:
-            FormatError: it can be more than one tensor, or the parts are of different ones.
+            FormatError: pieces contradict each other, or belong to different tensors.
         """
         found = [p for p in self._pieces.get(name, ()) if p.placement.holds(rank)]
         found.sort(key=lambda piece: (not piece.box.size, piece.rank != rank))
@@ -304,7 +314,7 @@ class SavedRanks:
         return list(boxes.values())
 
     def all_pieces(self, name: str) -> Sequence[Piece]:
-        """The parts of all that any rank calls ``name``."""
+        """Return the pieces of all tensors that any rank calls ``name``."""
         return self._pieces.get(name, ())
 
     def _add(self, header: ShardHeader, rank: int) -> None:
@@ -325,27 +335,30 @@ class SavedRanks:
             if placement.ranks == (rank,):
                 self._own[rank].append(piece)
 
-    def _take(self, view: View, section: str, rank: int, state: State | None) -> None:
-        """Takes a section as ``rank`` had it."""
+    def _add_section(self, view: View, section: str, rank: int, state: State | None) -> None:
+        """Add a section to a view as ``rank`` had it."""
         tree = self._tree(rank, section)
         self._resolve(view, tree, rank)
         if isinstance(tree, dict) and PARTITIONED in tree:
             tree = dict(tree)
             spread = Placement.parse(tree.pop(PARTITIONED)).ranks
             ranks = range(self.world) if spread is None else spread
-            if not (state and self._owns_the_same(state, section, ranks, tree)):
-                self._check_there(ranks)
+            if not (state and self._owns_same(state, section, ranks, tree)):
+                self._require_files(ranks)
                 for other in ranks:
                     part = self._tree(other, section)["state"]
                     self._resolve(view, part, other)
                     tree["state"] = {**part, **tree["state"]}
         view.trees[section] = tree
 
-    def _owns_the_same(
+    def _owns_same(
         self, state: State, section: str, ranks: Sequence[int], tree: Mapping[str, Any]
     ) -> bool:
-        """Whether this rank owns of an optimizer what it owned, so that it needs no other's part:
-        who owns what follows from the parameters and the number of ranks."""
+        """Return True if this rank owns the same optimizer state as before, so needs no other
+        rank's share.
+
+        Ownership follows from the parameters and the number of ranks.
+        """
         provider = state.providers.get(section)
         return (
             state.ranks.world == self.world
@@ -368,9 +381,9 @@ class SavedRanks:
         for name in references(tree):
             pieces = self.pieces_of(name, rank)
             if not pieces:
-                message = f"entry {name!r} of rank {rank} is referred to but not there"
+                message = f"entry {name!r} of rank {rank} is referenced but missing"
                 if len(self.ranks) < self.world:
-                    raise HoleError(message + self._absent(), entry=name)
+                    raise HoleError(message + self._missing_text(), entry=name)
                 raise FormatError(message)
             entry = pieces[0].entry
             view.pieces[name] = pieces
@@ -383,34 +396,37 @@ class SavedRanks:
                 lsn=entry.lsn,
             )
 
-    def _for_a_new_rank(self, view: View, state: State) -> None:
+    def _view_of_new_rank(self, view: View, state: State) -> None:
         mine = state.ranks.rank
-        like = self._like(state)
+        like = self._matching_rank(state)
         sections = list(dict.fromkeys(s for rank in self.ranks for s in self._objects[rank]))
         for section in sections:
             ranks = [rank for rank in self.ranks if section in self._objects[rank]]
             provider = state.providers.get(section)
             if provider is None and like is not None:
-                continue  # that one had not, either
-            alike = self._is_alike(section, ranks)
+                continue  # the matching rank did not have it either
+            identical = self._is_identical(section, ranks)
             whole = isinstance(provider, ModuleProvider | OptimizerProvider)
-            if (alike and (section != RNG_SECTION or self.world > 1)) or whole:
-                giver = like if like in ranks else ranks[mine % len(ranks)]
-                self._take(view, section, giver, state)
-                if not alike and not self._is_partitioned(section, giver):
+            if (identical and (section != RNG_SECTION or self.world > 1)) or whole:
+                source = like if like in ranks else ranks[mine % len(ranks)]
+                self._add_section(view, section, source, state)
+                if not identical and not self._is_partitioned(section, source):
                     view.notes.append(
-                        f"{section}: rank {mine} is new and begins with that of rank {giver}"
+                        f"{section}: rank {mine} is new and starts with that of rank {source}"
                     )
                 continue
             view.left_out.append(section)
             view.notes.append(
-                f"{section}: rank {mine} is new and begins with what its program made; each of "
-                f"{self.world} rank(s) had its own"
+                f"{section}: rank {mine} is new and starts with the state its program made; "
+                f"each of {self.world} rank(s) had its own"
             )
 
-    def _like(self, state: State) -> int | None:
-        """The first rank, from r mod W' on, whose modules and optimizers fit those that this one
-        has, which is new, and that had no other sections; None: there is none."""
+    def _matching_rank(self, state: State) -> int | None:
+        """Return a rank whose modules and optimizers fit those of this new rank, and which had no
+        other sections; None if there is none.
+
+        The search starts at this rank modulo the number of saved ranks.
+        """
         first = state.ranks.rank % len(self.ranks)
         known = state.providers
         wanted = [s for s, p in known.items() if isinstance(p, ModuleProvider | OptimizerProvider)]
@@ -420,39 +436,42 @@ class SavedRanks:
             if wanted and known.keys() >= theirs >= set(wanted):
                 view = View()
                 for section in wanted:
-                    self._take(view, section, rank, state)
+                    self._add_section(view, section, rank, state)
                 plans = state.plan_restore(view.trees, view.entries, others)
                 if not any(plan.mismatches for plan in plans.values()):
                     return rank
         return None
 
-    def _for_a_rank_without_files(self, view: View, state: State) -> None:
-        """Takes what this rank had in common with those whose files are there. Of modules and
-        optimizers nothing else will do: another rank's own tensors are none of its."""
+    def _view_without_files(self, view: View, state: State) -> None:
+        """Fill the view of a rank whose own files are missing.
+
+        Tensors that it shared with the given ranks are restored. Of modules and optimizers nothing
+        else is acceptable: tensors of another rank are not its own.
+        """
         mine = state.ranks.rank
         for section in dict.fromkeys(s for rank in self.ranks for s in self._objects[rank]):
             ranks = [rank for rank in self.ranks if section in self._objects[rank]]
-            giver = ranks[mine % len(ranks)]
+            source = ranks[mine % len(ranks)]
             provider = state.providers.get(section)
             if isinstance(provider, ModuleProvider | OptimizerProvider):
-                tree = self._tree(giver, section)
+                tree = self._tree(source, section)
                 if isinstance(tree, dict) and PARTITIONED in tree:
-                    self._check_there([mine])
+                    self._require_files([mine])
                 self._resolve(view, tree, mine)
                 view.trees[section] = tree
-            elif section != RNG_SECTION and self._is_alike(section, ranks):
-                self._take(view, section, giver, state)
-                view.notes.append(f"{section}: rank {mine} begins with that of rank {giver}")
+            elif section != RNG_SECTION and self._is_identical(section, ranks):
+                self._add_section(view, section, source, state)
+                view.notes.append(f"{section}: rank {mine} starts with that of rank {source}")
             else:
                 view.left_out.append(section)
-                view.notes.append(f"{section}: rank {mine} begins with what its program made")
+                view.notes.append(f"{section}: rank {mine} starts with the state its program made")
 
     @property
-    def _gone(self) -> list[int]:
+    def _missing_ranks(self) -> list[int]:
         return sorted(set(range(self.world)) - set(self.ranks))
 
-    def _is_alike(self, section: str, ranks: Sequence[int]) -> bool:
-        """Whether all ranks had the same in it, as far as each had it for itself."""
+    def _is_identical(self, section: str, ranks: Sequence[int]) -> bool:
+        """Return True if all ranks had the same per-rank content in a section."""
         return len({self._fingerprint(section, rank) for rank in ranks}) == 1
 
     def _fingerprint(self, section: str, rank: int) -> tuple[str, ...]:
@@ -465,37 +484,37 @@ class SavedRanks:
         tree = self._tree(rank, section)
         return isinstance(tree, dict) and PARTITIONED in tree
 
-    def _note_what_is_left(self, view: View, ranks: RankInfo) -> None:
-        """With fewer ranks than before, what the others had for themselves is nobody's."""
+    def _note_dropped(self, view: View, ranks: RankInfo) -> None:
+        """Note the per-rank state of ranks that no longer exist."""
         for section in dict.fromkeys(s for rank in self.ranks for s in self._objects[rank]):
             having = [rank for rank in self.ranks if section in self._objects[rank]]
-            gone = [rank for rank in having if rank >= ranks.world]
-            if not gone or self._is_alike(section, having):
+            dropped = [rank for rank in having if rank >= ranks.world]
+            if not dropped or self._is_identical(section, having):
                 continue
-            if not self._is_partitioned(section, gone[0]):
+            if not self._is_partitioned(section, dropped[0]):
                 view.notes.append(
-                    f"{section}: what rank(s) {_listed(gone)} had for themselves is left out; "
-                    f"this job has {ranks.world}"
+                    f"{section}: per-rank state of rank(s) {_listed(dropped)} is left out; "
+                    f"this job has {ranks.world} rank(s)"
                 )
 
-    def _check_there(self, ranks: Iterable[int]) -> None:
+    def _require_files(self, ranks: Iterable[int]) -> None:
         missing = sorted(set(ranks) - set(self.ranks))
         if missing:
             raise RecoveryError(
-                f"the files of rank(s) {_listed(missing)} are needed, and not here",
-                hint="make the run folders of the hosts that had them readable here",
+                f"the files of rank(s) {_listed(missing)} are needed but not available",
+                hint="make the run folders of the hosts that wrote them readable on this host",
             )
 
-    def _absent(self) -> str:
-        missing = self._gone
+    def _missing_text(self) -> str:
+        missing = self._missing_ranks
         return f"; the files of rank(s) {_listed(missing)} are not here" if missing else ""
 
     def hole(self, holes: Mapping[str, str]) -> HoleError:
-        """The error that lists what nobody has written: ``name -> what``."""
-        listed = [f"  {name}: {what}" for name, what in list(holes.items())[:_LISTED]]
+        """Return the error that lists missing elements: ``name -> description``."""
+        listed = [f"  {name}: {problem}" for name, problem in list(holes.items())[:_LISTED]]
         more = len(holes) - len(listed)
         return HoleError(
-            f"{len(holes)} entries have a hole{self._absent()}:\n"
+            f"{len(holes)} entries have a hole{self._missing_text()}:\n"
             + "\n".join([*listed, *([f"  and {more} more"] if more > 0 else [])]),
             entry=next(iter(holes)),
         )
@@ -510,16 +529,17 @@ _Ranks = frozenset[int]
 
 
 def ambiguous_tensors(saved: SavedRanks, state: State, view: View) -> list[tuple[str, str]]:
-    """Parameters, and what optimizers keep for them, of which ranks had different ones, where it
-    cannot be told which of them this rank means: ``(name, why)``.
+    """Return parameters and optimizer state of which ranks had different versions, if it is unknown
+    which one this rank means: ``(name, reason)``.
 
-    Not other entries: buffers, random generators and the like are each rank's own by nature.
+    Other entries, such as buffers and random generators, differ between ranks by nature and are not
+    checked.
 
     Args:
-        view: what this rank would restore.
+        view: view that this rank would restore.
 
     Raises:
-        RecoveryError: the files of other ranks are needed to know.
+        RecoveryError: files of other ranks are needed to decide.
     """
     if saved.world == 1:
         return []
@@ -531,24 +551,24 @@ def ambiguous_tensors(saved: SavedRanks, state: State, view: View) -> list[tuple
             continue
         unit, now = held
         took = _ranks(pieces[0], saved.world)
-        # What an optimizer has for a parameter this rank means where it means that.
+        # Optimizer state is meant for this rank if its parameter is.
         sure = took, _ranks(view.pieces.get(unit, pieces)[0], saved.world)
         if saved.world == state.ranks.world and any(now <= ranks for ranks in sure):
             continue
-        others = _different(saved, name, pieces)
+        others = _other_version(saved, name, pieces)
         if others is not None:
             found.append(
                 (
                     name,
-                    f"rank(s) {_text(took)} had one, {others} another; rank(s) "
+                    f"rank(s) {_text(took)} had one version, {others} another; rank(s) "
                     f"{_text(now)} of {state.ranks.world} may mean either",
                 )
             )
     return found
 
 
-def _different(saved: SavedRanks, name: str, pieces: Sequence[Piece]) -> str | None:
-    """Who had another tensor of that name; None: nobody."""
+def _other_version(saved: SavedRanks, name: str, pieces: Sequence[Piece]) -> str | None:
+    """Return the ranks that had another tensor of that name, in words; None if there are none."""
     mine = {piece.box: piece.digest for piece in pieces}
     versions: dict[tuple[int, ...] | None, dict[Box, str]] = {}
     for piece in saved.all_pieces(name):
@@ -560,9 +580,10 @@ def _different(saved: SavedRanks, name: str, pieces: Sequence[Piece]) -> str | N
     hidden = set(range(saved.world)) - known - set(saved.ranks)
     if hidden:
         raise RecoveryError(
-            f"rank(s) {_text(_ranks(pieces[0], saved.world))} had {name!r} alone; what rank(s) "
-            f"{_text(hidden)} had of that name is needed to know whose it is now, and not here",
-            hint="make the run folders of the hosts that had them readable here",
+            f"rank(s) {_text(_ranks(pieces[0], saved.world))} had their own {name!r}; "
+            f"the files of rank(s) {_text(hidden)} are needed to decide which one is "
+            "meant, and are not available",
+            hint="make the run folders of the hosts that wrote them readable on this host",
         )
     return None
 
@@ -578,12 +599,13 @@ def _text(ranks: Iterable[int]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class SavedLayout:
-    """What the headers of a base say; nothing of it is read any more.
+    """Distribution of tensors over the ranks that saved a base, from its headers; nothing else is
+    read.
 
     Attributes:
-        opened: of each rank that saved it, with files that are closed.
-        saved: the same together.
-        shapes: by rank: digest of what its state consisted of, as its log has it.
+        opened: closed files of each rank.
+        saved: the same, combined.
+        shapes: shape digest of each rank's state, as in its log.
         groups: names of the parameters of each optimizer, as the first rank had them.
     """
 
@@ -596,10 +618,10 @@ class SavedLayout:
     def of(
         cls, saved: SavedRanks, opened: Sequence[OpenBase], optimizers: Collection[str]
     ) -> SavedLayout | None:
-        """Of a base that is open; None: the files of some ranks are not.
+        """Return the layout of a base; None if files of some ranks are missing.
 
         Args:
-            optimizers: their sections.
+            optimizers: sections of optimizers.
 
         Raises:
             DamageError, FormatError: objects cannot be read.
@@ -620,10 +642,11 @@ class SavedLayout:
 
     @property
     def world(self) -> int:
-        """How many ranks saved it."""
+        """Number of ranks that saved the base."""
         return self.saved.world
 
     def entries(self, rank: int) -> dict[str, Entry]:
-        """What of tensors a rank wrote of bases, and of marks of its log, by name."""
+        """Return the tensor entries that a rank wrote, in bases and in marks of its log, by
+        name."""
         placed = self.opened[rank].placed()
         return {p.entry.name: p.entry for p in placed if not p.entry.name.startswith(OBJECT_PREFIX)}

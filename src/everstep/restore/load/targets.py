@@ -1,4 +1,8 @@
-"""What a base is read into: live tensors as they lie, or memory that is copied or wrapped later."""
+"""Destinations of the entries of a base: live tensors, or memory that is copied or wrapped later.
+
+Also the checks of tensors that share memory, and :func:`restore_into`, which restores a state from
+host memory.
+"""
 
 from __future__ import annotations
 
@@ -47,16 +51,16 @@ __all__ = [
 
 @dataclass(slots=True)
 class Targets:
-    """What gets the values.
+    """Destinations of a restore.
 
     Attributes:
-        tensors: by the name by which trees refer to them.
-        memory: what is read into, contiguous on the host, by the same names, and which box of
-            the whole tensor it is.
-        copies: from there into live tensors that could not be read into as they lie.
-        lay: strides of what is made here and lay in another order when it was saved, without gaps.
-            Fused kernels go through parameters and moments as they lie in memory, side by side.
-        spread: what will be DTensors: entry, and one that is spread alike.
+        tensors: by the names that trees refer to.
+        memory: contiguous host memory to read into, by the same names, and the box of the full
+            tensor that it holds.
+        copies: ``(source, live)`` pairs for live tensors that cannot be read into directly.
+        lay: strides of new tensors that were saved in another dense order. Fused kernels process
+            parameters and moments side by side in memory order.
+        spread: entries to be wrapped as DTensors, and a template of each.
     """
 
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)
@@ -67,14 +71,17 @@ class Targets:
 
     @classmethod
     def of(cls, plans: Mapping[str, RestorePlan], entries: Mapping[str, Entry]) -> Targets:
-        """A live tensor that can be read into as it lies is its own target. One that cannot (on
-        a device, not contiguous) gets a fresh contiguous one first and a copy at the end."""
+        """Choose the destination of each tensor.
+
+        A live tensor on the CPU and contiguous is read into directly. Others get temporary memory,
+        copied at the end.
+        """
         targets = cls()
         fresh: dict[str, torch.Tensor | None] = {}
-        apart = _apart(plans, entries)
+        separate = _separate_memory(plans, entries)
         for plan in plans.values():
             for name in references(plan.tree):
-                live = apart.get(name, plan.in_place.get(name))
+                live = separate.get(name, plan.in_place.get(name))
                 if live is None:
                     fresh[name] = plan.like.get(name)
                     continue
@@ -94,17 +101,18 @@ class Targets:
         for name, template in fresh.items():
             entry = entries[name]
             box = box_here(entry, template)
-            # Tensors that were one when they were saved become one again.
+            # Tensors that were tied when saved are tied again.
             parts.setdefault(entry.name, (part_of(entry, box), box))
             if template is not None:
                 self.spread[name] = (entry, template)
             elif entry.stride is not None and _is_dense(entry):
                 self.lay[name] = entry.stride
         claimed = sum(part.size_bytes for part, _ in parts.values())
-        if claimed > memory_available_bytes():  # before any of it is taken
+        # Checked before anything is allocated: a forged header may claim any size.
+        if claimed > memory_available_bytes():
             raise FormatError(
-                f"the checkpoint claims {claimed} bytes of state that is not here yet; this "
-                f"machine has {memory_available_bytes()} bytes of memory left"
+                f"the checkpoint claims {claimed} bytes of new tensors; this "
+                f"machine has {memory_available_bytes()} bytes of memory available"
             )
         made = {name: (empty_like_entry(part), box) for name, (part, box) in parts.items()}
         for name in fresh:
@@ -112,12 +120,12 @@ class Targets:
             self.tensors[name] = self.memory[name][0]
 
     def finish(self) -> dict[str, torch.Tensor]:
-        """The tensors, all of whose bytes have come."""
+        """Return the tensors, after all bytes have arrived."""
         for source, live in self.copies:
             copy_into(live, source)
         for name, (entry, template) in self.spread.items():
             self.tensors[name] = dtensor_like(template, entry, self.memory[name][0])
-        turned: dict[int, torch.Tensor] = {}  # each once, whatever its names
+        turned: dict[int, torch.Tensor] = {}  # each memory once, whatever its names
         for name, stride in self.lay.items():
             memory = self.memory[name][0]
             if id(memory) not in turned:
@@ -126,11 +134,13 @@ class Targets:
         return self.tensors
 
 
-def _apart(
+def _separate_memory(
     plans: Mapping[str, RestorePlan], entries: Mapping[str, Entry]
 ) -> dict[str, torch.Tensor]:
-    """Memory for what is copied in any case, where it is one tensor here and was several when it
-    was saved, or the other way round: a group of an optimizer got a rate of its own in mid-run."""
+    """Allocate memory for copied tensors whose ties have changed since they were saved.
+
+    An example is an optimizer group that got a learning rate tensor of its own in mid-run.
+    """
     copied = {name for plan in plans.values() for name in plan.copied if name in plan.in_place}
     if not copied:
         return {}
@@ -138,7 +148,7 @@ def _apart(
     pairs = {(_memory(tensor), entries[name].name) for name, tensor in live.items()}
     here = Counter(memory for memory, _ in pairs)
     there = Counter(entry for _, entry in pairs)
-    made: dict[str, torch.Tensor] = {}  # what was one when it was saved is one
+    made: dict[str, torch.Tensor] = {}  # one memory per saved entry
     return {
         name: made.setdefault(entries[name].name, torch.empty_like(live[name]))
         for name in sorted(copied)
@@ -153,13 +163,13 @@ def _memory(tensor: torch.Tensor) -> tuple[str, int]:
 
 @dataclass(frozen=True, slots=True)
 class FiniteCheck:
-    """FiniteCheck at the bytes of parameters as they come, while they lie in the cache.
+    """Check of parameters for NaN and infinity while their bytes are in the CPU cache.
 
     Attributes:
-        live: by the number of the file and the index of the only piece that fills a parameter,
-            which lies in the target's memory: its name, and the dtype of what comes.
-        finite: names of those that hold nothing but numbers.
-        nonfinite: those of which something came that is none.
+        live: name and dtype of parameters that are filled by a single piece, by file number and
+            entry index.
+        finite: names of parameters that are finite.
+        nonfinite: names of parameters that are not.
     """
 
     live: Mapping[tuple[int, int], tuple[str, str]]
@@ -168,42 +178,46 @@ class FiniteCheck:
 
     @classmethod
     def of(cls, state: State, targets: Targets, view: View) -> FiniteCheck:
+        """Find the parameters whose bytes arrive as one piece in their own memory."""
         live: dict[tuple[int, int], tuple[str, str]] = {}
         held = ((name, local_tensor(parameter)) for name, parameter in optimized(state))
         names = {here.data_ptr(): (name, here.numel()) for name, here in held}
         for entry, (memory, _) in targets.memory.items():
             pieces = view.pieces[entry]
             name, size = names.get(memory.data_ptr(), ("", 0))
-            if size == memory.numel() and len(pieces) == 1:  # all of it comes from there
+            if size == memory.numel() and len(pieces) == 1:  # filled by one piece
                 live[pieces[0].file, pieces[0].index] = name, pieces[0].entry.dtype
         return cls(live)
 
-    def came(self, file: int, index: int, data: memoryview) -> None:
-        """Some whole elements of an entry."""
+    def received(self, file: int, index: int, data: memoryview) -> None:
+        """Check some complete elements of an entry."""
         name, dtype = self.live.get((file, index), ("", ""))
         if name and name not in self.nonfinite and not are_finite(data, dtype):
             self.nonfinite.add(name)
 
     def entry_done(self, file: int, index: int) -> None:
-        """All of an entry has come, and it is good."""
+        """Finish an entry that has arrived completely and was verified."""
         name, _ = self.live.get((file, index), ("", ""))
         if name and name not in self.nonfinite:
             self.finite.add(name)
 
 
 def box_here(entry: Entry, tensor: torch.Tensor | None) -> Box:
-    """Which part of an entry this rank wants: that of ``tensor``, or all of it."""
+    """Return the box of an entry that this rank holds: that of ``tensor``, or all of it."""
     shape = entry.global_shape
     if tensor is None:
         return Box((0,) * len(shape), shape)
     box = local_box(tensor)
-    pairs = shape[len(box.shape) :]  # of complex128
+    pairs = shape[len(box.shape) :]  # trailing dimension of complex128
     return Box((*box.offset, *(0 for _ in pairs)), (*box.shape, *pairs))
 
 
 def restrided(view: View, tensors: Mapping[str, torch.Tensor]) -> frozenset[str]:
-    """Names of those that lie otherwise in memory than when they were saved: what replays the
-    updates behind the base takes other ways through them. Of parts of tensors nothing is known."""
+    """Return the names of tensors whose strides differ from those when they were saved.
+
+    Replay of later updates then processes them in another order. Shards are not compared: their
+    strides are unknown.
+    """
     found = set()
     for name, tensor in tensors.items():
         pieces = view.pieces[name]
@@ -211,7 +225,7 @@ def restrided(view: View, tensors: Mapping[str, torch.Tensor]) -> frozenset[str]
             continue
         entry = pieces[0].entry
         shape = tuple(tensor.shape)
-        if entry.stride is None and tensor.is_contiguous():  # mostly
+        if entry.stride is None and tensor.is_contiguous():  # the usual case
             continue
         if entry.shape != entry.global_shape or entry.shape[: len(shape)] != shape:
             continue
@@ -222,12 +236,12 @@ def restrided(view: View, tensors: Mapping[str, torch.Tensor]) -> frozenset[str]
 
 
 def part_of(entry: Entry, box: Box) -> Entry:
-    """The entry of a part of a tensor alone."""
+    """Return an entry for one box of a tensor."""
     return Entry.whole(entry.name, entry.dtype, box.shape, logical_dtype=entry.logical_dtype)
 
 
 def _is_dense(entry: Entry) -> bool:
-    """Whether its strides are those of as many elements, each at a place of its own."""
+    """Return True if the strides cover the elements without gaps or overlaps."""
     shape = entry.shape[:-1] if entry.logical_dtype is not None else entry.shape
     stride = entry.stride or ()
     if len(stride) != len(shape):
@@ -247,11 +261,12 @@ def _readable_in_place(tensor: torch.Tensor) -> bool:
 
 
 def overlapping_entries(view: View, targets: Targets) -> dict[str, str]:
-    """``name -> digest`` of tensors that overlap in memory here, but are different entries:
-    only what they hold in the end tells whether all of them got what was saved for them.
+    """Return ``name -> digest`` of tensors that overlap in memory but are different entries.
+
+    Only their final contents show whether each got its saved value.
 
     Raises:
-        RecoveryError: where two of them are the same memory and cannot both get their values.
+        RecoveryError: two of them share all memory and have different values.
     """
     live = {name: local_tensor(tensor) for name, tensor in targets.tensors.items()}
     found: dict[str, str] = {}
@@ -269,12 +284,12 @@ def overlapping_entries(view: View, targets: Targets) -> dict[str, str]:
 def overlap_conflicts(
     targets: Targets, entries: Mapping[str, Entry], tensors: Mapping[str, torch.Tensor]
 ) -> list[tuple[str, str]]:
-    """Return tensors that overlap in memory here and were different ones when they were saved, with
-    values that they cannot all get; each with what is wrong.
+    """Return tensors that overlap in memory, were separate when saved, and have different values;
+    with the reason.
 
     Args:
         entries: by the names of the targets.
-        tensors: the saved values, by the names of the entries.
+        tensors: saved values, by the names of the entries.
     """
     live = {name: local_tensor(tensor) for name, tensor in targets.tensors.items()}
     found = list[tuple[str, str]]()
@@ -286,12 +301,12 @@ def overlap_conflicts(
                 continue
             same = _place_of(live[first]) == _place_of(live[name])
             if not (same and torch.equal(byte_view(mine), byte_view(theirs))):
-                found.append((name, f"overlaps in memory with {first!r} here, of another value"))
+                found.append((name, f"shares memory with {first!r}, which has another saved value"))
     return found
 
 
 def _overlapping(live: Mapping[str, torch.Tensor]) -> list[list[str]]:
-    """Return the names of tensors that overlap in memory, those that overlap together."""
+    """Return groups of names of tensors that overlap in memory."""
     spans = sorted(
         (str(t.device), t.data_ptr(), t.data_ptr() + _extent_bytes(t), name)
         for name, t in live.items()
@@ -315,33 +330,35 @@ def _place_of(tensor: torch.Tensor) -> tuple[Any, ...]:
 
 
 def tie_changes(view: View, targets: Targets, held: set[str]) -> tuple[str, ...]:
-    """Which tensors of the program were one when they were saved, and are several now, or the
-    other way round. All have got their values; training goes on as another one would.
+    """Return, in words, tensors that were tied when saved and are separate now, or the other way
+    round.
+
+    All get their values, but training continues differently.
 
     Args:
-        held: names of those that the program had before, or has for itself.
+        held: names of tensors that the program had before, or holds itself.
     """
-    names: dict[tuple[str, Any], str] = {}  # the first of each entry, and of each memory
+    names: dict[tuple[str, Any], str] = {}  # one name per entry and memory
     for name in sorted(targets.tensors.keys() & held):
         here = local_tensor(targets.tensors[name])
         if here.numel():
             where = str(here.device), here.data_ptr(), here.shape, here.stride(), here.dtype
             names.setdefault((view.entries[name].name, where), name)
-    apart: dict[str, list[str]] = {}
+    separate: dict[str, list[str]] = {}
     together: dict[Any, list[str]] = {}
     for (entry, where), name in names.items():
-        apart.setdefault(entry, []).append(name)
+        separate.setdefault(entry, []).append(name)
         together.setdefault(where, []).append(name)
-    were_one = "were one tensor when they were saved, and are several now"
-    were_several = "were several tensors when they were saved, and are one now"
+    were_one = "were one tensor when saved, and are separate tensors now"
+    were_several = "were separate tensors when saved, and are one tensor now"
     return (
-        *(f"{', '.join(tied)} {were_one}" for tied in apart.values() if len(tied) > 1),
+        *(f"{', '.join(tied)} {were_one}" for tied in separate.values() if len(tied) > 1),
         *(f"{', '.join(tied)} {were_several}" for tied in together.values() if len(tied) > 1),
     )
 
 
 def _digest_of(view: View, name: str) -> str:
-    """What a whole tensor will have as its digest."""
+    """Return the expected digest of an entire tensor."""
     pieces = view.pieces[name]
     if len(pieces) != 1 or pieces[0].entry.shape != view.entries[name].shape:
         raise shared_memory_error(name)
@@ -349,16 +366,16 @@ def _digest_of(view: View, name: str) -> str:
 
 
 def _extent_bytes(tensor: torch.Tensor) -> int:
-    """Bytes from the first to behind the last element, gaps included."""
+    """Return the bytes from the first element to the end of the last one, gaps included."""
     steps = zip(tensor.shape, tensor.stride(), strict=True)
     return (1 + sum((n - 1) * stride for n, stride in steps)) * tensor.element_size()
 
 
 def shared_memory_error(name: str) -> RecoveryError:
-    """What is raised where tensors that are one here cannot all get their values."""
+    """Return the error for tensors that share memory but have different saved values."""
     return RecoveryError(
-        f"{name!r} shares its memory with another tensor here, but different values are saved "
-        "for the two",
+        f"{name!r} shares its memory with another tensor, but the two were saved with "
+        "different values",
         hint="build the model with the same tied weights and views as when it was saved",
     )
 
@@ -372,17 +389,17 @@ def restore_into(
     step: int,
     takes: Callable[[str], bool] = lambda name: True,
 ) -> list[str]:
-    """Restore all parts of ``state`` and return what could not be taken back, in words.
+    """Restore all sections of ``state`` from host memory; return notes in words.
 
     Args:
-        trees: object trees of the parts that the state has.
-        entries: of whole tensors, by every name that the trees use.
-        tensors: their values on the host, by the names of the entries.
-        step: for the error.
-        takes: says which entries of modules are restored; other parts are restored whole.
+        trees: object trees of the sections that the state has.
+        entries: of full tensors, by every name that the trees use.
+        tensors: values on the host, by the names of the entries.
+        step: step of the state, for error messages.
+        takes: returns True for module entries to restore; other sections are restored completely.
 
     Raises:
-        MismatchError: listing every difference in names, shapes or dtypes; nothing was touched.
+        MismatchError: lists every difference in names, shapes or dtypes; nothing was modified.
     """
     modules = {name for name, one in state.providers.items() if isinstance(one, ModuleProvider)}
     chosen = {
@@ -393,9 +410,9 @@ def restore_into(
     }
     plans = state.plan_restore(chosen, entries)
     mismatches = tuple(
-        (name, what)
+        (name, problem)
         for section, plan in plans.items()
-        for name, what in plan.mismatches
+        for name, problem in plan.mismatches
         if section not in modules or name == section or takes(name)
     )
     targets = None if mismatches else Targets.of(plans, entries)
@@ -408,8 +425,8 @@ def restore_into(
             f"{listed}",
             mismatches=mismatches,
             step=step,
-            hint="build the same objects, and give the modules that an optimizer trains along with "
-            "it; load() without into= gives what is there",
+            hint="build the same objects, and pass an optimizer together with its modules; "
+            "load() without into= returns the saved state",
         )
     for name, (memory, box) in targets.memory.items():
         whole = tensors[entries[name].name]

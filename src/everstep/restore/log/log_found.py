@@ -1,4 +1,5 @@
-"""The log of a run, wherever its records are: in a keeper's memory, and in segments on disk."""
+"""The gradient log of one rank: records in a keeper's memory, in segments on disk, and in
+copies."""
 
 from __future__ import annotations
 
@@ -30,19 +31,21 @@ __all__ = ["LogFound"]
 
 
 class LogFound:
-    """Records by what they are; those on disk are read when they are needed.
+    """Log records by kind, timeline and number; those on disk are read when they are needed.
+
+    If a record exists in several places, the nearest is read: memory, then disk, then copies. A
+    lossy record is used only if there is no other anywhere.
 
     Args:
-        records: in memory.
-        near_lossy: likewise, of peers that have lossy gradients of them.
+        records: records in memory.
+        segments: segments on disk and in copies.
+        near_lossy: lossy records in the memory of other nodes.
 
     Attributes:
-        index: which records there are.
-        skipped: segments that cannot be used.
-        parts: of updates, by timeline and LSN: other ranks' records, which go with this one's.
-
-    Of the same record in several places the one that is nearest is read: in memory, on the disk, in
-    a copy; and a lossy one only where there is no other, wherever that is.
+        index: index of the existing records.
+        skipped: unusable segments.
+        parts: records of other ranks that belong with an update of this one, by timeline and LSN,
+            then by rank.
     """
 
     def __init__(
@@ -54,11 +57,11 @@ class LogFound:
         self._memory = {_key(record): record for record in records}
         self._lossy = {_key(record): record for record in near_lossy}
         self._segments: dict[Key, tuple[SegmentFound, int]] = {}
-        self._places: dict[Key, list[SegmentFound]] = {}  # the nearest last
-        self._look: Callable[[int, int], Iterable[SegmentFound]] = lambda timeline, step: ()
-        self._mended: dict[Skipped, None] = {}
+        self._places: dict[Key, list[SegmentFound]] = {}  # nearest last
+        self._search_copies: Callable[[int, int], Iterable[SegmentFound]] = _no_copies
+        self._repaired: dict[Skipped, None] = {}
         self._reads: LogReads | None = None
-        heads: dict[bool, list[RecordHead]] = {True: [], False: []}  # by whether they are lossy
+        heads: dict[bool, list[RecordHead]] = {True: [], False: []}  # lossy ones under True
         self.skipped: list[Skipped] = []
         self.parts: Mapping[tuple[int, int], Mapping[int, LogRecord]] = {}
         for segment in sorted(segments, key=lambda segment: not segment.lossy):
@@ -69,9 +72,9 @@ class LogFound:
                 heads[segment.lossy].append(head)
                 self._segments[key_of(head)] = segment, place
                 self._places.setdefault(key_of(head), []).append(segment)
-        whole = [*heads[False], *(record.head for record in records)]
-        every = [*heads[True], *(record.head for record in near_lossy), *whole]
-        self.index = LogIndex(every)
+        exact = [*heads[False], *(record.head for record in records)]
+        all_heads = [*heads[True], *(record.head for record in near_lossy), *exact]
+        self.index = LogIndex(all_heads)
 
     @classmethod
     def of(
@@ -89,20 +92,19 @@ class LogFound:
         threads: int = 1,
         read_from: Callable[[FileSystem], FileSystem] = lambda files: files,
     ) -> LogFound:
-        """All that there is of one rank.
+        """Find all records of one rank.
 
         Args:
             records: in memory.
-            lent: more of them, whose timelines have been compared with those of this disk.
-            copies: places that have copies of the log, nearest first; their timelines have been
-                compared, too.
-            bases: of what is in copies only what leads on from one of these is looked at.
-            lossy_copies: look at lossy segments in copies, too.
-            threads: look at segments of ``filesystem`` at a time.
-            read_from: where to read what was found in a copy. What is damaged there is read in the
-                copy itself.
-            world: leave out what another number of ranks has written. None: whoever asks looks at
-                that.
+            lent: more records, whose timelines were compared with those of this disk.
+            copies: places with copies of the log, nearest first, with timelines that were compared,
+                too.
+            bases: consider in copies only records that lead on from one of these bases.
+            lossy_copies: consider lossy segments in copies, too.
+            threads: number of segments of ``filesystem`` to read at a time.
+            read_from: returns the file system to read segments of a copy from. Damaged ones are
+                read in the copy itself.
+            world: ignore logs of another number of ranks; None: the caller checks that.
 
         Raises:
             OSError: a directory cannot be read.
@@ -113,7 +115,7 @@ class LogFound:
         look = partial(own, there=inventory.may_hold)
         found = look(sorted(there))
         bad = [one for one in found if one.problem is not None and has_copy(filesystem, one.path)]
-        found = look(sorted(there)) if bad else found  # from now on these are read in a copy
+        found = look(sorted(there)) if bad else found  # the unusable ones are now read from a copy
         others: dict[int, Skipped] = {}
         for number, record in inventory.timelines.items():
             if world is None or record is None or record.world == world:
@@ -121,14 +123,14 @@ class LogFound:
             last = [segment.last for segment in found if segment.timeline == number]
             last += [record.head.step for record in mine if record.head.timeline == number]
             if last:
-                why = f"log: {record.world} rank(s) wrote it, and {world} start"
+                why = f"log: written by {record.world} rank(s), but {world} rank(s) start"
                 others[number] = Skipped(number, max(last), why)
         mine = [record for record in mine if record.head.timeline not in others]
         found = [segment for segment in found if segment.timeline not in others]
         found = [validated(segment, inventory.run) for segment in found]
-        poor = [record for record in lent if _is_lossy(record)]
+        lossy_lent = [record for record in lent if _is_lossy(record)]
         lent = [record for record in lent if not _is_lossy(record)]
-        lossy = {_step(record) for record in poor}  # a copy may have them whole
+        lossy = {_step(record) for record in lossy_lent}  # a copy may have the exact ones
         steps = {_step(record) for record in lent} - lossy | {_step(record) for record in mine}
         for one in found:
             if one.problem is None:
@@ -145,11 +147,13 @@ class LogFound:
                 how = partial(scan_log, rank=rank, wanted=wanted, lossy=lossy_copies, threads=8)
                 here = how(files, inventory.path, known, there=there_too.may_hold)
             found = [*(replace(segment, files=read_from(files)) for segment in here), *found]
-        log = cls([*lent, *mine], [validated(segment, inventory.run) for segment in found], poor)
+        log = cls(
+            [*lent, *mine], [validated(segment, inventory.run) for segment in found], lossy_lent
+        )
         log.skipped += others.values()
         log.skipped += [Skipped(one.timeline, one.last, one.problem or "") for one in bad]
 
-        def look_for(timeline: int, step: int) -> Iterator[SegmentFound]:
+        def search(timeline: int, step: int) -> Iterator[SegmentFound]:
             def has(timeline: int, after: int, last: int) -> bool:
                 return after < step <= last
 
@@ -159,22 +163,23 @@ class LogFound:
                     for segment in here:
                         yield validated(replace(segment, files=files), inventory.run)
 
-        log._look = look_for
+        log._search_copies = search
         return log
 
     def steps(
         self, chain: Chain, lsn: int, filesystem: FileSystem, ring: ChunkRing, timeout_s: float
     ) -> Generator[tuple[list[LogRecord], LogRecord | EverstepError], None, None]:
-        """Updates and mark of each step of a chain; an error instead of a mark, and the end,
-        where a record cannot be read. To be used by one thread at a time, whichever it is, and
-        closed by whoever does not come to the end.
+        """Yield the updates and the mark of each step of a chain.
 
-        Nothing is verified yet. What is on disk is read ahead (:class:`.segment_reads.ReadBudget`).
-        The memory of a record that was read from there is used again when nobody looks at it any
-        more: so whoever keeps records keeps memory.
+        If a record cannot be read, an error is yielded in place of the mark, and the generator
+        ends. To be used by one thread at a time, and closed if not exhausted.
+
+        Nothing is verified. Records on disk are read ahead (:class:`.log_reads.ReadBudget`). Their
+        memory is reused once nothing refers to it, so a caller that keeps records keeps their
+        memory.
 
         Args:
-            lsn: of the base.
+            lsn: LSN of the base.
         """
         self._close()
         self._reads = LogReads(filesystem, ring, timeout_s, self._on_disk(chain, lsn))
@@ -182,66 +187,70 @@ class LogFound:
             for timeline, step in chain.steps:
                 mark = self.index.marks[timeline, step]
                 try:
-                    about = filesystem, ring, timeout_s
-                    numbers = range(lsn + 1, mark.lsn + 1)
-                    updates = [self._update(timeline, number, *about) for number in numbers]
+                    updates = [
+                        self._update(timeline, number, filesystem, ring, timeout_s)
+                        for number in range(lsn + 1, mark.lsn + 1)
+                    ]
                     last = self._record("mark", timeline, step, filesystem, ring, timeout_s)
                 except EverstepError as error:
                     yield [], error
                     return
                 lsn = mark.lsn
                 yield updates, last
-                del updates, last  # not while the next ones are being read
+                del updates, last  # free their memory before the next ones are read
         finally:
             self._close()
 
     def records_of(
         self, timeline: int, step: int, filesystem: FileSystem, ring: ChunkRing, timeout_s: float
     ) -> list[LogRecord]:
-        """The updates of one step, verified.
+        """Return the updates of one step, verified.
 
         Raises:
-            EverstepError: one cannot be read, or is damaged in every place.
+            EverstepError: a record cannot be read, or is damaged in every place.
         """
-        about = filesystem, ring, timeout_s
         numbers = sorted(set(self.index.of_step.get((timeline, step), ())))
-        found = [self._record("update", timeline, number, *about) for number in numbers]
-        return [self.sound(record, *about) for record in found]
+        found = [
+            self._record("update", timeline, number, filesystem, ring, timeout_s)
+            for number in numbers
+        ]
+        return [self.verified(record, filesystem, ring, timeout_s) for record in found]
 
     def step_of(
         self, timeline: int, step: int, filesystem: FileSystem, ring: ChunkRing, timeout_s: float
     ) -> list[LogRecord]:
-        """The updates of one step, and its mark; see :meth:`records_of`.
+        """Return the updates of one step, and its mark; see :meth:`records_of`.
 
         Raises:
-            EverstepError: one cannot be read.
+            EverstepError: a record cannot be read.
         """
-        about = filesystem, ring, timeout_s
-        updates = self.records_of(timeline, step, *about)
-        return [*updates, self.sound(self._record("mark", timeline, step, *about), *about)]
+        updates = self.records_of(timeline, step, filesystem, ring, timeout_s)
+        mark = self._record("mark", timeline, step, filesystem, ring, timeout_s)
+        return [*updates, self.verified(mark, filesystem, ring, timeout_s)]
 
-    def sound(
+    def verified(
         self, record: LogRecord, filesystem: FileSystem, ring: ChunkRing, timeout_s: float
     ) -> LogRecord:
-        """The record, if every bit of it is what it was; else the same from another place.
+        """Return the record if it is intact, or else an intact one from another place.
 
         Raises:
-            DamageError: no place has it whole.
+            DamageError: it is damaged in every place.
         """
         try:
             record.verify()
             return record
         except DamageError as error:
-            if record.path is not None:  # of one run with its copies: the next look is at these
+            if record.path is not None:  # later reads of this segment use the copy
                 with contextlib.suppress(EverstepError, OSError):
                     has_copy(filesystem, record.path.parent)
-            about = filesystem, ring, timeout_s
-            found = self._elsewhere(record.head, record.digest, error, *about)
+            found = self._from_another_place(
+                record.head, record.digest, error, filesystem, ring, timeout_s
+            )
             return replace(found, parts=record.parts)
 
     def in_copies(self, steps: Iterable[tuple[int, int]]) -> Iterator[SegmentFound]:
-        """Segments of copies that have records of these steps which are nowhere nearer, each once,
-        in the order of the steps."""
+        """Yield segments of copies with records of these steps that exist nowhere nearer, each
+        once, in order."""
         seen: set[PurePath] = set()
         for timeline, step in steps:
             updates = self.index.of_step.get((timeline, step), ())
@@ -255,20 +264,20 @@ class LogFound:
                     yield segment
 
     def take_repaired(self) -> list[Skipped]:
-        """What was damaged, and was read elsewhere, since this was asked."""
-        found = list(self._mended)
-        self._mended.clear()
+        """Return the damaged records that were read from another place since the last call."""
+        found = list(self._repaired)
+        self._repaired.clear()
         return found
 
-    def twin(self) -> LogFound:
-        """The same records, for another thread to read."""
+    def clone(self) -> LogFound:
+        """Return a reader of the same records for another thread."""
         found = copy(self)
         found._reads = None
         found.parts = {}
         return found
 
     def close(self) -> None:
-        """Ends what is under way."""
+        """Cancel outstanding reads."""
         self._close()
 
     def _update(
@@ -302,13 +311,17 @@ class LogFound:
         except EverstepError as error:
             reads = self._reads
             digest = None if reads is None else reads.digest_of(segment, place)
-            if reads is None or digest is None:  # nobody knows which bits it had
+            if (
+                reads is None or digest is None
+            ):  # without the expected digest no other record can be trusted
                 raise
             reads.close()
-            return self._elsewhere(segment.heads[place], digest, error, filesystem, ring, timeout_s)
+            return self._from_another_place(
+                segment.heads[place], digest, error, filesystem, ring, timeout_s
+            )
 
     def _nearest(self, key: Key) -> LogRecord | tuple[SegmentFound, int]:
-        """A record in memory, or the segment that it is read from, and its number there."""
+        """Return a record in memory, or else its segment and its number there."""
         if key in self._memory:
             return self._memory[key]
         there = self._segments.get(key)
@@ -317,7 +330,7 @@ class LogFound:
         return self._segments[key]
 
     def _on_disk(self, chain: Chain, lsn: int) -> Iterator[tuple[SegmentFound, int]]:
-        """What of a chain is read from segments, in the order in which it is needed."""
+        """Yield the records of a chain that are read from segments, in order."""
         for timeline, step in chain.steps:
             last = self.index.marks[timeline, step].lsn
             keys: list[Key] = [("update", timeline, number) for number in range(lsn + 1, last + 1)]
@@ -327,7 +340,7 @@ class LogFound:
                     yield found
             lsn = last
 
-    def _elsewhere(
+    def _from_another_place(
         self,
         head: RecordHead,
         digest: str,
@@ -336,19 +349,19 @@ class LogFound:
         ring: ChunkRing,
         timeout_s: float,
     ) -> LogRecord:
-        """A record that cannot be used where it is nearest, from another place."""
+        """Return an intact record from another place."""
         key = key_of(head)
         segments = chained(
-            reversed(self._places.get(key, [])), self._look(head.timeline, head.step)
+            reversed(self._places.get(key, [])), self._search_copies(head.timeline, head.step)
         )
         try:
             found = find_record(key, digest, segments, filesystem, ring, timeout_s)
-        except (EverstepError, OSError) as problem:  # of listing another place
+        except (EverstepError, OSError) as problem:  # while another place was listed
             raise error from problem
         if found is None:
             raise error
-        why = f"log: {error.message}; it was whole in another place"
-        self._mended[Skipped(head.timeline, head.step, why)] = None
+        why = f"log: {error.message}; it was intact in another place"
+        self._repaired[Skipped(head.timeline, head.step, why)] = None
         return found
 
     def _read(
@@ -374,17 +387,21 @@ class LogFound:
             reads.close()
 
 
+def _no_copies(timeline: int, step: int) -> Iterable[SegmentFound]:
+    return ()
+
+
 def _step(record: LogRecord) -> tuple[int, int]:
     return record.head.timeline, record.head.step
 
 
 def _is_lossy(record: LogRecord) -> bool:
-    """Whether it says that its gradients are not what training has consumed."""
+    """Return True if the gradients of a record are approximations."""
     for name in (PART_OBJECT, UPDATE_OBJECT):
         if name in record.objects:
             try:
                 about = decode(record.objects[name])
-            except FormatError:  # whoever replays it says so
+            except FormatError:  # reported when it is replayed
                 return False
             return isinstance(about, dict) and bool(about.get("lossy"))
     return False

@@ -1,4 +1,4 @@
-"""Which base and how much of the log to take for a step. Without I/O."""
+"""Choice of a base and of the log steps to replay. No I/O."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ __all__ = ["Reachable", "current_first", "nothing_restorable", "reachable"]
 
 @dataclass(frozen=True, slots=True)
 class Reachable:
-    """Bases to try, best first, each with the steps of the log to redo on it."""
+    """Bases to try, best first, each with the log steps to replay on it."""
 
     ordered: tuple[tuple[BaseFound, Chain], ...]
     candidates: Candidates
 
 
 def reachable(inventory: Inventory, index: LogIndex, *, step: int | None = None) -> Reachable:
-    """What can be restored: the newest step along the history of the newest timeline, or one
-    particular step.
+    """Return the ways to the newest step along the history of the newest timeline, or to a given
+    step.
 
     Args:
-        step: in any timeline, that of the history first, then the younger ones; who takes one that
-            is not of the history has to say so (:func:`everstep.commit.lineage.left_at`).
+        step: in any timeline: that of the history first, then younger ones. The caller has to
+            report a step outside the history (:func:`everstep.commit.lineage.left_at`).
 
     Raises:
         RecoveryError: no base and no log has ``step``.
@@ -42,7 +42,7 @@ def reachable(inventory: Inventory, index: LogIndex, *, step: int | None = None)
     lsns: dict[BaseId, tuple[int, str | None]] = {}
     for base in usable.values():
         assert base.manifest is not None
-        own = index.marks.get((base.id.timeline, base.id.step))  # what the state consists of there
+        own = index.marks.get((base.id.timeline, base.id.step))  # for the shape digest
         lsns[base.id] = (base.manifest.markers[0].lsn, None if own is None else own.shape)
     if step is None:
         here = {base.id for base in everything.ordered}
@@ -50,7 +50,7 @@ def reachable(inventory: Inventory, index: LogIndex, *, step: int | None = None)
         path = path_of(_trained(inventory, index), inventory.timelines) if known else []
         found = chains(known, index, path)
         there = {chain.base for chain in found}
-        # In no history that its records tell, but not to be hidden either.
+        # Bases outside every recorded history are still offered, after the others.
         found += [Chain(key, (), "") for key in known if key not in there]
         found.sort(key=lambda chain: (chain.end, chain.base), reverse=True)
         return Reachable(tuple((usable[chain.base], chain) for chain in found), everything)
@@ -62,7 +62,7 @@ def reachable(inventory: Inventory, index: LogIndex, *, step: int | None = None)
         for chain in sorted(cut, key=lambda chain: chain.base, reverse=True):
             if chain.end[1] == step and chain.base not in ordered:
                 ordered[chain.base] = chain
-    for key in sorted(lsns, reverse=True):  # in no history: a base of this very step all the same
+    for key in sorted(lsns, reverse=True):  # outside every history, but of this step
         if key.step == step:
             ordered.setdefault(key, Chain(key, (), ""))
     if not ordered:
@@ -70,7 +70,7 @@ def reachable(inventory: Inventory, index: LogIndex, *, step: int | None = None)
             f"neither a base nor the log has step {step}",
             step=step,
             path=inventory.path,
-            hint="steps there are: "
+            hint="existing steps: "
             + (_listed(lsns, index, inventory) or "none")
             + ("" if (hidden := newest_unreachable(inventory)) is None else f"; {hidden.message}"),
         )
@@ -85,12 +85,12 @@ def nothing_restorable(
     step: int | None,
     apart: bool = False,
 ) -> RecoveryError | None:
-    """Return what is said where nothing of what was chosen can be restored; None: there was
-    nothing, and training may start afresh.
+    """Return the error to raise if none of the choices can be restored; None if there was never
+    anything, so training may start afresh.
 
     Args:
-        skipped: what was tried, and why it would not do.
-        apart: a base fits the live state in part, and the log behind it does not.
+        skipped: choices tried, with the reasons.
+        apart: a base fits the live state incompletely, and the log after it does not.
     """
     if chosen.candidates.unreachable is not None:
         return chosen.candidates.unreachable.error()
@@ -98,30 +98,33 @@ def nothing_restorable(
     if not chosen.ordered and not chosen.candidates.damaged and had is None:
         return None
     listed = "\n".join(f"  step {s.step}, timeline {s.timeline}: {s.reason}" for s in skipped)
-    hint = "everstep verify names what is damaged; resume(step=0) starts from scratch"
+    hint = "everstep verify lists the damage; resume(step=0) starts from scratch"
     if apart:
         steps = sorted({base.id.step for base in inventory.bases if base.is_usable})
-        hint = f"strict=False leads to steps of bases only: {', '.join(map(str, steps))}"
-        hint += "; to any other the model and the optimizer that there were then"
-    of_step = f"no base, nor the log behind one, gives step {step}"
-    what = "there are bases, but none can be used" if step is None else of_step
+        hint = f"strict=False can restore steps of bases only: {', '.join(map(str, steps))}"
+        hint += "; any other step needs the model and the optimizer of that time"
+    of_step = f"no base and no log after one leads to step {step}"
+    problem = "bases exist, but none can be used" if step is None else of_step
     if not chosen.ordered and not chosen.candidates.damaged:
         usable = (base.id for base in inventory.bases if base.is_usable)
-        what = had or what
+        problem = had or problem
         hint = way_back(sorted(usable, reverse=True))
-    told = f"{what}:\n{listed}" if listed else what
-    return RecoveryError(told, path=inventory.path, hint=hint)
+    message = f"{problem}:\n{listed}" if listed else problem
+    return RecoveryError(message, path=inventory.path, hint=hint)
 
 
 def current_first(inventory: Inventory, index: LogIndex) -> list[int]:
-    """All timelines: first the one whose history is the present one, then the younger ones. That is
-    not the newest where nobody has trained on it, and what it forked from is gone."""
+    """Return all timelines: first the one whose history is current, then from young to old.
+
+    The current one is not the newest if nobody trained on that and its fork point is lost.
+    """
     numbers = sorted(inventory.branches, reverse=True)
     return sorted(numbers, key=_trained(inventory, index).__ne__) if numbers else []
 
 
 def _trained(inventory: Inventory, index: LogIndex) -> int:
-    """The newest timeline that its record puts where it is in the history, or that has a log."""
+    """Return the newest timeline that has a log, or whose place in the history its record
+    proves."""
     branches = inventory.branches
     newest = max(branches)
     logged = {timeline for timeline, _ in index.marks}

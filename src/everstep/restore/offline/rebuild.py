@@ -314,7 +314,7 @@ class Rebuilder:
         listed = ", ".join(
             f"{a}" if a == b else f"{a} to {b}" for a, b in spans(sorted(there))[-20:]
         )
-        known = f"steps there are: {listed or 'none'}"
+        known = f"existing steps: {listed or 'none'}"
         if logged:
             return known
         if self.log.segments:
@@ -361,7 +361,7 @@ class Rebuilder:
             f"step {step} is there, but no base and log that lead to it are whole:\n{reasons}",
             step=step,
             path=self.log.inventory.path,
-            hint="everstep verify names what is damaged",
+            hint="everstep verify lists the damage",
         )
 
 

@@ -1,8 +1,8 @@
-"""This rank's parts of gradients that ranks of another number have consumed, found by offsets.
+"""This rank's slices of gradients that another set of ranks consumed, found by offset.
 
-What an optimizer that acts element by element has done to a part of a tensor, it does to any other
-part of it. So whoever has a parameter, or a part of one, takes the same part of its gradient from
-the logs of all ranks that had any of it (``docs/design/ranks.md``).
+An optimizer that works element by element treats every slice of a tensor alike. So a rank that now
+holds some slice of a parameter takes the same slice of its gradient, from the logs of all ranks
+that held any of it (``docs/design/ranks.md``).
 """
 
 from __future__ import annotations
@@ -38,29 +38,31 @@ _ANY_CUT = (torch.float32, torch.float64)
 
 
 def source_rank_of(rank: int, layout: SavedLayout) -> int:
-    """The rank of whose tensors this one has parts: where several ranks had different ones of the
-    same name, what this one restores from a base is that one's (:class:`.SavedRanks`).
+    """Return the old rank whose tensors this rank has slices of.
+
+    If ranks had different tensors of one name, the base restores that rank's version here
+    (:class:`.SavedRanks`).
 
     Raises:
-        ReplayError: the ranks had different parts of a state.
+        ReplayError: the old ranks had different sections.
     """
     if rank < layout.world:
         return rank
     sections = layout.saved.sections_of(0)
     if any(layout.saved.sections_of(r) != sections for r in range(layout.world)):
-        raise ReplayError("the ranks that wrote the log had different parts of a state")
+        raise ReplayError("the ranks that wrote the log had different sections of a state")
     return rank % layout.world
 
 
 @dataclass(frozen=True, slots=True)
 class _Wanted:
-    """Of one parameter.
+    """Slice of one parameter that this rank holds.
 
     Attributes:
-        box: which part of it this rank has.
-        shape: of all of it.
-        boxes: by rank: which part that had, of those whose parts meet this one; empty: each of
-            them had all of it.
+        box: box of the slice.
+        shape: shape of the full parameter.
+        boxes: boxes of the old ranks whose slices overlap this one; empty if each of them held the
+            full parameter.
     """
 
     box: Box
@@ -69,46 +71,46 @@ class _Wanted:
 
     @property
     def is_cut(self) -> bool:
-        """Whether it is in other parts now."""
+        """True if the slice differs from that of each old rank."""
         if not self.boxes:
             return self.box.shape != self.shape
         return len(self.boxes) > 1 or self.box not in self.boxes.values()
 
-    def of_whole(self, gradient: Gradient) -> Gradient:
-        """This rank's part of all of a gradient.
+    def slice_of_full(self, gradient: Gradient) -> Gradient:
+        """Return the slice of a full gradient.
 
         Raises:
-            ValueError: it is of another shape.
+            ValueError: the gradient has another shape.
         """
         if tuple(gradient.shape) != self.shape:
             there = list(gradient.shape)
             raise ValueError(f"a gradient has the shape {there}, not {list(self.shape)}")
         if not self.is_cut:
             return gradient
-        whole = Box((0,) * len(self.shape), self.shape)
-        return dense(gradient)[self.box.slices_in(whole)].contiguous()
+        full = Box((0,) * len(self.shape), self.shape)
+        return dense(gradient)[self.box.slices_in(full)].contiguous()
 
-    def of_parts(self, name: str, parts: Mapping[int, Mapping[str, Gradient]]) -> Gradient | None:
-        """This rank's part of a gradient, put together; None: there was none.
+    def assemble(self, name: str, parts: Mapping[int, Mapping[str, Gradient]]) -> Gradient | None:
+        """Assemble the slice from those of the old ranks; None if there was no gradient.
 
         Raises:
-            ValueError: a part is missing, or of another shape.
+            ValueError: a slice is missing, or has another shape.
         """
         there = {r: parts[r][name] for r in self.boxes if name in parts[r]}
         if not there:
             return None
         if missing := [r for r, box in self.boxes.items() if r not in there and box.size]:
-            raise ValueError(f"rank {missing[0]} has no gradient of {name!r}, and others have")
+            raise ValueError(f"rank {missing[0]} has no gradient of {name!r}, but other ranks have")
         for rank, gradient in there.items():
             if tuple(gradient.shape) != self.boxes[rank].shape:
-                raise ValueError(f"rank {rank} has another part of the gradient of {name!r}")
+                raise ValueError(f"rank {rank} has another slice of the gradient of {name!r}")
         if not self.is_cut:
             return next(iter(there.values()))
         first = next(iter(there.values()))
         found = torch.empty(self.box.shape, dtype=first.dtype, device=first.device)
         for rank, gradient in there.items():
             if gradient.dtype != first.dtype:
-                raise ValueError(f"the parts of the gradient of {name!r} are of several dtypes")
+                raise ValueError(f"the slices of the gradient of {name!r} have different dtypes")
             part = self.box.meet(self.boxes[rank])
             if part is not None:
                 source = dense(gradient)[part.slices_in(self.boxes[rank])]
@@ -117,29 +119,31 @@ class _Wanted:
 
 
 class ReshardedGradients:
-    """Which gradients this rank needs, and of whose log.
+    """Gradients that this rank needs, from the logs of the old ranks.
 
     Args:
-        state: as it was restored from the base that ``layout`` is of.
+        state: as restored from the base that ``layout`` describes.
 
     Attributes:
-        giver: see :func:`source_rank_of`.
-        asked: ranks whose logs are needed at each step.
-        inexact: why replay does not give the bits of training; "" if it does.
+        source_rank: see :func:`source_rank_of`.
+        needed: old ranks whose logs are needed at each step.
+        inexact: why replay is not bit for bit that of training; "" if it is.
 
     Raises:
-        ReplayError: nothing can be replayed in other parts than it was trained in; says why.
+        ReplayError: the log cannot be replayed in another layout; says why.
     """
 
     def __init__(self, state: State, layout: SavedLayout) -> None:
         self._layout = layout
         self._optimizers = state.optimizers
-        self._cut: dict[str, str] = {}  # by optimizer a parameter that is in other parts now
-        self.giver = source_rank_of(state.ranks.rank, layout)
+        self._resliced: dict[str, str] = {}  # by optimizer, one of its resharded parameters
+        self.source_rank = source_rank_of(state.ranks.rank, layout)
         self.inexact = ""
         self._wanted: dict[str, dict[str, _Wanted]] = {}
-        self._elsewhere: dict[str, set[str]] = {}  # parameters that another rank updates for us
-        asked = {self.giver}
+        self._updated_elsewhere: dict[
+            str, set[str]
+        ] = {}  # by optimizer, parameters updated by other ranks
+        needed = {self.source_rank}
         names: dict[int, str] = {}
         for section, provider in state.providers.items():
             if isinstance(provider, ModuleProvider):
@@ -149,35 +153,38 @@ class ReshardedGradients:
             provider = state.providers[key]
             assert isinstance(provider, OptimizerProvider)
             if [list(group) for group in layout.groups.get(key, ())] != provider.groups():
-                raise ReplayError(f"{key} has other groups of parameters than it had")
-            self._wanted[key], self._elsewhere[key] = {}, set()
+                raise ReplayError(f"{key} has other parameter groups than when the base was saved")
+            self._wanted[key] = {}
+            self._updated_elsewhere[key] = set()
             mine = provider.owned() if isinstance(provider, ZeroProvider) else None
             for name, parameter in provider.named():
                 if mine is not None and name not in mine:
-                    self._elsewhere[key].add(name)
+                    self._updated_elsewhere[key].add(name)
                     continue
                 if id(parameter) not in names:
-                    raise ReplayError(f"{name!r}, which {key} trains, is in no module of the state")
+                    raise ReplayError(
+                        f"{name!r}, which {key} trains, belongs to no module of the state"
+                    )
                 ranks, wanted = self._find(names[id(parameter)], parameter)
-                asked |= ranks
+                needed |= ranks
                 self._wanted[key][name] = wanted
                 if wanted.is_cut:
-                    self._cut.setdefault(key, name)
+                    self._resliced.setdefault(key, name)
                     self._check(key, optimizer, name, parameter)
-        self.asked = frozenset(asked)
+        self.needed = frozenset(needed)
 
     def update(self, records: Mapping[int, LogRecord]) -> Update:
-        """One update, of this rank's parts.
+        """Return one update of this rank's slices.
 
         Args:
-            records: of :attr:`asked`.
+            records: records of the update, of all ranks in :attr:`needed`.
 
         Raises:
-            FormatError: they are not of one update, or parts are missing.
-            ReplayError: it does not act element by element on what is in other parts now.
+            FormatError: the records belong to different updates, or slices are missing.
+            ReplayError: the optimizer does not work element by element on resharded parameters.
         """
-        mine = records[self.giver]
-        others = {r: x for r, x in records.items() if r != self.giver}
+        mine = records[self.source_rank]
+        others = {r: x for r, x in records.items() if r != self.source_rank}
         head = mine.head
         for rank, record in others.items():
             if (record.head.step, record.head.lsn) != (head.step, head.lsn):
@@ -185,32 +192,36 @@ class ReshardedGradients:
         found = update_of(replace(mine, parts=others))
         try:
             wanted = self._wanted[found.optimizer]
-            parts = {self.giver: found.gradients}
+            parts = {self.source_rank: found.gradients}
             lossy = found.lossy
-            for rank in {rank for one in wanted.values() for rank in one.boxes} - {self.giver}:
-                parts[rank], poor = _own(records[rank], found.optimizer)
-                lossy = lossy or poor
-            known = wanted.keys() | self._elsewhere[found.optimizer]
-            if strange := found.gradients.keys() - known:
-                raise ValueError(f"gradients of {min(strange)!r}, which nobody trains here")
-            gradients = dict(_taken(wanted, parts, self.giver))
+            for rank in {rank for one in wanted.values() for rank in one.boxes} - {
+                self.source_rank
+            }:
+                parts[rank], is_lossy = _gradients_in(records[rank], found.optimizer)
+                lossy = lossy or is_lossy
+            known = wanted.keys() | self._updated_elsewhere[found.optimizer]
+            if unknown := found.gradients.keys() - known:
+                raise ValueError(f"gradients of {min(unknown)!r}, which no optimizer trains here")
+            gradients = dict(_slices(wanted, parts, self.source_rank))
         except (AttributeError, LookupError, TypeError, ValueError) as error:
-            raise FormatError(f"{head} of several ranks is none together: {error!r}") from error
+            raise FormatError(
+                f"{head} cannot be assembled from the records of several ranks: {error!r}"
+            ) from error
         self._check_class(found)
         return replace(found, gradients=gradients, lossy=lossy)
 
     def _check_class(self, update: Update) -> None:
         key = update.optimizer
         kind, _ = class_for(update, type(local_optimizer(self._optimizers[key])))
-        if kind is not None and key in self._cut and not is_elementwise(kind):
+        if kind is not None and key in self._resliced and not is_elementwise(kind):
             raise ReplayError(
                 f"{key} is a {kind_name(kind)}, which does not act element by element, and "
-                f"{self._cut[key]!r} is in other parts than it was trained in"
+                f"{self._resliced[key]!r} is sharded differently than in training"
             )
 
     def _find(self, entry: str, parameter: torch.Tensor) -> tuple[set[int], _Wanted]:
-        """Whose gradients of a parameter are needed, and which parts."""
-        pieces = self._layout.saved.pieces_of(entry, self.giver)
+        """Return the old ranks that held a parameter, and the slices needed."""
+        pieces = self._layout.saved.pieces_of(entry, self.source_rank)
         if not pieces:
             raise ReplayError(f"{entry!r} is not in the base")
         placement = pieces[0].placement
@@ -220,22 +231,25 @@ class ReshardedGradients:
         if not placement.cuts:
             return set(ranks), _Wanted(box, shape, {})
         boxes = {rank: _box(placement, rank, shape) for rank in ranks}
-        found: dict[Box, int] = {boxes[self.giver]: self.giver}
-        for rank in sorted(ranks):  # of replicas one
+        found: dict[Box, int] = {boxes[self.source_rank]: self.source_rank}
+        for rank in sorted(ranks):  # one replica is enough
             found.setdefault(boxes[rank], rank)
-        near = {r: b for b, r in found.items() if r == self.giver or box.meet(b) is not None}
+        near = {r: b for b, r in found.items() if r == self.source_rank or box.meet(b) is not None}
         meets = [part for b in near.values() if (part := box.meet(b)) is not None]
+        # The slices must cover this one exactly, or elements would be updated twice or never.
         if box.size and sum(part.size for part in meets) != box.size:
-            raise ReplayError(f"the ranks that wrote the log had not all of {entry!r}")
+            raise ReplayError(f"the ranks that wrote the log did not hold all of {entry!r}")
         if any(one.meet(other) for n, one in enumerate(meets) for other in meets[:n]):
-            raise ReplayError(f"parts of {entry!r} overlap")
-        if box.size and box.meet(boxes[self.giver]) is None:
-            del near[self.giver]
+            raise ReplayError(f"slices of {entry!r} overlap")
+        if box.size and box.meet(boxes[self.source_rank]) is None:
+            del near[self.source_rank]
         return set(near), _Wanted(box, shape, near)
 
     def _check(self, key: str, optimizer: Optimizer, name: str, parameter: torch.Tensor) -> None:
-        """Raises:
-        ReplayError: what is in other parts now cannot be replayed.
+        """Check that the resharded parameter can be replayed.
+
+        Raises:
+            ReplayError: it cannot.
         """
         local = local_tensor(parameter)
         group = next(
@@ -245,41 +259,43 @@ class ReshardedGradients:
         )
         if variant_of(group, local.device.type) == "fused":
             if not local.is_contiguous():
-                raise ReplayError(f"{name!r}: a fused kernel over another order of elements")
+                raise ReplayError(
+                    f"{name!r}: a fused kernel would process its elements in another order"
+                )
             self.inexact = (
-                f"{key} is fused: its kernel rounds the last elements of a tensor otherwise, and "
-                f"{name!r} is in other parts than it was trained in"
+                f"{key} is fused: its kernel rounds the last elements of a tensor differently, and "
+                f"{name!r} is sharded differently than in training"
             )
         held = [local, *optimizer.state.get(parameter, {}).values()]
         kinds = {one.dtype for one in held if isinstance(one, torch.Tensor)}
         if other := sorted(str(dtype) for dtype in kinds.difference(_ANY_CUT)):
             self.inexact = (
-                f"{name!r} is {other[0].removeprefix('torch.')}, in other parts than it was "
-                "trained in: torch rounds the last elements of a tensor otherwise"
+                f"{name!r} is {other[0].removeprefix('torch.')}, sharded differently than in "
+                "training: torch rounds the last elements of a tensor differently"
             )
 
 
-def _taken(
-    wanted: Mapping[str, _Wanted], parts: Mapping[int, Mapping[str, Gradient]], giver: int
+def _slices(
+    wanted: Mapping[str, _Wanted], parts: Mapping[int, Mapping[str, Gradient]], source_rank: int
 ) -> Iterator[tuple[str, Gradient]]:
     for name, one in wanted.items():
         if one.boxes:
-            gradient = one.of_parts(name, parts)
+            gradient = one.assemble(name, parts)
         else:
-            whole = parts[giver].get(name)
-            gradient = None if whole is None else one.of_whole(whole)
+            full = parts[source_rank].get(name)
+            gradient = None if full is None else one.slice_of_full(full)
         if gradient is not None:
             yield name, gradient
 
 
-def _own(record: LogRecord, optimizer: str) -> tuple[dict[str, Gradient], bool]:
-    """Gradients in one rank's record, and whether they are lossy."""
+def _gradients_in(record: LogRecord, optimizer: str) -> tuple[dict[str, Gradient], bool]:
+    """Return the gradients in one rank's record, and True if they are lossy."""
     in_parts = PART_OBJECT in record.objects
-    about: Any = decode(record.objects[PART_OBJECT if in_parts else UPDATE_OBJECT])
-    if about["optimizer"] != optimizer:
-        raise ValueError(f"an update of {about['optimizer']!r}, not of {optimizer!r}")
+    fields: Any = decode(record.objects[PART_OBJECT if in_parts else UPDATE_OBJECT])
+    if fields["optimizer"] != optimizer:
+        raise ValueError(f"an update of {fields['optimizer']!r}, not of {optimizer!r}")
     tensors = {place.entry.name: tensor_of(record, place) for place in record.layout.placed}
-    return gradients_of(about, tensors), bool(about.get("lossy", False))
+    return gradients_of(fields, tensors), bool(fields.get("lossy", False))
 
 
 def _box(placement: Placement, rank: int, shape: Sequence[int]) -> Box:

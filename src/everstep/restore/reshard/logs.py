@@ -1,9 +1,8 @@
-"""Logs of ranks that trained in another number than this job has, or in another layout
-(``docs/design/ranks.md``): what of them this rank reads, for itself and for the others.
+"""Logs of ranks that trained in another number, or in another layout (``docs/design/ranks.md``).
 
-Each segment is looked at, and read, by one rank: those that see the same disk share them out among
-each other, all share out what copies have. What lies in a keeper's memory is read by whoever that
-keeper serves.
+Each segment is read by one rank of this job. Ranks that see the same disk share out its segments;
+all ranks share out those in copies. Records in the memory of a keeper are read by the rank that it
+serves.
 """
 
 from __future__ import annotations
@@ -30,19 +29,18 @@ _log = logging.getLogger("everstep")
 
 @dataclass(frozen=True, slots=True)
 class LogsInMemory:
-    """What keepers on this machine have in memory.
+    """Log records in the memory of keepers on this machine.
 
     Attributes:
-        records: by the rank that they are the log of.
-        held: steps of other ranks' logs.
+        records: by the rank that wrote them.
+        held: steps of the logs of ranks on other nodes.
     """
 
     records: Mapping[int, Sequence[LogRecord]]
     held: Sequence[PeerLog] = ()
 
     def of(self, source: int, inventory: Inventory) -> list[LogRecord]:
-        """All records of one rank's log, of timelines that are what this disk has under that number
-        (I7)."""
+        """Return all records of one rank, of timelines that mean the same on this disk (I7)."""
         known = inventory.timelines
         found = [
             record
@@ -57,7 +55,7 @@ class LogsInMemory:
             try:
                 records = unpacked(log.steps)
             except (DamageError, FormatError) as error:
-                _log.warning("steps of the log of rank %d are of no use: %s", source, error)
+                _log.warning("steps of the log of rank %d are unusable: %s", source, error)
                 continue
             for record in records:
                 head = record.head
@@ -67,12 +65,12 @@ class LogsInMemory:
 
 
 class ReshardedLogs:
-    """What this rank reads of them.
+    """The logs of the old ranks that this rank reads.
 
     Args:
-        filesystem: of the run folder.
-        rank, world: of the job that starts.
-        memory: of keepers.
+        filesystem: file system of the run folder.
+        rank, world: rank, and number of ranks, in the job that starts.
+        memory: records in the memory of keepers.
     """
 
     def __init__(
@@ -91,9 +89,11 @@ class ReshardedLogs:
         self._memory = memory
         self._ring = ring
         self._timeout_s = timeout_s
-        self._logs: dict[tuple[int, int], LogFound] = {}  # by the world that wrote it, and rank
+        self._logs: dict[
+            tuple[int, int], LogFound
+        ] = {}  # by number of ranks that wrote it, and rank
         self._worlds: dict[int, int] = {}
-        self._mended: list[Skipped] = []
+        self._repaired: list[Skipped] = []
 
     def look(
         self,
@@ -104,13 +104,14 @@ class ReshardedLogs:
         near: Sequence[int],
         relaid: bool = False,
     ) -> dict[int, tuple[LogRun, ...]]:
-        """What there is now, by the rank whose log it is.
+        """Scan the logs; return the runs of steps by the rank that wrote them.
 
         Args:
-            copies: places that have copies of the run, nearest first.
-            bases: that this rank could begin with; of copies only what leads on from there counts.
-            near: the ranks that see the same disk, this one among them.
-            relaid: of as many ranks as this job has, too.
+            copies: places with copies of the run, nearest first.
+            bases: bases that this rank could start from; of copies only records that lead on from
+                these count.
+            near: ranks that see the same disk, including this one.
+            relaid: include logs of as many ranks as this job has.
 
         Raises:
             OSError: a directory cannot be read.
@@ -128,6 +129,8 @@ class ReshardedLogs:
             here = _only(inventory, numbers)
             there = [(files, _only(other, numbers)) for files, other in copies]
             for source in range(world):
+                # All ranks compute the same shares, so each log on this disk is read by exactly one
+                # of them.
                 mine = near[source * len(near) // world] == self._rank
                 nearest = source * self._world // world == self._rank
                 records = self._memory.of(source, here)
@@ -150,36 +153,35 @@ class ReshardedLogs:
 
     @property
     def skipped(self) -> Iterator[Skipped]:
-        """Segments that cannot be used, and records that were read in another place."""
-        yield from self._mended
+        """Unusable segments, and damaged records that were read from another place."""
+        yield from self._repaired
         for log in self._logs.values():
             yield from log.skipped
 
     def has(self, source: int, timeline: int) -> bool:
-        """Whether this rank reads a log of a timeline that is looked at here."""
+        """Return True if this rank reads the log of ``source`` on a timeline."""
         return (self._worlds.get(timeline), source) in self._logs
 
     def records(self, source: int, timeline: int, step: int) -> list[LogRecord]:
-        """Updates and mark of a step, verified.
+        """Return the updates and the mark of a step, verified.
 
         Raises:
-            EverstepError: one cannot be read, or is damaged in every place.
-            LookupError: they are not there, or not this rank's to read.
+            EverstepError: a record cannot be read, or is damaged in every place.
+            LookupError: there are none, or another rank reads them.
         """
         log = self._logs[self._worlds[timeline], source]
-        about = self._filesystem, self._ring, self._timeout_s
         try:
-            return log.step_of(timeline, step, *about)
+            return log.step_of(timeline, step, self._filesystem, self._ring, self._timeout_s)
         finally:
-            self._mended += log.take_repaired()
+            self._repaired += log.take_repaired()
 
     def close(self) -> None:
-        """Ends what is under way. Idempotent."""
+        """Cancel outstanding reads. Idempotent."""
         for log in self._logs.values():
             log.close()
 
 
 def _only(inventory: Inventory, timelines: Collection[int]) -> Inventory:
-    """An inventory of these timelines."""
+    """Return the inventory restricted to these timelines."""
     chosen = {n: record for n, record in inventory.timelines.items() if n in timelines}
     return replace(inventory, timelines=chosen)

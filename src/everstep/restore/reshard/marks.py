@@ -1,9 +1,8 @@
-"""Step marks of ranks of another number: what no optimizer replays, restored as from a base.
+"""Step marks of another set of ranks, restored as a base of theirs would be.
 
-With the marks of a step, what the headers of a base say of who had which part of a tensor is true
-of that step, too. So they are read by the very code that reads a base of another number of ranks,
-with its rules for what each rank had for itself (``docs/design/ranks.md``,
-``docs/design/ranks.md``).
+The headers of a base say which rank held which slice of a tensor, and that also holds at later
+steps. So marks are read by the code that reads a base of another number of ranks, with its rules
+for per-rank state (``docs/design/ranks.md``).
 """
 
 from __future__ import annotations
@@ -48,7 +47,7 @@ _WHICH = f"{SPOT}which"
 
 
 def live_tensors(state: State) -> dict[str, torch.Tensor]:
-    """All that this rank holds, by the names by which trees refer to it."""
+    """Return all tensors of this rank, by the names that trees refer to."""
     found: dict[str, torch.Tensor] = {}
     for section, provider in state.providers.items():
         split(provider.collect(), section, found)
@@ -56,8 +55,8 @@ def live_tensors(state: State) -> dict[str, torch.Tensor]:
 
 
 def restore_marks(state: State, layout: SavedLayout, marks: Mapping[int, LogRecord]) -> list[str]:
-    """Restores what the marks of a step hold, on a state whose optimizers have been replayed up to
-    there; returns what is not as it was, in words.
+    """Restore the contents of the marks of a step, after the optimizers were replayed up to it;
+    return notes.
 
     Args:
         marks: of all ranks that wrote the log, verified.
@@ -72,18 +71,20 @@ def restore_marks(state: State, layout: SavedLayout, marks: Mapping[int, LogReco
     mismatches = tuple(item for plan in plans.values() for item in plan.mismatches)
     if mismatches:
         listed = "\n".join(f"  {name}: {problem}" for name, problem in mismatches)
-        raise MismatchError(f"the marks do not fit the state:\n{listed}", mismatches=mismatches)
+        raise MismatchError(
+            f"the step marks do not fit the state:\n{listed}", mismatches=mismatches
+        )
     logged: dict[str, torch.Tensor] = {}
     for plan in plans.values():
         for name in references(plan.tree):
-            part = _part(name, view, plan, ranks)
-            if part is not None:
-                logged[name] = part
+            slice_ = _logged_slice(name, view, plan, ranks)
+            if slice_ is not None:
+                logged[name] = slice_
     return [*view.notes, *put_back(state, plans, logged, live_tensors(state))]
 
 
-class _Bytes:
-    """Objects, one behind the other, as a file."""
+class _BytesFile:
+    """Encoded objects, concatenated, as a file."""
 
     def __init__(self, data: bytes) -> None:
         self._data = data
@@ -93,9 +94,9 @@ class _Bytes:
         return len(self._data)
 
     def read_into(self, buffer: memoryview, offset: int) -> int:
-        part = self._data[offset : offset + buffer.nbytes]
-        buffer[: len(part)] = part
-        return len(part)
+        slice_ = self._data[offset : offset + buffer.nbytes]
+        buffer[: len(slice_)] = slice_
+        return len(slice_)
 
     def close(self) -> None:
         pass
@@ -103,10 +104,10 @@ class _Bytes:
 
 @dataclass(frozen=True, slots=True)
 class _Mark:
-    """One rank's mark, as files of a base.
+    """One rank's mark in the form of files of a base.
 
     Attributes:
-        data: of its tensors, by the names of their entries.
+        data: bytes of its tensors, by entry name.
     """
 
     opened: OpenBase
@@ -126,7 +127,7 @@ class _Mark:
                 place.entry.dtype,
                 place.entry.shape,
             ):
-                raise FormatError(f"rank {rank}, {mark.head}: another {name!r} than its base has")
+                raise FormatError(f"rank {rank}, {mark.head}: has another {name!r} than the base")
             data[name] = mark.data[place.begin : place.end]
         placed: list[Placed] = []
         digests: list[str] = []
@@ -139,7 +140,9 @@ class _Mark:
                 if entry.name in data:
                     digests.append(digest(data[entry.name]))
                 elif Placement.parse(entry.placement).ranks == (rank,):
-                    digests.append(f"{before} of rank {rank}")  # replay has changed it since
+                    digests.append(
+                        f"{before} of rank {rank}"
+                    )  # its digest is unknown: replay has changed it
                 else:
                     digests.append(before)
         begin = 0
@@ -152,20 +155,20 @@ class _Mark:
         aliases = {k: v for _, _, header, _ in base.shards for k, v in header.aliases.items()}
         header = ShardHeader(first[2].identity, tuple(placed), tuple(digests), aliases, 0)
         record: FileRecord = first[1]
-        file = _Bytes(b"".join(mark.objects.values()))
+        file = _BytesFile(b"".join(mark.objects.values()))
         path = PurePath(f"mark of rank {rank}")
         return cls(OpenBase(base.marker, [(file, record, header, path)]), data)
 
 
-def _part(
+def _logged_slice(
     name: str, view: View, plan: RestorePlan, ranks: Mapping[int, _Mark]
 ) -> torch.Tensor | None:
-    """This rank's part of a tensor that marks hold; None: they do not, a replay gives it.
+    """Return this rank's slice of a tensor that the marks hold; None if replay restores the tensor.
 
     Raises:
-        FormatError: they hold parts of it only.
+        FormatError: the marks hold only some of it.
     """
-    # An empty part has no memory by which to tell whose it is, so it is in marks in any case.
+    # Empty slices are in every mark, since without memory their owner is unknown.
     pieces = [p for p in view.pieces[name] if p.box.size]
     entry = view.entries[name]
     held = [piece for piece in pieces if piece.entry.name in ranks[piece.rank].data]
@@ -174,39 +177,40 @@ def _part(
     live = plan.in_place.get(name)
     template = plan.like.get(name)
     box = box_here(entry, live if live is not None else template)
-    part = empty_like_entry(part_of(entry, box))
-    found, missing = fills(held, box, host_bytes(part))
+    slice_ = empty_like_entry(part_of(entry, box))
+    found, missing = fills(held, box, host_bytes(slice_))
     if missing or len(held) != len(pieces):
-        raise FormatError(f"the marks do not hold all of {name!r}")
+        raise FormatError(f"the step marks do not hold all of {name!r}")
     for fill in found:
         fill.copy(ranks[fill.piece.rank].data[fill.piece.entry.name])
-    return part if live is not None or template is None else dtensor_like(template, entry, part)
+    return slice_ if live is not None or template is None else dtensor_like(template, entry, slice_)
 
 
 class ReshardedSamples:
-    """Compares this rank's parts with the elements that marks of other ranks hold
+    """Comparison of this rank's tensors with the samples in marks of other ranks
     (:mod:`everstep.capture.spots`).
 
     Args:
-        giver: see :func:`.old_gradients.source_rank_of`: of which of several tensors of a name.
+        source_rank: see :func:`.gradients.source_rank_of`; selects among different tensors of one
+            name.
     """
 
-    def __init__(self, layout: SavedLayout, giver: int) -> None:
+    def __init__(self, layout: SavedLayout, source_rank: int) -> None:
         self._layout = layout
-        self._giver = giver
+        self._giver = source_rank
         self._entries: dict[int, list[Entry]] = {}
 
-    def other(
+    def first_difference(
         self, marks: Mapping[int, LogRecord], tensors: Mapping[str, torch.Tensor]
     ) -> str | None:
-        """The name of a tensor that has other elements than a mark; None: there is none.
+        """Return the name of a tensor that differs from a sample; None if there is none.
 
         Args:
             marks: of one step, by the rank that wrote them.
             tensors: of :func:`live_tensors`.
 
         Raises:
-            FormatError: a mark is of another state.
+            FormatError: a mark belongs to another state.
         """
         for rank, mark in marks.items():
             for entry, at, values in self._samples(rank, mark):
@@ -220,8 +224,8 @@ class ReshardedSamples:
     def _samples(
         self, rank: int, mark: LogRecord
     ) -> Iterator[tuple[Entry, np.ndarray, np.ndarray]]:
-        """Of each tensor that was looked at: where its elements lie in the whole, a row for each,
-        and their values as integers."""
+        """Yield for each sampled tensor the positions of the elements, one row each, and their
+        values as integers."""
         logged = {
             place.entry.name: tensor_of(mark, place).numpy()
             for place in mark.layout.placed
@@ -235,17 +239,17 @@ class ReshardedSamples:
         entries = self._entries[rank]
         used = dict.fromkeys(logged, 0)
         if which.size != (len(entries) + 7) // 8:
-            raise FormatError("samples of a state that consists of other tensors")
+            raise FormatError("the samples belong to a state with other tensors")
         bits = np.unpackbits(which)[: len(entries)]
         for entry in (one for one, bit in zip(entries, bits, strict=True) if bit):
             if entry.logical_dtype is not None or entry.dtype.startswith("C"):
-                continue  # complex ones have an array of their own
+                continue  # complex tensors have samples of their own
             name = SPOT + str(torch_dtype(entry.dtype)).removeprefix("torch.")
             at = _coordinates(entry.shape, mark.head.step)
             begin = used.get(name, 0)
             used[name] = begin + len(at)
             if name not in logged or used[name] > logged[name].size:
-                raise FormatError("samples of tensors of other dtypes than the state has")
+                raise FormatError("the samples belong to tensors of other dtypes")
             yield (
                 entry,
                 at + np.array(entry.global_offset, np.int64),
@@ -254,7 +258,7 @@ class ReshardedSamples:
 
 
 def _coordinates(shape: tuple[int, ...], step: int) -> np.ndarray:
-    """The elements of a tensor that are looked at in a step: shape ``[elements, dimensions]``."""
+    """Return the sampled elements of a tensor in a step: shape ``[elements, dimensions]``."""
     if not shape:
         return np.zeros((1, 0), np.int64)
     rows = []
@@ -269,7 +273,7 @@ def _coordinates(shape: tuple[int, ...], step: int) -> np.ndarray:
 
 
 def _differs(entry: Entry, at: np.ndarray, values: np.ndarray, live: torch.Tensor) -> bool:
-    """Whether this rank has other values at some of these elements, as far as it has them."""
+    """Return True if this rank holds other values at some of these elements."""
     box: Box = box_here(replace(entry, shape=entry.global_shape), live)
     own = at - np.array(box.offset, np.int64)
     inside = ((own >= 0) & (own < np.array(box.shape, np.int64))).all(axis=1)
@@ -281,7 +285,7 @@ def _differs(entry: Entry, at: np.ndarray, values: np.ndarray, live: torch.Tenso
     theirs = torch.from_numpy(values[inside].copy()).view(mine.dtype)
     same = mine.view(_as_integers(mine)) == theirs.view(_as_integers(mine))
     if mine.is_floating_point():
-        same |= mine.isnan() & theirs.isnan()  # one NaN is as good as another
+        same |= mine.isnan() & theirs.isnan()  # NaN payloads may differ
     return not bool(same.all())
 
 

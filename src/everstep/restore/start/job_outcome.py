@@ -1,4 +1,4 @@
-"""What a start of several ranks has made of one rank's state."""
+"""Result of one rank in a resume of several ranks."""
 
 from __future__ import annotations
 
@@ -30,25 +30,32 @@ __all__ = [
     "doubted",
     "record_of",
     "recovery_report",
-    "refused",
+    "refusal_error",
     "resumed_of",
     "with_ranks",
 ]
 
 _HINT_UNLIKE = (
-    "build what these ranks have in common as it was saved, alike on all of them; what is new on "
-    "one (a head, say) can be added to the optimizer behind resume(strict=False), by "
-    "add_param_group()"
+    "build the state that these ranks share as it was saved, the same on all of them; parameters "
+    "that are new on one rank (a head, say) can be added to the optimizer after "
+    "resume(strict=False), with add_param_group()"
 )
-_ELSEWHERE = "what another rank has restored is not exact"
+_ELSEWHERE = "the state that another rank restored is not exact"
 
 
 @dataclass(slots=True)
 class Outcome:
-    """What has become of the live state.
+    """Live state of this rank during the resume.
 
     Attributes:
-        audit: what it rests on (see :func:`.audits.audit_of`).
+        loaded: result of loading the base; None on a fresh start.
+        source: source of the base.
+        exact: True if the state is bit for bit that of training.
+        load_s: seconds spent loading.
+        inventory: last scan of the run folder.
+        reads: bytes read, by tier.
+        redone: result of replay.
+        audit: audit that the state rests on (see :func:`.audits.audit_of`).
     """
 
     loaded: LoadedBase | None = None
@@ -71,11 +78,11 @@ class Outcome:
         load_s: float,
         inventory: Inventory | None,
     ) -> Outcome:
-        """What was restored, and from where.
+        """Return the outcome of loading a base.
 
         Args:
-            picked: where the files of each rank that wrote some were read.
-            rank: that has read them.
+            picked: location where the files of each rank were read.
+            rank: rank that read them.
         """
         read_bytes: dict[Source, int] = {}
         for writer, size_bytes in loaded.rank_bytes.items():
@@ -94,11 +101,11 @@ class Outcome:
         )
 
     def audited(self, restored: Restored, end: BaseId | None) -> Restored:
-        """What was restored, not exact where it rests on a base that audits have found different
-        (I9), which is noted.
+        """Apply audits to the result: a state that rests on a base which audits found different is
+        not exact (I9).
 
         Args:
-            end: timeline and step that were restored.
+            end: timeline and step of the state.
         """
         if self.inventory is not None and end is not None:
             self.audit = audit_of(self.inventory, end)
@@ -113,18 +120,18 @@ class Outcome:
 
     @property
     def is_doubted(self) -> bool:
-        """Whether an audit has found a difference."""
+        """True if an audit found a difference."""
         return self.audit is not None and self.audit.verdict == "different"
 
 
 def record_of(
     choice: Choice, number: int, meeting: Meeting, *, exact: bool, unix_s: float
 ) -> TimelineRecord:
-    """Of the timeline that all ranks open.
+    """Return the record of the timeline that all ranks open.
 
     Args:
-        exact: what was restored is bit for bit what training had.
-        unix_s: now.
+        exact: True if the restored state is exact.
+        unix_s: current time.
     """
     assert choice.run is not None, "every disk has the record of the run by now"
     known = fingerprint_of_all(meeting.fingerprints or (fingerprint(),))
@@ -141,25 +148,25 @@ def record_of(
     )
 
 
-def refused(
+def refusal_error(
     refuse: Refuse,
-    why: Iterable[str],
+    details: Iterable[str],
     left_out: tuple[tuple[str, str], ...],
     *,
     rank: int,
     run: PurePath,
 ) -> RecoveryError | MismatchError:
-    """What this rank raises where all ranks have agreed on restoring nothing.
+    """Return the error to raise after all ranks agreed to restore nothing.
 
     Args:
-        why: files could not be used here.
-        left_out: what does not fit here.
+        details: files that could not be used here.
+        left_out: differences on this rank.
     """
     if refuse.unlike:
         return MismatchError(
             refuse.reason, mismatches=left_out, rank=rank, path=run, hint=_HINT_UNLIKE
         )
-    text = "\n".join([refuse.reason, *(f"  {one}" for one in why)])
+    text = "\n".join([refuse.reason, *(f"  {one}" for one in details)])
     return RecoveryError(text, rank=rank, path=run)
 
 
@@ -170,11 +177,11 @@ def resumed_of(
     skipped: tuple[Skipped, ...],
     damage: tuple[str, ...],
 ) -> Resumed:
-    """What one rank has come back to, when all of them go on.
+    """Return the result of one rank, after all ranks agreed to go on.
 
     Args:
-        skipped: what could not be used, beside what all know of.
-        damage: in words.
+        skipped: bases and steps skipped, besides those known to all ranks.
+        damage: problems, in words.
     """
     choice = go.choice
     loaded = outcome.loaded
@@ -189,8 +196,9 @@ def resumed_of(
     if outcome.audit is not None and outcome.is_doubted:
         inexact = inexact or describe_audit(outcome.audit)
     if loaded is not None and choice.base is not None and choice.manifest is not None:
-        about = loaded, choice.base, choice.manifest.markers, choice.timelines
-        inexact = inexact or why_not_exact(*about)
+        inexact = inexact or why_not_exact(
+            loaded, choice.base, choice.manifest.markers, choice.timelines
+        )
     if outcome.exact and not go.exact:
         inexact = _ELSEWHERE
     inventory = outcome.inventory
@@ -207,7 +215,10 @@ def resumed_of(
         loaded,
         outcome.source,
         outcome.exact and go.exact,
-        (*(Skipped(base.timeline, base.step, why) for base, why in choice.skipped), *skipped),
+        (
+            *(Skipped(base.timeline, base.step, why) for base, why in choice.skipped),
+            *skipped,
+        ),
         problems,
         step=0 if end is None else end.step,
         lsn=lsn,
@@ -224,7 +235,7 @@ def resumed_of(
 
 
 def doubted(resumed: Resumed, notes: Sequence[str]) -> Resumed:
-    """Return what was restored with such notes, which were found after the agreement."""
+    """Add notes found after the agreement to a result; it is then not exact."""
     if not notes:
         return resumed
     why = "; ".join(filter(None, (resumed.inexact, *notes)))
@@ -233,7 +244,7 @@ def doubted(resumed: Resumed, notes: Sequence[str]) -> Resumed:
 
 
 def recovery_report(resumed: Resumed) -> dict[str, Any]:
-    """What a rank tells the others of how it has come back."""
+    """Return a rank's report about its resume, for the other ranks."""
     return {
         "reads": [[one.source, one.size_bytes] for one in resumed.reads],
         "back": [
@@ -247,18 +258,18 @@ def recovery_report(resumed: Resumed) -> dict[str, Any]:
     }
 
 
-def with_ranks(resumed: Resumed, said: Sequence[Mapping[str, Any]]) -> Resumed:
-    """With what every rank has told of itself (:func:`recovery_report`), by rank."""
-    backs = tuple(RankBack(rank, *one["back"]) for rank, one in enumerate(said))
+def with_ranks(resumed: Resumed, reports: Sequence[Mapping[str, Any]]) -> Resumed:
+    """Add the reports of all ranks (:func:`recovery_report`), in order of rank."""
+    backs = tuple(RankBack(rank, *one["back"]) for rank, one in enumerate(reports))
     causes = ", ".join(str(one.rank) for one in backs if not one.exact)
     if resumed.inexact == _ELSEWHERE and causes:
-        why = f"what rank(s) {causes} restored is not exact: their evidence says why"
+        why = f"the state that rank(s) {causes} restored is not exact: see their evidence"
         resumed = replace(resumed, inexact=why)
     return replace(
         resumed,
         reads=tuple(
             RankRead(rank, str(source), int(size_bytes))
-            for rank, one in enumerate(said)
+            for rank, one in enumerate(reports)
             for source, size_bytes in one["reads"]
         ),
         ranks=backs,

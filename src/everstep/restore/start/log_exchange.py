@@ -1,12 +1,12 @@
-"""What ranks say while they agree on what to restore, and hand each other of their logs meanwhile.
+"""Log records that ranks send each other while they resume together.
 
-Where each rank has recorded a part of what all consumed alike (``docs/design/ranks.md``), replay
-takes all
-parts: each rank asks the others for theirs, step by step, and answers them whenever it looks at its
-mailbox: between two steps, and while it loads. What belongs to the agreement waits meanwhile.
+If each rank recorded a share of updates that all ranks made alike (``docs/design/ranks.md``),
+replay needs the
+shares of all. Each rank requests those of the others step by step. It answers requests whenever it
+checks its mailbox: between steps, and while it loads. Messages of the agreement wait meanwhile.
 
-Where another number of ranks has written the log, each of theirs is read by one rank, which hands
-it out in the same way, with the marks (``docs/design/ranks.md``).
+If another number of ranks wrote the log, each old rank's log is read by one rank, which sends the
+records, marks included, in the same way (``docs/design/ranks.md``).
 """
 
 from __future__ import annotations
@@ -25,22 +25,24 @@ from everstep.seams.clock import Clock
 
 __all__ = ["LogExchange", "decode_records", "encode_records"]
 
-_PART_BYTES = 1 << 20
-_UNANSWERED_MAX = 8  # parts
+_CHUNK_BYTES = 1 << 20
+_IN_FLIGHT_MAX = 8  # chunks requested ahead
 _TICK_S = 0.05
-_AGAIN_S = 2.0  # at first
-_AGAIN_MAX_S = 30.0
-_KEPT_BYTES = 64 << 20
+_RETRY_S = 2.0  # initial; doubled with each retry
+_RETRY_MAX_S = 30.0
+_CACHE_BYTES = 64 << 20
 _NUMBER_BYTES = 8
 _DIGEST_BYTES = len(digest(b""))
 
 
 def encode_records(records: Sequence[LogRecord]) -> bytes:
-    """One rank's updates of a step, for another rank: how many bytes they are, and of the index of
-    their records, these, and the digest of the index.
+    """Encode one rank's records of a step for another rank.
+
+    The result consists of the total size, the size of the record index, the records and their
+    index, and the digest of the index.
 
     Raises:
-        DamageError: a record is not what it was when it came.
+        DamageError: a record is damaged.
     """
     for record in records:
         record.verify()
@@ -53,11 +55,12 @@ def encode_records(records: Sequence[LogRecord]) -> bytes:
 
 
 def decode_records(data: bytearray, timeline: int) -> list[LogRecord]:
-    """The inverse of :func:`encode_records`, every byte compared with its digest; over ``data``.
+    """Invert :func:`encode_records`, verifying every byte; the records share the memory of
+    ``data``.
 
     Raises:
-        DamageError: they are other bytes.
-        FormatError: they are no records.
+        DamageError: the bytes are damaged.
+        FormatError: the bytes are not records.
     """
     begin = 2 * _NUMBER_BYTES
     end = len(data) - _DIGEST_BYTES
@@ -66,152 +69,161 @@ def decode_records(data: bytearray, timeline: int) -> list[LogRecord]:
     return records_in(timeline, memoryview(data)[begin:end], index_bytes, index_digest)
 
 
-class _Coming:
-    """One rank's part of a step, on its way.
+class _PendingStep:
+    """One rank's records of a step while they arrive.
 
     Attributes:
-        reader: the rank that it comes from.
-        data: what has come, in order; None: that rank cannot read it.
-        total_bytes: known with the first of it.
-        asked_bytes: of these.
-        again_s: after so long without an answer it is asked for anew.
+        reader: rank that sends them.
+        data: bytes received, in order; None: that rank cannot read them.
+        total_bytes: total size, known from the first bytes.
+        requested_bytes: number of bytes requested.
+        requested_s: time of the last request or reply.
+        retry_after_s: seconds without a reply before the request is repeated.
     """
 
     def __init__(self, reader: int, now_s: float) -> None:
         self.reader = reader
         self.data: bytearray | None = bytearray()
         self.total_bytes: int | None = None
-        self.asked_bytes = 0
-        self.asked_s = now_s
-        self.again_s = _AGAIN_S
+        self.requested_bytes = 0
+        self.requested_s = now_s
+        self.retry_after_s = _RETRY_S
 
     @property
-    def is_there(self) -> bool:
+    def is_complete(self) -> bool:
         return self.data is None or len(self.data) == self.total_bytes
 
 
 class LogExchange:
-    """Hands out this rank's log, and gets those of others.
+    """Sends this rank's log records to other ranks, and fetches theirs.
 
     Args:
-        own: gives what this rank reads of a step: of whose log, timeline, step; as
-            :func:`encode_records` does; b"": it cannot be read, or is not this rank's to read.
+        own: returns the encoded records of a step that this rank reads, by rank, timeline and step,
+            as :func:`encode_records` does; b"" if it cannot read them.
     """
 
     def __init__(self, others: Others, clock: Clock, own: Callable[[int, int, int], bytes]) -> None:
         self._others = others
         self._clock = clock
         self._own = own
-        self._kept: OrderedDict[tuple[int, int, int], bytes] = OrderedDict()
-        self._coming: dict[int, _Coming] = {}
+        self._cache: OrderedDict[tuple[int, int, int], bytes] = OrderedDict()
+        self._pending: dict[int, _PendingStep] = {}
         self._wanted = BaseId(0, 0)
-        others.aside = self._take_aside
+        others.aside = self._handle
 
-    def attend(self) -> None:
-        """Answers whoever wants a part of this rank's log, and says that this one is there."""
+    def serve(self) -> None:
+        """Answer pending requests of other ranks, and report that this rank is alive."""
         while self._others.attend():
             pass
         self._others.is_alive()
 
-    def parts(
+    def fetch(
         self, readers: Mapping[int, int], timeline: int, step: int
     ) -> dict[int, list[LogRecord]]:
-        """Other ranks' updates of a step.
+        """Fetch the records of a step from other ranks.
 
         Args:
-            readers: whose, and from which rank, another than this one, each comes.
+            readers: by the rank whose records are needed, the rank (not this one) that reads them.
 
         Raises:
-            DamageError: one of them cannot be used.
-            DeadlineError: a rank is silent.
+            DamageError: records are damaged or unreadable.
+            DeadlineError: a rank does not respond.
             RecoveryError: a rank has failed.
         """
         self._wanted = BaseId(timeline, step)
         now_s = self._clock.monotonic_s()
-        self._coming = {rank: _Coming(reader, now_s) for rank, reader in readers.items()}
+        self._pending = {rank: _PendingStep(reader, now_s) for rank, reader in readers.items()}
         self._others.expect(readers.values())
-        while missing := [rank for rank, one in self._coming.items() if not one.is_there]:
+        while missing := [rank for rank, one in self._pending.items() if not one.is_complete]:
             for rank in missing:
-                self._ask(rank, self._coming[rank])
+                self._request(rank, self._pending[rank])
             self._others.attend(_TICK_S)
             self._others.is_alive()
             self._others.raise_failed()
-            self._others.check({self._coming[rank].reader for rank in missing})
-        came = self._coming
-        self._coming = {}
+            self._others.check({self._pending[rank].reader for rank in missing})
+        received = self._pending
+        self._pending = {}
         found = {}
-        for rank, one in came.items():
+        for rank, one in received.items():
             if one.data is None:
-                whose = "its part" if one.reader == rank else f"the log of rank {rank}"
-                why = f"rank {one.reader} cannot read {whose} of step {step}"
+                whose = "its own log" if one.reader == rank else f"the log of rank {rank}"
+                why = f"rank {one.reader} cannot read {whose} for step {step}"
                 raise DamageError(why, rank=one.reader)
             try:
                 found[rank] = decode_records(one.data, timeline)
             except (DamageError, FormatError) as error:
-                why = f"the part of rank {rank} of step {step}: {error.message}"
+                why = f"the log of rank {rank}, step {step}: {error.message}"
                 raise DamageError(why, rank=one.reader) from error
         return found
 
-    def _take_aside(self, sender: int, message: Message) -> bool:
+    def _handle(self, sender: int, message: Message) -> bool:
         if isinstance(message, PartWanted):
-            self._hand_out(sender, message)
+            self._reply(sender, message)
         elif isinstance(message, PartTold):
             self._take(sender, message)
         else:
             return False
         return True
 
-    def _ask(self, rank: int, one: _Coming) -> None:
-        """For the next bytes; anew, where nothing has come for long."""
+    def _request(self, rank: int, one: _PendingStep) -> None:
+        """Request the next bytes; repeat the request if nothing has arrived for long."""
         assert one.data is not None
         now_s = self._clock.monotonic_s()
-        there = len(one.data)
-        if one.asked_bytes > there and now_s - one.asked_s > one.again_s:
-            one.asked_bytes, one.again_s = there, min(2 * one.again_s, _AGAIN_MAX_S)
-        end = _PART_BYTES if one.total_bytes is None else one.total_bytes
-        while one.asked_bytes < end and one.asked_bytes - there < _UNANSWERED_MAX * _PART_BYTES:
-            size = min(end - one.asked_bytes, _PART_BYTES)
-            wanted = PartWanted(self._wanted, rank, one.asked_bytes, size, log=True)
+        received_bytes = len(one.data)
+        if one.requested_bytes > received_bytes and now_s - one.requested_s > one.retry_after_s:
+            # A message may have been lost: request again from the last byte received.
+            one.requested_bytes = received_bytes
+            one.retry_after_s = min(2 * one.retry_after_s, _RETRY_MAX_S)
+        end = _CHUNK_BYTES if one.total_bytes is None else one.total_bytes
+        while (
+            one.requested_bytes < end
+            and one.requested_bytes - received_bytes < _IN_FLIGHT_MAX * _CHUNK_BYTES
+        ):
+            size = min(end - one.requested_bytes, _CHUNK_BYTES)
+            wanted = PartWanted(self._wanted, rank, one.requested_bytes, size, log=True)
             self._others.tell(one.reader, wanted)
-            one.asked_bytes += size
-            one.asked_s = now_s
+            one.requested_bytes += size
+            one.requested_s = now_s
 
-    def _hand_out(self, sender: int, wanted: PartWanted) -> None:
+    def _reply(self, sender: int, wanted: PartWanted) -> None:
         if not wanted.log:
             return
-        if wanted.offset < 0 or not 0 < wanted.size_bytes <= _PART_BYTES:
+        if wanted.offset < 0 or not 0 < wanted.size_bytes <= _CHUNK_BYTES:
             return
-        data = self._of_own(wanted.rank, wanted.base.timeline, wanted.base.step)
+        data = self._encoded(wanted.rank, wanted.base.timeline, wanted.base.step)
         piece = data[wanted.offset : wanted.offset + wanted.size_bytes]
         self._others.tell(
             sender, PartTold(wanted.base, wanted.rank, wanted.offset, piece, log=True)
         )
 
-    def _of_own(self, rank: int, timeline: int, step: int) -> bytes:
-        """What this rank reads; b"": it cannot. Ranks ask for the same steps, in pieces."""
+    def _encoded(self, rank: int, timeline: int, step: int) -> bytes:
+        """Return the records that this rank reads; b"" if it cannot.
+
+        Ranks request the same steps in chunks, hence the cache.
+        """
         key = rank, timeline, step
-        if key in self._kept:
-            self._kept.move_to_end(key)
-            return self._kept[key]
-        data = self._kept[key] = self._own(rank, timeline, step)
-        while len(self._kept) > 1 and sum(map(len, self._kept.values())) > _KEPT_BYTES:
-            self._kept.popitem(last=False)
+        if key in self._cache:
+            self._cache.move_to_end(key)
+            return self._cache[key]
+        data = self._cache[key] = self._own(rank, timeline, step)
+        while len(self._cache) > 1 and sum(map(len, self._cache.values())) > _CACHE_BYTES:
+            self._cache.popitem(last=False)
         return data
 
-    def _take(self, sender: int, told: PartTold) -> None:
-        one = self._coming.get(told.rank)
-        if one is None or not told.log or one.reader != sender or told.base != self._wanted:
+    def _take(self, sender: int, reply: PartTold) -> None:
+        one = self._pending.get(reply.rank)
+        if one is None or not reply.log or one.reader != sender or reply.base != self._wanted:
             return
-        if one.data is None or told.offset != len(one.data):
+        if one.data is None or reply.offset != len(one.data):
             return
-        if not told.data:
+        if not reply.data:
             one.data = None
             return
-        one.data += told.data
+        one.data += reply.data
         if one.total_bytes is None:
             one.total_bytes = int.from_bytes(one.data[:_NUMBER_BYTES], "little")
-            one.asked_bytes = len(one.data)
+            one.requested_bytes = len(one.data)
         if len(one.data) > one.total_bytes:
             one.data = None
             return
-        one.asked_s = self._clock.monotonic_s()
+        one.requested_s = self._clock.monotonic_s()

@@ -1,8 +1,7 @@
-"""Processes that resume a run with fewer parts than it was trained with: the bases that they save,
-and the log that they would drop.
+"""Bases that lack sections of the state, saved by a process that resumed with fewer of them.
 
-No full state can be restored from a base of a part of the state, so bases that have all parts are
-preferred to it, even where they are older.
+No complete state can be restored from such a base, so complete bases are preferred, even older
+ones. A log that would be dropped is protected as well.
 """
 
 from __future__ import annotations
@@ -23,56 +22,56 @@ __all__ = ["missing_sections", "refuse_log_loss"]
 def missing_sections(
     filesystem: FileSystem, bases: Sequence[BaseFound], wanted: Collection[str] | None = None
 ) -> dict[BaseId, str]:
-    """Return those of ``bases`` that lack a part which a later one in the list has, each with the
-    names of these parts, in words.
+    """Return those of ``bases`` that lack a section which a later one in the list has, with a
+    message.
 
-    The parts of a state are fixed when its Checkpointer is made, so all bases of a timeline have
-    the same parts: one base of each timeline is read, and none where there is only one timeline.
+    The sections of a state are fixed when its Checkpointer is created, so all bases of a timeline
+    have the same. One base of each timeline is read, and none if there is only one timeline.
 
     Args:
         bases: in the order in which they would be tried.
-        wanted: names of the parts that are to be restored; only these count. None: all parts.
+        wanted: names of the sections to restore; only these count. None: all.
     """
     if len({base.id.timeline for base in bases}) < 2:
         return {}
-    parts: dict[int, frozenset[str] | None] = {}
+    sections: dict[int, frozenset[str] | None] = {}
     for base in bases:
-        if base.id.timeline not in parts:
-            parts[base.id.timeline] = _parts(filesystem, base)
+        if base.id.timeline not in sections:
+            sections[base.id.timeline] = _sections(filesystem, base)
     found: dict[BaseId, str] = {}
     for place, base in enumerate(bases):
-        mine = parts[base.id.timeline]
+        own = sections[base.id.timeline]
         for other in bases[place + 1 :]:
-            theirs = parts[other.id.timeline]
-            if mine is None or theirs is None or not mine < theirs:
+            of_other = sections[other.id.timeline]
+            if own is None or of_other is None or not own < of_other:
                 continue
-            lost = theirs - mine if wanted is None else (theirs - mine).intersection(wanted)
+            lost = of_other - own if wanted is None else (of_other - own).intersection(wanted)
             if lost:
                 listed = ", ".join(map(repr, sorted(lost)))
                 found[base.id] = (
                     f"the base of {base.id} has no {listed}, but the base of {other.id} has: it "
-                    "was saved by a process with fewer parts in its state, and is passed over"
+                    "was saved by a process with fewer sections in its state, and is passed over"
                 )
                 break
     return found
 
 
-def refuse_log_loss(parts: Sequence[str], step: int, last: int, run: PurePath) -> None:
-    """Refuse to take a run over with fewer parts than it has where that would drop steps of its
-    log: a log can only be replayed on the whole state.
+def refuse_log_loss(sections: Sequence[str], step: int, last: int, run: PurePath) -> None:
+    """Refuse to take a run over with fewer sections if that would drop steps of its log, which can
+    only be replayed on the complete state.
 
     Args:
-        parts: names of the parts of the base that the live state does not have.
-        step: step of the base, where training would go on.
-        last: last step of the log on it.
+        sections: names of the sections of the base that the live state does not have.
+        step: step of the base, from which training would continue.
+        last: last step of the log after it.
 
     Raises:
-        RecoveryError: there are such parts.
+        RecoveryError: there are such sections.
     """
-    if not parts:
+    if not sections:
         return
     raise RecoveryError(
-        f"the log of this run reaches step {last}, but without {', '.join(map(repr, parts))} in "
+        f"the log of this run reaches step {last}, but without {', '.join(map(repr, sections))} in "
         f"the state it cannot be replayed: resume(strict=False) would go back to the base of step "
         f"{step} and drop the steps after it",
         step=last,
@@ -82,10 +81,10 @@ def refuse_log_loss(parts: Sequence[str], step: int, last: int, run: PurePath) -
     )
 
 
-def _parts(filesystem: FileSystem, base: BaseFound) -> frozenset[str] | None:
+def _sections(filesystem: FileSystem, base: BaseFound) -> frozenset[str] | None:
     try:
         return frozenset(
-            part for part in sections_of_base(filesystem, base) if not is_reserved(part)
+            section for section in sections_of_base(filesystem, base) if not is_reserved(section)
         )
-    except (EverstepError, OSError):  # whoever restores it says so
+    except (EverstepError, OSError):  # reported when it is restored
         return None

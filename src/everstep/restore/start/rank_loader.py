@@ -1,4 +1,5 @@
-"""Restores one rank's state from a base of several ranks, and says what it needs for that."""
+"""One rank's share of a base of several ranks: load it, compare it, and determine the files it
+needs."""
 
 from __future__ import annotations
 
@@ -6,7 +7,7 @@ import contextlib
 import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
-from typing import Any, Protocol
+from typing import Protocol
 
 from everstep.commit.job.offers import Needs
 from everstep.errors import DamageError, FormatError
@@ -38,7 +39,7 @@ _log = logging.getLogger("everstep")
 
 
 class Load(Protocol):
-    """Restores this rank's state from a base."""
+    """Protocol: restore this rank's state from a base."""
 
     def __call__(
         self,
@@ -49,18 +50,20 @@ class Load(Protocol):
         partly: bool = False,
         timelines: Sequence[TimelineRecord] = (),
     ) -> LoadedBase:
-        """
+        """Restore the base.
+
         Args:
-            places: the files of these ranks, each where it says.
+            places: location of the files of each rank.
             alive: called every now and then.
-            partly: those of the other ranks are gone.
-            timelines: records of the history: where it was trained.
+            partly: the files of the other ranks are missing.
+            timelines: timeline records of the history.
         """
         ...
 
 
 class Compares(Protocol):
-    """Says what of a base this rank would leave out. Arguments as of :class:`Load`."""
+    """Protocol: return the state of a base that this rank would leave out. Arguments as of
+    :class:`Load`."""
 
     def __call__(
         self,
@@ -74,7 +77,7 @@ class Compares(Protocol):
 
 
 class LoadWithNode(Protocol):
-    """A :class:`Load` that may read with the other ranks of its node."""
+    """Protocol: a :class:`Load` that can share its reads with the other ranks of the node."""
 
     def __call__(
         self,
@@ -88,8 +91,8 @@ class LoadWithNode(Protocol):
     ) -> LoadedBase: ...
 
 
-class _Alive:
-    """Progress that others are told of, too."""
+class _ReportedProgress:
+    """Progress that is also reported to the other ranks."""
 
     def __init__(self, shown: ProgressSink, alive: Callable[[], None]) -> None:
         self._shown = shown
@@ -103,14 +106,14 @@ class _Alive:
 def needs_on_disk(
     state: State, disks: Sequence[str], shared: Sequence[bool] | None = None
 ) -> Needs:
-    """Which ranks' files of a base a rank reads, of those that its disk has.
+    """Return a function giving the ranks whose files this rank reads, of those on its disk.
 
-    What ranks have in common is written once to each disk, so that a job on the same disks, with
-    as many ranks, needs none of the others'.
+    Shared tensors are written once to each disk. So a job on the same disks with as many ranks
+    needs no files from other disks.
 
     Args:
-        disks: by rank: a name of the disk that it writes to.
-        shared: as for :func:`.reshard.needs_of`; every rank has to come to the same.
+        disks: name of the disk of each rank.
+        shared: as for :func:`.saved_ranks.needs_of`; must be the same on every rank.
     """
     needs = needs_of(state, shared)
 
@@ -126,10 +129,10 @@ def needs_on_disk(
 def read_layout(
     base: BaseFound, places: Mapping[int, Place], optimizers: Collection[str]
 ) -> SavedLayout | None:
-    """Who had what of a base, as its headers say; None: they cannot be read any more.
+    """Return the layout of a base from its headers; None if they can no longer be read.
 
     Args:
-        optimizers: their sections.
+        optimizers: sections of optimizers.
     """
     opened: list[OpenBase] = []
     try:
@@ -137,7 +140,7 @@ def read_layout(
             opened.append(_open(base, number, place))
         return SavedLayout.of(SavedRanks(opened), opened, optimizers)
     except (DamageError, FormatError, OSError) as error:
-        _log.warning("%s: who had what of it cannot be read: %s", base.id, error)
+        _log.warning("%s: its layout cannot be read: %s", base.id, error)
         return None
     finally:
         for one in opened:
@@ -150,7 +153,10 @@ def _open(base: BaseFound, number: int, place: Place) -> OpenBase:
 
 
 def make_comparer(state: State, ring: ChunkRing, *, strict: bool, timeout_s: float) -> Compares:
-    """What compares ``state``. With ``strict`` nothing may be left out (``MismatchError``)."""
+    """Return a function that compares a base with ``state``.
+
+    With ``strict`` it raises ``MismatchError`` on any difference.
+    """
 
     def compare(
         base: BaseFound,
@@ -161,15 +167,21 @@ def make_comparer(state: State, ring: ChunkRing, *, strict: bool, timeout_s: flo
         timelines: Sequence[TimelineRecord] = (),
     ) -> SkippedState:
         trained = next((one for one in timelines if one.timeline == base.id.timeline), None)
-        about: dict[str, Any] = {"ring": ring, "trained": trained, "timeout_s": timeout_s}
-        whole = partial(made_whole, **about, progress=silent, alive=alive)
+        complete = partial(
+            made_whole,
+            ring=ring,
+            trained=trained,
+            timeout_s=timeout_s,
+            progress=silent,
+            alive=alive,
+        )
         with contextlib.ExitStack() as stack:
             opened: list[OpenBase] = []
             for number, place in places.items():
                 opened.append(_open(base, number, place))
                 stack.callback(opened[-1].close)
                 alive()
-            return compare_ranks(opened, state, strict=strict, partly=partly, whole=whole)
+            return compare_ranks(opened, state, strict=strict, partly=partly, complete=complete)
 
     return compare
 
@@ -182,7 +194,8 @@ def loader(
     timeout_s: float,
     on_touch: Callable[[], None],
 ) -> LoadWithNode:
-    """What restores ``state``; with ``node=``, reading with the other ranks of this node."""
+    """Return a function that restores ``state``; with ``node=`` it shares reads with the other
+    ranks of the node."""
 
     def load(
         base: BaseFound,
@@ -201,8 +214,10 @@ def loader(
         except DamageError as error:
             if isinstance(error, HoleError):
                 raise
-            # Only what this rank has read itself says that a file is damaged.
-            _log.warning("%s: this rank reads it without its neighbours: %s", base.id, error)
+            # The bytes came through another rank: read them directly before calling them damaged.
+            _log.warning(
+                "%s: this rank reads it without the other ranks of its node: %s", base.id, error
+            )
         finally:
             node.end()
         return load_from(base, places, alive, trained, None)
@@ -231,10 +246,10 @@ def loader(
                     ring,
                     strict=strict,
                     timeout_s=timeout_s,
-                    progress=_Alive(bar, alive),
+                    progress=_ReportedProgress(bar, alive),
                     on_touch=on_touch,
                     partly=partly,
-                    whole=partial(
+                    complete=partial(
                         made_whole,
                         ring=ring,
                         trained=trained,

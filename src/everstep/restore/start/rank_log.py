@@ -1,7 +1,7 @@
-"""One rank's log when a job of several ranks starts: how far it leads, and what it gives.
+"""One rank's log when a job of several ranks resumes.
 
-The ranks agree on the step (:mod:`everstep.commit.logs`); each of them replays its own log, in its
-keeper's memory or on its disk, behind its own part of the base, up to exactly that step.
+The ranks agree on a step (:mod:`everstep.commit.logs`). Each replays its own log, from the memory
+of its keeper or from its disk, on its share of the base, up to exactly that step.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import logging
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import PurePath
-from typing import Any
 
 from everstep.commit.job.offers import Choice
 from everstep.commit.lineage import BaseId
@@ -50,21 +49,22 @@ from everstep.state.training_state import State
 __all__ = ["RankLog", "Redone"]
 
 _log = logging.getLogger("everstep")
-_PARTS_BYTES_MAX = 256 << 20  # of other ranks' logs at a time; of one step in any case
+_FETCH_BYTES_MAX = 256 << 20  # records of other ranks fetched at a time; at least one step
 
 
 @dataclass(frozen=True, slots=True)
 class Redone:
-    """What replay has given.
+    """Result of replay.
 
     Attributes:
-        spoilt: timeline and step that could not be redone: the state is not what was asked for.
-        sure: it is that step, and not one of several that were redone at once.
-        relaid: the log is of another layout than this rank has now; nothing was replayed.
-        touched: the state is not that of the base any more.
-        inexact: why it is not bit for bit what training had; "" if it is.
-        skipped: what could not be used, and why.
-        notes: what could not be taken back, in words.
+        spoilt: timeline and step that could not be replayed; the state is then unusable.
+        sure: the failing step is certain; otherwise it is one of several replayed in one pass.
+        inexact: why the state is not exact; "" if it is.
+        skipped: unusable records, with the reason.
+        notes: in words, everything that could not be restored.
+        replay_s: seconds spent.
+        relaid: the log belongs to another layout; nothing was replayed.
+        touched: the state is no longer that of the base.
     """
 
     spoilt: tuple[int, int] | None = None
@@ -81,13 +81,13 @@ class RankLog:
     """The log of this rank.
 
     Args:
-        state: what is restored.
-        records: in the memory of its keeper.
-        left: what keepers on this machine have of other ranks' logs.
-        strict: registered functions that are needed must be there.
+        state: state being restored.
+        records: records in the memory of its keeper.
+        left: records of other ranks in the memory of keepers on this machine.
+        strict: raise if a needed function is not registered.
 
     Attributes:
-        lent: more of it, from the memory of other nodes.
+        lent: more records, from the memory of other nodes.
     """
 
     def __init__(
@@ -108,11 +108,17 @@ class RankLog:
         self._rank = state.ranks.rank
         self._loader = Loader(seams, state, ring, None, strict, timeout_s, lambda: None)
         self._log = LogFound((), ())
-        self._lent_out = self._log.twin()
+        self._served = self._log.clone()
         left = left or LogsInMemory({})
         memory = LogsInMemory({**left.records, self._rank: records}, left.held)
-        about = self._rank, state.ranks.world, memory, ring
-        self._old = ReshardedLogs(seams.filesystem, *about, timeout_s=timeout_s)
+        self._resharded = ReshardedLogs(
+            seams.filesystem,
+            self._rank,
+            state.ranks.world,
+            memory,
+            ring,
+            timeout_s=timeout_s,
+        )
         self._doubt = ""
         self.lent: Sequence[LentLog] = ()
 
@@ -125,25 +131,32 @@ class RankLog:
         lossy: bool = True,
         read_from: Callable[[FileSystem], FileSystem] = lambda files: files,
     ) -> tuple[LogRun, ...]:
-        """What there is of it now.
+        """Scan the log; return the runs of steps that it has.
 
         Args:
-            copies: places that have copies of the run, nearest first.
-            bases: that this rank could begin with; of copies only what leads on from there counts.
-            lossy: look at what copies have lossy gradients of, too.
-            read_from: where to read what was found in a copy.
+            copies: places with copies of the run, nearest first.
+            bases: bases that this rank could start from; of copies only records that lead on from
+                these count.
+            lossy: include lossy records in copies.
+            read_from: returns the file system to read segments of a copy from.
 
         Raises:
             OSError: a directory cannot be read.
         """
-        filesystem = self._seams.filesystem
         lent = [record for log in self.lent if log.is_of(inventory) for record in log.records]
-        about = filesystem, inventory, self._records
-        more: dict[str, Any] = {"lent": lent, "copies": copies, "bases": bases}
-        more["read_from"] = read_from
-        self._log = LogFound.of(*about, rank=self._rank, lossy_copies=lossy, **more)
-        self._lent_out.close()
-        self._lent_out = self._log.twin()
+        self._log = LogFound.of(
+            self._seams.filesystem,
+            inventory,
+            self._records,
+            rank=self._rank,
+            lent=lent,
+            copies=copies,
+            bases=bases,
+            lossy_copies=lossy,
+            read_from=read_from,
+        )
+        self._served.close()
+        self._served = self._log.clone()
         return runs_of(self._log.index.marks, self._log.index.updates)
 
     def others(
@@ -155,34 +168,35 @@ class RankLog:
         near: Sequence[int],
         relaid: bool,
     ) -> dict[int, tuple[LogRun, ...]]:
-        """What this rank reads of the logs of another number of ranks, or of another layout
+        """Return the runs of steps that this rank reads of logs of another layout
         (:meth:`.ReshardedLogs.look`)."""
-        return self._old.look(inventory, copies, bases, near=near, relaid=relaid)
+        return self._resharded.look(inventory, copies, bases, near=near, relaid=relaid)
 
     def in_copies(self, choice: Choice) -> Iterator[SegmentFound]:
-        """Segments of copies that a choice leads through, of those that the last look has found."""
+        """Return the segments of copies that a choice needs, as of the last scan."""
         if choice.reach is None or choice.readers:
             return iter(())
         return self._log.in_copies(_steps_of(choice.reach, choice.timelines))
 
     def first_of(self, choice: Choice) -> tuple[int, int]:
-        """Timeline and step of the first that is redone."""
+        """Return timeline and step of the first step to replay."""
         assert choice.reach is not None
         return _steps_of(choice.reach, choice.timelines)[0]
 
     def with_layout(
         self, loaded: LoadedBase, base: BaseFound, places: Mapping[int, Place]
     ) -> LoadedBase:
-        """A base that another layout has saved, with who had what."""
+        """Add the saved layout to a base that was saved in another layout."""
         optimizers = self._loader.state.optimizers
         return replace(loaded, layout=read_layout(base, places, optimizers))
 
     def timelines(self, inventory: Inventory) -> dict[int, TimelineRecord]:
-        """Records of what has come from other nodes, so that all see whether they mean the same."""
+        """Return the timeline records that came from other nodes, so that all ranks can compare
+        them."""
         return {log.record.timeline: log.record for log in self.lent if log.is_of(inventory)}
 
     def with_lent(self, resumed: Resumed, choice: Choice) -> Resumed:
-        """Says which of the steps that were replayed have come from other nodes."""
+        """Add the number of replayed steps that came from other nodes."""
         reach = choice.reach
         base = choice.base
         if reach is None or base is None or not self.lent:
@@ -199,21 +213,21 @@ class RankLog:
 
     @property
     def skipped(self) -> tuple[Skipped, ...]:
-        """Segments that cannot be used."""
-        return tuple(dict.fromkeys([*self._log.skipped, *self._old.skipped]))
+        """Unusable segments."""
+        return tuple(dict.fromkeys([*self._log.skipped, *self._resharded.skipped]))
 
     def redo(
-        self, choice: Choice, loaded: LoadedBase, *, together: bool, post: LogExchange
+        self, choice: Choice, loaded: LoadedBase, *, together: bool, exchange: LogExchange
     ) -> Redone:
-        """Brings the state, which was restored from the base of ``choice``, to its step.
+        """Replay the log up to the step of ``choice``, on the state restored from its base.
 
         Args:
-            together: several steps in one pass.
-            post: gets other ranks' parts of the log.
+            together: replay several steps in one pass.
+            exchange: fetches records of other ranks.
 
         Raises:
-            DeadlineError, RecoveryError: another rank is silent, or has failed.
-            MismatchError: nothing may be left out, and this program lacks what steps of it need.
+            DeadlineError, RecoveryError: another rank does not respond, or has failed.
+            MismatchError: in strict mode, this program lacks a function or class that steps need.
         """
         reach = choice.reach
         base = choice.base
@@ -227,16 +241,20 @@ class RankLog:
         restored = Restored(found, loaded, base, loaded.marker.lsn)
         if not choice.readers:
             restored.loaded = self._with_shape(loaded)
-            if self._is_relaid(restored.loaded, timeline_of(base.step + 1, path), base.step + 1):
+            if self._is_other_layout(
+                restored.loaded, timeline_of(base.step + 1, path), base.step + 1
+            ):
                 return Redone(relaid=True, touched=False)
         skipped: list[Skipped] = []
-        redo = self._redo_of_others if choice.readers else self._redo_own
-        failed = redo(choice, reach, path, restored, skipped, records, together, post)
+        redo = self._replay_resharded if choice.readers else self._replay_own
+        failed = redo(choice, reach, path, restored, skipped, records, together, exchange)
         if isinstance(failed, UnknownClassError) and self._loader.strict:
             assert restored.end is not None
             raise failed.refused(restored.end.step, self._run) from failed
-        if isinstance(failed, AuditError):  # how long before, samples cannot tell
-            self._doubt = f"step {failed.step} is not what training had, perhaps others before"
+        if isinstance(
+            failed, AuditError
+        ):  # samples do not show at which earlier step it went wrong
+            self._doubt = f"step {failed.step} differs from training, and perhaps steps before it"
         noted = () if restored.loaded is None else restored.loaded.notes[len(loaded.notes) :]
         notes = tuple(dict.fromkeys(noted))
         inexact = restored.inexact or self._doubt
@@ -245,17 +263,24 @@ class RankLog:
         touched = failed is not None or restored.replayed > 0
         there = restored.end == reach.end and restored.lsn == reach.lsn
         if failed is None and there:
-            return Redone(None, True, inexact, tuple(skipped), notes, replay_s)
+            return Redone(inexact=inexact, skipped=tuple(skipped), notes=notes, replay_s=replay_s)
         step = base.step + 1 + min(restored.replayed, reach.count - 1)
         timeline = timeline_of(step, path) or reach.timeline
         if failed is not None:
-            why = f"log: it cannot be replayed: {failed.message}"
+            why = f"log: cannot be replayed: {failed.message}"
             skipped.append(Skipped(timeline, step, why))
         sure = failed is None or not together or reach.count == 1
-        about = sure, inexact, tuple(skipped), notes, replay_s
-        return Redone((timeline, step), *about, touched=touched)
+        return Redone(
+            spoilt=(timeline, step),
+            sure=sure,
+            inexact=inexact,
+            skipped=tuple(skipped),
+            notes=notes,
+            replay_s=replay_s,
+            touched=touched,
+        )
 
-    def _redo_own(
+    def _replay_own(
         self,
         choice: Choice,
         reach: Reach,
@@ -264,27 +289,34 @@ class RankLog:
         skipped: list[Skipped],
         records: Mapping[int, TimelineRecord],
         together: bool,
-        post: LogExchange,
+        exchange: LogExchange,
     ) -> EverstepError | None:
-        """By this rank's own log; returns why a step could not be redone."""
+        """Replay this rank's own log; return the error if a step failed."""
         found = restored.base
         base = choice.base
         loaded = restored.loaded
         assert found is not None
         assert base is not None
         assert loaded is not None
-        whole = self._log.index.follow(base, loaded.marker.lsn, None, path)
-        chain = replace(whole, steps=whole.steps[: reach.count])
+        full_chain = self._log.index.follow(base, loaded.marker.lsn, None, path)
+        chain = replace(full_chain, steps=full_chain.steps[: reach.count])
         chain = replayable(found, chain, self._loader, self._log, skipped)
-        for cut in self._in_reach(chain, restored, post):
+        for slice_ in self._with_shares(chain, restored, exchange):
             try:
-                about = self._loader, self._log, records, together, post.attend
-                replay(restored, cut, *about)
+                replay(
+                    restored,
+                    slice_,
+                    self._loader,
+                    self._log,
+                    records,
+                    together,
+                    alive=exchange.serve,
+                )
             except EverstepError as error:
                 return error
         return None
 
-    def _redo_of_others(
+    def _replay_resharded(
         self,
         choice: Choice,
         reach: Reach,
@@ -293,11 +325,10 @@ class RankLog:
         skipped: list[Skipped],
         records: Mapping[int, TimelineRecord],
         together: bool,
-        post: LogExchange,
+        exchange: LogExchange,
     ) -> EverstepError | None:
-        """By the logs of another number of ranks, or of another layout; returns why a step could
-        not be redone."""
-        # Only now: most jobs start with as many ranks as before.
+        """Replay the logs of another layout; return the error if a step failed."""
+        # Imported here since most jobs start with as many ranks as before.
         from everstep.restore.reshard.replay import replay_resharded
 
         steps = _steps_of(reach, records.values())
@@ -310,68 +341,84 @@ class RankLog:
             }
             mine = {rank for rank in ranks if readers[rank] == self._rank}
             far = {rank: readers[rank] for rank in ranks if rank not in mine}
-            there = post.parts(far, timeline, step) if far else {}
-            return there | {rank: self._of_old(rank, timeline, step) for rank in mine}
+            there = exchange.fetch(far, timeline, step) if far else {}
+            return there | {rank: self._resharded_records(rank, timeline, step) for rank in mine}
 
-        state = self._loader.state
-        about = restored, steps, state, fetch, records
         try:
-            replay_resharded(*about, together=together, alive=post.attend)
+            replay_resharded(
+                restored,
+                steps,
+                self._loader.state,
+                fetch,
+                records,
+                together=together,
+                alive=exchange.serve,
+            )
         except (DeadlineError, RecoveryError):
             raise
         except EverstepError as error:
             return error
         return None
 
-    def _of_old(self, rank: int, timeline: int, step: int) -> list[LogRecord]:
-        """What this rank reads of a log of another number of ranks, verified.
+    def _resharded_records(self, rank: int, timeline: int, step: int) -> list[LogRecord]:
+        """Return records of an old rank that this rank reads, verified.
 
         Raises:
-            DamageError: it cannot be used.
+            DamageError: they are unusable.
         """
         try:
-            return self._old.records(rank, timeline, step)
+            return self._resharded.records(rank, timeline, step)
         except (EverstepError, LookupError) as error:
             why = error.message if isinstance(error, EverstepError) else repr(error)
-            raise DamageError(f"the log of rank {rank} of step {step}: {why}") from error
+            raise DamageError(f"the log of rank {rank}, step {step}: {why}") from error
 
     def close(self) -> None:
-        """Nobody asks for a part of it any more. Idempotent."""
-        self._lent_out.close()
-        self._old.close()
+        """End serving records to other ranks. Idempotent."""
+        self._served.close()
+        self._resharded.close()
 
     def part(self, rank: int, timeline: int, step: int) -> bytes:
-        """The updates of a step of a rank's log, for another rank, with the mark where another
-        number of ranks has written it, or another layout; b"" where they cannot be read here."""
+        """Return the encoded records of a step for another rank; b"" if they cannot be read here.
+
+        These are the updates, and also the mark if they belong to a log of another layout.
+        """
         loader = self._loader
-        about = loader.seams.filesystem, loader.ring, loader.timeout_s
         try:
-            if self._old.has(rank, timeline):
+            if self._resharded.has(rank, timeline):
                 with contextlib.suppress(LookupError):
-                    return encode_records(self._old.records(rank, timeline, step))
+                    return encode_records(self._resharded.records(rank, timeline, step))
             if rank != self._rank:
                 raise LookupError(f"rank {rank} reads its own log")
-            return encode_records(self._lent_out.records_of(timeline, step, *about))
+            records = self._served.records_of(
+                timeline, step, loader.seams.filesystem, loader.ring, loader.timeout_s
+            )
+            return encode_records(records)
         except (EverstepError, LookupError) as error:
-            _log.warning("step %d of rank %d's log cannot be handed out: %s", step, rank, error)
+            _log.warning("step %d of the log of rank %d cannot be sent: %s", step, rank, error)
             return b""
 
-    def _in_reach(self, chain: Chain, restored: Restored, post: LogExchange) -> Iterator[Chain]:
-        """The chain, piece by piece: where each rank has recorded a part of what all consumed
-        alike, as many steps as memory for the others' parts allows (``docs/design/ranks.md``)."""
+    def _with_shares(
+        self, chain: Chain, restored: Restored, exchange: LogExchange
+    ) -> Iterator[Chain]:
+        """Yield the chain in slices, with the shares of other ranks fetched for each.
+
+        If each rank recorded a share of common updates, a slice is as long as memory for the shares
+        allows (``docs/design/ranks.md``).
+        """
         ranks = other_logs_needed(self._loader.state)
         if not ranks:
             yield from (chain,) if chain.steps else ()
             return
         place = 0
         spoilt = None
+        # Stop as soon as fewer steps were replayed than fetched: a record was damaged.
         while place == restored.replayed < len(chain.steps) and spoilt is None:
             parts: dict[tuple[int, int], dict[int, LogRecord]] = {}
             size_bytes = 0
             begin = place
-            while place < len(chain.steps) and size_bytes < _PARTS_BYTES_MAX:
+            while place < len(chain.steps) and size_bytes < _FETCH_BYTES_MAX:
                 try:
-                    found = post.parts({rank: rank for rank in ranks}, *chain.steps[place])
+                    found = exchange.fetch({rank: rank for rank in ranks}, *chain.steps[place])
                 except DamageError as error:
                     spoilt = Skipped(*chain.steps[place], f"log: {error.message}")
                     break
@@ -388,16 +435,20 @@ class RankLog:
         if spoilt is not None:
             restored.skipped.append(spoilt)
 
-    def _is_relaid(self, loaded: LoadedBase, timeline: int | None, step: int) -> bool:
-        """Whether the first step behind a base is of other parts than this rank has now."""
+    def _is_other_layout(self, loaded: LoadedBase, timeline: int | None, step: int) -> bool:
+        """Return True if the first step after a base belongs to another layout than this rank
+        has now."""
         if timeline is None or loaded.marker.world == 1 or loaded.mismatches:
             return False
         mark = self._log.index.marks.get((timeline, step))
         return mark is not None and mark.shape != loaded.shape
 
     def _with_shape(self, loaded: LoadedBase) -> LoadedBase:
-        """What the state consists of, now that it is restored: several ranks' bases have other
-        parts in their files than each of them in its log."""
+        """Set the shape digest of the restored state.
+
+        The files of a rank's base contain other tensors than its log, so the digest is computed
+        from the live state.
+        """
         state = self._loader.state
         shape = state.survey().shape
         groups = {}
@@ -409,7 +460,7 @@ class RankLog:
 
 
 def _steps_of(reach: Reach, timelines: Iterable[TimelineRecord]) -> list[tuple[int, int]]:
-    """Timelines and steps that are redone, in order."""
+    """Return timelines and steps to replay, in order."""
     path = path_of(reach.timeline, {record.timeline: record for record in timelines})
     numbers = range(reach.step - reach.count + 1, reach.step + 1)
     return [(timeline_of(step, path) or reach.timeline, step) for step in numbers]

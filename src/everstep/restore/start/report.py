@@ -1,4 +1,4 @@
-"""What a resume gives back: the state's step, where it came from, and how sure that is."""
+"""Result of a resume, as the user gets it."""
 
 from __future__ import annotations
 
@@ -16,37 +16,38 @@ NO_DATA = "not in the state"
 
 @dataclass(frozen=True, slots=True)
 class Recovery:
-    """The outcome of :meth:`everstep.Checkpointer.resume`.
+    """Result of :meth:`everstep.Checkpointer.resume`.
 
     Attributes:
-        step: where to go on: number of completed steps; 0 on a fresh run.
-        exact: whether all that the state has is bit for bit that of an uninterrupted run (I9);
-            inherited from the base and all that it descends from. What the state does not have is
-            not: gradients that were being accumulated, ``requires_grad``.
-        evidence: what that rests on, in words.
-        source: ``"memory"`` (of the keeper), ``"peer"`` (another node: its keeper's memory, or its
-            disk), ``"disk"``, ``"object"`` (a copy in a store), ``"copy"`` (one in another
-            directory), or ``"fresh"`` when there was nothing to restore.
+        step: number of completed steps, from which training continues; 0 on a fresh run.
+        exact: True if the entire state is bit for bit that of an uninterrupted run (I9). This
+            depends on the base and on everything it descends from. It does not cover data outside
+            the state: gradients being accumulated, ``requires_grad``.
+        evidence: basis of that, in words.
+        source: ``"memory"`` (of the keeper), ``"peer"`` (another node: memory of its keeper, or its
+            disk), ``"disk"``, ``"object"`` (a copy in an object store), ``"copy"`` (a copy in
+            another directory), or ``"fresh"`` if there was nothing to restore.
         base_step: step of the base that was read.
-        replayed: steps replayed from a log; 0 without one.
-        seconds: how long it took.
-        load_s: of these, reading the base and restoring it.
-        replay_s: of these, reading the log and replaying it.
+        replayed: number of steps replayed from the log.
+        seconds: total duration.
+        load_s: seconds of these spent reading and restoring the base.
+        replay_s: seconds of these spent reading and replaying the log.
         size_bytes: bytes read and verified.
-        timeline: the timeline that was opened; later bases are written to it.
-        skipped: bases that were passed over, with the reason.
-        mismatched: ``(name, what differs)`` that ``strict=False`` left out, or took as it may not
-            be meant (parameters that ranks had different ones of, see ``docs/design/ranks.md``).
-        notes: what this machine could not take back, and damage to records that did no harm; that
-            the step is of a branch that was given up, or that newer ones of the history are lost,
-            in a log that could not be replayed here, or in one that no base leads to.
-        data: ``"restored"``: a part of the state is a loader, a sampler or a stream (anything with
-            ``state_dict()`` that can be iterated), or has the position of one in it, and has it
-            back; of a fresh run: it begins there. ``"not in the state"``: none is; which batches
-            come next is what the program makes of its own counters.
-        reads: of a job of several ranks: from which tier each of them has read how many bytes.
+        timeline: timeline that was opened; later bases belong to it.
+        skipped: bases that were skipped, with the reason.
+        mismatched: ``(name, difference)`` left out because of ``strict=False``, or restored
+            although it may be meant for other ranks (parameters of which ranks had different
+            versions, see ``docs/design/ranks.md``).
+        notes: state that could not be restored on this machine; damaged records that did no harm;
+            that the step belongs to an abandoned branch, or that newer steps of the history are
+            lost.
+        data: ``"restored"``: the state contains a loader, a sampler or a stream (an iterable with
+            ``state_dict()``), or its position, and it was restored; on a fresh run it starts from
+            the beginning. ``"not in the state"``: it contains none, so the order of batches is up
+            to the program.
+        reads: of a job of several ranks: bytes that each rank read, by tier.
         ranks: of a job of several ranks: source, bytes, seconds, steps replayed and exactness of
-            each of them, the same on all.
+            each rank; the same on all ranks.
     """
 
     step: int
@@ -78,42 +79,44 @@ def evidence(
     audit: str = "",
     inexact: str = "",
 ) -> str:
-    """Return in words what a restored state rests on.
+    """Return in words the basis of a restored state.
 
     Args:
-        entries, size_bytes: that were read and verified.
-        redone: updates that made the parts of a base over several steps whole.
-        replayed: steps of the log.
-        lent: of these, those from the memory of another node.
-        audit: what audits have said of it.
-        inexact: why it is not exact; "" if it is.
+        entries, size_bytes: entries and bytes read and verified.
+        redone: number of updates replayed to complete a multi-step base.
+        replayed: number of log steps replayed.
+        lent: number of these from the memory of another node.
+        audit: result of audits.
+        inexact: why the state is not exact; "" if it is.
     """
-    said = f"xxh3-128 of {entries} entries, {size_bytes} bytes"
+    text = f"xxh3-128 of {entries} entries, {size_bytes} bytes"
     if redone:
-        said += f"; its parts made whole by {redone} update(s)"
+        text += f"; its parts completed by replaying {redone} update(s)"
     if replayed:
-        said += f"; {replayed} step(s) replayed from the log"
+        text += f"; {replayed} step(s) replayed from the log"
         if lent:
-            said += f", {lent} of them from the memory of another node"
+            text += f", {lent} of them from the memory of another node"
     if audit and audit != inexact:
-        said += f"; {audit}"
+        text += f"; {audit}"
     if inexact:
-        said += f"; not exact: {inexact}"
-    return said
+        text += f"; not exact: {inexact}"
+    return text
 
 
 def describe(resumed: Resumed, seconds: float, *, has_data: bool) -> Recovery:
     """Return the result of a resume as the user gets it.
 
     Args:
-        has_data: a position in the data has come back, or begins.
+        resumed: result of the restore.
+        seconds: total duration.
+        has_data: the state contains a position in the data.
     """
     base = resumed.base
     loaded = resumed.loaded
     audit = "" if resumed.audit is None else describe_audit(resumed.audit)
-    said = "nothing to restore"
+    text = "nothing to restore"
     if loaded is not None:
-        said = evidence(
+        text = evidence(
             loaded.entries,
             loaded.size_bytes,
             redone=loaded.redone,
@@ -125,7 +128,7 @@ def describe(resumed: Resumed, seconds: float, *, has_data: bool) -> Recovery:
     return Recovery(
         step=resumed.step,
         exact=resumed.exact,
-        evidence=said,
+        evidence=text,
         source=resumed.source,
         base_step=None if base is None else base.step,
         replayed=resumed.replayed,

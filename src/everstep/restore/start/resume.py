@@ -1,4 +1,4 @@
-"""Resuming: find the newest good base, restore it, take the run over with a new timeline."""
+"""Resume of one rank: find the newest intact base, restore it, and open a new timeline."""
 
 from __future__ import annotations
 
@@ -57,31 +57,37 @@ _log = logging.getLogger("everstep")
 _ATTEMPTS = 8
 
 
-class _VanishedError(Exception):
-    """The base was deleted while we read it: whoever deleted it has a newer one."""
+class _BaseDeletedError(Exception):
+    """The base was deleted while it was read: whoever deleted it has committed a newer one."""
 
 
 class SeveralRanksError(Exception):
-    """What there is to begin with is a base of several ranks: behind it lie the logs of all."""
+    """The base to start from was saved by several ranks, so the logs of all of them are needed."""
 
 
 @dataclass(frozen=True, slots=True)
 class Resumed:
-    """A state restored (or fresh) and the timeline opened for it.
+    """A restored (or fresh) state, and the timeline opened for it.
 
     Attributes:
-        base: the base that was restored; None on a fresh start.
-        loaded: what was restored from it.
+        timeline: number of the timeline.
+        base: base that was restored; None on a fresh start.
+        loaded: result of loading it.
         source: ``"memory"``, ``"disk"``, or ``"fresh"``.
-        exact: by lineage, and nothing left out now.
-        audit: what the state rests on (see :func:`.audits.audit_of`).
-        load_s, replay_s: seconds that loading the base, and replaying behind it, took.
+        exact: True if the base is exact by lineage, and nothing was left out.
+        skipped: bases and steps that were skipped.
+        problems: in words, damaged records and other remarks.
+        step, lsn: step and LSN of the state.
+        replayed: number of steps replayed.
+        inexact: why the state is not exact; "" if it is.
+        audit: audit that the state rests on (see :func:`.audits.audit_of`).
+        load_s, replay_s: seconds spent loading the base and replaying the log.
         forks: steps at which earlier processes took the run over.
-        reads: of several ranks: what each has read, and from where.
-        ranks: of several: how each has come back.
-        inexact: why it is not exact; "" if it is.
-        own_exact: of several: what this one has restored by itself is exact.
-        lent: of the steps that were replayed, those from the memory of other nodes.
+        reads: of several ranks: bytes that each has read, and their source.
+        ranks: of several ranks: result of each.
+        own_exact: of several ranks: this one's share is exact.
+        lent: number of replayed steps from the memory of other nodes.
+        by_offsets: the log of another layout was replayed.
     """
 
     timeline: int
@@ -113,9 +119,12 @@ class Resumed:
         return (self.loaded is not None and self.loaded.marker.inexact) or self.inexact
 
     def led_from(self, world: int) -> int | None:
-        """Step of the base that the log of ``world`` ranks goes on from; None: there is none, as it
-        goes on from no base of another number of ranks, nor behind the log of another layout
-        (``docs/design/ranks.md``)."""
+        """Return the step of the base that the log of ``world`` ranks continues; None if there is
+        none.
+
+        A log continues no base of another number of ranks, nor the log of another layout
+        (``docs/design/ranks.md``).
+        """
         if self.base is None or self.loaded is None or self.by_offsets:
             return None
         if self.loaded.marker.world != world:
@@ -137,26 +146,28 @@ def resume(
     trained: bool = False,
     known: TimelineCache | None = None,
 ) -> Resumed:
-    """Restores the newest base whose bytes all verify, and opens a new timeline.
+    """Restore the newest base that verifies, replay the log on it, and open a new timeline.
 
     Args:
-        recalled: what is in a keeper's memory; read from there where it is needed.
-        step: restore this step; 0 with no such base: start afresh.
+        recalled: bases and log in the memory of a keeper.
+        step: restore this step; 0 without such a base: start afresh.
+        strict: refuse bases that do not match the live state completely.
         on_touch: called before live state is overwritten.
-        trained: this process has trained: its state is not that of a fresh start.
-        known: of this process, which may resume often.
+        trained: this process has trained already, so its state is not that of a fresh start.
+        known: timeline records read before, for processes that resume often.
 
     Raises:
-        SeveralRanksError: it is for :func:`everstep.trainer.job.alone.resume_behind_several`.
-        RecoveryError: when there are bases, or have been, and none can be used, or none of
-            ``step``.
-        MismatchError: when the newest one is of another model.
+        SeveralRanksError: use :func:`everstep.trainer.job.one_rank.resume_from_several_ranks`.
+        RecoveryError: there are, or were, bases, and none can be used, or none of ``step``.
+        MismatchError: the newest base belongs to another model.
     """
     recalled = recalled or Recalled()
     held = recalled.base
     with storage_errors("resume", run):
         opened: set[int] = set()
         known = known or TimelineCache()
+        # An older process may delete the chosen base until the new timeline fences it off. Start
+        # over in that case, a limited number of times.
         for _ in range(_ATTEMPTS):
             inventory = _inventory(seams, run, opened, held, known)
             fresh = step == 0 and not any(base.id.step == 0 for base in inventory.bases)
@@ -171,9 +182,9 @@ def resume(
                 threads = looks_at_a_time(files)
                 log = LogFound.of(files, inventory, records, world=1, threads=threads)
                 restored = Restored() if fresh else _restore(inventory, loader, log, step)
-                if restored.base is None and trained:  # nothing was touched
+                if restored.base is None and trained:  # no state was modified
                     raise _no_way_back(run)
-            except _VanishedError:
+            except _BaseDeletedError:
                 continue
             found = restored.base
             loaded = restored.loaded
@@ -204,6 +215,8 @@ def resume(
                 exact=exact,
             )
             opened.add(timeline)
+            # Looked at once more after the timeline exists: only now older processes can no longer
+            # commit or delete.
             if fresh or _unchanged(seams, inventory, found, step, opened, held, known):
                 problems = tuple(f"{path}: {problem}" for path, problem in inventory.problems)
                 if loaded is not None:
@@ -211,7 +224,7 @@ def resume(
                     if bad := nonfinite_parameter(state, but=seen):
                         problems += (not_finite(bad, restored.end),)
                 for note in filter(
-                    None, (restored.passed_over, _where(restored, inventory, log, step))
+                    None, (restored.passed_over, _history_note(restored, inventory, log, step))
                 ):
                     _log.warning("%s", note)
                     problems += (note,)
@@ -239,9 +252,9 @@ def resume(
                     ),
                 )
         raise RecoveryError(
-            "another process keeps deleting the bases that this one chooses",
+            "another process keeps deleting the bases chosen here",
             path=run,
-            hint="end the other process that works on this run",
+            hint="stop the other process that works on this run",
         )
 
 
@@ -255,16 +268,17 @@ def open_timeline(
     base: BaseId | None = None,
     world: int = 1,
 ) -> int:
-    """Takes the run over: from now on every process of an older timeline is fenced off.
+    """Take the run over: from now on every process of an older timeline is fenced off.
 
     Args:
-        parent: where it forks: timeline and step.
-        base: that this was restored from, where ``parent`` was reached by replay.
+        parent: timeline and step where the new timeline forks.
+        base: base that was restored, if ``parent`` was reached by replay.
     """
     filesystem = seams.filesystem
     assert inventory.run is not None
     number = inventory.next_timeline
-    unique = f"{os.getpid()}-{uuid.uuid4().hex[:8]}"  # containers share storage and numbers
+    # process ids are not unique among containers that share storage
+    unique = f"{os.getpid()}-{uuid.uuid4().hex[:8]}"
     while True:
         record = TimelineRecord(
             run=inventory.run,
@@ -280,15 +294,15 @@ def open_timeline(
         directory = timeline_dir(run, number)
         if parse_timeline(directory.name) != number:
             raise StorageError(
-                f"{timeline_dir(run, number - 1)} has the largest number there is",
+                f"{timeline_dir(run, number - 1)} has the largest possible number",
                 path=run,
-                hint="remove it: everstep has not made it",
+                hint="remove it: everstep did not create it",
             )
         ensure_dir(filesystem, directory)
         path = directory / TIMELINE_RECORD
         if create_exclusive(filesystem, path, record.encode(), unique=unique):
             return number
-        number += 1  # somebody else resumed at the same moment: the later one wins
+        number += 1  # another process resumed at the same moment: the later one wins
 
 
 def _no_way_back(run: PurePath) -> RecoveryError:
@@ -299,17 +313,17 @@ def _restore(inventory: Inventory, loader: Loader, log: LogFound, step: int | No
     filesystem = loader.seams.filesystem
     chosen = reachable(inventory, log.index, step=step)
     skipped = [*chosen.candidates.skipped, *log.skipped]
-    left = list(reversed(chosen.ordered))
+    remaining = list(reversed(chosen.ordered))
     apart = False
-    fewer = dict[BaseId, str]()  # of a part of the state: not taken as long as there is another
+    fewer = dict[BaseId, str]()  # incomplete bases, tried last
     if not loader.strict:
         tried = [base for base, _ in chosen.ordered]
         fewer = missing_sections(filesystem, tried, loader.state.providers)
-        left.sort(key=lambda way: way[0].id not in fewer)
-    while left:
-        base, whole = left.pop()
+        remaining.sort(key=lambda way: way[0].id not in fewer)
+    while remaining:
+        base, whole = remaining.pop()
         if base.manifest is not None and base.manifest.markers[0].world > 1:
-            raise SeveralRanksError  # what was newer is damaged
+            raise SeveralRanksError  # newer bases of one rank are damaged
         chain = replayable(base, whole, loader, log, skipped)
         if step is not None and chain.end[1] != step:
             continue
@@ -318,7 +332,7 @@ def _restore(inventory: Inventory, loader: Loader, log: LogFound, step: int | No
         except NewerFormatError:
             raise
         except MismatchError:
-            tried = [base, *(other for other, _ in reversed(left))]
+            tried = [base, *(other for other, _ in reversed(remaining))]
             found = missing_sections(filesystem, tried, loader.state.providers)
             if base.id not in found:
                 raise
@@ -328,32 +342,33 @@ def _restore(inventory: Inventory, loader: Loader, log: LogFound, step: int | No
             skipped.append(Skipped(base.id.timeline, base.id.step, error.message))
             apart = apart or isinstance(error.__cause__, MismatchError)
             if not isinstance(error, ReplayError) and has_copy(filesystem, base.path):
-                left.append((base, whole))
+                remaining.append((base, whole))
             continue
         except OSError as error:
             gone = isinstance(error, FileNotFoundError)
             if gone and not _still_there(loader.seams, inventory.path, base.id):
-                raise _VanishedError from error
+                raise _BaseDeletedError from error
             reason = f"{error.filename or base.path}: {error.strerror or error}"
             skipped.append(Skipped(base.id.timeline, base.id.step, reason))
             if has_copy(filesystem, base.path):
-                left.append((base, whole))
+                remaining.append((base, whole))
             continue
-        if base.status == "complete":  # its process died between the last marker and the manifest
+        # All markers are durable, so the base exists: write the manifest that its writer could not.
+        if base.status == "complete":  # the writer died between the last marker and the manifest
             assert base.manifest is not None
-            with contextlib.suppress(IsADirectoryError):  # in the way: it stays as it is
+            with contextlib.suppress(IsADirectoryError):  # a directory of that name is left alone
                 write_durably(filesystem, base.path / MANIFEST, base.manifest.encode())
         skipped += restored.skipped
         if step is not None and restored.end is not None and restored.end.step != step:
-            continue  # the log is damaged before it; perhaps it is not needed from another base
+            continue  # the log is damaged; another base may need less of it
         if restored.end is not None and whole.end[1] > restored.end.step:
             at = restored.end.step + 1
             reasons = [one.reason for one in skipped if one.step == at]
-            why = reasons[-1] if reasons else f"step {at} could not be redone"
+            why = reasons[-1] if reasons else f"step {at} could not be replayed"
             restored.unreplayed = BaseId(*whole.end), why
         if chain.lost is not None:
             timeline, end = chain.end
-            why = f"log: {chain.stopped}; what it has up to step {chain.lost} is of no use"
+            why = f"log: {chain.stopped}; its records up to step {chain.lost} are unusable"
             skipped.append(Skipped(timeline, end + 1, why))
         restored.skipped = [*skipped, *_skipped(fewer)]
         restored.passed_over = fewer.get(max(fewer), "") if fewer and base.id not in fewer else ""
@@ -362,9 +377,9 @@ def _restore(inventory: Inventory, loader: Loader, log: LogFound, step: int | No
     refused = nothing_restorable(inventory, chosen, skipped, step=step, apart=apart)
     if refused is not None:
         nobody = not chosen.ordered and not chosen.candidates.damaged
-        # It may have been looked at while an older process deleted one and committed the next.
+        # The scan may have fallen between a commit and a deletion of an older process: scan again.
         if nobody and candidates(scan_run(filesystem, inventory.path)).ordered:
-            raise _VanishedError
+            raise _BaseDeletedError
         raise refused
     return Restored(skipped=skipped)
 
@@ -373,12 +388,14 @@ def _skipped(bases: Mapping[BaseId, str]) -> list[Skipped]:
     return [Skipped(base.timeline, base.step, why) for base, why in bases.items()]
 
 
-def _where(restored: Restored, inventory: Inventory, log: LogFound, step: int | None) -> str | None:
-    """What is to be said of where a state lies in the history."""
+def _history_note(
+    restored: Restored, inventory: Inventory, log: LogFound, step: int | None
+) -> str | None:
+    """Return a remark on the position of the state in the history."""
     if restored.end is None:
-        left = [base.id for base in inventory.bases]
-        left += [BaseId(*key) for key in log.index.marks]
-        return None if step is not None else of_no_use(left, inventory.branches)
+        remaining = [base.id for base in inventory.bases]
+        remaining += [BaseId(*key) for key in log.index.marks]
+        return None if step is not None else of_no_use(remaining, inventory.branches)
     if step is not None:
         return left_at(restored.end, inventory.branches)
     return lost_behind(restored.end, inventory.branches, restored.unreplayed)
@@ -391,8 +408,10 @@ def _inventory(
     held: HeldBase | None,
     known: TimelineCache,
 ) -> Inventory:
-    """What there is, on disk and in memory; timelines that this very resume has ``opened`` are
-    no history."""
+    """Scan the run folder, and add the base in memory.
+
+    Timelines that this very resume has ``opened`` do not count as history.
+    """
     inventory = scan_run(seams.filesystem, run, known)
     if held is not None and not held.durable and held.id.timeline in inventory.timelines:
         directory = base_dir(run, held.id.timeline, held.id.step)
@@ -414,9 +433,11 @@ def _unchanged(
     held: HeldBase | None,
     known: TimelineCache,
 ) -> bool:
-    """Whether, now that nobody else can commit or delete, the choice is still the right one:
-    nothing of the base was removed before its deleter was fenced off, and none is newer. If the
-    base is condemned, its mark is lifted: from now on a timeline rests on it."""
+    """Return True if the choice still holds, now that no other process can commit or delete.
+
+    Nothing of the base was deleted before its deleter was fenced off, and no newer base appeared.
+    If the base is condemned, its deletion is withdrawn: a timeline now rests on it.
+    """
     now = _inventory(seams, before.path, opened, held, known)
     chosen = [base for base in now.bases if found is not None and base.id == found.id]
     if found is not None and not any(base.is_usable for base in chosen):
@@ -431,11 +452,11 @@ def _unchanged(
 
 
 def not_finite(name: str, end: BaseId | None) -> str:
-    """What a person is told of a restored state that holds ``name``, which is not finite."""
+    """Return the warning about a parameter ``name`` that is not finite."""
     step = "" if end is None else f" of step {end.step}"
     return (
-        f"the state{step} is not finite: {name!r} holds NaN or infinity. It is what training had; "
-        "resume(step=...) goes back to a step before (everstep ls shows which there are)"
+        f"the state{step} is not finite: {name!r} holds NaN or infinity. Training had this state; "
+        "resume(step=...) restores an earlier step (everstep ls lists them)"
     )
 
 

@@ -1,19 +1,18 @@
-"""Resuming of several ranks: all restore the same base, and open one timeline.
+"""Resume of several ranks: all restore the same step, and open one timeline.
 
-Drives an :class:`~everstep.commit.job.agreement.Agreement` over this rank's disk, and a mailbox to
-the :class:`~everstep.restore.fetch.others.Others`.
+Carries out an :class:`~everstep.commit.job.agreement.Agreement` on this rank's disk, with a mailbox
+to the :class:`~everstep.restore.fetch.others.Others`.
 """
 
 from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
-from functools import partial
 from pathlib import PurePath
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from everstep.commit.job.agreed import (
     AgreementOut,
@@ -51,7 +50,7 @@ from everstep.restore.fetch.sources import Place, Places
 from everstep.restore.fetch.told import unproven_in
 from everstep.restore.load.load import LoadedBase, sections_left_out
 from everstep.restore.load.restored import OTHER_STATE
-from everstep.restore.start.job_outcome import Outcome, record_of, refused, resumed_of
+from everstep.restore.start.job_outcome import Outcome, record_of, refusal_error, resumed_of
 from everstep.restore.start.log_exchange import LogExchange
 from everstep.restore.start.missing_sections import missing_sections, refuse_log_loss
 from everstep.restore.start.rank_loader import Compares, Load
@@ -72,13 +71,14 @@ _T = TypeVar("_T")
 _LOOKS_MAX = 8
 
 
-class _Start:
-    """One rank's part in an agreement, carried out."""
+class _JobStart:
+    """One rank's side of an agreement."""
 
     def __init__(
         self,
         seams: Seams,
         run: PurePath,
+        state: State,
         meeting: Meeting,
         held: HeldBase | None,
         load: Load | None,
@@ -90,15 +90,15 @@ class _Start:
         apart: Apart,
         timeout_s: float,
         compare: Compares | None,
+        ready: Callable[[], None],
     ) -> None:
         self._copies = copies
         self._log = log
         self._compare = compare
         self.ahead = CopiesAhead(run, meeting.rank, needs, apart)
-        self.ready: Callable[[], None] = lambda: None
-        self.doubts: Callable[[LoadedBase | None], tuple[str, ...]] = lambda loaded: ()
-        self.parts: Collection[str] = ()  # of the state
-        self.fewer = ""  # why a newer base with fewer parts was passed over
+        self._ready = ready
+        self._state = state
+        self.passed_over = ""  # message about a skipped newer base that lacks sections
         self._step = step
         self._filesystem = seams.filesystem
         self._clock = seams.clock
@@ -113,14 +113,18 @@ class _Start:
         self.skipped: list[Skipped] = []
         self.went: Go | None = None
         self._refused: Refuse | None = None
-        self.left_out: tuple[tuple[str, str], ...] = ()  # of what was compared last
-        self._looked: Offer | None = None
-        self._stands: tuple[Manifest, Outcome] | None = None  # restored, and nothing replayed
-        self._why: dict[str, None] = {}  # files could not be used
-        self._relaid = False  # logs of as many ranks as now are looked at as those of others
-        self._partly = False  # what manifests list and is not there is offered, too
-        self._only: BaseId | None = None  # all will choose it, unless something is damaged
-        self._in_order = True  # nothing was, so far
+        self.left_out: tuple[tuple[str, str], ...] = ()  # differences found by the last comparison
+        self._early_offer: Offer | None = None
+        self._loaded_base: tuple[Manifest, Outcome] | None = (
+            None  # loaded, with nothing replayed on it
+        )
+        self._why: dict[str, None] = {}  # files that could not be used
+        self._other_layouts = False  # treat logs of as many ranks as now as those of another layout
+        self._partly = False  # offer incomplete bases, too
+        self._only: BaseId | None = (
+            None  # the base that all will choose, unless something is damaged
+        )
+        self._in_order = True  # nothing was damaged so far
         self._agreement = Agreement(
             meeting.rank,
             meeting.world,
@@ -134,49 +138,54 @@ class _Start:
         )
         self._others = Others(meeting, seams.clock, run, timeout_s=timeout_s)
         part = (lambda rank, timeline, step: b"") if log is None else log.part
-        self._post = LogExchange(self._others, seams.clock, part)
+        self._exchange = LogExchange(self._others, seams.clock, part)
 
     def agree(self) -> Go:
-        """Returns when all ranks go on.
+        """Run the agreement; return when all ranks go on.
 
         Raises:
-            RecoveryError: there is nothing that all can restore, or not what was asked for.
-            MismatchError: ranks would leave out different parts of what they have in common.
-            DeadlineError: a rank says nothing.
+            RecoveryError: there is no state that all ranks can restore, or not the requested one.
+            MismatchError: ranks would leave out different sections of the state that they share.
+            DeadlineError: a rank does not respond.
         """
-        self._absorb(self._agreement.start())
+        self._carry_out(self._agreement.start())
         while waits_for := self._agreement.waits_for:
             self._others.doing = f"waits for rank(s) {', '.join(map(str, waits_for))}"
-            if (heard := self._others.listen()) is not None:
-                self._absorb(self._agreement.heard(*heard))
-            self._absorb(self._agreement.tick(self._clock.monotonic_s()))
+            if (message := self._others.listen()) is not None:
+                self._carry_out(self._agreement.heard(*message))
+            self._carry_out(self._agreement.tick(self._clock.monotonic_s()))
             self._others.is_alive()
             self._others.check(self._agreement.waits_for)
         if self._refused is not None:
-            about = self._refused, self._why, self.left_out
-            raise refused(*about, rank=self._meeting.rank, run=self._run)
+            raise refusal_error(
+                self._refused,
+                self._why,
+                self.left_out,
+                rank=self._meeting.rank,
+                run=self._run,
+            )
         assert self.went is not None
         return self.went
 
     def leave(self, error: BaseException) -> None:
-        """Tells the other ranks that this one has failed, unless all of them were refused."""
+        """Report to the other ranks that this one has failed, unless all of them were refused."""
         if self._refused is None:
             self._others.leave(error)
 
-    def _absorb(self, outs: Iterable[AgreementOut]) -> None:
+    def _carry_out(self, outs: Iterable[AgreementOut]) -> None:
         todo = list(outs)
         while todo:
             out = todo.pop(0)
             if isinstance(out, Tell):
                 self._others.tell(out.rank, out.message)
             elif isinstance(out, TakeInventory):
-                self._others.begin("looks at what it can read")
-                self._relaid = out.relaid
+                self._others.begin("scans its bases and logs")
+                self._other_layouts = out.relaid
                 self._partly = out.partly
                 self._only = self._only if self._in_order else None
-                self._in_order = False  # if ranks are asked again, what was chosen did not do
-                offer = self._looked or self._offer()
-                self._looked = None
+                self._in_order = False  # asked again, the previous choice has failed
+                offer = self._early_offer or self._offer()
+                self._early_offer = None
                 todo += self._agreement.done(InventorySeen(offer))
             elif isinstance(out, Compare):
                 self._others.begin(f"compares {out.choice.base} with its state")
@@ -184,11 +193,13 @@ class _Start:
             elif isinstance(out, Restore):
                 self._others.begin(f"restores {out.choice.base or 'nothing'}")
                 found = self._restore(out.choice)
-                self.outcome.doubt(self.doubts(self.outcome.loaded))
+                self.outcome.doubt(_doubts(self._state, self.outcome.loaded))
                 todo += self._agreement.done(self.outcome.audited(found, out.choice.end))
             elif isinstance(out, OpenTimeline):
                 self._others.begin(f"opens timeline {out.record.timeline}")
-                self.ready()
+                self._ready()
+                # The keeper must be ready before the timeline exists: from then on older processes
+                # are fenced off.
                 failpoint("resume.before_timeline")
                 todo += self._agreement.done(Opened(self._open(out)))
                 self._in_order = True
@@ -197,11 +208,13 @@ class _Start:
             elif isinstance(out, Refuse):
                 self._refused = out
             else:
-                assert isinstance(out, IsSilent)  # judged by what was heard, see Others.check
+                assert isinstance(out, IsSilent)  # reported by Others.check
 
     def _open(self, out: OpenTimeline) -> bool:
-        """Opens a timeline, in the copies first, as a run of one rank does (``adr/019``)."""
+        """Open a timeline, in the copies first, as a run of one rank does (``adr/019``)."""
         leads = self._meeting.rank == COORDINATOR
+        # The coordinator opens the timeline in the copies first. A copy with an older timeline
+        # would let another process continue there.
         if leads:
             self._copies.prepare(out.choice)
         unique = f"{self._meeting.session}-{self._meeting.rank}"
@@ -213,8 +226,11 @@ class _Start:
         return ours
 
     def _offer(self, *, lossy: bool = True) -> Offer:
-        """What this rank can read. Keepers may still withdraw what the start before has left: where
-        something that was listed is gone a moment later, everything is looked at once more."""
+        """Return the bases and logs that this rank can read.
+
+        Keepers may still withdraw captures of the previous process. If a listed file disappears
+        meanwhile, the scan is repeated.
+        """
         for _ in range(_LOOKS_MAX - 1):
             with contextlib.suppress(FileNotFoundError):
                 return self._look(lossy)
@@ -237,31 +253,40 @@ class _Start:
         if self._log is None:
             return offer
         near = [other for other, name in enumerate(self._meeting.disks) if name == disk]
-        about = inventory, self._copies.logs, offer.bases
-        others = self._log.others(*about, near=near, relaid=self._relaid)
+        others = self._log.others(
+            inventory, self._copies.logs, offer.bases, near=near, relaid=self._other_layouts
+        )
         return replace(offer, log=self._runs(offer, self._only, lossy=lossy), others=others)
 
     def _runs(self, offer: Offer, only: BaseId | None, *, lossy: bool = True) -> tuple[LogRun, ...]:
-        """What there is of this rank's log; of copies, where a base is named, what it needs."""
+        """Return the runs of steps of this rank's log; of copies, only those after ``only`` if
+        it is given."""
         assert self._log is not None
         assert self.outcome.inventory is not None
         bases = offer.bases if only is None else (only,)
-        about = self.outcome.inventory, self._copies.logs, bases
-        return self._log.runs(*about, lossy=lossy, read_from=self.ahead.log_files)
+        return self._log.runs(
+            self.outcome.inventory,
+            self._copies.logs,
+            bases,
+            lossy=lossy,
+            read_from=self.ahead.log_files,
+        )
 
     def fetch(self, fetch: Fetch) -> None:
-        """What other nodes hold, and is needed here, comes here: also steps of which copies have
-        lossy gradients, as a peer may have them whole. What there is of those is looked at
-        meanwhile, behind the base that will be chosen: as all ranks read the same copies, and steps
-        behind an older base are steps behind that one, too, others are of use where it turns out to
-        be damaged. Where nothing comes, the looks taken are the first of the agreement, too."""
+        """Fetch bases and log records that this rank needs from other nodes.
+
+        Records of which copies have only lossy versions are fetched as well, since a peer may have
+        the exact ones. Meanwhile the log in copies is scanned after the base that will be chosen:
+        all ranks read the same copies, so other steps matter only if that base is damaged. If
+        nothing was fetched, the agreement uses this scan.
+        """
         offer = self._offer(lossy=False)
         looks: list[Future[tuple[LogRun, ...]]] = []
 
         def left() -> tuple[Offer, Covers]:
             self._partly = True
             found = self._offer(lossy=False)
-            self._partly = False  # until the ranks agree on that
+            self._partly = False  # not offered before the ranks agree on it
             inventory = self.outcome.inventory
             return found, covered(self._filesystem, () if inventory is None else inventory.bases)
 
@@ -281,32 +306,34 @@ class _Start:
             brought.bases.append(Fetched(self._held, brought.proven, "memory"))
             self._held = None
         if not brought.bases and not brought.logs and self._log is None:
-            self._looked = offer
+            self._early_offer = offer
         elif not brought.bases and not brought.logs and looks:
-            with contextlib.suppress(FileNotFoundError):  # gone a moment later: once more, then
-                self._looked = replace(offer, log=looks[-1].result())
+            with contextlib.suppress(FileNotFoundError):  # a file disappeared: scan again later
+                self._early_offer = replace(offer, log=looks[-1].result())
         self.fetched += brought.bases
         if self._log is not None:
             self._log.lent = brought.logs
 
     def _restore(self, choice: Choice) -> Restored:
-        """Loads what was chosen, and replays this rank's log behind it."""
+        """Load the chosen base, and replay this rank's log on it."""
         damaged = self._load_base(choice)
         loaded = self.outcome.loaded
         if damaged or loaded is None or choice.reach is None or self._log is None:
-            return Restored(damaged, exact=self.outcome.exact, relaid=self._log_is_there(choice))
-        redone = self._log.redo(choice, loaded, together=True, post=self._post)
+            return Restored(
+                damaged, exact=self.outcome.exact, relaid=self._log_may_be_elsewhere(choice)
+            )
+        redone = self._log.redo(choice, loaded, together=True, exchange=self._exchange)
         if redone.touched:
-            self._stands = None
+            self._loaded_base = None
         if redone.spoilt is not None and not redone.sure:
-            # Which step it is shows when they are redone one by one, on the base once more.
+            # Load the base again, and replay step by step to find the failing step.
             damaged = self._load_base(choice)
             loaded = self.outcome.loaded
             if damaged or loaded is None:
                 return Restored(damaged, exact=self.outcome.exact)
-            redone = self._log.redo(choice, loaded, together=False, post=self._post)
+            redone = self._log.redo(choice, loaded, together=False, exchange=self._exchange)
             if redone.touched:
-                self._stands = None
+                self._loaded_base = None
         if redone.relaid:
             return Restored(exact=self.outcome.exact, relaid=True)
         self.outcome.redone = redone
@@ -314,17 +341,18 @@ class _Start:
         self.outcome.exact &= not redone.inexact and not redone.notes
         return Restored((), redone.spoilt, self.outcome.exact)
 
-    def _log_is_there(self, choice: Choice) -> bool:
-        """Whether this rank's log may be where its files came from: on another one's disk."""
-        if self._relaid or choice.partly or choice.reach is not None or self._log is None:
+    def _log_may_be_elsewhere(self, choice: Choice) -> bool:
+        """Return True if this rank's log may be on the disk of another rank, as its files were."""
+        if self._other_layouts or choice.partly or choice.reach is not None or self._log is None:
             return False
         mine = choice.base, self._meeting.rank
         return any((one.held.id, one.held.marker.rank) == mine for one in self.fetched if one.disk)
 
     def _load_base(self, choice: Choice) -> tuple[tuple[int, Source], ...]:
-        """Loads what was chosen, unless that stands; returns which files are damaged, and where."""
-        stands = self._stands
-        self._stands = None
+        """Load the chosen base, unless it is loaded already; return the damaged files and their
+        sources."""
+        loaded_base = self._loaded_base
+        self._loaded_base = None
         inventory = self.outcome.inventory
         self.outcome = Outcome(inventory=inventory)
         self.ahead.only(choice.base)
@@ -333,17 +361,17 @@ class _Start:
         if self._load is None:
             raise StateError(
                 f"this run has bases, the newest of {choice.base}, and resume() was not called: "
-                "training would start over unnoticed",
+                "training would silently start over",
                 path=self._run,
                 hint="call ckpt.resume() before the loop (resume(step=0) starts from scratch)",
             )
         path = base_dir(self._run, choice.base.timeline, choice.base.step)
         base = BaseFound(choice.base, path, "committed", choice.manifest, None, ())
         places = self._places(choice, choice.manifest)
-        if stands is not None and stands[0] == choice.manifest:
-            self._stands = stands
-            self.outcome = replace(stands[1], inventory=inventory)
-            self._see_layout(choice, base, places)
+        if loaded_base is not None and loaded_base[0] == choice.manifest:
+            self._loaded_base = loaded_base
+            self.outcome = replace(loaded_base[1], inventory=inventory)
+            self._add_layout(choice, base, places)
             return ()
         start_s = self._clock.monotonic_s()
 
@@ -351,9 +379,14 @@ class _Start:
             nonlocal start_s
             assert self._load is not None
             start_s = self._clock.monotonic_s()
-            about = base, picked, self._post.attend
             try:
-                return self._load(*about, partly=choice.partly, timelines=choice.timelines)
+                return self._load(
+                    base,
+                    picked,
+                    self._exchange.serve,
+                    partly=choice.partly,
+                    timelines=choice.timelines,
+                )
             except MismatchError as error:
                 self._pass_over(base, error)
                 raise
@@ -361,30 +394,32 @@ class _Start:
         read = self._with_files(choice, choice.manifest, places, load)
         if read is None:
             return tuple(places.damaged)
-        self._take(read[0], choice.manifest, read[1], start_s)
-        self._see_layout(choice, base, places)
+        self._note_loaded(read[0], choice.manifest, read[1], start_s)
+        self._add_layout(choice, base, places)
         return ()
 
     def _pass_over(self, base: BaseFound, cause: Exception | None = None) -> None:
-        """Leave a base that lacks parts of the state which an older base has.
+        """Skip a base that lacks sections of the state which an older base has.
 
         Raises:
-            FormatError: it does, so that the ranks choose the next base. A step that was asked for
-                is not passed over.
+            FormatError: it does, so the ranks choose the next base. An explicitly requested step is
+                not skipped.
         """
         if self._step is not None:
             return
         inventory = self.outcome.inventory
         older = () if inventory is None else candidates(inventory).ordered
         tried = [base, *(one for one in older if one.id < base.id)]
-        if why := missing_sections(self._filesystem, tried, self.parts).get(base.id, ""):
-            self.fewer = self.fewer or why
+        if why := missing_sections(self._filesystem, tried, self._state.providers.keys()).get(
+            base.id, ""
+        ):
+            self.passed_over = self.passed_over or why
             raise FormatError(why) from cause
 
     def _with_files(
         self, choice: Choice, manifest: Manifest, places: Places, use: Callable[..., _T]
     ) -> tuple[_T, Mapping[int, Place]] | None:
-        """See :func:`.picking.with_files`."""
+        """Call ``use`` with the files of a base; see :func:`.picking.with_files`."""
         assert choice.base is not None
         rank = self._meeting.rank
         wanted = tuple(self._needs(rank, manifest))
@@ -399,8 +434,11 @@ class _Start:
         )
 
     def _compared(self, choice: Choice) -> Compared:
-        """What would be left out. A log leads on from a whole state alone: where one is to be
-        replayed, that is no choice."""
+        """Return the state that would be left out.
+
+        A log can only be replayed on a complete state, so a choice that needs the log is rejected
+        if anything is left out.
+        """
         assert choice.base is not None
         assert choice.manifest is not None
         assert self._compare is not None
@@ -412,8 +450,13 @@ class _Start:
 
         def use(picked: Mapping[int, Place]) -> SkippedState:
             self._pass_over(base)
-            about = base, picked, self._post.attend
-            return compare(*about, partly=choice.partly, timelines=choice.timelines)
+            return compare(
+                base,
+                picked,
+                self._exchange.serve,
+                partly=choice.partly,
+                timelines=choice.timelines,
+            )
 
         read = self._with_files(choice, choice.manifest, places, use)
         if read is None:
@@ -429,26 +472,27 @@ class _Start:
             self._why[f"step {spoilt[1]}: {OTHER_STATE} ({read[0].words[0]})"] = None
         return Compared((), spoilt, read[0].common, read[0].words)
 
-    def _see_layout(self, choice: Choice, base: BaseFound, places: Places) -> None:
-        """Who had what, where another layout has written the log: most starts need not know."""
+    def _add_layout(self, choice: Choice, base: BaseFound, places: Places) -> None:
+        """Read the saved layout if another layout wrote the log; most starts do not need it."""
         loaded = self.outcome.loaded
         if not choice.readers or loaded is None or loaded.layout is not None or self._log is None:
             return
         picked = places.pick(places.readable)
         self.outcome.loaded = self._log.with_layout(loaded, base, picked or {})
 
-    def _take(
+    def _note_loaded(
         self, loaded: LoadedBase, manifest: Manifest, picked: Mapping[int, Place], start_s: float
     ) -> None:
-        """Notes what was restored, and from where."""
+        """Record the restored base and its sources."""
         load_s = self._clock.monotonic_s() - start_s
         inventory = self.outcome.inventory
-        about = loaded, manifest, picked, self._meeting.rank
-        self.outcome = Outcome.of(*about, load_s=load_s, inventory=inventory)
-        self._stands = manifest, replace(self.outcome)
+        self.outcome = Outcome.of(
+            loaded, manifest, picked, self._meeting.rank, load_s=load_s, inventory=inventory
+        )
+        self._loaded_base = manifest, replace(self.outcome)
 
     def _places(self, choice: Choice, manifest: Manifest) -> Places:
-        """Where this rank can read the files of each rank that wrote some."""
+        """Return the locations where this rank can read the files of each rank."""
         found: dict[int, list[Place]] = {}
         for marker in manifest.markers:
             for source in choice.sources[marker.rank]:
@@ -499,40 +543,52 @@ def resume_all_ranks(
     ready: Callable[[], None] = lambda: None,
     compare: Compares | None = None,
 ) -> tuple[Resumed, Choice]:
-    """Restores, on every rank, the newest step that all of them reach, by a base that all can read
-    and the log of each of them, and opens a timeline.
+    """Restore on every rank the newest step that all ranks can reach, and open a timeline.
+
+    Each rank uses a base that all can read, and its own log.
 
     Args:
-        held: what is in the memory of this rank's keeper.
+        held: base in the memory of this rank's keeper.
         load: restores the state; None: there may be nothing to restore.
-        own: bases of this rank that live in the memory of its keeper.
-        step: restore a base of this step; 0 with no such base: start afresh.
-        needs: which ranks' files a rank has to read.
-        timeout_s: a rank that says nothing for so long is reported.
-        copies: in other tiers, which every rank can read; None: there are none.
-        log: of this rank; None: there is none.
-        fetch: gets what this rank needs of copies in the memory of other nodes; None: there are
-            none.
-        apart: of what is read by several ranks of a node together nothing is read ahead.
-        ready: returns when this rank's keeper is there; without one no timeline is opened.
-        compare: where parts may be left out: says which; nothing is touched before all that have
-            something in common leave out the same of it. None, on all ranks: nothing may be.
+        own: bases of this rank that are only in the memory of its keeper.
+        step: restore a base of this step; 0 without such a base: start afresh.
+        needs: returns the ranks whose files a rank has to read.
+        timeout_s: seconds without a message after which a rank is reported.
+        copies: copies in other tiers, readable by every rank; None: there are none.
+        log: log of this rank; None: there is none.
+        fetch: fetches copies from the memory of other nodes; None: there are none.
+        apart: returns False for bases that several ranks of a node read together; these are not
+            read ahead.
+        ready: returns once this rank's keeper is ready; no timeline is opened before.
+        compare: returns the state that would be left out, if that is allowed. Nothing is modified
+            before all ranks that share a section leave out the same of it. None on all ranks:
+            nothing may be left out.
 
     Raises:
-        RecoveryError: when there are bases and none can be used by all, or none of ``step``; or
+        RecoveryError: there are bases, and none can be used by all ranks, or none of ``step``; or
             another rank has failed.
-        MismatchError: when the chosen one is of another model, or ranks would leave out different
-            parts of what they have in common.
-        StateError: without ``load``, when there is something to restore.
-        DeadlineError: a rank is silent.
+        MismatchError: the chosen base belongs to another model, or ranks would leave out different
+            sections of the state that they share.
+        StateError: without ``load``, if there is something to restore.
+        DeadlineError: a rank does not respond.
     """
     copies = copies or Copies((), run)
-    about = seams, run, meeting, held, load, copies, log
-    limits: dict[str, Any] = {"apart": apart, "timeout_s": timeout_s, "compare": compare}
-    start = _Start(*about, step=step, needs=needs, **limits)
-    start.ready = ready
-    start.parts = state.providers.keys()
-    start.doubts = partial(_doubts, state)
+    start = _JobStart(
+        seams,
+        run,
+        state,
+        meeting,
+        held,
+        load,
+        copies,
+        log,
+        step=step,
+        needs=needs,
+        apart=apart,
+        timeout_s=timeout_s,
+        compare=compare,
+        ready=ready,
+    )
     start.fetched += own
     try:
         with storage_errors("resume", run, rank=meeting.rank):
@@ -544,11 +600,11 @@ def resume_all_ranks(
         raise
     finally:
         start.ahead.close()
-    if go.choice.note and meeting.rank == COORDINATOR:  # the same on all of them
+    if go.choice.note and meeting.rank == COORDINATOR:  # the same on all ranks
         _log.warning("%s", go.choice.note)
     skipped = (*start.skipped, *(() if log is None else log.skipped))
-    fewer = (start.fewer,) if start.fewer else ()
-    if fewer and meeting.rank == COORDINATOR:
-        _log.warning("%s", start.fewer)
-    resumed = resumed_of(go, start.outcome, state, skipped, (*copies.problems, *fewer))
+    passed_over = (start.passed_over,) if start.passed_over else ()
+    if passed_over and meeting.rank == COORDINATOR:
+        _log.warning("%s", start.passed_over)
+    resumed = resumed_of(go, start.outcome, state, skipped, (*copies.problems, *passed_over))
     return (resumed if log is None else log.with_lent(resumed, go.choice)), go.choice

@@ -1,8 +1,7 @@
-"""Brings the live state to the end of a base's log: loads the base, and redoes what follows.
+"""Load a base and replay the log on it.
 
-An update that cannot be redone leaves a mixture of steps behind. Then the base is loaded anew, and
-the log is followed up to the step before; a resume always ends in the state of one step, or in an
-error.
+A failing update leaves the state in a mixture of steps. Then the base is loaded again, and the
+log is replayed up to the step before. A resume always ends in the state of one step, or raises.
 """
 
 from __future__ import annotations
@@ -44,11 +43,15 @@ __all__ = ["Loader", "replay", "replayable", "roll_forward"]
 
 @dataclass(slots=True)
 class Loader:
-    """Restores a base into the live state, from memory if it is there.
+    """Loads a base into the live state, from memory if possible.
 
     Attributes:
-        source: where the last one came from.
-        inexact: why it is not bit for bit what training had, besides its lineage; "" if it is.
+        seams: file system and clock.
+        held: base in the memory of the keeper.
+        strict: refuse bases that do not match the live state completely.
+        on_touch: called before live state is overwritten.
+        source: source of the base loaded last.
+        inexact: why that one is not exact, apart from its lineage; "" if it is.
     """
 
     seams: Seams
@@ -62,10 +65,10 @@ class Loader:
     inexact: str = ""
 
     def load(self, inventory: Inventory, base: BaseFound, *, strict: bool = False) -> LoadedBase:
-        """Restores ``base``.
+        """Load ``base``.
 
         Args:
-            strict: nothing of this one may be left out, whatever else may.
+            strict: refuse any mismatch of this base, regardless of :attr:`strict`.
 
         Raises:
             DamageError, FormatError, MismatchError, RecoveryError, OSError
@@ -91,7 +94,7 @@ class Loader:
         return self._load(base, opened, trained, strict)
 
     def _load_ranks(self, base: BaseFound, strict: bool) -> LoadedBase:
-        """A base that several ranks have saved, for a job of one."""
+        """Load a base that several ranks saved, in a job of one rank."""
         assert base.manifest is not None
         self.source = "disk"
         self.inexact = ""
@@ -129,7 +132,7 @@ class Loader:
                     on_touch=self.on_touch,
                 )
                 if opened.redo is not None:
-                    # Only now: most bases are whole.
+                    # Imported here since most bases have no redo file.
                     from everstep.restore.offline.whole import make_live_whole
 
                     loaded, self.inexact = make_live_whole(
@@ -155,28 +158,30 @@ def roll_forward(
     *,
     whole: bool,
 ) -> Restored:
-    """Restores ``base`` and redoes the steps of ``chain``, as far as that goes.
+    """Load ``base`` and replay ``chain`` on it, as far as possible.
 
     Args:
-        whole: nothing but the end of the chain is of use.
+        whole: accept only the end of the chain.
 
     Raises:
         DamageError, FormatError, MismatchError, RecoveryError, OSError: of the base.
-        MismatchError: nothing may be left out, and nobody here knows the class of an optimizer.
-        ReplayError: with ``whole``, a step cannot be redone. Where that is since the live state
-            consists of something else, it is not touched.
+        MismatchError: in strict mode, the class of an optimizer is unknown here.
+        ReplayError: with ``whole``, a step cannot be replayed. If the reason is another composition
+            of the state, nothing was modified.
     """
     clock = loader.seams.clock
     skipped: list[Skipped] = []
     doubt = ""
+    # First all steps in few passes. If that fails, step by step to find the failing step, then the
+    # steps before it again in few passes.
     for together in (True, False, True):
         try:
             restored = _load(inventory, base, loader, strict=whole and bool(chain.steps))
         except MismatchError as error:
             if loader.strict:
                 raise
-            first, what = error.mismatches[0]
-            raise ReplayError(f"{OTHER_STATE} ({first}: {what})", step=base.id.step) from error
+            first, problem = error.mismatches[0]
+            raise ReplayError(f"{OTHER_STATE} ({first}: {problem})", step=base.id.step) from error
         restored.skipped += skipped
         start_s = clock.monotonic_s()
         try:
@@ -190,16 +195,18 @@ def roll_forward(
                 assert restored.end is not None
                 raise error.refused(restored.end.step, base.path) from error
             if whole:
-                why = f"the log behind it cannot be replayed: {error.message}"
+                why = f"the log after it cannot be replayed: {error.message}"
                 raise ReplayError(why, step=error.step, hint=error.hint) from error
             if together and len(chain.steps) > 1 and not skipped:
-                continue  # which step it is shows when they are redone one by one
-            if isinstance(error, AuditError):  # how long before, samples cannot tell
-                doubt = f"step {error.step} is not what training had, perhaps others before it"
+                continue  # replay step by step to find the failing step
+            if isinstance(
+                error, AuditError
+            ):  # samples do not show at which earlier step it went wrong
+                doubt = f"step {error.step} differs from training, and perhaps steps before it"
             timeline, at = chain.steps[min(restored.replayed, len(chain.steps) - 1)]
-            why = f"log: it cannot be replayed: {error.message}"
+            why = f"log: cannot be replayed: {error.message}"
             skipped.append(Skipped(timeline, at, why))
-            say(f"everstep: {inventory.path}: step {at} of the {why}")
+            say(f"everstep: {inventory.path}: step {at}: {why}")
             steps = () if together else chain.steps[: restored.replayed]
             chain = replace(chain, steps=steps)
     restored = _load(inventory, base, loader)
@@ -221,10 +228,11 @@ def _load(
 def replayable(
     base: BaseFound, chain: Chain, loader: Loader, log: LogFound, skipped: list[Skipped]
 ) -> Chain:
-    """As much of a chain as needs no function that this program has not registered (I8).
+    """Return the beginning of a chain that needs no function that this program has not registered
+    (I8).
 
     Raises:
-        MismatchError: that is not all of it, and nothing may be left out.
+        MismatchError: in strict mode, if that is not the entire chain.
     """
     assert base.manifest is not None
     functions = loader.state.ownership_rules.updates
@@ -234,15 +242,15 @@ def replayable(
     place, pattern = beyond
     cut = replace(chain, steps=chain.steps[:place])
     timeline, step = chain.steps[place]
-    why = f"the log needs the function that updates {pattern!r}, and none is registered here"
+    why = f"the log needs a function that updates {pattern!r}, but none is registered"
     if loader.strict:
         raise MismatchError(
             f"from step {step} on {why}",
-            mismatches=((pattern, "a declared update without a function"),),
+            mismatches=((pattern, "a declared update without a registered function"),),
             step=step,
             path=base.path,
             hint=f"Checkpointer(..., declared={{{pattern!r}: function}}), or "
-            f"resume(strict=False) to go on from step {cut.end[1]}",
+            f"resume(strict=False) to continue from step {cut.end[1]}",
         )
     skipped.append(Skipped(timeline, step, why))
     return cut
@@ -257,17 +265,19 @@ def replay(
     together: bool,
     alive: Callable[[], None] = lambda: None,
 ) -> None:
-    """Redoes the steps of a chain, as far as its records are whole.
+    """Replay the steps of a chain, as far as its records are intact.
 
     Args:
-        restored: what has been restored; gets what is redone.
-        together: several steps in one pass; otherwise an error is of step ``restored.replayed``.
+        restored: state restored so far; updated.
+        timelines: timeline records.
+        together: replay several steps in one pass; otherwise an error concerns step
+            ``restored.replayed``.
         alive: called at each step.
 
     Raises:
-        EverstepError: a step cannot be redone; the state is a mixture of steps.
+        EverstepError: a step cannot be replayed; the state is a mixture of steps.
     """
-    # Only now: most runs have no log.
+    # Imported here since most runs have no log.
     from everstep.restore.redo.redo import STEPS_AT_ONCE, Redo, checked, other_conditions
 
     loaded = restored.loaded
@@ -275,22 +285,22 @@ def replay(
     shape = log.index.marks[chain.steps[0]].shape
     if loaded.shape != shape or loaded.mismatches:
         timeline, at = chain.steps[0]
-        which = "".join(f" ({name}: {what})" for name, what in loaded.mismatches[:1])
+        which = "".join(f" ({name}: {problem})" for name, problem in loaded.mismatches[:1])
         restored.skipped.append(Skipped(timeline, at, f"{OTHER_STATE}{which}"))
         return
     if loaded.tied:
-        why = f"the log behind it cannot be replayed: {loaded.tied[0]}"
+        why = f"the log after it cannot be replayed: {loaded.tied[0]}"
         restored.skipped.append(Skipped(*chain.steps[0], why))
         return
     redo = Redo(loader.state, loaded.restrided, loaded.aliases, loaded.names)
     if not together:
         redo.limit_bytes = 0
     redo.compares = not other_conditions(timelines.get(timeline) for timeline, _ in chain.steps)
-    before = restored.replayed  # of other parts of the chain
+    before = restored.replayed  # steps of earlier calls
     files = loader.seams.filesystem
     wait_s = loader.timeout_s
     found = log.steps(chain, restored.lsn, files, loader.ring, wait_s)
-    sound = partial(log.sound, filesystem=files, ring=loader.ring, timeout_s=wait_s)
+    sound = partial(log.verified, filesystem=files, ring=loader.ring, timeout_s=wait_s)
     with (
         contextlib.closing(found),
         progress("replay", len(chain.steps), "items") as bar,
@@ -316,10 +326,10 @@ def replay(
                 restored.inexact = NOT_EXACT
             bar.advance(1)
             at_hand = step.read_bytes == 0
-            del step, head  # what was read for it is used again once it is applied
+            del step, head  # its memory is reused once it was applied
             steps.set_held_bytes(redo.waiting_bytes)
-            # While the next one is being read; not while it is only being verified, in memory,
-            # which takes less than to pass over the state once more.
+            # Apply waiting updates while the next step is being read from disk. Not if it is only
+            # being verified in memory: that is faster than another pass over the state.
             if not at_hand and not steps.ready:
                 redo.idle()
                 steps.set_held_bytes(0)
@@ -327,7 +337,7 @@ def replay(
     try:
         notes = redo.finish()
     except EverstepError:
-        restored.replayed -= 1  # it is the last mark that does not fit
+        restored.replayed -= 1  # the last mark does not fit
         raise
     trained = [timelines.get(timeline) for timeline, _ in chain.steps[: restored.replayed - before]]
     restored.inexact = restored.inexact or other_conditions(trained)

@@ -239,7 +239,7 @@ def portable_environment() -> dict[str, str]:
     paths = found["PYTHONPATH"].split(os.pathsep) if found.get("PYTHONPATH") else []
     # A notebook may have put the package on its path itself. A folder of installed packages
     # is found anyway, and would come before the standard library from here.
-    home = Path(__file__).parents[2]
+    home = Path(__file__).parents[3]
     if home.name not in _INSTALLED and str(home) not in paths:
         paths.insert(0, str(home))
     with contextlib.suppress(FileNotFoundError):  # our working directory is gone

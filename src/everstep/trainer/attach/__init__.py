@@ -1,1 +1,11 @@
-"""Finds or starts a keeper, talks to it, and replaces it when it is lost."""
+"""Finds or starts the keeper, communicates with it, and replaces it when it is lost.
+
+Runs in the training process. Read in this order:
+
+- ``keeper``: interface of a keeper, whether it is a thread or a process.
+- ``keepers``: the keeper of one Checkpointer: attach, start a timeline, replace, close.
+- ``attach``: finds the keeper process of a run, or starts one.
+- ``remote``: a keeper process as seen from here: messages and pending bases.
+- ``requests``: requests to it that wait for a reply.
+- ``orphaned_keepers``: reads the memory of keepers of earlier processes.
+"""

@@ -31,23 +31,25 @@ __all__ = ["attach", "attach_to", "is_there"]
 
 _log = logging.getLogger("everstep")
 _START_S = 30.0
-_LOOK_AGAIN_S = 0.05
+_RETRY_S = 0.05
 
 
 def is_there(run: PurePath, run_id: str, rank: int) -> bool:
-    """Whether a keeper of this rank of the run lives, which an earlier training process left.
+    """Return True if a keeper that an earlier training process has left for this rank is alive.
 
     Raises:
-        KeeperError: the runtime folder cannot be used.
+        KeeperError: The runtime folder cannot be used.
     """
     if find_keeper(SpawnOptions(str(run), run_id, rank).key) is not None:
         return True
-    return _under_another_name(run, run_id, rank) is not None
+    return _find_renamed(run, run_id, rank) is not None
 
 
-def _under_another_name(run: PurePath, run_id: str, rank: int) -> KeeperInfo | None:
-    """The keeper of this rank that knows the same folder under another name, if none knows it under
-    this one: what the process before has left in its memory is lost unless it is asked."""
+def _find_renamed(run: PurePath, run_id: str, rank: int) -> KeeperInfo | None:
+    """Return the keeper of this rank that knows the same run folder by another path, if any.
+
+    Its memory may hold the steps of the previous process, which would be lost otherwise.
+    """
     for info in keepers_of(run, run_id):
         if info.rank == rank and info.run != str(run):
             return info
@@ -65,63 +67,67 @@ def attach(
     *,
     timeout_s: float,
 ) -> RemoteKeeper:
-    """A keeper process with an arena of ``arena_bytes`` for us.
+    """Attach to a keeper process with an arena of ``arena_bytes``; start one if there is none.
 
-    One that an earlier training process left is used again; one of another protocol finishes
-    what it has and makes room.
+    A keeper left by an earlier training process is used again. One with another protocol version
+    finishes its work and ends first.
 
     Raises:
-        KeeperError: none could be started, or it is not ours.
-        OutOfSpaceError: it has not that much memory.
-        UnavailableError: it, or this process, has no descriptor left.
+        KeeperError: No keeper could be started, or the keeper belongs to another user.
+        OutOfSpaceError: The keeper cannot allocate the arena.
+        UnavailableError: The keeper, or this process, has no file descriptors left.
     """
     spawn = SpawnOptions(
         str(run), run_id, rank, options.linger_s, cores=options.cores, threads=options.threads
     )
     deadline_s = clock.monotonic_s() + max(_START_S, timeout_s)
     while clock.monotonic_s() < deadline_s:
-        connection, key, found = _reached(spawn)
+        connection, key, found = _connect(spawn)
         try:
-            with _naming(key):
-                about = arena_bytes, channel, clock, timeout_s
-                keeper = None if connection is None else _met(connection, *about)
+            with _name_keeper(key):
+                keeper = None
+                if connection is not None:
+                    keeper = _attach_over(connection, arena_bytes, channel, clock, timeout_s)
         except (OutOfSpaceError, UnavailableError) as error:
-            if found and error.__cause__ is None:  # else it is a limit of this process
-                error.hint = _of_its_own(key, error.hint)
+            if found and error.__cause__ is None:  # with a cause it is a limit of this process
+                error.hint = _limits_hint(key, error.hint)
             raise
         if keeper is not None:
             return keeper
-        time.sleep(_LOOK_AGAIN_S)  # it is ending, and still has something to write
-    other = _under_another_name(run, run_id, rank)
+        # The keeper is ending, and still writes bases: a new one can start only after it.
+        time.sleep(_RETRY_S)
+    other = _find_renamed(run, run_id, rank)
     raise KeeperError(
-        f"the keeper of {run if other is None else other.run} does not let this process attach",
+        f"the keeper of {run if other is None else other.run} does not accept this process",
         path=run,
         hint="everstep stop ends it; its log is in the runtime folder (everstep doctor)",
     )
 
 
-def _of_its_own(key: str, hint: str | None) -> str:
+def _limits_hint(key: str, hint: str | None) -> str:
     info = None
     with contextlib.suppress(KeeperError):
         info = find_keeper(key)
     raised = "" if info is None else f"prlimit --pid {info.pid} raises them, "
     return (
-        f"{hint}; the keeper that lives has the limits of the process that started it: {raised}"
+        f"{hint}; the running keeper has the limits of the process that started it: {raised}"
         "everstep stop ends it"
     )
 
 
-def _reached(spawn: SpawnOptions) -> tuple[Connection | None, str, bool]:
-    """A connection to the keeper, its key, and whether it was there; else it is started.
+def _connect(spawn: SpawnOptions) -> tuple[Connection | None, str, bool]:
+    """Connect to the keeper, and start it if there is none.
 
-    None: it knows the folder under another name, and is ending, or is not listening.
+    Returns:
+        The connection, the keeper's key, and True if the keeper existed before. The connection is
+        None if the keeper knows the folder by another path and is ending or not listening.
     """
-    with contextlib.suppress(KeeperTimeoutError):  # there is none
+    with contextlib.suppress(KeeperTimeoutError):  # raised if there is no keeper
         return connect(spawn.key, timeout_s=0.0), spawn.key, True
-    other = _under_another_name(PurePath(spawn.run), spawn.run_id, spawn.rank)
+    other = _find_renamed(PurePath(spawn.run), spawn.run_id, spawn.rank)
     if other is None:
         spawn_keeper(spawn)
-        with _naming(spawn.key):
+        with _name_keeper(spawn.key):
             return connect(spawn.key, timeout_s=_START_S), spawn.key, False
     with contextlib.suppress(KeeperTimeoutError):
         connection = connect(other.key, timeout_s=0.0)
@@ -133,25 +139,29 @@ def _reached(spawn: SpawnOptions) -> tuple[Connection | None, str, bool]:
 def attach_to(
     key: str, arena_bytes: int, channel: BackgroundChannel, clock: Clock, *, timeout_s: float
 ) -> RemoteKeeper | None:
-    """The keeper with this key, if it is there and stays; none is started. One that serves a
-    training process that lives is not taken from it: None.
+    """Attach to the keeper with this key; never start one.
+
+    Returns:
+        None if there is none, if it is ending, or if it serves a training process that is alive.
 
     Raises:
-        KeeperError: it hangs, or is not ours.
-        OutOfSpaceError: it has not that much memory.
+        KeeperError: It hangs, or belongs to another user.
+        OutOfSpaceError: It cannot allocate the arena.
     """
     try:
         connection = connect(key, timeout_s=0.0)
-    except KeeperTimeoutError:  # there is none
+    except KeeperTimeoutError:  # there is no keeper
         return None
-    with _naming(key):
-        return _met(connection, arena_bytes, channel, clock, timeout_s, idle=True)
+    with _name_keeper(key):
+        return _attach_over(connection, arena_bytes, channel, clock, timeout_s, idle=True)
 
 
 @contextlib.contextmanager
-def _naming(key: str) -> Iterator[None]:
-    """A keeper that lives and does not answer is named: no other takes its place, so somebody has
-    to see to it."""
+def _name_keeper(key: str) -> Iterator[None]:
+    """Name the keeper in the error if it is alive but does not respond.
+
+    No other keeper can take its place, so the user has to act.
+    """
     try:
         yield
     except KeeperTimeoutError as error:
@@ -160,25 +170,25 @@ def _naming(key: str) -> Iterator[None]:
             info = find_keeper(key)
         if info is None:
             raise
-        raise _unanswered(info, error) from error
+        raise _unresponsive(info, error) from error
 
 
-def _unanswered(info: KeeperInfo, error: KeeperTimeoutError) -> KeeperTimeoutError:
+def _unresponsive(info: KeeperInfo, error: KeeperTimeoutError) -> KeeperTimeoutError:
     pid = info.pid
     if file_identity(keeper_files(info.key, create=False).socket) is not None:
-        why = f"is it stopped? kill -CONT {pid} lets it go on; everstep ps shows it"
+        why = f"if it is stopped, kill -CONT {pid} continues it (see everstep ps)"
     else:
-        why = f"its socket is gone, so nobody reaches it; kill {pid} has it write its bases and end"
+        why = f"its socket is missing; kill {pid} lets it write its bases and end"
     return KeeperTimeoutError(
-        f"the keeper of {info.run} (process {pid}) does not answer: {error.message}",
+        f"the keeper of {info.run} (process {pid}) does not respond: {error.message}",
         rank=info.rank,
         path=info.run,
-        hint=f"it has the steps behind the newest base in memory: {why}. "
+        hint=f"it has the steps after the newest base in memory: {why}. "
         "everstep stop --now ends it, and these steps are lost",
     )
 
 
-def _met(
+def _attach_over(
     connection: Connection,
     arena_bytes: int,
     channel: BackgroundChannel,
@@ -197,11 +207,13 @@ def _met(
 def _introduce(
     connection: Connection, arena_bytes: int, timeout_s: float, *, idle: bool
 ) -> Arena | None:
-    """The arena that the keeper has made for us; None if it was ending, or is of another
-    version and now ends.
+    """Send the first message and return the arena that the keeper has made.
 
     Args:
-        idle: None, too, if it serves somebody who lives; nothing is asked to end.
+        idle: True to attach only if the keeper serves no live process, and never end it.
+
+    Returns:
+        None if the keeper is ending, or has another protocol version and ends now.
     """
     hello = {
         "kind": "attach",
@@ -214,9 +226,9 @@ def _introduce(
         try:
             connection.send(hello)
             received = connection.receive(timeout_s)
-        except KeeperTimeoutError:  # it hangs
+        except KeeperTimeoutError:  # it hangs, which is an error
             raise
-        except KeeperError:  # it ended just now
+        except KeeperError:  # it has just ended: the caller tries again
             received = None
         if received is None:
             connection.close()
@@ -230,7 +242,8 @@ def _introduce(
         if message.get("error") is not None:
             raise error_from_wire(message["error"])
         if not idle:
-            connection.send({"kind": "stop"})  # of another protocol: what it has becomes durable
+            # Another protocol version: it makes its bases durable, and closes the connection.
+            connection.send({"kind": "stop"})
             while connection.receive(timeout_s) is not None:
                 pass
         connection.close()

@@ -1,4 +1,4 @@
-"""What a training process asks of its keeper, wherever that is."""
+"""Interface of a keeper for the training process, whether it is a thread or a process."""
 
 from __future__ import annotations
 
@@ -14,8 +14,11 @@ __all__ = ["Keeper"]
 
 
 class Keeper(LogKeeper, Protocol):
-    """Makes captures durable: a thread (:class:`.local.LocalKeeper`) or a process of its own
-    (:class:`.remote.RemoteKeeper`)."""
+    """Keeper that makes captures durable.
+
+    A thread of the training process (:class:`.local.LocalKeeper`) or a separate process
+    (:class:`.remote.RemoteKeeper`).
+    """
 
     @property
     def stats(self) -> KeeperStats: ...

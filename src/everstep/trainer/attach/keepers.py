@@ -1,4 +1,9 @@
-"""The keeper of one Checkpointer: a process or a thread, started anew when it is lost."""
+"""The keeper of one Checkpointer: a process or a thread, replaced when it is lost.
+
+:class:`Keepers` attaches to a keeper process or makes a keeper thread, begins each timeline with
+it, provides its memory for captures, and replaces a process that is lost. Each keeper process is
+represented by a :class:`~everstep.trainer.attach.remote.RemoteKeeper`.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +11,7 @@ import contextlib
 import dataclasses
 import logging
 import sys
+import threading
 import warnings
 from collections.abc import Callable, Sequence
 from pathlib import PurePath
@@ -28,45 +34,122 @@ from everstep.link.pool import CapturePool
 from everstep.link.waiting import ignore_if_lost
 from everstep.restore.fetch.held import Recalled
 from everstep.run.fence import Fence
-from everstep.seams import PosixFileSystem, Seams, SystemClock
+from everstep.seams import Clock, PosixFileSystem, Seams, SystemClock
 from everstep.seams.network.peers import HeldPort, PeerMailbox
+from everstep.seams.processes.conditions import Outcome
 from everstep.seams.processes.processes import available_cores
 from everstep.state.ranks.rank_info import ONE_RANK, RankInfo
 from everstep.tiers.disk import storage_errors
 from everstep.tiers.options import PeerOptions, TierOptions
 from everstep.trainer.attach.attach import attach, is_there
-from everstep.trainer.attach.attempts import Attempts
 from everstep.trainer.attach.keeper import Keeper
-from everstep.trainer.attach.left_keepers import left_by_a_move, left_with_keeper
+from everstep.trainer.attach.orphaned_keepers import orphaned_by_move, orphaned_state
 from everstep.trainer.attach.remote import RemoteKeeper
-from everstep.trainer.attach.starting import StartingKeeper
 from everstep.trainer.budget.log_limits import LogLimits
 
-__all__ = ["Keepers", "let_go"]
+__all__ = [
+    "Keepers",
+    "ReplacementAttempts",
+    "StartingKeeper",
+    "release_keeper",
+]
+
+# Minimum pause after a failed attempt: training waits while a keeper starts.
+_RETRY_S = 30.0
+# Pause relative to the duration of the attempt: attempts take at most 1/5 of the training time.
+_RETRY_FACTOR = 4
+
+
+class ReplacementAttempts:
+    """Schedule of attempts to replace a lost keeper.
+
+    Attributes:
+        why_not: error of the last attempt; None if it succeeded, or there was none.
+        failed: number of failed attempts.
+    """
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._begun_s = self._retry_at_s = 0.0
+        self.why_not: EverstepError | None = None
+        self.failed = 0
+
+    @property
+    def is_due(self) -> bool:
+        """True if the last attempt succeeded, or failed long enough ago."""
+        return self.why_not is None or self._clock.monotonic_s() >= self._retry_at_s
+
+    def begin(self) -> None:
+        """Note the start of an attempt."""
+        self.why_not = None
+        self._begun_s = self._clock.monotonic_s()
+
+    def fail(self, why: EverstepError) -> None:
+        """Note that the attempt has failed."""
+        now_s = self._clock.monotonic_s()
+        self.why_not = why
+        self.failed = self.failed + 1
+        self._retry_at_s = now_s + max(_RETRY_S, _RETRY_FACTOR * (now_s - self._begun_s))
+
+
+class StartingKeeper:
+    """Keeper process that is being started in a separate thread.
+
+    A new keeper has nothing in memory that could be restored, so the start of a job needs it only
+    when a timeline is opened.
+
+    Args:
+        attach: function that starts the keeper and waits for it.
+    """
+
+    def __init__(self, attach: Callable[[], RemoteKeeper]) -> None:
+        self._attach = attach
+        self._found = Outcome[RemoteKeeper]()
+        self._thread = threading.Thread(
+            target=self._start, name="everstep-keeper-start", daemon=True
+        )
+        self._thread.start()
+
+    @property
+    def over(self) -> bool:
+        """True if the keeper is ready or has failed."""
+        return self._found.done()
+
+    def wait(self) -> RemoteKeeper:
+        """Return the keeper when it is ready; raise the error if it has failed."""
+        return self._found.result()
+
+    def _start(self) -> None:
+        try:
+            self._found.set_result(self._attach())
+        except BaseException as error:  # raised in wait()
+            self._found.set_exception(error)
+
 
 _log = logging.getLogger("everstep")
 
 
 class Keepers:
-    """Holds the keeper in service, and the memory that captures go through.
+    """Manage the keeper in service, and the memory that captures go through.
 
     Args:
-        arena_bytes: host memory for captures, at most; taken as it is needed.
-        replica_bytes: likewise, for a replica.
+        arena_bytes: maximum host memory for captures. It is allocated when it is used.
+        replica_bytes: maximum host memory for a replica.
 
     Raises:
-        OptionError: a replica, without a process to hold it.
+        OptionError: The method needs a keeper process, which the options or the platform exclude.
 
     Attributes:
-        current: in service; None before the first timeline.
-        pool: None for ``sync``.
-        restarts: how often a keeper process was lost and replaced.
-        attempts: to do so.
-        on_disk: told up to which number records of the log are on disk, in any thread.
-        log_limits: of the log.
-        on_everywhere: told the step of each base that is whole with all peers, in any thread.
-        peer_log_step: the newest step of this timeline whose log this rank's peer holds, as the
-            keeper last said.
+        current: keeper in service; None before the first timeline.
+        pool: memory for captures; None with ``sync``.
+        restarts: number of lost keeper processes that were replaced.
+        attempts: schedule of attempts to replace a lost keeper.
+        in_process: True if the keeper is a separate process.
+        on_disk: called with the number of the last log record on disk, in any thread.
+        on_everywhere: called with the step of each base that all peers have, in any thread.
+        log_limits: limits of the log.
+        peer_log_step: newest step of this timeline whose log this rank's peer holds, as last
+            reported.
     """
 
     def __init__(
@@ -91,14 +174,15 @@ class Keepers:
         self._replica_bytes = replica_bytes
         self._info = info
         self._job_session: JobSession | None = None
-        self._fence: Fence | None = None  # since the timeline was opened, whichever keeper it has
+        # Belongs to the timeline, and outlives a keeper.
+        self._fence: Fence | None = None
         self._mailbox: PeerMailbox | None = None
         self._port: HeldPort | None = None  # of the keeper process's mailbox
         self._remote: RemoteKeeper | None = None
         self._starting: StartingKeeper | None = None
-        self._listens_at: tuple[str, int] | None = None  # told already, to be opened by that one
-        self._before = KeeperStats()  # of keepers that are no longer in service
-        self.attempts = Attempts(seams.clock)
+        self._listens_at: tuple[str, int] | None = None  # announced to other ranks
+        self._past_stats = KeeperStats()  # sum over earlier keepers and timelines
+        self.attempts = ReplacementAttempts(seams.clock)
         self.current: Keeper | None = None
         self.pool: CapturePool | None = None
         self.restarts = 0
@@ -108,31 +192,31 @@ class Keepers:
         self.log_limits = LogLimits()
         self._tiers: list[dict[str, Any]] = []
         self._peers: dict[str, Any] | None = None
-        # A keeper process has a world of its own: it cannot see a simulated one.
-        seen = type(seams.filesystem) is PosixFileSystem and type(seams.clock) is SystemClock
-        self._may_be_kept = sys.platform == "linux" and seen
+        # A keeper process cannot see a simulated file system or clock.
+        real = type(seams.filesystem) is PosixFileSystem and type(seams.clock) is SystemClock
+        self._may_be_kept = sys.platform == "linux" and real
         in_process = options.method.base != "sync" and options.keeper.process
         self.in_process = in_process and self._may_be_kept
-        for needed, what, instead in (
+        for needed, feature, instead in (
             (options.is_multistep, "base='multistep' needs", "base='lazy'"),
             (options.method.in_memory, "bases that live in memory need", "method='lazy'"),
             (options.has_replica, "apply='replica' needs", "apply='recovery'"),
         ):
             if needed and not self.in_process:
                 raise OptionError(
-                    f"{what} a keeper that is a process of its own",
+                    f"{feature} a separate keeper process",
                     hint=f"KeeperOptions(process=True), on Linux; or {instead}",
                 )
 
     def copy_to(self, tiers: Sequence[TierOptions]) -> None:
-        """From the next keeper on, bases are copied to these places.
+        """Let keepers copy bases to these places, beginning with the next timeline.
 
         Raises:
-            OptionError: there is no process to copy them.
+            OptionError: There is no keeper process to make the copies.
         """
         if tiers and not self.in_process:
             raise OptionError(
-                "tiers= needs a keeper that is a process of its own: it makes the copies",
+                "tiers= needs a separate keeper process, which makes the copies",
                 hint="KeeperOptions(process=True), on Linux; and another method than 'sync'",
             )
         self._tiers = [dataclasses.asdict(tier.of_rank(self._info.world)) for tier in tiers]
@@ -140,18 +224,18 @@ class Keepers:
     def send_to_peer(
         self, bound_bytes: int, peers: PeerOptions, log_bytes: int | None = None
     ) -> None:
-        """From the next keeper on, bases are sent to the memory of another node, and the log.
+        """Let keepers send bases and log to the memory of another node from the next one on.
 
         Args:
-            bound_bytes: of the copies that are held here for other ranks.
-            log_bytes: of these, for their logs; None: no rank has a log that is sent.
+            bound_bytes: memory here for copies of other ranks.
+            log_bytes: share of it for their logs; None if no rank sends its log.
 
         Raises:
-            OptionError: there is no process to send and to hold them.
+            OptionError: There is no keeper process to send and hold copies.
         """
         if not self.in_process:
             raise OptionError(
-                'tiers=["peer"] needs a keeper that is a process of its own: it outlives training',
+                'tiers=["peer"] needs a separate keeper process, which outlives training',
                 hint="KeeperOptions(process=True), on Linux; and another method than 'sync'",
             )
         self._peers = {
@@ -164,7 +248,7 @@ class Keepers:
         }
 
     def _on_peered(self, base: int | None, step: int | None) -> None:
-        """The peers hold a base, or this rank's peer its log up to a step."""
+        """Note that the peers hold a base, or this rank's peer holds its log up to a step."""
         if base is not None:
             self.on_everywhere(base)
         if step is not None:
@@ -172,15 +256,19 @@ class Keepers:
 
     @property
     def stats(self) -> KeeperStats:
-        """Of all keepers together."""
-        return self._before if self.current is None else add_stats(self._before, self.current.stats)
+        """Statistics of all keepers together."""
+        return (
+            self._past_stats
+            if self.current is None
+            else add_stats(self._past_stats, self.current.stats)
+        )
 
-    def open(self, *, beside: bool = False) -> None:
-        """Attaches to a keeper process, or makes the memory for one that is a thread.
+    def open(self, *, in_background: bool = False) -> None:
+        """Attach to a keeper process, or make the memory for a keeper thread.
 
         Args:
-            beside: where there is none, a new one may be started beside what comes next, up to
-                :meth:`ready`: it has nothing in memory that could be restored.
+            in_background: True to start a missing keeper process in the background, until
+                :meth:`ready` is called. A new process has no memory that could be restored.
 
         Raises:
             KeeperError, OutOfSpaceError
@@ -188,7 +276,7 @@ class Keepers:
         self.ready()
         if self.in_process:
             if self._remote is None or self._remote.lost is not None:
-                if beside and not is_there(self._run, self._run_id, self._info.rank):
+                if in_background and not is_there(self._run, self._run_id, self._info.rank):
                     self._remote = None
                     self._starting = StartingKeeper(self._attach)
                 else:
@@ -197,14 +285,18 @@ class Keepers:
             self.pool = CapturePool(Arena.anonymous(self._arena_bytes))
 
     def ready(self) -> None:
-        """Waits for a keeper that is being started beside; raises as :meth:`open`."""
+        """Wait for a keeper that is being started in the background.
+
+        Raises:
+            KeeperError, OutOfSpaceError
+        """
         starting = self._starting
         if starting is None:
             return
         try:
             self._attached(starting.wait())
         finally:
-            if starting.over:  # else this was interrupted
+            if starting.over:  # otherwise the wait was interrupted, and the start continues
                 self._starting = None
         if self._listens_at is not None:
             self.listen(*self._listens_at)
@@ -217,46 +309,48 @@ class Keepers:
         self.pool = CapturePool(remote.arena, lambda: remote.lost)
         self.pool.moves = lambda: (remote.moves, remote.log_moves)
 
-    def left_behind(self, *, own: bool = False) -> Recalled:
-        """What an earlier training process captured last, if its keeper still has it. What it
-        had not written yet is durable, or has failed, when this returns.
+    def recall_leftovers(self, *, own: bool = False) -> Recalled:
+        """Return the captures and log in the memory of the keeper of an earlier process.
 
-        A keeper that is lost on the way (killed; or serving another process: one that resumes,
-        too, or the one before, which still runs) leaves what is on disk.
+        Captures that were not written yet are durable or have failed when this returns. If the
+        keeper is lost meanwhile (it was killed, or serves another process now), only the data on
+        disk remains.
 
         Args:
-            own: what this very process has captured, too.
+            own: True to include captures of this very process.
 
         Raises:
-            DeadlineError: the keeper gets nowhere.
+            DeadlineError: The keeper makes no progress.
         """
-        found = self._left_here(own=own)
+        found = self._recall_here(own=own)
         if own or found.base is not None or found.records or not self._may_be_kept:
             return found
-        whose = self._run, self._run_id, self._info.rank
         timeout_s = self._options.progress_timeout_s
-        moved = left_by_a_move(*whose, self._seams, timeout_s=timeout_s)
+        moved = orphaned_by_move(
+            self._run, self._run_id, self._info.rank, self._seams, timeout_s=timeout_s
+        )
         return found if moved.base is None and not moved.records else moved
 
-    def _left_here(self, *, own: bool) -> Recalled:
-        """As :meth:`left_behind`, by the keeper that knows the run's folder where it is now."""
+    def _recall_here(self, *, own: bool) -> Recalled:
+        """Return the memory of the keeper that knows the run by its current path."""
         remote = self._remote
         timeout_s = self._options.progress_timeout_s
         if remote is None:
             store = self.current.records if isinstance(self.current, LocalKeeper) else None
             if not own and self._may_be_kept:
-                whose = self._run, self._run_id, self._info.rank
-                return left_with_keeper(*whose, self._seams, timeout_s=timeout_s)
+                return orphaned_state(
+                    self._run, self._run_id, self._info.rank, self._seams, timeout_s=timeout_s
+                )
             if not own or store is None:
                 return Recalled()
-            store.flush()  # now: it is fenced off as soon as there is a new timeline
+            store.flush()  # before the new timeline, which fences this one off
             store.settle(timeout_s)
             return Recalled(None, tuple(store.records()))
         try:
             remote.settle(timeout_s)
             recalled = remote.recall(timeout_s, own=own)
             recalled = recalled.of_history(self._seams.filesystem, self._run)
-            # Whoever empties the folder and begins another run there wants none of these.
+            # The folder may have been emptied for another run: drop copies of the previous one.
             mine = tuple(copy for copy in recalled.copies if copy.marker.run == self._run_id)
             return dataclasses.replace(recalled, copies=mine)
         except KeeperError:
@@ -266,15 +360,15 @@ class Keepers:
             return Recalled(missed=is_there(self._run, self._run_id, self._info.rank))
 
     def listen(self, host: str, port: int = 0) -> tuple[str, int]:
-        """Opens the keeper's mailbox for those of other ranks; returns its address.
+        """Open the keeper's mailbox for the keepers of other ranks; return its address.
 
         Args:
-            port: 0: any that is free. A keeper process has one that this process holds, as other
-                ranks will look for its successor there: between the two, the system would give
-                it to anybody.
+            port: port number; 0 for any free port. This process reserves the port of a keeper
+                process, because other ranks expect a replacement keeper at the same port. Without
+                the reservation, the system might assign it to another process in between.
 
         Raises:
-            KeeperError: it cannot.
+            KeeperError: The mailbox cannot be opened.
         """
         try:
             if self._remote is not None or self._starting is not None:
@@ -294,7 +388,7 @@ class Keepers:
         return self._mailbox.address
 
     def _hold(self, port: HeldPort | None) -> None:
-        """In the place of the one that was held."""
+        """Reserve a port, and release the previous one."""
         before = self._port
         self._port = port
         if before is not None:
@@ -308,12 +402,12 @@ class Keepers:
         *,
         opened: bool = True,
     ) -> Keeper:
-        """From now on bases are of ``timeline``.
+        """Begin a timeline with the keeper.
 
         Args:
-            verified: a base on disk that has just been read and found whole.
-            job_session: of this rank among several.
-            opened: it is new, and not what another keeper has served that is gone.
+            verified: base on disk that was just read and verified.
+            job_session: place of this rank in the job; None for a single rank.
+            opened: True for a new timeline; False if a replacement keeper continues one.
         """
         self.ready()
         if self._remote is None and self.current is not None:
@@ -324,11 +418,11 @@ class Keepers:
             self.attempts.why_not = None
         self._job_session = job_session
         self.peer_log_step = None
-        self._before = self.stats
-        if opened:  # else what is durable stays so
-            self._before.durable_step = None
+        self._past_stats = self.stats
+        if opened:  # otherwise durable bases of the timeline stay valid
+            self._past_stats.durable_step = None
         if self._remote is not None:
-            if not self._options.logs:  # else a log may still need it
+            if not self._options.logs:  # a log may still need the memory
                 self._remote.forget_all()
             self._remote.copies["identity"] = identity_to_wire(self._identity(timeline))
             self._remote.serve(
@@ -378,7 +472,7 @@ class Keepers:
         return keeper
 
     def _identity(self, timeline: int) -> ShardIdentity:
-        """Of this rank; steps and LSNs come with each segment."""
+        """Return the identity of this rank; each segment adds its step and LSN."""
         return ShardIdentity(self._run_id, timeline, 0, 0, self._info.rank, self._info.world, True)
 
     def _log_message(self) -> dict[str, Any] | None:
@@ -391,18 +485,17 @@ class Keepers:
 
     @property
     def replica_step(self) -> int | None:
-        """Of the state that the keeper's replica has, as it last said; None: there is none."""
+        """Step of the keeper's replica, as last reported; None without one."""
         return self.current.replica_step if isinstance(self.current, RemoteKeeper) else None
 
     @property
     def host_bytes(self) -> int:
-        """Host memory that was taken: for captures and the log, plain data included, and for a
-        replica."""
+        """Host memory in use for captures and the log (with plain data) and for a replica."""
         replica_bytes = self.current.replica_bytes if isinstance(self.current, RemoteKeeper) else 0
         return replica_bytes + (self.pool.taken_bytes if self.pool else 0)
 
     def _rebuild_message(self) -> dict[str, Any] | None:
-        """How bases that are captured over several steps are made whole; None: there are none."""
+        """Return how multi-step bases are completed; None for other methods."""
         if not self._options.is_multistep:
             return None
         return {"threads": self._threads, "warm": not self._options.leaves_bases_fuzzy}
@@ -414,32 +507,40 @@ class Keepers:
 
     @property
     def _threads(self) -> int:
-        """With which a keeper replays."""
+        """Number of threads for replay in the keeper."""
         cores = self._options.keeper.cores
-        # Where it shares the cores with training, and other ranks, it leaves some to them.
+        # Without cores of its own, it shares them with training and with other ranks.
         return len(cores) if cores else max(1, len(available_cores()) // 2 // self._info.here)
 
     @property
     def lost(self) -> EverstepError | None:
-        """Why the keeper that was in service is gone, if it is."""
+        """Error that describes why the keeper in service is lost; None if it is not."""
         return self.current.lost if isinstance(self.current, RemoteKeeper) else None
 
     @property
-    def gave_up(self) -> bool:
-        """Whether nobody is there: it could not be replaced, when that was last tried, or what took
-        its place is gone, too."""
+    def unavailable(self) -> bool:
+        """True if there is no keeper: the last attempt to replace it failed, or its replacement is
+        lost, too."""
         return self.attempts.why_not is not None or self.lost is not None
 
-    def revive(self, timeline: int, again: int | None = None, *, insist: bool = False) -> bool:
-        """Replaces a keeper process that is gone; says so. True if one was replaced. Other ranks
-        are told which bases were lost: not that of step ``again``, which may be taken now.
+    def replace_if_lost(
+        self, timeline: int, again: int | None = None, *, insist: bool = False
+    ) -> bool:
+        """Replace the keeper process if it is lost, and warn about the loss.
+
+        The new keeper reports the lost bases to other ranks.
 
         Args:
-            insist: tries at once, however short ago it was in vain: there may be no next time.
+            again: step whose base may be taken now, and is not reported as lost.
+            insist: True to try at once even if an attempt has failed recently, because there may be
+                no next opportunity.
+
+        Returns:
+            True if a keeper was replaced.
 
         Raises:
-            EverstepError: why it could not be, by the policy: FencedError when it has gone over
-                to another training process, KeeperError when no new one could be started.
+            EverstepError: It could not be replaced, and the policy is to raise: FencedError if it
+                serves another training process, KeeperError if no new one could be started.
         """
         if not isinstance(self.current, RemoteKeeper):
             return False
@@ -455,7 +556,7 @@ class Keepers:
             except EverstepError as error:
                 attempts.fail(error)
         elif self._options.on_failure != "raise":
-            return False  # it has been told, and is again at each attempt
+            return False  # already reported; each attempt reports it again
         assert attempts.why_not is not None
         self._channel.post(attempts.why_not)
         self._channel.check()
@@ -465,14 +566,15 @@ class Keepers:
         lost = self.lost
         job_session = self._job_session
         steps = () if self._remote is None else tuple(sorted(self._remote.lost_steps - {again}))
-        assert self._fence is not None, "a keeper is replaced that has served nothing"
+        assert self._fence is not None, "a keeper was lost before its first timeline"
+        # Before a new keeper starts: the run may belong to another process by now.
         with storage_errors("look for newer timelines", self._run):
             self._fence.check()
         self.open()
         assert self._remote is not None
-        with ignore_if_lost(self._remote):  # the next call sees to that
-            self._remote.settle(self._options.progress_timeout_s)  # it may still write what we took
-            if job_session is not None:  # where the other ranks look for it
+        with ignore_if_lost(self._remote):  # if it is lost, too, the next call replaces it
+            self._remote.settle(self._options.progress_timeout_s)  # it may still write our captures
+            if job_session is not None:  # at the address that other ranks know
                 self.listen(*job_session.peers[job_session.rank])
         self.restarts += 1
         again_there = job_session and dataclasses.replace(job_session, again=True, lost=steps)
@@ -483,16 +585,16 @@ class Keepers:
             self._options.on_failure(lost)
 
     def close(self, *, stay: bool = False) -> None:
-        """Lets the keeper go; what it was given, it finishes.
+        """Release the keeper; it finishes its work.
 
         Args:
-            stay: a keeper process holds what it has in memory, as if this process had died.
+            stay: True to leave a keeper process with its memory, as if this process had crashed.
         """
         with contextlib.suppress(EverstepError):
             self.ready()
         if self.current is not None:
-            self._before = self.stats
-            let_go(self.current, stay=stay)
+            self._past_stats = self.stats
+            release_keeper(self.current, stay=stay)
         if self._remote is not None and self._remote is not self.current:
             self._remote.close(stay=stay)
         if self._mailbox is not None:
@@ -503,14 +605,20 @@ class Keepers:
             self.pool.close()
 
     def _attach(self) -> RemoteKeeper:
-        whose = (self._run, self._run_id, self._info.rank)
-        options = self._options
-        about = *whose, self._arena_bytes, options.keeper, self._channel, self._seams.clock
-        return attach(*about, timeout_s=options.progress_timeout_s)
+        return attach(
+            self._run,
+            self._run_id,
+            self._info.rank,
+            self._arena_bytes,
+            self._options.keeper,
+            self._channel,
+            self._seams.clock,
+            timeout_s=self._options.progress_timeout_s,
+        )
 
 
-def let_go(keeper: Keeper, *, stay: bool) -> None:
-    """Closes a keeper; a process is to ``stay``, or not, with what it has in memory."""
+def release_keeper(keeper: Keeper, *, stay: bool) -> None:
+    """Close a keeper; a process may ``stay`` with its memory."""
     if isinstance(keeper, RemoteKeeper):
         keeper.close(stay=stay)
     else:

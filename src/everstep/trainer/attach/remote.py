@@ -1,8 +1,7 @@
-"""The keeper process, seen from the training process.
+"""The keeper process as seen from the training process.
 
-Few and small messages; the bytes of the state go through the arena. A thread of its own
-waits for messages, so that the loss of the keeper is noticed at once and nobody who waits
-for it waits for ever.
+Messages are few and small; the bytes of the state go through the arena. A separate thread reads
+messages, so that the loss of the keeper is noticed at once, and no caller waits forever.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from typing import Any
 
 from everstep.arena.memory import Arena
 from everstep.commit.lineage import BaseId
-from everstep.errors import EverstepError, KeeperError, KeeperTimeoutError
+from everstep.errors import DeadlineError, EverstepError, KeeperError, KeeperTimeoutError
 from everstep.format.log import RecordHead
 from everstep.keeper.log.held import recalled_from_wire
 from everstep.link.assembly import Assembly, assembly_to_wire
@@ -38,29 +37,110 @@ from everstep.seams.network.sockets import close_descriptors
 from everstep.seams.processes.conditions import Condition
 from everstep.seams.progress import progress
 from everstep.state.layout.shards import ShardLayout
-from everstep.trainer.attach.asked import Asked, ask_to_wire
-from everstep.trainer.attach.replies import Replies
-from everstep.trainer.attach.silence import Silence
+from everstep.trainer.attach.requests import ReplicaRequests, Replies, base_request_to_wire
 
-__all__ = ["RemoteKeeper"]
+__all__ = [
+    "RemoteKeeper",
+    "Silence",
+]
 
-_LOOK_AGAIN_S = 0.2
-_ENDS_S = 5.0  # mostly at once: everything is durable by then
-_PATIENCE_S = 1000.0
+_GRACE_S = 1.0
+
+
+class Silence:
+    """Detect a keeper process that sends no messages: it is stopped, or hangs.
+
+    A keeper that serves a training process reports its progress several times a second, even if it
+    has nothing to do.
+
+    Args:
+        pid: keeper process.
+        timeout_s: seconds without a message after which the keeper counts as hung.
+    """
+
+    def __init__(self, clock: Clock, pid: int, timeout_s: float) -> None:
+        self._clock = clock
+        self._pid = pid
+        self.timeout_s = timeout_s
+        self.grace_s = _GRACE_S
+        self._received = threading.Event()
+        self._received_s = self._reported_s = clock.monotonic_s()
+
+    def message_received(self) -> None:
+        """Note that a message has arrived, or that messages are expected only from now on.
+
+        Called in any thread.
+        """
+        self._received_s = self._clock.monotonic_s()
+        self._received.set()
+
+    def check(self) -> None:
+        """Check that the keeper is not silent; for a caller that waits for it.
+
+        Raises:
+            DeadlineError: It has sent no message for too long.
+        """
+        if self._is_over(self._received_s):
+            raise self._error()
+
+    def overdue(self) -> DeadlineError | None:
+        """Return an error if the keeper is silent, and again after each further timeout.
+
+        For training, which continues meanwhile.
+        """
+        if not self._is_over(max(self._received_s, self._reported_s)):
+            return None  # the usual case
+        self._reported_s = self._clock.monotonic_s()
+        return self._error()
+
+    def _is_over(self, since_s: float) -> bool:
+        """Return True if no message has arrived since ``since_s`` for longer than the timeout.
+
+        After the timeout there is a grace period: if the whole machine, or this process, was
+        paused (or a long call has kept other threads from running), messages may be waiting that
+        the reader thread has had no time to read.
+        """
+        if self._clock.monotonic_s() - since_s <= self.timeout_s:
+            return False
+        self._received.clear()
+        return not self._received.wait(self.grace_s)
+
+    def _error(self) -> DeadlineError:
+        silent_s = self._clock.monotonic_s() - self._received_s
+        return DeadlineError(
+            f"the keeper (process {self._pid}) has sent no message for {silent_s:.0f} s",
+            hint="it is stopped (kill -CONT continues it), or hangs, or this machine is "
+            "overloaded: nothing becomes durable meanwhile. everstep ps shows its state",
+        )
+
+
+_READER_ENDS_S = 0.2  # after its connection was closed
+_ENDS_S = 5.0  # usually it ends at once: everything is durable by then
+_BASE_EVENTS = frozenset(("durable", "failed", "done", "persisted", "retained", "asks_refused"))
+_RECEIVE_S = 1000.0  # the reader's timeout, which has no meaning: it starts again
 
 
 class RemoteKeeper:
-    """One attachment to a keeper process.
+    """Connection to a keeper process that serves this training process.
 
     Args:
-        connection: to a keeper that has welcomed us.
-        arena: that it has made for us.
-        pid: of the keeper process.
-        timeout_s: a keeper that says nothing for so long counts as hung.
+        connection: connection to a keeper that has accepted this process.
+        arena: shared memory that the keeper has made.
+        pid: keeper process.
+        timeout_s: seconds without a message after which the keeper counts as hung.
 
     Attributes:
-        stats: what it has done, as it last said.
-        lost: why it is gone; None while it is there. ``replaced``: it serves another process.
+        stats: statistics, as last reported by the keeper.
+        lost: error that describes why the keeper is lost; None while it is there.
+        replaced: True if it was lost because it now serves another process.
+        lost_steps: steps of the bases lost with it, or requested after that.
+        replica_step: step of its replica, as last reported; None without one.
+        replica_applied: number of the last log record that the replica has applied.
+        moves, log_moves: counters of its progress with bases and with the log.
+        on_disk: called with the number of the last log record on disk, in any thread.
+        on_peered: called when peers hold a base, or a peer holds the log up to a step.
+        on_replica_stopped: called with the reason when the replica stops, and whether for good.
+        copies: message fields for copies: ``tiers``, ``peers`` and ``identity``.
     """
 
     def __init__(
@@ -82,25 +162,26 @@ class RemoteKeeper:
         self._clock = clock
         self.silence = Silence(clock, pid, timeout_s)
         self._changed = Condition()
-        self._waiting: dict[int, Capture] = {}  # until the keeper is done with them
-        self._writing: dict[int, Capture] = {}  # until they are durable or have failed
+        self._waiting: dict[int, Capture] = {}  # until durable or failed, and retention is over
+        self._writing: dict[int, Capture] = {}  # until durable or failed
         self._replies = Replies(self._changed, clock)
-        self._untold: dict[int, dict[str, Any]] = {}
+        self._unsent: dict[int, dict[str, Any]] = {}
         self._layouts = set[int]()
         self._abandoned = set[int]()
-        self._telling = threading.Lock()  # of captures
+        # Orders the messages about captures, which two threads send.
+        self._capture_lock = threading.Lock()
         self._log_layouts = LogLayouts(self._send)
-        self._asked = Asked(self._changed)
+        self._replica_requests = ReplicaRequests(self._changed)
         self._rebuilding: dict[int, Callable[[bool], None]] = {}
         self.replica_step: int | None = None
         self.replica_applied = self.replica_bytes = 0
         self.on_replica_stopped: Callable[[str, bool], None] = lambda why, for_good: None
         self.on_disk: Callable[[int], None] = lambda number: None
         self.on_peered: Callable[[int | None, int | None], None] = lambda base, step: None
-        self.copies: dict[str, Any] = {}  # "tiers" and "peers" that get some; whose ("identity")
+        self.copies: dict[str, Any] = {}
         self._timeline = self.written_bytes = self.moves = self.log_moves = 0
         self._hung = self._closing = self._recalled = self.replaced = False
-        self.lost_steps = set[int]()  # of bases lost with it, or due when it was gone
+        self.lost_steps = set[int]()
         self._reader = threading.Thread(
             target=self._read, name="everstep-keeper-messages", daemon=True
         )
@@ -118,21 +199,23 @@ class RemoteKeeper:
         rebuild: Mapping[str, Any] | None = None,
         job_session: Mapping[str, Any] | None = None,
     ) -> None:
-        """From now on bases are of this timeline.
+        """Begin to serve a timeline.
 
         Args:
-            log: how the log is put on disk (see :class:`.logs.Logs`); None if it is not.
-            history: which of its segments stay.
-            replica: what the replica may take (see :class:`.replica.ReplicaLimits`); None: there
-                is none.
-            rebuild: ``threads`` that make bases whole which are captured over several steps, and
-                whether to be ready for it (``warm``); None: there will be none.
-            job_session: of this rank among several (:class:`.JobSession`); None: it is alone.
+            keep: number of bases to keep.
+            verified: base on disk that was just read and verified.
+            log: options of the log on disk (see :class:`.logs.Logs`); None without one.
+            history: which segments of the log to keep.
+            replica: limits of the replica (see :class:`.replica.ReplicaLimits`); None without one.
+            rebuild: number of ``threads`` that complete multi-step bases, and whether to load
+                torch for it at once (``warm``); None without such bases.
+            job_session: place of this rank in the job (:class:`.JobSession`); None for a single
+                rank.
         """
         known = None if verified is None else [verified.timeline, verified.step]
         self._timeline = timeline
         self.stats = KeeperStats()
-        self.silence.heard()  # up to now it had nobody to say anything to
+        self.silence.message_received()  # a keeper that serves no process sends nothing
         self.replica_step = None
         self.replica_applied = 0
         self.replica_bytes = 0
@@ -152,34 +235,34 @@ class RemoteKeeper:
         )
 
     def listen(self, host: str, port: int, timeout_s: float) -> int:
-        """The keeper opens a mailbox for the keepers of other ranks; returns its port.
+        """Let the keeper open a mailbox for the keepers of other ranks; return its port.
 
         Raises:
-            KeeperError, DeadlineError: as for :meth:`settle`.
+            KeeperError, DeadlineError: See :meth:`settle`.
         """
-        ask = {"kind": "listen", "host": host, "port": port}
-        reply, _ = self._request(ask, "listening", timeout_s)
+        request = {"kind": "listen", "host": host, "port": port}
+        reply, _ = self._request(request, "listening", timeout_s)
         if reply["error"] is not None:
             raise error_from_wire(reply["error"])
         return int(reply["port"])
 
     def settle(self, timeout_s: float) -> None:
-        """Waits until what an earlier trainer left is durable or has failed.
+        """Wait until captures of an earlier training process are durable or have failed.
 
         Raises:
-            KeeperError: the keeper is gone.
-            DeadlineError: it gets nowhere for ``timeout_s``.
+            KeeperError: The keeper is lost.
+            DeadlineError: It makes no progress for ``timeout_s``.
         """
         self._request({"kind": "settle"}, "settled", timeout_s)
 
     def recall(self, timeout_s: float, *, own: bool = False) -> Recalled:
-        """The newest base in the keeper's memory, if there is one, and the records of its log.
+        """Return the newest base in the keeper's memory, if any, and the records of its log.
 
         Args:
-            own: of this very process, too; otherwise only what others have left.
+            own: True to include captures of this very process.
 
         Raises:
-            KeeperError, DeadlineError: as for :meth:`settle`.
+            KeeperError, DeadlineError: See :meth:`settle`.
         """
         reply, fds = self._request({"kind": "recall", "own": own}, "recalled", timeout_s)
         self._recalled = self._recalled or bool(fds)
@@ -189,14 +272,14 @@ class RemoteKeeper:
             close_descriptors(fds)
 
     def forget_all(self) -> None:
-        """What an earlier trainer left in memory is no longer needed."""
+        """Let the keeper free the memory of earlier training processes."""
         self._send({"kind": "forget", "number": None})
 
     def begin(self, capture: Capture) -> None:
-        """Takes a capture on; the keeper is told of it with :meth:`announce`.
+        """Register a capture. The keeper is notified by :meth:`announce`.
 
         Raises:
-            KeeperError: the keeper is gone.
+            KeeperError: The keeper is lost.
         """
         with self._changed:
             if self.lost is not None:
@@ -205,9 +288,12 @@ class RemoteKeeper:
             self._waiting[capture.number] = self._writing[capture.number] = capture
 
     def announce(self, capture: Capture) -> None:
-        """Tells the keeper of a capture, unless it was abandoned meanwhile; one that streams is
-        written as it arrives. In any thread, but in the order of captures."""
-        with self._telling:
+        """Announce a capture to the keeper, unless it was abandoned meanwhile.
+
+        The keeper writes a streamed capture while it arrives. Called in any thread, but in the
+        order of captures.
+        """
+        with self._capture_lock:
             if capture.number in self._abandoned:
                 return
             if capture.layout not in self._layouts:
@@ -217,7 +303,7 @@ class RemoteKeeper:
             self._send(begin_to_wire(capture))
 
     def captured(self, capture: Capture, objects: Mapping[str, bytes]) -> None:
-        """All of a capture has arrived; the keeper makes it durable, whatever happens to us."""
+        """Report a complete capture. The keeper makes it durable even if this process dies."""
         self._send_objects(capture.number, objects)
         self._send({"kind": "captured", "number": capture.number})
 
@@ -228,12 +314,14 @@ class RemoteKeeper:
         assembly: Assembly,
         on_rebuilt: Callable[[bool], None],
     ) -> None:
-        """All parts of a capture have arrived; the keeper makes it whole and durable, whatever
-        happens to us.
+        """Report that all parts of a multi-step base have arrived.
+
+        The keeper completes it with the logged updates and makes it durable, even if this process
+        dies.
 
         Args:
-            on_rebuilt: told that the updates are not read any more, and whether the base is
-                whole; in another thread, and not if the keeper is lost.
+            on_rebuilt: called when the keeper no longer reads the updates, with True if the base is
+                complete. Called in another thread, and not if the keeper is lost.
         """
         self._send_objects(capture.number, objects)
         self._rebuilding[capture.number] = on_rebuilt
@@ -243,32 +331,34 @@ class RemoteKeeper:
 
     def _send_objects(self, number: int, objects: Mapping[str, bytes]) -> None:
         for name, data in objects.items():
-            for part in parts_of(data):
-                self._send({"kind": "object", "number": number, "name": name, "part": part})
+            for chunk in parts_of(data):
+                message = {"kind": "object", "number": number, "name": name, "part": chunk}
+                self._send(message)
 
     def set_aside(self, capture: Capture) -> None:
-        """It is whole, and stays in memory: nobody waits for it."""
+        """Keep a complete capture in memory only; :meth:`wait` does not wait for it."""
         with self._changed:
             self._writing.pop(capture.number, None)
             self._waiting.pop(capture.number, None)
             self._changed.notify_all()
 
     def persist(self, capture: Capture) -> None:
-        """What was set aside becomes durable after all.
+        """Make a capture durable that was set aside.
 
         Raises:
-            KeeperError: the keeper is gone.
+            KeeperError: The keeper is lost.
         """
         message = {"kind": "persist", "number": capture.number}
-        self._untold[capture.number] = message  # an interrupt leaves it to whoever waits next
+        # After an interrupt, the next wait() sends it again.
+        self._unsent[capture.number] = message
         self.begin(capture)
         self._send(message)
-        self._untold.pop(capture.number, None)
+        self._unsent.pop(capture.number, None)
 
     def abandon(self, capture: Capture, error: EverstepError | None) -> None:
-        """The rest of a capture will never arrive; ``error`` is None when it was withdrawn."""
+        """Report that a capture stays incomplete; ``error`` is None if it was withdrawn."""
         why = None if error is None else error_to_wire(error)
-        with self._telling:
+        with self._capture_lock:
             self._abandoned.add(capture.number)
             self._send({"kind": "abandon", "number": capture.number, "error": why})
 
@@ -280,7 +370,7 @@ class RemoteKeeper:
         objects: Mapping[str, bytes],
         offset: int,
     ) -> None:
-        """A record of the log lies whole in the arena."""
+        """Report a log record that is complete in the arena."""
         inline = sum(map(len, objects.values())) <= OBJECT_PART_BYTES // 2
         if not inline:
             self._send_objects(-number, objects)
@@ -297,62 +387,68 @@ class RemoteKeeper:
             )
 
     def ask(self, save: Save, samples: Sequence[Samples], *, exact: bool) -> None:
-        """Asks for a base of the replica's, of the step of ``save`` or (not ``exact``) later.
+        """Request a base from the replica.
 
         Args:
-            samples: of the state as it is now.
+            save: the pending base.
+            samples: samples of the live state.
+            exact: True if it must be of the step of ``save``, and not of a later one.
         """
-        number = self._asked.number()
-        message = ask_to_wire(number, save.step, samples, exact=exact)
+        number = self._replica_requests.number()
+        message = base_request_to_wire(number, save.step, samples, exact=exact)
         try:
             with self._changed:
                 if self.lost is not None:
                     self.lost_steps.add(save.step)
                     fail(save.durable, self.lost)
                     return
-                self._asked.add(number, save, exact=exact)
+                self._replica_requests.add(number, save, exact=exact)
             self._send(message)
-        except BaseException:  # an interrupt: the keeper may never hear of it, or answers nobody
-            self._asked.refused([number], KeeperError("asking for it was interrupted"), None)
+        except BaseException:  # an interrupt: the keeper may not have received the request
+            self._replica_requests.refused(
+                [number], KeeperError("the request was interrupted"), None
+            )
             raise
 
     def drop_replica(self) -> None:
-        """There is to be no replica any more."""
+        """Let the keeper drop its replica."""
         self._send({"kind": "no_replica"})
-        self._asked.lose(KeeperError("there is no replica any more"))
+        self._replica_requests.lose(KeeperError("the replica was dropped"))
 
     def forget_log(self, upto: int) -> None:
-        """The memory of records up to this number is going to be used again."""
+        """Announce that the memory of records up to this number will be overwritten."""
         self._send({"kind": "forget_log", "upto": upto})
 
     def log_to_disk(self, on: bool) -> None:
-        """Records of the steps from now on are written to disk, too; or they are not."""
+        """Start or stop writing the log to disk, from the next step on."""
         self._send({"kind": "log_to_disk", "on": on})
 
     def forget(self, capture: Capture) -> None:
-        """The memory of a capture is going to be overwritten."""
+        """Announce that the memory of a capture will be overwritten."""
         self._send({"kind": "forget", "number": capture.number})
 
     def wait(self, timeout_s: float | None, *, show: bool = True) -> None:
-        """Waits until everything that was begun is durable or has failed.
+        """Wait until every base that was begun is durable or has failed.
 
         Raises:
-            DeadlineError: after ``timeout_s``, or when the keeper says nothing.
-            EverstepError: what failed meanwhile, by the policy.
+            DeadlineError: The timeout is over, or the keeper sends no messages.
+            EverstepError: A base has failed, and the policy is to raise.
         """
         patience = WaitDeadline(self._clock, timeout_s)
         moves = ReplicaProgress(self._clock, self.silence.timeout_s)
-        for message in list(self._untold.values()):
+        for message in list(self._unsent.values()):
             self._send({**message, "again": True})
-        self._untold.clear()
+        self._unsent.clear()
         with self._changed:
             total = sum(capture.plan.size_bytes for capture in self._waiting.values())
         seen = self.written_bytes
-        what = "save" if total else "save by the keeper's replica (which loads torch first)"
-        with progress(what, total) as bar:
+        title = "save" if total else "save by the keeper's replica (which loads torch first)"
+        with progress(title, total) as bar:
             while True:
                 with self._changed:
-                    if self.lost is not None or not (self._waiting or self._asked.pending):
+                    if self.lost is not None or not (
+                        self._waiting or self._replica_requests.pending
+                    ):
                         break
                     self._changed.wait(patience.poll_s)
                 if show:
@@ -360,36 +456,43 @@ class RemoteKeeper:
                     seen = self.written_bytes
                 self._channel.check()
                 self.silence.check()
-                if steps := self._asked.steps:
+                if steps := self._replica_requests.steps:
                     disk = self.moves, self.log_moves
                     moves.check(*disk, self.replica_step, self.replica_applied, steps)
-                if self._hung:  # reported already; waiting on would be for ever
+                if self._hung:  # reported already; the wait would never end
                     raise storage_hang_error(len(self._waiting))
                 with self._changed:
-                    left = 0 if self.lost else len(self._waiting) + len(self._asked.steps)
+                    left = (
+                        0 if self.lost else len(self._waiting) + len(self._replica_requests.steps)
+                    )
                 if patience.is_over(left):
                     break
         self._channel.check()
 
     def look(self) -> None:
-        """Training goes on: that the keeper says nothing any more is reported, by the policy."""
-        silent = self.silence.news()
+        """Report a silent keeper while training continues, by the policy."""
+        silent = self.silence.overdue()
         if silent is not None and self.lost is None:
             self._channel.post(silent)
             self._channel.check()
 
     def close(self, *, stay: bool = False) -> None:
-        """Lets the keeper go: it finishes what it was given, and ends, or is to ``stay``, as if we
-        had died. It stays with what others have left that we did not take over."""
+        """Detach from the keeper. It finishes its work, and then ends.
+
+        A keeper whose memory this process has read but not taken over stays, too.
+
+        Args:
+            stay: True to let it stay with its memory, as if this process had crashed.
+        """
         self._closing = True
         self._send({"kind": "bye", "stay": stay or (self._recalled and not self._timeline)})
         self._reader.join(_ENDS_S)
         self._connection.close()
-        self._reader.join(_LOOK_AGAIN_S)
+        self._reader.join(_READER_ENDS_S)
         self._lose(None)
 
     def _send(self, message: dict[str, Any]) -> None:
-        """A keeper that is gone is noticed by the reader; here it is no error."""
+        """Send a message. A lost keeper is no error here: the reader thread reports it."""
         if self.lost is not None:
             return
         try:
@@ -409,12 +512,12 @@ class RemoteKeeper:
         try:
             while True:
                 try:
-                    received = self._connection.receive(_PATIENCE_S)
+                    received = self._connection.receive(_RECEIVE_S)
                 except KeeperTimeoutError:
                     continue
                 if received is None:
                     break
-                self.silence.heard()
+                self.silence.message_received()
                 self._on_message(*received)
         except Exception as found:
             error = found
@@ -424,24 +527,37 @@ class RemoteKeeper:
 
     def _on_message(self, message: dict[str, Any], fds: list[int]) -> None:
         kind = message["kind"]
-        if message.get("timeline") == self._timeline:  # else of what was served before
+        # Statistics of another timeline belong to a session that has ended.
+        if message.get("timeline") == self._timeline:
             self.stats = KeeperStats(**message["stats"])
             self.replica_step, self.replica_applied, self.replica_bytes = message["replica"]
         if kind == "blob":
-            self._replies.part(message)
+            self._replies.add_blob(message)
         elif kind in ("settled", "recalled", "listening"):
-            self._replies.came(message, fds)
+            self._replies.arrived(message, fds)
         elif kind == "progress":
             self.written_bytes = message["written_bytes"]
             self._hung = message["hung"]
-            self.moves, self.log_moves = message["moves"]
+            self.moves = message["moves"][0]
+            self.log_moves = message["moves"][1]
         elif kind in ("error", "notice"):
             error = error_from_wire(message["error"])
             if kind == "error":
                 self._channel.post(error, timeline=message.get("of_timeline"))
             else:
                 self._channel.post_notice(error)
-        elif kind == "durable":
+        elif kind == "replaced":
+            self.replaced = True
+            why = f"the keeper (process {self.pid}) now serves process {message['pid']}"
+            self._lose(KeeperError(why))
+        elif kind in _BASE_EVENTS:
+            self._on_base_event(kind, message)
+        else:
+            self._on_event(kind, message)
+
+    def _on_base_event(self, kind: str, message: dict[str, Any]) -> None:
+        """Handle the end of a base: captured by this process, or made by the replica."""
+        if kind == "durable":
             self._end(message["number"], None, message["size_bytes"])
         elif kind == "failed":
             self._end(message["number"], error_from_wire(message["error"]), 0)
@@ -450,30 +566,32 @@ class RemoteKeeper:
                 ended = self._waiting.pop(message["number"], None)
                 self._changed.notify_all()
             if ended is not None:
-                self._asked.retained(ended.step)
+                self._replica_requests.retained(ended.step)
         elif kind == "persisted":
-            self._asked.persisted(message["numbers"], message["step"], message["size_bytes"])
+            self._replica_requests.persisted(
+                message["numbers"], message["step"], message["size_bytes"]
+            )
         elif kind == "retained":
-            self._asked.retained(message["step"])
+            self._replica_requests.retained(message["step"])
         elif kind == "asks_refused":
             error = error_from_wire(message["error"])
-            self._asked.refused(message["numbers"], error, message["step"])
-        elif kind == "replica_stopped":
+            self._replica_requests.refused(message["numbers"], error, message["step"])
+
+    def _on_event(self, kind: str, message: dict[str, Any]) -> None:
+        """Handle an event of the log, the peers or the replica."""
+        if kind == "replica_stopped":
             self.on_replica_stopped(message["why"], message["for_good"])
         elif kind == "logged":
             self.on_disk(message["upto"])
         elif kind == "peered":
             self.on_peered(message["base"], message["step"])
         elif kind == "rebuilt":
-            if (told := self._rebuilding.pop(message["number"], None)) is not None:
-                told(message["whole"])
-        elif kind == "replaced":
-            self.replaced = True
-            why = f"the keeper (process {self.pid}) now serves process {message['pid']}"
-            self._lose(KeeperError(why))
+            on_rebuilt = self._rebuilding.pop(message["number"], None)
+            if on_rebuilt is not None:
+                on_rebuilt(message["whole"])
 
     def _end(self, number: int, error: EverstepError | None, size_bytes: int) -> None:
-        """A base is durable or has failed; retention may still go on."""
+        """End a base that is durable or has failed. Retention may still be running."""
         with self._changed:
             capture = self._writing.pop(number, None)
         if capture is None:
@@ -485,18 +603,21 @@ class RemoteKeeper:
         capture.on_end(capture)
 
     def _lose(self, error: EverstepError | None) -> None:
-        """The keeper is gone: nobody may go on waiting for it."""
+        """Note the loss of the keeper, and end everything that waits for it."""
         with self._changed:
             if self.lost is not None:
                 return
             captures = list(self._writing.values())
-            self.lost_steps.update((capture.step for capture in captures), self._asked.steps)
-            self.lost = error or KeeperError("this keeper was let go")  # others look at it first
+            self.lost_steps.update(
+                (capture.step for capture in captures), self._replica_requests.steps
+            )
+            # Before the dicts are cleared: a waiter that finds them empty reads ``lost``.
+            self.lost = error or KeeperError("this keeper was released")
             self._writing.clear()
             self._waiting.clear()
             self._changed.notify_all()
-        self._asked.lose(self.lost)
-        self.on_disk(0)  # who waits for the log looks at what became of us
+        self._replica_requests.lose(self.lost)
+        self.on_disk(0)  # wake callers that wait for the log; they read ``lost``
         for capture in captures:
             fail(capture.save.durable, self.lost)
             capture.on_end(capture)

@@ -45,7 +45,8 @@ from everstep.trainer.attach.keeper import Keeper
 from everstep.trainer.attach.remote import RemoteKeeper
 from everstep.trainer.base.flight import Flight
 from everstep.trainer.base.prepared import Copies, Prepared, prepare
-from everstep.trainer.budget.budget import bases_in_flight_max, check_disk_budget
+from everstep.trainer.budget.disk import check_disk_budget
+from everstep.trainer.budget.host_memory import bases_in_flight_max
 
 __all__ = ["Saver", "Tell"]
 

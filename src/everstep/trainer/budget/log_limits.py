@@ -1,4 +1,4 @@
-"""How much a log may take: of host memory, and of the disk."""
+"""Limits of the gradient log in host memory and on disk, and the errors when they are reached."""
 
 from __future__ import annotations
 
@@ -7,28 +7,34 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from everstep.config.options import Options
-from everstep.errors import OutOfSpaceError
-from everstep.trainer.budget.budget import log_budget_bytes
+from everstep.errors import KeeperError, OutOfSpaceError
+from everstep.trainer.budget.host_memory import log_budget_bytes
 
-__all__ = ["LogLimits", "gave_way", "too_large"]
+__all__ = [
+    "LogLimits",
+    "log_dropped",
+    "log_dropped_early",
+    "too_large",
+]
 
-_MEMORY_SHARE = 4  # one segment takes at most this part of the memory of the log
-_DISK_SHARE = 2  # and at most this part of the bytes allowed between two bases
+_MEMORY_SHARE = 4  # a segment has at most 1/4 of the memory of the log
+_DISK_SHARE = 2  # and at most 1/2 of the bytes allowed between two bases
 
 
 @dataclass(frozen=True, slots=True)
 class LogLimits:
-    """The limits of one rank's log, and what they follow from.
+    """Limits of one rank's log, and the sizes they are computed from, in bytes.
 
     Attributes:
-        memory_bytes: of records in host memory, plain data included; with half as much a new base
-            is due. 0: not known.
-        interval_bytes: of records that go to disk between two bases; with more a new base is due.
-            None: any number.
-        disk_bytes: of the run folder, as the budget says; None: there is none.
-        bases_bytes: of these, for bases.
-        host_bytes, arena_bytes, state_bytes: the budget, what of it captures and the log share, and
-            what a base takes there.
+        memory_bytes: records in host memory, including plain data; 0 if unknown. A new base is due
+            when half of it is used.
+        interval_bytes: records on disk between two bases; None for no limit. A new base is due
+            before more are written.
+        disk_bytes: budget of the run folder; None without one.
+        bases_bytes: share of ``disk_bytes`` for bases.
+        host_bytes: budget of host memory.
+        arena_bytes: share of ``host_bytes`` for captures and the log.
+        state_bytes: host memory of a base.
     """
 
     memory_bytes: int = 0
@@ -41,7 +47,7 @@ class LogLimits:
 
     @classmethod
     def of(cls, host_bytes: int, arena_bytes: int, state_bytes: int) -> LogLimits:
-        """Those of a log in an arena of this size, and on no disk."""
+        """Return the limits of a log in an arena of this size, without a disk."""
         return cls(
             memory_bytes=log_budget_bytes(arena_bytes, state_bytes),
             host_bytes=host_bytes,
@@ -52,13 +58,16 @@ class LogLimits:
     def on_disk(
         self, options: Options, bases: int, bases_bytes: int, free_bytes: Callable[[], int]
     ) -> LogLimits:
-        """With those of the disk: what the budget leaves beside bases; without one, and where the
-        interval is chosen, half of what is free. The log behind as many bases is there at a time.
+        """Return the limits with those of the disk.
+
+        With a disk budget, the log has the space that bases leave. Without one, and if the interval
+        is chosen automatically, it has half of the free space. The space is divided by the number
+        of bases, as each has a log of its own.
 
         Args:
-            bases: that are there at most, the one that is being written included.
-            bases_bytes: that they take.
-            free_bytes: asked for what is free, for this rank.
+            bases: maximum number of bases on disk, including the one being written.
+            bases_bytes: bytes of these bases.
+            free_bytes: function that returns the free bytes for this rank.
         """
         disk_bytes = options.budget.disk_bytes
         if not options.log_on_disk or (disk_bytes is None and not options.every.auto):
@@ -91,26 +100,28 @@ class LogLimits:
         }
 
     def check(self, mark_bytes: int) -> None:
-        """Refuses a log of which no step fits into its memory.
+        """Check that the memory of the log has space for a step.
 
         Args:
-            mark_bytes: that the mark of a step takes there.
+            mark_bytes: host memory of a step mark.
 
         Raises:
-            OutOfSpaceError: with the number of bytes.
+            OutOfSpaceError: It does not.
         """
         if mark_bytes > self.memory_bytes:
             more = f"Budget(host_bytes={self.host_bytes_for(2 * mark_bytes)}) or more"
             raise OutOfSpaceError(
-                "what each step of the log holds besides gradients (what no optimizer updates, and "
-                f"plain data) takes {mark_bytes} bytes of host memory; of the budget of "
+                "each step of the log contains data besides gradients (entries that no optimizer "
+                f"updates, and plain data) of {mark_bytes} bytes of host memory; of the budget of "
                 f"{self.host_bytes} bytes the log has {self.memory_bytes}",
                 hint=f"{more}, less plain data in the state, or method='lazy'",
             )
 
     def host_bytes_for(self, log_bytes: int) -> int | None:
-        """The budget of host memory of which the log would have so much; None: not known. The
-        arena is thought to have the part of it that it has now."""
+        """Return the budget of host memory with which the log has ``log_bytes``; None if unknown.
+
+        The arena is assumed to keep its current share of the budget.
+        """
         if not self.arena_bytes:
             return None
         arena_bytes = min(log_bytes + 2 * self.state_bytes, 2 * log_bytes + self.state_bytes + 1)
@@ -118,19 +129,31 @@ class LogLimits:
 
 
 def too_large(need_bytes: int, most_bytes: int) -> OutOfSpaceError:
-    """One record takes more than all may."""
+    """Return the error for a record that is larger than the memory of the log."""
     return OutOfSpaceError(
-        f"a record of the log takes {need_bytes} bytes of host memory, and all of them may have "
-        f"{most_bytes}: steps are not recorded, and a crash goes back to the newest base",
+        f"a record of the log needs {need_bytes} bytes of host memory, and the whole log may use "
+        f"{most_bytes}: steps are not recorded, and a crash loses all steps since the newest base",
         hint="a larger Budget(host_bytes=), less plain data in the state, or method='lazy'",
     )
 
 
-def gave_way(step: int | None) -> OutOfSpaceError:
-    """The log was let go of, up to this step."""
+def log_dropped(step: int | None) -> OutOfSpaceError:
+    """Return the error for a log that was dropped up to a step to make space for a base."""
     return OutOfSpaceError(
-        "the log was let go of, as a base of the state has no room beside it any more: until that "
-        "is durable a crash goes back to the base before",
+        "the gradient log was dropped because host memory has no space for it beside a base: until "
+        "the next base is durable, a crash loses all steps since the previous base",
         step=step,
         hint="a larger Budget(host_bytes=), or less plain data in the state",
+    )
+
+
+def log_dropped_early(step: int) -> KeeperError:
+    """Return the error for a log that was dropped before the peers had the base after it."""
+    return KeeperError(
+        f"the log up to step {step} was dropped before the base of that step was complete with all "
+        "peers, because there is no host memory to keep it longer",
+        step=step,
+        tier="peer",
+        hint="if a node is lost before, all ranks return to an older base; use more "
+        "Budget(host_bytes=), a shorter every=, or a larger PeerOptions(bytes_per_s=)",
     )

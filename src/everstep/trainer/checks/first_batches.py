@@ -1,10 +1,10 @@
-"""The batches between a resume and the first step after it.
+"""Detects lost data and random numbers between a resume and the first step after it.
 
-A program without a stateful loader in the state finds its batch by itself: it makes an iterator
-of a torch ``DataLoader`` and skips what was trained on. An uninterrupted run does neither in the
-middle of an epoch. If that draws random numbers, training goes on from other generators than it
-would have. So each iterator that is made before the first step is looked at, and each batch that
-is fetched before the first backward; nothing later.
+A program without a stateful loader in the state has to find its batch by itself: it makes an
+iterator of a torch ``DataLoader`` and skips the batches that were trained on. An uninterrupted run
+does neither in the middle of an epoch. If this draws random numbers, training continues with other
+generators than an uninterrupted run. Therefore each iterator made before the first step is
+examined, and each batch fetched before the first backward.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from everstep.state.values.generators import RngStates
 
 __all__ = ["FirstBatches"]
 
-_LOOKED_AT = 64  # parameters, for gradients
+_EXAMINED = 64  # parameters whose gradients show that a backward has run
 
 _INSTEAD = (
     "everstep.data.ResumableLoader, or torchdata's StatefulDataLoader, in the state needs neither"
@@ -33,14 +33,14 @@ _INSTEAD = (
 
 
 class FirstBatches:
-    """Watches what a program does between ``resume()`` and its first step.
+    """Watch the data loaders between ``resume()`` and the first step.
 
     Args:
-        state: that was restored.
-        step: that was restored.
+        state: restored state.
+        step: restored step.
 
     Attributes:
-        generators: as they were restored.
+        generators: random generators as they were restored.
     """
 
     def __init__(self, state: State, step: int) -> None:
@@ -52,12 +52,12 @@ class FirstBatches:
         self._made: list[_Fetches] = []
         self._gradients = self._gradients_now()
         self._is_over = False
-        POSITIONS.resumed(self)  # a framework may load positions only now
+        POSITIONS.resumed(self)  # a framework may load positions only after resume()
         _observers.add(self)
         _observe()
 
     def end(self) -> None:
-        """The first step is over, or there will be none."""
+        """Stop watching."""
         if self._is_over:
             return
         self._is_over = True
@@ -68,13 +68,13 @@ class FirstBatches:
             if (iterator := fetches.iterator()) is not None:
                 vars(iterator).pop("_next_data", None)
                 if fetches.gave:
-                    self._look_at_position(iterator, fetches.loader())
+                    self._check_position(iterator, fetches.loader())
 
     def made(self, iterator: Any, loader: Any, before: RngStates) -> None:
-        """An iterator was made.
+        """Examine an iterator that was made.
 
         Args:
-            before: the generators before that.
+            before: random generators before that.
         """
         if is_followed(loader) or restores_data(loader) or not self._gradients or self._trains():
             return
@@ -84,39 +84,41 @@ class FirstBatches:
                 self._state.lose(
                     "a DataLoader of a sampler, dataset or stream of the state has drawn from the "
                     "process's random generators when it was iterated after resume(), which it "
-                    "does not do in the middle of an epoch without the interruption",
+                    "does not do in the middle of an epoch of an uninterrupted run",
                     hint=f"give the DataLoader generator=torch.Generator(); {_INSTEAD}",
                 )
         elif self._first and not self._state.data and not before.same(self.generators):
             self._state.say(
                 "random generators were drawn from, or seeded, between resume() and the first "
-                "batch: training goes on with other random numbers than without the interruption, "
-                "unless it does the same there",
+                "batch: training continues with other random numbers than an uninterrupted run, "
+                "unless that does the same there",
                 hint=f"do so before resume(); {_INSTEAD}",
             )
         self._first = False
         fetches = _Fetches(iterator, loader, self, before, ahead=bool(fetches_ahead(loader)))
-        # Beside a loader of the state, batches that nobody trains on are those of one step.
+        # With a loader in the state, other loaders fetch batches for one step, and skip none.
         fetches.skips = within or not self._state.data
         self._made.append(fetches)
 
     def _is_within(self, loader: Any) -> bool:
-        """Return whether a part of the state that has its position back belongs to a loader, or
-        has the loader as an attribute."""
+        """Return True if a restored object of the state belongs to the loader or holds it."""
         providers = self._state.providers.values()
         found = [one for one in providers if isinstance(one, StatefulProvider)]
         restored = [one.value for one in found if one.restored_data]
-        parts = [loader.dataset, loader.sampler, loader.batch_sampler]
-        parts.append(getattr(loader.batch_sampler, "sampler", None))
+        members = [loader.dataset, loader.sampler, loader.batch_sampler]
+        members.append(getattr(loader.batch_sampler, "sampler", None))
         return any(
-            one is part or any(loader is held for held in getattr(one, "__dict__", {}).values())
+            one is member or any(loader is held for held in getattr(one, "__dict__", {}).values())
             for one in restored
-            for part in parts
+            for member in members
         )
 
     def skipped(self, before: RngStates) -> bool:
-        """A batch is fetched after another that nobody has trained on; returns whether to go on
-        looking."""
+        """Examine a batch that is fetched after another one that was not trained on.
+
+        Returns:
+            True to examine the next batch, too.
+        """
         if self._is_over or self._trains():
             return False
         if before.same(RngStates.now()):
@@ -124,29 +126,29 @@ class FirstBatches:
         self._state.lose(
             "random generators have moved between resume() and the first step: batches were "
             "skipped, and the loader, its sampler or its samples have drawn from them, which "
-            "training without the interruption does not do there",
+            "an uninterrupted run does not do there",
             hint=f"give a DataLoader a generator= of its own, and a dataset, too; {_INSTEAD}",
         )
         return False
 
-    def _look_at_position(self, iterator: Any, loader: Any) -> None:
-        """Say where a program begins an epoch anew in the middle of one."""
+    def _check_position(self, iterator: Any, loader: Any) -> None:
+        """Report a loader that begins an epoch anew in the middle of one."""
         providers = self._state.providers.values()
         counts = any(isinstance(one, PlainProvider) for one in providers)
         if loader is None or iterator._num_yielded > 1 or (counts and not self._state.data):
             return
         if type(loader.sampler) not in (SequentialSampler, RandomSampler):
-            return  # it may begin anywhere
+            return  # another sampler may begin at any position
         length = len(loader)
         if length and self._step % length:
             self._state.say(
-                "the order of batches is in no part of the state: after the resume at step "
+                "the order of batches is not part of the state: after the resume at step "
                 f"{self._step} a DataLoader of {length} batches was begun anew",
                 hint=_INSTEAD,
             )
 
     def _trains(self) -> bool:
-        """Return whether a backward has run."""
+        """Return True if a backward has run."""
         return self._gradients_now() != self._gradients
 
     def _gradients_now(self) -> list[tuple[int, int]]:
@@ -157,20 +159,21 @@ class FirstBatches:
             for parameter in group["params"]
             if parameter.requires_grad
         )
-        found = (parameter.grad for parameter in islice(trained, _LOOKED_AT))
+        found = (parameter.grad for parameter in islice(trained, _EXAMINED))
         return [(0, 0) if grad is None else (id(grad), grad._version) for grad in found]
 
 
 class _Fetches:
-    """Fetches the first batches of an iterator.
+    """Replacement of an iterator's method that fetches the next batch.
 
     Args:
-        ahead: one batch is fetched before it is needed.
+        ahead: True if one batch is fetched before it is needed.
 
     Attributes:
-        iterator, loader: weakly held.
-        gave: a batch was fetched, and not for an evaluation.
-        skips: the program may skip batches.
+        iterator: weak reference to the iterator.
+        loader: weak reference to its loader.
+        gave: True if a batch was fetched, and not for an evaluation.
+        skips: True if the program may skip batches.
     """
 
     def __init__(
@@ -188,7 +191,7 @@ class _Fetches:
     def __call__(self) -> Any:
         iterator = self.iterator()
         assert iterator is not None
-        if torch.is_grad_enabled():  # or it is an evaluation
+        if torch.is_grad_enabled():  # otherwise it is an evaluation
             if self._fetched > 0 and self.skips and not self._to.skipped(self._before):
                 vars(iterator).pop("_next_data", None)
             self._fetched += 1
@@ -205,12 +208,15 @@ def _init(iterator: Any, loader: Any) -> None:
     _original(iterator, loader)
     for observer in list(_observers):
         observer.made(iterator, loader, before)
-    if not _observers:  # their Checkpointer was dropped
+    if not _observers:  # the Checkpointer was dropped without close()
         _observe()
 
 
 def _observe() -> None:
-    """Look at each iterator that is made, as long as there is an observer."""
-    if _BaseDataLoaderIter.__init__ in (_init, _original):  # or somebody else has replaced it
+    """Patch the constructor of iterators while there is an observer, and restore it after."""
+    if _BaseDataLoaderIter.__init__ in (
+        _init,
+        _original,
+    ):  # otherwise other code has patched it, too
         wanted: Any = _init if _observers else _original
         _BaseDataLoaderIter.__init__ = wanted  # type: ignore[method-assign]

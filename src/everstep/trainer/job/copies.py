@@ -1,4 +1,4 @@
-"""The trainer's side of copies in other tiers: a run is resumed from wherever it is."""
+"""Opens the places that hold copies of a run, so that a resume can read from them."""
 
 from __future__ import annotations
 
@@ -22,15 +22,16 @@ __all__ = ["open_places", "seams_with_copies", "with_source"]
 
 
 def seams_with_copies(tiers: Sequence[TierOptions], seams: Seams, run: PurePath) -> Seams:
-    """The seams through which a run is resumed, and its folder made: without tiers, the same.
+    """Return seams whose file system also reads from the tiers; make the run folder.
 
-    A folder that is not there yet becomes one of the run whose copies the tiers hold.
+    A new folder becomes one of the run whose copies the tiers contain. Without tiers, the seams are
+    returned unchanged.
 
     Raises:
-        ForeignDirectoryError: they hold those of another run.
-        RecoveryError: they have gone another way than the folder since.
-        OptionError, UnavailableError: a tier is none.
-        StorageError: it cannot be reached.
+        ForeignDirectoryError: The tiers contain copies of another run.
+        RecoveryError: The histories of the tiers and the folder have diverged.
+        OptionError, UnavailableError: A tier is invalid.
+        StorageError: A tier cannot be reached.
     """
     if not tiers:
         return seams
@@ -43,18 +44,18 @@ def seams_with_copies(tiers: Sequence[TierOptions], seams: Seams, run: PurePath)
     except StorageError as error:
         if isinstance(error.__cause__, OSError):
             inner = error.__cause__.__cause__
-            if isinstance(inner, EverstepError):  # what a tier said, in its own words
+            if isinstance(inner, EverstepError):  # the tier's own error is more precise
                 raise inner from None
         raise
     return dataclasses.replace(seams, filesystem=both)
 
 
 def open_places(tiers: Sequence[TierOptions], seams: Seams, run: PurePath) -> list[Tier]:
-    """The places that keep copies, each of which can be reached.
+    """Open all places for copies, and check that they can be reached.
 
     Raises:
-        OptionError, UnavailableError: one is none, or lies in another one.
-        StorageError: it cannot be reached.
+        OptionError, UnavailableError: A place is invalid, or is inside of another one.
+        StorageError: A place cannot be reached.
     """
     _refuse_overlap([run, *(PurePath(one.where) for one in tiers)])
     _refuse_overlap([_followed(run), *(_followed(PurePath(one.where)) for one in tiers)])
@@ -65,23 +66,23 @@ def open_places(tiers: Sequence[TierOptions], seams: Seams, run: PurePath) -> li
 
 
 def _followed(place: PurePath) -> PurePath:
-    """Where a path leads; a URL to itself."""
-    return place if any(":" in part for part in place.parts[:1]) else leads_to(place)
+    """Return the target of a path through links; a URL is returned unchanged."""
+    return place if any(":" in name for name in place.parts[:1]) else leads_to(place)
 
 
 def _refuse_overlap(places: list[PurePath]) -> None:
-    """What cleans up in one place would delete from another."""
+    """Refuse places inside of each other: cleaning up one would delete files of the other."""
     for number, one in enumerate(places):
         for other in places[:number]:
             if one == other or one in other.parents or other in one.parents:
                 raise OptionError(
-                    f"{one} and {other} are one in the other: a copy needs a place of its own",
+                    f"{one} and {other} overlap: each copy needs a separate place",
                     path=one,
                 )
 
 
 def with_source(resumed: Resumed, seams: Seams, run: PurePath) -> Resumed:
-    """Says from which tier a base came, if it was none of the disk's."""
+    """Set the kind of tier that a base was read from, if it was not the run folder."""
     both = seams.filesystem
     if resumed.source != "disk" or resumed.base is None or not isinstance(both, RunWithCopies):
         return resumed
@@ -89,5 +90,5 @@ def with_source(resumed: Resumed, seams: Seams, run: PurePath) -> Resumed:
     kind = both.source_of(directory)
     if kind is None:
         return resumed
-    # Never "disk": that would vouch for what this run's own disk holds.
+    # Never "disk": that would mean that the base is complete on the run's own disk.
     return dataclasses.replace(resumed, source="copy" if kind == "disk" else kind)

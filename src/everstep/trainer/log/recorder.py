@@ -34,8 +34,7 @@ from everstep.state.layout.shards import ShardLayout
 from everstep.state.survey.survey import Survey
 from everstep.state.training_state import State
 from everstep.state.values.objects import encode
-from everstep.trainer.budget.log_limits import gave_way, too_large
-from everstep.trainer.job.peering import let_go_early
+from everstep.trainer.budget.log_limits import log_dropped, log_dropped_early, too_large
 from everstep.trainer.log.consumed import Consumption
 from everstep.trainer.log.declared import DeclaredLog
 from everstep.trainer.log.disklog import DiskLog
@@ -458,7 +457,7 @@ class Recorder:
         if self.rooms.cut_short >= 0:
             step = self.rooms.cut_short
             self.rooms.cut_short = -1
-            self._channel.post_notice(let_go_early(step))
+            self._channel.post_notice(log_dropped_early(step))
         if room is None:
             self._no_room()
             if self.rooms.relieved_to() is not None:
@@ -483,7 +482,7 @@ class Recorder:
             return False
         self._hole("a base needs its memory")
         self.led_step = None
-        self._channel.post_notice(gave_way(self._followed))
+        self._channel.post_notice(log_dropped(self._followed))
         return True
 
     def _drop(self) -> None:

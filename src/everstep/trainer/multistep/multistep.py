@@ -37,7 +37,7 @@ from everstep.state.survey.survey import Shape, Survey
 from everstep.state.training_state import State
 from everstep.trainer.attach.remote import RemoteKeeper
 from everstep.trainer.base.saver import Saver
-from everstep.trainer.budget.budget import check_disk_budget
+from everstep.trainer.budget.disk import check_disk_budget
 from everstep.trainer.multistep.multistep_choice import Choice
 from everstep.trainer.multistep.multistep_fuzzy import redo_bytes
 from everstep.trainer.multistep.multistep_last import Last

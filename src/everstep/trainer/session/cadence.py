@@ -1,11 +1,14 @@
-"""When bases are taken, what that writes in a day, and whether the log may go to disk.
+"""Decides when the next base is due, and keeps bases and log within the daily write budget.
 
-What is measured while training runs goes to :class:`~everstep.plan.estimator.Estimator`; what
-it recommends is kept within bounds: a base is durable before the next is taken (CheckFreq's rule),
-the log between two bases fits its memory and its part of the disk, and a day's bases fit the write
-budget (I10). Where the last two contradict each other the log goes first, and that is said: without
-a base, steps would be lost.
-All of it happens in the training thread, at the end of a step.
+Measurements of steps, bases and failures go into :class:`~everstep.plan.estimator.Estimator`, which
+recommends an interval (``every="auto"``). The recommendation is then limited:
+
+- A base is durable before the next one is taken (CheckFreq's rule).
+- The log between two bases fits into its memory and its share of the disk.
+- The bases of a day fit into the write budget (I10).
+
+If the last two contradict each other, the log has priority and a message says so: without a base,
+steps would be lost. All methods run in the training thread, at the end of a step.
 """
 
 from __future__ import annotations
@@ -29,7 +32,7 @@ from everstep.seams import Clock
 from everstep.seams.messages import say
 from everstep.trainer.attach.keepers import Keepers
 from everstep.trainer.base.saver import Saver
-from everstep.trainer.budget.budget import (
+from everstep.trainer.budget.disk import (
     DAY_S,
     DayMeter,
     Forecast,
@@ -38,26 +41,27 @@ from everstep.trainer.budget.budget import (
 )
 from everstep.trainer.budget.log_limits import LogLimits
 from everstep.trainer.log.recorder import Recorder
-from everstep.trainer.session.wish import SLACK, Wish, interval_of
+from everstep.trainer.session.interval_vote import HYSTERESIS, IntervalProposal, agree_on_interval
 
 __all__ = ["ASK_EVERY", "FIRST_STEPS", "REPLAY_SHARE", "Cadence"]
 
 ASK_EVERY = 10
-"""Steps between two exchanges of the ranks of a job, at most."""
+"""Maximum number of steps between two exchanges of the ranks of a job."""
 
 FIRST_STEPS = 10
-"""So many steps are measured before anything is said or chosen; then a first base is."""
+"""Number of steps that are measured before an interval is chosen and a first base is taken."""
 
 REPLAY_SHARE = 0.1
-"""Of a step, what redoing it is believed to take until a resume has measured it."""
+"""Assumed duration of replaying a step, relative to the step, until a resume has measured it."""
 
-_LOOK_AGAIN_STEPS = 64
-_CERTAIN = 1e6  # a belief of so many failures is not moved by those that happen
+_REVIEW_STEPS = 64  # between two reviews of the choices
+# Weight, in failures, of an MTBF that the user has given: observed failures do not change it.
+_CERTAIN = 1e6
 
 
 @dataclass(slots=True)
 class _Seen:
-    """Totals when a base was last measured."""
+    """Totals at the last measurement of a base."""
 
     saves: int = 0
     stall_s: float = 0.0
@@ -67,19 +71,19 @@ class _Seen:
 
 
 class Cadence:
-    """Watches steps and bases of one training process, and says when the next base is due.
+    """Measure the steps and bases of one training process, and decide when a base is due.
 
     Args:
-        run: the run folder; for messages.
-        base_bytes: what a base writes to disk, until one was written.
-        limits: of the log.
-        alone: False: with ``every="auto"`` nothing is chosen before all ranks have said what they
-            measure (:meth:`agreed`).
+        run: run folder, for messages.
+        base_bytes: bytes that a base writes to disk, until one was written.
+        limits: limits of the log.
+        alone: False with several ranks. With ``every="auto"`` no interval is chosen before all
+            ranks have reported their measurements (:meth:`decide`).
 
     Attributes:
-        interval_steps: from base to base; None as long as that is not known, or where it is
-            given in seconds. Of all ranks the same.
-        forecast: bytes that are written in a day at this pace; None before it is known.
+        interval_steps: number of steps between two bases, the same on all ranks. None if it is
+            not known yet, or given in seconds.
+        forecast: bytes written in a day at the current pace; None if not known yet.
     """
 
     def __init__(
@@ -108,43 +112,44 @@ class Cadence:
         if options.every.mtbf_s is not None:
             prior = FailurePrior(_CERTAIN, _CERTAIN * options.every.mtbf_s)
         self._estimator = Estimator(log=options.logs, replay_share=REPLAY_SHARE, prior=prior)
-        self._failed_at: list[int] | None = []  # steps; until it is known how long they take
+        # Steps at which failures happened; None once their times are counted.
+        self._failed_at: list[int] | None = []
         self._first_step = 0
         self._trained_s = 0.0
         self._last_s: float | None = None
         self._passed_s: float | None = None
         self._last_stall_s = 0.0
         self._samples = 0
-        self._looked = 0
+        self._reviewed = 0  # number of samples at the last review
         self._seen = _Seen()
-        self._under: Save | None = None
-        self._beside_s: list[float] = []  # steps since it was taken
+        self._in_flight: Save | None = None
+        self._beside_s: list[float] = []  # durations of the steps since it was taken
         self._base_step = 0
         self._meter = DayMeter()
         self._recorded = 0
         self._batch_steps = options.log.batch_first
-        self._told = False  # that bases exceed the budget
-        self._wish: Wish | None = None
+        self._warned = False  # that bases exceed the budget
+        self._proposal: IntervalProposal | None = None
         self._before_base = 0  # bytes recorded before the last base that goes to disk
         self.interval_steps = options.every.steps
-        self._foretells = recorder is not None or options.every != Every()
+        self._forecasts = recorder is not None or options.every != Every()
         self.forecast: Forecast | None = None
 
     @property
     def step_s(self) -> float | None:
-        """Seconds of a step without what bases add, as measured; None before there was one."""
+        """Measured seconds of a step without the cost of bases; None before the first."""
         return self._estimator.step_s
 
     @property
     def mtbf_s(self) -> float:
-        """Seconds of training between two failures, as estimated."""
+        """Estimated seconds of training between two failures."""
         return self._estimator.mtbf_s
 
-    def began(self, resumed: Resumed, *, again: bool) -> None:
-        """A state was restored, and training goes on from there.
+    def resumed(self, resumed: Resumed, *, again: bool) -> None:
+        """Continue from a restored state.
 
         Args:
-            again: this very process had trained before; nothing has failed.
+            again: True if this process has trained before, so that no failure is counted.
         """
         self._last_s = None
         self._base_step = resumed.step
@@ -157,114 +162,126 @@ class Cadence:
             self._first_step = resumed.step
             self._failed_at = [*resumed.forks, *([] if loaded is None else [resumed.step])]
 
-    def asked(self, step: int) -> None:
-        """A base of ``step`` is asked for; if it fails, the next is due an interval later."""
+    def base_requested(self, step: int) -> None:
+        """Count the interval from ``step`` on, even if the base of it fails."""
         self._base_step = step
 
-    def taken(self, save: Save) -> None:
-        """That base is under way."""
-        self._under = save
+    def base_started(self, save: Save) -> None:
+        """Measure the base that was requested until it ends."""
+        self._in_flight = save
         self._beside_s = []
         if self._recorder is not None and not save.in_memory:
             self._before_base = self._recorder.stats.record_bytes
 
     def due(self, step: int) -> bool:
-        """Whether a base is due at the end of ``step``, by what this process knows."""
+        """Return True if a base is due at the end of ``step``, for a single rank."""
         every = self._options.every
         if every.auto:
-            return self.agreed([self.says()], step)[0]
+            return self.decide([self.report()], step)[0]
         return every.due(step, self._clock.monotonic_s() - self._saver.last_save_s)
 
-    def says(self) -> dict[str, Any]:
-        """What this process knows of when the next base is due: plain data."""
+    def report(self) -> dict[str, Any]:
+        """Return this rank's measurements as a message for :meth:`decide`."""
         return {
             "since_s": self._clock.monotonic_s() - self._saver.last_save_s,
             "step_s": self._passed_s,
             "base_step": self._base_step,
-            "free": self._under is None or self._under.durable.done(),
+            "free": self._in_flight is None or self._in_flight.durable.done(),
             "measured": self._samples >= FIRST_STEPS,
             "interval_steps": self.interval_steps,
-            "wish": None if self._wish is None else astuple(self._wish),
+            "wish": None if self._proposal is None else astuple(self._proposal),
         }
 
-    def agreed(self, said: Sequence[Mapping[str, Any]], step: int) -> tuple[bool, int]:
-        """Whether a base is due at the end of ``step``, and behind how many steps that is to be
-        asked again; nothing but what all have said makes the answer.
+    def decide(self, reports: Sequence[Mapping[str, Any]], step: int) -> tuple[bool, int]:
+        """Decide from all ranks' reports whether a base is due at the end of ``step``.
+
+        The result depends on the reports only, so it is the same on every rank.
 
         Args:
-            said: by each rank.
+            reports: one :meth:`report` for each rank.
+
+        Returns:
+            True if a base is due, and the number of steps until the next exchange.
         """
         every = self._options.every
         if every.seconds is not None:
-            since_s = min(one["since_s"] for one in said)
+            since_s = min(report["since_s"] for report in reports)
             due = every.due(step, since_s)
-            step_s = max(one["step_s"] or 0.0 for one in said)
+            step_s = max(report["step_s"] or 0.0 for report in reports)
             left_s = every.seconds - (0.0 if due else since_s)
             return due, 1 if not step_s else max(1, min(ASK_EVERY, int(left_s / step_s)))
         if not every.auto:
             return every.due(step, 0.0), ASK_EVERY
-        self._take_over(said)
+        self._apply_proposals(reports)
+        return self._decide_auto(reports, step)
+
+    def _decide_auto(self, reports: Sequence[Mapping[str, Any]], step: int) -> tuple[bool, int]:
         interval = self.interval_steps
-        since = step - max(one["base_step"] for one in said)
-        if interval is None and not all(one["measured"] for one in said):
+        since = step - max(report["base_step"] for report in reports)
+        if interval is None and not all(report["measured"] for report in reports):
             return False, max(1, FIRST_STEPS - since)
         interval = interval or FIRST_STEPS
-        due = since >= interval and all(one["free"] for one in said)
+        # A base is durable before the next one is taken.
+        due = since >= interval and all(report["free"] for report in reports)
         left = interval if due else interval - since
         return due, min(left, ASK_EVERY) if left > 0 else ASK_EVERY
 
-    def stepped(self) -> None:
-        """A step is over, and recorded."""
+    def step_ended(self) -> None:
+        """Measure a step that has ended, and review the choices from time to time."""
         now_s = self._clock.monotonic_s()
         stall_s = sum(self._saver.stall_s.values())
         if self._last_s is not None:
             self._passed_s = now_s - self._last_s
             took_s = self._passed_s - (stall_s - self._last_stall_s)
             if took_s > 0:
-                self._watch(took_s)
+                self._observe_step(took_s)
                 self._trained_s += took_s
                 self._samples += 1
         self._last_s = now_s
         self._last_stall_s = stall_s
         self._meter_day(now_s)
         self._relieve_disk()
-        new = self._measure() and self.interval_steps is None and self._foretells
-        long_ago = self._samples - self._looked >= _LOOK_AGAIN_STEPS
-        known = self._estimator.has_steps  # not while all were beside the first base
-        if self._samples >= FIRST_STEPS and known and (new or long_ago or not self._looked):
-            self._looked = self._samples
+        new = self._measure_base() and self.interval_steps is None and self._forecasts
+        long_ago = self._samples - self._reviewed >= _REVIEW_STEPS
+        # Not known while all steps so far ran beside the first base.
+        known = self._estimator.has_steps
+        if self._samples >= FIRST_STEPS and known and (new or long_ago or not self._reviewed):
+            self._reviewed = self._samples
             if self._options.every.auto:
                 self._choose()
-            self._look_ahead()
-            self._tell_of_batch()
+            self._forecast_day()
+            self._report_segment_size()
 
-    # --- What was measured --------------------------------------------------------------
+    # --- Measurements -------------------------------------------------------------------
 
-    def _watch(self, took_s: float) -> None:
-        """A step took so long beyond what it waited. Beside a base that is being copied and
-        written it may take longer (memory, disk, and cores are shared): that is part of what the
-        base costs, and not of what a step takes."""
-        if self._options.every.auto and self._under is not None:
+    def _observe_step(self, took_s: float) -> None:
+        """Add the duration of a step, without its stalls, to the estimate.
+
+        A step beside a base in flight may take longer, as they share memory, disk and cores. The
+        difference counts as a cost of the base, so these steps are kept apart.
+        """
+        if self._options.every.auto and self._in_flight is not None:
             self._beside_s.append(took_s)
-            if len(self._beside_s) < _LOOK_AGAIN_STEPS:
+            if len(self._beside_s) < _REVIEW_STEPS:
                 return
         self._estimator.observe_step(took_s)
 
     def _slowed_s(self) -> float:
-        """What the steps beside the last base took more than others."""
+        """Return the additional seconds of the steps beside the last base."""
         beside_s = self._beside_s
         self._beside_s = []
-        if not beside_s:  # what a step takes is worked out of many samples
+        if not beside_s:  # avoid step_s, which is computed from many samples
             return 0.0
         step_s = self._estimator.step_s
         return 0.0 if step_s is None else max(0.0, sum(beside_s) - len(beside_s) * step_s)
 
-    def _measure(self) -> bool:
-        """The base that is under way, if it is over."""
-        save = self._under
+    def _measure_base(self) -> bool:
+        """Measure the base in flight if it has ended; return True if a base was committed."""
+        save = self._in_flight
         if save is None or not save.durable.done():
             return False
-        self._under, slowed_s = None, self._slowed_s()
+        self._in_flight = None
+        slowed_s = self._slowed_s()
         if save.durable.cancelled() or save.durable.exception() is not None:
             return False
         keeper = self._keepers.stats
@@ -288,9 +305,9 @@ class Cadence:
         return bases > 0
 
     def _count_failures(self, step_s: float) -> None:
-        """Each time that another process took the run over, something had failed.
+        """Count each earlier takeover of the run as a failure.
 
-        Its time is counted in steps, not by clocks of other machines.
+        Times are derived from step numbers, because clocks of other machines may differ.
         """
         for at in sorted(self._failed_at or []):
             self._estimator.observe_failure(at * step_s)
@@ -299,7 +316,7 @@ class Cadence:
         self._failed_at = None
         self._estimator.advance(self._trained_s)
 
-    # --- What follows from it -----------------------------------------------------------
+    # --- Choice of the interval ---------------------------------------------------------
 
     def _choose(self) -> None:
         step_s = self._estimator.step_s
@@ -314,7 +331,7 @@ class Cadence:
             # Copies of every step are made whether or not one of them becomes durable.
             cost_s = 0.0 if scheduled else self._estimator.base_cost_s or 0.0
             wanted = checkfreq_interval(step_s=step_s, stall_s=cost_s, persist_s=costs.write_s)
-            why = "as often as one is durable before the next"
+            why = "as often as a base is durable before the next one"
         else:
             found: Choice | Recommendation
             log = self._options.logs
@@ -327,39 +344,41 @@ class Cadence:
                 why = f"{error.message}; "
                 log = False
             wanted, wasted = seldom(costs, found, log=log)
-            why += f"{wasted:.2%} of the time wasted with a failure in {costs.mtbf_s / 3600:.3g} h"
+            why += (
+                f"{wasted:.2%} of the time wasted with a failure every {costs.mtbf_s / 3600:.3g} h"
+            )
         least = self._interval_min(step_s)
         (most, full) = self._interval_max()
         if most is not None and least > most and self._logs_to_disk:
-            self._hold_log("with the bases that it needs it is more than the budget")
+            self._hold_log("with the bases that it needs, it would exceed the budget")
             least = self._interval_min(step_s)
             (most, full) = self._interval_max()
-        self._wish = Wish(wanted, why, least, most, full)
+        self._proposal = IntervalProposal(wanted, why, least, most, full)
         if self._alone:
-            self._take_over([self.says()])
+            self._apply_proposals([self.report()])
 
-    def _take_over(self, said: Sequence[Mapping[str, Any]]) -> None:
-        """Chooses the interval of the rank that wants the longest one, or what comes next to it
-        within the bounds of all."""
-        if any(one["wish"] is None for one in said):
+    def _apply_proposals(self, reports: Sequence[Mapping[str, Any]]) -> None:
+        """Choose the interval once all ranks have proposed one."""
+        if any(report["wish"] is None for report in reports):
             return
-        held = said[0]["interval_steps"]
-        new = interval_of([Wish(*one["wish"]) for one in said])
+        # From a report, not from this rank: all ranks must compare with the same interval.
+        current = reports[0]["interval_steps"]
+        new = agree_on_interval([IntervalProposal(*report["wish"]) for report in reports])
         if new.most is not None and new.least > new.most:
-            self._tell_of_conflict(new.least, new.most, new.full)
-        if new.stays(held):
-            self.interval_steps = held
+            self._report_conflict(new.least, new.most, new.full)
+        if new.keeps(current):
+            self.interval_steps = current
             return
         self.interval_steps = wanted = new.steps
         if not self._alone:
-            self._looked = 0  # what that writes in a day is worked out anew
+            self._reviewed = 0  # compute the forecast again
         step_s = self._estimator.step_s
         assert step_s is not None
-        before = "" if held is None else f"; before: {_steps(held)}"
+        before = "" if current is None else f"; before: {_steps(current)}"
         self._say(f"a base every {_steps(wanted)} ({wanted * step_s:.3g} s): {new.why}{before}")
 
     def _interval_min(self, step_s: float) -> int:
-        """The fewest steps between bases that the write budget allows."""
+        """Return the smallest interval that the write budget allows, in steps."""
         budget = self._options.budget.write_bytes_per_day
         if budget is None:
             return 1
@@ -367,22 +386,24 @@ class Cadence:
         return interval_steps_within(budget - log, self._base_bytes, step_s)
 
     def _interval_max(self) -> tuple[int | None, str]:
-        """The most steps between bases: behind so many the log would ask for one itself; and what
-        is full then."""
+        """Return the largest interval that the log has space for, in steps, and the space's name.
+
+        After more steps the log itself would need a base.
+        """
         recorder = self._recorder
         if recorder is None or not self._log_step_bytes:
             return None, ""
         found: list[tuple[int, str]] = []
-        if self._options.method.apply != "replica":  # which needs no records behind it
+        if self._options.method.apply != "replica":  # it drops records once applied
             in_memory = recorder.rooms.bytes_max // 2 / self._memory_step_bytes
             found.append((max(1, int(in_memory)), "the memory of the log"))
         if self._limits.interval_bytes is not None and self._logs_to_disk:
             on_disk = self._limits.interval_bytes / self._log_step_bytes
-            found.append((max(1, int(on_disk)), "the log's part of the disk"))
+            found.append((max(1, int(on_disk)), "the log's share of the disk"))
         return min(found, default=(None, ""))
 
     def _relieve_disk(self) -> None:
-        """Asks for a base where the log on disk is as long as it may become between two."""
+        """Request a base when the log on disk has reached its limit between two bases."""
         recorder = self._recorder
         most = self._limits.interval_bytes
         if recorder is None or most is None or not self._logs_to_disk:
@@ -390,22 +411,22 @@ class Cadence:
         if recorder.stats.record_bytes - self._before_base > most - self._log_step_bytes:
             recorder.rooms.half_full = True
 
-    def _tell_of_conflict(self, least: int, most: int, full: str) -> None:
-        """Once: the log cannot wait for as long as the write budget wants."""
+    def _report_conflict(self, least: int, most: int, full: str) -> None:
+        """Report once that the log needs bases more often than the write budget allows."""
         step_s = self._estimator.step_s
         budget = self._options.budget.write_bytes_per_day
-        if self._told or step_s is None or budget is None:
+        if self._warned or step_s is None or budget is None:
             return
-        self._told = True
-        log_bytes = 2 * math.ceil(self._memory_step_bytes * least * (1 + SLACK))
+        self._warned = True
+        log_bytes = 2 * math.ceil(self._memory_step_bytes * least * (1 + HYSTERESIS))
         host_bytes = self._limits.host_bytes_for(log_bytes) if "memory" in full else None
         more = "" if host_bytes is None else f"Budget(host_bytes={host_bytes}) or more, "
         day_bytes = math.ceil(self._base_bytes * DAY_S / (step_s * most))
         self._say(
             f"{budget_in_words(self._options)}: it allows a base every {_steps(least)}, but {full} "
-            f"holds {_steps(most)}, and steps beyond would be lost without one: bases write "
-            f"{decimal(day_bytes)} a day, more than the budget. {more}write_bytes_per_day="
-            f"{day_bytes}, or a method without a log would keep it"
+            f"has space for {_steps(most)}, and later steps would be lost without a base: bases "
+            f"write {decimal(day_bytes)} a day, more than the budget. To stay within it, use {more}"
+            f"write_bytes_per_day={day_bytes}, or a method without a log"
         )
 
     @property
@@ -414,23 +435,23 @@ class Cadence:
 
     @property
     def _log_step_bytes(self) -> float:
-        """Of the records of a step, on average."""
+        """Average bytes of the records of a step."""
         stats = None if self._recorder is None else self._recorder.stats
         return stats.record_bytes / stats.marks if stats is not None and stats.marks else 0.0
 
     @property
     def _memory_step_bytes(self) -> float:
-        """What these take of host memory, on average."""
+        """Average host memory of the records of a step, in bytes."""
         assert self._recorder is not None
         return self._recorder.rooms.taken_bytes / max(1, self._recorder.stats.marks)
 
     def _log_bytes_per_day(self, step_s: float) -> float:
         return self._log_step_bytes * DAY_S / step_s
 
-    # --- Bytes of a day -----------------------------------------------------------------
+    # --- Daily write budget -------------------------------------------------------------
 
-    def _look_ahead(self) -> None:
-        """Forecasts a day's bytes, once aloud, and keeps the log within the budget."""
+    def _forecast_day(self) -> None:
+        """Forecast the bytes of a day, print them once, and apply the budget to the log."""
         step_s = self._estimator.step_s
         every = self._options.every
         if step_s is None or (every.auto and self.interval_steps is None):
@@ -453,31 +474,33 @@ class Cadence:
             self.forecast = Forecast(bases_bytes, 0.0)
 
     def _keep_within(self, forecast: Forecast) -> None:
-        """Stops the log on disk, or lets it go on, by what would be written with it."""
+        """Stop or restart the log on disk, depending on the forecast."""
         budget = self._options.budget.write_bytes_per_day
         recorder = self._recorder
         if budget is None:
             return
-        if forecast.bases_bytes > budget and not self._told:
-            self._told = True
-            how = ' (every="auto", or a longer interval, would keep it)'
+        if forecast.bases_bytes > budget and not self._warned:
+            self._warned = True
+            how = ' (to stay within it, use every="auto" or a longer interval)'
             how = "" if self._options.every.auto else how
-            self._say(f"bases alone write more a day than the budget; they are taken anyway{how}")
+            self._say(f"bases alone exceed the daily budget; they are taken anyway{how}")
         if recorder is None or not self._options.log_on_disk:
             return
         if recorder.disk.on and forecast.total_bytes > budget:
-            self._hold_log(f"{forecast.in_words} a day are more than the budget")
-        elif not recorder.disk.on and self._has_room(forecast, budget) and recorder.disk.again():
-            self._say("the budget has room again: from the next base on the log goes to disk")
+            self._hold_log(f"{forecast.in_words} a day would exceed the budget")
+        elif (
+            not recorder.disk.on and self._fits_clearly(forecast, budget) and recorder.disk.again()
+        ):
+            self._say("the budget has space again: from the next base on, the log goes to disk")
 
-    def _has_room(self, forecast: Forecast, budget: int) -> bool:
-        """Clearly: what goes back and forth is of no use."""
+    def _fits_clearly(self, forecast: Forecast, budget: int) -> bool:
+        """Return True if the log fits the budget with a margin, so that it does not flap."""
         now_s = self._clock.monotonic_s()
         most = max(forecast.total_bytes, self._meter.last_day_bytes(now_s))
-        return most <= (1 - SLACK) * budget
+        return most <= (1 - HYSTERESIS) * budget
 
     def _meter_day(self, now_s: float) -> None:
-        """What was written within a day counts, too, and not only what was foretold."""
+        """Stop the log on disk if the bytes written in the last 24 hours reach the budget."""
         budget = self._options.budget.write_bytes_per_day
         recorder = self._recorder
         if budget is None or recorder is None or not self._options.log_on_disk:
@@ -491,20 +514,20 @@ class Cadence:
         written = self._meter.last_day_bytes(now_s)
         if recorder.disk.on and written + batch > budget:
             self._hold_log(
-                f"{decimal(written)} were written within a day, and with the next segment, of "
-                f"about {decimal(batch)}, it would be more"
+                f"{decimal(written)} were written within a day, and the next segment of about "
+                f"{decimal(batch)} would exceed it"
             )
 
     def _hold_log(self, why: str) -> None:
         assert self._recorder is not None
         self._recorder.disk.stop()
         self._say(
-            f"{budget_in_words(self._options)}: from now on the log stays in memory ({why}); a "
-            "lost machine costs all steps behind the newest base"
+            f"{budget_in_words(self._options)}: from now on the log stays in memory ({why}); "
+            "a lost machine then costs all steps after the newest base"
         )
 
-    def _tell_of_batch(self) -> None:
-        """How much of the log goes to disk at a time, if the keeper chooses that and it differs."""
+    def _report_segment_size(self) -> None:
+        """Print the number of steps in a segment when it has changed considerably."""
         if not self._options.batch_auto or not self._logs_to_disk:
             return
         steps = self._keepers.stats.log_batch_steps

@@ -1,11 +1,13 @@
-"""An orderly end when the machine is taken away: a last base, then the loop is told to leave.
+"""Ends training in order when a signal announces that the job will be killed.
 
-Schedulers announce the end of a job by a signal and kill it some time later. With
-``Checkpointer(preempt=...)`` that signal is noted; at the next step mark a last base is taken and
-waited for, within what is left of the announced time; from then on ``ckpt.preempted`` is true, and
-the loop ends as it does on its last step. It is a property and not an exception: an exception
-would pass through ``except`` clauses and frameworks that take it for a failure, and what a loop
-does on its way out (a last evaluation, ``close()``) is its own affair.
+Schedulers announce the end of a job by a signal, and kill the job some time later. With
+``Checkpointer(preempt=...)`` the signal is recorded. At the next step mark a last base is taken and
+waited for within the remaining time. Then ``ckpt.preempted`` is true, and the loop is expected to
+end as after its last step.
+
+``preempted`` is a property and not an exception: an exception would pass through ``except`` clauses
+and frameworks that take it for a failure, and the loop could not run its usual final work (a last
+evaluation, ``close()``).
 """
 
 from __future__ import annotations
@@ -22,24 +24,24 @@ from everstep.errors import DeadlineError
 from everstep.seams.clock import Clock
 from everstep.seams.processes.signals import SignalWatch
 
-__all__ = ["Preempting", "any_rank", "asks_ranks"]
+__all__ = ["PreemptionHandler", "any_rank", "rank_vote"]
 
 _log = logging.getLogger("everstep")
 
 
-class Preempting:
-    """Ends training in order; of one process.
+class PreemptionHandler:
+    """Watch for a preemption signal in one process, and take the last base.
 
     Args:
-        wanted: None: nothing is watched, and :attr:`preempted` stays false.
-        any_rank: of a job of several ranks: whether any rank passes true; all of them call it at
-            the same steps, and get the same answer. None: there is one rank.
+        wanted: signals and grace time; None watches no signals, and :attr:`preempted` stays False.
+        any_rank: collective call that returns True on all ranks if any rank passes True. All ranks
+            call it at the same steps. None with a single rank.
 
     Attributes:
-        preempted: the last base has been taken; the loop should end.
+        preempted: True once the last base was taken; the loop should end.
 
     Raises:
-        OptionError: elsewhere than in the main thread.
+        OptionError: The object is not made in the main thread.
     """
 
     def __init__(
@@ -52,47 +54,49 @@ class Preempting:
         self._wanted = wanted
         self._clock = clock
         self._any_rank = any_rank
-        self._asked_at: int | None = None
+        self._agreed_at: int | None = None
         self._is_last = False
         self._watch: SignalWatch | None = None
-        self._let_go: Callable[[], object] = lambda: None
+        self._restore_signals: Callable[[], object] = lambda: None
         if wanted is not None:
             self._watch = SignalWatch(wanted.signals, clock, grace_s=wanted.grace_s)
 
     def install(self) -> None:
-        """From now on."""
+        """Install the signal handlers."""
         if self._watch is not None:
             self._watch.install()
-            # Of a Checkpointer that is dropped without close(), too: nobody else would act.
-            self._let_go = weakref.finalize(self, self._watch.close)
+            # Also for a Checkpointer that is dropped without close(): its handlers would swallow
+            # the signals.
+            self._restore_signals = weakref.finalize(self, self._watch.close)
 
-    def ask(self, step: int) -> None:
-        """Ranks find out together whether this step is the last one.
+    def agree(self, step: int) -> None:
+        """Agree with the other ranks whether this step is the last one.
 
-        To be called before anything in a step's end can fail: a rank that left this out, and
-        whose program goes on, would answer with the next collective call of its training.
+        Must be called before anything at the end of the step can fail. A rank that skipped this
+        collective call would answer it with the next collective call of its training.
         """
         if self._watch is None or self._any_rank is None or self._is_last:
             return
         assert self._wanted is not None
-        self._asked_at = step
+        self._agreed_at = step
         if step % self._wanted.agree_steps == 0:
             self._is_last = self._any_rank(self._watch.came is not None)
 
-    def marked(self, step: int, save_last: Callable[[float], None]) -> None:
-        """A step is over; the one place where training ends in order.
+    def step_ended(self, step: int, save_last: Callable[[float], None]) -> None:
+        """Take the last base if a signal has arrived.
 
         Args:
-            save_last: takes a base of this step, and waits so many seconds until it is durable.
+            save_last: function that takes a base of this step, and waits for it for the given
+                number of seconds.
 
         Raises:
-            EverstepError: what ``save_last`` raises; :attr:`preempted` is true all the same.
+            EverstepError: ``save_last`` has failed. :attr:`preempted` is True nevertheless.
         """
         if self._watch is None:
-            return  # mostly
-        if self._asked_at != step:
-            self.ask(step)
-        self._asked_at = None
+            return  # the usual case
+        if self._agreed_at != step:
+            self.agree(step)
+        self._agreed_at = None
         if self.preempted:
             return
         if not (self._is_last or (self._any_rank is None and self._watch.came is not None)):
@@ -106,11 +110,11 @@ class Preempting:
             name = came.name
             since_s = now_s - came.at_s
         self._watch.pass_on()
-        self.preempted = True  # whatever becomes of the base
-        _log.warning("%s: step %d is the last; its base is taken now", name, step)
+        self.preempted = True  # even if the base fails
+        _log.warning("%s: step %d is the last one; taking its base now", name, step)
         try:
             save_last(max(0.0, self._wanted.grace_s - since_s))
-        except DeadlineError as error:  # close() waits on, and raises it if it does not come
+        except DeadlineError as error:  # close() waits longer, and raises
             _log.error(
                 "the base of step %d is not durable %g s after %s: %s",
                 step,
@@ -120,12 +124,12 @@ class Preempting:
             )
 
     def close(self) -> None:
-        """Signals do what they did before."""
-        self._let_go()
+        """Restore the previous signal handlers."""
+        self._restore_signals()
 
 
-def asks_ranks() -> Callable[[bool], bool] | None:
-    """How the ranks of this job agree; None of one rank."""
+def rank_vote() -> Callable[[bool], bool] | None:
+    """Return the collective call by which the ranks of this job agree; None for a single rank."""
     distributed = torch.distributed
     if distributed.is_available() and distributed.is_initialized():
         return any_rank if distributed.get_world_size() > 1 else None
@@ -133,7 +137,7 @@ def asks_ranks() -> Callable[[bool], bool] | None:
 
 
 def any_rank(mine: bool) -> bool:
-    """Whether any rank of the job passes true; a collective call of the default group."""
+    """Return True if any rank passes True. A collective call of the default process group."""
     backend = str(torch.distributed.get_backend())
     device = "cpu" if "gloo" in backend or not torch.cuda.is_available() else "cuda"
     flag = torch.tensor([int(mine)], dtype=torch.int32, device=device)

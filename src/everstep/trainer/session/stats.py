@@ -1,12 +1,16 @@
-"""What checkpointing has cost and done."""
+"""Costs and results of checkpointing (``ckpt.stats()``), and the steps that are recoverable."""
 
 from __future__ import annotations
 
 import textwrap
+from collections import deque
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 
+from everstep.link.save import Save
+from everstep.trainer.attach.keeper import Keeper
 from everstep.trainer.attach.keepers import Keepers
+from everstep.trainer.attach.remote import RemoteKeeper
 from everstep.trainer.base.saver import Saver
 from everstep.trainer.log.recorder import Recorder
 from everstep.trainer.multistep.multistep import Multistep
@@ -14,70 +18,75 @@ from everstep.trainer.multistep.multistep_stats import MultistepReport
 from everstep.trainer.schedule.schedule_stats import ScheduleStats
 from everstep.trainer.schedule.scheduled_saver import ScheduledSaver
 from everstep.trainer.session.cadence import Cadence
-from everstep.trainer.session.recoverable import Recoverable
 
-__all__ = ["Stats", "stats_of"]
-
+__all__ = [
+    "RecoverableSteps",
+    "Stats",
+    "stats_of",
+]
 
 _LINE_CHARS = 100
 
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Stats:
-    """What checkpointing has cost and done since construction.
+    """Costs and results of checkpointing since construction.
 
     Attributes:
-        step: the user's step now.
-        durable_step: newest step that is on disk: of a whole base, or of the log on disk after one.
-            It is what comes back if keeper and training process are both gone, as with their
-            machine; None while none is known.
-        lag_steps: steps that this would lose: ``step - durable_step``; None while that is None.
-        recoverable_step: newest step that comes back if this process alone dies now: on disk, or in
-            its keeper's memory (a base, or the log after one). ``step - recoverable_step`` is what
-            that would lose; None while none is known. Of several ranks as far as this one knows.
-        saves, committed, failed: bases asked for, durable, failed (not copies in other tiers);
-            ``failed`` counts attempts to replace a lost keeper that came to nothing, too.
-        held: bases that live in the memory of keepers only, and were whole there.
-        stall_s: seconds the training thread was held up, by cause: ``"capture"`` (copying the
-            state, or beginning to; where a log begins, until the keeper has all of the base),
-            ``"gate"`` (an update waited for a copy), ``"gradients"`` (training waited for copies
-            of gradients; only with bases over several steps), ``"back_pressure"`` (no host memory
-            was free), ``"persist"`` (``sync`` only: writing), ``"keeper"`` (a keeper that was
-            lost was replaced).
+        step: current step.
+        durable_step: newest step on disk, from a base or from the log on disk. It can be restored
+            even if keeper and training process are lost, as with their machine. None if unknown.
+        lag_steps: steps that would be lost then, ``step - durable_step``; None if unknown.
+        recoverable_step: newest step that can be restored if only this process dies: on disk, or in
+            the keeper's memory (a base, or the log after one). None if unknown. With several
+            ranks, according to this rank.
+        saves: bases requested.
+        committed: bases that became durable, without copies in other tiers.
+        failed: bases that failed, without copies in other tiers, and failed attempts to replace a
+            lost keeper.
+        held: bases that are complete in the memory of keepers only.
+        stall_s: seconds that the training thread was delayed, by cause: ``"capture"`` (copying the
+            state or starting a copy; at the start of a log, until the keeper has the complete
+            base), ``"gate"`` (an update waited for a copy), ``"gradients"`` (training waited for
+            copies of gradients; only with multi-step bases), ``"back_pressure"`` (no host memory
+            was free), ``"persist"`` (writing; only with ``sync``), ``"keeper"`` (a lost keeper was
+            replaced).
         written_bytes: bytes made durable.
-        linked_bytes: bytes of static entries that bases link to instead of writing them again; with
-            ``static=`` it stays 0 where the file system refuses hard links.
-        persist_s: seconds spent in making bases durable, in whichever thread.
-        host_bytes: host memory that was taken for captured state, the log (both with their plain
-            data) and a replica.
-        keeper_cpu_s: processor time of the keeper process.
-        keeper_restarts: keeper processes that were lost and replaced.
-        replica_step: step of the state that the keeper's replica has; None while none follows.
-        copies, copied_bytes: copies of bases that were made in other tiers.
-        copied_steps, copied_log_bytes: steps of the log that were copied there, of one rank and
-            timeline; and as how much.
-        copy_log_missed: steps of the log that will not be: they were let go before, as the link is
-            too slow for them.
-        peered, peered_bytes: bases that were sent whole to the memory of another node.
-        peers_passed_over: bases that were not, because the next ones came too soon for the link.
-        peer_log_step: newest step of this timeline whose log the memory of another node holds;
-            None: of none. What lies between it and ``step`` is what a lost node may cost.
-        peer_log_missed: steps of the log that will not get there; those behind them, up to the next
-            base, are of no use there.
-        multistep: bases over several steps; None for methods without them.
-        log_bytes: bytes that the gradient log has taken into host memory.
-        log_written_bytes: bytes of the log that were written to disk.
-        log_batch_steps: steps of the segment of the log that is written next; None: none is.
-        log_steps_in_memory: steps that should have gone to disk with the log, and stayed in
-            memory: for the daily write budget, or from a segment that could not be written to the
-            next base.
-        log_holes: updates that could not be recorded; behind each a base is taken.
-        interval_steps: from base to base; None where it is a time, or not known yet.
-        step_s: seconds of a step without what bases add; None before there was one.
-        mtbf_s: seconds of training between two failures, as ``every="auto"`` believes.
-        schedule: plans of captures, and what became of them; None for other methods.
-        forecast_bytes_per_day: what bases and log write to disk in a day at this pace; None
-            as long as that is not known.
+        linked_bytes: bytes of static entries that bases link to instead of writing them again. With
+            ``static=`` it stays 0 if the file system does not support hard links.
+        persist_s: seconds spent on making bases durable, in any thread.
+        host_bytes: host memory in use for captured state, the log (both with their plain data) and
+            a replica.
+        keeper_cpu_s: processor time of the keeper process in seconds.
+        keeper_restarts: number of lost keeper processes that were replaced.
+        replica_step: step of the keeper's replica; None without one.
+        copies: copies of bases made in other tiers.
+        copied_bytes: bytes of these copies.
+        copied_steps: steps of the log copied to other tiers, of this rank and timeline.
+        copied_log_bytes: bytes of these steps.
+        copy_log_missed: steps of the log that will never be copied, because the link was too slow
+            and their memory was needed.
+        peered: bases sent completely to the memory of another node.
+        peered_bytes: bytes of these bases.
+        peers_passed_over: bases that were not sent, because the next base came too soon for the
+            link.
+        peer_log_step: newest step of this timeline whose log is in the memory of another node; None
+            without one. The steps from there to ``step`` are lost with this node.
+        peer_log_missed: steps of the log that will never be in the memory of another node. The
+            steps after them are of no use there until the next base.
+        multistep: statistics of multi-step bases; None for other methods.
+        log_bytes: bytes of the gradient log recorded in host memory.
+        log_written_bytes: bytes of the log written to disk.
+        log_batch_steps: number of steps in the next segment of the log; None without one.
+        log_steps_in_memory: steps that should have been written with the log but stayed in memory,
+            because of the daily write budget, or from a failed segment to the next base.
+        log_holes: updates that could not be recorded. A base is taken after each.
+        interval_steps: steps between two bases; None if given in seconds or not known yet.
+        step_s: seconds of a step without the cost of bases; None before the first.
+        mtbf_s: estimated seconds of training between two failures (``every="auto"``).
+        schedule: plans of captures and their results; None for other methods.
+        forecast_bytes_per_day: bytes that bases and log write to disk in a day at the current
+            pace; None if not known yet.
     """
 
     step: int
@@ -119,15 +128,15 @@ class Stats:
     recoverable_step: int | None = None
 
     def __repr__(self) -> str:
-        """Show what there is to tell: nothing that is zero, empty or not known."""
+        """Show the fields that are not zero, empty or unknown."""
         return "\n".join(textwrap.wrap(_shown(self), _LINE_CHARS, subsequent_indent="    "))
 
 
 def _shown(value: Any) -> str:
     if is_dataclass(value):
         named = {field.name: getattr(value, field.name) for field in fields(value)}
-        told = {name: one for name, one in named.items() if name == "step" or one}
-        inside = ", ".join(f"{name}={_shown(one)}" for name, one in told.items())
+        shown = {name: one for name, one in named.items() if name == "step" or one}
+        inside = ", ".join(f"{name}={_shown(one)}" for name, one in shown.items())
         return f"{type(value).__name__}({inside})"
     if isinstance(value, tuple):  # of each of the last steps
         return f"<{len(value)}>"
@@ -146,9 +155,9 @@ def stats_of(
     recorder: Recorder | None,
     cadence: Cadence,
     multistep: Multistep | None,
-    recoverable: Recoverable,
+    recoverable: RecoverableSteps,
 ) -> Stats:
-    """What they have done so far."""
+    """Collect the statistics of all components."""
     keeper = keepers.stats
     forecast = cadence.forecast
     durable = recoverable.durable_step
@@ -191,3 +200,61 @@ def stats_of(
         forecast_bytes_per_day=None if forecast is None else forecast.total_bytes,
         schedule=saver.scheduler.stats() if isinstance(saver, ScheduledSaver) else None,
     )
+
+
+# Bases to examine: one may be in flight, and the earlier ones are complete or have failed.
+_RECENT = 4
+
+
+class RecoverableSteps:
+    """Track the steps that can be restored after a crash of this process, or of the machine."""
+
+    def __init__(self, keepers: Keepers, saver: Saver, recorder: Recorder | None) -> None:
+        self._keepers = keepers
+        self._saver = saver
+        self._recorder = recorder
+        self._recent: deque[tuple[Keeper | None, Save]] = deque(maxlen=_RECENT)
+        self._restored_from: int | None = None
+
+    def restored(self, durable_step: int | None) -> None:
+        """Begin a new history: earlier captures belong to the previous one.
+
+        Args:
+            durable_step: step of the base that the state was restored from; None if that base is on
+                no disk, or there was none.
+        """
+        self._restored_from = durable_step
+        self._recent.clear()
+
+    def base_taken(self, save: Save) -> None:
+        """Add a base that was captured, or requested from the keeper's replica."""
+        self._recent.append((self._keepers.current, save))
+
+    @property
+    def durable_step(self) -> int | None:
+        """Newest step on disk; None if unknown."""
+        on_disk = None if self._recorder is None else self._recorder.disk.step
+        return _newest(self._restored_from, self._keepers.stats.durable_step, on_disk)
+
+    @property
+    def step(self) -> int | None:
+        """Newest step on disk or in the keeper's memory; None if unknown."""
+        keeper = self._keepers.current
+        durable_step = self.durable_step
+        if not isinstance(keeper, RemoteKeeper) or keeper.lost is not None:
+            return durable_step  # a keeper thread dies with this process
+        led = None if self._recorder is None else self._recorder.led_step
+        parked = self._saver.parked_step if isinstance(self._saver, ScheduledSaver) else None
+        complete = [
+            save.step for owner, save in self._recent if owner is keeper and _is_complete(save)
+        ]
+        return _newest(durable_step, led, parked, *complete)
+
+
+def _is_complete(save: Save) -> bool:
+    staged = save.staged
+    return staged.done() and not staged.cancelled() and not staged.exception() and not save.is_lost
+
+
+def _newest(*steps: int | None) -> int | None:
+    return max((step for step in steps if step is not None), default=None)

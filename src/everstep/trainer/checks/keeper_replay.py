@@ -1,0 +1,108 @@
+"""Refuses states whose updates a keeper cannot repeat, for replicas and multi-step bases."""
+
+from __future__ import annotations
+
+from everstep.errors import UnsupportedStateError
+from everstep.link.recordable import replay_refusal
+from everstep.replay.exactness import exactness, is_elementwise, kind_name
+from everstep.state.providers.modules import ModuleProvider
+from everstep.state.providers.optimizers import OptimizerProvider
+from everstep.state.providers.zero import local_optimizer
+from everstep.state.ranks.log_shares import zero_parameter_written_elsewhere
+from everstep.state.training_state import State
+
+__all__ = [
+    "require_replayable",
+    "require_replicable",
+    "why_inexact",
+]
+
+
+def require_replicable(state: State) -> None:
+    """Check that a replica can follow all updates of the state.
+
+    Raises:
+        UnsupportedStateError: An optimizer cannot run without the program, or would give other bits
+            in the keeper; its parameters are in no module; a function of the program updates
+            entries; or another rank updates entries that this rank writes.
+    """
+    found = [
+        (pattern, "a function of the program updates it")
+        for pattern in state.ownership_rules.updates
+    ]
+    found += _unknown_to_keepers(state) + _outside_of_modules(state)
+    if name := zero_parameter_written_elsewhere(state):
+        why = (
+            "one rank updates it, and other ranks write it, too: to separate disks, or because it "
+            "is in no DistributedDataParallel of exactly the ranks that train it"
+        )
+        found.append((name, why))
+    if found:
+        listed = "\n".join(f"  {key}: {why}" for key, why in found)
+        raise UnsupportedStateError(
+            f"a replica cannot follow {len(found)} kind(s) of updates:\n{listed}",
+            leaves=tuple(found),
+            hint="apply='recovery' (method=\"logged\") applies the log when it is needed",
+        )
+
+
+def require_replayable(state: State) -> None:
+    """Check that a keeper can repeat all updates, as it does to complete a multi-step base.
+
+    Raises:
+        UnsupportedStateError: It cannot run an optimizer.
+    """
+    optimizers = state.optimizers.items()
+    refused = [(key, why) for key, o in optimizers if (why := replay_refusal(local_optimizer(o)))]
+    found = refused or _unknown_to_keepers(state)
+    if found:
+        listed = "\n".join(f"  {key}: {why}" for key, why in found)
+        raise UnsupportedStateError(
+            f"a base over several steps cannot follow {len(found)} optimizer(s):\n{listed}",
+            leaves=tuple(found),
+            hint='method="lazy" copies the state in one step',
+        )
+
+
+def _unknown_to_keepers(state: State) -> list[tuple[str, str]]:
+    """Return the optimizers that a keeper cannot run with the same bits, and the reasons."""
+    found = []
+    for key, optimizer in state.optimizers.items():
+        kind = type(local_optimizer(optimizer))
+        if exactness(kind, (), "cpu").why:
+            found.append((key, f"a keeper does not know the class {kind_name(kind)}"))
+        elif not is_elementwise(kind):
+            found.append((key, f"{kind.__name__} does not update each element on its own"))
+    return found
+
+
+def _outside_of_modules(state: State) -> list[tuple[str, str]]:
+    """Return optimizers whose parameters are in no base, so that a keeper cannot find them."""
+    named = {
+        f"{section}.{key}"
+        for section, provider in state.providers.items()
+        if isinstance(provider, ModuleProvider)
+        for key in provider.collect()
+    }
+    found = []
+    for key, provider in state.providers.items():
+        if isinstance(provider, OptimizerProvider):
+            lost = [name for name, _ in provider.named() if name not in named]
+            if lost:
+                why = f"no state_dict() of a module in the state has its parameter {lost[0]!r}"
+                found.append((key, f"{why} under that name"))
+    return found
+
+
+def why_inexact(state: State) -> str:
+    """Return why bases computed by a keeper are not exact (I9); "" if they may be."""
+    parameters = (
+        parameter
+        for optimizer in state.optimizers.values()
+        for group in optimizer.param_groups
+        for parameter in group["params"]
+    )
+    elsewhere = sorted({p.device.type for p in parameters} - {"cpu"})
+    if not elsewhere:
+        return ""
+    return f"training updates on {elsewhere[0]}, the keeper on the CPU: its bases are not exact"

@@ -1,0 +1,229 @@
+"""Opens the run folders of all ranks of a job as the same run, before anything is written.
+
+Ranks may share a folder or have one each. All of them exchange the run's id, their places for
+copies, nodes and options, and compare them. Then each rank creates the record of the run in its
+folder.
+"""
+
+from __future__ import annotations
+
+import platform
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import PurePath
+from typing import Any
+
+from everstep.commit.job.cluster import COORDINATOR
+from everstep.errors import EverstepError, OptionError
+from everstep.format.names import RUN_RECORD, TEMPORARY_SUFFIX
+from everstep.format.records import RunRecord
+from everstep.restore.fetch.node_reads import memory_name
+from everstep.restore.fetch.rank_copies import Copies
+from everstep.run.scan import scan_run
+from everstep.seams import Seams
+from everstep.seams.machine import on_own_device
+from everstep.tiers.disk import create_exclusive, ensure_dirs, remove_if_there, storage_errors
+from everstep.tiers.options import PeerOptions, TierOptions
+from everstep.trainer.job.copies import open_places
+from everstep.trainer.job.option_check import (
+    refuse_errors,
+    refuse_other_options,
+    same_as_copies,
+    same_run,
+)
+from everstep.trainer.job.peer_nodes import node_name, node_names
+
+__all__ = ["Exchange", "SharedRun", "open_shared_run"]
+
+Exchange = Callable[[str, dict[str, Any]], list[dict[str, Any]]]
+"""Collective call: send a message for a purpose, and receive those of all ranks."""
+
+
+@dataclass(slots=True)
+class SharedRun:
+    """Run folders of a job.
+
+    Attributes:
+        run_id: id of the run.
+        disks: name of the disk of each rank; ranks with the same name share a folder.
+        memories: name of the shared memory of each rank; the same for ranks of a node.
+        nodes: node of each rank; empty if nothing is sent to peers.
+        hosts: host name of each rank.
+        copies: places for copies.
+        fetches: True if bases may be in the memory of other ranks' keepers.
+    """
+
+    run_id: str = ""
+    disks: tuple[str, ...] = ()
+    memories: tuple[str, ...] = ()
+    nodes: tuple[str, ...] = ()
+    hosts: tuple[str, ...] = ()
+    copies: Copies | None = field(default=None)
+    fetches: bool = False
+
+    @property
+    def has_several_disks(self) -> bool:
+        """True if not all ranks share one folder."""
+        return len(set(self.disks)) > 1
+
+    def ranks_with_disk_of(self, rank: int) -> tuple[int, ...]:
+        """Return the ranks that share a folder with ``rank``."""
+        return tuple(r for r, disk in enumerate(self.disks) if disk == self.disks[rank])
+
+    def ranks_with_memory_of(self, rank: int) -> list[int]:
+        """Return the ranks that share memory with ``rank``."""
+        return [r for r, memory in enumerate(self.memories) if memory == self.memories[rank]]
+
+    def is_local(self, run: PurePath, rank: int) -> bool:
+        """Return True if the folder is on a disk of this node, and not on a network's."""
+        pairs = zip(self.memories, self.disks, strict=True)
+        seen_from = {memory for memory, disk in pairs if disk == self.disks[rank]}
+        return seen_from == {self.memories[rank]} and on_own_device(run)
+
+
+def open_shared_run(
+    exchange: Exchange,
+    rank: int,
+    world: int,
+    seams: Seams,
+    run: PurePath,
+    tiers: Sequence[TierOptions] = (),
+    peers: PeerOptions | None = None,
+    options: Mapping[str, str] | None = None,
+) -> SharedRun:
+    """Make the folder of each rank a run, the same one on all ranks.
+
+    Args:
+        exchange: collective call of all ranks.
+        tiers: places for copies. A new folder becomes one of the run whose copies they contain.
+        peers: options for the memory of other nodes.
+        options: options that must be the same on all ranks.
+
+    Raises:
+        ForeignDirectoryError, StorageError: A folder or place cannot be used.
+        OptionError: A place is invalid or not the same for all ranks, or options differ.
+        RecoveryError: The folders belong to different runs.
+        DeadlineError: Not all ranks arrive in time.
+    """
+    mine: dict[str, Any] = {
+        "name": uuid.uuid4().hex,
+        "run": None,
+        "error": None,
+        "host": platform.node(),
+        "tiers": [tier.where for tier in tiers],
+        "node": node_name(peers),
+        "options": dict(options or {}),
+    }
+    mine["memory"] = memory_name(mine["node"])
+    failed: EverstepError | None = None
+    copies = None
+    try:
+        copies = Copies(open_places(tiers, seams, run), run)
+        with storage_errors("open the run folder", run, rank=rank):
+            ensure_dirs(seams.filesystem, run)
+            mine["run"] = scan_run(seams.filesystem, run).run
+        mine["run"] = same_as_copies(mine["run"], copies.run_id(), run)
+    except EverstepError as error:
+        # Raised after the exchange: the other ranks wait for this message.
+        failed = error
+        mine["error"] = error.message
+    found = exchange("make a Checkpointer", mine)
+    if failed is not None:
+        raise failed
+    assert copies is not None
+    refuse_errors(found, rank)
+    refuse_other_options(found, rank)
+    nodes = node_names(found, rank, if_there=peers is not None and peers.if_there)
+    run_id = same_run(found, rank)
+    _open_copies(exchange, rank, copies, found, run_id)
+    with storage_errors("open the run folder", run, rank=rank):
+        disks = _find_disks(exchange, rank, world, seams, run, found[0]["name"])
+        unique = f"{mine['name'][:8]}-{rank}"
+        # Exclusive: ranks that share a folder create the same record at the same time.
+        create_exclusive(seams.filesystem, run / RUN_RECORD, RunRecord(run_id).encode(), unique)
+    return SharedRun(
+        run_id=run_id,
+        disks=disks,
+        memories=tuple(str(message["memory"]) for message in found),
+        nodes=nodes,
+        hosts=tuple(str(message["host"]) for message in found),
+        copies=copies,
+        fetches=any(message["node"] for message in found),
+    )
+
+
+def _open_copies(
+    exchange: Exchange, rank: int, copies: Copies, found: Sequence[dict[str, Any]], run_id: str
+) -> None:
+    """Let rank 0 claim the places for the run, and all other ranks check that they see it.
+
+    Raises:
+        OptionError: The ranks have different places, or a rank cannot use them.
+    """
+    named = [message["tiers"] for message in found]
+    if any(places != named[0] for places in named):
+        raise OptionError(
+            "the ranks have different places for copies: "
+            + "; ".join(f"rank {rank}: {places}" for rank, places in enumerate(named)),
+            rank=rank,
+            hint="give every rank the same tiers=",
+        )
+    if not copies.places:
+        return
+    failed = None
+    problem = ""
+    # Rank 0 in the first round, the others in the second: they look for what it has written.
+    for first in (True, False):
+        try:
+            if first == (rank == COORDINATOR) and failed is None:
+                problem = _open_mine(rank, copies, run_id)
+        except EverstepError as error:
+            failed = error
+            problem = error.message
+        results = exchange("open the places for copies", {"problem": problem})
+    if failed is not None:
+        raise failed
+    for other, result in enumerate(results):
+        if result["problem"]:
+            raise OptionError(
+                f"rank {other} cannot use the places for copies: {result['problem']}",
+                rank=rank,
+                hint="tiers= must name places that every rank sees: a store, or a directory "
+                "of a network file system",
+            )
+
+
+def _open_mine(rank: int, copies: Copies, run_id: str) -> str:
+    """Claim the places (rank 0), or return a description of one that is another place here."""
+    if rank == COORDINATOR:
+        copies.publish(run_id)
+    elif unseen := copies.unseen(run_id):
+        return f"{unseen} is not the place that rank {COORDINATOR} sees under that name"
+    return ""
+
+
+def _find_disks(
+    exchange: Exchange, rank: int, world: int, seams: Seams, run: PurePath, name: str
+) -> tuple[str, ...]:
+    """Find out which ranks share a folder: each creates a file and looks for those of others.
+
+    Returns:
+        The name of each rank's disk.
+    """
+    filesystem = seams.filesystem
+    purpose = "look at the run folder"
+    mine = run / _probe(name, rank)
+    filesystem.create(mine).close()
+    try:
+        exchange(purpose, {})  # a barrier: all files exist after it
+        names = {entry.name for entry in filesystem.scan(run)}
+        seen = [other for other in range(world) if _probe(name, other) in names]
+        found = exchange(purpose, {"seen": min(seen, default=rank)})
+    finally:
+        remove_if_there(filesystem, mine)
+    return tuple(str(message["seen"]) for message in found)
+
+
+def _probe(name: str, rank: int) -> str:
+    return f"run.{name}-{rank:05d}{TEMPORARY_SUFFIX}"

@@ -1,0 +1,337 @@
+"""One start of all ranks of a job: meet, agree on a base, restore it, and open the timeline.
+
+A start has three exchanges between the trainers. First every rank reports its addresses and how it
+starts. Then the ranks agree on a base and restore it (:func:`resume_all_ranks`), over mailboxes
+that belong to this start only. Finally every rank reports the data it has read.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import uuid
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import PurePath
+from typing import Any, Protocol, TypeVar
+
+from everstep.commit.job.messages import StartFailed
+from everstep.commit.job.offers import Choice, Offer
+from everstep.errors import DeadlineError
+from everstep.format.records import Manifest
+from everstep.link.job_session import mailbox_error
+from everstep.restore.fetch.held import Recalled
+from everstep.restore.fetch.lent_files import opens_in
+from everstep.restore.fetch.node_reads import NodeStart
+from everstep.restore.fetch.others import Meeting, failed_there, in_words
+from everstep.restore.fetch.peers import Brought, Fetched, Lent, Meanwhile, fetch_from_peers
+from everstep.restore.start.job_outcome import doubted, recovery_report, with_ranks
+from everstep.restore.start.rank_loader import Compares, needs_on_disk
+from everstep.restore.start.rank_log import RankLog
+from everstep.restore.start.resume import Resumed
+from everstep.restore.start.resume_job import resume_all_ranks
+from everstep.run.candidates import refuse_unreachable
+from everstep.run.scan import scan_run
+from everstep.seams import Seams
+from everstep.seams.fingerprint import fingerprint
+from everstep.seams.machine import memory_available_bytes
+from everstep.seams.network.peers import PeerMailbox
+from everstep.state.ranks.rank_info import RankInfo
+from everstep.state.training_state import State
+from everstep.tiers.disk import storage_errors
+from everstep.trainer.job.option_check import refuse_other_calls
+from everstep.trainer.job.own_parameters import own_parameters_message
+from everstep.trainer.job.run_folder import Exchange, SharedRun
+
+__all__ = [
+    "JobStart",
+    "KeeperOfRank",
+    "RankSide",
+    "Restorer",
+    "StartResult",
+    "reporting_failure",
+]
+
+_T = TypeVar("_T")
+
+
+class KeeperOfRank(Protocol):
+    """Keeper of this rank, which may still be starting."""
+
+    def listen(self, host: str) -> tuple[str, int]:
+        """Return the address of its mailbox, which is opened when the keeper is ready."""
+        ...
+
+    def ready(self) -> None:
+        """Wait until it is ready, before a timeline is opened."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class RankSide:
+    """This rank's side of a start.
+
+    Attributes:
+        seams: interfaces to the world.
+        run: run folder.
+        state: state to restore into.
+        recalled: memory of this rank's keeper.
+        keeper: keeper of this rank.
+    """
+
+    seams: Seams
+    run: PurePath
+    state: State
+    recalled: Recalled
+    keeper: KeeperOfRank
+
+
+@dataclass(frozen=True, slots=True)
+class Restorer:
+    """Options and functions with which this rank restores its state.
+
+    Attributes:
+        load: function that loads a base.
+        log: log of this rank.
+        compare: function that compares a base with the live state, for ``strict=False``.
+        step: requested step; None for the newest.
+        strict: False to load a base that does not match the state completely.
+        trained: True if the state is not that of a fresh start.
+    """
+
+    load: Any
+    log: RankLog
+    compare: Compares
+    step: int | None
+    strict: bool
+    trained: bool
+
+
+@dataclass(frozen=True, slots=True)
+class StartResult:
+    """Result of a start, the same on all ranks except for ``resumed``.
+
+    Attributes:
+        resumed: restored state of this rank.
+        choice: base that the ranks have chosen.
+        session: name of the start.
+        keepers: addresses of the keepers' mailboxes, by rank.
+        reports: data that each rank has read, and its own parameters.
+    """
+
+    resumed: Resumed
+    choice: Choice
+    session: str
+    keepers: tuple[tuple[str, int], ...]
+    reports: Sequence[dict[str, Any]]
+
+
+class JobStart:
+    """Drive one start of a job on this rank.
+
+    Args:
+        host: address of this machine for the other ranks.
+        exchange: collective call of all ranks.
+        timeout_s: seconds without progress after which a rank is reported.
+    """
+
+    def __init__(
+        self, host: str, exchange: Exchange, info: RankInfo, shared: SharedRun, *, timeout_s: float
+    ) -> None:
+        self._host = host
+        self._exchange = exchange
+        self._info = info
+        self._shared = shared
+        self._timeout_s = timeout_s
+
+    def start(self, side: RankSide, restorer: Restorer | None) -> StartResult:
+        """Start with all ranks.
+
+        Args:
+            restorer: how to restore the state; None for a fresh start.
+        """
+        step = None if restorer is None else restorer.step
+        purpose = "take the first step"
+        if restorer is not None:
+            purpose = f"call resume({'' if step is None else step})"
+        with contextlib.ExitStack() as opened:
+            with reporting_failure(self._exchange):
+                if step is None:
+                    with storage_errors("resume", side.run, rank=self._info.rank):
+                        refuse_unreachable(scan_run(side.seams.filesystem, side.run))
+                mailbox = self._open_mailbox()
+                opened.callback(mailbox.close)
+                node = self._node_start(side)
+                opened.callback(node.close)
+                mine = self._message(side, restorer, purpose, mailbox, node)
+            found = self._exchange(purpose, mine)
+            self._refuse_failed(found, side.run)
+            refuse_other_calls(found, self._info.rank)
+            session = found[0]["name"]
+            # From here on the mailbox accepts messages of this start only.
+            mailbox.open(
+                session, self._info.rank, [_address(message["trainer"]) for message in found]
+            )
+            meeting = Meeting(
+                session,
+                self._info.rank,
+                self._shared.disks,
+                mailbox,
+                tuple(message["fingerprint"] for message in found),
+                restorer is not None and restorer.trained,
+            )
+            resumed, choice = self._restore(side, restorer, meeting, node, found)
+            # After this exchange every rank knows the result. Until then the mailbox stays open,
+            # because rank 0 may still wait for an answer.
+            resumed, reports = self._report(side.state, resumed)
+            if self._shared.copies is not None:
+                self._shared.copies.forget()
+        keepers = tuple(_address(message["keeper"]) for message in found)
+        return StartResult(resumed, choice, session, keepers, reports)
+
+    def _node_start(self, side: RankSide) -> NodeStart:
+        return NodeStart(
+            self._info.rank,
+            self._shared.memories,
+            side.seams.clock,
+            local=self._shared.is_local(side.run, self._info.rank),
+            timeout_s=self._timeout_s,
+        )
+
+    def _message(
+        self,
+        side: RankSide,
+        restorer: Restorer | None,
+        purpose: str,
+        mailbox: PeerMailbox,
+        node: NodeStart,
+    ) -> dict[str, Any]:
+        name = uuid.uuid4().hex
+        return {
+            "name": name,
+            "window": None if restorer is None else node.offer(name),
+            "pid": os.getpid(),
+            "what": purpose,
+            "trainer": mailbox.address,
+            "keeper": side.keeper.listen(self._host),
+            "shared": side.state.is_shared(),
+            "strict": restorer is None or restorer.strict,
+            "fingerprint": fingerprint(),
+            "error": None,
+        }
+
+    def _restore(
+        self,
+        side: RankSide,
+        restorer: Restorer | None,
+        meeting: Meeting,
+        node: NodeStart,
+        found: Sequence[dict[str, Any]],
+    ) -> tuple[Resumed, Choice]:
+        """Agree on a base with all ranks, restore it, and open the timeline."""
+        shared = [bool(message["shared"]) for message in found]
+        needs = needs_on_disk(side.state, self._shared.disks, shared)
+        joined = None if restorer is None else node.join(found, needs)
+        load = None if restorer is None else partial(restorer.load, node=joined)
+        log = None if restorer is None else restorer.log
+        step = None if restorer is None else restorer.step
+
+        def apart(number: int, manifest: Manifest) -> bool:
+            return joined is None or joined.wants(number, manifest) < 2
+
+        def fetch(offer: Offer, meanwhile: Meanwhile, lent: Lent) -> Brought:
+            options: dict[str, Any] = {
+                "step": step,
+                "timeout_s": self._timeout_s,
+                "logs": () if log is None else side.recalled.logs,
+                "meanwhile": meanwhile,
+            }
+            if self._shared.has_several_disks:
+                options["opens"] = opens_in(side.seams.filesystem, side.run)
+                options["lent"] = lent
+                options["room_bytes"] = memory_available_bytes() // (2 * self._info.here)
+            return fetch_from_peers(
+                meeting,
+                side.seams.clock,
+                self._exchange,
+                offer,
+                side.recalled.copies,
+                needs,
+                **options,
+            )
+
+        own = [copy for copy in side.recalled.copies if copy.marker.rank == self._info.rank]
+        all_strict = all(message["strict"] for message in found)
+        return resume_all_ranks(
+            side.seams,
+            side.run,
+            side.state,
+            meeting,
+            side.recalled.base,
+            load,
+            own=[Fetched.of_own(copy) for copy in own],
+            step=step,
+            needs=needs,
+            timeout_s=self._timeout_s,
+            copies=self._shared.copies,
+            log=log,
+            fetch=fetch if self._shared.fetches or self._shared.has_several_disks else None,
+            apart=apart,
+            ready=side.keeper.ready,
+            compare=None if all_strict or restorer is None else restorer.compare,
+        )
+
+    def _report(self, state: State, resumed: Resumed) -> tuple[Resumed, list[dict[str, Any]]]:
+        """Exchange reports of the data read, and complete the state that ranks restore together."""
+        mine = recovery_report(resumed) | own_parameters_message(state.rank_local)
+        mine["buckets"] = [] if resumed.base is None else state.buckets.rehearsals()
+        reports = self._exchange("tell what was read", mine)
+        resumed = with_ranks(resumed, reports)
+        if resumed.base is not None:
+            self._collectively(state.sync_zero_parameters, "hand each other what they replayed")
+            rebuild = partial(state.buckets.rebuild, [report["buckets"] for report in reports])
+            notes = self._collectively(rebuild, "rehearse a backward of DDP")
+            resumed = doubted(resumed, notes)
+        return resumed, reports
+
+    def _collectively(self, do: Callable[[], _T], purpose: str) -> _T:
+        """Call a function that uses torch's collectives on all ranks.
+
+        Raises:
+            DeadlineError: A rank has died.
+        """
+        try:
+            return do()
+        except RuntimeError as error:  # raised by torch's backends
+            raise DeadlineError(
+                f"ranks {purpose}: {error}",
+                rank=self._info.rank,
+                hint="see the output of the other ranks",
+            ) from error
+
+    def _open_mailbox(self) -> PeerMailbox:
+        try:
+            return PeerMailbox(self._host)
+        except OSError as error:
+            raise mailbox_error(self._host, 0, error) from error
+
+    def _refuse_failed(self, found: Sequence[dict[str, Any]], run: PurePath) -> None:
+        for rank, message in enumerate(found):
+            if message["error"] is not None:
+                raise failed_there(StartFailed(rank, message["error"]), self._info.rank, run)
+
+
+@contextlib.contextmanager
+def reporting_failure(exchange: Exchange) -> Iterator[None]:
+    """Send an error of this rank to the others, which would otherwise wait for it at a start."""
+    try:
+        yield
+    except Exception as error:
+        with contextlib.suppress(DeadlineError):  # the first error is the cause
+            exchange("start together", {"error": in_words(error)})
+        raise
+
+
+def _address(message: Sequence[Any]) -> tuple[str, int]:
+    return str(message[0]), int(message[1])

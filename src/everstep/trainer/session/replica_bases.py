@@ -1,0 +1,265 @@
+"""Requests bases from the keeper's replica instead of capturing them (``apply="replica"``).
+
+The keeper applies each step of the log to its own copy of the state. When a base is due, training
+requests it from the keeper, and sends samples of its own state for comparison. Where there is no
+replica, or it has stopped, the training process captures the base itself.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from concurrent.futures import Future
+
+import torch
+
+from everstep.capture.audit import SpotCheck
+from everstep.errors import EverstepError, StateError
+from everstep.format.header import ShardIdentity
+from everstep.link.channel import BackgroundChannel
+from everstep.link.samples import Samples
+from everstep.link.save import Save, complete
+from everstep.seams import Clock
+from everstep.seams.processes.conditions import all_over, is_over
+from everstep.state.survey.survey import Survey
+from everstep.trainer.attach.remote import RemoteKeeper
+from everstep.trainer.base.prepared import Prepared
+from everstep.trainer.base.saver import Saver
+
+__all__ = [
+    "ReplicaBases",
+]
+
+
+class ReplicaBases:
+    """Track whether the keeper has a replica, and request bases from it.
+
+    The keeper has a replica once a base was taken for it. When the replica stops, the keeper
+    reports it, and the next base is captured by the training process again.
+
+    Args:
+        several: True with several ranks. Each base is then of exactly the step where it is
+            requested, as every rank has a share of it, and the log stays until a base is durable
+            on all ranks.
+        timeout_s: maximum time in seconds that training waits for an overdue base.
+
+    Attributes:
+        lost: reason why the replica has stopped, until the next base is taken; else None.
+    """
+
+    def __init__(
+        self,
+        saver: Saver,
+        channel: BackgroundChannel,
+        clock: Clock,
+        *,
+        several: bool,
+        timeout_s: float,
+    ) -> None:
+        self._saver = saver
+        self._channel = channel
+        self._clock = clock
+        self._several = several
+        self._timeout_s = timeout_s
+        self._keeper: RemoteKeeper | None = None
+        self._expected = False
+        self._off = False
+        self._last: Save | None = None  # the newest request
+        self._taken: Save | None = None  # the newest capture by this process
+        self._exact: list[Save] = []  # requests that no later step may serve
+        self._prepared: Prepared | None = None
+        self._live: tuple[torch.Tensor, ...] = ()
+        self._check: SpotCheck | None = None
+        self.lost: str | None = None
+
+    @property
+    def follows(self) -> bool:
+        """True if bases are requested from the replica."""
+        return self._expected and not self._off
+
+    def can_serve(self, *, exact: bool) -> bool:
+        """Return True if the base that is due is to be requested from the replica.
+
+        The replica of a new keeper responds only after it has applied its first step, which takes
+        as long as loading torch. If another request is still pending by then, the training process
+        captures the base, one at a time. This limits the number of steps that would be lost with
+        the keeper.
+
+        Args:
+            exact: True if the base must be of this very step, as for ``save()``. Such a base is
+                always requested.
+        """
+        if not self.follows or exact or self._several:
+            return self.follows
+        keeper = self._keeper
+        last = self._last
+        taken = self._taken
+        started = keeper is not None and keeper.replica_applied > 0
+        waits = last is not None and not last.durable.done()
+        busy = taken is not None and not taken.durable.done()
+        return started or busy or not waits
+
+    @property
+    def step(self) -> int | None:
+        """Step of the replica according to the last message of the keeper; None without one."""
+        keeper = self._keeper
+        return None if keeper is None or self._off else keeper.replica_step
+
+    def start(self, keeper: object) -> None:
+        """Begin with a new keeper or timeline, which has no replica yet."""
+        self._keeper = keeper if isinstance(keeper, RemoteKeeper) else None
+        self._expected = False
+        self._off = False
+        self._last = None
+        self.lost = None
+        self._taken = None
+        if self._keeper is not None:
+            self._keeper.on_replica_stopped = self._stopped
+
+    def base_taken(self, save: Save) -> None:
+        """Note a base captured by this process. The replica begins with it once it is durable."""
+        self._expected = True
+        self.lost = None
+        self._taken = save
+
+        def ended(_: object) -> None:
+            if _failed(save):
+                self._expected = False
+
+        save.durable.add_done_callback(ended)
+
+    def request(self, identity: ShardIdentity, survey: Survey, *, exact: bool) -> Save:
+        """Request a base of the step that has just ended.
+
+        Args:
+            exact: True if no later step may serve the request.
+
+        Returns:
+            The pending base. A request for the same step is not repeated.
+        """
+        keeper = self._keeper
+        last = self._last
+        exact = exact or self._several
+        assert keeper is not None
+        if self._taken is not None and _is_of(self._taken, identity):
+            return self._taken  # the replica begins with this very base
+        if last is not None and _is_of(last, identity) and (last in self._exact or not exact):
+            return last
+        if self._several:
+            self._limit_pending()
+        save = Save(identity.step, identity.timeline)
+        save.durable.add_done_callback(self._ended)
+        complete(save.staged, None)  # the keeper already has all data
+        samples = self._samples(self._saver.asked(survey, identity), survey)
+        keeper.ask(save, samples, exact=exact)
+        # Only now: an interrupt before this line leaves no request.
+        self._last = save
+        if exact:
+            self._exact = [one for one in self._exact if not one.durable.done()] + [save]
+        return save
+
+    def settle(self, timeout_s: float) -> None:
+        """Wait until all exact requests have ended.
+
+        Call it before a base is captured by this process: the new base replaces the replica that
+        the pending requests are to be served from.
+        """
+        all_over([save.durable for save in self._exact], timeout_s)
+
+    def has_failed(self) -> bool:
+        """Return True, once, if the newest request has failed; the next base is then captured.
+
+        Always False with several ranks, as all of them would have to capture it.
+        """
+        last = self._last
+        if self._several or last is None or not _failed(last):
+            return False
+        self._expected = False
+        self._last = None
+        return True
+
+    def relieved_to(self) -> int | None:
+        """Return the number of the last record that the replica has applied.
+
+        None if there is no replica, or if other ranks may have to return to an earlier step.
+        """
+        keeper = None if self._several else self._keeper
+        there = keeper is not None and keeper.lost is None and self.follows
+        return keeper.replica_applied if keeper is not None and there else None
+
+    def overrun(self) -> None:
+        """Give up the replica, because records that it has not applied yet fill the log's memory.
+
+        Without it, the log is kept for recovery only.
+        """
+        keeper = self._keeper
+        if keeper is None or not self.follows or keeper.replica_step is None:
+            return
+        self._off = True
+        keeper.drop_replica()
+        self._channel.post(
+            EverstepError(
+                "the replica does not keep up with training: the steps that it has not applied yet "
+                "fill the memory of the log; from now on the log is applied only at recovery",
+                step=keeper.replica_step,
+                hint="more memory (Budget.host_bytes), more cores (KeeperOptions.cores), a faster "
+                "disk, or apply='recovery'",
+            )
+        )
+
+    def _ended(self, durable: Future[int]) -> None:
+        """Handle the end of a request.
+
+        A StateError means that there was no replica to make the base from, not that a write has
+        failed. With several ranks, the next base is then captured.
+        """
+        if self._several and isinstance(durable.exception(), StateError):
+            self._expected = False
+
+    def _limit_pending(self) -> None:
+        """Wait until at most one earlier request is pending, as the log stays until then."""
+        waiting = [save.durable for save in self._exact if not save.durable.done()]
+        if len(waiting) > 1:
+            start_s = self._clock.monotonic_s()
+            is_over(waiting[-2], self._timeout_s)
+            self._saver.stall_s["back_pressure"] += self._clock.monotonic_s() - start_s
+
+    def _stopped(self, why: str, for_good: bool) -> None:
+        """Note that the replica has stopped. Called in the thread that reads messages."""
+        self._off = self._off or for_good
+        self._expected = False
+        self.lost = why
+
+    def _samples(self, prepared: Prepared, survey: Survey) -> Sequence[Samples]:
+        """Return samples of the entries that step marks do not contain.
+
+        Only of tensors on the CPU, where the replica has the same bits, and only of contiguous
+        ones: the keeper stores others in their memory order.
+        """
+        kinds = prepared.kinds.items()
+        tensors = survey.tensors
+        names = [name for name, kind in kinds if kind in ("replayed", "static")]
+        names = [n for n in names if tensors[n].is_cpu and tensors[n].is_contiguous()]
+        live = tuple(survey.tensors[name] for name in names)
+        same = len(live) == len(self._live) and all(map(operator.is_, live, self._live))
+        if self._check is None or prepared is not self._prepared or not same:
+            layouts = [
+                (shard.layout, offset)
+                for shard, offset in zip(prepared.shards, prepared.offsets, strict=True)
+            ]
+            self._prepared = prepared
+            self._live = live
+            self._check = SpotCheck(layouts, survey.tensors, frozenset(names))
+        packed = self._check.packed(self._check.take())
+        return [Samples(width, where, values) for width, where, values in packed]
+
+
+def _is_of(save: Save, identity: ShardIdentity) -> bool:
+    """Return True if ``save`` is a base of the same step and has not failed."""
+    same = (save.timeline, save.step) == (identity.timeline, identity.step)
+    return same and not _failed(save)
+
+
+def _failed(save: Save) -> bool:
+    future = save.durable
+    return future.done() and (future.cancelled() or future.exception() is not None)

@@ -1,0 +1,330 @@
+"""Takes over a run: restores the state and opens a timeline, alone or with all ranks of a job."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from pathlib import PurePath
+from typing import Any
+
+from torch import nn
+
+from everstep.errors import RecoveryError, StateError
+from everstep.format.writer import ChunkRing
+from everstep.link.job_session import JobSession
+from everstep.restore.fetch.held import Recalled
+from everstep.restore.start.resume import Resumed, SeveralRanksError, open_timeline, resume
+from everstep.run.folder import refuse_unresumed
+from everstep.run.scan import TimelineCache
+from everstep.seams import Seams
+from everstep.seams.fingerprint import computed_on, device_types
+from everstep.state.training_state import State
+from everstep.tiers.disk import storage_errors
+from everstep.trainer.attach.keepers import Keepers
+from everstep.trainer.job.copies import with_source
+from everstep.trainer.job.job import Job
+from everstep.trainer.job.one_rank import resume_from_several_ranks
+from everstep.trainer.log.residuals import tell_of_lost_residuals
+
+__all__ = [
+    "FrozenParameters",
+    "LiveStateGuard",
+    "RunStarter",
+]
+
+_NAMED_MAX = 3
+
+
+class FrozenParameters:
+    """Detect changes of ``requires_grad``, which is in no ``state_dict()`` and in no base.
+
+    Args:
+        values: values of the state, by key.
+    """
+
+    def __init__(self, values: Mapping[str, Any]) -> None:
+        self._values = values
+        self._at_start: frozenset[str] | None = None
+        self._step = 0
+
+    def started(self, step: int) -> None:
+        """Remember the frozen parameters when training starts at ``step``."""
+        self._at_start = self._now()
+        self._step = step
+
+    def changed(self) -> str | None:
+        """Return a note about changes since training started in this process; None without any."""
+        if self._at_start is None or not (changed := self._at_start ^ self._now()):
+            return None
+        names = sorted(changed)
+        more = f" and {len(names) - _NAMED_MAX} more" if len(names) > _NAMED_MAX else ""
+        return (
+            f"requires_grad of {', '.join(names[:_NAMED_MAX])}{more} was changed since step "
+            f"{self._step}: it is not part of the state; set it as it was at the restored step"
+        )
+
+    def _now(self) -> frozenset[str]:
+        return frozenset(
+            f"{key}.{name}"
+            for key, value in self._values.items()
+            if isinstance(value, nn.Module)
+            for name, parameter in value.named_parameters()
+            if not parameter.requires_grad
+        )
+
+
+class LiveStateGuard:
+    """Track whether a resume that failed half-way has left a mixture of two states (adr/006).
+
+    Attributes:
+        is_mixed: True if the live state was overwritten in part and belongs to no step.
+    """
+
+    def __init__(self) -> None:
+        self.is_mixed = False
+        self._was_mixed = False
+        self._touches = 0
+
+    @contextlib.contextmanager
+    def resuming(self) -> Iterator[None]:
+        """Surround a resume, which calls :meth:`touch`. Call :meth:`restored` after it."""
+        self._was_mixed = self.is_mixed
+        self.is_mixed = False
+        self._touches = 0
+        try:
+            yield
+        except BaseException:
+            self.is_mixed = self.is_mixed or self._was_mixed
+            raise
+
+    def touch(self) -> None:
+        """Note that the resume is about to overwrite the live state."""
+        self.is_mixed = True  # until everything is restored
+        self._touches += 1
+
+    def restored(self, resumed: Resumed, run: PurePath) -> None:
+        """Note that a resume has succeeded.
+
+        Raises:
+            RecoveryError: The base that was loaded does not cover all entries that were overwritten
+                from a damaged one before.
+        """
+        loaded = resumed.loaded
+        if self.is_mixed and loaded is not None and loaded.mismatches and self._touches > 1:
+            raise RecoveryError(
+                "a damaged base was read half-way into the live state, and the older base that "
+                f"was used instead lacks {len(loaded.mismatches)} of its entries",
+                step=loaded.marker.step,
+                path=run,
+                hint="build the model and optimizer again, then resume",
+            )
+        self.is_mixed = self._was_mixed and loaded is None
+
+    def check(self) -> None:
+        """Check that the live state is that of a step.
+
+        Raises:
+            StateError: It is a mixture of two states.
+        """
+        if self.is_mixed:
+            raise StateError(
+                "the state in memory was partly overwritten by a resume that failed: it is that of "
+                "no step",
+                hint="resume() another base, or build the model again",
+            )
+
+
+_log = logging.getLogger("everstep")
+_TRIES = 8  # to get the memory of a keeper that another process requests, too
+
+
+class RunStarter:
+    """Restore a state and open a timeline for it.
+
+    Args:
+        job: ranks that start together; None if this process trains alone.
+        seams: interfaces to the world; their file system also reads copies in other tiers.
+        live_state: guard of the state, which is notified before it is overwritten.
+        timeout_s: seconds without progress after which an operation is reported as hung.
+    """
+
+    def __init__(
+        self,
+        job: Job | None,
+        keepers: Keepers,
+        seams: Seams,
+        run: PurePath,
+        run_id: str,
+        state: State,
+        ring: ChunkRing,
+        live_state: LiveStateGuard,
+        *,
+        timeout_s: float,
+    ) -> None:
+        self._job = job
+        self._keepers = keepers
+        self._seams = seams
+        self._run = run
+        self._run_id = run_id
+        self._state = state
+        self._ring = ring
+        self._live_state = live_state
+        self._timeout_s = timeout_s
+        self._frozen = FrozenParameters(state.values)
+        self._timelines = TimelineCache()
+
+    @property
+    def job_session(self) -> JobSession | None:
+        """Place of this rank in the last start of the job; None for a single rank."""
+        return None if self._job is None else self._job.job_session
+
+    def resume(
+        self, step: int | None, *, strict: bool, own: bool, trained: bool = False
+    ) -> tuple[Resumed, bool]:
+        """Restore the newest base (or that of ``step``) and open a new timeline.
+
+        Args:
+            own: True if the keeper's memory also holds captures of this very process.
+            trained: True if the state is not that of a fresh start.
+
+        Returns:
+            The restored state, and True if its base is on no disk yet.
+
+        Raises:
+            RecoveryError, MismatchError, StateError, KeeperError, DeadlineError
+        """
+        with self._reporting_failure():
+            self._keepers.open(in_background=self._job is not None)
+            recalled = self._recall(own=own)
+        changed = self._frozen.changed()
+        tell_of_lost_residuals(self._state)  # a hook may have been registered since the last start
+        with self._live_state.resuming(), self._record_devices():
+            resumed, in_memory = self._resume(recalled, step, strict=strict, trained=trained)
+        resumed = _warn_of_left_out(resumed, self._run)
+        self._live_state.restored(resumed, self._run)
+        self._frozen.started(resumed.step)
+        if changed:
+            resumed = replace(resumed, problems=(*resumed.problems, changed))
+        return resumed, in_memory
+
+    def _resume(
+        self, recalled: Recalled, step: int | None, *, strict: bool, trained: bool
+    ) -> tuple[Resumed, bool]:
+        if self._job is not None:
+            resumed = self._job.resume(
+                self._seams,
+                self._run,
+                self._state,
+                self._ring,
+                recalled,
+                self._keepers,
+                step=step,
+                strict=strict,
+                timeout_s=self._timeout_s,
+                on_touch=self._live_state.touch,
+                trained=trained,
+            )
+            return resumed, not self._job.resumed_durable
+        held = recalled.newest
+        options: dict[str, Any] = {
+            "step": step,
+            "strict": strict,
+            "timeout_s": self._timeout_s,
+            "on_touch": self._live_state.touch,
+            "trained": trained,
+        }
+        try:
+            resumed = resume(
+                self._seams,
+                self._run,
+                self._state,
+                self._ring,
+                replace(recalled, base=held),
+                known=self._timelines,
+                **options,
+            )
+        except SeveralRanksError:
+            return resume_from_several_ranks(
+                self._seams,
+                self._run,
+                self._run_id,
+                self._state,
+                self._ring,
+                recalled,
+                ready=self._keepers.ready,
+                **options,
+            )
+        in_memory = resumed.source == "memory" and held is not None and not held.durable
+        return with_source(resumed, self._seams, self._run), in_memory
+
+    def start_fresh(self) -> int:
+        """Begin without a resume; return the number of the timeline.
+
+        Raises:
+            StateError: The run has something to resume.
+        """
+        self._frozen.started(0)
+        tell_of_lost_residuals(self._state)
+        with self._record_devices():
+            return self._open_first_timeline()
+
+    def _record_devices(self) -> AbstractContextManager[None]:
+        """Record the device types of the updates in the timeline, for later comparisons."""
+        return computed_on(device_types(self._state.optimizers.values()))
+
+    def _open_first_timeline(self) -> int:
+        if self._job is not None:
+            with self._reporting_failure():
+                self._keepers.open(in_background=True)
+                recalled = self._keepers.recall_leftovers()
+            resumed = self._job.start_fresh(
+                self._seams, self._run, self._state, recalled, self._keepers
+            )
+            return resumed.timeline
+        with storage_errors("open the run", self._run):
+            refuse_unresumed(self._seams.filesystem, self._run, None)
+            # The keeper of an earlier process may still be writing a base: look again after that.
+            self._keepers.open()
+            held = self._recall().newest
+            held_id = None if held is None else held.id
+            inventory = refuse_unresumed(self._seams.filesystem, self._run, held_id)
+            return open_timeline(self._seams, self._run, inventory, parent=None, exact=True)
+
+    def _recall(self, *, own: bool = False) -> Recalled:
+        """Return the contents of the keeper's memory.
+
+        Another process that resumes the run at the same time may attach to the keeper first.
+        Retry then, or the steps in its memory would be in no history. (A process that the keeper
+        served before attaches again at each of its steps, so retries are limited.)
+        """
+        recalled = self._keepers.recall_leftovers(own=own)
+        for _ in range(0 if own or self._job is not None else _TRIES):
+            if not recalled.missed:
+                break
+            self._keepers.open()
+            recalled = self._keepers.recall_leftovers()
+        return recalled
+
+    def _reporting_failure(self) -> AbstractContextManager[None]:
+        return nullcontext() if self._job is None else self._job.reporting_failure()
+
+
+def _warn_of_left_out(resumed: Resumed, run: PurePath) -> Resumed:
+    """Warn if the base has entries that the state lacks.
+
+    Often the program only wants to read the run.
+    """
+    keys = [] if resumed.loaded is None else resumed.loaded.left_out
+    if not keys:
+        return resumed
+    note = (
+        f"this process has taken the run over without {', '.join(map(repr, keys))}: the base has "
+        "them, but the state of this process does not, and the bases that it saves will not have "
+        "them. A process that was training this run can no longer save to it. To read a run "
+        "without taking it over, use everstep.load(path)"
+    )
+    _log.warning("%s: %s", run, note)
+    return replace(resumed, problems=(*resumed.problems, note))

@@ -1,0 +1,440 @@
+"""Tracks whether the live state is that of a step mark, and which updates have changed it.
+
+Updates come from the optimizers of the state, from functions of the program between
+``before_update()`` and ``after_update()``, and from optimizers that are not part of the state.
+:class:`StateWatch` counts them and passes them on to the log, or to a multi-step base. It also
+decides which state ``save()`` may take: the live one, or that of the last step mark.
+
+A step may be under way although nothing in the state shows it: a forward draws random numbers and
+counts batches, and a loader fetches data, long before an optimizer updates anything.
+:func:`mid_step_position` detects this from the call stack.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import signal
+import sys
+from collections.abc import Callable, Sequence
+from types import CodeType, FrameType
+from typing import Any
+
+import torch
+from torch import nn
+
+from everstep.capture.updates import UpdateHooks
+from everstep.config.options import Options
+from everstep.errors import EverstepError, StateError, UnsupportedStateError
+from everstep.state.layout.names import RNG_SECTION
+from everstep.state.survey.survey import Survey
+from everstep.state.training_state import State
+from everstep.trainer.base.last_mark import FreshStart, LastMark
+from everstep.trainer.checks.step_order import PendingGradients, PendingScalers
+from everstep.trainer.checks.untracked import UntrackedOptimizers, UntrackedSchedulers
+from everstep.trainer.log.recorder import Recorder
+from everstep.trainer.log.untold import Owned
+from everstep.trainer.multistep.multistep_ranks import RankMultistep
+from everstep.trainer.session.components import Components
+
+__all__ = [
+    "StateWatch",
+    "mid_step_position",
+]
+
+_log = logging.getLogger("everstep")
+
+_RANDOM = f"{RNG_SECTION}/"
+
+
+class StateWatch:
+    """Track the updates of a state between two step marks.
+
+    Attributes:
+        lsn_at_mark: number of updates at the last step mark.
+        last_mark: state at the last step mark, if the state is surveyed at each mark; else None.
+        surveys: True if the state is surveyed at each mark: there is a log, or bases live in memory
+            (then a last base goes to disk at the end).
+        abandoned: True after training was left by an error, perhaps in the middle of a step.
+        changing: True between ``before_update()`` and ``after_update()``.
+    """
+
+    def __init__(self, state: State, components: Components, options: Options) -> None:
+        self._state = state
+        recorder = components.recorder
+        tell = components.channel.post_notice
+        self._untold = None if recorder is None else recorder.untold
+        self.surveys = options.method.in_memory or self._untold is not None
+        self._updates: UpdateHooks = components.updates
+        self._follower = recorder or components.multistep
+        self._multistep = components.multistep
+        self._channel = components.channel
+        self.lsn_at_mark = 0
+        self.last_mark: LastMark | None = None
+        self.abandoned = False
+        self.changing = False
+        self._entries: object = None  # of the shape that the names below belong to
+        self._names: tuple[str, ...] = ()
+        self._random: tuple[str, ...] = ()
+        self._tensors: object = None
+        self._fresh: FreshStart | None = None
+        self._handled = id(None)  # an exception that the loop was handling at the last mark
+        self._pending_gradients = PendingGradients(state, components.updates, tell)
+        self._pending_scalers = PendingScalers(state.values, tell)
+        # Without a log, whose own checks cover the tensors of optimizers.
+        self._all: Owned | None = None
+        skipped = None if self._follower is None else self._follower.skipped
+        self._untracked_optimizers = UntrackedOptimizers(
+            state, components.updates, components.saver.gate, skipped, tell
+        )
+        self._untracked_schedulers = UntrackedSchedulers(state, skipped, tell)
+
+    def abandon(self) -> None:
+        """Note that training ended without ``close()``. Other ranks are not waited for."""
+        self.abandoned = True
+        if isinstance(self._multistep, RankMultistep):
+            self._multistep.leave()
+
+    @property
+    def is_between_steps(self) -> bool:
+        """True if nothing was updated since the last step mark, and no update is running."""
+        updates = self._updates
+        idle = updates.outermost is None and not updates.failed and not self.changing
+        return idle and updates.lsn == self.lsn_at_mark
+
+    def refuse_mid_step(self, step: int) -> None:
+        """Check that the state is still that of the last step mark.
+
+        Raises:
+            StateError: It was changed since.
+        """
+        updates = self._updates
+        if updates.outermost is not None:
+            raise StateError(
+                f"save() was called while {updates.key} is updating: the state is that of no step",
+                step=step,
+                hint="call it from the training loop, after ckpt.step()",
+            )
+        if self.changing:
+            raise StateError(
+                "save() was called between before_update() and after_update(): the state is that "
+                "of no step",
+                step=step,
+                hint="call after_update() first, when the change is complete",
+            )
+        if not self.is_between_steps:
+            raise StateError(
+                "save() was called after optimizer.step() and before ckpt.step(): the state "
+                "belongs to an unfinished step",
+                step=step,
+                hint="call ckpt.step() first, then ckpt.save()",
+            )
+
+    def survey_for_save(self, step: int) -> tuple[Survey | None, bool]:
+        """Return the state that ``save()`` takes, and whether the base may be called exact.
+
+        Returns:
+            The state at the last step mark if the next step may be under way and that state is
+            known; None for the live state. The live state is not exact if the next step may be
+            under way: a forward, for example, may have drawn random numbers.
+
+        Raises:
+            StateError: The state was updated since the last step mark.
+        """
+        self.refuse_mid_step(step)
+        where = mid_step_position(self._handled)
+        if not where:
+            return None, True
+        if (survey := self.survey_at_mark) is not None:
+            return survey, True
+        problem = (
+            f"save() was called {where}: random numbers, batch counts or loader positions may "
+            "already be those of "
+        )
+        how = "in a signal handler, set a flag and call save() after ckpt.step(); or use preempt="
+        if isinstance(self._follower, Recorder):
+            # The log already has this step exactly, so a base that is not exact would be a loss.
+            raise StateError(
+                f"{problem}the next step, and the log has this one already", step=step, hint=how
+            )
+        _log.warning(
+            "everstep: %sstep %d; a resume from this base is not called exact (%s)",
+            problem,
+            step + 1,
+            how,
+        )
+        return None, False
+
+    @property
+    def is_at_a_step(self) -> bool:
+        """True if the state of the last step is live or still available, as far as is known.
+
+        It is not after an error: a failed forward has drawn random numbers and counted batches, and
+        the program may have loaded other weights.
+        """
+        known = self.survey_at_mark is not None or (self.last_mark is None and not self.abandoned)
+        return self.is_between_steps and known
+
+    @property
+    def survey_at_mark(self) -> Survey | None:
+        """State at the last step mark, even if the next step has begun.
+
+        None if that state no longer exists, for example because other weights were loaded for an
+        evaluation.
+        """
+        mark = self.last_mark
+        if mark is None or not self.is_between_steps or not mark.is_intact:
+            return None
+        if self._untold is not None and not self._untold.is_as_marked:
+            return None
+        if self._all is not None and self._all.written() is not None:
+            return None
+        return mark.survey
+
+    def survey(self) -> Survey | None:
+        """Survey the state at the end of a step.
+
+        Returns:
+            None if the state cannot be stored and the policy is not to raise. The log then
+            continues with the next base.
+
+        Raises:
+            EverstepError: The state cannot be stored, and the policy is to raise.
+        """
+        try:
+            survey = self._state.survey()
+            if isinstance(self._follower, Recorder):
+                self._refuse_encoded()
+            return survey
+        except EverstepError as error:
+            if isinstance(self._follower, Recorder):
+                self._follower.skipped("the state could not be stored")
+            self._channel.post(error)
+            self._channel.check()
+            return None
+
+    def _refuse_encoded(self) -> None:
+        if encoded := self._state.encoded:
+            keys = ", ".join(map(repr, encoded))
+            raise UnsupportedStateError(
+                f"the state_dict() of {keys} encodes the optimizer's state (with a state_dict hook "
+                "or in a subclass): the log of its updates cannot be replayed without the "
+                "optimizer itself",
+                leaves=tuple((key, "encoded optimizer state") for key in encoded),
+                hint='method="lazy" needs no log',
+            )
+
+    def started(self, survey: Survey | None, *, fresh: bool) -> None:
+        """Begin to track a state after a start.
+
+        Args:
+            survey: the state, if it was surveyed.
+            fresh: True if nothing was restored.
+        """
+        self.marked(survey)
+        self._untracked_optimizers.started()
+        self._untracked_schedulers.started()
+        if fresh:
+            current = survey or self._state.survey()
+            names = [name for name in current.tensors if name.startswith(_RANDOM)]
+            self._fresh = FreshStart(current, names)
+
+    def has_moved(self, step: int) -> bool:
+        """Return True if the state may differ from that of a fresh start.
+
+        That is the case after a step, and after a failed one: its forward may have drawn random
+        numbers or counted batches.
+        """
+        updates = self._updates
+        updates.settle()
+        if step > 0 or updates.lsn > 0 or updates.failed or self.changing:
+            return True
+        return self._fresh is not None and not self._fresh.is_that_of(self._state.survey())
+
+    def step_ended(self, step: int) -> None:
+        """Check that the step is complete (gradients consumed, scaler updated), and mark it."""
+        if self._updates.lsn == self.lsn_at_mark:
+            self._pending_gradients.marked(step)
+        self._pending_scalers.marked(step)
+        self._untracked_schedulers.marked()
+        self.marked()
+
+    def marked(self, survey: Survey | None = None) -> None:
+        """Take the live state as that of a step mark.
+
+        Args:
+            survey: the state, if it is surveyed at each mark.
+        """
+        self.lsn_at_mark = self._updates.lsn
+        self._fresh = None
+        self._handled = id(sys.exc_info()[1])
+        self._updates.failed = self.changing = False
+        self.last_mark = None
+        if survey is None:
+            return
+        shape = survey.shape
+        if shape.entries is not self._entries:  # once for each shape, not at each step
+            self._names = tuple(e.name for e in shape.entries if shape.owners[e.name].in_marks)
+            self._random = tuple(name for name in self._names if name.startswith(_RANDOM))
+            # Last: after an interrupt before this line, the next mark computes the names again.
+            self._entries = shape.entries
+        self.last_mark = LastMark.of(survey, self._names, self._random)
+        if self._untold is None:
+            self._watch_all(survey)
+
+    def _watch_all(self, survey: Survey) -> None:
+        """Remember the versions of all tensors, to detect writes after this mark."""
+        if survey.tensors is not self._tensors or self._all is None:
+            tensors = survey.tensors.items()
+            self._all = Owned({name: one for name, one in tensors if not name.startswith(_RANDOM)})
+            self._tensors = survey.tensors
+        self._all.settle(self.lsn_at_mark)
+
+    def consumed(self, key: str, step: int) -> None:
+        """Pass on an optimizer whose gradients are final and about to be consumed.
+
+        Args:
+            key: key of the optimizer in the state.
+            step: number of the current, unfinished step.
+        """
+        if self._follower is not None:
+            updates = self._updates
+            self._follower.consumed(key, updates.lsn + 1, step, over=not updates.told)
+
+    def changed(self, declared: Sequence[str], step: int) -> None:
+        """Count a change that no optimizer has made.
+
+        Args:
+            declared: patterns whose registered functions have made it; empty if anything may have
+                changed.
+            step: number of the current, unfinished step.
+
+        Raises:
+            OptionError: No function is registered for one of the patterns.
+        """
+        self._state.ownership_rules.check_updates(declared)
+        self.changing = False
+        for pattern in declared:
+            self._updates.updated()
+            if self._follower is not None:
+                self._follower.declared(pattern, self._updates.lsn, step)
+        if not declared:
+            self._updates.updated()
+            if self._follower is not None:
+                self._follower.skipped("a change that no optimizer made")
+
+    def _untracked_write(self) -> None:
+        """Count a write that no hook has announced as an update of its own.
+
+        Otherwise two bases with different contents would have the same LSN. Not with several ranks:
+        their LSNs must agree, and only one of them may have seen the write.
+        """
+        if self._state.ranks.world == 1:
+            self._updates.updated()
+            self.lsn_at_mark = self._updates.lsn
+
+    def install(
+        self, consumed: Callable[[str], None], wait_for_others: Callable[[str], None]
+    ) -> None:
+        """Install the hooks that count updates, delay them at the gate, and pass them on.
+
+        Args:
+            consumed: called with an optimizer's key before its update; calls :meth:`consumed`.
+            wait_for_others: called before an update; waits for a base that another thread takes.
+        """
+        updates = self._updates
+        updates.wait_for_others = wait_for_others
+        updates.counts_failed = self._state.ranks.world == 1
+        if self._follower is not None:
+            updates.consumed = consumed
+            updates.applied = self._follower.applied
+            updates.lost = self._follower.skipped
+        if isinstance(self._follower, Recorder):
+            self._follower.unseen = self._untracked_write
+        for key, optimizer in self._state.optimizers.items():
+            updates.watch(key, optimizer)
+        self._untracked_optimizers.watch()
+
+    def refuse_during_replay(self) -> None:
+        """Check that no replay is running.
+
+        Raises:
+            StateError: The call comes from a registered function, which replay calls.
+        """
+        if self._state.replaying:
+            raise StateError(
+                "a registered function calls before_update() or after_update() itself",
+                hint="register only the change that is made between the two calls",
+            )
+
+
+_FORWARD = frozenset((nn.Module._call_impl.__code__, nn.Module._wrapped_call_impl.__code__))
+_BACKWARD = frozenset((torch.autograd.backward.__code__, torch.autograd.grad.__code__))
+
+
+def mid_step_position(handled: int = id(None)) -> str:
+    """Return a description of the caller's position if a step may be under way, otherwise "".
+
+    Only the caller's own stack is examined: the stack of another thread cannot be walked while that
+    thread runs.
+
+    Args:
+        handled: id of the exception that was being handled at the end of the last step. A training
+            loop may run within an ``except`` block.
+    """
+    error = sys.exc_info()[1]
+    left = "" if id(error) == handled else _position_of_error(error)
+    return _position(sys._getframe(1), _handlers()) or left
+
+
+def _position(frame: FrameType | None, handlers: frozenset[CodeType]) -> str:
+    while frame is not None:
+        code = frame.f_code
+        if code in _FORWARD:
+            return "in a module's forward"
+        if code in _BACKWARD:
+            return "in a backward"
+        if code in handlers and _receives_caller_frame(frame):
+            return "in a signal handler"
+        frame = frame.f_back
+    return ""
+
+
+def _position_of_error(error: BaseException | None) -> str:
+    """Return a description of the position where an exception, being handled, left the step."""
+    if isinstance(error, KeyboardInterrupt):
+        return "after a KeyboardInterrupt"
+    trace = None if error is None else error.__traceback__
+    while trace is not None:
+        if trace.tb_frame.f_code in _FORWARD | _BACKWARD:
+            return f"after a forward or backward that failed with {type(error).__name__}"
+        trace = trace.tb_next
+    return ""
+
+
+def _receives_caller_frame(frame: FrameType) -> bool:
+    """Return True if a call has its caller's frame as an argument, as signal handlers do.
+
+    This distinguishes the handler from an ordinary call of the same function.
+    """
+    given = list(frame.f_locals.values())
+    given += [one for some in given if isinstance(some, tuple) for one in some]
+    return any(one is frame.f_back for one in given)
+
+
+def _handlers() -> frozenset[CodeType]:
+    """Return the code objects of this process's signal handlers."""
+    found = (_code_of(signal.getsignal(number)) for number in signal.valid_signals())
+    return frozenset(code for code in found if code is not None)
+
+
+def _code_of(handler: Any) -> CodeType | None:
+    while isinstance(handler, functools.partial):
+        handler = handler.func
+    if not callable(handler) or isinstance(handler, type):
+        return None
+    function = getattr(handler, "__func__", handler)
+    if not hasattr(function, "__code__"):
+        function = getattr(type(handler).__call__, "__func__", type(handler).__call__)
+    code = getattr(function, "__code__", None)
+    return code if isinstance(code, CodeType) else None

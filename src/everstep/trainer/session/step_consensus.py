@@ -1,0 +1,200 @@
+"""Collective decisions at a step boundary.
+
+With a fixed interval (``every=100``) each rank computes by itself at which steps to take a base. In
+three cases the ranks have to agree:
+
+- One rank's log may need a base: at the first step after a start, when its memory is half full, or
+  when an update could not be recorded.
+- Intervals in seconds and ``every="auto"`` depend on clocks and measurements, which differ between
+  ranks.
+- A rank that finds non-finite gradients ends the step on all ranks.
+
+The ranks therefore exchange a few bytes at the end of some steps: at least every :data:`ASK_EVERY`
+steps, more often if bases are closer to each other, and at every step if gradients are watched. All
+of them compute the same decision from the same messages. The next step with an exchange follows
+from these messages alone, so ranks exchange at the same steps no matter what fails on one of them.
+
+A base that a log needs urgently (the state has another shape, or an update could not be recorded)
+cannot wait for the next exchange: until then, a failure of the rank would lose the steps. At the
+end of each step without an exchange, every rank with a log therefore starts a non-blocking vote
+whether any rank needs a base. The result is available at the end of the next step. If it is yes,
+all ranks make an exchange there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+from everstep.config.options import Options
+from everstep.errors import DeadlineError, NonFiniteError
+from everstep.state.survey.survey import Survey
+from everstep.state.training_state import State
+from everstep.trainer.job.job import Job
+from everstep.trainer.log.nonfinite import nonfinite_error
+from everstep.trainer.multistep.multistep_ranks import RankMultistep
+from everstep.trainer.session.cadence import ASK_EVERY
+from everstep.trainer.session.components import Components
+
+__all__ = ["ASK_EVERY", "StepConsensus"]
+
+_SINGLE_RANK: AbstractContextManager[None] = contextlib.nullcontext()
+
+
+class StepConsensus:
+    """Decide at the end of each step whether a base is taken, identically on all ranks.
+
+    Args:
+        job: all ranks of the job; None if this process trains alone and decides by itself.
+    """
+
+    def __init__(
+        self, job: Job | None, options: Options, components: Components, state: State
+    ) -> None:
+        self._state = state
+        self._job = job
+        self._cadence = components.cadence
+        self._channel = components.channel
+        self._recorder = components.recorder
+        self._replica_bases = components.replica_bases
+        multistep = components.multistep
+        self._multistep = multistep if isinstance(multistep, RankMultistep) else None
+        self._timed = options.every.auto or options.every.seconds is not None
+        # With watch= all ranks raise at the same step. With lag_steps= no rank may be further ahead
+        # of the durable log than the others.
+        each = options.log.watch or options.log.lag_steps is not None
+        self._exchanges_each_step = self._recorder is not None and each
+        # Of the next exchange; None until all ranks have started together.
+        self._next_step: int | None = None
+        self._voted_step = -1  # the last step at which this rank has taken part
+        self._decided_step = -1  # the last step that was decided
+        self._own_parameters_changed = False
+        self._any_needs: Callable[[], bool] | None = None  # result of the non-blocking vote
+        self._nonfinite: deque[NonFiniteError] = deque()
+        if job is not None and self._recorder is not None:
+            self._recorder.nonfinite.tell = self._nonfinite.append
+
+    def restarted(self) -> None:
+        """Begin anew after all ranks have started at the same step."""
+        self._next_step = 0
+        self._voted_step = -1
+        self._any_needs = None
+        self._decided_step = -1
+        self._nonfinite.clear()
+
+    def participating(self, step: int) -> AbstractContextManager[None]:
+        """Return a context for the end of ``step`` in which an error does not skip the exchange.
+
+        If the end of the step fails on this rank, it still takes part, as the others wait for it.
+        """
+        return _SINGLE_RANK if self._job is None else self._participating(step)
+
+    @contextlib.contextmanager
+    def _participating(self, step: int) -> Iterator[None]:
+        try:
+            yield
+        except Exception:
+            with contextlib.suppress(DeadlineError):  # the first error is the cause
+                self._decide(step)
+            raise
+
+    def decide(self, step: int) -> tuple[bool, bool]:
+        """Return whether a log needs a base of ``step``, and whether one is due by the interval.
+
+        Every rank calls this at the end of each step.
+
+        Raises:
+            NonFiniteError: A rank has found non-finite gradients, and the policy is to raise.
+            DeadlineError: Another rank does not reach this step in time.
+        """
+        if self._job is None:
+            return self._needs_base, self._cadence.due(step)
+        needed, due = self._decide(step)
+        if self._recorder is not None and self._recorder.nonfinite.first is not None:
+            # Raise before a base with non-finite values is taken.
+            self._channel.check()
+        return needed, due
+
+    def current_survey(self, survey: Survey | None) -> Survey | None:
+        """Return the survey of this step mark, renewed if the ranks have since agreed on changes.
+
+        When DDP ranks turn out to train different layers, each rank saves its own parameters from
+        then on, so the survey lists other entries.
+        """
+        changed = self._own_parameters_changed
+        self._own_parameters_changed = False
+        return self._state.survey() if changed and survey is not None else survey
+
+    def flush_errors(self) -> None:
+        """Report errors of the unfinished step on this rank only: there is no further exchange."""
+        while self._nonfinite:
+            self._channel.post(self._nonfinite.popleft())
+
+    @property
+    def _needs_base(self) -> bool:
+        """Return True if this rank's log needs a base."""
+        replica = self._replica_bases
+        stopped = replica is not None and replica.lost is not None
+        return self._recorder is not None and (self._recorder.base_due is not None or stopped)
+
+    @property
+    def _needs_base_now(self) -> bool:
+        """Return True if the log cannot be continued without a base.
+
+        A log whose memory is half full can wait for the next exchange.
+        """
+        return self._recorder is not None and self._recorder.needs_capture
+
+    def _decide(self, step: int) -> tuple[bool, bool]:
+        """Implement :meth:`decide` for several ranks that have started together."""
+        if self._job is None or self._next_step is None:
+            return False, False
+        first = step != self._decided_step  # an error may cause a second call for the same step
+        self._decided_step = step
+        needed, due = self._exchange(step)
+        due = due if self._timed else self._cadence.due(step)
+        if first and (needed or due):
+            self._own_parameters_changed = self._job.agree_on_own_parameters(step)
+        if due and self._multistep is not None:
+            self._multistep.ask(step)
+        return needed, due
+
+    def _exchange(self, step: int) -> tuple[bool, bool]:
+        """Exchange messages if ``step`` is a step for it; return (False, False) otherwise."""
+        exchanges = self._timed or self._recorder is not None
+        if not exchanges or self._job is None or self._next_step is None:
+            return False, False
+        if step <= self._voted_step:
+            return False, False
+        # Before anything can fail: a rank that takes part twice would be one message ahead.
+        self._voted_step = step
+        vote = self._any_needs
+        self._any_needs = None
+        needed_before = vote is not None and vote()
+        if step < self._next_step and not needed_before:
+            if self._recorder is not None:
+                self._any_needs = self._job.begin_any(f"end step {step}", self._needs_base_now)
+            return False, False
+        self._next_step = step + 1
+        bad = self._nonfinite.popleft() if self._nonfinite else None
+        self._nonfinite.clear()
+        mine = {
+            "needed": self._needs_base,
+            "cadence": self._cadence.report(),
+            "bad": None if bad is None else (bad.step, bad.message),
+        }
+        votes = self._job.exchange(f"end step {step}", mine)
+        due, again = self._cadence.decide([vote["cadence"] for vote in votes], step)
+        self._next_step = step + (1 if self._exchanges_each_step else again)
+        self._report_nonfinite(votes)
+        return any(vote["needed"] for vote in votes), due
+
+    def _report_nonfinite(self, votes: Sequence[Mapping[str, Any]]) -> None:
+        """Report the first non-finite gradient that any rank has found, on every rank."""
+        bad = [(*vote["bad"], rank) for rank, vote in enumerate(votes) if vote["bad"] is not None]
+        if bad and self._recorder is not None:
+            step, message, rank = min(bad)
+            self._recorder.nonfinite.report(nonfinite_error(message, step, rank), first=True)
