@@ -295,7 +295,7 @@ class Checkpointer:
         base = resumed.base if resumed.source == "disk" else None
         self._cadence.resumed(resumed, again=self._timeline > 0)
         survey = self._state.survey() if self._recorder or only_in_memory else None
-        self._state.descends_from = resumed.descends_from
+        self._state.coverage.descends_from = resumed.descends_from
         self._start_timeline(resumed.timeline, resumed.exact, base, survey)
         # A base that is on no disk yet is saved again at the next step.
         self._base_due = only_in_memory
@@ -661,7 +661,7 @@ class Checkpointer:
         self, timeline: int, exact: bool, verified: BaseId | None = None, seen: Survey | None = None
     ) -> None:
         self._timeline = timeline
-        self._state.descends_exactly = exact
+        self._state.coverage.descends_exactly = exact
         self._consensus.restarted()
         self._keepers.serve(timeline, verified, self._starter.job_session)
         self._use_current_keeper(seen)

@@ -264,7 +264,7 @@ class Order:
         samplers = self._samplers
         if samplers.deals_itself:
             raise StateError(
-                f"the epoch was begun by {world} rank(s), now there are {samplers.place.world}, and "
+                f"the epoch was begun by {world} rank(s), now {samplers.place.world}, and "
                 f"{type(samplers.sampler).__name__} divides samples by itself: the rest of the "
                 "epoch cannot be divided again",
                 hint="continue with the same number of ranks, or begin an epoch with set_epoch()",

@@ -372,7 +372,7 @@ def _load(
             raise shared_memory_error(name)
     held = {name for plan in plans.values() for name in plan.in_place}
     # Plain tensors are created anew, and count as tensors that the program holds.
-    held |= set(filter(state.is_plain, targets.tensors))
+    held |= set(filter(state.coverage.is_plain, targets.tensors))
     tied = tie_changes(view, targets, held)
     notes = [*view.notes, *made.doubts, *tied]
     for section in state.restore_order():

@@ -4,7 +4,7 @@ DDP does not reduce gradients of parameters that were frozen when it was made. A
 trains them, they are equal on all ranks, and one rank writes them: a frozen backbone is most of a
 model. Once a rank has trained one, it is rank-local and stays so: freezing it again does not make
 it equal. A rank observes this only for itself, so the ranks exchange their observations at each
-start, and before each base that is due (:mod:`everstep.trainer.session.joint`).
+start, and before each base that is due (:mod:`everstep.trainer.session.step_consensus`).
 
 Optimizer steps that would make replicas diverge are refused before they change anything.
 """

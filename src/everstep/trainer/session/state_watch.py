@@ -214,7 +214,7 @@ class StateWatch:
             return None
 
     def _refuse_encoded(self) -> None:
-        if encoded := self._state.encoded:
+        if encoded := self._state.coverage.encoded:
             keys = ", ".join(map(repr, encoded))
             raise UnsupportedStateError(
                 f"the state_dict() of {keys} encodes the optimizer's state (with a state_dict hook "
