@@ -1,8 +1,7 @@
-"""What a save needs that is the same as at the save before: computed once, reused.
+"""Layout of a base and the copies that fill it, computed once and reused by the bases after it.
 
-Recomputed when the state's shape changes (parameters, groups, optimizer state that appears),
-and in part when tensors were replaced by others of the same shape.
-"""
+Recomputed when the shape of the state changes (parameters, groups, new optimizer state), and in
+part when tensors were replaced by others of the same shape."""
 
 from __future__ import annotations
 
@@ -20,17 +19,18 @@ from everstep.format.plan import BasePlan, ShardPlan, plan_files
 from everstep.link.capture import shard_offsets
 from everstep.state.survey.survey import Shape, Survey
 
-__all__ = ["Copies", "Prepared", "prepare"]
+__all__ = ["PlannedCopies", "PreparedBase", "prepare_base"]
 
 
 @dataclass(frozen=True, slots=True)
-class Copies:
-    """Copies that may run behind a step mark, and how to see afterwards that they are right.
+class PlannedCopies:
+    """Copies that may run after a step mark, and the checks that they were made correctly.
 
     Attributes:
-        ends: how much of the block must be there before an optimizer (by key) may update.
-        check: None where there is nothing to look at.
-        versions: counters of what is copied; None: nobody asks them.
+        batches: the copies, in file order.
+        ends: bytes of the block that must be copied before an optimizer may update, by its key.
+        check: samples of elements to compare after the copy; None if nothing is copied.
+        versions: version counters of the copied tensors; None if they are checked elsewhere.
     """
 
     batches: Sequence[Batch]
@@ -40,21 +40,26 @@ class Copies:
 
     @property
     def end(self) -> int:
-        """Of all batches."""
-        if isinstance(self.batches, Chunks):  # to look at the last would be to cut them all
+        """Return the offset in the block at which the last batch ends, in bytes."""
+        if isinstance(self.batches, Chunks):  # indexing the last one would cut all of them
             return self.batches.end
         return self.batches[-1].end if self.batches else 0
 
 
 @dataclass(slots=True)
-class Prepared:
-    """A layout, and the copies that fill it.
+class PreparedBase:
+    """Layout of a base in host memory and in files, and the copies that fill it.
 
     Attributes:
-        number: names the layout between trainer and keeper.
-        offsets: of each shard in the block of ``size_bytes``.
-        gated: names of entries that may be copied behind the step mark.
-        ends: how much of the block must be there before an optimizer (by key) may update.
+        number: number that identifies this layout between trainer and keeper.
+        shape: shape of the state laid out here.
+        shards: files of the base.
+        kinds: owner kind ("replayed", "static", ...) of each entry that has a gate, by name.
+        offsets: offset of each shard in the block, in bytes.
+        size_bytes: size of the block.
+        gated: names of entries that may be copied after the step mark, guarded by the update gate.
+        marked: names of entries that must be copied at the step mark.
+        ends: bytes of the block that must be copied before an optimizer may update, by its key.
     """
 
     number: int
@@ -66,34 +71,35 @@ class Prepared:
     gated: tuple[str, ...]
     marked: tuple[str, ...]
     ends: Mapping[str, int]
-    _tensors: Mapping[str, torch.Tensor] | None = None  # seen last
+    _tensors: Mapping[str, torch.Tensor] | None = None  # of the last survey
     _gated_tensors: tuple[torch.Tensor, ...] = ()
     _gated_batches: tuple[Batch, ...] = ()
     _marked_tensors: tuple[torch.Tensor, ...] = ()
     _marked_batches: tuple[Batch, ...] = ()
     _check: SpotCheck | None = None
     _versions: Versions | None = None
-    _copies: Copies | None = None
+    _copies: PlannedCopies | None = None
     _owned: dict[str | None, frozenset[str]] = field(default_factory=dict)
 
     @property
     def objects_bytes(self) -> int:
-        """Of its plain data, about, which lies beside the block."""
+        """Return the approximate size of the encoded objects, which are kept beside the block."""
         return sum(self.shape.objects_bytes.values())
 
     def owned_by(self, optimizer: str | None) -> frozenset[str]:
-        """Names of the gated entries of an optimizer, by its key; None: all of them."""
+        """Return the gated entries that an optimizer (by key; None for any) may change."""
         found = self._owned.get(optimizer)
         if found is None:
             owners = self.shape.owners
-            mine = (n for n in self.gated if optimizer in (None, owners[n].optimizer))
-            found = self._owned[optimizer] = frozenset(mine)
+            owned = (n for n in self.gated if optimizer in (None, owners[n].optimizer))
+            found = self._owned[optimizer] = frozenset(owned)
         return found
 
     def plan(self, identity: ShardIdentity, *, behind_mark: bool = False) -> BasePlan:
-        """The files of one base.
+        """Return the file plan of one base.
 
         Args:
+            identity: step, timeline and rank of the base.
             behind_mark: see :class:`~everstep.format.header.ShardIdentity`.
         """
         identity = replace(identity, common=self.shape.common)
@@ -102,26 +108,26 @@ class Prepared:
         return BasePlan(identity, self.shards, self.kinds)
 
     def gated_batches(self, tensors: Mapping[str, torch.Tensor]) -> tuple[Batch, ...]:
-        """Copies that may run behind the next step, in file order."""
+        """Return the copies that may run after the step mark, in file order."""
         self._follow(tensors)
         return self._gated_batches
 
-    def copies(self, tensors: Mapping[str, torch.Tensor]) -> Copies:
-        """Those, with all that belongs to them."""
+    def copies(self, tensors: Mapping[str, torch.Tensor]) -> PlannedCopies:
+        """Return the copies that may run after the step mark, with gates and checks."""
         gated = self.gated_batches(tensors)
         if self._copies is None or self._copies.batches is not gated:
             check = self.spot_check(tensors) if gated else None
             versions = self.versions(tensors) if gated else None
-            self._copies = Copies(gated, self.ends, check, versions)
+            self._copies = PlannedCopies(gated, self.ends, check, versions)
         return self._copies
 
     def marked_batches(self, tensors: Mapping[str, torch.Tensor]) -> tuple[Batch, ...]:
-        """Copies that must be made at the step mark."""
+        """Return the copies that must be made at the step mark."""
         self._follow(tensors)
         return self._marked_batches
 
     def spot_check(self, tensors: Mapping[str, torch.Tensor]) -> SpotCheck:
-        """Of the gated entries; after :meth:`gated_batches`."""
+        """Return the spot check of the gated entries; call :meth:`gated_batches` before."""
         if self._check is None:
             layouts = [
                 (shard.layout, offset)
@@ -131,20 +137,22 @@ class Prepared:
         return self._check
 
     def versions(self, tensors: Mapping[str, torch.Tensor]) -> Versions:
-        """Counters of the gated entries."""
+        """Return the version counters of the gated entries."""
         self._follow(tensors)
         if self._versions is None:
             self._versions = Versions({name: tensors[name] for name in self.gated})
         return self._versions
 
     def _follow(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Plans anew where tensors are others. A survey's mapping never changes: where it is the
-        same, they are. What is planned for is noted down last: an interrupt leaves no plan that is
-        taken for one of these tensors."""
+        """Plan the copies again where tensors were replaced.
+
+        The mapping of a survey never changes, so an identical mapping means identical tensors."""
         if tensors is self._tensors:
             return
         gated = tuple(tensors[name] for name in self.gated)
         if not _same(gated, self._gated_tensors):
+            # Cleared first and set last: an interrupt in between must not leave a plan that is
+            # taken for one of the new tensors.
             self._gated_tensors = ()
             self._check = None
             self._versions = None
@@ -166,14 +174,17 @@ class Prepared:
         )
 
 
-def prepare(
+def prepare_base(
     survey: Survey, identity: ShardIdentity, *, number: int, gates: bool, static_apart: bool = False
-) -> Prepared:
-    """Lays out a state.
+) -> PreparedBase:
+    """Lay out a state.
 
     Args:
-        gates: copy what an optimizer owns behind the step; otherwise everything at its mark.
-        static_apart: put static entries into files of their own, which later bases link to.
+        identity: identity of the base, for the names of files.
+        number: number of this layout.
+        gates: True to copy what optimizers own after the step mark; False to copy everything at it.
+        static_apart: True to put static entries into files of their own, so that later bases can
+            link to these instead of writing them again.
     """
     shape = survey.shape
     static = shape.static if static_apart else frozenset[str]()
@@ -185,14 +196,14 @@ def prepare(
         if shape.owners[entry.name].kind != "logged"
     }
     gated = tuple(entry.name for entry in shape.entries if entry.name in kinds) if gates else ()
-    waiting = frozenset(gated)
+    gated_names = frozenset(gated)
     ends: dict[str, int] = {}
     for shard, offset in zip(shards, offsets, strict=True):
         for place in shard.layout.placed:
-            if place.entry.name in waiting:
+            if place.entry.name in gated_names:
                 owner = shape.owners[place.entry.name].optimizer or ""
                 ends[owner] = offset + place.end
-    return Prepared(
+    return PreparedBase(
         number=number,
         shape=shape,
         shards=shards,
@@ -200,7 +211,7 @@ def prepare(
         offsets=offsets,
         size_bytes=size_bytes,
         gated=gated,
-        marked=tuple(entry.name for entry in shape.entries if entry.name not in waiting),
+        marked=tuple(entry.name for entry in shape.entries if entry.name not in gated_names),
         ends=ends,
     )
 

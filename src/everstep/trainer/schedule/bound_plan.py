@@ -1,4 +1,5 @@
-"""A capture plan bound to the tensors of a state: which copies are issued at which event."""
+"""Capture plan bound to the tensors of a state: which copies are issued at which event of a
+step."""
 
 from __future__ import annotations
 
@@ -13,44 +14,55 @@ from everstep.capture.events import Observed
 from everstep.capture.lanes.batches import Batch, plan_batches
 from everstep.capture.scheduled import Duplicates, Unit
 from everstep.plan.schedule.timeline import StepPlan
-from everstep.trainer.base.prepared import Prepared
+from everstep.trainer.base.prepared_base import PreparedBase
 
-__all__ = ["Program", "Source", "lazily", "memory_of", "sources_of", "units_of"]
+__all__ = [
+    "BoundPlan",
+    "CopySource",
+    "all_at_mark",
+    "allocate_duplicates",
+    "copy_sources",
+    "plan_units",
+]
 
 _SLOT_BYTES = 512
-_OFF = 4
+_MISSES_MAX = 4
 
 PlannedTimes = tuple[tuple[tuple[float, float], ...], ...]
-"""Start and end of each batch of each unit, in seconds behind the step mark."""
+"""Start and end of each batch of each unit, in seconds after the step mark."""
 
 
-class Source(NamedTuple):
-    """What is copied in one go, unless the plan cuts it."""
+class CopySource(NamedTuple):
+    """Copy that is made in one piece unless the plan cuts it."""
 
     owner: str
     batch: Batch
 
     @property
     def divisible(self) -> bool:
+        """Return True if the plan may cut this copy into chunks."""
         return self.batch.rearranged is None and len(self.batch.sources) == 1
 
     @property
     def place(self) -> tuple[str, int, int, bool]:
+        """Return owner, byte range in the block, and divisibility; equal places can be rebound."""
         return self.owner, self.batch.begin, self.batch.end, self.divisible
 
 
 @dataclass(slots=True)
-class Program:
-    """A plan, bound to the tensors as they are.
+class BoundPlan:
+    """Plan of a step, bound to tensors.
 
     Attributes:
-        plan: None while the steps are being learnt.
-        keys: the sequence of events that it is for.
-        updates: event at which each optimizer, by key, updates first.
-        planned_s: start and end of each batch of each unit.
-        asked: events at which units are issued.
-        off: newest steps in a row that have not waited as predicted.
-        off_max: with so many of them it is made anew.
+        units: copies issued together, in order.
+        plan: the plan; None while the first steps are observed.
+        keys: sequence of events of the steps it is for.
+        updates: index of the event at which each optimizer, by key, updates first.
+        planned_s: planned start and end of each batch of each unit, in seconds after the step mark.
+        duplicates: device memory of duplicated tensors (Checkflow's snapshots).
+        issuing_events: indices of the events at which units are issued.
+        misses: latest consecutive steps that did not wait as predicted.
+        misses_max: number of misses after which the plan is made again.
     """
 
     units: tuple[Unit, ...]
@@ -59,13 +71,15 @@ class Program:
     updates: Mapping[str, int] = field(default_factory=dict)
     planned_s: PlannedTimes = ()
     duplicates: Duplicates = field(default_factory=lambda: Duplicates({}))
-    asked: frozenset[int] = frozenset()
-    off: list[Observed] = field(default_factory=list)
-    off_max: int = _OFF
+    issuing_events: frozenset[int] = frozenset()
+    misses: list[Observed] = field(default_factory=list)
+    misses_max: int = _MISSES_MAX
 
 
-def sources_of(prepared: Prepared, tensors: Mapping[str, torch.Tensor]) -> Iterator[Source]:
-    """What is copied behind the step mark, apart for each optimizer."""
+def copy_sources(
+    prepared: PreparedBase, tensors: Mapping[str, torch.Tensor]
+) -> Iterator[CopySource]:
+    """Yield the copies that may run after the step mark, separately for each optimizer."""
     owners: dict[str, set[str]] = {}
     for name in prepared.gated:
         owner = prepared.shape.owners[name].optimizer or ""
@@ -73,11 +87,11 @@ def sources_of(prepared: Prepared, tensors: Mapping[str, torch.Tensor]) -> Itera
     for owner, names in owners.items():
         for shard, offset in zip(prepared.shards, prepared.offsets, strict=True):
             for batch in plan_batches(shard.layout, tensors, names, offset=offset):
-                yield Source(owner, batch)
+                yield CopySource(owner, batch)
 
 
-def lazily(sources: Sequence[Source], updates: Mapping[str, int]) -> tuple[Unit, ...]:
-    """Everything at the mark: the earliest update first, as far as that is known."""
+def all_at_mark(sources: Sequence[CopySource], updates: Mapping[str, int]) -> tuple[Unit, ...]:
+    """Return units that issue everything at the step mark, the earliest known update first."""
     by_owner: dict[str, list[Batch]] = {}
     for source in sources:
         by_owner.setdefault(source.owner, []).append(source.batch)
@@ -86,10 +100,11 @@ def lazily(sources: Sequence[Source], updates: Mapping[str, int]) -> tuple[Unit,
     return tuple(Unit(0, owner, tuple(by_owner[owner])) for owner in order)
 
 
-def units_of(
-    plan: StepPlan, sources: Sequence[Source]
+def plan_units(
+    plan: StepPlan, sources: Sequence[CopySource]
 ) -> tuple[tuple[Unit, ...], tuple[tuple[tuple[float, float], ...], ...], dict[torch.device, int]]:
-    """The copies of a plan, when each batch of them is planned, and the memory of duplicates."""
+    """Return the copies of a plan, the planned times of their batches, and the sizes of
+    duplicates."""
     groups: list[tuple[tuple[int, str, bool], list[tuple[Batch, tuple[float, float]]]]] = []
     for departure in plan.departures:
         source = sources[departure.chunk.item]
@@ -123,9 +138,13 @@ def _cut(batch: Batch, begin: int, end: int) -> Batch:
     return Batch(batch.begin + begin, batch.begin + end, (batch.sources[0][begin:end],))
 
 
-def memory_of(sizes: Mapping[torch.device, int]) -> tuple[Duplicates, float] | None:
-    """Memory for duplicates, and how fast they are made where that takes the training thread's
-    time; None where there is not enough."""
+def allocate_duplicates(sizes: Mapping[torch.device, int]) -> tuple[Duplicates, float] | None:
+    """Allocate device memory for duplicates.
+
+    Returns:
+        The memory, and the speed of duplication where it blocks the training thread (in host
+        memory; infinite on devices), in bytes per second. None if there is not enough memory.
+    """
     try:
         memory = {
             device: torch.zeros(size, dtype=torch.uint8, device=device)

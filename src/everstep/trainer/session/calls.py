@@ -1,4 +1,5 @@
-"""One call at a time: a step mark, a base, or a resume is not begun in the middle of another."""
+"""Allow one call at a time: a step mark, base or resume never begins in the middle of
+another one."""
 
 from __future__ import annotations
 
@@ -14,22 +15,22 @@ from typing import Any, TypeVar, cast
 from everstep.capture.updates import in_thread
 from everstep.errors import StateError
 
-__all__ = ["Calls", "not_within", "one_at_a_time"]
+__all__ = ["CallGuard", "exclusive", "refuse_reentry"]
 
-_LOOK_AGAIN_S = 1e-3
+_POLL_S = 1e-3
 _LAST_CALL_S = 10.0
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
-class Calls:
-    """The call that is under way: of a training thread, a signal handler, or another thread.
+class CallGuard:
+    """Call in progress, of a training thread, a signal handler or another thread.
 
-    It is as long as its frame is on the stack of its thread: an interrupt at any moment leaves
-    none that never ends.
+    A call lasts while its frame is on the stack of its thread, so an interrupt at any moment cannot
+    leave a call that never ends.
 
     Args:
-        timeout_s: how long a call waits for one of another thread.
+        timeout_s: timeout of a call that waits for one in another thread, in seconds.
     """
 
     def __init__(self, timeout_s: float) -> None:
@@ -38,11 +39,11 @@ class Calls:
         self._ends_in: int | None = None
 
     def begin(self, name: str, frame: FrameType) -> None:
-        """A call begins.
+        """Begin a call.
 
         Raises:
-            StateError: one is under way: in this thread, or for too long in another; or the
-                interpreter ends.
+            StateError: another call is in progress, in this thread or for too long in another one;
+                or the interpreter is shutting down.
         """
         me = threading.get_ident()
         since_s = time.monotonic()
@@ -51,18 +52,19 @@ class Calls:
                 raise _within(name, now[0])
             if time.monotonic() - since_s > self._timeout_s:
                 raise self._waited(f"{name}()", now[0])
-            time.sleep(_LOOK_AGAIN_S)
+            time.sleep(_POLL_S)
         self._now = (name, me, frame)
-        if self.over:  # looked at last: whoever ends looks whether a call is under way behind that
+        # Checked last: the thread that shuts down sets the flag first, then waits for calls.
+        if self.over:
             self._now = None
             raise _over(name)
 
     def refuse_within(self, name: str) -> None:
-        """What waits for what a call has begun is called in the middle of that.
+        """Refuse a call that waits for the result of another one from inside that one.
 
         Raises:
-            StateError: it would wait for ever: the call is below it on the stack. Or the
-                interpreter ends.
+            StateError: the call below it on the stack would be waited for for ever; or the
+                interpreter is shutting down.
         """
         if self.over:
             raise _over(name)
@@ -71,26 +73,30 @@ class Calls:
             raise _within(name, now[0])
 
     def end(self) -> None:
-        """The call that has begun is over."""
+        """End the call."""
         self._now = None
 
     @property
     def over(self) -> bool:
-        """Whether the interpreter ends, in another thread."""
+        """Return True if the interpreter is shutting down, in another thread."""
         return self._ends_in is not None and self._ends_in != threading.get_ident()
 
     def last(self) -> None:
-        """The interpreter ends, in this thread: no other one begins a call any more. What is under
-        way comes to its end, or does not for long."""
+        """Refuse further calls from other threads: the interpreter is shutting down in this one.
+        Wait shortly for the call in progress."""
         self._ends_in = threading.get_ident()
         with contextlib.suppress(StateError):
             self.wait_for_others("the end of the interpreter", min(self._timeout_s, _LAST_CALL_S))
 
     def wait_for_others(self, who: str, timeout_s: float | None = None) -> None:
-        """Returns when no other thread is in a call; ``who``: waits for it, in words.
+        """Wait until no other thread is in a call.
+
+        Args:
+            who: the waiting call, for messages.
+            timeout_s: timeout in seconds; None for the default.
 
         Raises:
-            StateError: it takes too long.
+            StateError: timeout.
         """
         timeout_s = timeout_s or self._timeout_s
         since_s = time.monotonic()
@@ -99,36 +105,38 @@ class Calls:
                 return
             if time.monotonic() - since_s > timeout_s:
                 raise self._waited(who, now[0])
-            time.sleep(_LOOK_AGAIN_S)
+            time.sleep(_POLL_S)
 
     def _waited(self, who: str, other: str) -> StateError:
         return StateError(
-            f"{who} has waited {self._timeout_s:g} s for {other}() in another thread",
-            hint="it hangs, or takes long: save from the training loop, or with async",
+            f"{who} waited {self._timeout_s:g} s for {other}() in another thread",
+            hint="that call hangs or takes long: save from the training loop, or with async",
         )
 
 
 def _within(name: str, outer: str) -> StateError:
     return StateError(
-        f"{name}() in the middle of {outer}(): in a signal handler, perhaps, or in on_failure=",
-        hint="set a flag there, and call it from the training loop; or use preempt=",
+        f"{name}() was called inside {outer}(), perhaps in a signal handler or in on_failure=",
+        hint="set a flag there and call it from the training loop, or use preempt=",
     )
 
 
 def _over(name: str) -> StateError:
     return StateError(
-        f"{name}() while the interpreter ends: it waits for what was taken before, and for no more",
-        hint="let the main thread join() the one that trains, or not end before close()",
+        f"{name}() was called while the interpreter is shutting down, which waits for earlier "
+        "bases only",
+        hint="let the main thread join() the training thread, or call close() before it ends",
     )
 
 
-def one_at_a_time(name: str) -> Callable[[_Function], _Function]:
-    """For methods of an object with :class:`Calls` in ``_calls``."""
+def exclusive(name: str) -> Callable[[_Function], _Function]:
+    """Decorate a method that must not run during another call; the object has a :class:`CallGuard`
+    in ``_calls``."""
 
     def decorate(function: _Function) -> _Function:
         @functools.wraps(function)
         def call(self: Any, *args: Any, **options: Any) -> Any:
-            calls: Calls = self._calls
+            calls: CallGuard = self._calls
             calls.begin(name, sys._getframe())
             try:
                 return function(self, *args, **options)
@@ -140,8 +148,9 @@ def one_at_a_time(name: str) -> Callable[[_Function], _Function]:
     return decorate
 
 
-def not_within(name: str) -> Callable[[_Function], _Function]:
-    """For those of its methods that wait for what such calls have begun."""
+def refuse_reentry(name: str) -> Callable[[_Function], _Function]:
+    """Decorate a method that waits for the results of exclusive calls, and must not run
+    inside one."""
 
     def decorate(function: _Function) -> _Function:
         @functools.wraps(function)

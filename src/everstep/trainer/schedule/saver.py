@@ -1,12 +1,11 @@
-"""Captures at every step: most of them stay in the keeper's memory, the ones that are due become
+"""Capture at every step: most captures stay in the keeper's memory, those that are due become
 durable.
 
-The newest whole capture is *parked*: in its block of the arena, known to the keeper, which gives
-it to whoever takes the run over when the training process is killed. It is let go when the next one
-is whole, and not before. So the arena holds two states; while one is being written a third, or
-training waits. Of several ranks only those are taken that are due: of the newest ones that keepers
-hold, one may be a step ahead of another.
-"""
+The newest complete capture is *parked*: it stays in its block of the arena, known to the keeper,
+which offers it to a new process when the training process is killed. It is released when the next
+one is complete, not before. So the arena holds two states, and while one is being written a third,
+or training waits. Several ranks capture only bases that are due: the newest captures held by their
+keepers could be of different steps."""
 
 from __future__ import annotations
 
@@ -36,18 +35,18 @@ from everstep.state.survey.survey import Survey
 from everstep.state.training_state import State
 from everstep.trainer.attach.keeper import Keeper
 from everstep.trainer.attach.remote import RemoteKeeper
-from everstep.trainer.base.prepared import Copies, Prepared
-from everstep.trainer.base.saver import Saver
-from everstep.trainer.schedule.scheduled import Scheduler
+from everstep.trainer.base.prepared_base import PlannedCopies, PreparedBase
+from everstep.trainer.base.saver import Saver, SaverExtension
+from everstep.trainer.schedule.scheduler import Scheduler
 
 __all__ = ["ScheduledSaver"]
 
 
 class ScheduledSaver(Saver):
-    """A :class:`.saver.Saver` whose captures follow a plan.
+    """Saver whose captures follow a plan.
 
     Attributes:
-        scheduler: makes the plan, and keeps to it.
+        scheduler: makes the plans and issues the copies.
     """
 
     copies_in_flight = 3
@@ -64,43 +63,45 @@ class ScheduledSaver(Saver):
         self._planned = _PlannedLane(lane)
         super().__init__(options, run, state, self._planned, channel, clock)
         self.scheduler = Scheduler(run, state, lane)
-        self.also_gate = self._admit
-        self.finish_first = self.scheduler.flush
-        self._parks = state.ranks.world == 1 and not options.method.in_memory
+        self.extend(_ScheduleGate(self))
+        self._can_park = state.ranks.world == 1 and not options.method.in_memory
         self._parking = threading.Lock()
-        self._parked: Capture | None = None  # whole, and the newest
-        self._of_before = False  # of a timeline that is over
-        self._newest: Save | None = None  # that was parked, whole or not
-        self._wanted: Save | None = None  # durable after all, as soon as it is whole
+        self._parked: Capture | None = None  # newest complete capture
+        self._of_before = False  # the parked capture is of an earlier timeline
+        self._newest: Save | None = None  # of the last park(), complete or not
+        self._persist_when_complete: Save | None = None  # to be persisted once it is complete
         self._starts = 0
 
     def start(self, keeper: Keeper, pool: CapturePool | None) -> None:
         with self._parking:
-            if pool is not self._pool and self._parked is not None:  # its keeper is gone
+            if pool is not self._pool and self._parked is not None:  # its keeper is lost
                 self._parked.on_end(self._parked)
                 self._parked = None
             self._of_before = True
-            self._newest = self._wanted = None
+            self._newest = self._persist_when_complete = None
             self._starts += 1
-            self._keeper = None  # a capture for the one before may become whole meanwhile
+            self._keeper = None  # a capture for the old keeper may complete meanwhile
         super().start(keeper, pool)
 
     @property
     def parked_step(self) -> int | None:
-        """Step of the newest whole capture that the keeper holds; None: it holds none."""
+        """Return the step of the newest complete capture held by the keeper; None if it
+        holds none."""
         parked = self._parked
         return None if parked is None else parked.step
 
     def park(self, identity: ShardIdentity) -> None:
-        """Takes a capture that stays in memory until a newer one is whole. Without a keeper
-        process it would survive nothing, and of several ranks one may have let it go when another
-        has no newer one, so then there is none.
+        """Take a capture that stays in memory until a newer one is complete.
+
+        Does nothing without a keeper process, where it would not survive a crash, and with several
+        ranks, where one rank may have released it while another has no newer one.
 
         Raises:
-            EverstepError: what failed, now or in the background, by the policy.
+            EverstepError: this capture, or an earlier save in the background, has failed and the
+                failure policy raises.
         """
-        self.scheduler.ended()
-        if not self._parks or not isinstance(self._keeper, RemoteKeeper):
+        self.scheduler.end_step()
+        if not self._can_park or not isinstance(self._keeper, RemoteKeeper):
             return
         save = self._newest = Save(identity.step, identity.timeline, parked=True)
         with failing_save(save, self.post):
@@ -118,8 +119,8 @@ class ScheduledSaver(Saver):
     ) -> Save:
         save = self._take_or_persist(identity, show=show, survey=survey, in_memory=in_memory)
         if show:
-            # Somebody has asked, and may wait for it before the next step, whose events the copies
-            # that are left would go by: they would never come.
+            # The caller may wait for this base before the next step: copies planned for events of
+            # that step would never be issued.
             self.scheduler.flush()
         return save
 
@@ -127,7 +128,7 @@ class ScheduledSaver(Saver):
         self, identity: ShardIdentity, *, show: bool, survey: Survey | None, in_memory: bool
     ) -> Save:
         again = None
-        with contextlib.suppress(KeeperError):  # it is gone: what follows says so, by the policy
+        with contextlib.suppress(KeeperError):  # a lost keeper is reported by the take() below
             again = self._persist_newest(identity)
         if again is not None:
             self._channel.check()
@@ -136,14 +137,14 @@ class ScheduledSaver(Saver):
         base = (identity.timeline, identity.step)
         same = last is not None and (last.timeline, last.step) == base
         if not same or (self.last_is_in_memory and not in_memory):
-            self.scheduler.ended()
+            self.scheduler.end_step()
         return super().take(identity, show=show, survey=survey, in_memory=in_memory)
 
     def persist_parked(self) -> None:
-        """The newest whole capture becomes durable, if it is not; no copy is under way.
+        """Make the newest complete capture durable if it is not; no copy may be in progress.
 
         Raises:
-            KeeperError: the keeper is gone.
+            KeeperError: the keeper is lost.
         """
         with self._parking:
             capture = self._parked
@@ -155,19 +156,18 @@ class ScheduledSaver(Saver):
             self._persist(capture)
 
     def close(self) -> None:
-        """Takes all hooks away."""
+        """Remove all hooks."""
         self.scheduler.close()
 
     def _persist_newest(self, identity: ShardIdentity) -> Save | None:
-        """The capture of this very step, which was parked, becomes durable; None if there is
-        none."""
+        """Make the parked capture of this step durable; return None if there is none."""
         with self._parking:
             save = self._newest
             if save is None or (save.timeline, save.step) != (identity.timeline, identity.step):
                 return None
             if save.durable.done():  # it has failed
                 return None if save.durable.cancelled() or save.durable.exception() else save
-            if self._wanted is save or not save.parked:
+            if self._persist_when_complete is save or not save.parked:
                 return save
             self.saves += 1
             self.last_save_s = self._clock.monotonic_s()
@@ -176,7 +176,7 @@ class ScheduledSaver(Saver):
                 self._parked = None
                 self._persist(capture)
             else:
-                self._wanted = save
+                self._persist_when_complete = save
         return save
 
     def _persist(self, capture: Capture) -> None:
@@ -190,7 +190,7 @@ class ScheduledSaver(Saver):
             capture.on_end(capture)
             raise
 
-    def _capture(self, prepared: Prepared, plan: BasePlan, survey: Survey, save: Save) -> None:
+    def _capture(self, prepared: PreparedBase, plan: BasePlan, survey: Survey, save: Save) -> None:
         room = self.acquire(prepared, survey)
         keeper = self._keeper
         pool = self._pool
@@ -200,30 +200,34 @@ class ScheduledSaver(Saver):
         tensors = survey.tensors
         dispatch = self.scheduler.dispatch(prepared, tensors, block, self._planned.release)
         self._planned.next = functools.partial(self._begin, dispatch)
-        prepared.gated_batches(tensors)  # which the spot check goes by
-        # Who updates is held back by the scheduler, which knows what each update changes.
-        copies = Copies((), {}, prepared.spot_check(tensors) if prepared.gated else None)
-        tell = functools.partial(self._tell, keeper, pool, self._starts, dispatch)
+        prepared.gated_batches(tensors)  # the spot check needs them planned
+        # The scheduler's gate knows what each update changes, so the base class gets no gate.
+        copies = PlannedCopies((), {}, prepared.spot_check(tensors) if prepared.gated else None)
+        notify = functools.partial(self._notify_keeper, keeper, pool, self._starts, dispatch)
         try:
-            self.fill(prepared, plan, survey, save, room, copies, tell)
+            self.fill(prepared, plan, survey, save, room, copies, notify)
         finally:
-            if self._planned.next is not None:  # it has failed before: nothing may fill that room
+            # fill() failed before submitting: nothing may write into that block any more.
+            if self._planned.next is not None:
                 self._planned.next = None
-                dispatch.fail(StateError("a capture that never began", step=save.step))
+                dispatch.fail(StateError("the capture failed before it began", step=save.step))
 
     def _begin(self, dispatch: Dispatch) -> Dispatch:
         self.scheduler.begin(dispatch)
         return dispatch
 
-    def _admit(self, optimizer: str | None) -> None:
-        """Before an update, in addition to what the gate does."""
+    def gate_planned(self, optimizer: str | None) -> None:
+        """Block an update until it cannot tear a planned capture (I1)."""
         timeout_s = self._options.progress_timeout_s
         wait_s, late = self.scheduler.gate(optimizer, timeout_s)
         self.stall_s["gate"] += wait_s
-        for dispatch in late:  # training goes on; the copy that it overtakes is worth nothing
-            dispatch.fail(DeadlineError(f"copying the state took longer than {timeout_s:g} s"))
+        # Do not block training for ever: the update goes on, these captures are void.
+        for dispatch in late:
+            dispatch.fail(
+                DeadlineError(f"copying the state to host memory took longer than {timeout_s:g} s")
+            )
 
-    def _tell(
+    def _notify_keeper(
         self,
         keeper: Keeper,
         pool: CapturePool,
@@ -232,11 +236,15 @@ class ScheduledSaver(Saver):
         capture: Capture,
         objects: Mapping[str, bytes],
     ) -> None:
-        """In the lane's thread: a capture is whole, and takes the place of the one before; unless
-        another keeper is in service by now, which knows nothing of it."""
+        """Notify the keeper of a complete capture, which replaces the parked one; in the lane's
+        thread.
+
+        If another keeper is in service by now, it does not know this capture, and nothing is
+        replaced.
+        """
         keeper.captured(capture, objects)
         pool.drop_kept()
-        self.scheduler.whole(dispatch, capture.step)
+        self.scheduler.complete(dispatch, capture.step)
         older: Capture | None = None
         with self._parking:
             serves = keeper is self._keeper
@@ -247,7 +255,7 @@ class ScheduledSaver(Saver):
                 keeper.set_aside(capture)
                 if not serves:
                     older = capture
-                elif capture.save is self._wanted:
+                elif capture.save is self._persist_when_complete:
                     self._persist(capture)
                 else:
                     self._parked = capture
@@ -256,9 +264,26 @@ class ScheduledSaver(Saver):
             older.on_end(older)
 
 
+class _ScheduleGate(SaverExtension):
+    """Gate of the captures that follow a plan."""
+
+    def __init__(self, saver: ScheduledSaver) -> None:
+        self._saver = saver
+
+    def gate_update(self, optimizer: str | None) -> None:
+        self._saver.gate_planned(optimizer)
+
+    def finish_copies(self) -> None:
+        self._saver.scheduler.flush()
+
+
 class _PlannedLane:
-    """A lane on which a capture's copies are issued one after the other; jobs that belong behind
-    them wait until all are."""
+    """Lane on which the copies of a capture are issued one by one; jobs that must run after them
+    wait until all are issued.
+
+    Attributes:
+        next: begins the capture that :meth:`submit` is called for next.
+    """
 
     def __init__(self, lane: Lane) -> None:
         self._lane = lane
@@ -270,23 +295,23 @@ class _PlannedLane:
     def warm(
         self, tensors: Iterable[torch.Tensor], block: torch.Tensor, take: Take | None = None
     ) -> None:
-        """As of the lane."""
+        """See :class:`.Lane`."""
         self._lane.warm(tensors, block, take)
 
     def ready_bytes(self, tensors: Iterable[torch.Tensor], block: torch.Tensor) -> int:
-        """As of the lane."""
+        """See :class:`.Lane`."""
         return self._lane.ready_bytes(tensors, block)
 
     def leave(self) -> None:
-        """As of the lane."""
+        """See :class:`.Lane`."""
         self._lane.leave()
 
     def mark(self, batches: Sequence[Batch], block: torch.Tensor) -> None:
-        """As of the lane."""
+        """See :class:`.Lane`."""
         self._lane.mark(batches, block)
 
     def submit(self, batches: Sequence[Batch], block: torch.Tensor, progress: Progress) -> Transfer:
-        """Begins the capture that is ``next``."""
+        """Begin the capture that is ``next``."""
         begin = self.next
         self.next = None
         assert begin is not None
@@ -297,11 +322,11 @@ class _PlannedLane:
     def submit_yielding(
         self, batches: Sequence[Batch], block: torch.Tensor, progress: Progress
     ) -> Transfer:
-        """As of the lane."""
+        """See :class:`.Lane`."""
         return self._lane.submit_yielding(batches, block, progress)
 
     def release(self) -> None:
-        """All copies of the capture were issued."""
+        """Run the waiting jobs: all copies of the capture were issued."""
         with self._lock:
             self._open = False
             jobs = self._jobs
@@ -310,11 +335,11 @@ class _PlannedLane:
                 self._lane.run(functools.partial(_run, job, future))
 
     def in_host_memory(self, tensor: torch.Tensor) -> torch.Tensor:
-        """As of the lane."""
+        """See :class:`.Lane`."""
         return self._lane.in_host_memory(tensor)
 
     def run(self, job: Callable[[], None]) -> Future[None]:
-        """Runs ``job`` in the lane's thread, behind the copies of the capture."""
+        """Run ``job`` in the lane's thread, after the copies of the capture."""
         with self._lock:
             if not self._open:
                 return self._lane.run(job)
@@ -323,7 +348,7 @@ class _PlannedLane:
             return future
 
     def close(self) -> None:
-        """As of the lane."""
+        """See :class:`.Lane`."""
         self.release()
         self._lane.close()
 

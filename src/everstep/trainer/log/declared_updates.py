@@ -1,11 +1,10 @@
-"""What the log holds of declared updates: not what they give, but that they ran, and when.
+"""Records of declared updates: that a registered function ran, and when; not its result.
 
-A function that is registered for some entries is run again by replay, so step marks leave these
-entries out (I8). What it may read besides is what optimizers own, which replay has just as it
-was, and buffers of modules, which the record of the update holds for it. Whether a function gives
-what training had is for a few elements of each entry to say, which every mark holds; they say as
-well when an entry has changed and no update was declared.
-"""
+Replay runs a function registered for some entries again, so step marks leave these entries out
+(I8). Besides them the function may read optimizer-owned tensors, which replay reproduces, and
+buffers of modules, which the record of the update holds. Each mark holds a few elements of every
+such entry: they show whether replay gives the result of training, and whether an entry changed
+without a declared update."""
 
 from __future__ import annotations
 
@@ -22,14 +21,14 @@ from everstep.state.layout.shards import ShardLayout
 from everstep.state.survey.survey import Shape, Survey
 from everstep.state.training_state import State
 
-__all__ = ["DeclaredLog"]
+__all__ = ["DeclaredUpdates"]
 
 
-class DeclaredLog:
-    """What records hold for the sake of declared updates.
+class DeclaredUpdates:
+    """Contents of records for the sake of declared updates.
 
     Args:
-        state: with the functions that are registered.
+        state: state with the registered functions.
     """
 
     def __init__(self, state: State) -> None:
@@ -38,28 +37,29 @@ class DeclaredLog:
         self._shape: Shape | None = None
         self._buffers: frozenset[str] = frozenset()
         self._ran: set[str] = set()  # since the last mark
-        self._before: Mapping[str, bytes] = {}  # samples of the last mark, which was that of
+        self._before: Mapping[str, bytes] = {}  # samples of the last mark
         self._step = 0
 
     def start(self) -> None:
-        """What comes next does not follow what was last."""
+        """Forget the last mark: the next one does not follow it."""
         self._ran = set()
         self._before = {}
 
     def ran(self, pattern: str) -> dict[str, torch.Tensor]:
-        """A declared update is over; returns buffers as it has read them, by entry name."""
+        """Note that a declared update has run; return the buffers it may have read, by entry
+        name."""
         self._ran.add(pattern)
         if self._shape is not None and not self._buffers:
-            return {}  # if some have come since the last mark, a new base is due at the next
+            return {}  # new buffers would make a base due at the next mark
         survey = self._state.survey()
-        self._look(survey)
+        self._find_buffers(survey)
         return {name: survey.tensors[name] for name in self._buffers}
 
     def samples(self, survey: Survey) -> tuple[dict[str, torch.Tensor], frozenset[str]]:
-        """For a mark: the elements, by the names of their entries in it; and the patterns of the
-        updates that have run since the mark before."""
+        """Return the samples for a step mark, by name, and the patterns of the updates since the
+        last."""
         if self._state.ownership_rules.updates:
-            self._look(survey)
+            self._find_buffers(survey)
         ran = frozenset(self._ran)
         self._ran = set()
         return self._probe.take(survey), ran
@@ -67,20 +67,23 @@ class DeclaredLog:
     def check(
         self, head: RecordHead, layout: ShardLayout, data: torch.Tensor, ran: Collection[str]
     ) -> None:
-        """Compares the samples of a mark with those of the mark before; in the lane's thread.
+        """Compare the samples of a mark with those of the mark before; in the lane's thread.
 
         Args:
-            data: the record's block (flat ``uint8``), copied.
+            head: header of the mark.
+            layout: layout of ``data``.
+            data: block of the record (flat ``uint8``), copied.
+            ran: patterns of the declared updates since the last mark.
 
         Raises:
-            AuditError: an entry has changed, and no update of it was declared.
+            AuditError: an entry changed, and no update of it was declared.
         """
         samples = {
             place.entry.name: data[place.begin : place.end].numpy().tobytes()
             for place in layout.placed
             if place.entry.name.startswith(SAMPLE) and not place.entry.name.startswith(SPOT)
         }
-        follows = head.step == self._step + 1  # no mark has been lost between
+        follows = head.step == self._step + 1  # no mark is missing in between
         before = self._before if follows else {}
         self._before = samples
         self._step = head.step
@@ -88,16 +91,16 @@ class DeclaredLog:
             pattern = name.removeprefix(SAMPLE).rsplit("/", 2)[0]
             if pattern not in ran and before.get(name, found) != found:
                 raise AuditError(
-                    f"what {pattern!r} declares has changed in step {head.step}, but no such "
-                    "update was told of",
+                    f"an entry declared by {pattern!r} changed in step {head.step}, but its "
+                    "update was not announced",
                     step=head.step,
-                    hint=f"ckpt.before_update(), the registered function, "
-                    f"ckpt.after_update({pattern!r}); ckpt.after_update() after anything else "
-                    "that changes it",
+                    hint="call ckpt.before_update(), the registered function, and "
+                    f"ckpt.after_update({pattern!r}); call ckpt.after_update() after any other "
+                    "change of it",
                 )
 
-    def _look(self, survey: Survey) -> None:
-        """Finds the entries in the marks that are buffers of a module."""
+    def _find_buffers(self, survey: Survey) -> None:
+        """Find the entries in marks that are buffers of a module."""
         if survey.shape is self._shape:
             return
         places = {

@@ -1,4 +1,4 @@
-"""What became of planned captures: when each copy ran, next to when it was planned."""
+"""Times of planned captures: when each copy ran, next to when it was planned."""
 
 from __future__ import annotations
 
@@ -8,18 +8,19 @@ from typing import NamedTuple
 
 from everstep.capture.scheduled import Dispatch, Unit
 from everstep.state.layout.shards import overlaps
-from everstep.trainer.base.prepared import Prepared
-from everstep.trainer.schedule.program import Program
+from everstep.trainer.base.prepared_base import PreparedBase
+from everstep.trainer.schedule.bound_plan import BoundPlan
 
-__all__ = ["Executed", "ScheduleStats", "TensorTimes", "link_of", "tensor_times"]
+__all__ = ["ExecutedCapture", "ScheduleStats", "TensorTimes", "link_bandwidth", "tensor_times"]
 
 
 class TensorTimes(NamedTuple):
-    """When the copy of an entry ran, in seconds behind the step mark.
+    """Times of the copy of an entry, in seconds after the step mark.
 
     Attributes:
-        planned_start_s, planned_end_s: None without a plan.
-        duplicated: whether a part of it left from a duplicate.
+        planned_start_s, planned_end_s: planned times; None without a plan.
+        start_s, end_s: measured times.
+        duplicated: True if some of it was copied from a duplicate.
     """
 
     planned_start_s: float | None
@@ -31,20 +32,22 @@ class TensorTimes(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ScheduleStats:
-    """What became of the plans.
+    """Statistics of plans and captures.
 
     Attributes:
-        captures: taken so far, of which ``held_step`` is the newest whole one's step.
-        plans: made so far.
-        strayed_steps: steps that did not go as their plan expected.
-        followed_steps: that did.
-        link_bytes_per_s: as measured; None before the first capture was whole.
-        needed_bytes_per_s: below which training waits in any plan; None without a plan.
-        step_s: of a step without waits; None without a plan.
-        predicted_wait_s: that a step waits for copies, by the plan; None without one.
-        waited_s: that the newest steps have waited, by the same plan, oldest first.
-        duplicated_bytes: of device memory that is taken for duplicates.
-        tensors: of the newest whole capture, by entry.
+        captures: number of captures.
+        held_step: step of the newest complete capture; None before the first.
+        plans: number of plans made.
+        strayed_steps: number of steps that did not follow their plan's sequence of events.
+        followed_steps: number of steps that did.
+        link_bytes_per_s: measured bandwidth; None before the first complete capture.
+        needed_bytes_per_s: bandwidth below which training waits under any plan (Checkflow, Eq. 9);
+            None without a plan.
+        step_s: duration of a step without waits; None without a plan.
+        predicted_wait_s: time a step waits for copies by the plan; None without a plan.
+        waited_s: measured waits of the latest steps under the same plan, oldest first.
+        duplicated_bytes: device memory used for duplicates.
+        tensors: times of the newest complete capture, by entry.
     """
 
     captures: int
@@ -62,25 +65,30 @@ class ScheduleStats:
 
 
 @dataclass(frozen=True, slots=True)
-class Executed:
-    """A capture that is whole, without the memory that it filled.
+class ExecutedCapture:
+    """Complete capture, without the memory it filled.
 
     Attributes:
-        begun_s, issued_s, arrived_s: as of :class:`.Dispatch`.
+        bound_plan: plan it followed.
+        prepared: layout of the base.
+        units: its copies.
+        begun_s, issued_s, arrived_s: see :class:`.Dispatch`.
     """
 
-    program: Program
-    prepared: Prepared
+    bound_plan: BoundPlan
+    prepared: PreparedBase
     units: Sequence[Unit]
     begun_s: float
     issued_s: Sequence[float | None]
     arrived_s: Sequence[Sequence[float]]
 
     @classmethod
-    def of(cls, dispatch: Dispatch, program: Program, prepared: Prepared) -> Executed:
-        """What is known of a capture whose copies are complete."""
+    def of(
+        cls, dispatch: Dispatch, bound_plan: BoundPlan, prepared: PreparedBase
+    ) -> ExecutedCapture:
+        """Return the record of a capture whose copies are complete."""
         return cls(
-            program,
+            bound_plan,
             prepared,
             dispatch.units,
             dispatch.begun_s,
@@ -89,31 +97,32 @@ class Executed:
         )
 
 
-def link_of(executed: Executed) -> float | None:
-    """Bytes per second while copies were under way; None if there were none."""
+def link_bandwidth(executed: ExecutedCapture) -> float | None:
+    """Return bytes per second while copies were in progress; None if nothing was copied."""
     busy_s = size_bytes = 0.0
-    for start_s, end_s, number in _busy(executed):
+    for start_s, end_s, number in _busy_intervals(executed):
         busy_s += end_s - start_s
         size_bytes += sum(batch.end - batch.begin for batch in executed.units[number].batches)
     return size_bytes / busy_s if busy_s > 0 and size_bytes else None
 
 
-def tensor_times(executed: Executed) -> dict[str, TensorTimes]:
-    """Of each entry the first start and the last end of its parts."""
+def tensor_times(executed: ExecutedCapture) -> dict[str, TensorTimes]:
+    """Return the first start and the last end of the copies of each entry, by name."""
     found: dict[str, TensorTimes] = {}
-    for begin, end, times in _parts(executed):
+    for begin, end, times in _batch_times(executed):
         for shard, offset in zip(executed.prepared.shards, executed.prepared.offsets, strict=True):
             placed = [place for place in shard.layout.placed if place.end > place.begin]
             ends = [place.end for place in placed]
             for place, _, _ in overlaps(placed, ends, begin - offset, end - begin):
                 name = place.entry.name
                 before = found.get(name)
-                found[name] = times if before is None else _both(before, times)
+                found[name] = times if before is None else _merge_times(before, times)
     return found
 
 
-def _busy(executed: Executed) -> Iterator[tuple[float, float, int]]:
-    """Start and end of each unit's copies on one queue, in its order, and its number."""
+def _busy_intervals(executed: ExecutedCapture) -> Iterator[tuple[float, float, int]]:
+    """Yield start, end and number of each unit's copies, which run one after another on one
+    queue."""
     free_s = executed.begun_s
     ends = [(arrived[-1], number) for number, arrived in enumerate(executed.arrived_s) if arrived]
     for end_s, number in sorted(ends):
@@ -123,24 +132,24 @@ def _busy(executed: Executed) -> Iterator[tuple[float, float, int]]:
         free_s = end_s
 
 
-def _parts(executed: Executed) -> Iterator[tuple[int, int, TensorTimes]]:
-    """Range of the block, and times, of each batch."""
+def _batch_times(executed: ExecutedCapture) -> Iterator[tuple[int, int, TensorTimes]]:
+    """Yield range in the block, and times, of each batch."""
     zero_s = executed.begun_s
-    for start_s, _, number in _busy(executed):
+    for start_s, _, number in _busy_intervals(executed):
         unit = executed.units[number]
         arrived = executed.arrived_s[number]
         for place, batch in enumerate(unit.batches):
-            # A device says how far it is less often than at each batch.
+            # A device may report progress less often than after each batch.
             end_s = arrived[place] if len(arrived) == len(unit.batches) else arrived[-1]
             planned: tuple[float | None, float | None] = None, None
-            if executed.program.planned_s:
-                planned = executed.program.planned_s[number][place]
+            if executed.bound_plan.planned_s:
+                planned = executed.bound_plan.planned_s[number][place]
             times = TensorTimes(*planned, start_s - zero_s, end_s - zero_s, bool(unit.slots))
             yield batch.begin, batch.end, times
             start_s = end_s
 
 
-def _both(one: TensorTimes, other: TensorTimes) -> TensorTimes:
+def _merge_times(one: TensorTimes, other: TensorTimes) -> TensorTimes:
     starts = [s for s in (one.planned_start_s, other.planned_start_s) if s is not None]
     ends = [s for s in (one.planned_end_s, other.planned_end_s) if s is not None]
     return TensorTimes(
