@@ -59,9 +59,9 @@ ORDER = (
     "",  # `import everstep` itself: what users see
     "integrations",
     "workloads",
+    "testing",
     "demo",
     "cli",
-    "testing",
     "bench",  # everstep_bench, but for its two parts that follow
     "bench.drill",
     "bench.cli",

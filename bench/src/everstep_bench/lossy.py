@@ -31,9 +31,10 @@ from everstep.workloads import (
     stdlib_text,
     training_of,
 )
+from everstep.workloads.processes import interruptible
 from everstep_bench.convergence import LAST_STEPS, loss_on
 from everstep_bench.persist.show import Display
-from everstep_bench.persist.workspace import interruptible, workspace
+from everstep_bench.persist.workspace import workspace
 from everstep_bench.stall.loop import seeded_single_thread
 from everstep_bench.stall.show import plain_table
 

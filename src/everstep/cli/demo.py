@@ -39,14 +39,15 @@ def demo(
     bit differs.
     """
     from everstep.demo.plan import demo_plan
-    from everstep.demo.show import as_json, introduce, present, progress_display
+    from everstep.demo.show import Display, introduce, present
     from everstep.demo.supervisor import run_demo
     from everstep.tiers.disk import storage_errors
 
     plan = demo_plan(steps=steps, every=every, method=method, seed=seed, quick=quick)
     place = run if run is not None else Path(tempfile.gettempdir())
     try:
-        with storage_errors("run the demo", place), progress_display(plan.steps) as display:
+        with storage_errors("run the demo", place):
+            display = Display(plan.training.steps)
             for line in introduce(plan):
                 display.event(line)
             report = run_demo(plan, display, folder=run)
@@ -54,9 +55,9 @@ def demo(
         typer.echo("interrupted: children and keeper are ended, temporary files removed", err=True)
         raise
     if json_output:
-        emit(as_json(report))
+        emit(report.as_json())
     else:
         present(report)
         if run is not None:
             typer.echo(f"kept in {run}; look at it with: everstep ls {run / 'killed'}")
-    raise typer.Exit(ExitCode.OK if report.verdict.identical else ExitCode.DIFFERENT)
+    raise typer.Exit(ExitCode.DIFFERENT if report.differences else ExitCode.OK)

@@ -1,4 +1,4 @@
-"""What is trained, and when and where the kills fall: a function of the seed."""
+"""The training, and when and where it is killed: a function of the seed."""
 
 from __future__ import annotations
 
@@ -9,21 +9,9 @@ from typing import Literal
 
 from everstep.config.options import presets, validate_options
 from everstep.errors import OptionError
-from everstep.workloads import GPTConfig
+from everstep.workloads import GPTConfig, TrainingConfig
 
-__all__ = [
-    "AFTER_CAPTURED",
-    "BEFORE_MANIFEST",
-    "BEFORE_RENAME",
-    "RANDOM_MOMENT",
-    "DemoPlan",
-    "KeeperKind",
-    "Kill",
-    "demo_plan",
-    "keeper_of",
-    "logs",
-    "planned_kills",
-]
+__all__ = ["DemoPlan", "KeeperKind", "Kill", "demo_plan", "keeper_of", "logs", "planned_kills"]
 
 RANDOM_MOMENT = "random moment"
 BEFORE_RENAME = "save.before_rename"
@@ -44,11 +32,11 @@ class Kill:
 
     Attributes:
         where: :data:`RANDOM_MOMENT`, or the failpoint at which the process kills itself.
-        step: the step after which it falls, or the step whose base it hits.
-        fraction: how far into the following step, in [0, 1); 0 at a failpoint.
-        keeper: what becomes of the keeper: ``"spared"``: it is a process, and lives on;
-            ``"dies"``: it is a thread of the trainer, and dies with it, as both do with
-            their machine; ``"none"``: the method needs none.
+        step: the step after which it happens, or the step of the base that it interrupts.
+        fraction: position in the following step, in [0, 1); 0 at a failpoint.
+        keeper: fate of the keeper: ``"spared"``: a process, which survives; ``"dies"``: a
+            thread of the trainer, which dies with it, as both do when their machine fails;
+            ``"none"``: the method needs no keeper.
     """
 
     where: str
@@ -58,46 +46,41 @@ class Kill:
 
     @property
     def is_failpoint(self) -> bool:
-        """Whether the process kills itself inside a save."""
+        """True if the process kills itself inside a save."""
         return self.where != RANDOM_MOMENT
 
     @property
     def died(self) -> str:
-        """Who dies of it, for people."""
+        """The processes that die, in words."""
         return "trainer + keeper" if self.keeper == "dies" else "trainer"
 
     def describe(self) -> str:
-        """``random moment, step 37 + 0.62``, or the failpoint and the base that it is in."""
-        when = (
-            f"base {self.step}" if self.is_failpoint else f"step {self.step} + {self.fraction:.2f}"
-        )
-        return f"{self.where}, {when}"
+        """``random moment, step 37 + 0.62``, or the failpoint and the base that it interrupts."""
+        if self.is_failpoint:
+            return f"{self.where}, base {self.step}"
+        return f"{self.where}, step {self.step} + {self.fraction:.2f}"
 
 
 @dataclass(frozen=True, slots=True)
 class DemoPlan:
-    """Everything that a demo does, fixed before it begins.
+    """All choices of a demo, fixed before it begins.
 
     Attributes:
-        model: the model.
-        batch: sequences in a batch.
-        text_bytes: how much of the text is used.
-        steps: steps of either run.
+        model: size of the model.
+        training: steps of either run, batch size, seed of weights, data order and dropout.
+        text_bytes: length of the text.
         every: steps between the bases of the run that is killed.
         keep: bases kept.
         method: preset of the run that is killed.
-        seed: of everything.
         kills: in the order of their steps.
     """
 
     model: GPTConfig
-    batch: int
+    training: TrainingConfig
     text_bytes: int
-    steps: int
     every: int
     keep: int
     method: str
-    seed: int
     kills: tuple[Kill, ...]
 
 
@@ -110,17 +93,15 @@ def demo_plan(
     seed: int = 1234,
     quick: bool = False,
 ) -> DemoPlan:
-    """Fills in what the user left open.
+    """Fill in the options that the user did not give.
 
     Raises:
-        OptionError: for options that a Checkpointer refuses, or that leave no room for
-            the kills.
+        OptionError: for options that a Checkpointer refuses, or with too few saves for the
+            kills.
     """
     model, batch, text_bytes, default_steps, default_every = _QUICK if quick else _FULL
     steps = default_steps if steps is None else steps
     every = default_every if every is None else every
-    if not 0 <= seed < 2**32:
-        raise OptionError(f"seed must be in [0, 2**32), not {seed}")
     validate_options(
         method=method,
         every=every,
@@ -130,34 +111,34 @@ def demo_plan(
         progress_timeout_s=1.0,
     )
     kills = planned_kills(steps=steps, every=every, seed=seed, keeper=keeper_of(method))
-    return DemoPlan(model, batch, text_bytes, steps, every, keep, method, seed, kills)
+    training = TrainingConfig(steps, batch=batch, seed=seed, warmup_steps=max(1, steps // 8))
+    return DemoPlan(model, training, text_bytes, every, keep, method, kills)
 
 
 def keeper_of(method: str) -> KeeperKind:
-    """What makes the bases of a preset durable, unless it is told otherwise."""
+    """Return the kind of keeper that a preset has by default."""
     if presets[method].base == "sync":
         return "none"
     return "process" if sys.platform == "linux" else "thread"
 
 
 def logs(method: str) -> bool:
-    """Whether a preset records every step."""
+    """Return True if a preset records every step."""
     return presets[method].log != "none"
 
 
 def planned_kills(*, steps: int, every: int, seed: int, keeper: KeeperKind) -> tuple[Kill, ...]:
-    """The kills, one in each third of the run, or in each quarter: inside of saves, and at any
-    moment.
+    """Draw the kills: all but the last inside saves, one in each third or quarter of the run.
 
     Args:
-        keeper: what the method has: a process is spared by the last two of four kills.
+        keeper: of the method; the last two of four kills spare a keeper process.
 
     Raises:
         OptionError: when there are fewer than nine saves in ``steps``.
     """
     if every < 1 or steps < _SAVES_MIN * every:
         raise OptionError(
-            f"{steps} steps with a save every {every} leave no room for the kills",
+            f"{steps} steps with a save every {every} are too few for the kills",
             hint=f"take at least {_SAVES_MIN} times as many steps as there are between saves",
         )
     draw = random.Random(seed)
@@ -168,14 +149,13 @@ def planned_kills(*, steps: int, every: int, seed: int, keeper: KeeperKind) -> t
         inside = [(where, "none") for where, _ in inside]
     saves = steps // every
     share = saves // (len(inside) + 1)
-    # In saves: [2, share], [share + 1, 2 share], and so on, and between the last of them and the
-    # end. One save is whole before the first kill, and each restart takes at least one of its
-    # own. What is left of the last share gives the last kill time to arrive on a busy machine.
-    kills = [
-        Kill(where, every * draw.randrange(max(2, number * share + 1), (number + 1) * share + 1),
-             keeper=fate)
-        for number, (where, fate) in enumerate(inside)
-    ]  # fmt: skip
+    # In saves: [2, share], [share + 1, 2 share], and so on, and the last between those and the end.
+    # One save is complete before the first kill, and each restart completes one of its own. The
+    # rest of the last share gives the last kill time to arrive on a busy machine.
+    kills = []
+    for number, (where, fate) in enumerate(inside):
+        save = draw.randrange(max(2, number * share + 1), (number + 1) * share + 1)
+        kills.append(Kill(where, every * save, keeper=fate))
     end = saves - max(1, (share - 1) // 2)
     moment = draw.randrange((len(inside) * share + 1) * every, end * every)
     last: KeeperFate = "spared" if keeper == "process" else inside[-1][1]

@@ -1,72 +1,62 @@
-"""One child process: started, followed through its journal, killed by its id."""
+"""One child process: start it, follow its journal, kill it by its process id."""
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
-from everstep.demo.journal import Event, JournalReader
+from everstep.workloads.journal import Event, JournalReader
+from everstep.workloads.processes import training_environment
 
-__all__ = ["CHILD_COMMAND", "Child", "child_environment"]
+__all__ = ["CHILD_COMMAND", "Child"]
 
 CHILD_COMMAND: tuple[str, ...] = (sys.executable, "-m", "everstep.demo.child")
 
-_THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 _TAIL_BYTES = 4000
 _REAP_TIMEOUT_S = 10.0
 
 
-def child_environment(failpoints: str = "") -> dict[str, str]:
-    """The environment of a training process: one thread, no GPU, nothing left to chance."""
-    environment = dict(os.environ)
-    environment.update(dict.fromkeys(_THREAD_VARIABLES, "1"))
-    environment["PYTHONHASHSEED"] = "0"
-    environment["CUDA_VISIBLE_DEVICES"] = ""  # both runs are on the CPU: that is what is compared
-    environment["EVERSTEP_FAILPOINTS"] = failpoints
-    if "PYTHONPATH" in environment:  # the child works in another directory
-        parts = environment["PYTHONPATH"].split(os.pathsep)
-        environment["PYTHONPATH"] = os.pathsep.join(os.path.abspath(part) for part in parts)
-    return environment
-
-
 class Child:
-    """A training process that has just been started.
+    """A training process, started by the constructor.
 
     Args:
-        name: for people, and for its files in ``folder``.
-        command: program and arguments; the journal's path is appended.
-        folder: working directory; receives journal and log.
-        environment: as from :func:`child_environment`.
+        name: shown to users, and the name of its files in ``folder``.
+        command: program and arguments; the paths of order and parent id are appended.
+        folder: working directory; receives order, journal and log.
+        order: the contents of the order file, see :mod:`everstep.demo.child`.
 
     Attributes:
-        events: what it has reported so far.
-        status: its exit status as of the last :meth:`poll`; None while it runs, minus the
-            signal's number if one ended it.
+        events: journal entries read so far.
+        heard_s: monotonic time of the last new entry.
+        status: exit status as of the last :meth:`poll`; None while it runs, minus the
+            signal's number if a signal ended it.
     """
 
     def __init__(
-        self, name: str, command: Sequence[str], folder: Path, environment: Mapping[str, str]
+        self, name: str, command: Sequence[str], folder: Path, order: Mapping[str, Any]
     ) -> None:
         self.name = name
         self.events: list[Event] = []
         self.status: int | None = None
+        self.heard_s = time.monotonic()
         self._log = folder / f"{name}.log"
-        journal = folder / f"{name}.jsonl"
-        self._reader = JournalReader(journal)
-        self.started_s = self.heard_s = time.monotonic()
-        command = [*command, "--journal", str(journal), "--parent", str(os.getpid())]
+        self._reader = JournalReader(folder / f"{name}.jsonl")
+        path = folder / f"{name}.json"
+        path.write_text(json.dumps({**order, "journal": str(folder / f"{name}.jsonl")}))
+        command = [*command, str(path), str(os.getpid())]
         with self._log.open("wb") as log:
-            self._process = self._start(command, folder, environment, log)
+            self._process = self._start(command, folder, training_environment(), log)
 
     def _start(
         self, command: Sequence[str], folder: Path, environment: Mapping[str, str], log: BinaryIO
     ) -> subprocess.Popen[bytes]:
-        # A session of its own: Ctrl-C reaches the supervisor alone, which ends its children.
+        # In a session of its own: Ctrl-C reaches the supervisor only, which ends its children.
         return subprocess.Popen(
             command,
             stdin=subprocess.DEVNULL,
@@ -77,42 +67,34 @@ class Child:
             start_new_session=True,
         )
 
+    def report(self, kind: str) -> Event:
+        """Return the event ``"resumed"`` or ``"finished"``; an empty one before it."""
+        return next((event for event in self.events if event["event"] == kind), {})
+
     @property
-    def pid(self) -> int:
-        """The process's id."""
-        return self._process.pid
+    def steps(self) -> list[Event]:
+        """The events of the steps that this process has taken."""
+        return [event for event in self.events if event["event"] == "step"]
 
     @property
     def step(self) -> int:
-        """The last step that the process has reported, resumed ones included; 0 before."""
+        """The last step it has reported, taken or resumed; 0 before."""
         return next((event["step"] for event in reversed(self.events) if "step" in event), 0)
 
     @property
-    def resumed(self) -> Event | None:
-        """The report of its resume, once it is there."""
-        return next((event for event in self.events if event["event"] == "resumed"), None)
-
-    @property
-    def finished(self) -> Event | None:
-        """Its last report, once it is there."""
-        return next((event for event in self.events if event["event"] == "finished"), None)
-
-    @property
     def position(self) -> tuple[int, float | None]:
-        """The last step that it has reported, and its loss; None before its first own step."""
-        for event in reversed(self.events):
-            if event["event"] == "step":
-                return event["step"], float.fromhex(event["loss"])
-        return self.step, None
+        """The last step it has reported, and its loss; None before its first own step."""
+        taken = self.steps
+        return self.step, float.fromhex(taken[-1]["loss"]) if taken else None
 
     @property
     def losses(self) -> list[tuple[int, str]]:
         """``(step, loss in hexadecimal)`` of every step it has taken."""
-        return [(event["step"], event["loss"]) for event in self.events if event["event"] == "step"]
+        return [(event["step"], event["loss"]) for event in self.steps]
 
     def poll(self) -> None:
-        """Reads what is new in the journal, and the exit status once there is one."""
-        status = self._process.poll()  # before reading: then nothing can come after the read
+        """Read new journal entries, and the exit status once there is one."""
+        status = self._process.poll()  # before reading: then no entry can come after the read
         new = self._reader.read_new()
         if new:
             self.heard_s = time.monotonic()
@@ -120,15 +102,11 @@ class Child:
         self.status = status
 
     def kill(self) -> None:
-        """Sends SIGKILL to this very process and waits until it is gone; harmless if it is."""
+        """Send SIGKILL to this process and wait for its end; do nothing if it has ended."""
         if self._process.poll() is None:
             self._process.kill()
             self._process.wait(timeout=_REAP_TIMEOUT_S)
 
     def log_tail(self) -> str:
-        """The end of what it wrote to standard output and error."""
-        try:
-            data = self._log.read_bytes()
-        except FileNotFoundError:
-            return ""
-        return data[-_TAIL_BYTES:].decode("utf-8", "replace").strip()
+        """Return the end of its standard output and error."""
+        return self._log.read_bytes()[-_TAIL_BYTES:].decode("utf-8", "replace").strip()

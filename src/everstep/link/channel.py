@@ -38,7 +38,7 @@ _NO_ERRORS: AbstractContextManager[None] = contextlib.nullcontext()
 class Work:
     """A piece of background work, and the time of its last progress."""
 
-    what: str
+    description: str
     step: int
     last_progress_s: float
     reported: bool = False
@@ -66,9 +66,9 @@ class BackgroundChannel:
         self._timeline: int | None = None  # opened last by this process
         self._taking_over = False
 
-    def begin(self, what: str, step: int) -> Work:
+    def begin(self, description: str, step: int) -> Work:
         """Register a piece of work."""
-        work = Work(what, step, self._clock.running_s())
+        work = Work(description, step, self._clock.running_s())
         with self._lock:
             self._under_way.append(work)
         return work
@@ -245,7 +245,7 @@ class BackgroundChannel:
                     work.reported = True
                     self._errors.append(
                         DeadlineError(
-                            f"{work.what} has made no progress for "
+                            f"{work.description} has made no progress for "
                             f"{now_s - work.last_progress_s:.0f} s: the storage hangs",
                             step=work.step,
                             hint="check the disk or network file system (dmesg, df, iostat)",

@@ -73,6 +73,7 @@ class JobSession:
             fields["again"],
             tuple(fields["lost"]),
             tuple(fields["nodes"]),
+            fields["unread"],
         )
 
 

@@ -150,7 +150,7 @@ class ReplacedTensors:
     """Detects tensors that were put in place of those that replay would update.
 
     Loading a state or swapping parameters does that; torch's own optimizers update in place. (For
-    values written in place see :mod:`.untold`.)
+    values written in place see :mod:`.untracked_writes`.)
 
     Args:
         state: state whose optimizers are watched.

@@ -64,7 +64,7 @@ def keeper_key(run: str, run_id: str, rank: int) -> str:
     """Return the key of a keeper, unique for this user: 16 hexadecimal digits.
 
     Args:
-        run: real path of the run folder (:func:`~everstep.restore.start.folder.run_path`); a copy
+        run: real path of the run folder (:func:`~everstep.run.folder.run_path`); a copy
             of the run elsewhere is another run.
         run_id: from ``run.json``; a later run at the same path is another run.
         rank: the rank.

@@ -34,7 +34,7 @@ from everstep.options import LogOptions
 from everstep.seams import ManualClock, PosixFileSystem, Seams
 from everstep.seams.files.moving import Standstill, is_over
 from everstep.trainer.attach.requests import Replies
-from everstep.trainer.log.disklog import DiskLog
+from everstep.trainer.log.disk_log import DiskLog
 from tests.support.log.every_step import World
 from tests.support.ranks.peer_logs import Log
 from tests.support.ranks.together import RankTraining, rank_seams, resume, trainings

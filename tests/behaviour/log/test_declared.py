@@ -422,7 +422,7 @@ def test_a_change_that_nobody_was_told_of_is_found_out(served: Bench) -> None:
     world.ckpt = None
     for step in (4, 5):
         world.train()
-        with pytest.raises(AuditError, match=rf"'ema/\*' declares has changed in step {step}"):
+        with pytest.raises(AuditError, match=rf"declared by 'ema/\*' changed in step {step}"):
             ckpt.step()  # takes a base all the same
     state = world.snapshot()
     killed(ckpt)
@@ -460,10 +460,10 @@ def test_a_mark_without_room_raises_no_false_alarm(served: Bench) -> None:
     run_steps(ckpt, world, 3)
     recorder = ckpt._recorder
     assert recorder is not None
-    limit, recorder.rooms.bytes_max = recorder.rooms.bytes_max, recorder.rooms.kept_bytes
+    limit, recorder.memory.bytes_max = recorder.memory.bytes_max, recorder.memory.kept_bytes
     run_steps(ckpt, world, 1)  # the function runs in it
     assert recorder.stats.holes
-    recorder.rooms.bytes_max = limit
+    recorder.memory.bytes_max = limit
     states = run_steps(ckpt, world, 5)
     killed(ckpt)
     other = World("ema", every=3, seed=9)

@@ -175,7 +175,9 @@ def test_a_log_that_hangs_is_said_to(served: Bench) -> None:
     assert log is not None
     gate = Gate()
     log._threads.submit(gate.wait_at)
-    with pytest.raises(DeadlineError, match=r"the log was not written within 0.05 s"):
+    with pytest.raises(
+        DeadlineError, match=r"no record of the log was written to disk within 0.05 s"
+    ):
         log.settle(0.05)
     gate.open()
     log.settle(TIMEOUT_S)

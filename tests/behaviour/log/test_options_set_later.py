@@ -83,7 +83,7 @@ def test_options_set_later(kind: str, run_folder: Path) -> None:
             if step in (3, 4):
                 with pytest.raises(UnsupportedStateError, match=why) as refused:
                     ckpt.step()
-                assert "group 0 of optimizer has options now" in str(refused.value)
+                assert "group 0 of optimizer now has options" in str(refused.value)
                 assert refused.value.leaves[0][0] == "optimizer"
             else:
                 ckpt.step()
@@ -196,7 +196,7 @@ def test_a_base_over_several_steps_is_void(served: Bench) -> None:
         world.train()
         ckpt.step()
     ckpt.wait(TIMEOUT_S)
-    assert "group 0 of optimizer has options now" in str(said[0])  # not the keeper, later
+    assert "group 0 of optimizer now has options" in str(said[0])  # not the keeper, later
     die(ckpt)
 
 
@@ -217,7 +217,7 @@ def test_gradients_in_common_that_are_written_to(nesterov: bool, run_folder: Pat
             world.optimizer.zero_grad()
             ckpt.step()
     assert bool(heard) == nesterov
-    assert all("one memory" in str(error) for error in heard)
+    assert all("share memory" in str(error) for error in heard)
     again = World("plain", seed=9)
     with opened(run_folder, again, every=100) as ckpt:
         found = ckpt.resume()

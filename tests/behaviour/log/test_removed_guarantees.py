@@ -24,7 +24,7 @@ from everstep.restore.start.report import Recovery
 from everstep.run import chain as chain_module
 from everstep.run.chain import LogIndex
 from everstep.state.survey.ownership import Owner
-from everstep.trainer.log import consumed as consumed_module
+from everstep.trainer.log import update_inputs as consumed_module
 from everstep.trainer.log.recorder import Recorder
 from tests.support.log.late import LateTransfer
 from tests.support.log.late import opened as late

@@ -144,7 +144,7 @@ def test_what_nobody_needs_of_it_is_not_made_whole(tmp_path: Path, ring: ChunkRi
             asked.append(opened.marker.rank)
             return make(opened)
 
-        _, loaded = restored(base, "fsdp", info, ring, whole=note)
+        _, loaded = restored(base, "fsdp", info, ring, complete=note)
     assert asked == [1]
     assert set(loaded.rank_bytes) == {1}
 
@@ -185,8 +185,8 @@ def test_files_in_memory_are_made_whole_like_those_on_disk(tmp_path: Path, ring:
 
 def test_nobody_takes_it_as_it_is(tmp_path: Path, ring: ChunkRing) -> None:
     base = fuzzy_base(tmp_path, "ddp", 2, ring)
-    with as_rank(0, 2) as info, pytest.raises(FormatError, match="of several updates"):
-        restored(base, "ddp", info, ring, whole=None)
+    with as_rank(0, 2) as info, pytest.raises(FormatError, match="at different updates"):
+        restored(base, "ddp", info, ring, complete=None)
 
 
 # --- What cannot be made whole ----------------------------------------------------------

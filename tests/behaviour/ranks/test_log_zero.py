@@ -29,7 +29,7 @@ from everstep.state.ranks.log_shares import bytes_logged_elsewhere, updated_else
 from everstep.state.ranks.rank_info import RankInfo
 from everstep.state.ranks.writers import Replication, find_replication
 from everstep.state.training_state import State
-from everstep.trainer.log.untold import Untold
+from everstep.trainer.log.untracked_writes import UntrackedWrites
 from tests.support.ranks.relogged import Logs, logged, record_of, records_of, redone, train
 from tests.support.ranks.sharding import STEP, Values, as_rank, build, load, locals_of
 
@@ -144,7 +144,7 @@ def in_samples(state: State) -> set[str]:
     """Parameters of which marks of this rank's log hold some elements."""
     survey = state.survey()
     channel = BackgroundChannel("raise", ManualClock(), progress_timeout_s=9.0)
-    untold = Untold(channel, state)
+    untold = UntrackedWrites(channel, state)
     untold.start(survey, STEP)
     which = untold.samples(STEP + 1)[f"{SPOT}which"].numpy()
     bits = np.unpackbits(which)[: len(survey.tensors)]

@@ -23,8 +23,7 @@ from everstep.state.ranks.rank_info import RankInfo
 from everstep.state.training_state import State
 from everstep.state.values.objects import encode
 from everstep.state.values.tensors import byte_view, local_tensor
-from everstep.trainer.log.consumed import Consumption
-from everstep.trainer.log.log_part import LogPart
+from everstep.trainer.log.update_inputs import InputReader, RankInputReader
 from tests.support.ranks import replicas as parts
 from tests.support.ranks.logs import die
 from tests.support.ranks.replicas import layers, records_of, replicas, resume, trained, until
@@ -124,8 +123,8 @@ def test_a_lossy_part_is_what_training_would_have_recorded() -> None:
 
 def recorded(state: State, ratio: float | None = None) -> LogRecord:
     """What this rank records of the update that is next."""
-    consumption = Consumption(state, lossy_ratio=ratio)
-    consumed, name, about = LogPart(state).look(consumption, "optimizer")
+    consumption = InputReader(state, lossy_ratio=ratio)
+    consumed, name, about = RankInputReader(state).look(consumption, "optimizer")
     data = memoryview(bytearray(consumed.layout.size_bytes))
     for place in consumed.layout.placed:
         data[place.begin : place.end] = bytes(byte_view(consumed.tensors[place.entry.name]))

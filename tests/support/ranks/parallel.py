@@ -35,7 +35,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 from everstep.errors import AuditError
-from everstep.trainer.multistep.multistep_gradients import GradientCheck
+from everstep.trainer.multistep.held_gradients import GradientCheck
 
 __all__ = ["LAYOUTS", "MORE", "Layout", "Training", "main"]
 

@@ -15,10 +15,10 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from everstep.demo.fingerprint import fingerprint
 from everstep.errors import EverstepError, OptionError
 from everstep.testing.emulated_link import EmulatedLink
 from everstep.workloads import make_deterministic
+from everstep.workloads.fingerprint import fingerprint
 from everstep_bench.crash import lives as lives_module
 from everstep_bench.crash import run, show
 from everstep_bench.crash.arms import DcpWarm, KilledOurs, make_arm

@@ -18,8 +18,8 @@ import numpy as np
 import pytest
 import torch
 
-from everstep.demo.fingerprint import fingerprint
 from everstep.errors import EverstepError, OptionError, OutOfSpaceError
+from everstep.workloads.fingerprint import fingerprint
 from everstep_bench.persist.machine import Machine
 from everstep_bench.stall import helpers
 from everstep_bench.stall.cores import Placement

@@ -18,7 +18,7 @@ from torch import nn
 from everstep.capture.events import Observed, StepEvents
 from everstep.capture.scheduled import Dispatch
 from everstep.errors import DeadlineError, StateError
-from everstep.trainer.schedule.scheduled import Scheduler
+from everstep.trainer.schedule.scheduler import Scheduler
 from tests.support.events import SIZE, Capture
 
 

@@ -396,7 +396,7 @@ def test_only(run: Path, step: int) -> None:
         ({"only": 3}, "only"),
         ({"step": -1}, "step must be"),
         ({"map_location": "cup"}, "map_location 'cup' is not a device"),
-        ({"into": {"model": nn.Linear(1, 1)}, "map_location": "cpu"}, "map_location is for"),
+        ({"into": {"model": nn.Linear(1, 1)}, "map_location": "cpu"}, "map_location applies to"),
         ({"into": {}}, "the state is empty"),
         ({"onyl": "model/*"}, "did you mean 'only'"),
     ],

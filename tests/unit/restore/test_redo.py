@@ -65,8 +65,19 @@ def test_every_row_that_is_replayed_in_blocks(
     assert taken == [(redo.STEPS_AT_ONCE, 2), (STEPS - redo.STEPS_AT_ONCE, 2)]
 
 
-def test_what_is_there_is_replayed_while_the_next_step_is_read(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("in_memory", "batches"),
+    [
+        pytest.param(False, [1] * STEPS, id="replayed while the next one is read"),
+        pytest.param(
+            True,
+            [redo.STEPS_AT_ONCE, STEPS - redo.STEPS_AT_ONCE],
+            id="a pass over the state takes longer than to verify the next one",
+        ),
+    ],
+)
+def test_steps_in_memory_wait_for_each_other_and_others_do_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, in_memory: bool, batches: list[int]
 ) -> None:
     states = trained(tmp_path / "run", AdamW)
     taken: list[int] = []
@@ -78,32 +89,13 @@ def test_what_is_there_is_replayed_while_the_next_step_is_read(
 
     monkeypatch.setattr(engine, "Blocked", NotingBlocked)
     monkeypatch.setattr(Prefetch, "ready", False)
+    if in_memory:
+        monkeypatch.setattr(redo.Step, "read_bytes", 0)
     with resumed(tmp_path / "run", AdamW) as (world, recovery):
         assert (recovery.replayed, recovery.exact) == (STEPS, True)
         assert world.snapshot() == states[STEPS]
-    assert taken == [1] * STEPS
+    assert taken == batches
     assert 0 < recovery.replay_s < recovery.seconds
-
-
-def test_steps_that_lie_in_memory_wait_for_each_other(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Each pass over the state takes longer than to verify the next step."""
-    states = trained(tmp_path / "run", AdamW)
-    taken: list[int] = []
-
-    class NotingBlocked(Blocked):
-        def run(self, updates: Any) -> None:
-            taken.append(len(updates))
-            super().run(updates)
-
-    monkeypatch.setattr(engine, "Blocked", NotingBlocked)
-    monkeypatch.setattr(Prefetch, "ready", False)
-    monkeypatch.setattr(redo.Step, "read_bytes", 0)
-    with resumed(tmp_path / "run", AdamW) as (world, recovery):
-        assert (recovery.replayed, recovery.exact) == (STEPS, True)
-        assert world.snapshot() == states[STEPS]
-    assert taken == [redo.STEPS_AT_ONCE, STEPS - redo.STEPS_AT_ONCE]
 
 
 RUNS: dict[int, tuple[Path, dict[int, Any]]] = {}

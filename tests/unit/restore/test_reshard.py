@@ -267,7 +267,7 @@ def test_a_missing_rank_is_named_before_anything_is_touched(
 def test_a_hole_is_listed_by_verify(
     tmp_path: Path, ring: ChunkRing, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    mine = "everstep.state.ranks.writers.Sharing.mine"
+    mine = "everstep.state.ranks.writers.WriterAssignment.mine"
 
     def forgetful(self: Any) -> Any:
         return {n: e for n, e in original(self).items() if n != "model/up.weight"}

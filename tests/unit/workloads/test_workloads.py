@@ -14,7 +14,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from everstep.demo.fingerprint import fingerprint
 from everstep.errors import MismatchError, OptionError, UnavailableError
 from everstep.workloads import (
     GPT,
@@ -28,6 +27,7 @@ from everstep.workloads import (
     stdlib_text,
     training_of,
 )
+from everstep.workloads.fingerprint import fingerprint
 
 TINY = GPTConfig(layers=1, width=16, heads=2, context=8)
 TEXT = bytes(np.random.default_rng(7).integers(0, 256, size=4000, dtype=np.uint8))

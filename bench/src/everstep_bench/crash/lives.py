@@ -13,10 +13,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from everstep.demo.keepers import end_keeper
 from everstep.errors import DeadlineError, EverstepError
 from everstep.link.registry import kill_keeper, list_keepers
 from everstep.seams.processes.processes import process_gone
+from everstep.testing.keepers import end_keeper
 from everstep_bench.crash.child import Order
 from everstep_bench.crash.options import CrashOptions
 from everstep_bench.stall.arms import TIMEOUT_S

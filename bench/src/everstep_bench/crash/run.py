@@ -8,13 +8,14 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
+from everstep.workloads.processes import interruptible
 from everstep_bench.crash.interval import SaveCosts, costs_of, interval_of, logged_interval_of
 from everstep_bench.crash.lives import Lives, Losses, lived
 from everstep_bench.crash.options import ARMS, IDEAL, CrashOptions
 from everstep_bench.crash.report import CrashReport, CrashTable
 from everstep_bench.persist.machine import look_at
 from everstep_bench.persist.show import Display
-from everstep_bench.persist.workspace import interruptible, workspace
+from everstep_bench.persist.workspace import workspace
 from everstep_bench.stall.options import ARMS as STALL_ARMS
 from everstep_bench.stall.options import StallOptions
 from everstep_bench.stall.report import StallReport

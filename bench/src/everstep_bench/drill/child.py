@@ -23,8 +23,6 @@ import torch.distributed as dist
 import everstep
 from everstep.compress.training import Compressor
 from everstep.config.options import LogOptions
-from everstep.demo.fingerprint import fingerprint
-from everstep.demo.journal import JournalWriter
 from everstep.errors import EverstepError, OptionError, UnavailableError
 from everstep.seams.processes.processes import PidWatch
 from everstep.tiers.options import PeerOptions, TierOptions
@@ -36,6 +34,8 @@ from everstep.workloads import (
     make_deterministic,
     training_of,
 )
+from everstep.workloads.fingerprint import fingerprint
+from everstep.workloads.journal import JournalWriter
 
 __all__ = ["main", "trained"]
 

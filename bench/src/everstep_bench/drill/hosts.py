@@ -7,9 +7,9 @@ import subprocess
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from everstep.demo.process import child_environment
 from everstep.seams.network.sockets import SOCKET_PATH_BYTES_MAX
 from everstep.seams.processes.runtime import RUNTIME_DIR_VARIABLE
+from everstep.workloads.processes import training_environment
 from everstep_bench.drill.network import Network
 from everstep_bench.drill.processes import (
     MARK,
@@ -103,7 +103,7 @@ class Hosts:
             log: file for what it prints.
             extra: environment.
         """
-        environment = child_environment(extra.get("EVERSTEP_FAILPOINTS", ""))
+        environment = training_environment(extra.get("EVERSTEP_FAILPOINTS", ""))
         environment.update(self.network.environment())
         if self.store is not None:
             environment.update(self.store.environment())

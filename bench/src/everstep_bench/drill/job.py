@@ -13,8 +13,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from everstep.demo.journal import Event, JournalReader
 from everstep.seams.processes.processes import PidWatch
+from everstep.workloads.journal import Event, JournalReader
 from everstep_bench.drill.arms import Arm, Consumes
 from everstep_bench.drill.hosts import Hosts
 from everstep_bench.drill.plan import DrillPlan

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from everstep.demo.verdict import Difference
+from everstep.workloads.comparison import Difference
 from everstep_bench.drill.arms import OTHERS, OURS
 from everstep_bench.drill.plan import DrillPlan, Kill
 

@@ -12,11 +12,11 @@ from typing import Any
 
 import torch
 
-from everstep.demo.workspace import interruptible, workspace
 from everstep.errors import UnavailableError
 from everstep.seams.processes.processes import available_cores
 from everstep.version import __version__
 from everstep.workloads import stdlib_text
+from everstep.workloads.processes import interruptible, workspace
 from everstep_bench.drill.arms import ARMS, Consumes
 from everstep_bench.drill.hosts import Hosts
 from everstep_bench.drill.job import CHILD, Start

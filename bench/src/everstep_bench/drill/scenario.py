@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from everstep.demo.verdict import Difference, compare_fingerprints, compare_losses
 from everstep.seams.processes.processes import PidWatch
+from everstep.workloads.comparison import Difference, compare_fingerprints, compare_losses
 from everstep_bench.drill.arms import ARMS, Consumes
 from everstep_bench.drill.hosts import Hosts
 from everstep_bench.drill.job import CHILD, Start, order_of
@@ -235,7 +235,7 @@ def compare(
     plan: DrillPlan, alone: Start, starts: Sequence[Start], end: int | None = None
 ) -> tuple[Difference, ...]:
     """What every rank computed and ended with, against the run that nobody disturbed: each loss of
-    each start, and the live state at the end as :mod:`everstep.demo.fingerprint`
+    each start, and the live state at the end as :mod:`everstep.workloads.fingerprint`
     describes it, which shares no code with what saved and restored it.
 
     Args:

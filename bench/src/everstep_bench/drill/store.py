@@ -16,8 +16,8 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from everstep.demo.process import child_environment
 from everstep.errors import UnavailableError
+from everstep.workloads.processes import training_environment
 from everstep_bench.drill.network import Namespaces
 from everstep_bench.drill.processes import MARK, DrillError, end_marked, mark_of
 
@@ -152,7 +152,7 @@ class Store:
             time.sleep(_LOOK_AGAIN_S)
 
     def _start(self, command: Sequence[str], log: str) -> subprocess.Popen[bytes]:
-        environment = {**child_environment(""), **self.environment()}
+        environment = {**training_environment(""), **self.environment()}
         environment[MARK] = mark_of(self._word, 0)
         with (self._folder / log).open("ab") as output:
             process = subprocess.Popen(

@@ -11,7 +11,7 @@ import numpy as np
 from everstep.capture.multistep import Unit
 from everstep.plan.multistep import PARTS_MAX, Overlap, Pipeline, lower_bound_s
 from everstep.plan.multistep_cut import best_cut, fewest, least_wait_s
-from everstep.trainer.multistep.multistep_cut import cut_units, modelled
+from everstep.trainer.multistep.partition import cut_by_cost, modelled_overlap
 from everstep_bench.multistep.options import WAYS, Ratio
 from everstep_bench.multistep.training import Lengths
 from everstep_bench.persist.report import Spread
@@ -220,7 +220,9 @@ class Measurement:
         if not self.units:
             return best_cut(pipeline, parts, held_steps).overlap
         units = [Unit("", "", (), size_bytes) for size_bytes in self.units]
-        return modelled(cut_units(units, pipeline, parts, held_steps), pipeline, held_steps)
+        return modelled_overlap(
+            cut_by_cost(units, pipeline, parts, held_steps), pipeline, held_steps
+        )
 
     def bound_s(self, row: Row) -> float:
         """No way with so many parts holds training up less."""

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from everstep.errors import EverstepError
+from everstep.workloads.processes import interruptible
 from everstep_bench.multistep import saves
 from everstep_bench.multistep.figures import AUTO, Measurement, Row
 from everstep_bench.multistep.options import WAYS, MultistepOptions, Ratio
@@ -19,11 +20,7 @@ from everstep_bench.multistep.saves import measure_row
 from everstep_bench.multistep.training import TimedTraining
 from everstep_bench.persist.machine import look_at
 from everstep_bench.persist.show import Display
-from everstep_bench.persist.workspace import (
-    interruptible,
-    refuse_without_room,
-    workspace,
-)
+from everstep_bench.persist.workspace import refuse_without_room, workspace
 from everstep_bench.stall.cores import Placement
 from everstep_bench.stall.loop import seeded_single_thread
 

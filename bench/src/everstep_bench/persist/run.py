@@ -15,6 +15,7 @@ from pathlib import Path
 
 from everstep.arena import Block
 from everstep.errors import OptionError
+from everstep.workloads.processes import interruptible
 from everstep_bench.persist.arms import Arm, Column
 from everstep_bench.persist.machine import Machine, look_at
 from everstep_bench.persist.meter import Sample
@@ -24,7 +25,7 @@ from everstep_bench.persist.raw import RawArm, Setting, make_ring, settings
 from everstep_bench.persist.report import COLUMNS, PersistReport, Row
 from everstep_bench.persist.show import Display
 from everstep_bench.persist.state import SIZE_BYTES_MIN, BenchState
-from everstep_bench.persist.workspace import check_room, interruptible, workspace
+from everstep_bench.persist.workspace import check_room, workspace
 
 __all__ = ["PersistOptions", "run_persist"]
 

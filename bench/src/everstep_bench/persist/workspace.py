@@ -1,21 +1,18 @@
-"""Where a benchmark writes: room for it, a folder that is gone afterwards, and signals."""
+"""Disk space for a benchmark, and a folder that is removed afterwards."""
 
 from __future__ import annotations
 
 import contextlib
 import shutil
-import signal
 import tempfile
-import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
-from types import FrameType
 
 from everstep.errors import OptionError, OutOfSpaceError, PermissionDeniedError
 from everstep_bench.persist.machine import Machine
 from everstep_bench.persist.raw import RING_BYTES
 
-__all__ = ["check_room", "interruptible", "refuse_without_room", "workspace"]
+__all__ = ["check_room", "refuse_without_room", "workspace"]
 
 _COPIES_ON_DISK = 12  # the most that lie there at once: four bases, six files of raw, one of a peer
 _COPIES_IN_MEMORY = 2.5  # the state, what a peer loads, buffers of peers
@@ -64,36 +61,6 @@ def refuse_without_room(
             tier="memory",
             hint=hint,
         )
-
-
-@contextlib.contextmanager
-def interruptible() -> Iterator[Sequence[int]]:
-    """Ctrl-C, SIGTERM and SIGHUP end the benchmark in good order.
-
-    Yields:
-        The signals that have come. A library may catch what the handler raises and raise
-        something of its own: that, too, comes out as KeyboardInterrupt.
-    """
-    seen: list[int] = []
-    if threading.current_thread() is not threading.main_thread():
-        yield seen  # only the main thread may set handlers
-        return
-
-    def interrupt(number: int, frame: FrameType | None) -> None:
-        seen.append(number)
-        raise KeyboardInterrupt(f"signal {number}")
-
-    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-    earlier = {number: signal.signal(number, interrupt) for number in numbers}
-    try:
-        yield seen
-    except BaseException as error:
-        if seen:
-            raise KeyboardInterrupt(f"signal {seen[0]}") from error
-        raise
-    finally:
-        for number, handler in earlier.items():
-            signal.signal(number, handler)
 
 
 @contextlib.contextmanager

@@ -31,9 +31,10 @@ from everstep.restore.fetch.held import HeldBase
 from everstep.seams import Seams
 from everstep.state.values.tensors import host_bytes
 from everstep.testing.emulated_link import EmulatedLink
-from everstep.trainer.schedule.schedule_stats import ScheduleStats
+from everstep.trainer.schedule.stats import ScheduleStats
+from everstep.workloads.processes import interruptible
 from everstep_bench.persist.show import Display
-from everstep_bench.persist.workspace import interruptible, workspace
+from everstep_bench.persist.workspace import workspace
 
 __all__ = ["ExecutedOptions", "ExecutedReport", "ExecutedRow", "run_executed"]
 

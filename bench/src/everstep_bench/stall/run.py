@@ -13,14 +13,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from everstep.errors import DeadlineError, UnavailableError
+from everstep.workloads.processes import interruptible
 from everstep_bench.persist.machine import Machine, look_at
 from everstep_bench.persist.meter import busy_s
 from everstep_bench.persist.show import Display
-from everstep_bench.persist.workspace import (
-    interruptible,
-    refuse_without_room,
-    workspace,
-)
+from everstep_bench.persist.workspace import refuse_without_room, workspace
 from everstep_bench.stall.arms import TIMEOUT_S, Arm, Pending
 from everstep_bench.stall.arms import Ideal as IdealArm
 from everstep_bench.stall.cores import Placement, descendants

@@ -35,7 +35,7 @@ def main(arguments: list[str]) -> int:
         arguments: an :class:`Order`, encoded.
     """
     order = Order.decode(arguments[0])
-    from everstep.demo.fingerprint import fingerprint
+    from everstep.workloads.fingerprint import fingerprint
     from everstep_bench.step.rounds import make_arm
 
     with orders.loop_of(order) as (loop, placement):

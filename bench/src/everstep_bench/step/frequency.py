@@ -16,10 +16,11 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
+from everstep.workloads.processes import interruptible
 from everstep_bench.persist.machine import Machine, look_at
 from everstep_bench.persist.report import Spread
 from everstep_bench.persist.show import Display
-from everstep_bench.persist.workspace import interruptible, workspace
+from everstep_bench.persist.workspace import workspace
 from everstep_bench.stall.cores import Placement
 from everstep_bench.stall.loop import Loop, seeded_single_thread
 from everstep_bench.stall.report import facts_as_json

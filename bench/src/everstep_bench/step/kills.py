@@ -14,8 +14,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from everstep.demo.keepers import end_keeper
 from everstep.errors import EverstepError
+from everstep.testing.keepers import end_keeper
 from everstep_bench.persist.report import Spread
 from everstep_bench.persist.show import Display
 from everstep_bench.stall.helpers import answer, running

@@ -35,7 +35,7 @@ def main(arguments: list[str]) -> int:
 
 
 def _train(order: dict[str, Any]) -> dict[str, Any]:
-    from everstep.demo.fingerprint import fingerprint
+    from everstep.workloads.fingerprint import fingerprint
 
     loop = _loop(order, order["seed"])
     steps = order["steps"]
@@ -61,7 +61,7 @@ def _train(order: dict[str, Any]) -> dict[str, Any]:
 
 
 def _resume(order: dict[str, Any]) -> dict[str, Any]:
-    from everstep.demo.fingerprint import fingerprint
+    from everstep.workloads.fingerprint import fingerprint
 
     loop = _loop(order, order["seed"] + 1)
     steps = order["steps"]

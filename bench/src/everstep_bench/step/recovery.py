@@ -23,10 +23,10 @@ from typing import Any
 import torch
 from torch.optim import AdamW
 
-from everstep.demo.keepers import end_keeper
 from everstep.errors import EverstepError
 from everstep.replay.engine import Replayer
 from everstep.replay.updates import Update
+from everstep.testing.keepers import end_keeper
 from everstep.workloads import GPT, gpt_of
 from everstep_bench.stall.helpers import answer, running
 

@@ -9,13 +9,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from everstep.errors import EverstepError
+from everstep.workloads.processes import interruptible
 from everstep_bench.persist.machine import Machine, look_at
 from everstep_bench.persist.show import Display
-from everstep_bench.persist.workspace import (
-    interruptible,
-    refuse_without_room,
-    workspace,
-)
+from everstep_bench.persist.workspace import refuse_without_room, workspace
 from everstep_bench.stall.cores import Placement
 from everstep_bench.stall.loop import Loop, seeded_single_thread
 from everstep_bench.step.figures import Rows

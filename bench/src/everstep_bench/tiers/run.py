@@ -16,9 +16,10 @@ from everstep.arena.memory import CONTROL_BYTES
 from everstep.errors import DeadlineError, EverstepError, OptionError
 from everstep.link.registry import kill_keeper, list_keepers
 from everstep.seams.processes.processes import process_gone
+from everstep.workloads.processes import interruptible
 from everstep_bench.persist.machine import look_at
 from everstep_bench.persist.show import Display
-from everstep_bench.persist.workspace import interruptible, refuse_without_room, workspace
+from everstep_bench.persist.workspace import refuse_without_room, workspace
 from everstep_bench.stall.arms import TIMEOUT_S
 from everstep_bench.stall.helpers import answer, running, tell
 from everstep_bench.tiers.options import Order, TiersOptions

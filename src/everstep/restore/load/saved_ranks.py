@@ -511,7 +511,7 @@ class SavedRanks:
 
     def hole(self, holes: Mapping[str, str]) -> HoleError:
         """Return the error that lists missing elements: ``name -> description``."""
-        listed = [f"  {name}: {what}" for name, what in list(holes.items())[:_LISTED]]
+        listed = [f"  {name}: {problem}" for name, problem in list(holes.items())[:_LISTED]]
         more = len(holes) - len(listed)
         return HoleError(
             f"{len(holes)} entries have a hole{self._missing_text()}:\n"

@@ -410,9 +410,9 @@ def restore_into(
     }
     plans = state.plan_restore(chosen, entries)
     mismatches = tuple(
-        (name, what)
+        (name, problem)
         for section, plan in plans.items()
-        for name, what in plan.mismatches
+        for name, problem in plan.mismatches
         if section not in modules or name == section or takes(name)
     )
     targets = None if mismatches else Targets.of(plans, entries)

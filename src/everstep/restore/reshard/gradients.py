@@ -154,7 +154,8 @@ class ReshardedGradients:
             assert isinstance(provider, OptimizerProvider)
             if [list(group) for group in layout.groups.get(key, ())] != provider.groups():
                 raise ReplayError(f"{key} has other parameter groups than when the base was saved")
-            self._wanted[key], self._updated_elsewhere[key] = {}, set()
+            self._wanted[key] = {}
+            self._updated_elsewhere[key] = set()
             mine = provider.owned() if isinstance(provider, ZeroProvider) else None
             for name, parameter in provider.named():
                 if mine is not None and name not in mine:

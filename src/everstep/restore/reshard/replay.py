@@ -61,6 +61,7 @@ class _ReshardedRedo(Redo):
             FormatError, ReplayError, AuditError: as of :meth:`step`.
         """
         size_bytes = sum(_gradient_bytes(update) for _, update in step.updates)
+        # Gradients of waiting updates stay in memory: apply them before the limit is exceeded.
         if self._taken_bytes + size_bytes > self.limit_bytes:
             self.idle()
             self._taken_bytes = 0
@@ -96,6 +97,7 @@ class _ReshardedRedo(Redo):
         Raises:
             MismatchError, FormatError, AuditError, ReplayError: as of :meth:`put_back`.
         """
+        # Marks of single ranks are incomplete; only those of all ranks can be restored.
         if not len(marks) == len(new_marks) == self._layout.world:
             return
         less = (logs_less(new_marks[rank], than=mark) for rank, mark in marks.items())

@@ -216,7 +216,7 @@ def resumed_of(
         outcome.source,
         outcome.exact and go.exact,
         (
-            *(Skipped(base.timeline, base.step, details) for base, details in choice.skipped),
+            *(Skipped(base.timeline, base.step, why) for base, why in choice.skipped),
             *skipped,
         ),
         problems,
@@ -238,9 +238,9 @@ def doubted(resumed: Resumed, notes: Sequence[str]) -> Resumed:
     """Add notes found after the agreement to a result; it is then not exact."""
     if not notes:
         return resumed
-    details = "; ".join(filter(None, (resumed.inexact, *notes)))
+    why = "; ".join(filter(None, (resumed.inexact, *notes)))
     problems = (*resumed.problems, *notes)
-    return replace(resumed, exact=False, own_exact=False, inexact=details, problems=problems)
+    return replace(resumed, exact=False, own_exact=False, inexact=why, problems=problems)
 
 
 def recovery_report(resumed: Resumed) -> dict[str, Any]:
@@ -263,8 +263,8 @@ def with_ranks(resumed: Resumed, reports: Sequence[Mapping[str, Any]]) -> Resume
     backs = tuple(RankBack(rank, *one["back"]) for rank, one in enumerate(reports))
     causes = ", ".join(str(one.rank) for one in backs if not one.exact)
     if resumed.inexact == _ELSEWHERE and causes:
-        details = f"the rank(s) {causes} restored is not exact: their evidence says details"
-        resumed = replace(resumed, inexact=details)
+        why = f"the state that rank(s) {causes} restored is not exact: see their evidence"
+        resumed = replace(resumed, inexact=why)
     return replace(
         resumed,
         reads=tuple(

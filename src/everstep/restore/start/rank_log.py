@@ -411,6 +411,7 @@ class RankLog:
             return
         place = 0
         spoilt = None
+        # Stop as soon as fewer steps were replayed than fetched: a record was damaged.
         while place == restored.replayed < len(chain.steps) and spoilt is None:
             parts: dict[tuple[int, int], dict[int, LogRecord]] = {}
             size_bytes = 0

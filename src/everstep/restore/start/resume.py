@@ -353,6 +353,7 @@ def _restore(inventory: Inventory, loader: Loader, log: LogFound, step: int | No
             if has_copy(filesystem, base.path):
                 remaining.append((base, whole))
             continue
+        # All markers are durable, so the base exists: write the manifest that its writer could not.
         if base.status == "complete":  # the writer died between the last marker and the manifest
             assert base.manifest is not None
             with contextlib.suppress(IsADirectoryError):  # a directory of that name is left alone

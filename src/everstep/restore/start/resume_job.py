@@ -198,6 +198,8 @@ class _JobStart:
             elif isinstance(out, OpenTimeline):
                 self._others.begin(f"opens timeline {out.record.timeline}")
                 self._ready()
+                # The keeper must be ready before the timeline exists: from then on older processes
+                # are fenced off.
                 failpoint("resume.before_timeline")
                 todo += self._agreement.done(Opened(self._open(out)))
                 self._in_order = True
@@ -206,11 +208,13 @@ class _JobStart:
             elif isinstance(out, Refuse):
                 self._refused = out
             else:
-                assert isinstance(out, IsSilent)  # judged by what was message, see Others.check
+                assert isinstance(out, IsSilent)  # reported by Others.check
 
     def _open(self, out: OpenTimeline) -> bool:
         """Open a timeline, in the copies first, as a run of one rank does (``adr/019``)."""
         leads = self._meeting.rank == COORDINATOR
+        # The coordinator opens the timeline in the copies first. A copy with an older timeline
+        # would let another process continue there.
         if leads:
             self._copies.prepare(out.choice)
         unique = f"{self._meeting.session}-{self._meeting.rank}"

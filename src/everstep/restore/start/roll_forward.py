@@ -1,7 +1,7 @@
 """Load a base and replay the log on it.
 
-A failing update leaves a mixture of steps behind. Then the base is loaded again, and the log is
-replayed up to the step before. A resume always ends in the state of one step, or raises.
+A failing update leaves the state in a mixture of steps. Then the base is loaded again, and the
+log is replayed up to the step before. A resume always ends in the state of one step, or raises.
 """
 
 from __future__ import annotations
@@ -180,8 +180,8 @@ def roll_forward(
         except MismatchError as error:
             if loader.strict:
                 raise
-            first, what = error.mismatches[0]
-            raise ReplayError(f"{OTHER_STATE} ({first}: {what})", step=base.id.step) from error
+            first, problem = error.mismatches[0]
+            raise ReplayError(f"{OTHER_STATE} ({first}: {problem})", step=base.id.step) from error
         restored.skipped += skipped
         start_s = clock.monotonic_s()
         try:
@@ -285,7 +285,7 @@ def replay(
     shape = log.index.marks[chain.steps[0]].shape
     if loaded.shape != shape or loaded.mismatches:
         timeline, at = chain.steps[0]
-        which = "".join(f" ({name}: {what})" for name, what in loaded.mismatches[:1])
+        which = "".join(f" ({name}: {problem})" for name, problem in loaded.mismatches[:1])
         restored.skipped.append(Skipped(timeline, at, f"{OTHER_STATE}{which}"))
         return
     if loaded.tied:
