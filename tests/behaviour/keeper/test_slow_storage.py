@@ -558,7 +558,7 @@ def test_an_answer_that_does_not_come_is_not_waited_for() -> None:
         return predicate()
 
     changed.wait_for = look  # type: ignore[method-assign]
-    with pytest.raises(DeadlineError, match="has not answered 'recall' within 10 s"):
+    with pytest.raises(DeadlineError, match="has not replied to 'recall' within 10 s"):
         replies.wait(_Keeper(), "recall", "recalled", LIMIT_S)
     assert LIMIT_S < sum(waited) - 3 <= LIMIT_S + 1
 

@@ -254,7 +254,7 @@ def test_a_keeper_without_descriptors_is_named(tmp_path: Path) -> None:
     ):
         attach(*about, timeout_s=DEADLINE_S)
     assert caught.value.hint == (
-        "raise ulimit -n; the keeper that lives has the limits of the process that started it: "
+        "raise ulimit -n; the running keeper has the limits of the process that started it: "
         f"prlimit --pid {process.pid} raises them, everstep stop ends it"
     )
 
