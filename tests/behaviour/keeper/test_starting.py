@@ -234,7 +234,7 @@ def test_what_a_keeper_of_before_has_no_room_for(
     where = "everstep.trainer.attach.attach"
     monkeypatch.setattr(f"{where}.connect", connect)
     monkeypatch.setattr(f"{where}.spawn_keeper", lambda _: None)
-    monkeypatch.setattr(f"{where}._met", met)
+    monkeypatch.setattr(f"{where}._attach_over", met)
     about: Any = (tmp_path, "id", 0, 4096, KeeperOptions(), None, SystemClock())
     with pytest.raises(kind) as caught:
         attach(*about, timeout_s=1.0)
@@ -266,8 +266,8 @@ def test_a_limit_of_this_process_is_not_put_on_the_keeper(
         raise UnavailableError("no descriptor", hint="raise ulimit -n") from OSError(EMFILE, "")
 
     where = "everstep.trainer.attach.attach"
-    monkeypatch.setattr(f"{where}._reached", lambda spawn: (object(), spawn.key, True))
-    monkeypatch.setattr(f"{where}._met", met)
+    monkeypatch.setattr(f"{where}._connect", lambda spawn: (object(), spawn.key, True))
+    monkeypatch.setattr(f"{where}._attach_over", met)
     about: Any = (tmp_path, "id", 0, 4096, KeeperOptions(), None, SystemClock())
     with pytest.raises(UnavailableError) as caught:
         attach(*about, timeout_s=1.0)
