@@ -46,7 +46,7 @@ def residual_bytes(state: State) -> int:
 
 def warn_of_unsaved_residuals(state: State) -> None:
     """Warn once of each gradient compressor or communication hook that keeps data between steps
-    and is not in the state; add it to ``state.coverage.unsaved_inputs``, so the state is inexact."""
+    and is not in the state; note it in ``state.coverage.unsaved_inputs`` (then inexact)."""
     saved = _saved(state)
     found = list[str]()
     for section, kind, kept in _keeping(state):
