@@ -203,7 +203,9 @@ def test_a_part_of_another_kind(saved: str, live: str, strict: bool, run_folder:
 
     state = {"x": part(live), "y": 0}
     if strict:
-        with pytest.raises(MismatchError, match=r"x: no .* in the checkpoint, one in the state"):
+        with pytest.raises(
+            MismatchError, match=r"x: the checkpoint has no .* here, the state has one"
+        ):
             save_and_resume(run_folder, {"x": part(saved), "y": 1}, state)
         return
     recovery = save_and_resume(run_folder, {"x": part(saved), "y": 1}, state, strict=False)
