@@ -1,4 +1,4 @@
-"""What a tier must do to be one: checks that any implementation of the contract can be put to.
+"""Checks of the contract of a tier, for any implementation.
 
 Each check of :data:`CHECKS` is a function that gets a :class:`Place` and raises
 ``AssertionError`` where the contract (:mod:`everstep.tiers.contract`) is broken. They need no
@@ -72,7 +72,7 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a tier is, and how to get at it.
+    """A tier under test, and access to it.
 
     Attributes:
         open: a handle; each further one sees what the others wrote. For what exists only as
@@ -89,7 +89,7 @@ Check = Callable[[Place], None]
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """How one check went.
+    """Result of one check.
 
     Attributes:
         problem: None if all is well, else where and why not.

@@ -1,4 +1,4 @@
-"""What the checks of tiers are made of: sources, some of which break, and work done at once."""
+"""Helpers of the checks: sources, some of which fail, and concurrent work."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def read_range(file: ReadFile, begin: int, length: int) -> bytes:
 
 
 def raised_by(call: Callable[[], object]) -> BaseException | None:
-    """What a call raises, if it does."""
+    """Return the exception that a call raises, or None."""
     try:
         call()
     except Exception as error:
@@ -119,7 +119,7 @@ def creating(tiers: list[Tier], name: str, start: threading.Barrier) -> Callable
 
 
 def at_once(work: Callable[[int], _T]) -> list[_T]:
-    """What ``work(0)`` to ``work(7)`` return, run in threads at the same time."""
+    """Run ``work(0)`` to ``work(7)`` in concurrent threads; return their results."""
     results: dict[int, _T] = {}
     errors: list[BaseException] = []
 

@@ -107,7 +107,7 @@ def _tell_to_stop(key: str, deadline_s: float) -> None:
 
 
 def _is_starting(key: str) -> bool:
-    """Whether a process that was started to be the keeper is there, whatever it does yet."""
+    """Return True if a process started as the keeper is alive, even if it does not listen yet."""
     try:
         # Every process that can print into the log has a share in its lock.
         log = lock_file(keeper_files(key, create=False).log, create=False)

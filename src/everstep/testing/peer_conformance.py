@@ -1,5 +1,6 @@
-"""What memory that holds copies for other nodes must do: checks that any implementation can be put
-to, as tiers are to :mod:`everstep.testing.conformance`.
+"""Checks of the contract of memory that holds copies for other nodes, for any implementation.
+
+They are to peers as :mod:`everstep.testing.conformance` is to tiers.
 
 It is no tier: copies come in parts, in order, each rank's own; it compares them with their
 digests itself, and decides what it lets go. So the cases are those of tiers where a tier has
@@ -62,7 +63,7 @@ _C = BaseId(1, 30)
 
 
 class Store(Protocol):
-    """What holds copies: see :class:`everstep.keeper.held.peer_base_store.PeerBaseStore`."""
+    """A store of copies, see :class:`everstep.keeper.held.peer_base_store.PeerBaseStore`."""
 
     @property
     def used_bytes(self) -> int: ...
@@ -313,7 +314,7 @@ def older_copies_stay_until_a_newer_one_is_whole_everywhere(make: Make) -> None:
 
 
 def the_bound_is_kept(make: Make) -> None:
-    """What does not fit is refused, and nothing is let go for it."""
+    """A copy that does not fit is refused, and no other copy is dropped for it."""
     a = _files(1, _A)
     large = _files(2, _A, size_bytes=1 << 20)
     measured = _opened(make)

@@ -66,7 +66,7 @@ class SimViolationError(AssertionError):
 
 @dataclass(slots=True)
 class Schedule:
-    """What one or many schedules consisted of."""
+    """Statistics of one or many schedules."""
 
     schedules: int = 0
     jobs: int = 0
@@ -146,7 +146,7 @@ class SimCluster:
         heapq.heappush(self._queue.heap, (self.now_s + delay_s, self._queue.count, act))
 
     def takes_s(self) -> float:
-        """How long some operation takes."""
+        """Draw the duration of an operation."""
         slow = self.rng.random() < 0.03
         return self.rng.uniform(1.0, 6.0) if slow else self.rng.uniform(0.001, 0.15)
 

@@ -155,7 +155,7 @@ class SimRank:
 
     @property
     def is_full(self) -> bool:
-        """Whether there is no room for one more base: training waits (I10)."""
+        """True if there is no space for one more base: training waits (I10)."""
         return len(self.memory) >= _COPIES_MAX
 
     # The loop.
@@ -237,7 +237,7 @@ class SimRank:
                 self.cluster.on_deleted(self, todo.base)
 
     def _gave_up(self, todo: Any, error: Exception) -> bool:
-        """Whether a base is given up because its files could not be written."""
+        """Return True if a base is abandoned because its files could not be written."""
         if not isinstance(todo, Do) or not isinstance(todo.action, WriteFiles | WriteMarker):
             return False
         assert self.member is not None
@@ -329,7 +329,7 @@ class SimRank:
     # What stands for the state.
 
     def _held(self) -> list[tuple[Marker, str]]:
-        """What is in the memory of this node's processes."""
+        """Return the bases in the memory of this node's processes."""
         here = [p for p in self.cluster.processes if p.alive and p.node == self.node]
         return [(marker, "memory") for p in here for marker, _ in p.memory.values()]
 

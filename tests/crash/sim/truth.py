@@ -1,4 +1,4 @@
-"""What has truly happened in a simulated cluster, and what may therefore be recovered.
+"""Ground truth of a simulated cluster: events so far, and the states that may be recovered.
 
 Nothing here uses the code under test but the decoding of records: it is an oracle of its own.
 """
@@ -24,7 +24,7 @@ class ViolatedError(AssertionError):
 
 @dataclass(frozen=True, slots=True)
 class Contents:
-    """What the files of one rank say of themselves."""
+    """Contents of the files of one rank."""
 
     timeline: str
     step: int

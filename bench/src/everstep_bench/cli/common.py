@@ -1,4 +1,4 @@
-"""What the verbs of ``everstep bench`` have in common: options, and how they begin and end."""
+"""Options of the verbs of ``everstep bench``, and their common start and end."""
 
 from __future__ import annotations
 

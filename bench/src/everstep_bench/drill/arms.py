@@ -65,7 +65,7 @@ class Arm:
 
     @property
     def staged(self) -> bool:
-        """Whether its system has nothing but the durable tier when training is gone."""
+        """True if its system has nothing but the durable tier after training has died."""
         return self.folder == "shared" and self.keeper == "thread"
 
 

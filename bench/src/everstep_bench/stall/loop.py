@@ -28,7 +28,7 @@ _CONTEXT_BATCH = {"cpu": (64, 1), "cuda": (128, 64)}  # short steps, so that a s
 
 
 class Workload(Protocol):
-    """What of a benchmark's options says what is trained."""
+    """Options of a benchmark that define its training."""
 
     @property
     def params(self) -> int:
@@ -47,7 +47,7 @@ class Workload(Protocol):
 
     @property
     def python_heavy(self) -> bool:
-        """Whether each step has a part of pure Python."""
+        """True if each step includes pure Python work."""
         ...
 
 
@@ -234,7 +234,7 @@ def seeded_single_thread(seed: int) -> Iterator[None]:
 
 
 def _churn(data: bytes, rounds: int) -> int:
-    """What a tokenizer or a metric in plain Python does to the interpreter."""
+    """Keep the interpreter busy, as a tokenizer or a metric in plain Python does."""
     state = 0
     size = len(data)
     for number in range(rounds):

@@ -34,7 +34,7 @@ class Copied(NamedTuple):
 
 
 class Copies:
-    """What lanes have copied; threads may share it."""
+    """Record of the copies of lanes; threads may share it."""
 
     def __init__(self) -> None:
         self._found: list[Copied] = []

@@ -72,7 +72,7 @@ class Event(NamedTuple):
 
 
 def events(block: Block) -> Iterator[Event]:
-    """What happened in a block, as far as it is known without hooks in any library.
+    """Return the events of a block, as far as they are known without hooks in any library.
 
     Waiting for a copy is what the optimizer's hooks took, before its update (for the state) and
     behind it (for gradients), and what the library did between two steps. Copies are as the lane

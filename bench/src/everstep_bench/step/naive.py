@@ -198,7 +198,7 @@ class NaiveDiff(StepArm):
             self._stored[name].copy_(parameter.detach().view(-1))
 
     def _of_step(self, step: int) -> Iterator[tuple[str, Tensor, Tensor]]:
-        """What the run has of an earlier step, read from its safetensors file."""
+        """Read the tensors of an earlier step from its safetensors file."""
         run = self._folder / "differences"
         found = sorted(run.glob(f"timeline-*/base/{step:012d}/{shard_name(0)}"))
         if not found:

@@ -87,7 +87,7 @@ class Ours(StepArm):
         )
 
     def log(self) -> LogOptions | None:
-        """Where its log is, if it has one."""
+        """Place of its log, if it has one."""
         if everstep.presets[self.setting.arm].log == "none":
             return None
         if self._compressor is None:
@@ -95,7 +95,7 @@ class Ours(StepArm):
         return LogOptions(to="disk", batch_steps=self.setting.batch_steps)
 
     def seams(self) -> Seams:
-        """What it touches the world with."""
+        """Return the seams of its Checkpointer."""
         return Seams()
 
     def resume(self) -> Recovered:

@@ -176,7 +176,7 @@ def _host_bytes(helpers: Sequence[int]) -> int:
 
 
 def _storage_bytes(folder: Path) -> int:
-    """What files take on the disk."""
+    """Return the disk space of files."""
     if not folder.exists():
         return 0
     return sum(path.stat().st_blocks * 512 for path in folder.rglob("*") if path.is_file())
