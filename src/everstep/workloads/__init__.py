@@ -9,7 +9,7 @@
 ``comparison``   differences between two trainings: live states and losses
 ``processes``    folder, environment and signals of processes that train
 
-``published``    models from papers (``convolutional``, ``attention``), for plans of captures
+``published``    networks from papers, for plans of captures
 """
 
 from __future__ import annotations
