@@ -1,8 +1,8 @@
 """Networks of Checkflow section IV-A, in plain torch, and their inputs.
 
-Their configurations are those of MODeL's public benchmark (Steiner et al., ICML 2023): half-width MNASNet, ResNet-18, R3D-18 on clips of one frame, a Transformer of one layer
-on each side, VGG-11, ViT-B/16, and as BERT the encoder of RoBERTa base on sentences of four tokens;
-plain SGD.
+Their configurations are those of MODeL's public benchmark (Steiner et al., ICML 2023): half-width
+MNASNet, ResNet-18, R3D-18 on clips of one frame, a Transformer of one layer on each side, VGG-11,
+ViT-B/16, and as BERT the encoder of RoBERTa base on sentences of four tokens; plain SGD.
 
 Shapes of the convolutional networks: ``B`` images or clips, 3 channels, 224 x 224 pixels (112 x 112
 and ``T`` frames for clips); all return ``(B, classes)`` logits.
