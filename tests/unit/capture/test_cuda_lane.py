@@ -45,9 +45,12 @@ from everstep.errors import (
 from everstep.seams import driver as driver_module
 from everstep.state.layout.shards import plan_shards
 from everstep.state.values.tensors import tensor_entry
+from tests.support import cuda_world
 from tests.support.cuda_world import GPU, World, restored
 from tests.support.fakecuda import POISON, FakeCuda, FakeEvent, FakeHost, Token, cuda_device
 from tests.support.world import TIMEOUT_S, opened
+
+played = cuda_world.played  # the fixture
 
 PAGE = 4096
 
