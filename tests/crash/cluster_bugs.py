@@ -23,8 +23,7 @@ from everstep.commit.job.offers import Choice, Offer
 from everstep.commit.job.steps import Do, Send
 from everstep.commit.lineage import BaseId, Branch
 from everstep.commit.machine import Action, BaseCommit, WriteMarker
-from everstep.commit.retention import RetentionPlan
-from everstep.commit.watermark import Watermark
+from everstep.commit.retention import RetentionPlan, Watermark
 from everstep.keeper.persist import rank_disk as ranks
 from everstep.keeper.persist.rank_disk import RankDisk
 from everstep.restore.fetch import ranks as recover_ranks

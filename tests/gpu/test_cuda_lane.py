@@ -17,9 +17,8 @@ import torch
 from everstep.arena.memory import Arena
 from everstep.capture.lanes import pinned as pinned_module
 from everstep.capture.lanes.batches import Batch, plan_batches
-from everstep.capture.lanes.cuda import CudaLane, CudaTransfer
+from everstep.capture.lanes.cuda import CudaLane, CudaTransfer, Enqueued
 from everstep.capture.lanes.devices import DeviceLane
-from everstep.capture.lanes.issuing import Enqueued
 from everstep.capture.lanes.lane import CpuLane
 from everstep.capture.lanes.pinned import PinnedMemory
 from everstep.errors import StateError, UnavailableError

@@ -8,7 +8,7 @@ import re
 import uuid
 from pathlib import PurePath
 
-from everstep.commit.job.nothing import way_back
+from everstep.commit.job.offers import way_back
 from everstep.commit.lineage import BaseId, had_steps
 from everstep.errors import OptionError, StateError
 from everstep.format.names import RUN_RECORD

@@ -12,7 +12,8 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from everstep.commit.deletion import Condemn, DeleteFiles, FilesDeleted
-from everstep.commit.job.agreed import (
+from everstep.commit.job.agreement import (
+    Agreement,
     Go,
     InventorySeen,
     IsSilent,
@@ -24,7 +25,6 @@ from everstep.commit.job.agreed import (
     TakeInventory,
     Tell,
 )
-from everstep.commit.job.agreement import Agreement
 from everstep.commit.job.cluster import COORDINATOR
 from everstep.commit.job.coordinator import Coordinator
 from everstep.commit.job.member import Member
@@ -45,7 +45,7 @@ from everstep.commit.job.steps import (
 )
 from everstep.commit.lineage import BaseId
 from everstep.commit.machine import WriteFiles, WriteMarker
-from everstep.commit.reclaim import reclaimable_bases
+from everstep.commit.retention import reclaimable_bases
 from everstep.errors import EverstepError, FencedError
 from everstep.format.digests import digest
 from everstep.format.header import ShardIdentity

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from everstep.commit.job.agreed import (
+from everstep.commit.job.agreement import (
+    Agreement,
     Compare,
     Compared,
     Go,
@@ -23,7 +24,6 @@ from everstep.commit.job.agreed import (
     TakeInventory,
     Tell,
 )
-from everstep.commit.job.agreement import Agreement
 from everstep.commit.job.messages import Command
 from everstep.commit.job.offers import Choice, Offer, Source
 from everstep.commit.lineage import BaseId

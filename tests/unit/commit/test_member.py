@@ -44,8 +44,7 @@ from everstep.commit.machine import (
     WriteManifest,
     WriteMarker,
 )
-from everstep.commit.reclaim import reclaimable_bases
-from everstep.commit.watermark import Watermark
+from everstep.commit.retention import Watermark, reclaimable_bases
 from everstep.format.header import ShardIdentity
 from everstep.format.names import shard_name
 from everstep.format.records import FileRecord, Marker

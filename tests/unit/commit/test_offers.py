@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from everstep.commit.job.offers import BaseOffer, Choice, Offer, Piece, Source, choose
 from everstep.commit.job.offers_wire import decode_choice, decode_offer, encode_choice, encode_offer
 from everstep.commit.lineage import BaseId
-from everstep.commit.reclaim import TIERS
+from everstep.commit.retention import TIERS
 from everstep.errors import FormatError, RecoveryError
 from everstep.format.digests import digest
 from everstep.format.records import Manifest, manifest_of

@@ -10,7 +10,7 @@ import pytest
 from everstep.commit.job.messages import Message, PeerLogAt, PeerLogBegun, PeerLogPart, PeerPart
 from everstep.commit.lineage import BaseId
 from everstep.commit.logs import LogRun
-from everstep.commit.peerlog import LogCopy, LogShelf, merged, run_of
+from everstep.commit.peers import LogCopy, LogShelf, merged, run_of
 from everstep.errors import DamageError, EverstepError, FormatError
 from everstep.format.log import RecordHead
 from everstep.keeper.held.peer_log_store import PeerLogStore

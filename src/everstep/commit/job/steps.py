@@ -168,7 +168,7 @@ class IsDamaged:
 @dataclass(frozen=True, slots=True)
 class WatermarkMoved:
     """From now on everything older than ``base`` may be reclaimed, tier by tier
-    (:mod:`everstep.commit.reclaim`)."""
+    (:mod:`everstep.commit.retention`)."""
 
     base: BaseId
     before: BaseId | None

@@ -13,7 +13,7 @@ from pathlib import PurePath
 import numpy as np
 
 from everstep.commit.logs import LogRun
-from everstep.commit.peerlog import run_of
+from everstep.commit.peers import run_of
 from everstep.errors import DamageError, FormatError
 from everstep.format.digests import digest
 from everstep.format.log import LogRecord, pack_index, records_of_pack

@@ -11,10 +11,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import PurePath
 
-from everstep.commit.job.offered import timelines_of
-from everstep.commit.job.offers import BaseOffer, Choice, Needs, Offer, Piece, choose
+from everstep.commit.job.offers import BaseOffer, Choice, Needs, Offer, Piece, choose, timelines_of
 from everstep.commit.lineage import BaseId
-from everstep.commit.reclaim import COPY_TIERS
+from everstep.commit.retention import COPY_TIERS
 from everstep.errors import RecoveryError
 from everstep.format.digests import digest
 from everstep.format.records import Manifest, Marker, TimelineRecord, manifest_of

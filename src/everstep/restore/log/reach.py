@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from everstep.commit.job.nothing import way_back
+from everstep.commit.job.offers import way_back
 from everstep.commit.lineage import BaseId, had_steps
 from everstep.errors import RecoveryError
 from everstep.run.candidates import Candidates, Skipped, candidates, newest_unreachable

@@ -14,7 +14,8 @@ from dataclasses import replace
 from pathlib import PurePath
 from typing import TypeVar
 
-from everstep.commit.job.agreed import (
+from everstep.commit.job.agreement import (
+    Agreement,
     AgreementOut,
     Compare,
     Compared,
@@ -29,12 +30,11 @@ from everstep.commit.job.agreed import (
     TakeInventory,
     Tell,
 )
-from everstep.commit.job.agreement import Agreement
 from everstep.commit.job.cluster import COORDINATOR
 from everstep.commit.job.offers import Choice, Needs, Offer, Source
 from everstep.commit.lineage import BaseId
 from everstep.commit.logs import LogRun
-from everstep.commit.reclaim import VOLATILE_TIERS
+from everstep.commit.retention import VOLATILE_TIERS
 from everstep.errors import FormatError, MismatchError, StateError
 from everstep.format.names import base_dir
 from everstep.format.records import Manifest, Marker, TimelineRecord
