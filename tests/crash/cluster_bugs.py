@@ -12,17 +12,17 @@ from typing import Any
 import pytest
 
 from everstep.commit import lineage
+from everstep.commit.base_commit import Action, BaseCommit, WriteMarker
 from everstep.commit.deletion import BaseDeletion
 from everstep.commit.job import agreement, messages, offers
+from everstep.commit.job.actions import Do, Send
 from everstep.commit.job.agreement import Agreement
 from everstep.commit.job.cluster import COORDINATOR
 from everstep.commit.job.coordinator import Coordinator
 from everstep.commit.job.member import Member
 from everstep.commit.job.messages import Envelope, MarkerTold
 from everstep.commit.job.offers import Choice, Offer
-from everstep.commit.job.steps import Do, Send
 from everstep.commit.lineage import BaseId, Branch
-from everstep.commit.machine import Action, BaseCommit, WriteMarker
 from everstep.commit.retention import RetentionPlan, Watermark
 from everstep.keeper.persist import rank_disk as ranks
 from everstep.keeper.persist.rank_disk import RankDisk

@@ -1,8 +1,8 @@
 """A simulated ring of nodes with disks of their own, copies in the memory of the next node and in a
 durable tier that all can read; and two of its nodes lost at once.
 
-Which base is sent, and how long copies stay, the machines of :mod:`everstep.commit.peers` say;
-which base is restored, the agreement of the ranks. What could be is counted here.
+Which base is sent, and how long copies stay, the machines of :mod:`everstep.commit.peer_copies`
+say; which base is restored, the agreement of the ranks. What could be is counted here.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from dataclasses import dataclass, field
 from pathlib import PurePath
 from typing import Any, Literal
 
+from everstep.commit.job.actions import Send
 from everstep.commit.job.cluster import COORDINATOR
 from everstep.commit.job.messages import PeerRound
 from everstep.commit.job.offers import Choice, Source
-from everstep.commit.job.steps import Send
 from everstep.commit.lineage import BaseId
-from everstep.commit.peers import Rounds, Shelf, peer_of
+from everstep.commit.peer_copies import Rounds, Shelf, peer_of
 from everstep.format.names import base_dir, marker_name, shard_name
 from everstep.format.records import Marker
 from tests.crash.sim.host import Disk

@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 
+from everstep.commit.base_commit import Action, WriteMarker
+from everstep.commit.job.actions import Send
 from everstep.commit.job.member import Member
 from everstep.commit.job.messages import MarkerTold
-from everstep.commit.job.steps import Send
-from everstep.commit.machine import Action, WriteMarker
 from tests.crash.cluster_bugs import BUGS
 from tests.crash.rank_zero import ENDINGS, LAYOUTS, NEW, OLD, Commit, Death, Ending
 from tests.crash.sim.cluster import SimViolationError

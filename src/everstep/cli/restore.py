@@ -200,8 +200,8 @@ def write_run(filesystem: FileSystem, out: PurePath, rebuilt: Rebuilt, ring: Chu
 
 
 def _write(filesystem: FileSystem, run: PurePath, rebuilt: Rebuilt, ring: ChunkRing) -> str:
-    from everstep.capture.base import LiveBody
     from everstep.capture.lanes.lane import CpuLane
+    from everstep.capture.live_body import LiveBody
     from everstep.commit.lineage import BaseId
     from everstep.format.header import ShardIdentity
     from everstep.format.names import SLOTS_DIR, timeline_dir

@@ -16,8 +16,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 
+from everstep.commit.base_commit import CheckFence, FenceSeen
 from everstep.commit.lineage import BaseId, fenced_off
-from everstep.commit.machine import CheckFence, FenceSeen
 from everstep.errors import FencedError
 
 __all__ = [

@@ -17,7 +17,7 @@ from torch import nn
 
 import everstep
 from everstep.capture.lanes.batches import Batch
-from everstep.capture.spots import Spots
+from everstep.capture.mark_samples import Spots
 from everstep.commit.lineage import BaseId
 from everstep.errors import DeadlineError, MismatchError
 from everstep.format.log import RecordHead

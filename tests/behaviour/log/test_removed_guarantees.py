@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 
-from everstep.capture.spots import Spots
+from everstep.capture.mark_samples import Spots
 from everstep.format.log import LogRecord
 from everstep.restore.log import log_found as logs_module
 from everstep.restore.log.log_found import LogFound

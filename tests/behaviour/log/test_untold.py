@@ -16,8 +16,8 @@ import torch
 from torch import nn
 
 import everstep
-from everstep.capture.spots import Spots
-from everstep.capture.versions import Versions
+from everstep.capture.mark_samples import Spots
+from everstep.capture.version_counters import Versions
 from everstep.errors import AuditError, EverstepError, RecoveryError, StorageError
 from everstep.options import LogOptions
 from everstep.seams import Seams

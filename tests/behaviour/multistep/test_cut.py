@@ -20,7 +20,7 @@ from typer.testing import CliRunner
 import everstep
 from everstep.capture.lanes.batches import Batch
 from everstep.capture.lanes.lane import CpuLane, Progress, Transfer
-from everstep.capture.multistep import Unit, cut_as, cut_parts
+from everstep.capture.parts import Unit, cut_as, cut_parts
 from everstep.cli import app
 from everstep.plan.multistep import Pipeline
 from everstep.plan.multistep_cut import best_cut

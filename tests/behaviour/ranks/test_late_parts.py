@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from everstep.capture.spots import Comparison, Spots, marked, which_of
+from everstep.capture.mark_samples import Comparison, Spots, marked, which_of
 from everstep.errors import FormatError
 from tests.support.logged import World, opened
 from tests.support.ranks.logs import ON_DISK, die

@@ -15,8 +15,8 @@ import pytest
 import torch
 
 import everstep
+from everstep.commit.job.actions import IsLate
 from everstep.commit.job.offers import all_ranks
-from everstep.commit.job.steps import IsLate
 from everstep.commit.lineage import BaseId
 from everstep.errors import (
     DeadlineError,

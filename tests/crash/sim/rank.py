@@ -11,7 +11,21 @@ from collections import deque
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
+from everstep.commit.base_commit import WriteFiles, WriteMarker
 from everstep.commit.deletion import Condemn, DeleteFiles, FilesDeleted
+from everstep.commit.job.actions import (
+    Delete,
+    Do,
+    Event,
+    Fenced,
+    GaveUp,
+    IsDamaged,
+    IsDurable,
+    IsLate,
+    Pace,
+    Send,
+    WatermarkMoved,
+)
 from everstep.commit.job.agreement import (
     Agreement,
     Go,
@@ -30,21 +44,7 @@ from everstep.commit.job.coordinator import Coordinator
 from everstep.commit.job.member import Member
 from everstep.commit.job.messages import Envelope, Message, accept, encode_message
 from everstep.commit.job.offers import Choice, Needs, Source, all_ranks
-from everstep.commit.job.steps import (
-    Delete,
-    Do,
-    Event,
-    Fenced,
-    GaveUp,
-    IsDamaged,
-    IsDurable,
-    IsLate,
-    Pace,
-    Send,
-    WatermarkMoved,
-)
 from everstep.commit.lineage import BaseId
-from everstep.commit.machine import WriteFiles, WriteMarker
 from everstep.commit.retention import reclaimable_bases
 from everstep.errors import EverstepError, FencedError
 from everstep.format.digests import digest

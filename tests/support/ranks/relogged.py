@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import torch
 from torch import distributed
 
-from everstep.capture.spots import Spots, marked, which_of
+from everstep.capture.mark_samples import Spots, marked, which_of
 from everstep.commit.lineage import BaseId
 from everstep.format.log import LogRecord, RecordHead, record_digest
 from everstep.format.records import TimelineRecord

@@ -16,12 +16,12 @@ from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from everstep.arena.memory import Arena
-from everstep.capture.audit import SpotCheck
 from everstep.capture.lanes import batches
 from everstep.capture.lanes import lane as lane_module
 from everstep.capture.lanes.batches import Batch, Chunks, Runs, in_chunks, plan_batches, run_batch
 from everstep.capture.lanes.devices import DeviceLane
 from everstep.capture.lanes.lane import CpuLane, Lane, Transfer
+from everstep.capture.spot_check import SpotCheck
 from everstep.errors import DeadlineError, KeeperError
 from everstep.format.digests import digest
 from everstep.format.header import ShardIdentity

@@ -25,8 +25,7 @@ from torch import nn
 
 import everstep
 from everstep.arena.memory import Arena
-from everstep.capture.audit import SpotCheck
-from everstep.capture.graphs import beside_graph_captures, refuse_graph_capture
+from everstep.capture.cuda_graphs import beside_graph_captures, refuse_graph_capture
 from everstep.capture.lanes import batches as batches_module
 from everstep.capture.lanes import cuda as cuda_module
 from everstep.capture.lanes import pinned as pinned_module
@@ -35,6 +34,7 @@ from everstep.capture.lanes.cuda import CudaLane, CudaTransfer, on_cuda
 from everstep.capture.lanes.devices import DeviceLane
 from everstep.capture.lanes.lane import CpuLane
 from everstep.capture.lanes.pinned import PinnedMemory
+from everstep.capture.spot_check import SpotCheck
 from everstep.errors import (
     EverstepError,
     OutOfSpaceError,

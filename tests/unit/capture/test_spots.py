@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from everstep.capture.spots import PHASES, Comparison, Spots, marked, spots_of, which_of
-from everstep.capture.versions import Versions
+from everstep.capture.mark_samples import PHASES, Comparison, Spots, marked, spots_of, which_of
+from everstep.capture.version_counters import Versions
 from everstep.errors import FormatError
 
 DTYPES = (

@@ -27,7 +27,7 @@ from everstep.commit.job.agreement import (
 from everstep.commit.job.messages import Command
 from everstep.commit.job.offers import Choice, Offer, Source
 from everstep.commit.lineage import BaseId
-from everstep.commit.logs import LogRun
+from everstep.commit.log_reach import LogRun
 from everstep.format.digests import digest
 from everstep.format.records import TimelineRecord, manifest_of
 from everstep.state.layout.replica_digest import replica_digests

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from everstep.commit.base_commit import CheckFence, FenceSeen
 from everstep.commit.deletion import (
     BaseDeletion,
     BaseGone,
@@ -15,7 +16,6 @@ from everstep.commit.deletion import (
     Lifted,
 )
 from everstep.commit.lineage import BaseId
-from everstep.commit.machine import CheckFence, FenceSeen
 from everstep.errors import FencedError
 
 BASE = BaseId(1, 10)

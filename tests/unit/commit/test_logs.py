@@ -9,10 +9,10 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
+from everstep.commit.job.offer_codec import decode_choice, decode_offer, encode_choice, encode_offer
 from everstep.commit.job.offers import BaseOffer, Choice, Offer, Piece, choose
-from everstep.commit.job.offers_wire import decode_choice, decode_offer, encode_choice, encode_offer
 from everstep.commit.lineage import BaseId, Branch, branches_of
-from everstep.commit.logs import LogRun, common_reach, log_path, reach_of, runs_of
+from everstep.commit.log_reach import LogRun, common_reach, log_path, reach_of, runs_of
 from everstep.errors import RecoveryError
 from everstep.format.log import RecordHead
 from everstep.format.records import FileRecord, Marker, TimelineRecord

@@ -8,12 +8,20 @@ from typing import Any
 
 import pytest
 
+from everstep.commit.base_commit import (
+    CheckFence,
+    FenceSeen,
+    FilesDurable,
+    GatherMarkers,
+    ManifestDurable,
+    MarkerDurable,
+    MarkersSeen,
+    WriteFiles,
+    WriteManifest,
+    WriteMarker,
+)
 from everstep.commit.deletion import BaseGone, Condemn, Condemned, DeleteFiles, FilesDeleted
-from everstep.commit.job.cluster import COORDINATOR, Cluster
-from everstep.commit.job.coordinator import Coordinator
-from everstep.commit.job.member import Member
-from everstep.commit.job.messages import DiskMoves, ManifestTold, Message, WatermarkTold
-from everstep.commit.job.steps import (
+from everstep.commit.job.actions import (
     BasesSeen,
     Delete,
     Do,
@@ -31,19 +39,11 @@ from everstep.commit.job.steps import (
     Withdraw,
     Withdrawn,
 )
+from everstep.commit.job.cluster import COORDINATOR, Cluster
+from everstep.commit.job.coordinator import Coordinator
+from everstep.commit.job.member import Member
+from everstep.commit.job.messages import DiskMoves, ManifestTold, Message, WatermarkTold
 from everstep.commit.lineage import BaseId, Branch
-from everstep.commit.machine import (
-    CheckFence,
-    FenceSeen,
-    FilesDurable,
-    GatherMarkers,
-    ManifestDurable,
-    MarkerDurable,
-    MarkersSeen,
-    WriteFiles,
-    WriteManifest,
-    WriteMarker,
-)
 from everstep.commit.retention import Watermark, reclaimable_bases
 from everstep.format.header import ShardIdentity
 from everstep.format.names import shard_name

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from everstep.commit.job.offer_codec import decode_choice, decode_offer, encode_choice, encode_offer
 from everstep.commit.job.offers import BaseOffer, Choice, Offer, Piece, Source, choose
-from everstep.commit.job.offers_wire import decode_choice, decode_offer, encode_choice, encode_offer
 from everstep.commit.lineage import BaseId
 from everstep.commit.retention import TIERS
 from everstep.errors import FormatError, RecoveryError

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from everstep.commit.job.actions import Send
 from everstep.commit.job.messages import (
     Envelope,
     Fetching,
@@ -22,9 +23,8 @@ from everstep.commit.job.messages import (
     decode_message,
     encode_message,
 )
-from everstep.commit.job.steps import Send
 from everstep.commit.lineage import BaseId
-from everstep.commit.peers import Rounds, Shelf, nodes_of, peer_of
+from everstep.commit.peer_copies import Rounds, Shelf, nodes_of, peer_of
 from everstep.errors import FormatError
 from everstep.format.records import FileRecord, Marker
 

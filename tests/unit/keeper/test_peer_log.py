@@ -9,8 +9,8 @@ import pytest
 
 from everstep.commit.job.messages import Message, PeerLogAt, PeerLogBegun, PeerLogPart, PeerPart
 from everstep.commit.lineage import BaseId
-from everstep.commit.logs import LogRun
-from everstep.commit.peers import LogCopy, LogShelf, merged, run_of
+from everstep.commit.log_reach import LogRun
+from everstep.commit.peer_copies import LogCopy, LogShelf, merged, run_of
 from everstep.errors import DamageError, EverstepError, FormatError
 from everstep.format.log import RecordHead
 from everstep.keeper.held.peer_log_store import PeerLogStore

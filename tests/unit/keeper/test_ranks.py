@@ -7,8 +7,16 @@ from pathlib import PurePath
 
 import pytest
 
-from everstep.commit.job.offers import Choice, Offer, choose
-from everstep.commit.job.steps import (
+from everstep.commit.base_commit import (
+    CheckFence,
+    FenceSeen,
+    GatherMarkers,
+    ManifestDurable,
+    MarkersSeen,
+    WriteManifest,
+    WriteMarker,
+)
+from everstep.commit.job.actions import (
     BasesSeen,
     Delete,
     Do,
@@ -18,16 +26,8 @@ from everstep.commit.job.steps import (
     Withdraw,
     Withdrawn,
 )
+from everstep.commit.job.offers import Choice, Offer, choose
 from everstep.commit.lineage import BaseId
-from everstep.commit.machine import (
-    CheckFence,
-    FenceSeen,
-    GatherMarkers,
-    ManifestDurable,
-    MarkersSeen,
-    WriteManifest,
-    WriteMarker,
-)
 from everstep.errors import FencedError
 from everstep.format.digests import digest
 from everstep.format.names import (

@@ -8,7 +8,7 @@ import pytest
 
 from everstep.commit.job.messages import Message, PeerAt, PeerBegun, PeerPart, PeerRound, PeerSaid
 from everstep.commit.lineage import BaseId
-from everstep.commit.peers import NEEDED_MAX
+from everstep.commit.peer_copies import NEEDED_MAX
 from everstep.errors import DamageError
 from everstep.keeper.held.peer_base_store import PeerBaseStore, copy_memory_bytes
 from everstep.keeper.ship import replicator

@@ -12,8 +12,8 @@ import pytest
 
 from everstep.commit.job.offers import BaseOffer, Offer, Piece, choose
 from everstep.commit.lineage import BaseId
-from everstep.commit.logs import LogRun
-from everstep.commit.peers import run_of
+from everstep.commit.log_reach import LogRun
+from everstep.commit.peer_copies import run_of
 from everstep.restore.fetch import peers
 from everstep.restore.fetch.peer_copy import PeerCopy
 from everstep.restore.fetch.peer_log import LentLog, PeerLog, packed, unpacked

@@ -10,7 +10,7 @@ import pytest
 from everstep.arena.memory import Arena
 from everstep.commit.job.messages import PeerAt, PeerBegun, PeerPart
 from everstep.commit.lineage import BaseId
-from everstep.commit.peers import Copy
+from everstep.commit.peer_copies import Copy
 from everstep.keeper.held import peer_base_store as peer_store
 from everstep.keeper.held.peer_base_store import PeerBaseStore
 from everstep.restore.fetch.peer_copy import PeerCopy, size_of

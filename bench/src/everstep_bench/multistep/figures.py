@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from everstep.capture.multistep import Unit
+from everstep.capture.parts import Unit
 from everstep.plan.multistep import PARTS_MAX, Overlap, Pipeline, lower_bound_s
 from everstep.plan.multistep_cut import best_cut, fewest, least_wait_s
 from everstep.trainer.multistep.partition import cut_by_cost, modelled_overlap

@@ -24,7 +24,7 @@ who trains on another stream than the one that is current at ``step()`` and ``sa
 that one wait first, as for any other use of the parameters.
 
 The threads here ask to be left out of CUDA graphs that are captured meanwhile
-(:mod:`everstep.capture.graphs`). What captures an update is refused here.
+(:mod:`everstep.capture.cuda_graphs`). What captures an update is refused here.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from everstep.capture.graphs import beside_graph_captures, refuse_graph_capture
+from everstep.capture.cuda_graphs import beside_graph_captures, refuse_graph_capture
 from everstep.capture.lanes.batches import Batch, Runs
 from everstep.capture.lanes.lane import CpuLane, CpuTransfer, Progress, Take, Transfer
 from everstep.capture.lanes.pinned import PinnedAhead, PinnedMemory

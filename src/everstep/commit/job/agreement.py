@@ -24,8 +24,7 @@ from pathlib import PurePath
 
 from everstep.commit.job.cluster import COORDINATOR
 from everstep.commit.job.messages import Answer, Command, Message
-from everstep.commit.job.offers import Choice, Needs, Offer, Source, all_ranks, choose
-from everstep.commit.job.offers_wire import (
+from everstep.commit.job.offer_codec import (
     decode_choice,
     decode_compared,
     decode_offer,
@@ -35,6 +34,7 @@ from everstep.commit.job.offers_wire import (
     encode_offer,
     encode_restored,
 )
+from everstep.commit.job.offers import Choice, Needs, Offer, Source, all_ranks, choose
 from everstep.commit.lineage import BaseId
 from everstep.errors import RecoveryError
 from everstep.format.records import TimelineRecord

@@ -15,6 +15,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping
 
+from everstep.commit.job.actions import (
+    BasesSeen,
+    Do,
+    IsDamaged,
+    Out,
+    Pace,
+    ReadBack,
+    Send,
+)
 from everstep.commit.job.cluster import COORDINATOR, Cluster
 from everstep.commit.job.member import Member
 from everstep.commit.job.messages import (
@@ -25,15 +34,6 @@ from everstep.commit.job.messages import (
     ReadBackWanted,
     WatermarkKept,
     WatermarkTold,
-)
-from everstep.commit.job.steps import (
-    BasesSeen,
-    Do,
-    IsDamaged,
-    Out,
-    Pace,
-    ReadBack,
-    Send,
 )
 from everstep.commit.lineage import BaseId, Branch
 from everstep.commit.retention import plan_retention

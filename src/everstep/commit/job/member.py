@@ -1,7 +1,7 @@
 """One rank's part in a timeline of several ranks, as a state machine without I/O.
 
-It takes a base of this rank through :class:`~everstep.commit.machine.BaseCommit`, sees to it that
-every disk gets the manifest, and follows the watermark. Whoever drives it performs each
+It takes a base of this rank through :class:`~everstep.commit.base_commit.BaseCommit`, sees to it
+that every disk gets the manifest, and follows the watermark. Whoever drives it performs each
 :class:`Do` and reports with :meth:`Member.done`, sends what it asks to be sent, hands over what
 arrives, and calls :meth:`Member.tick` every now and then. Messages may be lost, late, doubled and
 in any order; nothing but files counts as durable.
@@ -16,22 +16,18 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from everstep.commit.deletion import BaseDeletion, DeletionAction, DeletionEvent
-from everstep.commit.job.cluster import COORDINATOR, Cluster
-from everstep.commit.job.messages import (
-    DiskMoves,
-    GivenUp,
-    ManifestKept,
-    ManifestTold,
-    MarkersWanted,
-    MarkerTold,
-    Message,
-    ReadBackTold,
-    ReadBackWanted,
-    WatermarkKept,
-    WatermarkTold,
+from everstep.commit.base_commit import Action as CommitAction
+from everstep.commit.base_commit import (
+    BaseCommit,
+    GatherMarkers,
+    MarkerDurable,
+    MarkersSeen,
+    Phase,
+    WriteMarker,
 )
-from everstep.commit.job.steps import (
+from everstep.commit.base_commit import Event as CommitEvent
+from everstep.commit.deletion import BaseDeletion, DeletionAction, DeletionEvent
+from everstep.commit.job.actions import (
     BasesSeen,
     Delete,
     Do,
@@ -50,17 +46,21 @@ from everstep.commit.job.steps import (
     Withdraw,
     Withdrawn,
 )
-from everstep.commit.lineage import BaseId, fenced_off
-from everstep.commit.machine import Action as CommitAction
-from everstep.commit.machine import (
-    BaseCommit,
-    GatherMarkers,
-    MarkerDurable,
-    MarkersSeen,
-    Phase,
-    WriteMarker,
+from everstep.commit.job.cluster import COORDINATOR, Cluster
+from everstep.commit.job.messages import (
+    DiskMoves,
+    GivenUp,
+    ManifestKept,
+    ManifestTold,
+    MarkersWanted,
+    MarkerTold,
+    Message,
+    ReadBackTold,
+    ReadBackWanted,
+    WatermarkKept,
+    WatermarkTold,
 )
-from everstep.commit.machine import Event as CommitEvent
+from everstep.commit.lineage import BaseId, fenced_off
 from everstep.commit.retention import Watermark
 from everstep.errors import FencedError
 from everstep.format.header import ShardIdentity

@@ -24,7 +24,7 @@ from everstep.commit.lineage import (
     of_no_use,
     split_by_history,
 )
-from everstep.commit.logs import JobLogs, LogReader, LogRun, Reach
+from everstep.commit.log_reach import JobLogs, LogReader, LogRun, Reach
 from everstep.commit.retention import COPY_TIERS, TIERS, VOLATILE_TIERS
 from everstep.errors import RecoveryError
 from everstep.format.digests import digest

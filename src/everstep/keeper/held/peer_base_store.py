@@ -11,7 +11,7 @@ from everstep.arena import PAGE_BYTES
 from everstep.arena.memory import CONTROL_BYTES, Arena
 from everstep.commit.job.messages import PeerAt, PeerBegun, PeerPart
 from everstep.commit.lineage import BaseId
-from everstep.commit.peers import Copy, Shelf
+from everstep.commit.peer_copies import Copy, Shelf
 from everstep.errors import DamageError, EverstepError, FormatError, OutOfSpaceError
 from everstep.format.records import Marker
 from everstep.restore.fetch.peer_copy import PeerCopy, check_files, size_of

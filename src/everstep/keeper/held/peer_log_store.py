@@ -11,7 +11,7 @@ from everstep.arena.allocator import Allocator
 from everstep.arena.memory import CONTROL_BYTES, Arena
 from everstep.commit.job.messages import PeerLogAt, PeerLogBegun, PeerLogPart
 from everstep.commit.lineage import BaseId
-from everstep.commit.peers import LogCopy, LogShelf
+from everstep.commit.peer_copies import LogCopy, LogShelf
 from everstep.errors import DamageError, EverstepError, FormatError
 from everstep.format.digests import digest
 from everstep.restore.fetch.peer_log import Packed, PeerLog, read_packed

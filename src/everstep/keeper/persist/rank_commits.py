@@ -18,6 +18,19 @@ from dataclasses import dataclass
 from pathlib import PurePath
 from typing import Any
 
+from everstep.commit.base_commit import WriteFiles, WriteManifest, WriteMarker
+from everstep.commit.job.actions import (
+    Do,
+    Fenced,
+    GaveUp,
+    IsDamaged,
+    IsDurable,
+    IsLate,
+    Out,
+    Pace,
+    Send,
+    Withdraw,
+)
 from everstep.commit.job.cluster import COORDINATOR, Cluster
 from everstep.commit.job.coordinator import Coordinator
 from everstep.commit.job.member import Member
@@ -30,20 +43,7 @@ from everstep.commit.job.messages import (
     accept,
     encode_message,
 )
-from everstep.commit.job.steps import (
-    Do,
-    Fenced,
-    GaveUp,
-    IsDamaged,
-    IsDurable,
-    IsLate,
-    Out,
-    Pace,
-    Send,
-    Withdraw,
-)
 from everstep.commit.lineage import BaseId
-from everstep.commit.machine import WriteFiles, WriteManifest, WriteMarker
 from everstep.errors import (
     DamageError,
     DeadlineError,

@@ -9,6 +9,7 @@ import contextlib
 from collections.abc import Callable, Collection, Sequence
 from pathlib import PurePath
 
+from everstep.commit.base_commit import CheckFence, FenceSeen
 from everstep.commit.deletion import (
     BaseDeletion,
     BaseGone,
@@ -20,7 +21,6 @@ from everstep.commit.deletion import (
     Lift,
     Lifted,
 )
-from everstep.commit.machine import CheckFence, FenceSeen
 from everstep.format.names import (
     AUDIT_RECORD,
     CONDEMNED,

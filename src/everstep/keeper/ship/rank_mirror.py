@@ -1,8 +1,8 @@
 """Copies of bases that several ranks have saved: each rank's keeper copies its own part.
 
-Rank 0 says which base (:mod:`everstep.commit.copying`), so that all copy the same one, and creates
-the manifest when it finds every marker in the tier (I5); that is the one which the disks have,
-a pure function of the markers. If it dies before, whoever starts the job next does so
+Rank 0 says which base (:mod:`everstep.commit.copy_round`), so that all copy the same one, and
+creates the manifest when it finds every marker in the tier (I5); that is the one which the disks
+have, a pure function of the markers. If it dies before, whoever starts the job next does so
 (:mod:`everstep.restore.fetch.rank_copies`), or its own successor. Only rank 0 deletes
 (:class:`RankRetention`).
 """
@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 from typing import Any, Protocol
 
-from everstep.commit.copying import CopyRound
+from everstep.commit.copy_round import CopyRound
 from everstep.commit.job.cluster import COORDINATOR
 from everstep.commit.job.messages import (
     CopyGoesOn,

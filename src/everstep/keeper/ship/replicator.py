@@ -14,6 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from everstep.commit.job.actions import Send
 from everstep.commit.job.cluster import COORDINATOR
 from everstep.commit.job.messages import (
     Message,
@@ -27,9 +28,8 @@ from everstep.commit.job.messages import (
     PeerRound,
     PeerSaid,
 )
-from everstep.commit.job.steps import Send
 from everstep.commit.lineage import BaseId
-from everstep.commit.peers import Rounds
+from everstep.commit.peer_copies import Rounds
 from everstep.errors import EverstepError, KeeperError
 from everstep.keeper.held.peer_base_store import PeerBaseStore
 from everstep.keeper.held.peer_log_store import PeerLogStore

@@ -12,8 +12,8 @@ from pathlib import PurePath
 
 import numpy as np
 
-from everstep.commit.logs import LogRun
-from everstep.commit.peers import run_of
+from everstep.commit.log_reach import LogRun
+from everstep.commit.peer_copies import run_of
 from everstep.errors import DamageError, FormatError
 from everstep.format.digests import digest
 from everstep.format.log import LogRecord, pack_index, records_of_pack

@@ -27,8 +27,8 @@ from everstep.commit.job.messages import (
     accept,
     encode_message,
 )
+from everstep.commit.job.offer_codec import decode_offer, encode_offer
 from everstep.commit.job.offers import Choice, Needs, Offer, Piece
-from everstep.commit.job.offers_wire import decode_offer, encode_offer
 from everstep.commit.lineage import BaseId
 from everstep.errors import DamageError, DeadlineError, FormatError
 from everstep.format.records import Marker, TimelineRecord

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from everstep.capture.spots import Comparison
+from everstep.capture.mark_samples import Comparison
 from everstep.errors import (
     FormatError,
     ReplayError,

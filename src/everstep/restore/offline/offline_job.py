@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from everstep.capture.spots import Comparison
+from everstep.capture.mark_samples import Comparison
 from everstep.errors import FormatError, ReplayError, UnsupportedStateError
 from everstep.format.digests import digest
 from everstep.format.log import LogRecord

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from everstep.capture.spots import Comparison
+from everstep.capture.mark_samples import Comparison
 from everstep.errors import AuditError, DamageError, EverstepError, FormatError, MismatchError
 from everstep.format.log import LogRecord
 from everstep.format.records import TimelineRecord
@@ -462,7 +462,7 @@ def compare(
     names: Sequence[str] = (),
 ) -> None:
     """Compares what replay gives, where it must give the bits of training, with the samples in the
-    mark of that step (:mod:`everstep.capture.spots`).
+    mark of that step (:mod:`everstep.capture.mark_samples`).
 
     Args:
         tensors: all of the state, by entry name.

@@ -14,7 +14,7 @@ from pathlib import PurePath
 import numpy as np
 import torch
 
-from everstep.capture.spots import spots_of
+from everstep.capture.mark_samples import spots_of
 from everstep.errors import FormatError, MismatchError
 from everstep.format.digests import digest
 from everstep.format.header import ShardHeader
@@ -188,7 +188,7 @@ def _logged_slice(
 
 class ReshardedSamples:
     """Comparison of this rank's tensors with the samples in marks of other ranks
-    (:mod:`everstep.capture.spots`).
+    (:mod:`everstep.capture.mark_samples`).
 
     Args:
         source_rank: see :func:`.gradients.source_rank_of`; selects among different tensors of one

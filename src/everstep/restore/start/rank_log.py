@@ -1,7 +1,7 @@
 """One rank's log when a job of several ranks resumes.
 
-The ranks agree on a step (:mod:`everstep.commit.logs`). Each replays its own log, from the memory
-of its keeper or from its disk, on its share of the base, up to exactly that step.
+The ranks agree on a step (:mod:`everstep.commit.log_reach`). Each replays its own log, from the
+memory of its keeper or from its disk, on its share of the base, up to exactly that step.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pathlib import PurePath
 
 from everstep.commit.job.offers import Choice
 from everstep.commit.lineage import BaseId
-from everstep.commit.logs import LogRun, Path, Reach, runs_of, timeline_of
+from everstep.commit.log_reach import LogRun, Path, Reach, runs_of, timeline_of
 from everstep.errors import (
     AuditError,
     DamageError,

@@ -33,7 +33,7 @@ from everstep.commit.job.agreement import (
 from everstep.commit.job.cluster import COORDINATOR
 from everstep.commit.job.offers import Choice, Needs, Offer, Source
 from everstep.commit.lineage import BaseId
-from everstep.commit.logs import LogRun
+from everstep.commit.log_reach import LogRun
 from everstep.commit.retention import VOLATILE_TIERS
 from everstep.errors import FormatError, MismatchError, StateError
 from everstep.format.names import base_dir

@@ -3,9 +3,9 @@
 The log holds the gradients of each update, and replay applies nothing else: clamped weights, a
 state loaded in the middle of a run, or a reset moment would be missing from its result. So between
 the end of an update and the beginning of the next one nothing may be written. Version counters are
-compared each time (hints only, see ``capture/versions.py``), and a few elements in some steps: in
-the first steps above all, where code that runs in each step shows. Replay finds the remaining
-writes by the samples in each step mark.
+compared each time (hints only, see ``capture/version_counters.py``), and a few elements in some
+steps: in the first steps above all, where code that runs in each step shows. Replay finds the
+remaining writes by the samples in each step mark.
 
 Each step mark holds completely the tensors that two optimizers own, or that views share. The log
 therefore has writes to these after the last update of a step, but not writes after the mark, which
@@ -19,8 +19,8 @@ from typing import Any
 
 import torch
 
-from everstep.capture.spots import Spots, marked, which_of
-from everstep.capture.versions import Versions, storage_of
+from everstep.capture.mark_samples import Spots, marked, which_of
+from everstep.capture.version_counters import Versions, storage_of
 from everstep.errors import AuditError
 from everstep.format.digests import digest
 from everstep.link.channel import BackgroundChannel

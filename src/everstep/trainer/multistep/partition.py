@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from everstep.capture.multistep import Unit, cut_as, cut_parts
+from everstep.capture.parts import Unit, cut_as, cut_parts
 from everstep.config.options import Options
 from everstep.plan.multistep import PARTS_MAX, Overlap, Pipeline, overlap
 from everstep.plan.multistep_cut import Cut, best_cut, fewest, fewest_of

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 import torch
 
 from everstep.capture.lanes.lane import Transfer
-from everstep.capture.spots import Spots, marked, which_of
+from everstep.capture.mark_samples import Spots, marked, which_of
 from everstep.errors import EverstepError
 from everstep.format.header import ShardIdentity
 from everstep.format.log import RecordHead

@@ -18,9 +18,9 @@ from pathlib import PurePath
 
 import torch
 
+from everstep.capture.dispatch import Dispatch
 from everstep.capture.lanes.batches import Batch
 from everstep.capture.lanes.lane import Lane, Progress, Take, Transfer
-from everstep.capture.scheduled import Dispatch
 from everstep.config.options import Options
 from everstep.errors import DeadlineError, KeeperError, StateError
 from everstep.format.header import ShardIdentity

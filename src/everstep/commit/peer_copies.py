@@ -12,10 +12,10 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
+from everstep.commit.job.actions import Send
 from everstep.commit.job.messages import PeerRound
-from everstep.commit.job.steps import Send
 from everstep.commit.lineage import BaseId
-from everstep.commit.logs import LogRun, runs_of
+from everstep.commit.log_reach import LogRun, runs_of
 from everstep.errors import FormatError
 from everstep.format.log import RecordHead
 

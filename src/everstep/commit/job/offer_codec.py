@@ -11,7 +11,7 @@ import msgpack
 
 from everstep.commit.job.messages import plain_base, to_base
 from everstep.commit.job.offers import BaseOffer, Choice, Offer, Piece, Source
-from everstep.commit.logs import LogReader, LogRun, Reach
+from everstep.commit.log_reach import LogReader, LogRun, Reach
 from everstep.commit.retention import TIERS
 from everstep.errors import EverstepError, FormatError
 from everstep.format.records import Manifest, Marker, TimelineRecord

@@ -8,11 +8,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from everstep.commit.base_commit import Action as CommitAction
+from everstep.commit.base_commit import Event as CommitEvent
 from everstep.commit.deletion import DeletionAction, DeletionEvent
 from everstep.commit.job.messages import Message
 from everstep.commit.lineage import BaseId, Branch
-from everstep.commit.machine import Action as CommitAction
-from everstep.commit.machine import Event as CommitEvent
 from everstep.errors import FencedError
 
 __all__ = [
