@@ -83,7 +83,7 @@ class LossyOptions:
             raise OptionError("steps, every, fail_every and batch must be at least 1")
         if self.fail_every % self.every == 0:
             raise OptionError(
-                f"failures every {self.fail_every} steps come right behind bases, every "
+                f"failures every {self.fail_every} steps come right after bases, every "
                 f"{self.every}: nothing would be replayed",
                 hint=f"failures every {self.fail_every - 1 or 2} steps",
             )

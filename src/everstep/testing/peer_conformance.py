@@ -199,7 +199,7 @@ def lost_parts_are_asked_for_again(make: Make) -> None:
     for lost in range(0, len(parts), 5):
         for part in parts[lost + 1 : lost + 3]:
             at = store.part(1, part)
-            assert at.received_bytes == parts[lost].offset, "what is behind a gap was counted"
+            assert at.received_bytes == parts[lost].offset, "bytes after a gap were counted"
         for part in parts[lost : lost + 5]:
             store.part(1, part)
     assert _held(store) == _one(files)

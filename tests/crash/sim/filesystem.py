@@ -193,7 +193,7 @@ class SimFileSystem:
             return bytes(self._disk.regular(path).content)
 
     def corrupt(self, path: PurePath, offset: int, mask: int = 0xFF) -> None:
-        """Flips the bits of ``mask`` in one byte, behind everyone's back and durably."""
+        """Flips the bits of ``mask`` in one byte, without a trace and durably."""
         with self._journal.lock:
             node = self._disk.regular(path)
             damaged = bytearray(node.content)

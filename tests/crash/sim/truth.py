@@ -235,7 +235,7 @@ class Truth:
     def _relaxed(
         self, chain: Sequence[tuple[Timeline, int | None]], disks: Sequence[Disk]
     ) -> list[tuple[Timeline, int | None]]:
-        """The chain, but behind a timeline without bases all of its parent counts."""
+        """The chain, but after a timeline without bases all of its parent counts."""
         paths = {path for disk in disks for path in disk.fs.paths()}
         relaxed = []
         empty = False

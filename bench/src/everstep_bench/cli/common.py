@@ -42,7 +42,7 @@ FreeCore = Annotated[
 Folder = Annotated[
     Path | None,
     typer.Option(
-        "--dir", callback=looked_at, help="Where to write [default: here]; nothing stays behind."
+        "--dir", callback=looked_at, help="Where to write [default: here]; nothing is left there."
     ),
 ]
 Check = Annotated[bool, typer.Option(help="Exit with 3 if a target is missed.")]

@@ -88,7 +88,7 @@ class Lives:
         return [before.reached - after.recovered.step for before, after in pairs]
 
     def loads_s(self) -> list[float]:
-        """Seconds of each resume behind a failure."""
+        """Seconds of each resume after a failure."""
         return [life.load_s for life in self.lives[1:]]
 
 

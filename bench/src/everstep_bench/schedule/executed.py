@@ -75,7 +75,7 @@ class ExecutedRow:
     """One training.
 
     Attributes:
-        order: ``"after"``: one optimizer, behind backward; ``"inside"``: one for each parameter.
+        order: ``"after"``: one optimizer, after backward; ``"inside"``: one for each parameter.
         factor: bandwidth of the link, as a multiple of what moves the state within a step.
         alone_s: of a step without checkpoints.
         predicted_wait_s, waited_s: of a step; the median of those that followed the last plan.
@@ -291,7 +291,7 @@ def _compare(training: _Training, checkpointer: Checkpointer, steps: int) -> tup
     states: dict[int, Mapping[str, bytes]] = {}
     compared = torn = 0
     for _ in range(steps):
-        for _ in range(2):  # behind the second the first is copied, if the link is fast enough
+        for _ in range(2):  # during the second, the first is copied if the link is fast enough
             training.step()
             state = {
                 name: _bytes_of(tensor)

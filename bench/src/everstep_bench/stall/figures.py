@@ -22,7 +22,7 @@ __all__ = ["Block", "Ideal", "Interval", "Row", "Split"]
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """One save and the steps behind it; times in seconds of the monotonic clock.
+    """One save and the steps after it; times in seconds of the monotonic clock.
 
     Attributes:
         begin_s: the save was asked for.

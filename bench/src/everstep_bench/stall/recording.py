@@ -45,7 +45,7 @@ class Copies:
         """Forgets what there was.
 
         Args:
-            state: tensors of the state; whatever else is copied behind training is gradients.
+            state: tensors of the state; other copies during training are gradients.
         """
         self._state = frozenset(tensor.untyped_storage().data_ptr() for tensor in state)
         self._found = []
@@ -167,7 +167,7 @@ class Sampler:
 
 @dataclass(frozen=True, slots=True)
 class Curve:
-    """Some saves of one arm, one behind the other, and what was busy meanwhile (GoCkpt Fig. 8
+    """Consecutive saves of one arm, and the activity during them (GoCkpt Fig. 8
     and 9); times in seconds of the monotonic clock.
 
     Attributes:

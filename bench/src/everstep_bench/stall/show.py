@@ -127,7 +127,7 @@ def _of_device(report: StallReport, interval: Interval, row: Row) -> tuple[str, 
 
 
 def _behind(report: StallReport, interval: Interval) -> tuple[str, Table]:
-    title = f"What happens behind it, ms, CPU ms, MB; {_steps(interval)}"
+    title = f"After the return of the call, ms, CPU ms, MB; {_steps(interval)}"
     columns = _BEHIND + (("writers",) if report.options.writers else ())
     made = plain_table(columns)
     for row in interval.rows:

@@ -223,7 +223,7 @@ def curves(report: StallReport, path: Path) -> None:
     """
     if not report.curves:
         raise UnavailableError("nothing to draw: no arm of everstep was measured")
-    title = _title(report, "Keeper and link over some saves, one behind the other")
+    title = _title(report, "Keeper and link over some consecutive saves")
     with drawn(path, panels=len(report.curves), title=title) as axes:
         for axis, curve in zip(axes, report.curves, strict=True):
             _draw_curve(axis, curve)

@@ -51,7 +51,7 @@ class StepArm:
 
     Attributes:
         detail: what exactly it does, in a few words.
-        saves_each_step: a block begins in the middle of such saves, not behind them.
+        saves_each_step: a block begins in the middle of such saves, not after them.
     """
 
     detail = "no checkpoint"

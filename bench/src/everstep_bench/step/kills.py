@@ -98,7 +98,7 @@ class Kills:
         self._folder = folder
         self._display = display
         self._random = random.Random(options.seed)
-        self._least = options.every[0] + _BEGIN_STEPS  # a base is behind it, and a log
+        self._least = options.every[0] + _BEGIN_STEPS  # a base comes before it, and a log
         self._most = 2 * options.every[0]
         self._references: dict[Setting, dict[str, str]] = {}
 

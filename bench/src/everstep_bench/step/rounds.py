@@ -56,7 +56,7 @@ class Bench:
     """Runs blocks.
 
     Args:
-        folder: where arms write; each gets a folder of its own, removed behind its block.
+        folder: where arms write; each gets a folder of its own, removed after its block.
     """
 
     def __init__(
@@ -144,7 +144,7 @@ class Bench:
         taken = arm.memory_bytes()
         arm.settle()
         after = _written_bytes(helpers)
-        share = steps / (steps + leading)  # of what was done behind the last step, too
+        share = steps / (steps + leading)  # of the work after the last step, too
         return Block(
             steps=steps,
             wall_s=wall_s,

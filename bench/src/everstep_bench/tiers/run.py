@@ -198,7 +198,7 @@ def _next(process: Popen[bytes], event: str, step: int | None = None) -> Any:
 
 
 def _await_keepers(keepers: Sequence[int], sampler: Sampler, step: int) -> None:
-    """They end behind the last copy."""
+    """End them after the last copy."""
     deadline_s = time.monotonic() + TIMEOUT_S
     while not all(process_gone(keeper, 0.0) for keeper in keepers):
         if time.monotonic() > deadline_s:
