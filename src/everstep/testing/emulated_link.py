@@ -21,9 +21,9 @@ class EmulatedLink(CpuLane):
     """A CPU lane that copies no faster than a link of the given bandwidth.
 
     A copy occupies the link from its issue, or from the end of the previous copy, for as long as
-    its bytes take. A thread that wakes up late does not delay later copies. Copies are not interrupted
-    and keep the order of any CPU lane, except for a step mark: training waits for it, so it
-    overtakes submitted copies and waits for one batch of them at most.
+    its bytes take. A thread that wakes up late does not delay later copies. Copies are not
+    interrupted and keep the order of any CPU lane, except for a step mark: training waits for it,
+    so it overtakes submitted copies and waits for one batch of them at most.
 
     Args:
         bytes_per_s: bandwidth of the link.
