@@ -131,7 +131,7 @@ SPOILS: dict[str, tuple[Spoil, int, str]] = {
     "an update is lost": (rewritten(lambda r: r[1:]), 4, "update 5 of step 5 is missing"),
     "a later update is lost": (rewritten(lambda r: [r[0], r[1], r[3]]), 5, "update 6 of step 6"),
     "a mark is lost": (rewritten(lambda r: [r[0], r[2], r[3]]), 4, "step 5 has no mark"),
-    "a segment is lost": (lambda run: shutil.rmtree(segments_of(run)[2].path), 4, "no record of"),
+    "a segment is lost": (lambda run: shutil.rmtree(segments_of(run)[2].path), 4, "has no mark"),
     "a flipped bit": (flipped, 4, "its digest does not match"),
     "a bit flipped before it was written": (rewritten(altered), 4, "update 5 of step 5"),
     "a torn tail": (torn, 4, "its marker says"),
