@@ -56,7 +56,7 @@ class SlowLane:
     def warm(self, tensors: Iterable[torch.Tensor], block: torch.Tensor) -> None:
         pass
 
-    def mark(self, batches: Sequence[Batch], block: torch.Tensor) -> None:
+    def copy_now(self, batches: Sequence[Batch], block: torch.Tensor) -> None:
         pass
 
     def in_host_memory(self, tensor: torch.Tensor) -> torch.Tensor:

@@ -48,7 +48,7 @@ class Sample:
     values: Mapping[_Kind, torch.Tensor]
 
 
-class _Looked(NamedTuple):
+class _SampledLine(NamedTuple):
     """A tensor that is looked at along a line: all of its elements, or those in one dimension.
 
     Attributes:
@@ -63,7 +63,7 @@ class _Looked(NamedTuple):
     step: int
 
     @classmethod
-    def of(cls, name: str, tensor: torch.Tensor, width: int, begin: int) -> _Looked:
+    def of(cls, name: str, tensor: torch.Tensor, width: int, begin: int) -> _SampledLine:
         """Of a tensor that is not conjugated or negated, whose rows begin there, in elements."""
         if tensor.is_contiguous():
             return cls(name, byte_view(tensor).view(_INTEGERS[width]), begin, 1)
@@ -100,7 +100,7 @@ class _Elements:
     gather: Gather | None = None
 
     @classmethod
-    def of(cls, kind: _Kind, looked: Sequence[_Looked]) -> _Elements:
+    def of(cls, kind: _Kind, looked: Sequence[_SampledLine]) -> _Elements:
         names, lines, begins, apart = zip(*looked, strict=True)
         width, device = kind
         strides, counts = _places(_each(line.numel() for line in lines), width)
@@ -149,7 +149,7 @@ class SpotCheck:
         tensors: Mapping[str, torch.Tensor],
         chosen: Collection[str],
     ) -> None:
-        found: dict[_Kind, list[_Looked]] = {}
+        found: dict[_Kind, list[_SampledLine]] = {}
         for layout, offset in layouts:
             for place in layout.placed:
                 name = place.entry.name
@@ -160,7 +160,7 @@ class SpotCheck:
                 if tensor.is_conj() or tensor.is_neg():
                     continue
                 width = tensor.element_size() if tensor.element_size() in _INTEGERS else 8
-                looked = _Looked.of(name, tensor, width, (offset + place.begin) // width)
+                looked = _SampledLine.of(name, tensor, width, (offset + place.begin) // width)
                 found.setdefault((width, tensor.device), []).append(looked)
         self._elements = {kind: _Elements.of(kind, looked) for kind, looked in found.items()}
 

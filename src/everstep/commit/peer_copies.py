@@ -2,9 +2,9 @@
 
 Each rank's keeper sends its files of a base to the keeper of the same local rank on the next node
 in a ring of nodes (TierCheck, section 3.1). Rank 0 says which base: all ranks send the same one,
-and the next begins when it is whole with all peers, or has failed (:class:`Rounds`). So there is
-always one base that is whole everywhere, once there was one, and a peer lets go of it only when
-a newer one is (section 3.4; I5, I10): :class:`Shelf`.
+and the next begins when it is whole with all peers, or has failed (:class:`CopyRounds`). So there
+is always one base that is whole everywhere, once there was one, and a peer lets go of it only when
+a newer one is (section 3.4; I5, I10): :class:`HeldCopies`.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from everstep.format.log import RecordHead
 __all__ = [
     "NEEDED_MAX",
     "Copy",
+    "CopyRounds",
+    "HeldCopies",
+    "HeldLogCopies",
     "LogCopy",
-    "LogShelf",
-    "Rounds",
-    "Shelf",
     "merged",
     "nodes_of",
     "peer_of",
@@ -79,7 +79,7 @@ class Copy:
     left: bool = False
 
 
-class Shelf:
+class HeldCopies:
     """Which copies one peer holds, and which it lets go.
 
     Args:
@@ -200,7 +200,7 @@ class Shelf:
         return gone
 
 
-class Rounds:
+class CopyRounds:
     """Rank 0's part: which base all ranks send to their peers.
 
     Args:
@@ -316,7 +316,7 @@ class LogCopy:
         return self.source, self.run.timeline, self.run.first
 
 
-class LogShelf:
+class HeldLogCopies:
     """Which steps one peer holds, and which it lets go.
 
     Args:
@@ -337,7 +337,7 @@ class LogShelf:
         """Memory of all of them."""
         return sum(copy.size_bytes for copy in self._copies.values())
 
-    def strangers(self, source: int, timeline: int, record: str) -> list[LogCopy]:
+    def drop_other_timeline(self, source: int, timeline: int, record: str) -> list[LogCopy]:
         """Lets go of steps of another timeline that has the same number: two starts that saw
         nothing of each other may both have opened it, and the later one sends."""
         gone = [

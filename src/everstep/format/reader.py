@@ -19,7 +19,7 @@ from everstep.arena import Block
 from everstep.errors import DamageError, DeadlineError, FormatError, StorageError
 from everstep.format.digests import Digester, digest, digest_of_file
 from everstep.format.header import (
-    HEADER_ROOM_BYTES_MAX,
+    HEADER_BYTES_MAX,
     LENGTH_BYTES,
     ShardHeader,
     decode_header,
@@ -74,7 +74,7 @@ def read_header(file: ReadFile, record: FileRecord, path: PurePath) -> ShardHead
             f"{path}: {file.size_bytes} bytes, its marker says {record.length}", path=path
         )
     room = record.header_length
-    if not LENGTH_BYTES < room <= min(HEADER_ROOM_BYTES_MAX, record.length):
+    if not LENGTH_BYTES < room <= min(HEADER_BYTES_MAX, record.length):
         raise FormatError(f"{path}: {room} bytes is no possible length of a header", path=path)
     data = bytearray(room)
     got = file.read_into(memoryview(data), 0)
@@ -204,7 +204,7 @@ class ReadsAhead:
         while self._left and len(self._under_way) < _READ_AHEAD_CHUNKS:
             ring = self._ring
             first = not self._under_way
-            block = ring.take(self._timeout_s) if first else ring.take_free()
+            block = ring.take(self._timeout_s) if first else ring.try_take()
             if block is None:
                 return
             chunk = self._left.popleft()

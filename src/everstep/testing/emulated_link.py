@@ -38,13 +38,13 @@ class EmulatedLink(CpuLane):
         self._marks = 0  # marks that overtake submitted copies
         self._free_s = 0.0  # end of the last copy on the link
 
-    def mark(self, batches: Sequence[Batch], block: torch.Tensor) -> None:
+    def copy_now(self, batches: Sequence[Batch], block: torch.Tensor) -> None:
         with self._lock:
             self._marks += 1
         try:
             for batch in batches:
                 end_s = self._busy_until(batch, time.monotonic())
-                super().mark([batch], block)
+                super().copy_now([batch], block)
                 _sleep_until(end_s)
         finally:
             with self._lock:

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 
-from everstep.capture.mark_samples import Spots
+from everstep.capture.mark_samples import MarkSampler
 from everstep.format.log import LogRecord
 from everstep.restore.log import log_found as logs_module
 from everstep.restore.log.log_found import LogFound
@@ -356,5 +356,5 @@ def test_without_it_the_wrong_state_comes_back(
     if removed:
         remove(monkeypatch)
         # Behind each of them stand the samples in the marks.
-        monkeypatch.setattr(Spots, "other", lambda self, step, values: None)
+        monkeypatch.setattr(MarkSampler, "other", lambda self, step, values: None)
     assert scenario(run_folder, trained, other_run) is not removed

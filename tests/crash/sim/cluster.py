@@ -9,7 +9,8 @@ says:
 
 - what is restored was truly reached, on the history of the newest timeline;
 - it is the same on all ranks;
-- it is at least the newest base that was reported durable, unless its files were spoilt on purpose:
+- it is at least the newest base that was reported durable, unless its files were unusable on
+purpose:
   so nothing that was needed was deleted;
 - what is reported durable survives any loss of power; the watermark never goes back.
 
@@ -260,7 +261,7 @@ class SimCluster:
             raise ViolatedError(f"{rank.name} deletes {base}, which {newest.session} needs (I5)")
 
     def on_damaged(self, rank: SimRank, base: BaseId, of: int) -> None:
-        """A rank found its files damaged: it may only say so of what was spoilt."""
+        """A rank found its files damaged: it may only say so of what was unusable."""
         if (rank.job.key, base.step, of) not in self.truth.lost:
             raise ViolatedError(f"{base} of rank {of} is called damaged, and nobody has touched it")
 

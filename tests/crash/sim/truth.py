@@ -64,7 +64,7 @@ class Truth:
     """Watches a simulated cluster.
 
     Attributes:
-        lost: ``(timeline, step, rank)`` of files that were spoilt on purpose.
+        lost: ``(timeline, step, rank)`` of files that were unusable on purpose.
     """
 
     def __init__(self) -> None:

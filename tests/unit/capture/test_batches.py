@@ -134,7 +134,7 @@ def test_every_tensor_lands_in_its_place(how: str) -> None:
 
 
 WAYS: dict[str, Callable[[Lane, list[Batch], torch.Tensor], Transfer | None]] = {
-    "mark": lambda lane, found, block: lane.mark(found, block),
+    "copy_now": lambda lane, found, block: lane.copy_now(found, block),
     "submit": lambda lane, found, block: lane.submit(found, block, lambda end: None),
     "runs": lambda lane, found, block: lane.submit(Runs(found), block, lambda end: None),
     "yielding": lambda lane, found, block: lane.submit_yielding(

@@ -71,10 +71,10 @@ def test_the_cheapest_source_first_and_damage_falls_through() -> None:
         offer(1, {base: BaseOffer(pieces(base, [1], 2, ("memory", "disk")))}),
     ]
     assert choose(offers).sources[1] == (Source(0, 1), Source(2, 1), Source(4, 0))
-    spoilt = {(base, 1, Source(0, 1)), (base, 1, Source(2, 1))}
-    assert choose(offers, spoilt=spoilt).sources[1] == (Source(4, 0),)
+    unusable = {(base, 1, Source(0, 1)), (base, 1, Source(2, 1))}
+    assert choose(offers, unusable=unusable).sources[1] == (Source(4, 0),)
     with pytest.raises(RecoveryError, match="the files of rank 1 are damaged"):
-        choose(offers, spoilt={*spoilt, (base, 1, Source(4, 0))})
+        choose(offers, unusable={*unusable, (base, 1, Source(4, 0))})
 
 
 @pytest.mark.parametrize("tiers", list(itertools.product((False, True), repeat=3)))

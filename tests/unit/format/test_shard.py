@@ -286,7 +286,7 @@ def staged(shard: Written, tensors: dict[str, torch.Tensor]) -> ArenaBody:
     arena = Arena.anonymous(max(4096, size))
     block = torch.frombuffer(arena.view, dtype=torch.uint8)
     lane = CpuLane()
-    lane.mark(plan_batches(shard.shard.layout, tensors, set(tensors)), block)
+    lane.copy_now(plan_batches(shard.shard.layout, tensors, set(tensors)), block)
     lane.close()
     incoming = Incoming(lambda: 0, timeout_s=TIMEOUT_S)
     incoming.arrived({})

@@ -157,7 +157,7 @@ def test_a_second_loss_before_a_base_is_with_all_peers_again(second: int) -> Non
     assert why == "log: rank 1 gets no further; others have up to 16"
 
 
-# --- Fetching ---------------------------------------------------------------------------
+# --- FetchProgress ---------------------------------------------------------------------------
 
 
 def brought(

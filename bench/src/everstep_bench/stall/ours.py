@@ -65,8 +65,8 @@ else:
 class _Unpacking(_Base):
     """Copies small tensors one by one instead of packed together."""
 
-    def mark(self, batches: Sequence[Batch], block: torch.Tensor) -> None:
-        super().mark(_unpacked(batches), block)
+    def copy_now(self, batches: Sequence[Batch], block: torch.Tensor) -> None:
+        super().copy_now(_unpacked(batches), block)
 
     def submit(self, batches: Sequence[Batch], block: torch.Tensor, progress: Progress) -> Transfer:
         return super().submit(_unpacked(batches), block, progress)

@@ -90,10 +90,10 @@ class _Recording(_Base):
 
     copies: Copies
 
-    def mark(self, batches: Sequence[Batch], block: torch.Tensor) -> None:
+    def copy_now(self, batches: Sequence[Batch], block: torch.Tensor) -> None:
         for batch in batches:
             begin_s = time.monotonic()
-            super().mark([batch], block)
+            super().copy_now([batch], block)
             self.copies.add(batch, begin_s, at_mark=True)
 
     def _copy(self, batch: Batch, block: torch.Tensor) -> None:

@@ -40,7 +40,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from everstep.capture.cuda_graphs import beside_graph_captures, refuse_graph_capture
+from everstep.capture.cuda_graphs import ignore_graph_captures, refuse_graph_capture
 from everstep.capture.lanes.batches import Batch, Runs
 from everstep.capture.lanes.lane import CpuLane, CpuTransfer, Progress, Take, Transfer
 from everstep.capture.lanes.pinned import PinnedAhead, PinnedMemory
@@ -216,13 +216,13 @@ class CudaLane:
         if pinned is not None:
             self.run(pinned.release)
 
-    def mark(self, batches: Sequence[Batch], block: torch.Tensor) -> None:
+    def copy_now(self, batches: Sequence[Batch], block: torch.Tensor) -> None:
         """Copies from duplicates, made in the order of the current stream: the sources may
         change. What is too much to be duplicated is copied itself, and the current stream
         waits until it is."""
         split = self._split(batches)
-        self._host.mark(split.small, block)
-        self._host.mark(split.large, block)
+        self._host.copy_now(split.small, block)
+        self._host.copy_now(split.large, block)
         if not split.ours:
             return
         refuse_graph_capture()
@@ -269,7 +269,7 @@ class CudaLane:
             pinned = self._pinned_of(block, split.devices[0])
             behind = self._behind_current(split.devices, yielding=yielding)
             issued = self._issue(split.ours, block, pinned, behind)
-        self._host.mark(split.small, block)
+        self._host.copy_now(split.small, block)
         large = split.large
         submit = self._host.submit_yielding if yielding else self._host.submit
         hosted = submit(large, block, lambda end: None) if large else None
@@ -278,7 +278,7 @@ class CudaLane:
         here = self._here()
 
         def watch() -> None:
-            beside_graph_captures()
+            ignore_graph_captures()
             try:
                 if hosted is not None:
                     hosted.wait(0.0)  # it was before us in this thread; raises what it failed with
@@ -321,7 +321,7 @@ class CudaLane:
             begun = self._begun()
 
         def behind() -> None:
-            beside_graph_captures()
+            ignore_graph_captures()
             with contextlib.ExitStack() as stack:
                 with contextlib.suppress(RuntimeError):
                     stack.enter_context(here)
@@ -378,7 +378,7 @@ class CudaLane:
             reached: list[Reached] = []
             first: dict[torch.device, Any] = {}
             found = Enqueued(reached, first)
-            beside_graph_captures()
+            ignore_graph_captures()
             try:
                 # In a thread that has named no device, to leave one means to go to the first.
                 with _cuda.device(next(iter(behind))):
@@ -514,7 +514,7 @@ def _small(batch: Batch) -> bool:
 
 
 def _beside_captures(job: Callable[[], None]) -> None:
-    beside_graph_captures()
+    ignore_graph_captures()
     job()
 
 

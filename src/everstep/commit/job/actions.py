@@ -16,18 +16,18 @@ from everstep.commit.lineage import BaseId, Branch
 from everstep.errors import FencedError
 
 __all__ = [
+    "BaseDamaged",
+    "BaseDurable",
+    "BaseLate",
     "BasesSeen",
     "Delete",
-    "Do",
     "Event",
     "Fenced",
     "GaveUp",
-    "IsDamaged",
-    "IsDurable",
-    "IsLate",
     "LookAtBases",
     "Out",
     "Pace",
+    "Perform",
     "ReadBack",
     "ReadBackDone",
     "Send",
@@ -84,7 +84,7 @@ class Delete:
 
 
 @dataclass(frozen=True, slots=True)
-class Do:
+class Perform:
     """Do something about a base, then report what came of it with :meth:`Member.done`."""
 
     base: BaseId
@@ -134,7 +134,7 @@ class Send:
 
 
 @dataclass(frozen=True, slots=True)
-class IsDurable:
+class BaseDurable:
     """``base`` is committed: on this rank's disk, and with it the files of every rank."""
 
     base: BaseId
@@ -149,7 +149,7 @@ class GaveUp:
 
 
 @dataclass(frozen=True, slots=True)
-class IsLate:
+class BaseLate:
     """``base`` waits for the markers of the ``missing`` ranks; to be reported."""
 
     base: BaseId
@@ -157,7 +157,7 @@ class IsLate:
 
 
 @dataclass(frozen=True, slots=True)
-class IsDamaged:
+class BaseDamaged:
     """``base`` was committed, and ``rank`` finds it damaged; to be reported."""
 
     base: BaseId
@@ -181,4 +181,4 @@ class Fenced:
     error: FencedError
 
 
-Out = Do | Send | IsDurable | GaveUp | IsLate | IsDamaged | WatermarkMoved | Fenced
+Out = Perform | Send | BaseDurable | GaveUp | BaseLate | BaseDamaged | WatermarkMoved | Fenced

@@ -22,6 +22,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from pathlib import PurePath
 
+from everstep.commit.job.actions import Send
 from everstep.commit.job.cluster import COORDINATOR
 from everstep.commit.job.messages import Answer, Command, Message
 from everstep.commit.job.offer_codec import (
@@ -50,14 +51,13 @@ __all__ = [
     "Compared",
     "Go",
     "InventorySeen",
-    "IsSilent",
     "OpenTimeline",
     "Opened",
+    "RanksSilent",
     "Refuse",
     "Restore",
     "Restored",
     "TakeInventory",
-    "Tell",
 ]
 
 
@@ -126,19 +126,11 @@ class Refuse:
 
 
 @dataclass(frozen=True, slots=True)
-class IsSilent:
+class RanksSilent:
     """Rank 0 waits for the answers of ``ranks`` in ``phase``; to be reported."""
 
     phase: str
     ranks: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Tell:
-    """Send ``message`` to ``rank``."""
-
-    rank: int
-    message: Message
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,13 +145,13 @@ class Compared:
     """What this rank would leave out.
 
     Attributes:
-        damaged, spoilt: as of :class:`Restored`.
+        damaged, unusable: as of :class:`Restored`.
         common: of what it has in common with others: the same on all of these, or none restores.
         why: in words.
     """
 
     damaged: tuple[tuple[int, Source], ...] = ()
-    spoilt: tuple[int, int] | None = None
+    unusable: tuple[int, int] | None = None
     common: tuple[ReplicaDigest, ...] = ()
     why: tuple[str, ...] = ()
 
@@ -170,13 +162,13 @@ class Restored:
 
     Attributes:
         damaged: files that are damaged: of which rank, and where.
-        spoilt: timeline and step at which this rank's log turned out to be of no use.
+        unusable: timeline and step at which this rank's log turned out to be of no use.
         exact: it is bit for bit what training had.
         relaid: the log behind the base is of another layout than this rank has now.
     """
 
     damaged: tuple[tuple[int, Source], ...] = ()
-    spoilt: tuple[int, int] | None = None
+    unusable: tuple[int, int] | None = None
     exact: bool = True
     relaid: bool = False
 
@@ -189,7 +181,7 @@ class Opened:
     ours: bool
 
 
-AgreementOut = TakeInventory | Compare | Restore | OpenTimeline | Go | Refuse | IsSilent | Tell
+AgreementOut = TakeInventory | Compare | Restore | OpenTimeline | Go | Refuse | RanksSilent | Send
 AgreementEvent = InventorySeen | Compared | Restored | Opened
 
 
@@ -255,8 +247,8 @@ class Agreement:
         self._answers: dict[int, bytes] = {}
         self._choice: Choice | None = None
         self._record: TimelineRecord | None = None
-        self._spoilt: set[tuple[BaseId, int, Source]] = set()
-        self._spoilt_log: set[tuple[int, int, int]] = set()  # rank, timeline, step
+        self._unusable: set[tuple[BaseId, int, Source]] = set()
+        self._unusable_log: set[tuple[int, int, int]] = set()  # rank, timeline, step
         self._relaid: set[int] = set()  # timelines: their ranks had another layout
         self._partly = False  # nothing else is left
         self._exact = True
@@ -284,7 +276,7 @@ class Agreement:
         """Rank 0 begins; the others wait for it."""
         return self._ask("offer") if self.rank == COORDINATOR else []
 
-    def heard(self, sender: int, message: Message) -> list[AgreementOut]:
+    def receive(self, sender: int, message: Message) -> list[AgreementOut]:
         """A message of this session has come from ``sender``."""
         if isinstance(message, Command) and sender == COORDINATOR:
             return self._obey(message)
@@ -297,11 +289,11 @@ class Agreement:
         if isinstance(event, InventorySeen):
             return self._say(encode_offer(event.offer))
         if isinstance(event, Compared):
-            about = event.damaged, event.spoilt, event.common, event.why
+            about = event.damaged, event.unusable, event.common, event.why
             return self._say(encode_compared(*about))
         if isinstance(event, Restored):
             return self._say(
-                encode_restored(event.damaged, event.spoilt, event.exact, event.relaid)
+                encode_restored(event.damaged, event.unusable, event.exact, event.relaid)
             )
         return self._say(b"ours" if event.ours else b"")
 
@@ -315,10 +307,10 @@ class Agreement:
         out: list[AgreementOut] = []
         if now_s - self._repeated_s >= self._repeat_s:
             self._repeated_s = now_s
-            out += [Tell(rank, self._command) for rank in silent if rank != self.rank]
+            out += [Send(rank, self._command) for rank in silent if rank != self.rank]
         if silent and now_s - self._asked_s >= self._silent_s and not self._told_silent:
             self._told_silent = True
-            out.append(IsSilent(self._command.phase, silent))
+            out.append(RanksSilent(self._command.phase, silent))
         return out
 
     # Every rank.
@@ -327,7 +319,7 @@ class Agreement:
         if command.number < self._at:
             return []
         if command.number == self._at:
-            return [] if self._answer is None else [Tell(COORDINATOR, self._answer)]
+            return [] if self._answer is None else [Send(COORDINATOR, self._answer)]
         self._at = command.number
         self._phase = command.phase
         self._answer = None
@@ -353,7 +345,7 @@ class Agreement:
         self._answer = Answer(self._at, payload)
         if self.rank == COORDINATOR:
             return self._on_answer(self.rank, self._answer)
-        return [Tell(COORDINATOR, self._answer)]
+        return [Send(COORDINATOR, self._answer)]
 
     # Rank 0.
 
@@ -369,7 +361,7 @@ class Agreement:
         self._asked_s = None
         self._told_silent = False
         others = [rank for rank in range(self.world) if rank != self.rank]
-        tell: list[AgreementOut] = [Tell(rank, self._command) for rank in others]
+        tell: list[AgreementOut] = [Send(rank, self._command) for rank in others]
         return tell + self._obey(self._command)
 
     def _on_answer(self, sender: int, answer: Answer) -> list[AgreementOut]:
@@ -429,15 +421,15 @@ class Agreement:
             step=self._step,
             needs=self._needs,
             fetch=self._fetch,
-            spoilt=self._spoilt,
-            spoilt_log=self._spoilt_log,
+            unusable=self._unusable,
+            unusable_log=self._unusable_log,
             relaid=self._relaid,
             partly=self._partly,
         )
         if choice.base is None and self._trained:
             raise RecoveryError(NO_WAY_BACK, hint=NO_WAY_BACK_HINT)
         if choice.base is None and self._loaded:
-            damaged = ", ".join(sorted({str(base) for base, _, _ in self._spoilt}))
+            damaged = ", ".join(sorted({str(base) for base, _, _ in self._unusable}))
             raise RecoveryError(
                 f"{damaged or 'what was chosen'} cannot be restored on every rank, and ranks have "
                 "loaded some of it: their state is not that of a fresh start any more",
@@ -469,20 +461,21 @@ class Agreement:
         """Whether nothing is in the way of the choice; what is, is not chosen again.
 
         Args:
-            relaid: the log is of another layout: what is spoilt of it shows when it is replayed as
+            relaid: the log is of another layout: what is unusable of it shows when it is replayed
+            as
                 it was written.
         """
         assert self._choice is not None
         damaged = {found for one in told for found in one.damaged}
-        log = {(rank, *one.spoilt) for rank, one in enumerate(told) if one.spoilt is not None}
+        log = {(rank, *one.unusable) for rank, one in enumerate(told) if one.unusable is not None}
         if not damaged and not log and not relaid:
             return True
         assert self._choice.base is not None
-        self._spoilt |= {(self._choice.base, rank, source) for rank, source in damaged}
+        self._unusable |= {(self._choice.base, rank, source) for rank, source in damaged}
         if relaid:
             self._relaid.add(self._choice.base.timeline)
         else:
-            self._spoilt_log |= log
+            self._unusable_log |= log
         return False
 
     def _on_restored(self, answers: Collection[bytes]) -> list[AgreementOut]:

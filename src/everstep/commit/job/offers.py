@@ -18,10 +18,10 @@ from everstep.commit.lineage import (
     BaseId,
     Branch,
     branches_of,
-    had_steps,
-    left_at,
-    lost_behind,
-    of_no_use,
+    describe_abandoned,
+    describe_lost_steps,
+    describe_missing_steps,
+    describe_unused,
     split_by_history,
 )
 from everstep.commit.log_reach import JobLogs, LogReader, LogRun, Reach
@@ -40,10 +40,10 @@ __all__ = [
     "all_ranks",
     "choose",
     "given_up",
-    "is_fresh",
-    "nothing_readable",
-    "timelines_of",
-    "way_back",
+    "may_start_fresh",
+    "merge_timelines",
+    "recovery_hint",
+    "unreadable_error",
 ]
 
 
@@ -212,8 +212,8 @@ def choose(
     step: int | None = None,
     needs: Needs = all_ranks,
     fetch: bool = True,
-    spoilt: Collection[tuple[BaseId, int, Source]] = (),
-    spoilt_log: Collection[tuple[int, int, int]] = (),
+    unusable: Collection[tuple[BaseId, int, Source]] = (),
+    unusable_log: Collection[tuple[int, int, int]] = (),
     relaid: Collection[int] = (),
     partly: bool = False,
 ) -> Choice:
@@ -225,8 +225,8 @@ def choose(
             alone, then bases of any timeline; 0 with no such base: start afresh.
         needs: what a rank has to read of a base.
         fetch: ranks hand each other what they can read.
-        spoilt: pieces that turned out to be damaged: base, its rank, where.
-        spoilt_log: of logs what turned out to be of no use: rank, timeline and step.
+        unusable: pieces that turned out to be damaged: base, its rank, where.
+        unusable_log: of logs what turned out to be of no use: rank, timeline and step.
         relaid: timelines whose ranks, as many as start now, had another layout.
         partly: where nothing else is left, a base of which each rank can read the files of some.
 
@@ -236,8 +236,8 @@ def choose(
     """
     assert sorted(offer.rank for offer in offers) == list(range(len(offers)))
     run = _run_of(offers)
-    records, apart = timelines_of(offers)
-    bases = _bases_of(offers, apart, set(spoilt))
+    records, apart = merge_timelines(offers)
+    bases = _bases_of(offers, apart, set(unusable))
     readable: dict[BaseId, Manifest] = {}
     for one, known in bases.items():
         found = _manifest(known)
@@ -249,7 +249,7 @@ def choose(
     logged = {r.timeline for o in offers for r in o.logs if (o.rank, r.timeline) not in apart}
     branches = branches_of(records, whole | lost, logged)
     here, elsewhere = split_by_history(readable, branches)
-    logs = _logs_of(offers, apart, records, branches, spoilt_log, relaid)
+    logs = _logs_of(offers, apart, records, branches, unusable_log, relaid)
     best = logs.best({base: readable[base] for base in here}, step)
     others = [base for base in elsewhere if step is not None and base.step == step]
     chosen = [best] if best is not None else [(base, None) for base in others[:1]]
@@ -263,22 +263,22 @@ def choose(
     if not chosen:
         good = whole | lost | {base for base, known in bases.items() if known.manifests}
         good -= given_up(good, branches, offers)
-        had = None if good else had_steps(records, branches)
-        if not is_fresh(step, good, had):
+        had = None if good else describe_missing_steps(records, branches)
+        if not may_start_fresh(step, good, had):
             why = {base: known.why or _why(base, readable) for base, known in bases.items()}
-            raise nothing_readable(step, why, lost, here + elsewhere, len(offers), had)
+            raise unreadable_error(step, why, lost, here + elsewhere, len(offers), had)
         if step is None:
-            note = of_no_use([*bases, *logs.ends()], branches)
+            note = describe_unused([*bases, *logs.ends()], branches)
     base, reach = chosen[0] if chosen else (None, None)
     manifest = None if base is None else {**left, **readable}[base]
     newer = [other for other in bases if base is None or other > base]
     leads = reach is not None and reach.count > 0
     end = base if reach is None else reach.end
     if end is not None and step is not None:
-        note = left_at(end, branches)
+        note = describe_abandoned(end, branches)
     if step is None and end is not None and manifest is not None:
         kept = logs.kept(end, manifest, {base: readable[base] for base in here})
-        note = lost_behind(end, branches, kept)
+        note = describe_lost_steps(end, branches, kept)
     return Choice(
         base,
         manifest,
@@ -313,7 +313,7 @@ def _logs_of(
     apart: Collection[tuple[int, int]],
     records: Mapping[int, TimelineRecord | None],
     branches: Mapping[int, Branch],
-    spoilt: Collection[tuple[int, int, int]],
+    unusable: Collection[tuple[int, int, int]],
     relaid: Collection[int],
 ) -> JobLogs:
     """All logs, without what belongs to no timeline."""
@@ -326,7 +326,7 @@ def _logs_of(
 
         own.append(fit(offer.log))
         others.append({source: fit(runs) for source, runs in offer.others.items()})
-    return JobLogs(own, records, branches, spoilt, others, relaid)
+    return JobLogs(own, records, branches, unusable, others, relaid)
 
 
 def _run_of(offers: Sequence[Offer]) -> str | None:
@@ -343,7 +343,7 @@ def _run_of(offers: Sequence[Offer]) -> str | None:
 def _bases_of(
     offers: Sequence[Offer],
     apart: Collection[tuple[int, int]],
-    spoilt: Collection[tuple[BaseId, int, Source]],
+    unusable: Collection[tuple[BaseId, int, Source]],
 ) -> dict[BaseId, _Base]:
     found: dict[BaseId, _Base] = {}
     for offer in offers:
@@ -359,7 +359,7 @@ def _bases_of(
                 known.markers.setdefault(rank, {})[key] = piece.marker
                 for tier in piece.tiers:
                     source = Source(TIERS.index(tier), offer.rank)
-                    if (base, rank, source) in spoilt:
+                    if (base, rank, source) in unusable:
                         known.why = (
                             f"the files of rank {rank} are damaged, or do not fit those of others"
                         )
@@ -484,7 +484,7 @@ def _cut_off(
 _FROM_SCRATCH = "resume(step=0) starts from scratch"
 
 
-def way_back(elsewhere: Sequence[BaseId] = ()) -> str:
+def recovery_hint(elsewhere: Sequence[BaseId] = ()) -> str:
     """What to do where a run has had steps, and no base of them is left.
 
     Args:
@@ -513,18 +513,18 @@ def given_up(
     return {base for base in elsewhere if all(knows(offer, base) for offer in offers)}
 
 
-def is_fresh(step: int | None, good: Collection[BaseId], had: str | None) -> bool:
+def may_start_fresh(step: int | None, good: Collection[BaseId], had: str | None) -> bool:
     """Whether starting afresh throws nothing away, or is what was asked for.
 
     Args:
         step: that was asked for.
         good: bases that are, or may have been, whole, and were not given up.
-        had: see :func:`everstep.commit.lineage.had_steps`.
+        had: see :func:`everstep.commit.lineage.describe_missing_steps`.
     """
     return step == 0 if step is not None else not good and had is None
 
 
-def nothing_readable(
+def unreadable_error(
     step: int | None,
     why: Mapping[BaseId, str],
     lost: Iterable[BaseId],
@@ -549,14 +549,14 @@ def nothing_readable(
         )
     reasons = [f"  {base}: {reason}" for base, reason in sorted(why.items(), reverse=True)]
     reasons += [f"  {base}: its records are damaged" for base in sorted(set(lost) - why.keys())]
-    hint = _FROM_SCRATCH if had is None else way_back()
+    hint = _FROM_SCRATCH if had is None else recovery_hint()
     hint = f"start with the hosts that have the missing files; {hint}"
-    hint = way_back(readable) if readable else hint
+    hint = recovery_hint(readable) if readable else hint
     said = had or f"there are bases, but none that {can_read}"
     return RecoveryError("\n".join([f"{said}:" if reasons else said, *reasons]), hint=hint)
 
 
-def timelines_of(
+def merge_timelines(
     offers: Sequence[Offer],
 ) -> tuple[dict[int, TimelineRecord | None], set[tuple[int, int]]]:
     """The timelines that there are, and ``(rank, timeline)`` of what belongs to none of them.

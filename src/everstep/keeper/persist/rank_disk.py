@@ -25,9 +25,9 @@ from everstep.commit.base_commit import (
 from everstep.commit.job.actions import (
     BasesSeen,
     Delete,
-    Do,
     Event,
     LookAtBases,
+    Perform,
     ReadBack,
     ReadBackDone,
     Withdraw,
@@ -103,7 +103,7 @@ class RankDisk:
         self._history_window = history_window
         self._timelines = TimelineCache()
 
-    def perform(self, do: Do) -> Event:
+    def perform(self, do: Perform) -> Event:
         """Carry out one action of a :class:`~everstep.commit.job.member.Member`.
 
         Raises:

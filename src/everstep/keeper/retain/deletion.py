@@ -11,8 +11,8 @@ from pathlib import PurePath
 
 from everstep.commit.base_commit import CheckFence, FenceSeen
 from everstep.commit.deletion import (
+    AlreadyDeleted,
     BaseDeletion,
-    BaseGone,
     Condemn,
     Condemned,
     DeletionAction,
@@ -93,14 +93,14 @@ def perform_deletion(
             return Condemned()
         if isinstance(action, Lift):
             lifted = uncondemn(filesystem, path)
-            return Lifted() if lifted else BaseGone(newest())
+            return Lifted() if lifted else AlreadyDeleted(newest())
         # Fails if a resuming process has lifted the mark first: of two renames one succeeds.
         filesystem.rename(path / CONDEMNED, path / DELETING)
         _delete_files(filesystem, path, slots)
         return FilesDeleted()
     except FileNotFoundError:
         # Another process deletes the base, too, or has lifted the mark.
-        return BaseGone(newest())
+        return AlreadyDeleted(newest())
 
 
 def _condemn(filesystem: FileSystem, path: PurePath) -> None:

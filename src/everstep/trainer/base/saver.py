@@ -448,7 +448,7 @@ class Saver:
             # The keeper counts the capture before any copy: close() must wait for it.
             keeper.begin(capture)
             failpoint("capture.before_mark")
-            self._lane.mark(prepared.marked_batches(survey.tensors), block)
+            self._lane.copy_now(prepared.marked_batches(survey.tensors), block)
             if copies.check is not None:
                 pending.sample = copies.check.take()
             self._lane.run(lambda: self._announce_capture(pending))

@@ -306,9 +306,9 @@ class _PlannedLane:
         """See :class:`.Lane`."""
         self._lane.leave()
 
-    def mark(self, batches: Sequence[Batch], block: torch.Tensor) -> None:
+    def copy_now(self, batches: Sequence[Batch], block: torch.Tensor) -> None:
         """See :class:`.Lane`."""
-        self._lane.mark(batches, block)
+        self._lane.copy_now(batches, block)
 
     def submit(self, batches: Sequence[Batch], block: torch.Tensor, progress: Progress) -> Transfer:
         """Begin the capture that is ``next``."""
