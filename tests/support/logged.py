@@ -15,8 +15,8 @@ from torch import nn
 from typer.testing import CliRunner, Result
 
 import everstep
-from everstep.capture.base import LiveBody
 from everstep.capture.lanes.lane import CpuLane
+from everstep.capture.live_body import LiveBody
 from everstep.cli import app
 from everstep.commit.lineage import BaseId
 from everstep.format.header import ShardIdentity

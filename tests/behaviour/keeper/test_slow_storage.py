@@ -163,11 +163,11 @@ class Told:
         send, hear, receive = slow.send, other._member.heard, other._mailbox.receive
 
         def sending(rank: int, message: Any) -> None:
-            self.sent += type(message).__name__ == "DiskMoves"
+            self.sent += type(message).__name__ == "DiskProgress"
             send(rank, message)
 
         def hearing(sender: int, message: Any) -> Any:
-            self.heard += type(message).__name__ == "DiskMoves"
+            self.heard += type(message).__name__ == "DiskProgress"
             return hear(sender, message)
 
         def receiving(timeout_s: float) -> bytes | None:

@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 
 import everstep
 from everstep.cli import app
-from everstep.commit.job.offers_wire import decode_offer, encode_offer
+from everstep.commit.job.offer_codec import decode_offer, encode_offer
 from everstep.commit.lineage import BaseId
 from everstep.errors import OptionError
 from everstep.format.names import LOG_DIR
@@ -589,13 +589,13 @@ def test_what_has_come_damaged_is_read_in_the_store(
     runs = [tmp_path / "a", tmp_path / "b"]
     until(runs, store, 6, **ON_DISK)
     shutil.rmtree(runs[1])
-    own, spoilt = files_ahead.FilesAhead.open, set()
+    own, unusable = files_ahead.FilesAhead.open, set()
 
     def spoiling(self: Any, path: PurePath, *, direct: bool = False) -> Any:
         file = own(self, path, direct=direct)
         if LOG_DIR not in path.parts:
             return file
-        spoilt.add(path.parent.name)
+        unusable.add(path.parent.name)
         data = bytearray(file.size_bytes)
         assert file.read_into(memoryview(data), 0) == len(data)
         data[8 + int.from_bytes(data[:8], "little")] ^= 1
@@ -614,5 +614,5 @@ def test_what_has_come_damaged_is_read_in_the_store(
         assert [(one.step, one.replayed, one.exact) for one in found] == [(6, 2, True)] * 2
         assert torch.equal(ranks[1].weight, trained(1, 6))
         all_die(ranks)
-    assert spoilt
+    assert unusable
     assert "intact in another place" in str(found[1].skipped)

@@ -15,7 +15,7 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import everstep
-from everstep.capture.probe import Probe
+from everstep.capture.spot_check import Probe
 from everstep.errors import (
     AuditError,
     MismatchError,

@@ -42,7 +42,7 @@ class Several:
 
     Args:
         scaled: as a GradScaler leaves them to a fused optimizer.
-        spoilt: there is NaN in the large one.
+        unusable: there is NaN in the large one.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class Several:
         dtype: torch.dtype = torch.float32,
         *,
         scaled: bool = False,
-        spoilt: bool = False,
+        unusable: bool = False,
         others: tuple[torch.dtype, ...] = (),
         seed: int = 1,
     ) -> None:
@@ -72,7 +72,7 @@ class Several:
             self.model.register_parameter(f"other{number}", values)
         rate = torch.tensor(0.01)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=rate, fused=scaled)
-        self.scaled, self.spoilt = scaled, spoilt
+        self.scaled, self.unusable = scaled, unusable
         self.state = {"model": self.model, "optimizer": self.optimizer, "plain": {"seen": 0}}
 
     def train(self) -> None:
@@ -80,7 +80,7 @@ class Several:
             gradient = torch.randn_like(parameter) * 1e-6
             if name == "wide" and not self.scaled:
                 gradient = gradient.to(memory_format=torch.channels_last)
-            if name == "large" and self.spoilt:
+            if name == "large" and self.unusable:
                 gradient[3, 4] = math.nan
             parameter.grad = None if name == "none" else gradient
         if self.scaled:
@@ -100,7 +100,7 @@ WORLDS: Mapping[str, functools.partial[Several]] = {
     "float64": functools.partial(Several, torch.float64),
     "bfloat16": functools.partial(Several, torch.bfloat16),
     "float16": functools.partial(Several, torch.float16),
-    "NaN": functools.partial(Several, spoilt=True),
+    "NaN": functools.partial(Several, unusable=True),
     "complex ones": functools.partial(Several, others=(torch.complex64, torch.complex128)),
     "a GradScaler": functools.partial(Several, scaled=True),
 }

@@ -16,8 +16,8 @@ import torch
 from torch import nn
 
 import everstep
-from everstep.capture.spots import Spots
-from everstep.capture.versions import Versions
+from everstep.capture.mark_samples import MarkSampler
+from everstep.capture.version_counters import Versions
 from everstep.errors import AuditError, EverstepError, RecoveryError, StorageError
 from everstep.options import LogOptions
 from everstep.seams import Seams
@@ -731,7 +731,7 @@ def test_without_counters_one_element_comes_back_wrong(
 def test_without_samples_data_comes_back_wrong(
     run_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Spots, "other", lambda self, step, values: None)
+    monkeypatch.setattr(MarkSampler, "other", lambda self, step, values: None)
     states, _ = train(run_folder, World(), data_clamped, "after update")
     with pytest.raises(AssertionError):
         assert_never_wrong(run_folder, states)

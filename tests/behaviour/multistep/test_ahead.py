@@ -13,10 +13,10 @@ import torch
 from torch import nn
 
 import everstep
-from everstep.capture.audit import SpotCheck
 from everstep.capture.lanes.batches import Batch, Chunks, plan_batches, run_batch
 from everstep.capture.lanes.devices import DeviceLane
 from everstep.capture.lanes.lane import CpuLane
+from everstep.capture.spot_check import SpotCheck
 from everstep.link.recordable import Layouts
 from everstep.plan import multistep_cut
 from everstep.plan.multistep import Pipeline

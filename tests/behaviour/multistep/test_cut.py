@@ -20,7 +20,7 @@ from typer.testing import CliRunner
 import everstep
 from everstep.capture.lanes.batches import Batch
 from everstep.capture.lanes.lane import CpuLane, Progress, Transfer
-from everstep.capture.multistep import Unit, cut_as, cut_parts
+from everstep.capture.parts import Unit, cut_by_shares, cut_parts
 from everstep.cli import app
 from everstep.plan.multistep import Pipeline
 from everstep.plan.multistep_cut import best_cut
@@ -62,7 +62,7 @@ def steps(copy_steps: float, ratio: float) -> Pipeline:
 def test_cut_as_close_as_can_be(
     sizes: list[int], shares: list[float], wanted: list[list[int]]
 ) -> None:
-    found = cut_as(units_of(sizes), shares)
+    found = cut_by_shares(units_of(sizes), shares)
     assert [[unit.size_bytes for unit in part] for part in found] == wanted
 
 

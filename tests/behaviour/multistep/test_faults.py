@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 import everstep
-from everstep.capture.audit import SpotCheck
+from everstep.capture.spot_check import SpotCheck
 from everstep.errors import (
     AuditError,
     EverstepError,

@@ -16,8 +16,8 @@ import torch
 from torch import nn
 
 import everstep
-from everstep.capture.audit import SpotCheck
-from everstep.capture.versions import Versions
+from everstep.capture.spot_check import SpotCheck
+from everstep.capture.version_counters import Versions
 from everstep.errors import AuditError, DeadlineError, EverstepError
 from everstep.trainer.base.saver import Saver
 from tests.support.lanes import gives_up_soon, held

@@ -367,7 +367,7 @@ def test_a_call_waits_for_one_of_another_thread() -> None:
     hurried._now = calls._now
     with pytest.raises(StateError, match="in another thread"):
         hurried.begin("step", sys._getframe())
-    with pytest.raises(StateError, match="optimizer has waited 0 s for save"):
+    with pytest.raises(StateError, match="optimizer waited 0 s for save"):
         hurried.wait_for_others("optimizer")
     hurried._now = None
     hurried.wait_for_others("optimizer")

@@ -373,7 +373,7 @@ def test_of_which_rank_a_common_tensor_is_taken(tmp_path: Path) -> None:
         return {"body": net, "optimizer": adamw(net)}
 
     said = refused(tmp_path, each_its_own, plain)
-    assert "rank 0: body/0.weight: rank(s) 0 had one, rank(s) 1 another" in said
+    assert "rank 0: body/0.weight: rank(s) 0 had one version, rank(s) 1 another" in said
     with job(tmp_path, plain) as ranks:
         found = resume(ranks, strict=True)
         assert all(isinstance(one, EverstepError) for one in found)

@@ -26,6 +26,7 @@ from everstep.state.layout.names import PART_OBJECT, UPDATE_OBJECT
 from everstep.state.ranks.log_shares import bytes_logged_elsewhere, log_shares
 from everstep.state.ranks.rank_info import RankInfo
 from everstep.state.training_state import State
+from tests.support.ranks import replicas as parts
 from tests.support.ranks.logs import die, segment
 from tests.support.ranks.replicas import (
     folders,
@@ -39,6 +40,9 @@ from tests.support.ranks.replicas import (
 )
 from tests.support.ranks.together import on_all, rank_seams
 from tests.support.world import HookedFileSystem
+
+alike = parts.alike  # which every test here takes, too
+two = parts.two
 
 
 def resumed(paths: tuple[Path, ...], step: int, replayed: int) -> list[everstep.Recovery]:

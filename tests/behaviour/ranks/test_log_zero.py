@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from everstep.capture.probe import Probe
+from everstep.capture.spot_check import Probe
 from everstep.errors import AuditError, FormatError
 from everstep.format.writer import ChunkRing
 from everstep.link.channel import BackgroundChannel

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from everstep.commit.job.member import Member
-from everstep.commit.job.messages import WatermarkTold
+from everstep.commit.job.messages import WatermarkNotice
 from everstep.keeper.persist.rank_commits import RankCommits
 from everstep.run.scan import scan_run
 from everstep.seams import PosixFileSystem
@@ -35,7 +35,7 @@ class SlowToTell:
         )
 
         def sent(of: RankCommits, rank: int, message: Any) -> None:
-            late = isinstance(message, WatermarkTold) and message.base.step == LAST
+            late = isinstance(message, WatermarkNotice) and message.base.step == LAST
             if late and not self._leaves:
                 self._held.append((of, rank, message))
             else:

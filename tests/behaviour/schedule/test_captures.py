@@ -17,9 +17,9 @@ import torch
 from torch import nn
 
 import everstep
-from everstep.capture.audit import SpotCheck
+from everstep.capture.dispatch import Dispatch, Unit
 from everstep.capture.lanes.lane import Lane
-from everstep.capture.scheduled import Dispatch, Unit
+from everstep.capture.spot_check import SpotCheck
 from everstep.errors import AuditError, EverstepError, KeeperError, OptionError, OutOfSpaceError
 from everstep.options import Budget, Method, presets
 from everstep.seams import ManualClock, Seams, failpoints

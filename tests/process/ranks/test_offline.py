@@ -17,8 +17,8 @@ import pytest
 import torch
 
 import everstep
-from everstep.capture.base import LiveBody
 from everstep.capture.lanes.lane import CpuLane
+from everstep.capture.live_body import LiveBody
 from everstep.format.header import ShardIdentity
 from everstep.format.log import LogRecord, record_digest
 from everstep.format.names import (

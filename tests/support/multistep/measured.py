@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import everstep
-from everstep.capture.multistep import Unit
+from everstep.capture.parts import Unit
 from everstep.options import Options, validate_options
 from everstep.seams import ManualClock
 from everstep.trainer.multistep.measurements import MultistepStats

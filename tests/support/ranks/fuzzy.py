@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
-from everstep.capture.base import LiveBody
 from everstep.capture.lanes.lane import CpuLane
+from everstep.capture.live_body import LiveBody
 from everstep.format.header import ShardIdentity
 from everstep.format.log import LogRecord, RecordHead, plan_segment
 from everstep.format.names import base_dir, marker_name, shard_name, timeline_dir

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import torch
 from torch import distributed
 
-from everstep.capture.spots import Spots, marked, which_of
+from everstep.capture.mark_samples import MarkSampler, mark_entries, sampled_bits
 from everstep.commit.lineage import BaseId
 from everstep.format.log import LogRecord, RecordHead, record_digest
 from everstep.format.records import TimelineRecord
@@ -223,9 +223,9 @@ def _mark(state: State, layouts: Layouts, step: int, shape: str) -> LogRecord:
         for name, tensor in named.items()
         if owners[name].kind == "replayed" and name not in elsewhere
     }
-    spots = Spots(replayed)
+    spots = MarkSampler(replayed)
     named = {name: t for name, t in named.items() if owners[name].in_marks}
-    named |= marked(spots, which_of(spots, sorted(survey.tensors)), step)
+    named |= mark_entries(spots, sampled_bits(spots, sorted(survey.tensors)), step)
     head = RecordHead("mark", 1, step, step, shape)
     return record_of(head, layouts.of(named), survey.objects(), named)
 

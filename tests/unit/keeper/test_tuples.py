@@ -11,7 +11,7 @@ import pytest
 
 from everstep.commit.job.offers import BaseOffer, Choice, Offer, Piece, choose
 from everstep.commit.lineage import BaseId
-from everstep.commit.reclaim import TIERS
+from everstep.commit.retention import TIERS
 from everstep.restore.fetch.peers import Told, plan_of
 from tests.support.ranks.peering import RUN, piece, record_of
 

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from everstep.commit.job.offers import Needs, Source, all_ranks
-from everstep.commit.reclaim import TIERS
+from everstep.commit.retention import TIERS
 from everstep.errors import DamageError
 from everstep.format.reader import _chunks
 from everstep.format.writer import ChunkRing

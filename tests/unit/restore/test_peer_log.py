@@ -12,8 +12,8 @@ import pytest
 
 from everstep.commit.job.offers import BaseOffer, Offer, Piece, choose
 from everstep.commit.lineage import BaseId
-from everstep.commit.logs import LogRun
-from everstep.commit.peerlog import run_of
+from everstep.commit.log_reach import LogRun
+from everstep.commit.peer_copies import run_of
 from everstep.restore.fetch import peers
 from everstep.restore.fetch.peer_copy import PeerCopy
 from everstep.restore.fetch.peer_log import LentLog, PeerLog, packed, unpacked
@@ -157,7 +157,7 @@ def test_a_second_loss_before_a_base_is_with_all_peers_again(second: int) -> Non
     assert why == "log: rank 1 gets no further; others have up to 16"
 
 
-# --- Fetching ---------------------------------------------------------------------------
+# --- FetchProgress ---------------------------------------------------------------------------
 
 
 def brought(

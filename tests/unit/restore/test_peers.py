@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 from everstep.commit.job.messages import (
+    ChunkReply,
+    ChunkRequest,
     Envelope,
     Message,
-    PartTold,
-    PartWanted,
     StartFailed,
     decode_message,
     encode_message,
@@ -100,7 +100,7 @@ def test_a_wanted_step_is_what_counts() -> None:
     assert plan_of(offers, copies, own, 15)[0] == {}, "the agreement says that there is none"
 
 
-# --- Fetching ---------------------------------------------------------------------------
+# --- FetchProgress ---------------------------------------------------------------------------
 
 
 def fetched(
@@ -180,7 +180,7 @@ def test_parts_that_are_lost_are_asked_for_again(monkeypatch: pytest.MonkeyPatch
 
     def lost(message: Message) -> bool:
         seen.append(message)
-        return isinstance(message, PartTold) and len(seen) % 3 == 0
+        return isinstance(message, ChunkReply) and len(seen) % 3 == 0
 
     ((), (one,)) = fetched([offer(0, B), offer(1)], [[copy_of(piece(1, B))], []], lost)
     assert bytes_of(one.held) == bytes_of(piece(1, B))
@@ -197,11 +197,11 @@ class SlowHolder:
 
     def send(self, rank: int, message: bytes) -> None:
         wanted = decode_message(message).message
-        if isinstance(wanted, PartWanted):
+        if isinstance(wanted, ChunkRequest):
             self.sent += 1
             self._free_s = max(self._free_s, self._clock.monotonic_s()) + self._part_s
             data = self._data[wanted.offset : wanted.offset + wanted.size_bytes]
-            told = PartTold(wanted.base, wanted.rank, wanted.offset, data, wanted.log)
+            told = ChunkReply(wanted.base, wanted.rank, wanted.offset, data, wanted.log)
             self._link.append((self._free_s, encode_message(Envelope("s", 0, told))))
 
     def receive(self, timeout_s: float) -> bytes | None:

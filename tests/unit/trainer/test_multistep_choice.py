@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import everstep
-from everstep.capture.multistep import Unit
+from everstep.capture.parts import Unit
 from everstep.plan.multistep import Pipeline
 from everstep.plan.multistep_cut import best_cut, best_parts, fewest
 from everstep.seams import ManualClock

@@ -10,7 +10,7 @@ from typing import Any
 import msgpack
 
 from everstep.arena.memory import Arena
-from everstep.commit.job.offers_wire import run_from_wire, run_to_wire
+from everstep.commit.job.offer_codec import run_from_wire, run_to_wire
 from everstep.format.log import LogRecord
 from everstep.format.records import FileRecord, Marker
 from everstep.keeper.log.log import records_from_wire

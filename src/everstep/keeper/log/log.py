@@ -15,7 +15,7 @@ from pathlib import PurePath
 from typing import TYPE_CHECKING, Any
 
 from everstep.arena.memory import Arena
-from everstep.commit.peerlog import run_of
+from everstep.commit.peer_copies import run_of
 from everstep.errors import (
     DeadlineError,
     EverstepError,
@@ -59,7 +59,7 @@ class _Item:
     offset: int
     came_s: float
     record: LogRecord | None = None
-    spoilt: bool = False  # there will be no record
+    unusable: bool = False  # there will be no record
 
     @property
     def memory_bytes(self) -> int:
@@ -207,7 +207,7 @@ class LogStore:
             if item.head.step <= beyond:
                 number = item.number
                 continue
-            if item.record is None and not item.spoilt:
+            if item.record is None and not item.unusable:
                 break
             step.append(item)
             if item.head.kind != "mark":
@@ -237,7 +237,7 @@ class LogStore:
         """Whether a record in memory is not digested yet."""
         with self._lock:
             last = self._items[-1] if self._items else None
-        return last is not None and last.record is None and not last.spoilt
+        return last is not None and last.record is None and not last.unusable
 
     def flush(self) -> None:
         """Begins to write what is left of an unfinished batch, up to its last mark."""
@@ -340,7 +340,7 @@ class LogStore:
             step = item.head.step
             self._fail(EverstepError(f"internal error in the log: {error!r}", step=step))
         finally:
-            item.spoilt = item.record is None
+            item.unusable = item.record is None
             self._digested += 1
 
     def _fail(self, error: EverstepError) -> None:

@@ -18,7 +18,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from everstep.commit.lineage import BaseId
-from everstep.commit.logs import needed_by
+from everstep.commit.log_reach import needed_by
 from everstep.errors import (
     DamageError,
     DeadlineError,

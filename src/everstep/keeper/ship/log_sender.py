@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from everstep.commit.job.messages import Message, PeerLogAt, PeerLogBegun, PeerLogPart
+from everstep.commit.job.messages import Message, PeerLogAck, PeerLogBegin, PeerLogChunk
 from everstep.commit.lineage import BaseId
 from everstep.errors import DamageError, EverstepError, FormatError, KeeperError
 from everstep.format.log import LogRecord
@@ -55,7 +55,7 @@ class _Batch:
         full: it had no room when it last answered.
     """
 
-    begun: PeerLogBegun
+    begun: PeerLogBegin
     steps: Packed
     upto: int
     progress_s: float
@@ -153,7 +153,7 @@ class LogSender:
             self._fail(one, f"its keeper has said nothing for {self._timeout_s:g} s", "silent")
         return self._send_parts(one, now_s) if one.answered else 0
 
-    def heard(self, message: PeerLogAt) -> None:
+    def heard(self, message: PeerLogAck) -> None:
         """The peer says how far it has come."""
         one = self._batch
         now_s = self._clock.monotonic_s()
@@ -205,7 +205,7 @@ class LogSender:
             self._miss(first, last, f"they were let go before they could be sent ({error.message})")
             return
         run = steps.run
-        begun = PeerLogBegun(
+        begun = PeerLogBegin(
             run.timeline,
             run.first,
             run.last,
@@ -244,7 +244,7 @@ class LogSender:
             if one.sent_bytes == one.acked_bytes:
                 one.heard_s = now_s  # from now on an answer is waited for
             begun = one.begun
-            self._send(PeerLogPart(begun.timeline, begun.first, one.sent_bytes, bytes(data)))
+            self._send(PeerLogChunk(begun.timeline, begun.first, one.sent_bytes, bytes(data)))
             one.sent_bytes += data.nbytes
             sent += data.nbytes
             if self._rate is not None:

@@ -8,7 +8,7 @@ from pathlib import PurePath
 from typing import Any
 
 from everstep.commit.job.cluster import COORDINATOR
-from everstep.commit.job.messages import CopyMessage, CopyTold, CopyWanted
+from everstep.commit.job.messages import CopyMessage, CopyReply, CopyRequest
 from everstep.commit.lineage import BaseId
 from everstep.errors import DeadlineError, EverstepError
 from everstep.format.header import ShardIdentity
@@ -145,11 +145,11 @@ class Mirrors:
         mirror = self._of_ranks.get(message.place)
         if mirror is not None:
             mirror.heard(sender, message)
-        elif isinstance(message, CopyWanted) and self._commits is not None:
+        elif isinstance(message, CopyRequest) and self._commits is not None:
             first = message.manifest.markers[0]
             base = BaseId(first.timeline, first.step)
             why = "it could not be opened there"
-            self._commits.send(sender, CopyTold(message.place, base, why))
+            self._commits.send(sender, CopyReply(message.place, base, why))
 
     def finish(self) -> bool:
         """The keeper is about to end; whether a copy is still being made."""

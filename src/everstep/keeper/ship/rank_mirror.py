@@ -1,8 +1,8 @@
 """Copies of bases that several ranks have saved: each rank's keeper copies its own part.
 
-Rank 0 says which base (:mod:`everstep.commit.copying`), so that all copy the same one, and creates
-the manifest when it finds every marker in the tier (I5); that is the one which the disks have,
-a pure function of the markers. If it dies before, whoever starts the job next does so
+Rank 0 says which base (:mod:`everstep.commit.copy_round`), so that all copy the same one, and
+creates the manifest when it finds every marker in the tier (I5); that is the one which the disks
+have, a pure function of the markers. If it dies before, whoever starts the job next does so
 (:mod:`everstep.restore.fetch.rank_copies`), or its own successor. Only rank 0 deletes
 (:class:`RankRetention`).
 """
@@ -12,14 +12,14 @@ from __future__ import annotations
 import logging
 from typing import Any, Protocol
 
-from everstep.commit.copying import CopyRound
+from everstep.commit.copy_round import CopyRound
 from everstep.commit.job.cluster import COORDINATOR
 from everstep.commit.job.messages import (
-    CopyGoesOn,
     CopyMessage,
+    CopyProgress,
+    CopyReply,
+    CopyRequest,
     CopySettled,
-    CopyTold,
-    CopyWanted,
 )
 from everstep.commit.lineage import BaseId
 from everstep.errors import DeadlineError, EverstepError, InfeasibleError, StorageError
@@ -132,7 +132,7 @@ class LeadingMirror(_RankMirror):
     def heard(self, sender: int, message: CopyMessage) -> None:
         """A message about this place has come."""
         with self._changed:
-            if self._round is not None and isinstance(message, CopyTold):
+            if self._round is not None and isinstance(message, CopyReply):
                 self._round.told(sender, message.base, message.problem)
             elif self._round is not None:
                 self._round.alive(sender)
@@ -200,7 +200,7 @@ class LeadingMirror(_RankMirror):
             assert self._round is not None
             ranks = self._round.tick(self._others.last_receive_s)
         for rank in ranks:
-            self._others.send(rank, CopyWanted(self._number, manifest))
+            self._others.send(rank, CopyRequest(self._number, manifest))
 
     def _await_others(self, manifest: Manifest) -> None:
         """Returns when every rank has said that its part is there, or it was found there."""
@@ -250,7 +250,7 @@ class LeadingMirror(_RankMirror):
 
     def _say_alive(self) -> None:
         for rank in range(1, self._world):
-            self._others.send(rank, CopyGoesOn(self._number))
+            self._others.send(rank, CopyProgress(self._number))
 
 
 class FollowingMirror(_RankMirror):
@@ -301,7 +301,7 @@ class FollowingMirror(_RankMirror):
             self._heard_s = self._clock.monotonic_s()
             if isinstance(message, CopySettled):
                 self._is_over(message.base)
-            elif isinstance(message, CopyWanted):
+            elif isinstance(message, CopyRequest):
                 self._on_wanted(message.manifest)
             self._changed.notify_all()
 
@@ -382,10 +382,10 @@ class FollowingMirror(_RankMirror):
             self._owed = None
 
     def _tell(self, base: BaseId, problem: str) -> None:
-        self._others.send(COORDINATOR, CopyTold(self._number, base, problem))
+        self._others.send(COORDINATOR, CopyReply(self._number, base, problem))
 
     def _say_alive(self) -> None:
-        self._others.send(COORDINATOR, CopyGoesOn(self._number))
+        self._others.send(COORDINATOR, CopyProgress(self._number))
 
 
 Followed = LeadingMirror | FollowingMirror

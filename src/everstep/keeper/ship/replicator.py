@@ -2,7 +2,7 @@
 
 One thread of the keeper; training has no part in it. Parts are sent at a stated pace, a few of
 them unanswered at a time; whatever is lost on the way is sent again. What is sent is compared with
-its digests where it arrives. Which base, and when, rank 0 says (:class:`.peers.Rounds`).
+its digests where it arrives. Which base, and when, rank 0 says (:class:`.peers.CopyRounds`).
 """
 
 from __future__ import annotations
@@ -14,22 +14,22 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from everstep.commit.job.actions import Send
 from everstep.commit.job.cluster import COORDINATOR
 from everstep.commit.job.messages import (
     Message,
-    PeerAt,
-    PeerBegun,
-    PeerLogAt,
-    PeerLogBegun,
-    PeerLogPart,
+    PeerCopyAck,
+    PeerCopyBegin,
+    PeerCopyChunk,
+    PeerLogAck,
+    PeerLogBegin,
+    PeerLogChunk,
     PeerMessage,
-    PeerPart,
     PeerRound,
-    PeerSaid,
+    PeerRoundReply,
 )
-from everstep.commit.job.steps import Send
 from everstep.commit.lineage import BaseId
-from everstep.commit.peers import Rounds
+from everstep.commit.peer_copies import CopyRounds
 from everstep.errors import EverstepError, KeeperError
 from everstep.keeper.held.peer_base_store import PeerBaseStore
 from everstep.keeper.held.peer_log_store import PeerLogStore
@@ -170,7 +170,7 @@ class Replicator:
         self._timeout_s = timeout_s
         self._rounds = None
         if job_session.rank == COORDINATOR:
-            self._rounds = Rounds(
+            self._rounds = CopyRounds(
                 len(job_session.disks), repeat_s=_SAY_AGAIN_S, late_s=2 * timeout_s
             )
         self.logs = PeerLogStore()
@@ -182,7 +182,7 @@ class Replicator:
         self._waiting: BaseId | None = None
         self._round: BaseId | None = None  # that all ranks send, as far as this one has heard
         self._over: BaseId | None = None  # what that was before
-        self._early: dict[int, PeerBegun] = {}
+        self._early: dict[int, PeerCopyBegin] = {}
         self._complained: set[str] = set()
         self._thread: threading.Thread | None = None
 
@@ -280,20 +280,20 @@ class Replicator:
             self._send(rank, message)
 
     def _heard(self, sender: int, message: PeerMessage) -> None:
-        if isinstance(message, PeerBegun):
+        if isinstance(message, PeerCopyBegin):
             self._on_begun(sender, message)
-        elif isinstance(message, PeerPart):
+        elif isinstance(message, PeerCopyChunk):
             self._to(sender, self._store.part(sender, message))
-        elif isinstance(message, PeerLogBegun):
+        elif isinstance(message, PeerLogBegin):
             self._to(sender, self.logs.begun(sender, message))
-        elif isinstance(message, PeerLogPart):
+        elif isinstance(message, PeerLogChunk):
             self._to(sender, self.logs.part(sender, message))
-        elif isinstance(message, PeerLogAt):
+        elif isinstance(message, PeerLogAck):
             if self.log is not None:
                 self.log.heard(message)
-        elif isinstance(message, PeerAt):
+        elif isinstance(message, PeerCopyAck):
             self._on_at(message)
-        elif isinstance(message, PeerSaid):
+        elif isinstance(message, PeerRoundReply):
             if self._rounds is not None:
                 self._say(self._rounds.said(sender, message.base, message.state, self._now_s))
         else:
@@ -323,7 +323,7 @@ class Replicator:
             "passed over",
         )
 
-    def _on_begun(self, sender: int, message: PeerBegun) -> None:
+    def _on_begun(self, sender: int, message: PeerCopyBegin) -> None:
         """A rank wants to send a base. Which of two that are whole here has to stay for it, only
         the news of its round says: it is answered behind them."""
         base = BaseId(message.marker.timeline, message.marker.step)
@@ -342,7 +342,7 @@ class Replicator:
         if message.everywhere is not None:
             self._pass(message.everywhere)
             if message.base is None:
-                self._to(COORDINATOR, PeerSaid(message.everywhere, "noted"))
+                self._to(COORDINATOR, PeerRoundReply(message.everywhere, "noted"))
         sending = self._sending
         if message.base is None:
             self._sending = None
@@ -353,7 +353,7 @@ class Replicator:
             self._sending = _Sending(message.base, now_s, now_s)
             if self._waiting is not None and self._waiting <= message.base:
                 self._waiting = None
-            self._to(COORDINATOR, PeerSaid(message.base, "sending"))
+            self._to(COORDINATOR, PeerRoundReply(message.base, "sending"))
         early = self._early
         self._early = {}
         for sender, begun in early.items():  # what is of another round is asked again
@@ -379,7 +379,7 @@ class Replicator:
             return
         if now_s - one.said_s >= _SAY_AGAIN_S:
             one.said_s = now_s
-            self._to(COORDINATOR, PeerSaid(one.base, one.told or "sending"))
+            self._to(COORDINATOR, PeerRoundReply(one.base, one.told or "sending"))
         if one.told or self._sending is not one:
             return
         if one.source is None:
@@ -412,7 +412,7 @@ class Replicator:
         held, record = one.source
         one.answered = False
         one.asked_s = now_s
-        self._send(self.peer, PeerBegun(held.marker, record))
+        self._send(self.peer, PeerCopyBegin(held.marker, record))
 
     def _send_parts(self, one: _Sending, now_s: float) -> None:
         assert one.source is not None
@@ -429,11 +429,11 @@ class Replicator:
                 return
             if one.sent_bytes == one.acked_bytes:
                 one.heard_s = now_s  # from now on an answer is waited for
-            self._send(self.peer, PeerPart(one.base, one.sent_bytes, bytes(data)))
+            self._send(self.peer, PeerCopyChunk(one.base, one.sent_bytes, bytes(data)))
             one.sent_bytes += len(data)
             one.paced_bytes += len(data)
 
-    def _on_at(self, message: PeerAt) -> None:
+    def _on_at(self, message: PeerCopyAck) -> None:
         one = self._sending
         now_s = self._now_s
         if one is None or one.told or one.base != message.base or one.source is None:
@@ -476,7 +476,7 @@ class Replicator:
         _close(one)
         one.told = state
         one.said_s = self._now_s
-        self._to(COORDINATOR, PeerSaid(one.base, state))
+        self._to(COORDINATOR, PeerRoundReply(one.base, state))
 
 
 def _read(held: HeldBase, offset: int, buffer: memoryview) -> None:

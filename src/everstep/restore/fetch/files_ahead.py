@@ -15,7 +15,7 @@ from pathlib import PurePath
 
 from everstep.commit.job.offers import Choice, Needs
 from everstep.commit.lineage import BaseId
-from everstep.commit.reclaim import COPY_TIERS
+from everstep.commit.retention import COPY_TIERS
 from everstep.format.names import base_dir
 from everstep.format.records import Manifest
 from everstep.format.writer import CHUNK_BYTES

@@ -12,11 +12,11 @@ from pathlib import PurePath
 
 import numpy as np
 
-from everstep.commit.logs import LogRun
-from everstep.commit.peerlog import run_of
+from everstep.commit.log_reach import LogRun
+from everstep.commit.peer_copies import run_of
 from everstep.errors import DamageError, FormatError
 from everstep.format.digests import digest
-from everstep.format.log import LogRecord, pack_index, records_of_pack
+from everstep.format.log import LogRecord, pack_index, records_of_packed
 from everstep.format.records import TimelineRecord
 from everstep.run.scan import Inventory
 
@@ -177,7 +177,7 @@ def records_in(
         int.from_bytes(index[at : at + _OFFSET_BYTES], "little")
         for at in range(_OFFSET_BYTES, begin, _OFFSET_BYTES)
     ]
-    records = records_of_pack(timeline, index[begin:], data, offsets, _PATH)
+    records = records_of_packed(timeline, index[begin:], data, offsets, _PATH)
     for record in records:
         record.verify()
     return records

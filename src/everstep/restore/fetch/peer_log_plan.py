@@ -11,11 +11,11 @@ from dataclasses import dataclass, replace
 from pathlib import PurePath
 from typing import Any
 
+from everstep.commit.job.offer_codec import run_from_wire, run_to_wire
 from everstep.commit.job.offers import Choice, Offer
-from everstep.commit.job.offers_wire import run_from_wire, run_to_wire
 from everstep.commit.lineage import BaseId
-from everstep.commit.logs import LogRun
-from everstep.commit.peerlog import merged
+from everstep.commit.log_reach import LogRun
+from everstep.commit.peer_copies import merged
 from everstep.format.records import TimelineRecord
 from everstep.restore.fetch.peer_log import PeerLog
 

@@ -11,10 +11,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import PurePath
 
-from everstep.commit.job.offered import timelines_of
-from everstep.commit.job.offers import BaseOffer, Choice, Needs, Offer, Piece, choose
+from everstep.commit.job.offers import (
+    BaseOffer,
+    Choice,
+    Needs,
+    Offer,
+    Piece,
+    choose,
+    merge_timelines,
+)
 from everstep.commit.lineage import BaseId
-from everstep.commit.reclaim import COPY_TIERS
+from everstep.commit.retention import COPY_TIERS
 from everstep.errors import RecoveryError
 from everstep.format.digests import digest
 from everstep.format.records import Manifest, Marker, TimelineRecord, manifest_of
@@ -94,7 +101,7 @@ def _of_one_start(
     where none has any, what all copies have. A rank with an empty disk could not tell, and would
     mix what two starts have made (I7)."""
     try:
-        known, _ = timelines_of(offers)
+        known, _ = merge_timelines(offers)
     except RecoveryError:  # the agreement will say so
         return []
     records: dict[int, set[bytes]] = {}
@@ -144,7 +151,7 @@ def on_disks(offers: Sequence[Offer], copies: Sequence[Told]) -> list[Told]:
     """Files of bases that ranks can hand out from their disks: of each disk once, and not what the
     keeper of the same rank holds, too (``copies``)."""
     try:
-        known, _ = timelines_of(offers)
+        known, _ = merge_timelines(offers)
     except RecoveryError:  # the agreement will say so
         return []
     held = {(copy.holder, copy.place) for copy in copies}
@@ -171,7 +178,7 @@ def proven(offers: Sequence[Offer], markers: Mapping[int, Marker]) -> dict[int, 
     if not markers:
         return {}
     try:
-        known, _ = timelines_of(offers)
+        known, _ = merge_timelines(offers)
     except RecoveryError:  # the agreement will say so
         return {}
     found = {}

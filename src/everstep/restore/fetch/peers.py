@@ -18,17 +18,17 @@ from pathlib import PurePath
 from typing import Any, Protocol
 
 from everstep.commit.job.messages import (
+    ChunkReply,
+    ChunkRequest,
     Envelope,
-    Fetching,
+    FetchProgress,
     Message,
-    PartTold,
-    PartWanted,
     StartFailed,
     accept,
     encode_message,
 )
+from everstep.commit.job.offer_codec import decode_offer, encode_offer
 from everstep.commit.job.offers import Choice, Needs, Offer, Piece
-from everstep.commit.job.offers_wire import decode_offer, encode_offer
 from everstep.commit.lineage import BaseId
 from everstep.errors import DamageError, DeadlineError, FormatError
 from everstep.format.records import Marker, TimelineRecord
@@ -189,8 +189,8 @@ def fetch_from_peers(
                 return Brought([], [], proof.get(meeting.rank))
             exchange = _Exchange(meeting, clock, attempt, plan, held, len(said), timeout_s)
             brought, damaged = exchange.run()
-            spoilt = say("fetch copies", {"damaged": [list(one.key) for one in damaged]})
-            bad = {tuple(key) for one in spoilt for key in one["damaged"]}
+            unusable = say("fetch copies", {"damaged": [list(one.key) for one in damaged]})
+            bad = {tuple(key) for one in unusable for key in one["damaged"]}
             if not bad:
                 return replace(brought, proven=proof.get(meeting.rank))
             told = [copy for copy in told if copy.key not in bad]
@@ -258,11 +258,15 @@ class _Exchange:
             message = envelope.message
             if isinstance(message, StartFailed):
                 raise failed_there(message, self._meeting.rank)
-            if isinstance(message, PartWanted):
+            if isinstance(message, ChunkRequest):
                 self._hand_out(envelope.sender, message)
-            elif isinstance(message, PartTold):
+            elif isinstance(message, ChunkReply):
                 self._take(envelope.sender, message)
-            elif isinstance(message, Fetching) and message.round == self._attempt and message.done:
+            elif (
+                isinstance(message, FetchProgress)
+                and message.round == self._attempt
+                and message.done
+            ):
                 done.add(envelope.sender)
         self._tell(now=True)
         return self._brought, self._damaged
@@ -306,11 +310,11 @@ class _Exchange:
         ):
             size = min(len(self._memory) - self._asked, _PART_BYTES)
             base, rank, log = one.place
-            self._send(one.holder, PartWanted(base, rank, self._asked, size, log))
+            self._send(one.holder, ChunkRequest(base, rank, self._asked, size, log))
             self._asked += size
             self._asked_s = now_s
 
-    def _hand_out(self, rank: int, wanted: PartWanted) -> None:
+    def _hand_out(self, rank: int, wanted: ChunkRequest) -> None:
         held = self._held.get((wanted.base, wanted.rank, wanted.log))
         if held is None or wanted.offset < 0 or not 0 < wanted.size_bytes <= _PART_BYTES:
             return
@@ -318,9 +322,9 @@ class _Exchange:
             data = held.read(wanted.offset, wanted.size_bytes)
         else:
             data = bytes(held[wanted.offset : wanted.offset + wanted.size_bytes])
-        self._send(rank, PartTold(wanted.base, wanted.rank, wanted.offset, data, wanted.log))
+        self._send(rank, ChunkReply(wanted.base, wanted.rank, wanted.offset, data, wanted.log))
 
-    def _take(self, sender: int, part: PartTold) -> None:
+    def _take(self, sender: int, part: ChunkReply) -> None:
         if not self._todo:
             return
         one = self._todo[0]
@@ -376,7 +380,7 @@ class _Exchange:
         self._said_s = now_s
         for rank in self._all:
             if rank != self._meeting.rank:
-                self._send(rank, Fetching(self._attempt, not self._todo))
+                self._send(rank, FetchProgress(self._attempt, not self._todo))
 
     def _check(self, done: set[int]) -> None:
         now_s = self._clock.monotonic_s()

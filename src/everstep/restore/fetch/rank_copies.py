@@ -109,7 +109,7 @@ class CopyOfRun:
 
     @property
     def kind(self) -> str:
-        """Of :data:`everstep.commit.reclaim.COPY_TIERS`."""
+        """Of :data:`everstep.commit.retention.COPY_TIERS`."""
         return "object" if self.tier.traits.kind == "object" else "copy"
 
 

@@ -13,7 +13,7 @@ from pathlib import PurePath
 
 from everstep.commit.job.offers import BaseOffer, Choice, Offer, Piece
 from everstep.commit.lineage import BaseId
-from everstep.commit.logs import LogRun
+from everstep.commit.log_reach import LogRun
 from everstep.errors import EverstepError
 from everstep.format.digests import digest
 from everstep.format.names import (

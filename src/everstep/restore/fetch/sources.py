@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import PurePath
 
 from everstep.commit.job.offers import Source
-from everstep.commit.reclaim import COPY_TIERS
+from everstep.commit.retention import COPY_TIERS
 from everstep.format.names import parse_marker, parse_shard
 from everstep.restore.fetch.held import HeldBase
 from everstep.seams.files.filesystem import FileSystem

@@ -12,7 +12,7 @@ from itertools import chain as chained
 from pathlib import PurePath
 
 from everstep.commit.lineage import BaseId
-from everstep.commit.logs import needed_by
+from everstep.commit.log_reach import needed_by
 from everstep.errors import DamageError, EverstepError, FormatError, StorageError
 from everstep.format.log import LogRecord, RecordHead
 from everstep.format.writer import ChunkRing

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from everstep.capture.spots import Comparison
+from everstep.capture.mark_samples import MarkComparison
 from everstep.errors import (
     FormatError,
     ReplayError,
@@ -128,7 +128,7 @@ class OfflineState:
         self._last: LogRecord | None = None
         self._held: Held = []  # by the last step's marks, until it is put
         self._marked: set[str] = set()
-        self._comparison = Comparison()
+        self._comparison = MarkComparison()
         self._parameters = parameter_names(self._trees, self._canonical)
         self._owned = owned_entries(self._trees, self._canonical)
 

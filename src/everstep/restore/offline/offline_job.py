@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from everstep.capture.spots import Comparison
+from everstep.capture.mark_samples import MarkComparison
 from everstep.errors import FormatError, ReplayError, UnsupportedStateError
 from everstep.format.digests import digest
 from everstep.format.log import LogRecord
@@ -143,7 +143,7 @@ class JobState:
         self._parts = parts
         self._apart = apart
         self.doubt = doubt
-        self._comparisons = {rank: Comparison() for rank in written}
+        self._comparisons = {rank: MarkComparison() for rank in written}
         self._marks: dict[int, LogRecord] = {}
 
     # What replay asks for.

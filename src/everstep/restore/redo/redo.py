@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from everstep.capture.spots import Comparison
+from everstep.capture.mark_samples import MarkComparison
 from everstep.errors import AuditError, DamageError, EverstepError, FormatError, MismatchError
 from everstep.format.log import LogRecord
 from everstep.format.records import TimelineRecord
@@ -155,7 +155,7 @@ class Redo:
         self._live: dict[str, torch.Tensor] = {}
         self._last: LogRecord | None = None
         self._compared: LogRecord | None = None
-        self._comparison = Comparison()
+        self._comparison = MarkComparison()
         self._surveyed: _Surveyed | None = None
         self._declared = DeclaredRedo(state)
         self._inexact = Exactness(True, "")  # why, where no replayer that there is now knows it
@@ -456,17 +456,17 @@ def put_back(
 
 
 def compare(
-    comparison: Comparison,
+    comparison: MarkComparison,
     mark: LogRecord,
     tensors: Mapping[str, torch.Tensor],
     names: Sequence[str] = (),
 ) -> None:
     """Compares what replay gives, where it must give the bits of training, with the samples in the
-    mark of that step (:mod:`everstep.capture.spots`).
+    mark of that step (:mod:`everstep.capture.mark_samples`).
 
     Args:
         tensors: all of the state, by entry name.
-        names: as of :meth:`.Comparison.other`.
+        names: as of :meth:`.MarkComparison.other`.
 
     Raises:
         AuditError: something else; names an entry.

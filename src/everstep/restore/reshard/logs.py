@@ -12,7 +12,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from everstep.commit.lineage import BaseId
-from everstep.commit.logs import LogRun, runs_of
+from everstep.commit.log_reach import LogRun, runs_of
 from everstep.errors import DamageError, FormatError
 from everstep.format.log import LogRecord
 from everstep.format.writer import ChunkRing

@@ -14,7 +14,7 @@ from pathlib import PurePath
 import numpy as np
 import torch
 
-from everstep.capture.spots import spots_of
+from everstep.capture.mark_samples import sample_indices
 from everstep.errors import FormatError, MismatchError
 from everstep.format.digests import digest
 from everstep.format.header import ShardHeader
@@ -187,8 +187,8 @@ def _logged_slice(
 
 
 class ReshardedSamples:
-    """Comparison of this rank's tensors with the samples in marks of other ranks
-    (:mod:`everstep.capture.spots`).
+    """MarkComparison of this rank's tensors with the samples in marks of other ranks
+    (:mod:`everstep.capture.mark_samples`).
 
     Args:
         source_rank: see :func:`.gradients.source_rank_of`; selects among different tensors of one
@@ -262,7 +262,7 @@ def _coordinates(shape: tuple[int, ...], step: int) -> np.ndarray:
     if not shape:
         return np.zeros((1, 0), np.int64)
     rows = []
-    for index in spots_of(shape, step):
+    for index in sample_indices(shape, step):
         sides = [
             np.arange(extent)[one] if isinstance(one, slice) else np.array([one])
             for one, extent in zip(index, shape, strict=True)

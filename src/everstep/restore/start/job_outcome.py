@@ -7,7 +7,7 @@ from dataclasses import astuple, dataclass, field, replace
 from pathlib import PurePath
 from typing import Any
 
-from everstep.commit.job.agreed import Go, Refuse, Restored
+from everstep.commit.job.agreement import Go, Refuse, Restored
 from everstep.commit.job.offers import Choice, Source
 from everstep.commit.lineage import BaseId
 from everstep.errors import MismatchError, RecoveryError

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 
-from everstep.commit.job.messages import Message, PartTold, PartWanted
+from everstep.commit.job.messages import ChunkReply, ChunkRequest, Message
 from everstep.commit.lineage import BaseId
 from everstep.errors import DamageError, FormatError
 from everstep.format.digests import digest
@@ -157,9 +157,9 @@ class LogExchange:
         return found
 
     def _handle(self, sender: int, message: Message) -> bool:
-        if isinstance(message, PartWanted):
+        if isinstance(message, ChunkRequest):
             self._reply(sender, message)
-        elif isinstance(message, PartTold):
+        elif isinstance(message, ChunkReply):
             self._take(sender, message)
         else:
             return False
@@ -180,12 +180,12 @@ class LogExchange:
             and one.requested_bytes - received_bytes < _IN_FLIGHT_MAX * _CHUNK_BYTES
         ):
             size = min(end - one.requested_bytes, _CHUNK_BYTES)
-            wanted = PartWanted(self._wanted, rank, one.requested_bytes, size, log=True)
+            wanted = ChunkRequest(self._wanted, rank, one.requested_bytes, size, log=True)
             self._others.tell(one.reader, wanted)
             one.requested_bytes += size
             one.requested_s = now_s
 
-    def _reply(self, sender: int, wanted: PartWanted) -> None:
+    def _reply(self, sender: int, wanted: ChunkRequest) -> None:
         if not wanted.log:
             return
         if wanted.offset < 0 or not 0 < wanted.size_bytes <= _CHUNK_BYTES:
@@ -193,7 +193,7 @@ class LogExchange:
         data = self._encoded(wanted.rank, wanted.base.timeline, wanted.base.step)
         piece = data[wanted.offset : wanted.offset + wanted.size_bytes]
         self._others.tell(
-            sender, PartTold(wanted.base, wanted.rank, wanted.offset, piece, log=True)
+            sender, ChunkReply(wanted.base, wanted.rank, wanted.offset, piece, log=True)
         )
 
     def _encoded(self, rank: int, timeline: int, step: int) -> bytes:
@@ -210,7 +210,7 @@ class LogExchange:
             self._cache.popitem(last=False)
         return data
 
-    def _take(self, sender: int, reply: PartTold) -> None:
+    def _take(self, sender: int, reply: ChunkReply) -> None:
         one = self._pending.get(reply.rank)
         if one is None or not reply.log or one.reader != sender or reply.base != self._wanted:
             return

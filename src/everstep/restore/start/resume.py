@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import PurePath
 
 from everstep.commit.job.agreement import NO_WAY_BACK, NO_WAY_BACK_HINT
-from everstep.commit.lineage import BaseId, left_at, lost_behind, of_no_use
+from everstep.commit.lineage import BaseId, describe_abandoned, describe_lost_steps, describe_unused
 from everstep.errors import (
     DamageError,
     FormatError,
@@ -215,8 +215,8 @@ def resume(
                 exact=exact,
             )
             opened.add(timeline)
-            # Looked at once more after the timeline exists: only now older processes can no longer
-            # commit or delete.
+            # SampledLine at once more after the timeline exists: only now older processes can no
+            # longer commit or delete.
             if fresh or _unchanged(seams, inventory, found, step, opened, held, known):
                 problems = tuple(f"{path}: {problem}" for path, problem in inventory.problems)
                 if loaded is not None:
@@ -395,10 +395,10 @@ def _history_note(
     if restored.end is None:
         remaining = [base.id for base in inventory.bases]
         remaining += [BaseId(*key) for key in log.index.marks]
-        return None if step is not None else of_no_use(remaining, inventory.branches)
+        return None if step is not None else describe_unused(remaining, inventory.branches)
     if step is not None:
-        return left_at(restored.end, inventory.branches)
-    return lost_behind(restored.end, inventory.branches, restored.unreplayed)
+        return describe_abandoned(restored.end, inventory.branches)
+    return describe_lost_steps(restored.end, inventory.branches, restored.unreplayed)
 
 
 def _inventory(

@@ -14,27 +14,27 @@ from dataclasses import replace
 from pathlib import PurePath
 from typing import TypeVar
 
-from everstep.commit.job.agreed import (
+from everstep.commit.job.actions import Send
+from everstep.commit.job.agreement import (
+    Agreement,
     AgreementOut,
     Compare,
     Compared,
     Go,
     InventorySeen,
-    IsSilent,
     Opened,
     OpenTimeline,
+    RanksSilent,
     Refuse,
     Restore,
     Restored,
     TakeInventory,
-    Tell,
 )
-from everstep.commit.job.agreement import Agreement
 from everstep.commit.job.cluster import COORDINATOR
 from everstep.commit.job.offers import Choice, Needs, Offer, Source
 from everstep.commit.lineage import BaseId
-from everstep.commit.logs import LogRun
-from everstep.commit.reclaim import VOLATILE_TIERS
+from everstep.commit.log_reach import LogRun
+from everstep.commit.retention import VOLATILE_TIERS
 from everstep.errors import FormatError, MismatchError, StateError
 from everstep.format.names import base_dir
 from everstep.format.records import Manifest, Marker, TimelineRecord
@@ -152,7 +152,7 @@ class _JobStart:
         while waits_for := self._agreement.waits_for:
             self._others.doing = f"waits for rank(s) {', '.join(map(str, waits_for))}"
             if (message := self._others.listen()) is not None:
-                self._carry_out(self._agreement.heard(*message))
+                self._carry_out(self._agreement.receive(*message))
             self._carry_out(self._agreement.tick(self._clock.monotonic_s()))
             self._others.is_alive()
             self._others.check(self._agreement.waits_for)
@@ -176,7 +176,7 @@ class _JobStart:
         todo = list(outs)
         while todo:
             out = todo.pop(0)
-            if isinstance(out, Tell):
+            if isinstance(out, Send):
                 self._others.tell(out.rank, out.message)
             elif isinstance(out, TakeInventory):
                 self._others.begin("scans its bases and logs")
@@ -208,7 +208,7 @@ class _JobStart:
             elif isinstance(out, Refuse):
                 self._refused = out
             else:
-                assert isinstance(out, IsSilent)  # reported by Others.check
+                assert isinstance(out, RanksSilent)  # reported by Others.check
 
     def _open(self, out: OpenTimeline) -> bool:
         """Open a timeline, in the copies first, as a run of one rank does (``adr/019``)."""
@@ -325,7 +325,7 @@ class _JobStart:
         redone = self._log.redo(choice, loaded, together=True, exchange=self._exchange)
         if redone.touched:
             self._loaded_base = None
-        if redone.spoilt is not None and not redone.sure:
+        if redone.unusable is not None and not redone.sure:
             # Load the base again, and replay step by step to find the failing step.
             damaged = self._load_base(choice)
             loaded = self.outcome.loaded
@@ -339,7 +339,7 @@ class _JobStart:
         self.outcome.redone = redone
         self.skipped += [one for one in redone.skipped if one not in self.skipped]
         self.outcome.exact &= not redone.inexact and not redone.notes
-        return Restored((), redone.spoilt, self.outcome.exact)
+        return Restored((), redone.unusable, self.outcome.exact)
 
     def _log_may_be_elsewhere(self, choice: Choice) -> bool:
         """Return True if this rank's log may be on the disk of another rank, as its files were."""
@@ -464,13 +464,13 @@ class _JobStart:
         found = self.left_out = read[0].mismatches
         if self._step is None and choice.end is not None and choice.reach is not None:
             refuse_log_loss(sections_left_out(found), id_.step, choice.end.step, self._run)
-        spoilt = None
+        unusable = None
         if found and choice.reach is not None and self._log is not None:
-            spoilt = self._log.first_of(choice)
-            one = Skipped(*spoilt, OTHER_STATE)
+            unusable = self._log.first_of(choice)
+            one = Skipped(*unusable, OTHER_STATE)
             self.skipped += [one] if one not in self.skipped else []
-            self._why[f"step {spoilt[1]}: {OTHER_STATE} ({read[0].words[0]})"] = None
-        return Compared((), spoilt, read[0].common, read[0].words)
+            self._why[f"step {unusable[1]}: {OTHER_STATE} ({read[0].words[0]})"] = None
+        return Compared((), unusable, read[0].common, read[0].words)
 
     def _add_layout(self, choice: Choice, base: BaseFound, places: Places) -> None:
         """Read the saved layout if another layout wrote the log; most starts do not need it."""

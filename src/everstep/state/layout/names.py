@@ -60,7 +60,7 @@ bytes and the device follow."""
 
 SPOT = f"{SAMPLE}everstep/"
 """Prefix of sampled elements of the tensors that optimizers replay, in a step mark; their dtype
-follows (:mod:`everstep.capture.spots`)."""
+follows (:mod:`everstep.capture.mark_samples`)."""
 
 UPDATE_OBJECT = "update"
 """Object of an update record: optimizer and hyperparameters."""

@@ -11,9 +11,9 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from everstep.capture.audit import SpotCheck
 from everstep.capture.lanes.batches import Batch, Chunks, Runs, plan_batches
-from everstep.capture.versions import Versions
+from everstep.capture.spot_check import SpotCheck
+from everstep.capture.version_counters import Versions
 from everstep.format.header import ShardIdentity
 from everstep.format.plan import BasePlan, ShardPlan, plan_files
 from everstep.link.capture import shard_offsets

@@ -17,11 +17,11 @@ from pathlib import PurePath
 
 import torch
 
-from everstep.capture.audit import Sample
-from everstep.capture.base import LiveBody
-from everstep.capture.graphs import refuse_graph_capture
+from everstep.capture.cuda_graphs import refuse_graph_capture
 from everstep.capture.lanes.lane import Lane, Transfer
-from everstep.capture.versions import Versions
+from everstep.capture.live_body import LiveBody
+from everstep.capture.spot_check import Sample
+from everstep.capture.version_counters import Versions
 from everstep.config.options import Options
 from everstep.errors import (
     AuditError,
@@ -448,7 +448,7 @@ class Saver:
             # The keeper counts the capture before any copy: close() must wait for it.
             keeper.begin(capture)
             failpoint("capture.before_mark")
-            self._lane.mark(prepared.marked_batches(survey.tensors), block)
+            self._lane.copy_now(prepared.marked_batches(survey.tensors), block)
             if copies.check is not None:
                 pending.sample = copies.check.take()
             self._lane.run(lambda: self._announce_capture(pending))

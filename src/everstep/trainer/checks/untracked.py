@@ -34,7 +34,7 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-from everstep.capture.updates import UpdateHooks
+from everstep.capture.update_hooks import UpdateHooks
 from everstep.errors import StateError
 from everstep.state.coverage import first_few
 from everstep.state.providers.optimizers import unwrap_optimizer

@@ -13,7 +13,7 @@ from collections.abc import Collection, Mapping
 import torch
 from torch import nn
 
-from everstep.capture.probe import Probe
+from everstep.capture.spot_check import Probe
 from everstep.errors import AuditError
 from everstep.format.log import RecordHead
 from everstep.state.layout.names import SAMPLE, SPOT

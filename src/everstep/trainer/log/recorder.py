@@ -705,7 +705,7 @@ def copy_now(
     Returns:
         ``objects``, or a callable that raises if the copies were not made.
     """
-    lane.mark(plan_batches(layout, named, named.keys()), block)
+    lane.copy_now(plan_batches(layout, named, named.keys()), block)
     if not any(map(on_cuda, named.values())):
         return objects
     transfer = lane.submit((), block, lambda end: None)

@@ -3,9 +3,9 @@
 The log holds the gradients of each update, and replay applies nothing else: clamped weights, a
 state loaded in the middle of a run, or a reset moment would be missing from its result. So between
 the end of an update and the beginning of the next one nothing may be written. Version counters are
-compared each time (hints only, see ``capture/versions.py``), and a few elements in some steps: in
-the first steps above all, where code that runs in each step shows. Replay finds the remaining
-writes by the samples in each step mark.
+compared each time (hints only, see ``capture/version_counters.py``), and a few elements in some
+steps: in the first steps above all, where code that runs in each step shows. Replay finds the
+remaining writes by the samples in each step mark.
 
 Each step mark holds completely the tensors that two optimizers own, or that views share. The log
 therefore has writes to these after the last update of a step, but not writes after the mark, which
@@ -19,8 +19,8 @@ from typing import Any
 
 import torch
 
-from everstep.capture.spots import Spots, marked, which_of
-from everstep.capture.versions import Versions, storage_of
+from everstep.capture.mark_samples import MarkSampler, mark_entries, sampled_bits
+from everstep.capture.version_counters import Versions, storage_of
 from everstep.errors import AuditError
 from everstep.format.digests import digest
 from everstep.link.channel import BackgroundChannel
@@ -61,7 +61,7 @@ class WatchedTensors:
         self._digests: dict[str, str] = {}
         self._versions = Versions(tensors, beside)
         self._seen = self._versions.now()
-        self._spots: Spots | None = None  # created at the first comparison
+        self._spots: MarkSampler | None = None  # created at the first comparison
         self._remembered: tuple[int, Mapping[str, Any]] | None = None
 
     def watches(self, tensors: Mapping[str, torch.Tensor]) -> bool:
@@ -81,7 +81,7 @@ class WatchedTensors:
         self._remembered = None
         self._digests = dict(self._digests_now())
         if step is not None:
-            self._spots = self._spots or Spots(self.tensors)
+            self._spots = self._spots or MarkSampler(self.tensors)
             if self._spots.intact:
                 self._remembered = step, self._spots.take(step)
 
@@ -146,7 +146,7 @@ class UntrackedWrites:
         self._tensors: Mapping[str, torch.Tensor] | None = None
         self._shape: Shape | None = None
         self._names: Mapping[str, tuple[str, ...]] = {}
-        self._spots = Spots({})
+        self._spots = MarkSampler({})
         self._which = torch.empty(0, dtype=torch.uint8, device="cpu")
         self._sampled: tuple[int, Mapping[str, torch.Tensor]] | None = (
             None  # step and samples of the last mark
@@ -225,7 +225,7 @@ class UntrackedWrites:
 
     def samples(self, step: int) -> dict[str, torch.Tensor]:
         """Return the samples of a mark's state; call :meth:`at_mark` with its survey before."""
-        samples = marked(self._spots, self._which, step)
+        samples = mark_entries(self._spots, self._which, step)
         self._sampled = step, samples
         return samples
 
@@ -240,7 +240,7 @@ class UntrackedWrites:
         step, then = self._sampled
         if not self._spots.intact:
             return False
-        now = marked(self._spots, self._which, step)
+        now = mark_entries(self._spots, self._which, step)
         return all(torch.equal(now[name], then[name]) for name in then)
 
     @property
@@ -315,9 +315,9 @@ class UntrackedWrites:
             # This rank's log does not replay tensors that another rank updates.
             left_out = updated_elsewhere(self._state)
             sampled = {n: t for found in all_of for n, t in found.items() if n not in left_out}
-            self._spots = Spots(sampled)
+            self._spots = MarkSampler(sampled)
         self._watched = watched
-        self._which = which_of(self._spots, sorted(tensors))
+        self._which = sampled_bits(self._spots, sorted(tensors))
         self._tensors = tensors
 
     def _follow_read(self, shape: Shape, tensors: Mapping[str, torch.Tensor]) -> None:

@@ -293,7 +293,7 @@ class UpdateCopies:
             check = GradientCheck(gradients, layout, lsn, self._places)
             # Other tensors (learning rates) are written by schedulers: copied now, not held.
             if others := consumed.tensors.keys() - gradients.keys():
-                self._lane.mark(plan_batches(layout, consumed.tensors, others), into)
+                self._lane.copy_now(plan_batches(layout, consumed.tensors, others), into)
                 batches = plan_batches(layout, consumed.tensors, gradients.keys())
         # Gradients held for several steps are less urgent than the part of the next step.
         yielding = held is not None and self._copies_yield

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from everstep.capture.multistep import Unit, cut_as, cut_parts
+from everstep.capture.parts import Unit, cut_by_shares, cut_parts
 from everstep.config.options import Options
 from everstep.plan.multistep import PARTS_MAX, Overlap, Pipeline, overlap
 from everstep.plan.multistep_cut import Cut, best_cut, fewest, fewest_of
@@ -389,7 +389,7 @@ def cut_by_cost(
     if len(equal) <= 1:
         return equal
     best = best or best_cut(pipeline, len(equal), held_steps)
-    filling = cut_as(units, best.shares)
+    filling = cut_by_shares(units, best.shares)
     found = modelled_overlap(filling, pipeline, held_steps)
     if found.gradients_s > gradients_s_max:
         return equal

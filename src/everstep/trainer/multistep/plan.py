@@ -25,8 +25,8 @@ import torch
 
 from everstep.capture.lanes.batches import Batch, Chunks, plan_batches
 from everstep.capture.lanes.lane import Lane
-from everstep.capture.multistep import Unit
-from everstep.capture.versions import Versions
+from everstep.capture.parts import Unit
+from everstep.capture.version_counters import Versions
 from everstep.link.pool import CapturePool
 from everstep.link.samples import Samples
 from everstep.restore.redo.owned import parameter_names

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 import torch
 
 from everstep.capture.lanes.lane import Transfer
-from everstep.capture.spots import Spots, marked, which_of
+from everstep.capture.mark_samples import MarkSampler, mark_entries, sampled_bits
 from everstep.errors import EverstepError
 from everstep.format.header import ShardIdentity
 from everstep.format.log import RecordHead
@@ -294,8 +294,8 @@ def samples_at_mark(
         tensors: all tensors of the state, by entry name.
         step: step of the mark, which selects the elements.
     """
-    spots = Spots({name: tensors[name] for name in names})
-    return marked(spots, which_of(spots, sorted(tensors)), step)
+    spots = MarkSampler({name: tensors[name] for name in names})
+    return mark_entries(spots, sampled_bits(spots, sorted(tensors)), step)
 
 
 def fuzzy_parts(

@@ -10,9 +10,9 @@ from typing import NamedTuple
 
 import torch
 
-from everstep.capture.events import Observed
+from everstep.capture.dispatch import Duplicates, Unit
 from everstep.capture.lanes.batches import Batch, plan_batches
-from everstep.capture.scheduled import Duplicates, Unit
+from everstep.capture.step_events import Observed
 from everstep.plan.schedule.timeline import StepPlan
 from everstep.trainer.base.prepared_base import PreparedBase
 

@@ -18,9 +18,9 @@ from pathlib import PurePath
 
 import torch
 
+from everstep.capture.dispatch import Dispatch
 from everstep.capture.lanes.batches import Batch
 from everstep.capture.lanes.lane import Lane, Progress, Take, Transfer
-from everstep.capture.scheduled import Dispatch
 from everstep.config.options import Options
 from everstep.errors import DeadlineError, KeeperError, StateError
 from everstep.format.header import ShardIdentity
@@ -306,9 +306,9 @@ class _PlannedLane:
         """See :class:`.Lane`."""
         self._lane.leave()
 
-    def mark(self, batches: Sequence[Batch], block: torch.Tensor) -> None:
+    def copy_now(self, batches: Sequence[Batch], block: torch.Tensor) -> None:
         """See :class:`.Lane`."""
-        self._lane.mark(batches, block)
+        self._lane.copy_now(batches, block)
 
     def submit(self, batches: Sequence[Batch], block: torch.Tensor, progress: Progress) -> Transfer:
         """Begin the capture that is ``next``."""

@@ -23,9 +23,9 @@ import torch
 from rich.filesize import decimal
 from torch import nn
 
-from everstep.capture.events import Observed, StepEvents
+from everstep.capture.dispatch import Dispatch, Duplicates
 from everstep.capture.lanes.lane import Lane
-from everstep.capture.scheduled import Dispatch, Duplicates
+from everstep.capture.step_events import Observed, StepEvents
 from everstep.plan.schedule.timeline import Leaving, StepPlan, plan_departures
 from everstep.seams.messages import say
 from everstep.state.training_state import State

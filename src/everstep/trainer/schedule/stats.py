@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from everstep.capture.scheduled import Dispatch, Unit
+from everstep.capture.dispatch import Dispatch, Unit
 from everstep.state.layout.shards import overlaps
 from everstep.trainer.base.prepared_base import PreparedBase
 from everstep.trainer.schedule.bound_plan import BoundPlan

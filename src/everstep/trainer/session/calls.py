@@ -12,7 +12,7 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Any, TypeVar, cast
 
-from everstep.capture.updates import in_thread
+from everstep.capture.update_hooks import in_thread
 from everstep.errors import StateError
 
 __all__ = ["CallGuard", "exclusive", "refuse_reentry"]

@@ -12,7 +12,7 @@ from pathlib import PurePath
 
 from everstep.capture.lanes.devices import DeviceLane
 from everstep.capture.lanes.lane import CpuLane, Lane
-from everstep.capture.updates import UpdateHooks
+from everstep.capture.update_hooks import UpdateHooks
 from everstep.config.options import Options
 from everstep.errors import OptionError
 from everstep.format.writer import ChunkRing

@@ -13,7 +13,7 @@ from concurrent.futures import Future
 
 import torch
 
-from everstep.capture.audit import SpotCheck
+from everstep.capture.spot_check import SpotCheck
 from everstep.errors import EverstepError, StateError
 from everstep.format.header import ShardIdentity
 from everstep.link.channel import BackgroundChannel

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from everstep.capture.updates import UpdateHooks
+from everstep.capture.update_hooks import UpdateHooks
 from everstep.config.options import Options
 from everstep.errors import EverstepError, StateError, UnsupportedStateError
 from everstep.state.layout.names import RNG_SECTION

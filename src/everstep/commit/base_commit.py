@@ -20,7 +20,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
 
-from everstep.commit.lineage import BaseId, fenced_off
+from everstep.commit.lineage import BaseId, fenced_error
 from everstep.format.header import ShardIdentity
 from everstep.format.records import FileRecord, Manifest, Marker, manifest_of
 
@@ -172,7 +172,7 @@ class BaseCommit:
 
     def _on_fence(self, newest: int) -> Action:
         if newest > self._identity.timeline:
-            raise fenced_off(
+            raise fenced_error(
                 self._identity.timeline,
                 newest,
                 "it may not commit any more",

@@ -17,13 +17,13 @@ import torch
 from everstep.errors import StateError
 from everstep.seams.driver import leave_out_of_captures
 
-__all__ = ["beside_graph_captures", "refuse_graph_capture"]
+__all__ = ["ignore_graph_captures", "refuse_graph_capture"]
 
 _cuda: Any = torch.cuda
 _said = threading.local()
 
 
-def beside_graph_captures() -> None:
+def ignore_graph_captures() -> None:
     """Call in a thread of the engine, before it waits for events or pins memory: once in each, it
     tells CUDA to leave it out of what other threads capture. Where there is no such call captures
     fail beside it, as before."""

@@ -11,8 +11,8 @@ import msgpack
 
 from everstep.commit.job.messages import plain_base, to_base
 from everstep.commit.job.offers import BaseOffer, Choice, Offer, Piece, Source
-from everstep.commit.logs import LogReader, LogRun, Reach
-from everstep.commit.reclaim import TIERS
+from everstep.commit.log_reach import LogReader, LogRun, Reach
+from everstep.commit.retention import TIERS
 from everstep.errors import EverstepError, FormatError
 from everstep.format.records import Manifest, Marker, TimelineRecord
 from everstep.state.layout.replica_digest import ReplicaDigest
@@ -104,7 +104,7 @@ def decode_choice(data: bytes) -> Choice:
 
 def encode_restored(
     damaged: Iterable[tuple[int, Source]],
-    spoilt: tuple[int, int] | None,
+    unusable: tuple[int, int] | None,
     exact: bool,
     relaid: bool = False,
 ) -> bytes:
@@ -112,12 +112,12 @@ def encode_restored(
 
     Args:
         damaged: files: of which rank, and where.
-        spoilt: timeline and step of its log at which that turned out to be of no use.
+        unusable: timeline and step of its log at which that turned out to be of no use.
         exact: what it has restored is exact.
         relaid: the log is of another layout than this rank has.
     """
     files = [[rank, source.cost, source.rank] for rank, source in damaged]
-    return _pack([files, spoilt, exact, relaid])
+    return _pack([files, unusable, exact, relaid])
 
 
 def decode_restored(data: bytes) -> _Restored:
@@ -128,27 +128,27 @@ def decode_restored(data: bytes) -> _Restored:
     """
 
     def make(found: Any) -> _Restored:
-        files, spoilt, exact, relaid = found
-        return _damaged(files), _step(spoilt), bool(exact), bool(relaid)
+        files, unusable, exact, relaid = found
+        return _damaged(files), _step(unusable), bool(exact), bool(relaid)
 
     return _unpack(data, make)
 
 
 def encode_compared(
     damaged: Iterable[tuple[int, Source]],
-    spoilt: tuple[int, int] | None,
+    unusable: tuple[int, int] | None,
     common: Iterable[ReplicaDigest],
     why: Iterable[str],
 ) -> bytes:
     """Bytes for what a rank would leave out of a base.
 
     Args:
-        damaged, spoilt: as of :func:`encode_restored`.
+        damaged, unusable: as of :func:`encode_restored`.
         common: of what it has in common with others.
         why: in words.
     """
     files = [[rank, source.cost, source.rank] for rank, source in damaged]
-    return _pack([files, spoilt, [[*astuple(one)] for one in common], list(why)])
+    return _pack([files, unusable, [[*astuple(one)] for one in common], list(why)])
 
 
 def decode_compared(data: bytes) -> _Compared:
@@ -159,9 +159,9 @@ def decode_compared(data: bytes) -> _Compared:
     """
 
     def make(found: Any) -> _Compared:
-        files, spoilt, common, why = found
+        files, unusable, common, why = found
         damaged = _damaged(files)
-        at = _step(spoilt)
+        at = _step(unusable)
         said = (ReplicaDigest(str(r), str(s), int(n), str(d)) for r, s, n, d in common)
         return damaged, at, tuple(said), tuple(map(str, why))
 
@@ -172,8 +172,8 @@ def _damaged(files: Any) -> tuple[tuple[int, Source], ...]:
     return tuple((int(rank), Source(int(cost), int(at))) for rank, cost, at in files)
 
 
-def _step(spoilt: Any) -> tuple[int, int] | None:
-    return None if spoilt is None else (int(spoilt[0]), int(spoilt[1]))
+def _step(unusable: Any) -> tuple[int, int] | None:
+    return None if unusable is None else (int(unusable[0]), int(unusable[1]))
 
 
 def _offer(found: Any) -> Offer:

@@ -8,26 +8,26 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from everstep.commit.base_commit import Action as CommitAction
+from everstep.commit.base_commit import Event as CommitEvent
 from everstep.commit.deletion import DeletionAction, DeletionEvent
 from everstep.commit.job.messages import Message
 from everstep.commit.lineage import BaseId, Branch
-from everstep.commit.machine import Action as CommitAction
-from everstep.commit.machine import Event as CommitEvent
 from everstep.errors import FencedError
 
 __all__ = [
+    "BaseDamaged",
+    "BaseDurable",
+    "BaseLate",
     "BasesSeen",
     "Delete",
-    "Do",
     "Event",
     "Fenced",
     "GaveUp",
-    "IsDamaged",
-    "IsDurable",
-    "IsLate",
     "LookAtBases",
     "Out",
     "Pace",
+    "Perform",
     "ReadBack",
     "ReadBackDone",
     "Send",
@@ -84,7 +84,7 @@ class Delete:
 
 
 @dataclass(frozen=True, slots=True)
-class Do:
+class Perform:
     """Do something about a base, then report what came of it with :meth:`Member.done`."""
 
     base: BaseId
@@ -134,7 +134,7 @@ class Send:
 
 
 @dataclass(frozen=True, slots=True)
-class IsDurable:
+class BaseDurable:
     """``base`` is committed: on this rank's disk, and with it the files of every rank."""
 
     base: BaseId
@@ -149,7 +149,7 @@ class GaveUp:
 
 
 @dataclass(frozen=True, slots=True)
-class IsLate:
+class BaseLate:
     """``base`` waits for the markers of the ``missing`` ranks; to be reported."""
 
     base: BaseId
@@ -157,7 +157,7 @@ class IsLate:
 
 
 @dataclass(frozen=True, slots=True)
-class IsDamaged:
+class BaseDamaged:
     """``base`` was committed, and ``rank`` finds it damaged; to be reported."""
 
     base: BaseId
@@ -168,7 +168,7 @@ class IsDamaged:
 @dataclass(frozen=True, slots=True)
 class WatermarkMoved:
     """From now on everything older than ``base`` may be reclaimed, tier by tier
-    (:mod:`everstep.commit.reclaim`)."""
+    (:mod:`everstep.commit.retention`)."""
 
     base: BaseId
     before: BaseId | None
@@ -181,4 +181,4 @@ class Fenced:
     error: FencedError
 
 
-Out = Do | Send | IsDurable | GaveUp | IsLate | IsDamaged | WatermarkMoved | Fenced
+Out = Perform | Send | BaseDurable | GaveUp | BaseLate | BaseDamaged | WatermarkMoved | Fenced

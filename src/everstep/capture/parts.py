@@ -12,7 +12,7 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-__all__ = ["Unit", "cut_as", "cut_parts"]
+__all__ = ["Unit", "cut_by_shares", "cut_parts"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +61,7 @@ def cut_parts(units: Sequence[Unit], count: int) -> list[list[Unit]]:
     return runs
 
 
-def cut_as(units: Sequence[Unit], shares: Sequence[float]) -> list[list[Unit]]:
+def cut_by_shares(units: Sequence[Unit], shares: Sequence[float]) -> list[list[Unit]]:
     """Cuts units into runs, none of them empty, that end as close as can be to where parts of
     these shares would: as many as there are shares, or units if these are fewer.
 

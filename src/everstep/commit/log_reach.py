@@ -26,8 +26,8 @@ __all__ = [
     "common_reach",
     "log_path",
     "needed_by",
-    "reach_of",
     "runs_of",
+    "steps_reached",
     "timeline_of",
 ]
 
@@ -176,19 +176,19 @@ def log_path(branches: Mapping[int, Branch], logged: Collection[int]) -> Path:
     return path
 
 
-def reach_of(
+def steps_reached(
     runs: Iterable[LogRun],
     base: BaseId,
     lsn: int,
     path: Path,
     *,
-    spoilt: Collection[tuple[int, int]] = (),
+    unusable: Collection[tuple[int, int]] = (),
 ) -> list[tuple[int, int, int]]:
     """Timeline, step and LSN of each step that one rank's log adds to its part of a base.
 
     Args:
         lsn: of the rank's own part.
-        spoilt: timeline and step of what turned out to be of no use.
+        unusable: timeline and step of what turned out to be of no use.
     """
     by_timeline: dict[int, list[LogRun]] = {}
     for run in runs:
@@ -204,7 +204,7 @@ def reach_of(
         here = by_timeline.get(timeline, []) if timeline is not None else []
         fit = (run for run in here if run.first <= step <= run.last and run.follows(step, lsn))
         one = next(fit, None)
-        if one is None or (one.timeline, step) in spoilt or shape not in (None, one.shape):
+        if one is None or (one.timeline, step) in unusable or shape not in (None, one.shape):
             return found
         lsn = one.lsns[step - one.first]
         shape = one.shape
@@ -218,7 +218,7 @@ def common_reach(
     path: Path,
     *,
     until: int | None = None,
-    spoilt: Collection[tuple[int, int, int]] = (),
+    unusable: Collection[tuple[int, int, int]] = (),
 ) -> Reach:
     """The last step that every rank reaches from a base, each by its own log; not past a step in
     which one has made more updates than another, as none of its bases would be whole either.
@@ -227,12 +227,12 @@ def common_reach(
         logs: of each rank.
         lsn: of the base.
         until: no step behind this one.
-        spoilt: rank, timeline and step of what turned out to be of no use.
+        unusable: rank, timeline and step of what turned out to be of no use.
     """
     chains = []
     for rank, runs in enumerate(logs):
-        bad = {(timeline, step) for one, timeline, step in spoilt if one == rank}
-        chains.append(reach_of(runs, base, lsn, path, spoilt=bad))
+        bad = {(timeline, step) for one, timeline, step in unusable if one == rank}
+        chains.append(steps_reached(runs, base, lsn, path, unusable=bad))
     count = 0
     while count < min(map(len, chains)) and len({chain[count] for chain in chains}) == 1:
         count += 1
@@ -241,7 +241,7 @@ def common_reach(
     timeline, step, last = chains[0][count - 1] if count else (base.timeline, base.step, lsn)
     furthest = base.step + max(map(len, chains))
     beyond = max((_last_of(run, path) for runs in logs for run in runs), default=0)
-    if beyond <= furthest or any(at == furthest + 1 for _, _, at in spoilt):
+    if beyond <= furthest or any(at == furthest + 1 for _, _, at in unusable):
         beyond = 0
     shortest = min(range(len(chains)), key=lambda rank: len(chains[rank]))
     return Reach(timeline, step, last, count, furthest, shortest, beyond)
@@ -279,7 +279,7 @@ class JobLogs:
         runs: by rank: of its own log.
         records: of all timelines.
         branches: where each forked from.
-        spoilt: rank, timeline and step of what turned out to be of no use.
+        unusable: rank, timeline and step of what turned out to be of no use.
         others: by rank: what it can read of the logs of ranks that trained in another number, by
             the number of that rank then; of this number, too, where timelines are ``relaid``.
         relaid: timelines whose ranks, as many as start now, had another layout.
@@ -290,12 +290,12 @@ class JobLogs:
         runs: Sequence[Sequence[LogRun]],
         records: Mapping[int, TimelineRecord | None],
         branches: Mapping[int, Branch],
-        spoilt: Collection[tuple[int, int, int]] = (),
+        unusable: Collection[tuple[int, int, int]] = (),
         others: Sequence[Mapping[int, Sequence[LogRun]]] = (),
         relaid: Collection[int] = (),
     ) -> None:
         self._world = len(runs)
-        self._spoilt = spoilt
+        self._unusable = unusable
         self._relaid = relaid
         self._worlds = {n: record.world for n, record in records.items() if record is not None}
         self._runs = [
@@ -332,14 +332,14 @@ class JobLogs:
         world = len(manifest.markers)
         if self._is_own(base, manifest):
             logs: Sequence[Collection[LogRun]] = self._runs
-            spoilt = self._spoilt
+            unusable = self._unusable
         elif world in self._others:
             logs = [self._of(world, source) for source in range(world)]
-            bad = {(timeline, step) for _, timeline, step in self._spoilt}
-            spoilt = {(source, *one) for source in range(world) for one in bad}
+            bad = {(timeline, step) for _, timeline, step in self._unusable}
+            unusable = {(source, *one) for source in range(world) for one in bad}
         else:
             return None
-        return common_reach(logs, base, lsn, self._path, until=until, spoilt=spoilt)
+        return common_reach(logs, base, lsn, self._path, until=until, unusable=unusable)
 
     def readers(self, base: BaseId, manifest: Manifest, reach: Reach) -> tuple[LogReader, ...]:
         """Who reads which steps up to ``reach``, where another number of ranks has written them, or
@@ -427,11 +427,11 @@ class JobLogs:
             bases: that every rank can read, of that history.
         """
         whole = copy(self)
-        whole._spoilt = ()
+        whole._unusable = ()
         _, reach = whole.best(bases, None) or (end, None)
         if reach is not None and reach.step > end.step:
             at = end.step + 1
-            ranks = sorted({rank for rank, _, step in self._spoilt if step == at})
+            ranks = sorted({rank for rank, _, step in self._unusable if step == at})
             who = f"rank(s) {', '.join(map(str, ranks))}" if ranks else "a rank"
             return reach.end, f"{who} could not redo step {at}, and what was skipped there says why"
         refused = dict(self.refused(end, manifest))

@@ -12,6 +12,7 @@ comes in between; a version counter, if it went through torch.
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Collection, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -21,10 +22,16 @@ import numpy.typing as npt
 import torch
 
 from everstep.seams.gather import Gather
-from everstep.state.layout.shards import ShardLayout
-from everstep.state.values.tensors import byte_view, host_bytes
+from everstep.state.layout.names import SAMPLE
+from everstep.state.layout.shards import ShardLayout, plan_shards
+from everstep.state.survey.survey import Survey, same_objects
+from everstep.state.values.tensors import byte_view, host_bytes, tensor_entry
 
-__all__ = ["Sample", "SpotCheck"]
+__all__ = [
+    "Probe",
+    "Sample",
+    "SpotCheck",
+]
 
 _SAMPLES = 4  # of each tensor
 _SAMPLES_OF_SMALL = 8
@@ -41,7 +48,7 @@ class Sample:
     values: Mapping[_Kind, torch.Tensor]
 
 
-class _Looked(NamedTuple):
+class _SampledLine(NamedTuple):
     """A tensor that is looked at along a line: all of its elements, or those in one dimension.
 
     Attributes:
@@ -56,7 +63,7 @@ class _Looked(NamedTuple):
     step: int
 
     @classmethod
-    def of(cls, name: str, tensor: torch.Tensor, width: int, begin: int) -> _Looked:
+    def of(cls, name: str, tensor: torch.Tensor, width: int, begin: int) -> _SampledLine:
         """Of a tensor that is not conjugated or negated, whose rows begin there, in elements."""
         if tensor.is_contiguous():
             return cls(name, byte_view(tensor).view(_INTEGERS[width]), begin, 1)
@@ -93,7 +100,7 @@ class _Elements:
     gather: Gather | None = None
 
     @classmethod
-    def of(cls, kind: _Kind, looked: Sequence[_Looked]) -> _Elements:
+    def of(cls, kind: _Kind, looked: Sequence[_SampledLine]) -> _Elements:
         names, lines, begins, apart = zip(*looked, strict=True)
         width, device = kind
         strides, counts = _places(_each(line.numel() for line in lines), width)
@@ -142,7 +149,7 @@ class SpotCheck:
         tensors: Mapping[str, torch.Tensor],
         chosen: Collection[str],
     ) -> None:
-        found: dict[_Kind, list[_Looked]] = {}
+        found: dict[_Kind, list[_SampledLine]] = {}
         for layout, offset in layouts:
             for place in layout.placed:
                 name = place.entry.name
@@ -153,7 +160,7 @@ class SpotCheck:
                 if tensor.is_conj() or tensor.is_neg():
                     continue
                 width = tensor.element_size() if tensor.element_size() in _INTEGERS else 8
-                looked = _Looked.of(name, tensor, width, (offset + place.begin) // width)
+                looked = _SampledLine.of(name, tensor, width, (offset + place.begin) // width)
                 found.setdefault((width, tensor.device), []).append(looked)
         self._elements = {kind: _Elements.of(kind, looked) for kind, looked in found.items()}
 
@@ -225,3 +232,52 @@ def _within(counts: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
     ends = np.cumsum(counts)
     found: npt.NDArray[np.int64] = np.arange(ends[-1]) - (ends - counts).repeat(counts)
     return found
+
+
+class Probe:
+    """Takes the same elements of the same entries, survey after survey."""
+
+    def __init__(self) -> None:
+        self._tensors: tuple[torch.Tensor, ...] = ()
+        self._checks: dict[str, SpotCheck] = {}
+
+    def take(self, survey: Survey) -> dict[str, torch.Tensor]:
+        """The elements as they are now, packed, by the name of the entry of a mark that holds
+        them: for each pattern, width and device one."""
+        owners = survey.shape.owners
+        covered = [(name, owner.update) for name, owner in owners.items() if owner.update]
+        tensors = tuple(survey.tensors[name] for name, _ in covered)
+        if not same_objects(tensors, self._tensors):
+            self._tensors = tensors
+            self._checks = _checks(covered, tensors)
+        return {
+            f"{SAMPLE}{pattern}/{width}/{device}": values
+            for pattern, check in self._checks.items()
+            for (width, device), values in check.take().values.items()
+        }
+
+    def entry_at(self, sample: str, index: int) -> str:
+        """The name of the entry that an element of a sample is of."""
+        pattern, width, device = sample.removeprefix(SAMPLE).rsplit("/", 2)
+        return self._checks[pattern].entry_at((int(width), torch.device(device)), index)
+
+
+def _checks(
+    covered: list[tuple[str, str]], tensors: tuple[torch.Tensor, ...]
+) -> dict[str, SpotCheck]:
+    by_pattern: dict[str, dict[str, torch.Tensor]] = defaultdict(dict)
+    for (name, pattern), tensor in zip(covered, tensors, strict=True):
+        by_pattern[pattern][name] = _as_it_lies(tensor)
+    checks = {}
+    for pattern, named in by_pattern.items():
+        entries = [tensor_entry(name, tensor) for name, tensor in named.items()]
+        (layout,) = plan_shards(entries, header_bytes_max=1 << 62)
+        checks[pattern] = SpotCheck([(layout, 0)], named, named.keys())
+    return checks
+
+
+def _as_it_lies(tensor: torch.Tensor) -> torch.Tensor:
+    """A view whose dimensions come in the order of memory, so that one without gaps is
+    contiguous."""
+    order = sorted(range(tensor.dim()), key=tensor.stride, reverse=True)
+    return tensor.permute(order)

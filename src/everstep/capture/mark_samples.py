@@ -26,7 +26,14 @@ from everstep.seams.memory import memory_at
 from everstep.state.layout.names import SPOT
 from everstep.state.survey.survey import same_objects
 
-__all__ = ["PHASES", "Comparison", "Spots", "marked", "spots_of", "which_of"]
+__all__ = [
+    "PHASES",
+    "MarkComparison",
+    "MarkSampler",
+    "mark_entries",
+    "sample_indices",
+    "sampled_bits",
+]
 
 PHASES = 8
 """So many steps until the same elements are looked at again."""
@@ -40,7 +47,7 @@ _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 Index = tuple[int | slice | None, ...]
 
 
-class Spots:
+class MarkSampler:
     """Reads the same elements of tensors as everybody else does at that step.
 
     Args:
@@ -78,7 +85,11 @@ class Spots:
         if parts is None:
             parts = self._phases[phase] = {
                 dtype: Gather(
-                    [array[index] for array in arrays for index in spots_of(array.shape, phase)]
+                    [
+                        array[index]
+                        for array in arrays
+                        for index in sample_indices(array.shape, phase)
+                    ]
                 )
                 for dtype, arrays in self._arrays.items()
             }
@@ -108,13 +119,13 @@ class Spots:
 
     def _entry_at(self, dtype: str, step: int, position: int) -> str:
         for name, array in zip(self._named[dtype], self._arrays[dtype], strict=True):
-            position -= sum(array[index].size for index in spots_of(array.shape, step))
+            position -= sum(array[index].size for index in sample_indices(array.shape, step))
             if position < 0:
                 return name
         raise AssertionError("unreachable")
 
 
-def spots_of(shape: Sequence[int], step: int) -> list[Index]:
+def sample_indices(shape: Sequence[int], step: int) -> list[Index]:
     """Where a tensor with elements is looked at: each index gives one dimension of elements."""
     count = int(np.prod(shape, dtype=np.int64))
     if not shape:
@@ -134,7 +145,7 @@ def spots_of(shape: Sequence[int], step: int) -> list[Index]:
     ]
 
 
-def which_of(spots: Spots, entries: Sequence[str]) -> torch.Tensor:
+def sampled_bits(spots: MarkSampler, entries: Sequence[str]) -> torch.Tensor:
     """Which tensors are looked at, for the marks: a bit for each.
 
     Args:
@@ -143,23 +154,23 @@ def which_of(spots: Spots, entries: Sequence[str]) -> torch.Tensor:
     return torch.from_numpy(np.packbits([name in spots.names for name in entries]))
 
 
-def marked(spots: Spots, which: torch.Tensor, step: int) -> dict[str, torch.Tensor]:
+def mark_entries(spots: MarkSampler, which: torch.Tensor, step: int) -> dict[str, torch.Tensor]:
     """What a mark holds, by the names of its entries.
 
     Args:
-        which: of :func:`which_of`.
+        which: of :func:`sampled_bits`.
     """
     found = {SPOT + dtype: torch.from_numpy(values) for dtype, values in spots.take(step).items()}
     return {SPOT + _WHICH: which, **found}
 
 
-class Comparison:
+class MarkComparison:
     """Compares states of some tensors with the marks of their steps."""
 
     def __init__(self) -> None:
         self._bits = b""
         self._tensors: tuple[torch.Tensor, ...] = ()
-        self._spots = Spots({})
+        self._spots = MarkSampler({})
 
     def other(
         self,
@@ -195,7 +206,7 @@ class Comparison:
             if missing := [name for name in looked_at if name not in tensors]:
                 raise FormatError(f"samples of {missing[0]!r}, which the state does not have")
             chosen = {name: tensors[name] for name in looked_at}
-            self._spots = Spots(chosen)
+            self._spots = MarkSampler(chosen)
             if self._spots.names != chosen.keys():
                 raise FormatError("samples of tensors in host memory, which these are not")
             self._bits = which.tobytes()
