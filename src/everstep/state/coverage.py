@@ -107,7 +107,7 @@ class Coverage:
         for section, names in unsaved.items():
             if names != self.unsaved.get(section):
                 _log.warning(
-                    "everstep: %r trains %d parameter(s) that are in no part of the state "
+                    "everstep: %r trains %d parameter(s) that are not in the state "
                     "(%s): their values are not saved, resume() leaves them as the program made "
                     "them, and nothing is called exact\n  hint: add the module or the tensors to "
                     "the state",
@@ -122,7 +122,7 @@ class Coverage:
     def unsaved_reasons(self) -> tuple[str, ...]:
         """Descriptions of data that is neither saved nor restored."""
         trained = (
-            f"{key!r} trains {len(names)} parameter(s) that are in no part of the state "
+            f"{key!r} trains {len(names)} parameter(s) that are not in the state "
             f"({first_few(names)})"
             for key, names in self.unsaved.items()
         )
@@ -218,7 +218,7 @@ class Coverage:
                 if any(inner is one for one in self._optimizers.values()):
                     continue
                 holder = f"{section!r} holds another optimizer ({name})"
-                reason = f"{holder}, which is in no part of the state"
+                reason = f"{holder}, which is not in the state"
                 _log.warning(
                     "everstep: %s: its state is not saved, resume() loses it, and nothing "
                     "is called exact\n  hint: add it to the state, under a name of its own",

@@ -227,7 +227,7 @@ def test_parameters_that_are_in_no_part_of_the_state_are_named(
     model, head = nn.Linear(2, 2), nn.Linear(2, 1)
     optimizer = torch.optim.SGD([*model.parameters(), *head.parameters()], lr=0.1)
     State({"model": model, "optimizer": optimizer})
-    assert "trains 2 parameter(s) that are in no part of the state" in caplog.text
+    assert "trains 2 parameter(s) that are not in the state" in caplog.text
     caplog.clear()
     State({"model": model, "head": list(head.parameters()), "optimizer": optimizer})
     assert not caplog.text

@@ -457,7 +457,7 @@ def test_parameters_in_no_part_of_the_state_are_not_called_exact(run_folder: Pat
         state["opt"].step()
         ckpt.step()
     found = peeked(run_folder, made()[2])
-    what = "'opt' trains 1 parameter(s) that are in no part of the state (group0[2])"
+    what = "'opt' trains 1 parameter(s) that are not in the state (group0[2])"
     assert not found.exact
     assert found.notes == (what,)
     assert what in found.evidence
@@ -477,7 +477,7 @@ def test_parameters_that_are_frozen_and_in_no_part_of_the_state(
         head.weight.requires_grad_(True)
         update(nn.Sequential(model, head), state["opt"])  # type: ignore[arg-type]
         ckpt.step()
-    assert "'opt' trains 1 parameter(s) that are in no part of the state" in caplog.text
+    assert "'opt' trains 1 parameter(s) that are not in the state" in caplog.text
     head.requires_grad_(False)
     assert [peeked(run_folder, state, step).exact for step in (2, 1)] == [False, True]
     with pytest.raises(UnsupportedStateError, match="not in the state"):
@@ -495,9 +495,7 @@ def test_a_group_that_is_added_in_mid_run(
         optimizer.add_param_group({"params": list(head.parameters())})
         update(nn.Sequential(model, head), optimizer)
         ckpt.step()
-    assert (
-        "'opt' trains 2 parameter(s) that are in no part of the state (group1[0], g" in caplog.text
-    )
+    assert "'opt' trains 2 parameter(s) that are not in the state (group1[0], g" in caplog.text
     model, optimizer = make()
     optimizer.add_param_group({"params": list(nn.Linear(2, 2).parameters())})
     assert not peeked(run_folder, {"model": model, "opt": optimizer}).exact

@@ -146,7 +146,7 @@ def test_the_sampler_is_told_the_epoch_of_the_loader() -> None:
         ({"seed": 5}, "saved with seed=0, this loader has seed=5"),
         ({"batch_size": 5}, "saved with batch_size=4, this loader has batch_size=5"),
         ({"dataset": Noisy(23)}, "saved with 22 samples, this loader has 23 samples"),
-        ({"dataset": NoisyStream()}, "no position of a ResumableLoader|kind 'map'"),
+        ({"dataset": NoisyStream()}, "not a position of a ResumableLoader|kind 'map'"),
     ],
 )
 def test_what_does_not_fit_is_refused(change: dict[str, Any], words: str) -> None:
