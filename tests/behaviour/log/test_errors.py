@@ -86,7 +86,7 @@ PLACES = {
     "in the lane": "everstep.capture.lanes.lane:run_batch",
     "waiting for copies": "everstep.capture.lanes.lane:CpuTransfer.gate",
     "encoding": "everstep.trainer.log.recorder:encode",
-    "copying a mark": "everstep.capture.lanes.devices:DeviceLane.mark",
+    "copying a mark": "everstep.capture.lanes.devices:DeviceLane.copy_now",
     "telling the keeper": "everstep.keeper.persist.local_keeper:LocalKeeper.log",
     "a mark": "everstep.trainer.log.declared_updates:DeclaredUpdates.samples",
 }

@@ -80,7 +80,9 @@ def test_nobody_waits_for_a_rank_that_has_gone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     slow = SlowToTell(monkeypatch, ever=False)
-    monkeypatch.setattr(Member, "is_behind", property(lambda self: False))  # rank 1 leaves at once
+    monkeypatch.setattr(
+        Member, "watermark_pending", property(lambda self: False)
+    )  # rank 1 leaves at once
     with trainings(tmp_path / "a", tmp_path / "b", method="lazy", every=2, keep=2) as ranks:
         end(ranks)
     assert slow.settled[-1], "not waited for until it was too late"
