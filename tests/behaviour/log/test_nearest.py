@@ -30,7 +30,7 @@ from everstep.tiers.contract import Item
 from everstep.tiers.files import TierFileSystem
 from everstep.tiers.memory import MemoryTier
 from everstep.tiers.options import TierOptions
-from everstep.trainer.job.job import Job
+from everstep.trainer.job.run_folder import SharedRun
 from tests.support.copying import contents, put
 from tests.support.log.copies import ON_DISK, until
 from tests.support.log.every_step import World, opened, run_steps
@@ -254,8 +254,8 @@ def test_a_peer_s_whole_log_is_fetched_although_a_copy_has_a_lossy_one(
         return fetch(meeting, *about, **{**more, "logs": held if meeting.rank == 0 else ()})
 
     monkeypatch.setattr(start_module, "fetch_from_peers", fetched)
-    always = property(lambda self: True, lambda self, value: None)
-    monkeypatch.setattr(Job, "_fetches", always, raising=False)
+    # All copies are fetched from other ranks, as on disks of their own.
+    monkeypatch.setattr(SharedRun, "has_several_disks", property(lambda self: True))
     shutil.rmtree(runs[1])
     with trainings(*runs, method="logged", every=4, tiers=["/copies"]) as ranks:
         found = resume(ranks)

@@ -272,7 +272,7 @@ def test_an_interrupted_call_is_over(run_folder: Path, monkeypatch: pytest.Monke
 
         monkeypatch.setattr(CallGuard, "end", lambda self: None)  # an interrupt came before it
         with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
-            patched.setattr(ckpt._cadence, "stepped", interrupted)
+            patched.setattr(ckpt._cadence, "step_ended", interrupted)
             ckpt.step()
         ckpt.save()
         world.update()
@@ -318,14 +318,14 @@ def test_gradients_are_not_looked_at_in_another_thread(
 ) -> None:
     """Backward, in the one that trains, writes to them without Python's lock: reading them there
     ended the process. Who has one is as it was at the last base."""
-    world, who = World(), optimizers.who_have_gradients
+    world, who = World(), optimizers.parameters_with_gradient
     asked: list[int] = []
 
     def noted(*args: Any) -> Any:
         asked.append(threading.get_ident())
         return who(*args)
 
-    monkeypatch.setattr(optimizers, "who_have_gradients", noted)
+    monkeypatch.setattr(optimizers, "parameters_with_gradient", noted)
     with opened(run_folder, world.state, method="sync", every=None, keep=9) as ckpt:
         world.update()
         ckpt.step()

@@ -94,7 +94,7 @@ def test_what_powersgd_keeps_is_lost_without_a_part_of_the_state(
     assert caplog.text.count(f"a PowerSGDState{SAID}") == 1, "once, at the start"
     found, _ = trained(run, power_sgd(), powerSGD_hook, 8, method=method)
     assert (found.step, found.exact) == (6, False)
-    assert "not exact: the base of step 6 of timeline 1 is not called exact" in found.evidence
+    assert "not exact: the base of step 6 of timeline 1 is marked as not exact" in found.evidence
     assert f"a PowerSGDState{SAID}" in found.evidence
 
 

@@ -430,14 +430,14 @@ def test_hooks_end_with_the_checkpointer_and_hold_no_optimizer(run_folder: Path)
             theirs = kind(gone.parameters(), lr=0.1)
             update(model, ours)
             update(gone, theirs)
-            assert id(ours) in judged._strangers
+            assert id(ours) in judged._untracked
             assert id(theirs) in judged._others
             refs = [weakref.ref(ours), weakref.ref(theirs)]
             keys = {id(ours), id(theirs)}
             del ours, theirs
             gc.collect()
             assert [ref() for ref in refs] == [None, None]
-            assert keys.isdisjoint({*judged._strangers, *judged._others}), "ids are used again"
+            assert keys.isdisjoint({*judged._untracked, *judged._others}), "ids are used again"
         ckpt.step()
     assert [len(one) for one in hooks] == before
 
