@@ -26,7 +26,7 @@ from everstep.commit.lineage import BaseId, Branch
 from everstep.commit.retention import RetentionPlan, Watermark
 from everstep.keeper.persist import rank_disk as ranks
 from everstep.keeper.persist.rank_disk import RankDisk
-from everstep.restore.fetch import ranks as recover_ranks
+from everstep.restore.fetch import rank_offers as recover_ranks
 from tests.crash.sim import rank
 from tests.crash.sim.host import ProcessDisk
 from tests.crash.sim.truth import RUN

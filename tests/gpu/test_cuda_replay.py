@@ -13,10 +13,10 @@ import torch
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from everstep.compress.quantized import BLOCK_NUMEL
-from everstep.replay import engine, proof
+from everstep.replay import engine
+from everstep.replay import self_test as proof
 from everstep.replay.exactness import MATRIX
-from everstep.replay.fused.alike import slice_elements
-from everstep.replay.fused.slices import Sliced
+from everstep.replay.fused.slices import Sliced, slice_elements
 from everstep.replay.updates import Update
 from tests.gpu.world import DEVICE, NEEDS_CUDA
 from tests.support.replays import Run, assert_same_bits, record, replayed, replayer_at

@@ -31,7 +31,7 @@ from everstep.errors import DamageError, FormatError, NewerFormatError
 
 if TYPE_CHECKING:
     from everstep.commit.lineage import BaseId
-    from everstep.restore.offline.logged import Reach
+    from everstep.restore.offline.run_log import Reach
     from everstep.run.scan import BaseFound, Inventory
     from everstep.seams.files.filesystem import FileSystem
 

@@ -132,8 +132,8 @@ def rebuilding(
     """What builds states of a run, with all cores of this process."""
     from everstep.format.writer import ChunkRing
     from everstep.keeper.persist.local_keeper import CHUNKS, WRITERS
-    from everstep.restore.offline.logged import RunLog
     from everstep.restore.offline.rebuild import Rebuilder
+    from everstep.restore.offline.run_log import RunLog
     from everstep.seams.processes.processes import available_cores
 
     with reading(inventory.path):

@@ -28,8 +28,8 @@ from everstep.format.records import Manifest, Marker
 from everstep.restore.fetch.held import HeldBase, Recalled
 from everstep.restore.fetch.peer_copy import files_over
 from everstep.restore.log.reach import Reachable, nothing_restorable, reachable
-from everstep.restore.offline.logged import RunLog
 from everstep.restore.offline.rebuild import Rebuilder, Rebuilt
+from everstep.restore.offline.run_log import RunLog
 from everstep.restore.start.missing_sections import missing_sections
 from everstep.run.audits import audit_of, describe_audit
 from everstep.run.candidates import Candidates, Skipped

@@ -14,7 +14,7 @@ from torch import nn
 
 import everstep
 from everstep.errors import OptionError, ReplayError
-from everstep.restore.offline.whole import make_live_whole
+from everstep.restore.offline.complete import make_live_whole
 from everstep.seams import Seams
 from everstep.seams.progress import silent
 from tests.support.following import Odd, opened, run_steps, steps_on_disk

@@ -21,8 +21,8 @@ from everstep.format.records import AuditRecord, TimelineRecord
 from everstep.keeper.process import auditor as auditor_module
 from everstep.keeper.process.auditor import CPU_SHARE, Auditor
 from everstep.options import LogOptions
-from everstep.restore.offline import audit_newest as newest_module
-from everstep.restore.offline.audit_newest import audit_newest
+from everstep.restore.offline import audit as newest_module
+from everstep.restore.offline.audit import audit_newest
 from everstep.restore.start.resume import open_timeline
 from everstep.run.audits import audit_of, describe_audit
 from everstep.run.scan import Inventory, scan_run

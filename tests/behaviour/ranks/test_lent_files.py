@@ -18,15 +18,15 @@ from everstep.format.names import base_dir, marker_name, shard_name
 from everstep.format.records import Manifest, Marker
 from everstep.restore.fetch import peers
 from everstep.restore.fetch.held import HeldBase
-from everstep.restore.fetch.lent_files import (
+from everstep.restore.fetch.peer_plan import on_disks, proven, with_proven
+from everstep.restore.fetch.peers import Told, plan_of
+from everstep.restore.fetch.served_files import (
     LentFiles,
     _Common,
     covered,
     covers_from_wire,
     covers_to_wire,
 )
-from everstep.restore.fetch.peer_plan import on_disks, proven, with_proven
-from everstep.restore.fetch.peers import Told, plan_of
 from everstep.run.scan import scan_run
 from everstep.seams import PosixFileSystem, ReadFile
 from everstep.state.layout.entries import Entry

@@ -15,7 +15,7 @@ from everstep.format.log import LogRecord, RecordHead, plan_segment, record_dige
 from everstep.keeper.log import log_writer
 from everstep.keeper.ship.lossy_log import lossy_record
 from everstep.replay.packed import Packed, dense
-from everstep.restore.redo.sharded import replayer_of
+from everstep.restore.redo.redo import replayer_of
 from everstep.restore.redo.updates import update_of
 from everstep.state.layout.names import PART_OBJECT
 from everstep.state.ranks.log_shares import log_shares

@@ -13,7 +13,7 @@ from torch import nn
 
 from everstep.format.log import RecordHead
 from everstep.link.recordable import Layouts
-from everstep.restore.offline.offline_job import Resting
+from everstep.restore.offline.job_state import Resting
 from everstep.restore.redo import redo
 from everstep.seams import Seams
 from tests.support.logged import World, document, opened

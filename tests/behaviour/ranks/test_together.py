@@ -27,7 +27,7 @@ from everstep.errors import (
     StorageError,
 )
 from everstep.keeper.persist.rank_commits import outcome_error
-from everstep.restore.fetch.ranks import open_on_disk
+from everstep.restore.fetch.rank_offers import open_on_disk
 from everstep.restore.start import resume_job
 from everstep.restore.start.resume_job import Meeting, resume_all_ranks
 from everstep.run.scan import scan_run

@@ -25,7 +25,7 @@ from everstep.errors import (
 from everstep.keeper.log.log import LogStore
 from everstep.keeper.replica.replica import Ask, _Wanted
 from everstep.replay.exactness import declare
-from everstep.restore.offline.offline import OfflineState
+from everstep.restore.offline.state import OfflineState
 from everstep.seams.failpoints import arm
 from everstep.seams.progress import progress
 from everstep.trainer.log import untracked_writes as untold

@@ -13,7 +13,7 @@ import torch
 
 import everstep
 from everstep.errors import FormatError
-from everstep.replay.own import default_dtype
+from everstep.replay.optimizer_step import default_dtype
 from everstep.restore.redo.updates import update_of
 from everstep.state.layout.names import UPDATE_OBJECT
 from everstep.state.values.objects import decode, encode

@@ -1,6 +1,6 @@
 """One simulated process: all that one rank of one start of a job does, by the real code.
 
-The machines of :mod:`everstep.commit` decide; :mod:`everstep.restore.fetch.ranks` and
+The machines of :mod:`everstep.commit` decide; :mod:`everstep.restore.fetch.rank_offers` and
 :mod:`everstep.keeper.persist.rank_disk` carry out; only training itself, and the bytes of the
 state, are made up here. A process does one thing at a time, and each takes its time.
 """
@@ -52,7 +52,7 @@ from everstep.format.names import DELETING, base_dir, marker_name, shard_name
 from everstep.format.reader import read_record_bytes
 from everstep.format.records import FileRecord, Manifest, Marker, TimelineRecord
 from everstep.keeper.persist.rank_disk import RankDisk
-from everstep.restore.fetch.ranks import offer_of, open_on_disk
+from everstep.restore.fetch.rank_offers import offer_of, open_on_disk
 from everstep.run.scan import scan_run
 from everstep.tiers.disk import ensure_dir, ensure_dirs, write_durably
 from tests.crash.sim.faults import SimulatedCrash

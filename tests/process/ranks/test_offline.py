@@ -35,7 +35,7 @@ from everstep.format.records import AuditRecord, Manifest
 from everstep.format.writer import ChunkRing
 from everstep.keeper.log.log_writer import SegmentWriter
 from everstep.keeper.persist.persister import Persister
-from everstep.restore.offline.audit_newest import audit_newest
+from everstep.restore.offline.audit import audit_newest
 from everstep.run.open_base import OpenBase
 from everstep.run.scan import scan_run
 from everstep.run.segments import read_segment, scan_log

@@ -22,7 +22,7 @@ from everstep.format.writer import ChunkRing
 from everstep.keeper.persist.persister import Persister
 from everstep.link.recordable import Layouts, state_digest
 from everstep.restore.load.load import CompleteRank
-from everstep.restore.offline.whole_ranks import made_whole
+from everstep.restore.offline.load import made_whole
 from everstep.run.scan import BaseFound
 from everstep.seams import PosixFileSystem
 from everstep.seams.fingerprint import fingerprint

@@ -470,7 +470,7 @@ def test_into_and_only_contradict(run: Path) -> None:
 def test_the_memory_of_what_is_not_asked_for_is_not_taken(
     run: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from everstep.restore.offline import offline_base
+    from everstep.restore.offline import load as offline_base
 
     made: list[str] = []
     makes = offline_base.empty_like_entry

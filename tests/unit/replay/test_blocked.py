@@ -13,7 +13,9 @@ from hypothesis import strategies as st
 from torch.optim import SGD, Adam, AdamW
 
 from everstep.errors import ReplayError
-from everstep.replay import engine, forms, proof
+from everstep.replay import engine
+from everstep.replay import functional as forms
+from everstep.replay import self_test as proof
 from everstep.replay.fused import blocked, cuts
 from everstep.replay.fused.blocked import Blocked
 from everstep.replay.fused.cuts import flat

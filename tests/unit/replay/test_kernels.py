@@ -21,10 +21,11 @@ from torch.optim import SGD, Adam, AdamW
 
 from everstep.compress.quantized import BLOCK_NUMEL
 from everstep.options import LogOptions
-from everstep.replay import engine, proof
-from everstep.replay.fused.passes import numbers, program
+from everstep.replay import engine
+from everstep.replay import self_test as proof
+from everstep.replay.fused.programs import numbers, program
 from everstep.replay.fused.slices import Sliced
-from everstep.replay.trial import SMALL
+from everstep.replay.self_test import SMALL
 from everstep.replay.updates import Update
 from tests.support.logged import World, opened, train
 from tests.support.replays import assert_same_bits, record, replayed, replayer_at

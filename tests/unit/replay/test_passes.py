@@ -13,8 +13,10 @@ import torch
 from torch.optim import SGD, Adam, AdamW
 
 from everstep.errors import ReplayError
-from everstep.replay import proof, trial
-from everstep.replay.fused import blocked, passes
+from everstep.replay import self_test as proof
+from everstep.replay import self_test as trial
+from everstep.replay.fused import blocked
+from everstep.replay.fused import programs as passes
 from everstep.replay.fused.blocked import Blocked
 from everstep.replay.updates import Update
 from tests.support.replays import Run, record, replayed, replayer_at, tensors_of

@@ -19,10 +19,12 @@ from torch.optim import SGD, Adam, AdamW
 
 from everstep.compress.quantized import BLOCK_NUMEL, int8
 from everstep.compress.sparse import topk
-from everstep.replay import engine, forms, proof
-from everstep.replay.fused import alike, slices, uploads
-from everstep.replay.fused.alike import Alike, cut_alike, slice_elements
-from everstep.replay.fused.slices import UPDATES_MAX, Sliced
+from everstep.replay import engine
+from everstep.replay import functional as forms
+from everstep.replay import self_test as proof
+from everstep.replay.fused import slices, uploads
+from everstep.replay.fused import slices as alike
+from everstep.replay.fused.slices import UPDATES_MAX, Alike, Sliced, cut_alike, slice_elements
 from everstep.replay.fused.uploads import Uploads
 from everstep.replay.packed import Packed
 from everstep.replay.updates import Update

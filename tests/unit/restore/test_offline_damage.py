@@ -18,8 +18,8 @@ from everstep.errors import DamageError, FormatError, OptionError, RecoveryError
 from everstep.format.log import LogRecord, RecordHead, record_digest
 from everstep.format.names import segment_dir
 from everstep.format.writer import ChunkRing
-from everstep.restore.offline.logged import RunLog
 from everstep.restore.offline.rebuild import Rebuilder
+from everstep.restore.offline.run_log import RunLog
 from everstep.run.scan import scan_run
 from everstep.run.segments import _disorder, read_segment, scan_log, validated
 from everstep.seams import PosixFileSystem

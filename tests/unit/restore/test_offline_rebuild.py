@@ -19,7 +19,7 @@ from everstep.errors import FormatError, OptionError, UnavailableError, Unsuppor
 from everstep.format.log import LogRecord
 from everstep.format.records import TimelineRecord
 from everstep.replay import exactness
-from everstep.restore.offline import offline_base
+from everstep.restore.offline import load as offline_base
 from everstep.restore.offline.audit import audit, pairs
 from everstep.restore.offline.rebuild import changes, conditions
 from everstep.run.tensors import with_strides

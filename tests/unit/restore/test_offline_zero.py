@@ -15,9 +15,9 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from everstep.errors import FormatError, ReplayError, UnsupportedStateError
 from everstep.format.log import record_digest
 from everstep.format.writer import ChunkRing
-from everstep.restore.offline.offline import OfflineState
-from everstep.restore.offline.offline_job import JobState, name_of_rank
-from everstep.restore.offline.offline_job_load import load_job
+from everstep.restore.offline.job_state import JobState, name_of_rank
+from everstep.restore.offline.load import load_job
+from everstep.restore.offline.state import OfflineState
 from everstep.run.scan import BaseFound, scan_base
 from everstep.seams import PosixFileSystem
 from everstep.seams.progress import silent

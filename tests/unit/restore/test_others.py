@@ -18,7 +18,7 @@ from everstep.commit.job.messages import (
     encode_message,
 )
 from everstep.errors import DeadlineError, RecoveryError, StorageError
-from everstep.restore.fetch.others import Meeting, Others
+from everstep.restore.fetch.start_channel import Meeting, Others
 from everstep.seams import ManualClock
 
 RUN = PurePath("run")

@@ -17,7 +17,7 @@ from everstep.commit.peer_copies import run_of
 from everstep.restore.fetch import peers
 from everstep.restore.fetch.peer_copy import PeerCopy
 from everstep.restore.fetch.peer_log import LentLog, PeerLog, packed, unpacked
-from everstep.restore.fetch.peer_log_plan import LogTold
+from everstep.restore.fetch.peer_plan import LogTold
 from everstep.restore.fetch.peers import Brought, fetch_from_peers, plan_of
 from everstep.run.scan import Inventory
 from everstep.seams import SystemClock

@@ -61,7 +61,7 @@ from everstep.keeper.persist.persister import Audit, Persister
 from everstep.keeper.persist.rank_disk import RankDisk
 from everstep.keeper.retain.history import history_windows
 from everstep.link.job_session import JobSession
-from everstep.restore.fetch.ranks import verify_rank
+from everstep.restore.fetch.rank_offers import verify_rank
 from everstep.run.fence import Fence
 from everstep.run.scan import scan_base, scan_run
 from everstep.seams import Seams

@@ -49,7 +49,7 @@ from everstep.format.reader import read_record_bytes
 from everstep.format.records import FileRecord, Manifest, Marker
 from everstep.keeper.retain.deletion import delete_files, delete_segments, perform_deletion
 from everstep.keeper.retain.history import HistoryWindow
-from everstep.restore.fetch.ranks import keep_manifest
+from everstep.restore.fetch.rank_offers import keep_manifest
 from everstep.run.fence import Fence
 from everstep.run.scan import (
     BaseFound,

@@ -17,8 +17,8 @@ from everstep.format.plan import BasePlan
 from everstep.format.records import Marker, TimelineRecord
 from everstep.keeper.log.log import LoggedStep
 from everstep.link.capture import shard_offsets
-from everstep.restore.offline.offline import OfflineState
 from everstep.restore.offline.rebuild import conditions
+from everstep.restore.offline.state import OfflineState
 from everstep.run.shape import shape_of_base
 from everstep.run.tensors import as_complex
 from everstep.state.layout.entries import Entry

@@ -21,10 +21,10 @@ import torch
 from torch.optim import Optimizer
 
 from everstep.replay.exactness import HALVES
-from everstep.replay.forms import Tensors, form_of, options_of
+from everstep.replay.functional import Tensors, form_of, options_of
 from everstep.replay.fused.cuts import Block, Scratch, cut, line
-from everstep.replay.fused.passes import Numbers, Rooms, numbers, program, suits
-from everstep.replay.own import writes_gradients
+from everstep.replay.fused.programs import Numbers, Rooms, numbers, program, suits
+from everstep.replay.optimizer_step import writes_gradients
 from everstep.replay.packed import Gradient, Packed
 from everstep.replay.updates import Update
 

@@ -32,20 +32,19 @@ from everstep.commit.job.offers import Choice, Needs, Offer, Piece
 from everstep.commit.lineage import BaseId
 from everstep.errors import DamageError, DeadlineError, FormatError
 from everstep.format.records import Marker, TimelineRecord
+from everstep.restore.fetch.copy_inventory import Brought, Fetched, Lent, Told
 from everstep.restore.fetch.held import HeldBase
-from everstep.restore.fetch.lent_files import (
+from everstep.restore.fetch.peer_copy import PeerCopy, check_files, files_over
+from everstep.restore.fetch.peer_log import LentLog, Packed, PeerLog, unpacked
+from everstep.restore.fetch.peer_plan import LogTold, Plan, on_disks, plan_of, proven, with_proven
+from everstep.restore.fetch.served_files import (
     Covers,
     LentFiles,
     Open,
     covers_from_wire,
     covers_to_wire,
 )
-from everstep.restore.fetch.others import failed_there
-from everstep.restore.fetch.peer_copy import PeerCopy, check_files, files_over
-from everstep.restore.fetch.peer_log import LentLog, Packed, PeerLog, unpacked
-from everstep.restore.fetch.peer_log_plan import LogTold
-from everstep.restore.fetch.peer_plan import Plan, on_disks, plan_of, proven, with_proven
-from everstep.restore.fetch.told import Brought, Fetched, Lent, Told
+from everstep.restore.fetch.start_channel import failed_there
 from everstep.seams.clock import Clock
 from everstep.seams.network.mailbox import Mailbox
 

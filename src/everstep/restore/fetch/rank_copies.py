@@ -20,7 +20,7 @@ from everstep.errors import EverstepError, ForeignDirectoryError, RecoveryError,
 from everstep.format.names import MANIFEST, RUN_RECORD, TIMELINE_RECORD, base_dir, timeline_dir
 from everstep.format.reader import read_record_bytes
 from everstep.format.records import RunRecord, TimelineRecord
-from everstep.restore.fetch.ranks import base_offer_of
+from everstep.restore.fetch.rank_offers import base_offer_of
 from everstep.run.scan import Inventory, scan_run
 from everstep.run.uncondemn import uncondemn_in_tier
 from everstep.seams.files.filesystem import DirEntry, FileSystem, ReadFile

@@ -31,11 +31,10 @@ from everstep.errors import (
 from everstep.format.log import NOT_EXACT
 from everstep.format.records import AuditRecord
 from everstep.format.writer import ChunkRing
-from everstep.restore.offline.logged import RunLog, spans
-from everstep.restore.offline.offline import OfflineState
-from everstep.restore.offline.offline_base import load_offline
-from everstep.restore.offline.offline_job import JobState
-from everstep.restore.offline.offline_job_load import load_job
+from everstep.restore.offline.job_state import JobState
+from everstep.restore.offline.load import load_job, load_offline
+from everstep.restore.offline.run_log import RunLog, spans
+from everstep.restore.offline.state import OfflineState
 from everstep.restore.redo.conditions import conditions
 from everstep.run.audits import audit_of, describe_audit
 from everstep.run.candidates import Skipped

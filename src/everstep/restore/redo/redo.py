@@ -13,6 +13,7 @@ from types import MappingProxyType
 from typing import Any
 
 import torch
+from torch.optim import Optimizer
 
 from everstep.capture.mark_samples import MarkComparison
 from everstep.errors import AuditError, DamageError, EverstepError, FormatError, MismatchError
@@ -20,14 +21,12 @@ from everstep.format.log import LogRecord
 from everstep.format.records import TimelineRecord
 from everstep.replay.engine import Replayer
 from everstep.replay.exactness import Exactness
-from everstep.replay.own import default_dtype
+from everstep.replay.optimizer_step import default_dtype
 from everstep.replay.updates import Update
 from everstep.restore.redo.conditions import uneven_denormals
 from everstep.restore.redo.declared import DeclaredRedo
 from everstep.restore.redo.marks import logs_less
-from everstep.restore.redo.sharded import as_live, replayer_of
-from everstep.restore.redo.unknown import UnknownClassError
-from everstep.restore.redo.updates import class_for, update_of
+from everstep.restore.redo.updates import UnknownClassError, class_for, update_of
 from everstep.run.tensors import copy_into, tensor_of
 from everstep.seams.fingerprint import fingerprint, number_settled
 from everstep.seams.machine import memory_available_bytes
@@ -40,18 +39,20 @@ from everstep.state.providers.zero import local_optimizer
 from everstep.state.survey.survey import same_objects
 from everstep.state.training_state import State
 from everstep.state.values.objects import decode
-from everstep.state.values.tensors import dtensor_like, local_tensor, tensor_entry
+from everstep.state.values.tensors import dtensor_like, is_dtensor, local_tensor, tensor_entry
 from everstep.state.values.tree import join, references, split
 
 __all__ = [
     "STEPS_AT_ONCE",
     "Redo",
     "Step",
+    "as_live",
     "checked",
     "compare",
     "other_conditions",
     "other_than_trained",
     "put_back",
+    "replayer_of",
     "tensor_of",
 ]
 
@@ -526,3 +527,60 @@ def _owned(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
 
 def _inside(address: int, spans: Sequence[tuple[int, int]]) -> bool:
     return bool(address) and any(begin <= address < end for begin, end in spans)
+
+
+_NONE: Mapping[str, str] = MappingProxyType({})
+
+
+def replayer_of(
+    optimizer: Optimizer,
+    names: Mapping[int, str],
+    *,
+    kind: type[Optimizer] | None = None,
+    threads: int,
+    fast: bool = False,
+    relaid: Mapping[str, str] = _NONE,
+) -> Replayer:
+    """What replays updates of a live optimizer, in place.
+
+    Args:
+        names: of all of its parameters, by ``id(parameter)``.
+        kind: whose updates these are; None: its own class's.
+        threads, fast, relaid: as for :class:`~everstep.replay.engine.Replayer`.
+
+    Raises:
+        UnsupportedStateError: it cannot be replayed; says why.
+        ReplayError: its parameters and state do not fit together.
+    """
+    members = [list(group["params"]) for group in optimizer.param_groups]
+    parameters = [parameter for group in members for parameter in group]
+    kind = kind or type(optimizer)
+    if kind is type(optimizer) and not any(map(is_dtensor, parameters)):
+        return Replayer.of(optimizer, names, threads=threads, fast=fast, relaid=relaid)
+    state: dict[str, dict[str, Any]] = {}
+    for parameter in parameters:
+        values = optimizer.state.get(parameter, {})
+        state[names[id(parameter)]] = {
+            key: local_tensor(value) if isinstance(value, torch.Tensor) else value
+            for key, value in values.items()
+        }
+    return Replayer(
+        kind,
+        [[names[id(parameter)] for parameter in group] for group in members],
+        {names[id(parameter)]: local_tensor(parameter) for parameter in parameters},
+        state,
+        [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups],
+        threads=threads,
+        training_threads=torch.get_num_threads(),
+        fast=fast,
+        relaid=relaid,
+    )
+
+
+def as_live(logged: Entry, live: torch.Tensor | None) -> Entry:
+    """The entry of a whole tensor of which a mark holds this rank's part."""
+    if live is None or not is_dtensor(live):
+        return logged
+    part = tensor_entry(logged.name, local_tensor(live))
+    fits = (part.shape, part.dtype) == (logged.shape, logged.dtype)
+    return tensor_entry(logged.name, live) if fits else logged

@@ -12,8 +12,8 @@ from everstep.commit.job.offers import Choice, Source
 from everstep.commit.lineage import BaseId
 from everstep.errors import MismatchError, RecoveryError
 from everstep.format.records import AuditRecord, Manifest, TimelineRecord
-from everstep.restore.fetch.others import Meeting
 from everstep.restore.fetch.sources import Place, RankBack, RankRead, name_of
+from everstep.restore.fetch.start_channel import Meeting
 from everstep.restore.load.inexact import why_not_exact
 from everstep.restore.load.load import LoadedBase
 from everstep.restore.load.nonfinite import nonfinite_parameter

@@ -19,8 +19,8 @@ from everstep.commit.lineage import BaseId
 from everstep.errors import DamageError, FormatError
 from everstep.format.digests import digest
 from everstep.format.log import LogRecord
-from everstep.restore.fetch.others import Others
 from everstep.restore.fetch.peer_log import laid_out, records_in
+from everstep.restore.fetch.start_channel import Others
 from everstep.seams.clock import Clock
 
 __all__ = ["LogExchange", "decode_records", "encode_records"]

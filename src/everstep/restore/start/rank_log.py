@@ -30,7 +30,7 @@ from everstep.restore.fetch.sources import Place, RankRead
 from everstep.restore.load.load import LoadedBase
 from everstep.restore.load.restored import Restored
 from everstep.restore.log.log_found import LogFound
-from everstep.restore.redo.unknown import UnknownClassError
+from everstep.restore.redo.updates import UnknownClassError
 from everstep.restore.reshard.logs import LogsInMemory, ReshardedLogs
 from everstep.restore.start.log_exchange import LogExchange, encode_records
 from everstep.restore.start.rank_loader import read_layout

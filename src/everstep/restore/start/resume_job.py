@@ -1,7 +1,7 @@
 """Resume of several ranks: all restore the same step, and open one timeline.
 
 Carries out an :class:`~everstep.commit.job.agreement.Agreement` on this rank's disk, with a mailbox
-to the :class:`~everstep.restore.fetch.others.Others`.
+to the :class:`~everstep.restore.fetch.start_channel.Others`.
 """
 
 from __future__ import annotations
@@ -38,16 +38,15 @@ from everstep.commit.retention import VOLATILE_TIERS
 from everstep.errors import FormatError, MismatchError, StateError
 from everstep.format.names import base_dir
 from everstep.format.records import Manifest, Marker, TimelineRecord
+from everstep.restore.fetch.copy_inventory import unproven_in
 from everstep.restore.fetch.files_ahead import Apart, CopiesAhead
 from everstep.restore.fetch.held import HeldBase
-from everstep.restore.fetch.lent_files import Covers, covered
-from everstep.restore.fetch.others import Meeting, Others
 from everstep.restore.fetch.peers import Fetch, Fetched, Lent
-from everstep.restore.fetch.picking import with_files
 from everstep.restore.fetch.rank_copies import Copies
-from everstep.restore.fetch.ranks import offer_of, open_on_disk
-from everstep.restore.fetch.sources import Place, Places
-from everstep.restore.fetch.told import unproven_in
+from everstep.restore.fetch.rank_offers import offer_of, open_on_disk
+from everstep.restore.fetch.served_files import Covers, covered
+from everstep.restore.fetch.sources import Place, Places, with_files
+from everstep.restore.fetch.start_channel import Meeting, Others
 from everstep.restore.load.load import LoadedBase, sections_left_out
 from everstep.restore.load.restored import OTHER_STATE
 from everstep.restore.start.job_outcome import Outcome, record_of, refusal_error, resumed_of

@@ -27,7 +27,7 @@ from everstep.restore.fetch.held import HeldBase
 from everstep.restore.load.load import LoadedBase, load_base, load_ranks
 from everstep.restore.load.restored import OTHER_STATE, Restored
 from everstep.restore.log.log_found import LogFound
-from everstep.restore.redo.unknown import UnknownClassError
+from everstep.restore.redo.updates import UnknownClassError
 from everstep.run.candidates import Skipped
 from everstep.run.chain import Chain
 from everstep.run.open_base import OpenBase
@@ -133,7 +133,7 @@ class Loader:
                 )
                 if opened.redo is not None:
                     # Imported here since most bases have no redo file.
-                    from everstep.restore.offline.whole import make_live_whole
+                    from everstep.restore.offline.complete import make_live_whole
 
                     loaded, self.inexact = make_live_whole(
                         opened,

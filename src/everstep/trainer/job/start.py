@@ -22,10 +22,10 @@ from everstep.errors import DeadlineError
 from everstep.format.records import Manifest
 from everstep.link.job_session import mailbox_error
 from everstep.restore.fetch.held import Recalled
-from everstep.restore.fetch.lent_files import opens_in
 from everstep.restore.fetch.node_reads import NodeStart
-from everstep.restore.fetch.others import Meeting, failed_there, in_words
 from everstep.restore.fetch.peers import Brought, Fetched, Lent, Meanwhile, fetch_from_peers
+from everstep.restore.fetch.served_files import opens_in
+from everstep.restore.fetch.start_channel import Meeting, failed_there, in_words
 from everstep.restore.start.job_outcome import doubted, recovery_report, with_ranks
 from everstep.restore.start.rank_loader import Compares, needs_on_disk
 from everstep.restore.start.rank_log import RankLog

@@ -26,13 +26,12 @@ from everstep.format.log import LogRecord
 from everstep.format.records import Marker
 from everstep.replay.engine import Replayer
 from everstep.replay.exactness import Exactness, is_elementwise, replay_kind
-from everstep.replay.own import makes_state_when_built
+from everstep.replay.optimizer_step import makes_state_when_built
 from everstep.replay.updates import Update
 from everstep.restore.redo.marks import Held, no_longer_held
 from everstep.restore.redo.owned import owned_entries, parameter_names
-from everstep.restore.redo.parts import own_part
 from everstep.restore.redo.redo import compare, tensor_of
-from everstep.restore.redo.updates import update_of
+from everstep.restore.redo.updates import own_part, update_of
 from everstep.run.tensors import with_strides
 from everstep.state.layout.entries import Entry
 from everstep.state.layout.names import OBJECT_PREFIX, PART_OBJECT, SAMPLE, UPDATE_OBJECT

@@ -15,7 +15,7 @@ from everstep.format.log import LogRecord
 from everstep.format.records import TimelineRecord
 from everstep.format.writer import ChunkRing
 from everstep.restore.load.load import LoadedBase, rank_contents
-from everstep.restore.offline.offline import OfflineState
+from everstep.restore.offline.state import OfflineState
 from everstep.restore.redo.owned import parameter_names
 from everstep.restore.redo.redo import Redo, Step, other_conditions
 from everstep.restore.redo.updates import update_of

@@ -24,11 +24,11 @@ from everstep.format.records import Marker
 from everstep.replay.exactness import Exactness
 from everstep.restore.load.pieces import fills
 from everstep.restore.load.saved_ranks import Piece, SavedRanks
-from everstep.restore.offline.offline import OfflineState
+from everstep.restore.offline.state import OfflineState
 from everstep.restore.redo.marks import Held, no_longer_held
 from everstep.restore.redo.owned import owned_entries
-from everstep.restore.redo.partitioned import Parts, whole_objects
 from everstep.restore.redo.redo import compare, tensor_of
+from everstep.restore.redo.zero_objects import Parts, whole_objects
 from everstep.state.layout.entries import Entry
 from everstep.state.layout.names import HYPER, OBJECT_PREFIX, PART_OBJECT, SAMPLE
 from everstep.state.layout.placement import Box, Placement

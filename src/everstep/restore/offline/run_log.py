@@ -18,7 +18,7 @@ from everstep.restore.load.load import contents
 from everstep.restore.load.saved_ranks import SavedLayout, SavedRanks
 from everstep.restore.log.log_found import LogFound
 from everstep.restore.log.reach import current_first
-from everstep.restore.offline.offline_job import JobStep
+from everstep.restore.offline.job_state import JobStep
 from everstep.run.chain import Chain, LogIndex, common_heads, path_of
 from everstep.run.open_base import OpenBase, open_ranks
 from everstep.run.scan import BaseFound, Inventory

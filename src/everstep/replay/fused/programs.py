@@ -156,7 +156,7 @@ def describes(
     """Whether :func:`numbers` says all of what an update with these hyperparameters does.
 
     Args:
-        kind: one of :data:`~everstep.replay.forms.KINDS`.
+        kind: one of :data:`~everstep.replay.functional.KINDS`.
         counts: what the steps of the parameters will be.
     """
     if options["maximize"] or options.get("amsgrad"):
@@ -180,7 +180,7 @@ def suits(
     """Whether there is a program for these hyperparameters, which says nothing of its bits.
 
     Args:
-        kind: one of :data:`~everstep.replay.forms.KINDS`.
+        kind: one of :data:`~everstep.replay.functional.KINDS`.
         dtypes: of the parameters and their moments.
         counts: what the steps of the parameters will be.
     """

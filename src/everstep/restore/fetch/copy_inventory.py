@@ -9,9 +9,9 @@ from everstep.commit.job.offers import Offer
 from everstep.commit.lineage import BaseId
 from everstep.format.records import Marker, TimelineRecord
 from everstep.restore.fetch.held import HeldBase
-from everstep.restore.fetch.lent_files import Covers
 from everstep.restore.fetch.peer_copy import PeerCopy, files_over, size_of
 from everstep.restore.fetch.peer_log import LentLog
+from everstep.restore.fetch.served_files import Covers
 from everstep.run.scan import Inventory
 
 __all__ = ["Brought", "Fetched", "Lent", "Told", "unproven_in"]
