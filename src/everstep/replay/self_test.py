@@ -32,15 +32,15 @@ __all__ = [
     "MIXED",
     "SMALL",
     "Case",
+    "FastPath",
     "Results",
-    "Way",
     "blocked_is_exact",
     "compiled_is_exact",
     "kernel_for",
     "nearly_same",
+    "run_trial",
     "same_bits",
     "sliced_is_exact",
-    "tried",
 ]
 
 _TURNED = "turned"
@@ -71,7 +71,7 @@ Results = Sequence[Sequence[torch.Tensor]]
 """The state that ``step()`` leaves, and that which the other way leaves."""
 
 
-class Way(NamedTuple):
+class FastPath(NamedTuple):
     """A way to replay that is not ``step()``.
 
     Attributes:
@@ -127,7 +127,7 @@ def _form(value: Any) -> str:
     return type(value).__name__
 
 
-def tried(way: Way, case: Case) -> list[Results] | None:
+def run_trial(way: FastPath, case: Case) -> list[Results] | None:
     """What ``step()`` and another way give, for each set of shapes; None: one of them fails."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # what depends on it is asked elsewhere: ``thread_dependence``
@@ -140,7 +140,7 @@ def tried(way: Way, case: Case) -> list[Results] | None:
         torch.set_num_threads(threads)
 
 
-def _both(way: Way, case: Case, tiny: bool, shapes: Shapes) -> Results:
+def _both(way: FastPath, case: Case, tiny: bool, shapes: Shapes) -> Results:
     if case.dtype in HALVES:  # blocks do not take those
         shapes = {name: shape for name, shape in shapes.items() if name != _MIXED}
     drawn = torch.Generator().manual_seed(0)  # not the generator that training draws from
@@ -251,15 +251,15 @@ def _slices(optimizer: Optimizer, names: Any, tiny: bool, kernel: Kernel | None 
 
 
 _WHOLE = "whole tensors are updated instead"
-_BLOCKS = Way("blocks", _WHOLE, _blocks, [(True, MIXED)])
-_COMPILED = Way(
+_BLOCKS = FastPath("blocks", _WHOLE, _blocks, [(True, MIXED)])
+_COMPILED = FastPath(
     "compiled passes over blocks",
     "torch's own functions are called",
     functools.partial(_blocks, compiled=True),
     # Blocks as large as those that they will be, too: an operator may care.
     [(True, MIXED), (False, LARGE)],
 )
-_SLICES = Way("slices", _WHOLE, _slices, [(True, SMALL), (False, LONG)])
+_SLICES = FastPath("slices", _WHOLE, _slices, [(True, SMALL), (False, LONG)])
 
 
 def blocked_is_exact(
@@ -332,7 +332,7 @@ def _try_kernels(case: Case, inexact: bool) -> tuple[Kernel, bool] | None:
             own(*arguments)
 
         way = _SLICES._replace(name="kernels", make=functools.partial(_slices, kernel=noted))
-        found = tried(way, case)
+        found = run_trial(way, case)
         if found is None or not calls:
             continue
         if all(map(same_bits, found)):
@@ -354,10 +354,10 @@ def _kernels_on(device: torch.device) -> ModuleType | None:
         return None
 
 
-def _proven_for(way: Way, case: Case) -> bool:
+def _proven_for(way: FastPath, case: Case) -> bool:
     key = (way.name, *case.key)
     if key not in _proven:
-        found = tried(way, case)
+        found = run_trial(way, case)
         _proven[key] = found is not None and all(map(same_bits, found))
         if not _proven[key]:
             _log.warning(

@@ -22,7 +22,7 @@ from everstep.link.registry import keeper_files
 from everstep.link.spawn import SpawnOptions
 from everstep.link.wire import error_from_wire, error_to_wire
 from everstep.options import KeeperOptions, validate_options
-from everstep.restore.fetch.held import Recalled
+from everstep.restore.fetch.held import KeeperContents
 from everstep.seams import Seams, SystemClock
 from everstep.trainer.attach import keepers as keepers_module
 from everstep.trainer.attach.attach import attach
@@ -50,8 +50,8 @@ class Remote:
 
     def settle(self, timeout_s: float) -> None: ...
 
-    def recall(self, timeout_s: float, *, own: bool) -> Recalled:
-        return Recalled()
+    def recall(self, timeout_s: float, *, own: bool) -> KeeperContents:
+        return KeeperContents()
 
     def close(self, *, stay: bool = False) -> None:
         self.at.append(("closed", 0))
@@ -84,7 +84,7 @@ def test_others_are_told_its_address_before_it_is_there(
 
     monkeypatch.setattr(Keepers, "_attach", attach)
     keepers.open(in_background=True)
-    assert keepers.recall_leftovers() == Recalled(), "a new one has nothing"
+    assert keepers.recall_leftovers() == KeeperContents(), "a new one has nothing"
     told = keepers.listen(HOST)
     assert told[1] > 0
     assert remote.at == [], "it is not there yet"

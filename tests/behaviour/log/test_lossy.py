@@ -27,7 +27,7 @@ from everstep.format.log import LogRecord, RecordHead
 from everstep.keeper.ship import lossy_update
 from everstep.keeper.ship.lossy_log import lossy_record
 from everstep.replay.packed import Packed, dense
-from everstep.restore.redo.updates import update_of
+from everstep.restore.redo.updates import update_from_record
 from everstep.state.layout.names import GRADIENT, UPDATE_OBJECT
 from everstep.state.values.objects import decode, encode
 from tests.support.log.lossy import large_and_small, log_of, raw, record_of
@@ -200,7 +200,7 @@ def test_what_training_consumed_compressed_is_there_as_it_was(tmp_path: Path, ki
     assert any(p.entry.name == GRADIENT + "model.small" for p in updates[0].layout.placed)
     for old in updates:
         assert parts_of(lossy_record(old, RATIO)) == parts_of(old)
-        assert not update_of(lossy_record(old, RATIO)).lossy
+        assert not update_from_record(lossy_record(old, RATIO)).lossy
 
 
 @pytest.mark.parametrize(
@@ -262,7 +262,7 @@ def test_restored_values_are_within_the_bound_of_their_form(
     with mock.patch.object(lossy_update, "lossy_copies", few):
         new = lossy_record(old, RATIO)
     new.verify()
-    update = update_of(new)
+    update = update_from_record(new)
     assert update.gradients.keys() == named.keys()
     compressed = about_of(new).get("compressed", {})
     assert update.lossy == bool(compressed)
@@ -352,7 +352,7 @@ def test_another_process_with_other_threads_makes_the_same() -> None:
 
 
 def form_of(record: LogRecord, name: str) -> Sparse | Int8:
-    gradient = update_of(record).gradients[name]
+    gradient = update_from_record(record).gradients[name]
     assert isinstance(gradient, Packed)
     return gradient.form
 

@@ -17,9 +17,9 @@ from everstep.commit.lineage import BaseId
 from everstep.errors import EverstepError, RecoveryError, StorageError
 from everstep.format.log import LogRecord, record_digest
 from everstep.format.writer import ChunkRing
-from everstep.restore.fetch.peer_log import PeerLog, packed
+from everstep.restore.fetch.peer_log import PeerLog, pack_steps
 from everstep.restore.log.log_found import LogFound
-from everstep.restore.redo.redo import checked
+from everstep.restore.redo.redo import verified_steps
 from everstep.run.chain import Chain
 from everstep.run.scan import Inventory, scan_run
 from everstep.run.segments import read_segment, scan_log
@@ -114,7 +114,7 @@ def _replayed(log: LogFound, files: TierFileSystem, ring: ChunkRing) -> list[Any
     chain = Chain((1, 0), tuple((1, step) for step in range(1, 7)), "", None)  # type: ignore[arg-type]
     about: Any = {"filesystem": files, "ring": ring, "timeout_s": 20.0}
     found: list[Any] = []
-    for step in checked(log.steps(chain, 0, **about), partial(log.verified, **about)):
+    for step in verified_steps(log.steps(chain, 0, **about), partial(log.verified, **about)):
         if isinstance(step, EverstepError):
             return [*found, step]
         found += [bytes(one.data) for one in (*(record for record, _ in step.updates), step.mark)]
@@ -247,7 +247,7 @@ def test_a_peer_s_whole_log_is_fetched_although_a_copy_has_a_lossy_one(
         ring.close()
     about = scan_run(files, path).timelines[1]
     assert about is not None
-    held = [PeerLog(1, about.encode(), packed(records))]
+    held = [PeerLog(1, about.encode(), pack_steps(records))]
     fetch = start_module.fetch_from_peers
 
     def fetched(meeting: Any, *about: Any, **more: Any) -> Any:

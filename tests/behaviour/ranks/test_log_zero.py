@@ -19,7 +19,7 @@ from everstep.link.channel import BackgroundChannel
 from everstep.link.recordable import Layouts
 from everstep.restore.redo.declared import DeclaredRedo
 from everstep.restore.redo.redo import Redo, Step
-from everstep.restore.redo.updates import update_of
+from everstep.restore.redo.updates import update_from_record
 from everstep.run.scan import BaseFound
 from everstep.seams.clock import ManualClock
 from everstep.state.layout.names import SPOT
@@ -98,7 +98,7 @@ def build_names() -> list[tuple[str, int]]:
 
 def first(logs: Logs, rank: int) -> list[str]:
     """Names of the gradients in a rank's first record."""
-    return sorted(update_of(logs[rank, STEP + 1][0], own=True).gradients)
+    return sorted(update_from_record(logs[rank, STEP + 1][0], own=True).gradients)
 
 
 def test_each_gradient_is_in_one_log(tmp_path: Path, ring: ChunkRing) -> None:
@@ -187,7 +187,7 @@ def replayed(base: BaseFound, logs: Logs, info: RankInfo, ring: ChunkRing) -> Va
     redo.compares = True
     for step in range(STEP + 1, STEP + 1 + STEPS):
         update, mark = logs[info.rank, step]
-        redo.step(Step(((update, update_of(update)),), mark))
+        redo.step(Step(((update, update_from_record(update)),), mark))
     redo.finish()
     return values
 

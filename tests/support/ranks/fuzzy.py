@@ -22,7 +22,7 @@ from everstep.format.writer import ChunkRing
 from everstep.keeper.persist.persister import Persister
 from everstep.link.recordable import Layouts, state_digest
 from everstep.restore.load.load import CompleteRank
-from everstep.restore.offline.load import made_whole
+from everstep.restore.offline.load import complete_rank_files
 from everstep.run.scan import BaseFound
 from everstep.seams import PosixFileSystem
 from everstep.seams.fingerprint import fingerprint
@@ -53,7 +53,9 @@ Seen = Callable[[int, dict[str, int]], dict[str, int]]
 
 def whole(ring: ChunkRing, trained: TimelineRecord | None = TRAINED) -> CompleteRank:
     """As whoever restores makes files whole."""
-    return partial(made_whole, ring=ring, trained=trained, timeout_s=TIMEOUT_S, progress=silent)
+    return partial(
+        complete_rank_files, ring=ring, trained=trained, timeout_s=TIMEOUT_S, progress=silent
+    )
 
 
 def trained_to_last(layout: str, info: RankInfo) -> Values:

@@ -21,7 +21,7 @@ from everstep.errors import DamageError, EverstepError, FormatError
 from everstep.format.log import RecordHead
 from everstep.keeper.held.peer_log_store import PeerLogStore
 from everstep.keeper.ship import log_sender
-from everstep.restore.fetch.peer_log import packed, unpacked
+from everstep.restore.fetch.peer_log import pack_steps, unpack_steps
 from tests.support.ranks.peer_logs import (
     LOG_BYTES,
     LogRing,
@@ -112,7 +112,7 @@ def test_another_start_with_the_same_number_takes_its_place() -> None:
 
 def test_records_come_back_as_they_were() -> None:
     records = records_of_steps(3, 5)
-    found = unpacked(packed(records))
+    found = unpack_steps(pack_steps(records))
     for one, other in zip(records, found, strict=True):
         assert (one.head, one.layout, dict(one.objects)) == (
             other.head,
@@ -123,20 +123,20 @@ def test_records_come_back_as_they_were() -> None:
 
 
 def test_every_flipped_byte_of_steps_is_found() -> None:
-    steps = packed(records_of_steps(3, 3, size_bytes=64))
+    steps = pack_steps(records_of_steps(3, 3, size_bytes=64))
     for at in range(steps.memory.nbytes):
         steps.memory[at] ^= 16
         with pytest.raises(DamageError):
-            unpacked(steps)
+            unpack_steps(steps)
         steps.memory[at] ^= 16
-    unpacked(steps)
+    unpack_steps(steps)
 
 
 def test_memory_that_is_used_again_is_not_packed() -> None:
     records = records_of_steps(3, 4)
     records[1].data[0] ^= 1
     with pytest.raises(DamageError):
-        packed(records)
+        pack_steps(records)
 
 
 # --- From keeper to keeper ----------------------------------------------------------------
@@ -193,7 +193,7 @@ def test_steps_that_are_lost_on_the_way_are_sent_again(
     ]
     assert not any(ring.notices)
     for rank in range(2):
-        found = [r for log, _ in ring.ranks[rank].logs.whole()[0] for r in unpacked(log.steps)]
+        found = [r for log, _ in ring.ranks[rank].logs.whole()[0] for r in unpack_steps(log.steps)]
         wanted = records_of_steps(1, 5)
         assert [bytes(r.data) for r in found] == [bytes(r.data) for r in wanted]
 
@@ -438,7 +438,7 @@ def test_the_announced_bound_is_never_passed() -> None:
 def test_internal_errors_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever is wrong with a batch is told, and the next one is tried."""
     ring = LogRing("ab")
-    monkeypatch.setattr(log_sender, "packed", _refuse)
+    monkeypatch.setattr(log_sender, "pack_steps", _refuse)
     ring.train(1)
     ring.run()
     assert "refused" in str(ring.notices[0])

@@ -255,7 +255,7 @@ class PeerCopyAck:
 @dataclass(frozen=True, slots=True)
 class PeerLogBegin:
     """The sender is going to send steps of its log
-    (:func:`everstep.restore.fetch.peer_log.packed`).
+    (:func:`everstep.restore.fetch.peer_log.pack_steps`).
 
     Attributes:
         timeline, first, last: the steps.

@@ -14,7 +14,7 @@ from everstep.commit.lineage import BaseId
 from everstep.commit.peer_copies import HeldLogCopies, LogCopy
 from everstep.errors import DamageError, EverstepError, FormatError
 from everstep.format.digests import digest
-from everstep.restore.fetch.peer_log import Packed, PeerLog, read_packed
+from everstep.restore.fetch.peer_log import PackedSteps, PeerLog, read_pack
 
 __all__ = ["PeerLogStore"]
 
@@ -81,7 +81,7 @@ class PeerLogStore:
             for copy in self._shelf.copies:
                 offset, begun = self._complete[copy.key]
                 memory = self._arena.view[offset : offset + begun.size_bytes]
-                steps = Packed(copy.run, memory, begun.index_bytes, begun.index_digest)
+                steps = PackedSteps(copy.run, memory, begun.index_bytes, begun.index_digest)
                 found.append((PeerLog(copy.source, begun.record, steps), offset))
             return found, self._arena
 
@@ -181,7 +181,7 @@ class PeerLogStore:
         try:
             # Verified before the steps count as held: damage in transit must be found now, not at a
             # resume.
-            run, _ = read_packed(begun.timeline, memory, begun.index_bytes, begun.index_digest)
+            run, _ = read_pack(begun.timeline, memory, begun.index_bytes, begun.index_digest)
             if (run.first, run.last) != (begun.first, begun.last):
                 raise FormatError(f"they are steps {run.first} to {run.last}")
         except (DamageError, FormatError) as error:

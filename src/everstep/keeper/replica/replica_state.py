@@ -17,7 +17,7 @@ from everstep.format.plan import BasePlan
 from everstep.format.records import Marker, TimelineRecord
 from everstep.keeper.log.log import LoggedStep
 from everstep.link.capture import shard_offsets
-from everstep.restore.offline.rebuild import conditions
+from everstep.restore.offline.rebuild import replay_conditions
 from everstep.restore.offline.state import OfflineState
 from everstep.run.shape import shape_of_base
 from everstep.run.tensors import as_complex
@@ -72,7 +72,7 @@ class ReplicaState:
         trees = {name.removeprefix(OBJECT_PREFIX): decode(data) for name, data in objects.items()}
         placed = [place for shard in plan.shards for place in shard.layout.placed]
         marker = Marker.of(identity, ())
-        training_threads, elsewhere = conditions([trained])
+        training_threads, elsewhere = replay_conditions([trained])
         self.why = "" if identity.exact else "the base is not exact"
         self._elsewhere = elsewhere
         self._identity = identity

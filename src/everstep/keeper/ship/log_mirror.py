@@ -45,7 +45,7 @@ from everstep.format.records import Marker
 from everstep.format.writer import digest_shard
 from everstep.keeper.log.log import LogStore
 from everstep.keeper.ship.place import ROOT, CopyPlace, own_errors
-from everstep.restore.fetch.peer_log import copied
+from everstep.restore.fetch.peer_log import copy_steps
 from everstep.run.scan import bases_keeping_log
 from everstep.seams.clock import Clock
 from everstep.seams.failpoints import failpoint
@@ -289,7 +289,7 @@ class LogMirror:
             if self._records and first != (self._last or 0) + 1:
                 return held_bytes, True  # behind a hole
             try:
-                found = copied(records)
+                found = copy_steps(records)
                 if self._lossy is not None:
                     found = [self._lossy(record) for record in found]
             except (DamageError, FormatError) as error:  # never tried again: it would stay so

@@ -15,7 +15,7 @@ from everstep.commit.lineage import BaseId
 from everstep.errors import DamageError, EverstepError, FormatError, KeeperError
 from everstep.format.log import LogRecord
 from everstep.keeper.log.log import LogStore
-from everstep.restore.fetch.peer_log import Packed, packed, unpacked
+from everstep.restore.fetch.peer_log import PackedSteps, pack_steps, unpack_steps
 from everstep.seams.clock import Clock
 
 __all__ = ["LogSender", "LogSenderStats"]
@@ -56,7 +56,7 @@ class _Batch:
     """
 
     begun: PeerLogBegin
-    steps: Packed
+    steps: PackedSteps
     upto: int
     progress_s: float
     asked_s: float = 0.0
@@ -110,7 +110,7 @@ class LogSender:
         self._timeline = 0
         self._record: bytes | None = None
         self._number = 0  # of the last record that was sent, or will not be
-        self._before: Packed | None = None  # the steps before
+        self._before: PackedSteps | None = None  # the steps before
         self._everywhere_step = -1
         self._batch: _Batch | None = None
         self._tries = 0
@@ -197,9 +197,9 @@ class LogSender:
         first = records[0].head.step
         last = records[-1].head.step
         try:
-            steps = packed(records)
+            steps = pack_steps(records)
             if self._shrink is not None:
-                steps = packed([self._shrink(record) for record in unpacked(steps)])
+                steps = pack_steps([self._shrink(record) for record in unpack_steps(steps)])
         except (DamageError, FormatError) as error:  # or their memory is being used again
             self._number = upto
             self._miss(first, last, f"they were let go before they could be sent ({error.message})")
@@ -218,7 +218,7 @@ class LogSender:
         self._batch = _Batch(begun, steps, upto, now_s)
         self._ask(self._batch, now_s)
 
-    def _look_for_hole(self, steps: Packed) -> None:
+    def _look_for_hole(self, steps: PackedSteps) -> None:
         """Whether these steps follow those before them, or a base that the peers hold."""
         before = self._before
         run = steps.run

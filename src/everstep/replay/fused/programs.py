@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch.optim import SGD, Optimizer
 
-__all__ = ["COUNT_MAX", "Numbers", "Rooms", "describes", "numbers", "program", "suits"]
+__all__ = ["COUNT_MAX", "Numbers", "WorkBuffers", "describes", "numbers", "program", "suits"]
 
 Numbers = list[float]
 Program = Callable[
@@ -228,7 +228,7 @@ def _compiled(function: Callable[..., None]) -> Program | None:
     return run
 
 
-class Rooms:
+class WorkBuffers:
     """Memory for a program, by dtype; taken once, since fresh memory is slow to write to.
 
     Args:

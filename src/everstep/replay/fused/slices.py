@@ -32,11 +32,11 @@ from everstep.replay.updates import Update
 
 __all__ = [
     "UPDATES_MAX",
-    "Alike",
     "Kernel",
     "Slice",
+    "SliceGroup",
     "Sliced",
-    "cut_alike",
+    "cut_slices",
     "slice_elements",
 ]
 
@@ -67,7 +67,7 @@ def slice_elements(device: torch.device, element_bytes: int) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class Alike:
+class SliceGroup:
     """Parameters that all updates treat alike.
 
     Attributes:
@@ -105,7 +105,7 @@ class Slice:
         numel: of all pieces.
     """
 
-    alike: Alike
+    alike: SliceGroup
     pieces: Sequence[Piece]
     numel: int
 
@@ -128,7 +128,7 @@ class Slice:
         return found
 
 
-def cut_alike(alike: Alike, numels: Mapping[str, int], elements: int) -> Iterator[Slice]:
+def cut_slices(alike: SliceGroup, numels: Mapping[str, int], elements: int) -> Iterator[Slice]:
     """In slices; parameters are cut at multiples of :data:`BLOCK_NUMEL` only.
 
     Args:
@@ -273,9 +273,9 @@ class Sliced:
 
     def _grouped(
         self, updates: Sequence[Update], options: Sequence[Sequence[Mapping[str, Any]]]
-    ) -> list[Alike]:
+    ) -> list[SliceGroup]:
         counts = self._counts()
-        found: dict[Any, Alike] = {}
+        found: dict[Any, SliceGroup] = {}
         for group, members in enumerate(self._names):
             for name in members:
                 logged = [update.gradients.get(name) for update in updates]
@@ -296,7 +296,7 @@ class Sliced:
                 where = None if step is None else (step.device, step.dtype)
                 key = (group, parameter.dtype, keys, of_state, dtypes, counts.get(name), where)
                 if key not in found:
-                    found[key] = Alike(group, keys, dtypes, counts.get(name))
+                    found[key] = SliceGroup(group, keys, dtypes, counts.get(name))
                 found[key].names.append(name)
         return [self._with_kernel(alike, updates, options) for alike in found.values()]
 
@@ -314,10 +314,10 @@ class Sliced:
 
     def _with_kernel(
         self,
-        alike: Alike,
+        alike: SliceGroup,
         updates: Sequence[Update],
         options: Sequence[Sequence[Mapping[str, Any]]],
-    ) -> Alike:
+    ) -> SliceGroup:
         kernel = self._kernel_for(alike, updates, options)
         if kernel is None:
             return alike
@@ -331,7 +331,7 @@ class Sliced:
 
     def _kernel_for(
         self,
-        alike: Alike,
+        alike: SliceGroup,
         updates: Sequence[Update],
         options: Sequence[Sequence[Mapping[str, Any]]],
     ) -> Kernel | None:
@@ -353,7 +353,7 @@ class Sliced:
             kernels.append(self._kernel(update, alike.group))
         return kernels[0] if all(kernel is kernels[0] for kernel in kernels) else None
 
-    def _cut(self, alike: Alike) -> Iterator[Slice]:
+    def _cut(self, alike: SliceGroup) -> Iterator[Slice]:
         first = alike.names[0]
         moments = [self._state(first)[key] for key in alike.keys]
         tensors = [self._parameters[first], *moments, self._parameters[first]]  # and a gradient
@@ -361,7 +361,7 @@ class Sliced:
             tensors[0].device, sum(tensor.element_size() for tensor in tensors)
         )
         numels = {name: self._parameters[name].numel() for name in alike.names}
-        return cut_alike(alike, numels, elements)
+        return cut_slices(alike, numels, elements)
 
     # --- One slice --------------------------------------------------------------------------
 

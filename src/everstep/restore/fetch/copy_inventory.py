@@ -10,15 +10,15 @@ from everstep.commit.lineage import BaseId
 from everstep.format.records import Marker, TimelineRecord
 from everstep.restore.fetch.held import HeldBase
 from everstep.restore.fetch.peer_copy import PeerCopy, files_over, size_of
-from everstep.restore.fetch.peer_log import LentLog
-from everstep.restore.fetch.served_files import Covers
+from everstep.restore.fetch.peer_log import FetchedLog
+from everstep.restore.fetch.served_files import Coverage
 from everstep.run.scan import Inventory
 
-__all__ = ["Brought", "Fetched", "Lent", "Told", "unproven_in"]
+__all__ = ["CopyOffer", "FetchResult", "FetchedBase", "OfferExtras", "unproven_marker"]
 
 
 @dataclass(frozen=True, slots=True)
-class Fetched:
+class FetchedBase:
     """What has come from another node: from the memory there, or from a disk.
 
     Attributes:
@@ -33,7 +33,7 @@ class Fetched:
     disk: bool = False
 
     @classmethod
-    def of_own(cls, copy: PeerCopy) -> Fetched:
+    def of_own(cls, copy: PeerCopy) -> FetchedBase:
         """What lies in the memory of this rank's own keeper."""
         held = HeldBase(copy.marker, files_over(copy.marker, copy.memory), durable=False)
         return cls(held, copy.timeline, "memory")
@@ -45,7 +45,7 @@ class Fetched:
 
 
 @dataclass(frozen=True, slots=True)
-class Told:
+class CopyOffer:
     """A rank's files of a base that some rank can hand out.
 
     Attributes:
@@ -79,7 +79,7 @@ class Told:
 
 
 @dataclass(frozen=True, slots=True)
-class Brought:
+class FetchResult:
     """What has come to a rank.
 
     Attributes:
@@ -88,13 +88,13 @@ class Brought:
             the record of that, where others have proven which one it is.
     """
 
-    bases: list[Fetched]
-    logs: list[LentLog]
+    bases: list[FetchedBase]
+    logs: list[FetchedLog]
     proven: TimelineRecord | None = None
 
 
 @dataclass(frozen=True, slots=True)
-class Lent:
+class OfferExtras:
     """What a rank can tell beside what it offers, if it is asked.
 
     Attributes:
@@ -104,10 +104,10 @@ class Lent:
     """
 
     unproven: Marker | None
-    left: Callable[[], tuple[Offer, Covers]]
+    left: Callable[[], tuple[Offer, Coverage]]
 
 
-def unproven_in(inventory: Inventory | None, held: HeldBase | None) -> Marker | None:
+def unproven_marker(inventory: Inventory | None, held: HeldBase | None) -> Marker | None:
     """What a rank's keeper holds, where the disk knows nothing of its timeline."""
     if inventory is None or held is None or held.id.timeline in inventory.timelines:
         return None

@@ -35,7 +35,7 @@ from everstep.seams.files.filesystem import FileSystem
 from everstep.seams.progress import silent
 from everstep.tiers.disk import create_exclusive, ensure_dir, ensure_dirs
 
-__all__ = ["base_offer_of", "keep_manifest", "offer_of", "open_on_disk", "verify_rank"]
+__all__ = ["base_offer", "keep_manifest", "offer_of", "open_on_disk", "verify_rank"]
 
 
 def offer_of(
@@ -61,7 +61,7 @@ def offer_of(
     """
     bases: dict[BaseId, BaseOffer] = {}
     for found in inventory.bases:
-        offer = base_offer_of(found)
+        offer = base_offer(found)
         if partly and offer.manifest is not None and found.manifest is not None:
             others = (m for m in found.manifest.markers if m.rank not in offer.pieces)
             offer = replace(offer, listed=tuple(others))
@@ -195,7 +195,7 @@ def _names(filesystem: FileSystem, directory: PurePath) -> set[str]:
     return {entry.name for entry in filesystem.scan(directory)}
 
 
-def base_offer_of(found: BaseFound) -> BaseOffer:
+def base_offer(found: BaseFound) -> BaseOffer:
     """What can be read of a base, from names and lengths."""
     if found.status == "condemned" and found.manifest is not None:
         # Each disk has its mark: what none of them has begun to remove is there as before.

@@ -23,26 +23,26 @@ from everstep.state.layout.placement import Placement, replicas_on_mesh
 from everstep.state.layout.shards import Placed
 
 __all__ = [
-    "Covers",
-    "LentFiles",
-    "Open",
-    "covered",
-    "covers_from_wire",
-    "covers_to_wire",
-    "opens_in",
+    "Coverage",
+    "OpenFile",
+    "ServedFiles",
+    "coverage_from_wire",
+    "coverage_on_disk",
+    "coverage_to_wire",
+    "run_file_opener",
 ]
 
 _log = logging.getLogger("everstep")
 
-Open = Callable[[BaseId, str], ReadFile]
+OpenFile = Callable[[BaseId, str], ReadFile]
 """Opens a file of a base, by its name."""
 
-Covers = Mapping[BaseId, Mapping[int, int]]
+Coverage = Mapping[BaseId, Mapping[int, int]]
 """Of what a rank's disk has of each base: how many bytes of it are these ranks', too; only of ranks
 whose part of every tensor that is there is there."""
 
 
-def opens_in(filesystem: FileSystem, run: PurePath) -> Open:
+def run_file_opener(filesystem: FileSystem, run: PurePath) -> OpenFile:
     """Opens what is in a run folder."""
     return partial(_open, filesystem, run)
 
@@ -51,11 +51,11 @@ def _open(filesystem: FileSystem, run: PurePath, base: BaseId, name: str) -> Rea
     return filesystem.open(base_dir(run, base.timeline, base.step) / name, direct=False)
 
 
-class LentFiles:
+class ServedFiles:
     """One rank's files of a base, which lie one after the other for whoever asks for bytes. They
     are opened when they are first asked for, and are verified by who has asked."""
 
-    def __init__(self, opens: Open, base: BaseId, marker: Marker) -> None:
+    def __init__(self, opens: OpenFile, base: BaseId, marker: Marker) -> None:
         self._opens = opens
         self._base = base
         self._marker = marker
@@ -93,8 +93,8 @@ class LentFiles:
             file.close()
 
 
-def covered(filesystem: FileSystem, bases: Iterable[BaseFound]) -> Covers:
-    """What a disk has of committed bases, by their headers: see :data:`Covers`."""
+def coverage_on_disk(filesystem: FileSystem, bases: Iterable[BaseFound]) -> Coverage:
+    """What a disk has of committed bases, by their headers: see :data:`Coverage`."""
     found: dict[BaseId, Mapping[int, int]] = {}
     for base in bases:
         common = _Common()
@@ -144,11 +144,11 @@ class _Common:
         }
 
 
-def covers_to_wire(covers: Covers) -> list[Any]:
+def coverage_to_wire(covers: Coverage) -> list[Any]:
     """As plain data."""
     return [[plain_base(base), sorted(sizes.items())] for base, sizes in covers.items()]
 
 
-def covers_from_wire(said: Sequence[Any]) -> Covers:
-    """The inverse of :func:`covers_to_wire`."""
+def coverage_from_wire(said: Sequence[Any]) -> Coverage:
+    """The inverse of :func:`coverage_to_wire`."""
     return {to_base(base): {int(r): int(size) for r, size in sizes} for base, sizes in said}

@@ -23,9 +23,9 @@ __all__ = [
     "Places",
     "RankBack",
     "RankRead",
-    "name_of",
-    "rank_of",
-    "with_files",
+    "failed_rank",
+    "read_from_places",
+    "source_name",
 ]
 
 
@@ -119,7 +119,7 @@ class Places:
                     self.damaged.append((each, place.source))
 
 
-def name_of(tiers: set[str]) -> str:
+def source_name(tiers: set[str]) -> str:
     """What a resume calls the places that it read from. Never "disk" where a copy was among them:
     that would vouch for what this rank's own disk holds."""
     copies = [tier for tier in reversed(COPY_TIERS) if tier in tiers]
@@ -130,7 +130,7 @@ def name_of(tiers: set[str]) -> str:
     return "memory" if "memory" in tiers else "disk"
 
 
-def rank_of(error: Exception) -> int | None:
+def failed_rank(error: Exception) -> int | None:
     """Whose files an error is about, where it says so."""
     rank = getattr(error, "rank", None)
     path = getattr(error, "path", None) or getattr(error, "filename", None)
@@ -145,7 +145,7 @@ _log = logging.getLogger("everstep")
 _T = TypeVar("_T")
 
 
-def with_files(
+def read_from_places(
     places: Places,
     wanted: Sequence[int],
     use: Callable[[Mapping[int, Place]], _T],
@@ -184,7 +184,7 @@ def with_files(
             where = ", ".join(sorted({place.source.tier for place in picked.values()}))
             _log.warning("%s could not be restored from %s: %s", base, where, error)
             failed(f"{base}, from {where}: {error}")
-            places.failed(picked, rank_of(error))
+            places.failed(picked, failed_rank(error))
     if not places.damaged:  # or the others would take this rank's state for that of the base
         missing = ", ".join(str(r) for r in wanted if r not in places.readable)
         raise RecoveryError(

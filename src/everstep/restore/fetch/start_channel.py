@@ -27,7 +27,7 @@ from everstep.errors import DeadlineError, EverstepError, FormatError, RecoveryE
 from everstep.seams import Clock
 from everstep.seams.network.mailbox import Mailbox
 
-__all__ = ["Meeting", "Others", "failed_there", "in_words"]
+__all__ = ["Meeting", "StartChannel", "failure_reason", "remote_failure"]
 
 _log = logging.getLogger("everstep")
 _TICK_S = 0.1
@@ -61,7 +61,7 @@ class Meeting:
         return len(self.disks)
 
 
-class Others:
+class StartChannel:
     """The other ranks of a meeting, while all of them agree.
 
     Args:
@@ -129,7 +129,7 @@ class Others:
         RecoveryError: a rank has failed.
         """
         if self._failed is not None:
-            raise failed_there(self._failed, self._meeting.rank, self._run)
+            raise remote_failure(self._failed, self._meeting.rank, self._run)
 
     def expect(self, ranks: Iterable[int]) -> None:
         """From now on these have to be heard, who may have had nothing to say so far."""
@@ -187,7 +187,7 @@ class Others:
     def leave(self, error: BaseException) -> None:
         """This rank has failed: tells those who wait for it, or would hear of it from nobody else.
         What is lost on the way is noticed by its silence."""
-        failed = self._failed or StartFailed(self._meeting.rank, in_words(error))
+        failed = self._failed or StartFailed(self._meeting.rank, failure_reason(error))
         if self._meeting.rank == COORDINATOR:
             for rank in range(1, self._meeting.world):
                 if rank != failed.rank:
@@ -207,7 +207,7 @@ class Others:
         return f"the last that was heard of rank {rank}: it {self._does[rank]}"
 
 
-def failed_there(failed: StartFailed, rank: int, run: PurePath | None = None) -> RecoveryError:
+def remote_failure(failed: StartFailed, rank: int, run: PurePath | None = None) -> RecoveryError:
     """What this ``rank`` raises when another one has failed."""
     return RecoveryError(
         f"rank {failed.rank} could not resume: {failed.reason}",
@@ -217,7 +217,7 @@ def failed_there(failed: StartFailed, rank: int, run: PurePath | None = None) ->
     )
 
 
-def in_words(error: BaseException) -> str:
+def failure_reason(error: BaseException) -> str:
     """Why a rank has failed, as it tells the others."""
     words = error.message if isinstance(error, EverstepError) else f"{error!r}"
     return words[:_REASON_CHARACTERS_MAX]

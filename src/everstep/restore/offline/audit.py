@@ -28,8 +28,8 @@ from everstep.errors import (
 from everstep.format.digests import digest
 from everstep.format.records import AuditRecord
 from everstep.format.writer import ChunkRing
-from everstep.restore.offline.job_state import JobState, name_of_rank
-from everstep.restore.offline.rebuild import Played, Rebuilder, conditions
+from everstep.restore.offline.job_state import JobState, rank_entry_name
+from everstep.restore.offline.rebuild import Rebuilder, ReplayResult, replay_conditions
 from everstep.restore.offline.run_log import RunLog
 from everstep.restore.offline.state import OfflineState
 from everstep.run.audits import NAMES_MAX
@@ -177,7 +177,7 @@ def _compared(
     pair: Pair,
     state: OfflineState | JobState,
     expected: dict[str, tuple[str, Entry]],
-    played: Played,
+    played: ReplayResult,
     updates: int,
     *,
     behind_mark: bool,
@@ -233,7 +233,7 @@ def _digests(rebuilder: Rebuilder, base: BaseFound) -> tuple[dict[str, tuple[str
     for rank, header in headers:
         for place, hex_ in zip(header.placed, header.digests, strict=True):
             name = place.entry.name
-            found[name_of_rank(name, rank) if several else name] = hex_, place.entry
+            found[rank_entry_name(name, rank) if several else name] = hex_, place.entry
     return found, any(header.identity.behind_mark for _, header in headers)
 
 
@@ -354,7 +354,7 @@ def _audited(
     if broken and not pair.whole:
         return Audit(before, after, "unchecked", f"the log is damaged: {broken[0]}")
     timelines = rebuilder.log.inventory.timelines
-    why = conditions(timelines.get(timeline) for timeline, _ in pair.chain.steps)[1]
+    why = replay_conditions(timelines.get(timeline) for timeline, _ in pair.chain.steps)[1]
     if why:
         return Audit(before, after, "unchecked", f"replay is not exact here: {why}")
     return audit(rebuilder, pair, still_ours)

@@ -16,9 +16,10 @@ from everstep.format.records import TimelineRecord
 from everstep.format.writer import ChunkRing
 from everstep.restore.load.load import LoadedBase, rank_contents
 from everstep.restore.offline.state import OfflineState
+from everstep.restore.redo.conditions import fingerprint_difference
 from everstep.restore.redo.owned import parameter_names
-from everstep.restore.redo.redo import Redo, Step, other_conditions
-from everstep.restore.redo.updates import update_of
+from everstep.restore.redo.redo import Redo, Step
+from everstep.restore.redo.updates import update_from_record
 from everstep.run.open_base import OpenBase, RedoRecords, read_redo_file
 from everstep.seams.progress import ProgressSink
 from everstep.state.layout.names import GRADIENT
@@ -26,10 +27,10 @@ from everstep.state.providers.optimizers import OptimizerProvider
 from everstep.state.training_state import State
 from everstep.state.values.tree import references
 
-__all__ = ["make_live_whole", "make_offline_whole"]
+__all__ = ["complete_live_base", "complete_offline_base"]
 
 
-def make_live_whole(
+def complete_live_base(
     opened: OpenBase,
     loaded: LoadedBase,
     state: State,
@@ -69,9 +70,9 @@ def make_live_whole(
         )
     records = _records(opened, loaded.shape, ring, timeout_s=timeout_s, progress=progress)
     redo = Redo(state, loaded.restrided, loaded.aliases, loaded.names)
-    elsewhere = other_conditions([trained]) if records.updates else ""
+    elsewhere = fingerprint_difference([trained]) if records.updates else ""
     redo.compares = not elsewhere
-    found = ((r, None if r.head.declared else update_of(r)) for r in records.updates)
+    found = ((r, None if r.head.declared else update_from_record(r)) for r in records.updates)
     try:
         redo.step(Step(tuple(found), records.mark))
         notes = redo.finish()
@@ -82,7 +83,7 @@ def make_live_whole(
     return replace(loaded, notes=tuple(notes), redone=len(records.updates), finite=frozenset()), why
 
 
-def make_offline_whole(
+def complete_offline_base(
     opened: OpenBase,
     state: OfflineState,
     ring: ChunkRing,

@@ -25,10 +25,10 @@ from everstep.replay.exactness import Exactness
 from everstep.restore.load.pieces import fills
 from everstep.restore.load.saved_ranks import Piece, SavedRanks
 from everstep.restore.offline.state import OfflineState
-from everstep.restore.redo.marks import Held, no_longer_held
+from everstep.restore.redo.marks import MarkEntries, dropped_from_marks
 from everstep.restore.redo.owned import owned_entries
 from everstep.restore.redo.redo import compare, tensor_of
-from everstep.restore.redo.zero_objects import Parts, whole_objects
+from everstep.restore.redo.zero_objects import RankObjects, merge_zero_objects
 from everstep.state.layout.entries import Entry
 from everstep.state.layout.names import HYPER, OBJECT_PREFIX, PART_OBJECT, SAMPLE
 from everstep.state.layout.placement import Box, Placement
@@ -37,7 +37,7 @@ from everstep.state.values.objects import decode, encode
 from everstep.state.values.tensors import empty_like_entry, host_bytes
 from everstep.state.values.tree import references
 
-__all__ = ["JobState", "JobStep", "Key", "Resting", "key_of", "name_of_rank"]
+__all__ = ["JobState", "JobStep", "TensorKey", "UnreplayedRank", "rank_entry_name", "tensor_key"]
 
 JobStep = Mapping[int, tuple[Sequence[LogRecord], LogRecord]]
 """Of one step, by rank: its updates in order, and its mark."""
@@ -45,7 +45,7 @@ JobStep = Mapping[int, tuple[Sequence[LogRecord], LogRecord]]
 _LISTED = 8
 
 
-class Key(NamedTuple):
+class TensorKey(NamedTuple):
     """A tensor, or a part of one: the same wherever ranks have the same."""
 
     name: str
@@ -53,19 +53,19 @@ class Key(NamedTuple):
     box: Box
 
 
-def key_of(entry: Entry) -> Key:
+def tensor_key(entry: Entry) -> TensorKey:
     """Of a tensor, or a part, as a rank held it."""
     ranks = Placement.parse(entry.placement).ranks
-    return Key(entry.name, ranks, Box(entry.global_offset, entry.shape))
+    return TensorKey(entry.name, ranks, Box(entry.global_offset, entry.shape))
 
 
-def name_of_rank(name: str, rank: int) -> str:
+def rank_entry_name(name: str, rank: int) -> str:
     """What an entry of a rank's file is called for people."""
     return f"{name} of rank {rank}"
 
 
 @dataclass(slots=True, eq=False)
-class Resting:
+class UnreplayedRank:
     """A rank whose optimizers nothing is computed of: others compute the same.
 
     Attributes:
@@ -76,16 +76,16 @@ class Resting:
     tensors: dict[str, torch.Tensor]
     objects: dict[str, bytes]
     shape: str
-    held: Held = ()
+    held: MarkEntries = ()
     last: LogRecord | None = None
 
-    def advance(self, mark: LogRecord, held: Held) -> None:
+    def advance(self, mark: LogRecord, held: MarkEntries) -> None:
         """Takes one step: what marks of several ranks hold of it, as of its own one."""
-        self._put(no_longer_held(self.held, held))
+        self._put(dropped_from_marks(self.held, held))
         self.held = held
         self.last = mark
 
-    def _put(self, held: Held) -> None:
+    def _put(self, held: MarkEntries) -> None:
         for mark, place in held:
             self.tensors[place.entry.name].copy_(tensor_of(mark, place))
 
@@ -125,10 +125,10 @@ class JobState:
         markers: Sequence[Marker],
         saved: SavedRanks,
         computed: Mapping[int, OfflineState],
-        resting: Mapping[int, Resting],
+        resting: Mapping[int, UnreplayedRank],
         written: Mapping[int, Mapping[str, Entry]],
-        keeper: Mapping[Key, int],
-        parts: Parts,
+        keeper: Mapping[TensorKey, int],
+        parts: RankObjects,
         apart: Sequence[str] = (),
         doubt: str = "",
     ) -> None:
@@ -187,7 +187,7 @@ class JobState:
                 entry = self._written[rank].get(place.entry.name)
                 if entry is None or _form(entry) != _form(place.entry):
                     raise FormatError(f"rank {rank}, {mark.head}: another {place.entry.name!r}")
-                owner = self._keeper[key_of(entry)]
+                owner = self._keeper[tensor_key(entry)]
                 if owner != rank or owner in self._resting:  # else it looks at its own mark itself
                     held[owner].append((mark, place))
         for rank, state in self._computed.items():
@@ -209,9 +209,9 @@ class JobState:
         Raises:
             FormatError, ReplayError: a mark does not fit the state.
         """
-        whole: Parts = {}
+        whole: RankObjects = {}
         if self._marks:
-            whole, self._parts = whole_objects(self._marks)
+            whole, self._parts = merge_zero_objects(self._marks)
         for rank, state in self._computed.items():
             state.finish(counterfactual=counterfactual, objects=whole.get(rank))
         for rank, one in self._resting.items():
@@ -226,7 +226,7 @@ class JobState:
             FormatError: a mark is of another state.
         """
         for rank, mark in self._marks.items() if self.exactness.exact else ():
-            tensors = {n: self._tensor(key_of(e))[0] for n, e in self._written[rank].items()}
+            tensors = {n: self._tensor(tensor_key(e))[0] for n, e in self._written[rank].items()}
             compare(self._comparisons[rank], mark, tensors)
 
     # What an audit asks for: every entry of every rank's files, by its name there.
@@ -235,7 +235,7 @@ class JobState:
     def entries(self) -> dict[str, Entry]:
         """Tensors' entries."""
         return {
-            name_of_rank(name, rank): entry
+            rank_entry_name(name, rank): entry
             for rank, written in self._written.items()
             for name, entry in written.items()
         }
@@ -244,11 +244,11 @@ class JobState:
     def from_mark(self) -> set[str]:
         """What is as the last marks have it: entries that they hold in full, and all objects."""
         held = {
-            name_of_rank(place.entry.name, rank)
+            rank_entry_name(place.entry.name, rank)
             for rank, mark in self._marks.items()
             for place in mark.layout.placed
         }
-        return held | {name_of_rank(n, r) for r in self._written for n in self._objects(r)}
+        return held | {rank_entry_name(n, r) for r in self._written for n in self._objects(r)}
 
     @property
     def replayed(self) -> set[str]:
@@ -266,9 +266,9 @@ class JobState:
         found: dict[str, str] = {}
         for rank, written in self._written.items():
             for name, entry in written.items():
-                found[name_of_rank(name, rank)] = self._digest(key_of(entry))
+                found[rank_entry_name(name, rank)] = self._digest(tensor_key(entry))
             for name, data in {**self._objects(rank), **self._parts.get(rank, {})}.items():
-                found[name_of_rank(name, rank)] = digest(data)
+                found[rank_entry_name(name, rank)] = digest(data)
         return found
 
     # What is made of it.
@@ -339,13 +339,13 @@ class JobState:
             logical_dtype=first.logical_dtype,
         )
         if first.shape == first.global_shape:
-            return entry, self._tensor(key_of(first))[0]
+            return entry, self._tensor(tensor_key(first))[0]
         tensor = empty_like_entry(entry)
         box = Box((0,) * len(entry.shape), entry.shape)
         found, missing = fills(pieces, box, host_bytes(tensor))
         assert not missing, "looked at when it was loaded"
         for fill in found:
-            fill.copy(self._bytes(key_of(fill.piece.entry)))
+            fill.copy(self._bytes(tensor_key(fill.piece.entry)))
         return entry, tensor
 
     def _others(self, name: str, ranks: tuple[int, ...] | None) -> str | None:
@@ -354,7 +354,7 @@ class JobState:
         for piece in self._saved.all_pieces(name):
             if piece.entry.name == name:
                 found = versions.setdefault(piece.placement.ranks, {})
-                found[piece.box] = self._digest(key_of(piece.entry))
+                found[piece.box] = self._digest(tensor_key(piece.entry))
         mine = versions.get(ranks)
         return next((_text(of) for of, each in versions.items() if each != mine), None)
 
@@ -381,25 +381,25 @@ class JobState:
         """Digests of what one rank has for itself in a section."""
         found = {"": digest(self._objects(rank)[OBJECT_PREFIX + section])}
         for name, entry in self._written[rank].items():
-            key = key_of(entry)
+            key = tensor_key(entry)
             if key.ranks == (rank,) and name.startswith(f"{section}/"):
                 found[name] = self._digest(key)
         return found
 
     # Where things are.
 
-    def _tensor(self, key: Key) -> tuple[torch.Tensor, int]:
+    def _tensor(self, key: TensorKey) -> tuple[torch.Tensor, int]:
         rank = self._keeper[key]
-        state: OfflineState | Resting = (
+        state: OfflineState | UnreplayedRank = (
             self._computed[rank] if rank in self._computed else self._resting[rank]
         )
         return state.tensors[key.name], rank
 
-    def _bytes(self, key: Key) -> memoryview:
+    def _bytes(self, key: TensorKey) -> memoryview:
         tensor, _ = self._tensor(key)
         return memoryview(bytes(host_bytes(tensor.contiguous())))
 
-    def _digest(self, key: Key) -> str:
+    def _digest(self, key: TensorKey) -> str:
         tensor, _ = self._tensor(key)
         flat = tensor.contiguous()
         return digest(host_bytes(flat))
@@ -412,10 +412,10 @@ class JobState:
         """Entries of all files, of which a state says something by name."""
         said = {rank: of(state) for rank, state in self._computed.items()}
         return {
-            name_of_rank(name, rank)
+            rank_entry_name(name, rank)
             for rank, written in self._written.items()
             for name, entry in written.items()
-            if name in said.get(self._keeper[key_of(entry)], ())
+            if name in said.get(self._keeper[tensor_key(entry)], ())
         }
 
     def _check(self, step: JobStep) -> None:

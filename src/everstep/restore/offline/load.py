@@ -23,12 +23,12 @@ from everstep.format.writer import ChunkRing
 from everstep.restore.load.load import contents, rank_contents
 from everstep.restore.load.pieces import Fill, PieceReads, fills_by_file
 from everstep.restore.load.saved_ranks import Piece, SavedRanks, View
-from everstep.restore.offline.complete import make_offline_whole
-from everstep.restore.offline.job_state import JobState, Key, Resting, key_of
+from everstep.restore.offline.complete import complete_offline_base
+from everstep.restore.offline.job_state import JobState, TensorKey, UnreplayedRank, tensor_key
 from everstep.restore.offline.state import OfflineState
-from everstep.restore.redo.conditions import conditions
+from everstep.restore.redo.conditions import replay_conditions
 from everstep.restore.redo.owned import owned_entries, parameter_names
-from everstep.restore.redo.zero_objects import is_partitioned, whole_object
+from everstep.restore.redo.zero_objects import is_partitioned, merged_object
 from everstep.run.open_base import OpenBase, open_ranks
 from everstep.run.scan import BaseFound
 from everstep.run.shape import shape_of_base
@@ -46,11 +46,11 @@ from everstep.state.values.objects import decode
 from everstep.state.values.tensors import empty_like_entry, host_bytes
 
 __all__ = [
-    "MadeWhole",
+    "CompletedFiles",
+    "complete_rank_files",
     "load_job",
     "load_offline",
-    "made_whole",
-    "read_fuzzy",
+    "read_multistep",
 ]
 
 
@@ -97,7 +97,7 @@ def load_offline(
         trees, _ = contents(opened)
         if opened.redo is not None:
             about: dict[str, Any] = {"timeout_s": timeout_s, "progress": progress}
-            return read_fuzzy(opened, ring, trained, threads, **about)[0]
+            return read_multistep(opened, ring, trained, threads, **about)[0]
         return _read_rank(
             opened,
             trees,
@@ -112,7 +112,7 @@ def load_offline(
         opened.close()
 
 
-def read_fuzzy(
+def read_multistep(
     opened: OpenBase,
     ring: ChunkRing,
     trained: TimelineRecord | None,
@@ -133,11 +133,11 @@ def read_fuzzy(
         DamageError, FormatError, UnavailableError, ReplayError, UnsupportedStateError, OSError: as
             of :func:`load_offline`.
     """
-    training_threads, elsewhere = conditions([trained])
+    training_threads, elsewhere = replay_conditions([trained])
     about: dict[str, Any] = {"timeout_s": timeout_s, "progress": progress}
     held: dict[str, Any] = {"threads": threads, "training_threads": training_threads}
     state = _read_rank(opened, rank_contents(opened)[0], ring, **about, **held)
-    return state, make_offline_whole(opened, state, ring, elsewhere, **about)
+    return state, complete_offline_base(opened, state, ring, elsewhere, **about)
 
 
 def _read_rank(
@@ -239,7 +239,7 @@ _ALIVE_S = 0.5
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class MadeWhole:
+class CompletedFiles:
     """What one rank's files have of a base, all of it of the base's step.
 
     Attributes:
@@ -267,7 +267,7 @@ class MadeWhole:
         return names
 
 
-def made_whole(
+def complete_rank_files(
     opened: OpenBase,
     ring: ChunkRing,
     trained: TimelineRecord | None,
@@ -275,7 +275,7 @@ def made_whole(
     timeout_s: float,
     progress: ProgressSink,
     alive: Callable[[], None] = lambda: None,
-) -> MadeWhole:
+) -> CompletedFiles:
     """Reads one rank's files, every byte verified, and replays what parts of them have not seen.
 
     Args:
@@ -289,17 +289,17 @@ def made_whole(
         OSError: they cannot be read.
     """
     # Only now: most bases are whole.
-    from everstep.restore.offline.load import read_fuzzy
+    from everstep.restore.offline.load import read_multistep
 
     marker = opened.marker
     threads = min(2, len(available_cores()))
     with ThreadPoolExecutor(1, "everstep-whole") as thread:
         about = opened, ring, trained, threads
-        found = thread.submit(read_fuzzy, *about, timeout_s=timeout_s, progress=progress)
+        found = thread.submit(read_multistep, *about, timeout_s=timeout_s, progress=progress)
         while wait([found], _ALIVE_S).not_done:
             alive()
     try:
-        return MadeWhole(*found.result())
+        return CompletedFiles(*found.result())
     except (ReplayError, UnsupportedStateError) as error:
         raise FormatError(
             f"the files of rank {marker.rank}: {error.message}",
@@ -374,7 +374,7 @@ def _load_opened(
     progress: ProgressSink,
 ) -> JobState:
     saved = SavedRanks(opened)
-    keeper = dict[Key, int]()
+    keeper = dict[TensorKey, int]()
     parts = dict[int, dict[str, bytes]]()
     apart = list[str]()
     plans = [_plan(saved, rank, keeper) for rank in saved.ranks]
@@ -399,14 +399,14 @@ def _load_opened(
     done = set[int]()
     for one in opened:
         if one.redo is not None:  # a base over several steps
-            made = made_whole(one, ring, trained, timeout_s=timeout_s, progress=progress)
+            made = complete_rank_files(one, ring, trained, timeout_s=timeout_s, progress=progress)
             mine = saved.files_of(one.marker.rank)
             made.fill(fill for number in mine for fill in fills.get(number, ()))
             doubt = doubt or made.doubt
             done.update(mine)
     _read_files(saved, fills, done, ring, timeout_s, progress)
     computed: dict[int, OfflineState] = {}
-    resting: dict[int, Resting] = {}
+    resting: dict[int, UnreplayedRank] = {}
     written: dict[int, dict[str, Entry]] = {}
     for one, plan in zip(opened, plans, strict=True):
         entries = [place.entry for place in one.placed()]
@@ -417,7 +417,7 @@ def _load_opened(
         objects, parts[plan.rank] = _objects(saved, plan)
         apart += _apart(saved, plan, parts[plan.rank])
         if not plan.computes:
-            resting[plan.rank] = Resting(tensors[plan.rank], objects, shape)
+            resting[plan.rank] = UnreplayedRank(tensors[plan.rank], objects, shape)
             continue
         computed[plan.rank] = OfflineState(
             replace(one.marker, rank=0, world=1),
@@ -434,7 +434,7 @@ def _load_opened(
     return JobState(markers, saved, computed, resting, written, keeper, parts, apart, doubt)
 
 
-def _plan(saved: SavedRanks, rank: int, keeper: dict[Key, int]) -> _Plan:
+def _plan(saved: SavedRanks, rank: int, keeper: dict[TensorKey, int]) -> _Plan:
     """What is loaded for a rank: all that it held, where there is something of optimizers that no
     rank before it held; otherwise what none of these held.
 
@@ -445,8 +445,8 @@ def _plan(saved: SavedRanks, rank: int, keeper: dict[Key, int]) -> _Plan:
     named = {name: _held(pieces, rank) for name, pieces in view.pieces.items()}
     held = {entry.name: (entry, pieces) for entry, pieces in named.values()}
     aliases = {name: entry.name for name, (entry, _) in named.items() if name != entry.name}
-    new = [name for name, (entry, _) in held.items() if key_of(entry) not in keeper]
-    keeper.update({key_of(held[name][0]): rank for name in new})
+    new = [name for name, (entry, _) in held.items() if tensor_key(entry) not in keeper]
+    keeper.update({tensor_key(held[name][0]): rank for name in new})
     plan = _Plan(rank, view, held, aliases, new, False)
     owned = owned_entries(view.trees, plan.name_of)
     if not owned.isdisjoint(new):
@@ -501,7 +501,7 @@ def _objects(saved: SavedRanks, plan: _Plan) -> tuple[dict[str, bytes], dict[str
         name = OBJECT_PREFIX + section
         tree = plan.view.trees[section]
         if is_partitioned(decode(data)):  # alike on all ranks, whoever had what
-            parts[name], data = data, whole_object(tree, tree["state"], section)
+            parts[name], data = data, merged_object(tree, tree["state"], section)
         found[name] = data
     return found, parts
 

@@ -187,7 +187,7 @@ class RunLog:
                 except EverstepError as error:
                     yield error
                     return
-                yield {rank: _told_apart(records) for rank, records in enumerate(found)}
+                yield {rank: _split_step(records) for rank, records in enumerate(found)}
         finally:
             for log in logs:
                 log.close()
@@ -367,7 +367,7 @@ def _shapes_of_ranks(opened: Sequence[OpenBase]) -> list[str]:
     return [layout.shapes[rank] for rank in saved.ranks]
 
 
-def _told_apart(records: Sequence[LogRecord]) -> tuple[list[LogRecord], LogRecord]:
+def _split_step(records: Sequence[LogRecord]) -> tuple[list[LogRecord], LogRecord]:
     """The updates of a step in order, and its mark."""
     (mark,) = (one for one in records if one.head.kind == "mark")
     updates = sorted((one for one in records if one is not mark), key=lambda one: one.head.lsn)

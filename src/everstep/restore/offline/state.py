@@ -28,10 +28,10 @@ from everstep.replay.engine import Replayer
 from everstep.replay.exactness import Exactness, is_elementwise, replay_kind
 from everstep.replay.optimizer_step import makes_state_when_built
 from everstep.replay.updates import Update
-from everstep.restore.redo.marks import Held, no_longer_held
+from everstep.restore.redo.marks import MarkEntries, dropped_from_marks
 from everstep.restore.redo.owned import owned_entries, parameter_names
 from everstep.restore.redo.redo import compare, tensor_of
-from everstep.restore.redo.updates import own_part, update_of
+from everstep.restore.redo.updates import own_share, update_from_record
 from everstep.run.tensors import with_strides
 from everstep.state.layout.entries import Entry
 from everstep.state.layout.names import OBJECT_PREFIX, PART_OBJECT, SAMPLE, UPDATE_OBJECT
@@ -125,7 +125,7 @@ class OfflineState:
         self._training_threads = training_threads
         self._optimizers: dict[str, _Replayed] = {}
         self._last: LogRecord | None = None
-        self._held: Held = []  # by the last step's marks, until it is put
+        self._held: MarkEntries = []  # by the last step's marks, until it is put
         self._marked: set[str] = set()
         self._comparison = MarkComparison()
         self._parameters = parameter_names(self._trees, self._canonical)
@@ -172,7 +172,7 @@ class OfflineState:
         self,
         updates: Sequence[LogRecord],
         mark: LogRecord,
-        others: Held = (),
+        others: MarkEntries = (),
     ) -> None:
         """Takes one step: all of it, or nothing (I3). :meth:`finish` completes it.
 
@@ -192,14 +192,14 @@ class OfflineState:
                 f"{mark.head} belongs to a state of another composition", step=mark.head.step
             )
         several = self.marker.world > 1
-        found = [(update_of(record, own=several), record) for record in updates]
+        found = [(update_from_record(record, own=several), record) for record in updates]
         optimizers = [self._optimizer(update.optimizer, record) for update, record in found]
         if several:
             names = [optimizer.names for optimizer in optimizers]
-            found = [(own_part(u, r, mine), r) for (u, r), mine in zip(found, names, strict=True)]
+            found = [(own_share(u, r, mine), r) for (u, r), mine in zip(found, names, strict=True)]
         own = ((mark, p) for p in mark.layout.placed if not p.entry.name.startswith(SAMPLE))
         held = [*own, *others]
-        for one, place in no_longer_held(self._held, held):
+        for one, place in dropped_from_marks(self._held, held):
             self._put(one, place)
         doubtful = [(one, place) for one, place in held if place.entry.name in self._owned]
         for (update, _), optimizer in zip(found, optimizers, strict=True):

@@ -24,18 +24,18 @@ from everstep.state.values.tensors import torch_dtype
 from everstep.state.values.tree import join
 
 __all__ = [
-    "OfOthers",
+    "SharedGradients",
     "UnknownClassError",
-    "class_for",
-    "gradients_of_others",
-    "own_part",
-    "update_of",
+    "gradients_from_other_ranks",
+    "own_share",
+    "replay_class",
+    "update_from_record",
 ]
 
 _DEFAULT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)  # torch's choice
 
 
-def update_of(record: LogRecord, *, own: bool = False) -> Update:
+def update_from_record(record: LogRecord, *, own: bool = False) -> Update:
     """An update as replay takes it, put together from all ranks' parts where there are such.
 
     Args:
@@ -57,7 +57,7 @@ def update_of(record: LogRecord, *, own: bool = False) -> Update:
         # (docs/design/ranks.md).
         own = own or (bool(about.get("spread", False)) and not record.parts)
         if in_parts and not own:
-            others = gradients_of_others(record, about)
+            others = gradients_from_other_ranks(record, about)
             gradients |= others.gradients
             lossy = lossy or others.lossy
         return Update(
@@ -75,7 +75,7 @@ def update_of(record: LogRecord, *, own: bool = False) -> Update:
         raise FormatError(f"{record.head} is no record of an update: {error!r}") from error
 
 
-def class_for(update: Update, mine: type[Optimizer]) -> tuple[type[Optimizer] | None, str]:
+def replay_class(update: Update, mine: type[Optimizer]) -> tuple[type[Optimizer] | None, str]:
     """The class whose ``step()`` redoes an update, and why it need not do what the one did that
     made it; "" if it is that one, or the record does not say which it was.
 
@@ -112,7 +112,7 @@ def _mapping(value: Any) -> dict[str, Any]:
 
 
 @dataclass(slots=True)
-class OfOthers:
+class SharedGradients:
     """What other ranks have recorded of an update.
 
     Attributes:
@@ -124,7 +124,7 @@ class OfOthers:
     lossy: bool = False
 
 
-def gradients_of_others(record: LogRecord, about: Mapping[str, Any]) -> OfOthers:
+def gradients_from_other_ranks(record: LogRecord, about: Mapping[str, Any]) -> SharedGradients:
     """The gradients of an update that other ranks have recorded: with this rank's all that it
     consumed, and each once.
 
@@ -136,7 +136,7 @@ def gradients_of_others(record: LogRecord, about: Mapping[str, Any]) -> OfOthers
             missing, or are of another update.
         FormatError: a compressed gradient is none.
     """
-    found = OfOthers()
+    found = SharedGradients()
     for ranks, wanted, own in about["shared"]:
         names = list(own)
         for rank in ranks:
@@ -151,7 +151,7 @@ def gradients_of_others(record: LogRecord, about: Mapping[str, Any]) -> OfOthers
     return found
 
 
-def own_part(update: Update, record: LogRecord, names: Collection[str]) -> Update:
+def own_share(update: Update, record: LogRecord, names: Collection[str]) -> Update:
     """The gradients of some parameters, out of what this rank alone has recorded of an update.
 
     Args:
@@ -171,7 +171,7 @@ def own_part(update: Update, record: LogRecord, names: Collection[str]) -> Updat
 
 def _of_rank(
     record: LogRecord, part: LogRecord, rank: int, optimizer: str, ranks: Any, wanted: str
-) -> OfOthers:
+) -> SharedGradients:
     """Of one rank's part."""
     head = record.head
     other = part.head
@@ -190,7 +190,7 @@ def _of_rank(
         raise ValueError(f"rank {rank} has consumed the gradients of other parameters")
     tensors = {place.entry.name: tensor_of(part, place) for place in part.layout.placed}
     gradients = {name: gradient_of(name, about, tensors) for name in said[0][1]}
-    return OfOthers(gradients, bool(about.get("lossy", False)))
+    return SharedGradients(gradients, bool(about.get("lossy", False)))
 
 
 class UnknownClassError(ReplayError):

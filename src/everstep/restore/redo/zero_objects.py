@@ -13,9 +13,9 @@ from everstep.state.layout.placement import Placement
 from everstep.state.providers.zero import PARTITIONED
 from everstep.state.values.objects import decode, encode
 
-__all__ = ["Parts", "is_partitioned", "whole_object", "whole_objects"]
+__all__ = ["RankObjects", "is_partitioned", "merge_zero_objects", "merged_object"]
 
-Parts = Mapping[int, Mapping[str, bytes]]
+RankObjects = Mapping[int, Mapping[str, bytes]]
 """Encoded objects by rank and entry name."""
 
 
@@ -24,7 +24,7 @@ def is_partitioned(tree: object) -> bool:
     return isinstance(tree, dict) and PARTITIONED in tree
 
 
-def whole_object(tree: Mapping[str, Any], state: Mapping[str, Any], section: str) -> bytes:
+def merged_object(tree: Mapping[str, Any], state: Mapping[str, Any], section: str) -> bytes:
     """A section's objects with the state of all parameters, encoded: the same on all ranks that
     have the same groups.
 
@@ -36,7 +36,7 @@ def whole_object(tree: Mapping[str, Any], state: Mapping[str, Any], section: str
     return encode({**rest, "state": dict(sorted(state.items()))}, section)
 
 
-def whole_objects(marks: Mapping[int, LogRecord]) -> tuple[Parts, Parts]:
+def merge_zero_objects(marks: Mapping[int, LogRecord]) -> tuple[RankObjects, RankObjects]:
     """Of the marks of all ranks what is in parts: whole, and as each rank has it.
 
     Args:
@@ -61,7 +61,7 @@ def whole_objects(marks: Mapping[int, LogRecord]) -> tuple[Parts, Parts]:
                 ranks = Placement.parse(tree[PARTITIONED]).ranks
                 states[of] = _state(name, tuple(marks) if ranks is None else ranks, trees, marks)
             section = name.removeprefix(OBJECT_PREFIX)
-            whole[rank][name] = whole_object(tree, states[of], section)
+            whole[rank][name] = merged_object(tree, states[of], section)
     return whole, parts
 
 

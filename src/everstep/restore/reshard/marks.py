@@ -23,7 +23,7 @@ from everstep.format.records import FileRecord
 from everstep.restore.load.pieces import fills
 from everstep.restore.load.saved_ranks import SavedLayout, SavedRanks, View
 from everstep.restore.load.targets import box_here, part_of
-from everstep.restore.redo.redo import put_back
+from everstep.restore.redo.redo import restore_from_mark
 from everstep.run.open_base import OpenBase
 from everstep.run.tensors import tensor_of
 from everstep.state.layout.entries import Entry
@@ -80,7 +80,7 @@ def restore_marks(state: State, layout: SavedLayout, marks: Mapping[int, LogReco
             slice_ = _logged_slice(name, view, plan, ranks)
             if slice_ is not None:
                 logged[name] = slice_
-    return [*view.notes, *put_back(state, plans, logged, live_tensors(state))]
+    return [*view.notes, *restore_from_mark(state, plans, logged, live_tensors(state))]
 
 
 class _BytesFile:

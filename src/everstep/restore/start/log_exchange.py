@@ -19,8 +19,8 @@ from everstep.commit.lineage import BaseId
 from everstep.errors import DamageError, FormatError
 from everstep.format.digests import digest
 from everstep.format.log import LogRecord
-from everstep.restore.fetch.peer_log import laid_out, records_in
-from everstep.restore.fetch.start_channel import Others
+from everstep.restore.fetch.peer_log import lay_out_records, records_from_pack
+from everstep.restore.fetch.start_channel import StartChannel
 from everstep.seams.clock import Clock
 
 __all__ = ["LogExchange", "decode_records", "encode_records"]
@@ -46,7 +46,7 @@ def encode_records(records: Sequence[LogRecord]) -> bytes:
     """
     for record in records:
         record.verify()
-    memory, index_bytes = laid_out(records)
+    memory, index_bytes = lay_out_records(records)
     index = digest(memory[memory.nbytes - index_bytes :]).encode("ascii")
     total = 2 * _NUMBER_BYTES + memory.nbytes + _DIGEST_BYTES
     numbers = (total, index_bytes)
@@ -66,7 +66,7 @@ def decode_records(data: bytearray, timeline: int) -> list[LogRecord]:
     end = len(data) - _DIGEST_BYTES
     index_bytes = int.from_bytes(data[_NUMBER_BYTES:begin], "little")
     index_digest = data[end:].decode("ascii", "replace")
-    return records_in(timeline, memoryview(data)[begin:end], index_bytes, index_digest)
+    return records_from_pack(timeline, memoryview(data)[begin:end], index_bytes, index_digest)
 
 
 class _PendingStep:
@@ -102,7 +102,9 @@ class LogExchange:
             as :func:`encode_records` does; b"" if it cannot read them.
     """
 
-    def __init__(self, others: Others, clock: Clock, own: Callable[[int, int, int], bytes]) -> None:
+    def __init__(
+        self, others: StartChannel, clock: Clock, own: Callable[[int, int, int], bytes]
+    ) -> None:
         self._others = others
         self._clock = clock
         self._own = own

@@ -25,7 +25,7 @@ from everstep.errors import (
 from everstep.format.log import LogRecord
 from everstep.format.records import TimelineRecord
 from everstep.format.writer import ChunkRing
-from everstep.restore.fetch.peer_log import LentLog
+from everstep.restore.fetch.peer_log import FetchedLog
 from everstep.restore.fetch.sources import Place, RankRead
 from everstep.restore.load.load import LoadedBase
 from everstep.restore.load.restored import Restored
@@ -120,7 +120,7 @@ class RankLog:
             timeout_s=timeout_s,
         )
         self._doubt = ""
-        self.lent: Sequence[LentLog] = ()
+        self.lent: Sequence[FetchedLog] = ()
 
     def runs(
         self,

@@ -1,7 +1,7 @@
 """Resume of several ranks: all restore the same step, and open one timeline.
 
 Carries out an :class:`~everstep.commit.job.agreement.Agreement` on this rank's disk, with a mailbox
-to the :class:`~everstep.restore.fetch.start_channel.Others`.
+to the :class:`~everstep.restore.fetch.start_channel.StartChannel`.
 """
 
 from __future__ import annotations
@@ -38,15 +38,15 @@ from everstep.commit.retention import VOLATILE_TIERS
 from everstep.errors import FormatError, MismatchError, StateError
 from everstep.format.names import base_dir
 from everstep.format.records import Manifest, Marker, TimelineRecord
-from everstep.restore.fetch.copy_inventory import unproven_in
-from everstep.restore.fetch.files_ahead import Apart, CopiesAhead
+from everstep.restore.fetch.copy_inventory import unproven_marker
+from everstep.restore.fetch.files_ahead import CopiesAhead, SoleReader
 from everstep.restore.fetch.held import HeldBase
-from everstep.restore.fetch.peers import Fetch, Fetched, Lent
+from everstep.restore.fetch.peers import FetchCopies, FetchedBase, OfferExtras
 from everstep.restore.fetch.rank_copies import Copies
 from everstep.restore.fetch.rank_offers import offer_of, open_on_disk
-from everstep.restore.fetch.served_files import Covers, covered
-from everstep.restore.fetch.sources import Place, Places, with_files
-from everstep.restore.fetch.start_channel import Meeting, Others
+from everstep.restore.fetch.served_files import Coverage, coverage_on_disk
+from everstep.restore.fetch.sources import Place, Places, read_from_places
+from everstep.restore.fetch.start_channel import Meeting, StartChannel
 from everstep.restore.load.load import LoadedBase, sections_left_out
 from everstep.restore.load.restored import OTHER_STATE
 from everstep.restore.start.job_outcome import Outcome, record_of, refusal_error, resumed_of
@@ -86,7 +86,7 @@ class _JobStart:
         *,
         step: int | None,
         needs: Needs,
-        apart: Apart,
+        apart: SoleReader,
         timeout_s: float,
         compare: Compares | None,
         ready: Callable[[], None],
@@ -107,7 +107,7 @@ class _JobStart:
         self._load = load
         self._needs = needs
         self._timelines = TimelineCache()
-        self.fetched: list[Fetched] = []
+        self.fetched: list[FetchedBase] = []
         self.outcome = Outcome()
         self.skipped: list[Skipped] = []
         self.went: Go | None = None
@@ -135,7 +135,7 @@ class _JobStart:
             compares=compare is not None,
             silent_s=timeout_s,
         )
-        self._others = Others(meeting, seams.clock, run, timeout_s=timeout_s)
+        self._others = StartChannel(meeting, seams.clock, run, timeout_s=timeout_s)
         part = (lambda rank, timeline, step: b"") if log is None else log.part
         self._exchange = LogExchange(self._others, seams.clock, part)
 
@@ -271,7 +271,7 @@ class _JobStart:
             read_from=self.ahead.log_files,
         )
 
-    def fetch(self, fetch: Fetch) -> None:
+    def fetch(self, fetch: FetchCopies) -> None:
         """Fetch bases and log records that this rank needs from other nodes.
 
         Records of which copies have only lossy versions are fetched as well, since a peer may have
@@ -282,12 +282,14 @@ class _JobStart:
         offer = self._offer(lossy=False)
         looks: list[Future[tuple[LogRun, ...]]] = []
 
-        def left() -> tuple[Offer, Covers]:
+        def left() -> tuple[Offer, Coverage]:
             self._partly = True
             found = self._offer(lossy=False)
             self._partly = False  # not offered before the ranks agree on it
             inventory = self.outcome.inventory
-            return found, covered(self._filesystem, () if inventory is None else inventory.bases)
+            return found, coverage_on_disk(
+                self._filesystem, () if inventory is None else inventory.bases
+            )
 
         with ThreadPoolExecutor(1, "everstep-look") as thread:
 
@@ -300,9 +302,9 @@ class _JobStart:
                     looks.append(thread.submit(self._runs, offer, self._only))
 
             known = self.outcome.inventory
-            brought = fetch(offer, meanwhile, Lent(unproven_in(known, self._held), left))
+            brought = fetch(offer, meanwhile, OfferExtras(unproven_marker(known, self._held), left))
         if brought.proven is not None and self._held is not None:
-            brought.bases.append(Fetched(self._held, brought.proven, "memory"))
+            brought.bases.append(FetchedBase(self._held, brought.proven, "memory"))
             self._held = None
         if not brought.bases and not brought.logs and self._log is None:
             self._early_offer = offer
@@ -422,7 +424,7 @@ class _JobStart:
         assert choice.base is not None
         rank = self._meeting.rank
         wanted = tuple(self._needs(rank, manifest))
-        return with_files(
+        return read_from_places(
             places,
             (choice.partly and places.readable) or wanted,
             use,
@@ -531,14 +533,14 @@ def resume_all_ranks(
     held: HeldBase | None,
     load: Load | None,
     *,
-    own: Sequence[Fetched] = (),
+    own: Sequence[FetchedBase] = (),
     step: int | None,
     needs: Needs,
     timeout_s: float,
     copies: Copies | None = None,
     log: RankLog | None = None,
-    fetch: Fetch | None = None,
-    apart: Apart = lambda number, manifest: True,
+    fetch: FetchCopies | None = None,
+    apart: SoleReader = lambda number, manifest: True,
     ready: Callable[[], None] = lambda: None,
     compare: Compares | None = None,
 ) -> tuple[Resumed, Choice]:

@@ -30,7 +30,7 @@ from everstep.link.recordable import (
     replay_options,
     require_eager,
 )
-from everstep.replay.checks import widens
+from everstep.replay.checks import is_widening
 from everstep.replay.exactness import kind_name
 from everstep.replay.fused.cuts import has_gaps
 from everstep.replay.optimizer_step import writes_gradients
@@ -455,7 +455,7 @@ def _refuse_other_dtypes(
     for name, parameter, gradient in present:
         if gradient.dtype == parameter.dtype:
             continue
-        if not (plain and widens(gradient.dtype, parameter.dtype)):
+        if not (plain and is_widening(gradient.dtype, parameter.dtype)):
             bare = name.removeprefix(GRADIENT)
             description = f"a gradient of {gradient.dtype} for a parameter of {parameter.dtype}"
             raise UnsupportedStateError(

@@ -15,7 +15,7 @@ from torch import nn
 from everstep.errors import RecoveryError, StateError
 from everstep.format.writer import ChunkRing
 from everstep.link.job_session import JobSession
-from everstep.restore.fetch.held import Recalled
+from everstep.restore.fetch.held import KeeperContents
 from everstep.restore.start.resume import Resumed, SeveralRanksError, open_timeline, resume
 from everstep.run.folder import refuse_unresumed
 from everstep.run.scan import TimelineCache
@@ -213,7 +213,7 @@ class RunStarter:
         return resumed, in_memory
 
     def _resume(
-        self, recalled: Recalled, step: int | None, *, strict: bool, trained: bool
+        self, recalled: KeeperContents, step: int | None, *, strict: bool, trained: bool
     ) -> tuple[Resumed, bool]:
         if self._job is not None:
             resumed = self._job.resume(
@@ -295,7 +295,7 @@ class RunStarter:
             inventory = refuse_unresumed(self._seams.filesystem, self._run, held_id)
             return open_timeline(self._seams, self._run, inventory, parent=None, exact=True)
 
-    def _recall(self, *, own: bool = False) -> Recalled:
+    def _recall(self, *, own: bool = False) -> KeeperContents:
         """Return the contents of the keeper's memory.
 
         Another process that resumes the run at the same time may attach to the keeper first.
