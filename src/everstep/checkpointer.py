@@ -40,11 +40,11 @@ from everstep.state.survey.survey import Survey
 from everstep.state.training_state import State
 from everstep.tiers.options import PeerOptions, TierOptions, split_peers, validate_tiers
 from everstep.trainer.attach.keeper import Keeper
-from everstep.trainer.base.calls import Calls, not_within, one_at_a_time
 from everstep.trainer.checks.first_batches import FirstBatches
 from everstep.trainer.job.copies import seams_with_copies
 from everstep.trainer.job.job import join_job, prepare_run
-from everstep.trainer.schedule.scheduled_saver import ScheduledSaver
+from everstep.trainer.schedule.saver import ScheduledSaver
+from everstep.trainer.session.calls import CallGuard, exclusive, refuse_reentry
 from everstep.trainer.session.closing import (
     AtExit,
     must_stay,
@@ -191,7 +191,7 @@ class Checkpointer:
         self._state = State(state, declared=declared, static=static, ranks=self._info)
         self._state.replays_fast = self._options.log.replay == "fast"
         self._live_key = (self._run, self._info.rank)
-        self._calls = Calls(progress_timeout_s)
+        self._calls = CallGuard(progress_timeout_s)
         # Before a keeper is attached: the earlier Checkpointer still holds it.
         close_earlier(_live, self._live_key)
         reading = seams_with_copies(() if job else places, self._seams, self._run)
@@ -249,7 +249,7 @@ class Checkpointer:
         return f"<Checkpointer of {self._run}: {settings}; at step {self._step}{closed}>"
 
     @named("resume", strict=bool)
-    @one_at_a_time("resume")
+    @exclusive("resume")
     def resume(self, step: int | None = None, *, strict: bool = True) -> Recovery:
         """Restore the newest intact base, replay the log after it, and take over the run.
 
@@ -295,7 +295,7 @@ class Checkpointer:
         base = resumed.base if resumed.source == "disk" else None
         self._cadence.resumed(resumed, again=self._timeline > 0)
         survey = self._state.survey() if self._recorder or only_in_memory else None
-        self._state.descends_from = resumed.descends_from
+        self._state.coverage.descends_from = resumed.descends_from
         self._start_timeline(resumed.timeline, resumed.exact, base, survey)
         # A base that is on no disk yet is saved again at the next step.
         self._base_due = only_in_memory
@@ -331,7 +331,7 @@ class Checkpointer:
         """
         return self.resume(step)
 
-    @one_at_a_time("step")
+    @exclusive("step")
     def step(self) -> None:
         """Mark the end of a training step, and take a base if one is due.
 
@@ -404,7 +404,7 @@ class Checkpointer:
         self._wait(timeout_s)
 
     @named("save")
-    @one_at_a_time("save")
+    @exclusive("save")
     def save(self) -> Save:
         """Take a base of the step that the last call of :meth:`step` has ended.
 
@@ -436,7 +436,7 @@ class Checkpointer:
         if replica is not None and not log_starts and replica.can_serve(exact=show):
             save = replica.request(identity, survey or self._state.survey(), exact=show)
         elif self._multistep is not None:
-            save = self._multistep.take(identity, survey, sharp=show)
+            save = self._multistep.take(identity, survey, single_step=show)
         else:
             if replica is not None:
                 # The new base replaces the replica that pending requests are to be served from.
@@ -486,7 +486,7 @@ class Checkpointer:
         self._state_watch.changed(declared, self._step + 1)
 
     @named("wait")
-    @not_within("wait")
+    @refuse_reentry("wait")
     def wait(self, timeout_s: float | None = None) -> None:
         """Wait until all bases taken so far are durable.
 
@@ -525,7 +525,7 @@ class Checkpointer:
         self._keeper.wait(timeout_s)
         report_lost_bases(save, lost, self._keepers, self._channel, alone=alone)
 
-    @not_within("close")
+    @refuse_reentry("close")
     def close(self) -> None:
         """Take a last base if steps would be lost otherwise, wait until all is durable, and end.
 
@@ -661,7 +661,7 @@ class Checkpointer:
         self, timeline: int, exact: bool, verified: BaseId | None = None, seen: Survey | None = None
     ) -> None:
         self._timeline = timeline
-        self._state.descends_exactly = exact
+        self._state.coverage.descends_exactly = exact
         self._consensus.restarted()
         self._keepers.serve(timeline, verified, self._starter.job_session)
         self._use_current_keeper(seen)

@@ -12,22 +12,21 @@ from typing import Any
 import pytest
 
 from everstep.commit import lineage
+from everstep.commit.base_commit import Action, BaseCommit, WriteMarker
 from everstep.commit.deletion import BaseDeletion
 from everstep.commit.job import agreement, messages, offers
+from everstep.commit.job.actions import Perform, Send
 from everstep.commit.job.agreement import Agreement
 from everstep.commit.job.cluster import COORDINATOR
 from everstep.commit.job.coordinator import Coordinator
 from everstep.commit.job.member import Member
-from everstep.commit.job.messages import Envelope, MarkerTold
+from everstep.commit.job.messages import Envelope, MarkerNotice
 from everstep.commit.job.offers import Choice, Offer
-from everstep.commit.job.steps import Do, Send
 from everstep.commit.lineage import BaseId, Branch
-from everstep.commit.machine import Action, BaseCommit, WriteMarker
-from everstep.commit.retention import RetentionPlan
-from everstep.commit.watermark import Watermark
+from everstep.commit.retention import RetentionPlan, Watermark
 from everstep.keeper.persist import rank_disk as ranks
 from everstep.keeper.persist.rank_disk import RankDisk
-from everstep.restore.fetch import ranks as recover_ranks
+from everstep.restore.fetch import rank_offers as recover_ranks
 from tests.crash.sim import rank
 from tests.crash.sim.host import ProcessDisk
 from tests.crash.sim.truth import RUN
@@ -59,7 +58,7 @@ def minimum_of_maxima(patch: pytest.MonkeyPatch) -> None:
 
     def minimum(all_offers: Sequence[Offer], **how: Any) -> Choice:
         choice = real(all_offers, **how)
-        known = offers._bases_of(all_offers, set(), how["spoilt"])
+        known = offers._bases_of(all_offers, set(), how["unusable"])
         maxima = [max(offer.bases, default=None) for offer in all_offers]
         if choice.base is None or how["step"] is not None or None in maxima:
             return choice
@@ -83,7 +82,7 @@ def manifest_before_a_marker(patch: pytest.MonkeyPatch) -> None:
     def hasty(self: Member, flight: Any, action: Action | None, **how: bool) -> Any:
         out = real(self, flight, action, **how)
         if isinstance(action, WriteMarker) and self.rank != COORDINATOR:
-            out.append(Send(COORDINATOR, MarkerTold(action.marker)))
+            out.append(Send(COORDINATOR, MarkerNotice(action.marker)))
         return out
 
     patch.setattr(Member, "_go_on", hasty)
@@ -165,7 +164,7 @@ def reclaimed_by_local_age(patch: pytest.MonkeyPatch) -> None:
     """Each rank deletes what is older than its own newest marker (TierCheck, Fig. 5a)."""
     real = RankDisk.perform
 
-    def eager(self: RankDisk, do: Do) -> Any:
+    def eager(self: RankDisk, do: Perform) -> Any:
         event = real(self, do)
         if isinstance(do.action, WriteMarker):
             directory = recover_ranks.base_dir(self._run, do.base.timeline, do.base.step).parent

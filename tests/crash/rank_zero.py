@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from everstep.commit.job.cluster import COORDINATOR
-from everstep.commit.job.messages import MarkerTold, decode_message
+from everstep.commit.job.messages import MarkerNotice, decode_message
 from everstep.commit.job.offers import Choice
 from everstep.commit.lineage import BaseId
 from everstep.format.names import MANIFEST, base_dir, marker_name, shard_name
@@ -148,7 +148,7 @@ class Commit(Story):
         not otherwise. Who is told by nobody goes on waiting; what is recovered is the same."""
         left = {process.rank for process in job.ranks if process.alive}
         reported = self.reported & left
-        known = any("MarkerTold" in act for act in self.acts["s1"])
+        known = any("MarkerNotice" in act for act in self.acts["s1"])
         if self.plan.shared or self.plan.ranks > 1:  # somebody sees the same disk
             known |= NEW in self._on_disks()
         assert bool(reported) == known, (
@@ -213,7 +213,7 @@ class Commit(Story):
             super().send(sender, rank, data)
             return
         message = decode_message(data).message
-        new = not isinstance(message, MarkerTold) or message.marker.step == NEW.step
+        new = not isinstance(message, MarkerNotice) or message.marker.step == NEW.step
         kind = type(message).__name__ if new else "an older marker"
         dies = self._acts(sender, f"{kind} to {rank}")
         if sender.alive:

@@ -1,8 +1,8 @@
 """A simulated ring of nodes with disks of their own, copies in the memory of the next node and in a
 durable tier that all can read; and two of its nodes lost at once.
 
-Which base is sent, and how long copies stay, the machines of :mod:`everstep.commit.peers` say;
-which base is restored, the agreement of the ranks. What could be is counted here.
+Which base is sent, and how long copies stay, the machines of :mod:`everstep.commit.peer_copies`
+say; which base is restored, the agreement of the ranks. What could be is counted here.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from dataclasses import dataclass, field
 from pathlib import PurePath
 from typing import Any, Literal
 
+from everstep.commit.job.actions import Send
 from everstep.commit.job.cluster import COORDINATOR
 from everstep.commit.job.messages import PeerRound
 from everstep.commit.job.offers import Choice, Source
-from everstep.commit.job.steps import Send
 from everstep.commit.lineage import BaseId
-from everstep.commit.peers import Rounds, Shelf, peer_of
+from everstep.commit.peer_copies import CopyRounds, HeldCopies, peer_of
 from everstep.format.names import base_dir, marker_name, shard_name
 from everstep.format.records import Marker
 from tests.crash.sim.host import Disk
@@ -43,7 +43,7 @@ _SOON_S = 60.0
 class _Keeper:
     """What one rank's keeper holds for the one before it."""
 
-    shelf: Shelf = field(default_factory=lambda: Shelf(2 * _COPY_BYTES))
+    shelf: HeldCopies = field(default_factory=lambda: HeldCopies(2 * _COPY_BYTES))
     copies: dict[tuple[int, BaseId], tuple[Marker, bytes]] = field(default_factory=dict)
 
 
@@ -70,7 +70,7 @@ class Ring(Story):
         self._captured: dict[BaseId, dict[int, tuple[Marker, bytes]]] = {}
         self._durable: list[BaseId] = []
         self._sound: BaseId | None = None  # of this start: whole with all peers
-        self._rounds = Rounds(_NODES)
+        self._rounds = CopyRounds(_NODES)
         self.tiers: list[set[str]] = []
         self.back: list[bool] = []
 
@@ -166,7 +166,7 @@ class Ring(Story):
     def launch(self, nodes: list[int], asked: int | None = None) -> None:
         """Its ranks offer copies, too."""
         super().launch(nodes, asked)
-        self._rounds = Rounds(_NODES)
+        self._rounds = CopyRounds(_NODES)
         for process in self.jobs[-1].ranks:
             process._held = functools.partial(self._held, process)  # type: ignore[method-assign]
             real = process._fetch

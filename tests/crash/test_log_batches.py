@@ -19,7 +19,7 @@ from everstep.keeper.log.batch import AutoBatch
 from everstep.keeper.persist.local_keeper import LocalKeeper
 from everstep.options import KeeperOptions, LogOptions
 from everstep.seams import FileSystem, ManualClock, Seams
-from everstep.trainer.log.disklog import DiskLog
+from everstep.trainer.log.disk_log import DiskLog
 from tests.crash.sim.crashes import Scenario, watch_crashes
 from tests.crash.sim.filesystem import SimFileSystem
 from tests.crash.sim.training import TinyTraining
@@ -67,7 +67,7 @@ class Logged(Scenario):
             training.train_step()
             self._begun += 1
             ckpt.step()
-            self._numbers[self._begun] = recorder.rooms.number
+            self._numbers[self._begun] = recorder.memory.number
         recorder.base_step = 1 << 40  # no base at the end
         keeper = ckpt._keeper
         assert isinstance(keeper, LocalKeeper)

@@ -15,7 +15,7 @@ import pytest
 
 import everstep.format.reader
 import everstep.tiers.slots
-from everstep.commit.machine import Action, Event, WriteMarker
+from everstep.commit.base_commit import Action, Event, WriteMarker
 from everstep.format.digests import Digester
 from everstep.format.records import manifest_of
 from everstep.keeper.persist.persister import Persister

@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 
+from everstep.commit.base_commit import Action, WriteMarker
+from everstep.commit.job.actions import Send
 from everstep.commit.job.member import Member
-from everstep.commit.job.messages import MarkerTold
-from everstep.commit.job.steps import Send
-from everstep.commit.machine import Action, WriteMarker
+from everstep.commit.job.messages import MarkerNotice
 from tests.crash.cluster_bugs import BUGS
 from tests.crash.rank_zero import ENDINGS, LAYOUTS, NEW, OLD, Commit, Death, Ending
 from tests.crash.sim.cluster import SimViolationError
@@ -103,7 +103,7 @@ def told_too_early(patch: pytest.MonkeyPatch) -> None:
     def hasty(self: Member, flight: Any, action: Action | None, **how: bool) -> Any:
         out = real(self, flight, action, **how)
         if isinstance(action, WriteMarker) and self.rank == 0:
-            out += [Send(rank, MarkerTold(action.marker)) for rank in self.cluster.others(0)]
+            out += [Send(rank, MarkerNotice(action.marker)) for rank in self.cluster.others(0)]
         return out
 
     patch.setattr(Member, "_go_on", hasty)

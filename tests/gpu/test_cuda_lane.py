@@ -17,9 +17,8 @@ import torch
 from everstep.arena.memory import Arena
 from everstep.capture.lanes import pinned as pinned_module
 from everstep.capture.lanes.batches import Batch, plan_batches
-from everstep.capture.lanes.cuda import CudaLane, CudaTransfer
+from everstep.capture.lanes.cuda import CudaLane, CudaTransfer, Enqueued
 from everstep.capture.lanes.devices import DeviceLane
-from everstep.capture.lanes.issuing import Enqueued
 from everstep.capture.lanes.lane import CpuLane
 from everstep.capture.lanes.pinned import PinnedMemory
 from everstep.errors import StateError, UnavailableError
@@ -104,7 +103,7 @@ def test_every_tensor_lands_in_its_place(when: str, lane: CudaLane, arena: Arena
     batches = plan_batches(layout, live, live.keys())
     told: list[int] = []
     if when == "mark":
-        lane.mark(batches, block)
+        lane.copy_now(batches, block)
         transfer = lane.submit((), block, told.append)
     else:
         transfer = lane.submit(batches, block, told.append)
@@ -187,7 +186,7 @@ def test_marks_may_change_at_once(lane: CudaLane, arena: Arena) -> None:
     block = block_of(arena, 480 << 20)
     lane.warm(tensors, block)
     busy()
-    lane.mark(copies_of(*tensors), block)
+    lane.copy_now(copies_of(*tensors), block)
     for tensor in tensors:
         tensor.zero_()
     assert lane.submit((), block, ignored).wait(TIMEOUT_S)
@@ -220,12 +219,12 @@ def test_jobs_run_behind_copies_that_nobody_waits_for(lane: CudaLane, arena: Are
     """A save that is given up between mark and submit leaves its memory only then."""
     tensor = torch.ones(1 << 20, device=DEVICE)
     block = block_of(arena)
-    lane.mark(copies_of(tensor), block)
+    lane.copy_now(copies_of(tensor), block)
     torch.cuda.synchronize()
     block.zero_()
     with torch.cuda.stream(lane._streams[tensor.device]):
         busy()
-    lane.mark(copies_of(tensor), block)
+    lane.copy_now(copies_of(tensor), block)
     seen: list[bool] = []
     there = lane.run(lambda: seen.append(bool((block[: tensor.nbytes] != 0).any())))
     there.result(TIMEOUT_S)
@@ -239,7 +238,7 @@ def test_several_devices(lane: CudaLane, arena: Arena) -> None:
     marks = [torch.full((1000,), n + 9.0, device=devices[n % 2]) for n in range(2)]
     block = block_of(arena, 256 << 20)
     offset = sum(tensor.nbytes for tensor in tensors)
-    lane.mark(
+    lane.copy_now(
         [
             Batch(offset + n * 4000, offset + (n + 1) * 4000, (byte_view(t),))
             for n, t in enumerate(marks)
@@ -339,7 +338,7 @@ def test_saves_inside_of_a_captured_graph_are_refused(lane: CudaLane, arena: Are
     with torch.cuda.graph(graph, capture_error_mode="thread_local"):
         tensor.add_(1)
         for call in (
-            lambda: lane.mark(copies_of(tensor), block),
+            lambda: lane.copy_now(copies_of(tensor), block),
             lambda: lane.submit(copies_of(tensor), block, ignored),
         ):
             with pytest.raises(StateError, match="captured into a CUDA graph"):

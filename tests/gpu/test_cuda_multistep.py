@@ -14,7 +14,7 @@ import torch
 import everstep
 from everstep.link.registry import list_keepers
 from everstep.seams.processes.processes import process_gone
-from everstep.trainer.multistep.multistep_gradients import GraphMemory, HeldGradients, are_alone
+from everstep.trainer.multistep.held_gradients import GraphMemory, HeldGradients, own_their_memory
 from tests.gpu.world import DEVICE, NEEDS_CUDA, World, warm_up
 from tests.support.world import TIMEOUT_S, forget
 
@@ -87,7 +87,7 @@ class Captured(World):
 def test_gradients_in_the_memory_of_a_graph_are_known() -> None:
     world = Captured()
     gradients: list[Any] = [parameter.grad for parameter in world.model.parameters()]
-    assert are_alone(gradients), "as far as they themselves tell"
+    assert own_their_memory(gradients), "as far as they themselves tell"
     assert GraphMemory().has(gradients)
     world.optimizer.zero_grad()
     world.backward()

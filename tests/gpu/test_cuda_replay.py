@@ -13,10 +13,9 @@ import torch
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from everstep.compress.quantized import BLOCK_NUMEL
-from everstep.replay import engine, proof
+from everstep.replay import engine, self_test
 from everstep.replay.exactness import MATRIX
-from everstep.replay.fused.alike import slice_elements
-from everstep.replay.fused.slices import Sliced
+from everstep.replay.fused.slices import Sliced, slice_elements
 from everstep.replay.updates import Update
 from tests.gpu.world import DEVICE, NEEDS_CUDA
 from tests.support.replays import Run, assert_same_bits, record, replayed, replayer_at
@@ -118,7 +117,7 @@ def test_slices_where_they_are_proven(
         late=False,
     )
     replayed(in_host_memory(run), 3, 0)
-    proven = proof.sliced_is_exact(kind, run.updates[-1], 0, dtype, torch.device("cuda", 0))
+    proven = self_test.sliced_is_exact(kind, run.updates[-1], 0, dtype, torch.device("cuda", 0))
     assert slices == ([9] if proven else [])
 
 
@@ -173,7 +172,7 @@ def test_kernels(kind: Any, variant: str) -> None:
     replayer, base = replayer_at(run, 3, fast=True)
     replayer.apply(run.updates[3:])
     device = next(iter(base.tensors.values())).device
-    found = proof.kernel_for(kind, run.updates[-1], 0, device, inexact=True)
+    found = self_test.kernel_for(kind, run.updates[-1], 0, device, inexact=True)
     assert found is not None, "no kernel comes close"
     print(f"{kind.__name__}, {variant}, {torch.cuda.get_device_name(DEVICE)}: exact {found[1]}")
     if found[1]:

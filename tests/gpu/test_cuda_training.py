@@ -16,9 +16,9 @@ import pytest
 import torch
 
 import everstep
-from everstep.capture.audit import SpotCheck
 from everstep.capture.lanes.cuda import CudaLane, CudaTransfer
 from everstep.capture.lanes.devices import DeviceLane
+from everstep.capture.spot_check import SpotCheck
 from everstep.errors import AuditError, StateError
 from everstep.link.registry import list_keepers
 from everstep.seams.processes.processes import process_gone

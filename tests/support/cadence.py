@@ -12,8 +12,8 @@ from everstep.options import Options, validate_options
 from everstep.plan.costs import Costs
 from everstep.seams import ManualClock
 from everstep.trainer.budget.log_limits import LogLimits
-from everstep.trainer.log.disklog import DiskLog
-from everstep.trainer.log.recorder_stats import RecorderStats
+from everstep.trainer.log.disk_log import DiskLog
+from everstep.trainer.log.recorder import RecorderStats
 from everstep.trainer.session.cadence import REPLAY_SHARE, Cadence
 
 RUN = PurePath("/run")
@@ -74,7 +74,7 @@ class Run:
         if self.recorder is not None:
             self.recorder.stats.marks += 1
             self.recorder.stats.record_bytes += log_bytes
-            self.recorder.rooms.taken_bytes += log_bytes
+            self.recorder.memory.taken_bytes += log_bytes
             self.stats.log_bytes += log_bytes if self.recorder.disk.on else 0
         self.cadence.step_ended()
 

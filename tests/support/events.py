@@ -7,9 +7,9 @@ from concurrent.futures import Future
 
 import torch
 
+from everstep.capture.dispatch import Dispatch, Duplicates, Unit
 from everstep.capture.lanes.batches import Batch, run_batch
 from everstep.capture.lanes.lane import CpuTransfer, Progress, Transfer
-from everstep.capture.scheduled import Dispatch, Duplicates, Unit
 
 SIZE = 8
 
@@ -56,7 +56,7 @@ class SlowLane:
     def warm(self, tensors: Iterable[torch.Tensor], block: torch.Tensor) -> None:
         pass
 
-    def mark(self, batches: Sequence[Batch], block: torch.Tensor) -> None:
+    def copy_now(self, batches: Sequence[Batch], block: torch.Tensor) -> None:
         pass
 
     def in_host_memory(self, tensor: torch.Tensor) -> torch.Tensor:

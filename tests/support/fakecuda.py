@@ -29,7 +29,7 @@ import numpy as np
 import pytest
 import torch
 
-from everstep.capture import graphs as graphs_module
+from everstep.capture import cuda_graphs as graphs_module
 from everstep.capture.lanes import cuda as cuda_module
 from everstep.capture.lanes import pinned as pinned_module
 from everstep.capture.lanes.batches import Batch

@@ -14,8 +14,8 @@ from torch import nn
 import everstep
 from everstep.commit.lineage import BaseId
 from everstep.format.writer import ChunkRing
-from everstep.restore.offline.offline import OfflineState
-from everstep.restore.offline.offline_base import load_offline
+from everstep.restore.offline.load import load_offline
+from everstep.restore.offline.state import OfflineState
 from everstep.run.scan import scan_run
 from everstep.seams import PosixFileSystem
 from tests.support.serving import Bench

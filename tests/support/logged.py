@@ -15,8 +15,8 @@ from torch import nn
 from typer.testing import CliRunner, Result
 
 import everstep
-from everstep.capture.base import LiveBody
 from everstep.capture.lanes.lane import CpuLane
+from everstep.capture.live_body import LiveBody
 from everstep.cli import app
 from everstep.commit.lineage import BaseId
 from everstep.format.header import ShardIdentity
@@ -27,10 +27,10 @@ from everstep.format.writer import ChunkRing
 from everstep.keeper.log.segment_writer import SegmentWriter
 from everstep.keeper.persist.persister import Persister
 from everstep.options import LogOptions
-from everstep.restore.offline.logged import RunLog
-from everstep.restore.offline.offline import OfflineState
-from everstep.restore.offline.offline_base import load_offline
+from everstep.restore.offline.load import load_offline
 from everstep.restore.offline.rebuild import Rebuilder
+from everstep.restore.offline.run_log import RunLog
+from everstep.restore.offline.state import OfflineState
 from everstep.run.scan import scan_run
 from everstep.run.segments import SegmentFound, read_segment, scan_log
 from everstep.seams import PosixFileSystem, Seams

@@ -1,4 +1,4 @@
-"""How compressed training learns, next to dense training (LowDiff section V; ``compress/``).
+"""Benchmark: loss of training on compressed gradients, next to dense training (LowDiff section V).
 
 Each arm trains the demo's GPT from the same weights, on the same batches in the same order, as
 dense training does; the only difference is what the optimizer consumes. What counts is the loss
@@ -65,7 +65,7 @@ _COLUMNS = ("optimizer", "consumes", "loss", "min - max", "to dense", "unseen te
 
 @dataclass(frozen=True, slots=True)
 class ConvergenceOptions:
-    """What is trained.
+    """Options of the benchmark.
 
     Attributes:
         steps: of each training; the schedule of the learning rate is as long.
@@ -88,7 +88,7 @@ class ConvergenceOptions:
 
 @dataclass(slots=True)
 class Learned:
-    """What one arm has learned with one optimizer.
+    """Losses of one arm with one optimizer.
 
     Attributes:
         losses: means over the last steps, by seed.

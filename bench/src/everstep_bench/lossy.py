@@ -1,4 +1,4 @@
-"""How training goes on that is recovered from a log of lossy gradients, again and again.
+"""Benchmark: training that is recovered from a log of lossy gradients many times.
 
 TierCheck's experiment 8: failures are injected into a training whose log is adaptive, and its loss
 is held against that of a training without failures. Besides the loss, what the paper does not show:
@@ -58,7 +58,7 @@ _COLUMNS = ("log", "recoveries", "steps replayed", "exact", "update error", "wor
 
 @dataclass(frozen=True, slots=True)
 class LossyOptions:
-    """What is trained.
+    """Options of the benchmark.
 
     Attributes:
         steps: of each training.
@@ -83,7 +83,7 @@ class LossyOptions:
             raise OptionError("steps, every, fail_every and batch must be at least 1")
         if self.fail_every % self.every == 0:
             raise OptionError(
-                f"failures every {self.fail_every} steps come right behind bases, every "
+                f"failures every {self.fail_every} steps come right after bases, every "
                 f"{self.every}: nothing would be replayed",
                 hint=f"failures every {self.fail_every - 1 or 2} steps",
             )
@@ -91,7 +91,7 @@ class LossyOptions:
 
 @dataclass(slots=True)
 class Approximated:
-    """What one arm has come to.
+    """Result of one arm.
 
     Attributes:
         losses: of all steps, in nats per byte.

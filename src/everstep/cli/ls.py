@@ -31,7 +31,7 @@ from everstep.errors import DamageError, FormatError, NewerFormatError
 
 if TYPE_CHECKING:
     from everstep.commit.lineage import BaseId
-    from everstep.restore.offline.logged import Reach
+    from everstep.restore.offline.run_log import Reach
     from everstep.run.scan import BaseFound, Inventory
     from everstep.seams.files.filesystem import FileSystem
 
@@ -105,7 +105,7 @@ def _would_resume(filesystem: FileSystem, inventory: Inventory) -> Choice:
     Raises:
         NewerFormatError: as ``resume()`` would.
     """
-    from everstep.commit.lineage import BaseId, had_steps
+    from everstep.commit.lineage import BaseId, describe_missing_steps
     from everstep.run.candidates import candidates
     from everstep.run.open_base import OpenBase
 
@@ -135,7 +135,7 @@ def _would_resume(filesystem: FileSystem, inventory: Inventory) -> Choice:
         return Choice(None, skipped, f"{hidden.message}: it would fail", had)
     if found.ordered or found.damaged:
         return Choice(None, skipped, "there are bases, but none can be used: it would fail")
-    if had := had_steps(inventory.timelines, inventory.branches):
+    if had := describe_missing_steps(inventory.timelines, inventory.branches):
         reason = f"{had}: it would fail, unless a keeper has one in memory"
         return Choice(None, skipped, reason, had)
     return Choice(None, skipped, "there is no base: it would start afresh")

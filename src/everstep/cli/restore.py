@@ -26,7 +26,7 @@ from everstep.cli.common._common import (
     reading,
 )
 from everstep.cli.common._paths import absolute, kind_of
-from everstep.commit.lineage import BaseId, left_at
+from everstep.commit.lineage import BaseId, describe_abandoned
 from everstep.errors import OptionError, StorageError
 
 if TYPE_CHECKING:
@@ -122,7 +122,7 @@ def given_up(inventory: Inventory, rebuilt: Rebuilt, timeline: int | None) -> st
     was asked for."""
     if timeline is not None:
         return None
-    return left_at(BaseId(rebuilt.timeline, rebuilt.step), inventory.branches)
+    return describe_abandoned(BaseId(rebuilt.timeline, rebuilt.step), inventory.branches)
 
 
 @contextlib.contextmanager
@@ -132,8 +132,8 @@ def rebuilding(
     """What builds states of a run, with all cores of this process."""
     from everstep.format.writer import ChunkRing
     from everstep.keeper.persist.local_keeper import CHUNKS, WRITERS
-    from everstep.restore.offline.logged import RunLog
     from everstep.restore.offline.rebuild import Rebuilder
+    from everstep.restore.offline.run_log import RunLog
     from everstep.seams.processes.processes import available_cores
 
     with reading(inventory.path):
@@ -200,8 +200,8 @@ def write_run(filesystem: FileSystem, out: PurePath, rebuilt: Rebuilt, ring: Chu
 
 
 def _write(filesystem: FileSystem, run: PurePath, rebuilt: Rebuilt, ring: ChunkRing) -> str:
-    from everstep.capture.base import LiveBody
     from everstep.capture.lanes.lane import CpuLane
+    from everstep.capture.live_body import LiveBody
     from everstep.commit.lineage import BaseId
     from everstep.format.header import ShardIdentity
     from everstep.format.names import SLOTS_DIR, timeline_dir

@@ -16,13 +16,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 
-from everstep.commit.lineage import BaseId, fenced_off
-from everstep.commit.machine import CheckFence, FenceSeen
+from everstep.commit.base_commit import CheckFence, FenceSeen
+from everstep.commit.lineage import BaseId, fenced_error
 from everstep.errors import FencedError
 
 __all__ = [
+    "AlreadyDeleted",
     "BaseDeletion",
-    "BaseGone",
     "Condemn",
     "Condemned",
     "DeleteFiles",
@@ -37,7 +37,7 @@ __all__ = [
 @dataclass(frozen=True, slots=True)
 class Condemn:
     """Rename the manifest, durably, so that no recovery chooses the base; answer with
-    :class:`Condemned`, or :class:`BaseGone`."""
+    :class:`Condemned`, or :class:`AlreadyDeleted`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,13 +69,13 @@ class Lifted:
 
 
 @dataclass(frozen=True, slots=True)
-class BaseGone:
+class AlreadyDeleted:
     """Somebody else was deleting it, too; ``newest`` is the newest timeline of the run."""
 
     newest: int
 
 
-DeletionEvent = FenceSeen | Condemned | FilesDeleted | Lifted | BaseGone
+DeletionEvent = FenceSeen | Condemned | FilesDeleted | Lifted | AlreadyDeleted
 
 
 class _Phase(Enum):
@@ -121,7 +121,7 @@ class BaseDeletion:
         if isinstance(event, Lifted):
             self._advance(_Phase.LIFTING, _Phase.OVER)
             raise self._fenced()
-        if isinstance(event, BaseGone):
+        if isinstance(event, AlreadyDeleted):
             self._phase = _Phase.OVER
             self._newest = event.newest
             if self._is_fenced():
@@ -147,7 +147,7 @@ class BaseDeletion:
 
     def _fenced(self) -> FencedError:
         assert self._timeline is not None
-        return fenced_off(self._timeline, self._newest, "it may not delete anything")
+        return fenced_error(self._timeline, self._newest, "it may not delete anything")
 
     def _advance(self, expected: _Phase, next_phase: _Phase) -> None:
         assert self._phase is expected, f"{self._phase} where {expected} was expected"

@@ -20,12 +20,12 @@ __all__ = [
     "BaseId",
     "Branch",
     "branches_of",
-    "fenced_off",
-    "had_steps",
+    "describe_abandoned",
+    "describe_lost_steps",
+    "describe_missing_steps",
+    "describe_unused",
+    "fenced_error",
     "history",
-    "left_at",
-    "lost_behind",
-    "of_no_use",
     "split_by_history",
 ]
 
@@ -109,7 +109,7 @@ def history(newest: int, branches: Mapping[int, Branch]) -> list[tuple[int, int 
     return found
 
 
-def left_at(end: BaseId, branches: Mapping[int, Branch]) -> str | None:
+def describe_abandoned(end: BaseId, branches: Mapping[int, Branch]) -> str | None:
     """Where the newest timeline's history parts from a state that is not in it, in words for
     whoever has asked for that step; None: it is in it. Another training had that step, and nothing
     else tells the two apart.
@@ -141,7 +141,7 @@ def left_at(end: BaseId, branches: Mapping[int, Branch]) -> str | None:
     )
 
 
-def lost_behind(
+def describe_lost_steps(
     end: BaseId, branches: Mapping[int, Branch], kept: tuple[BaseId, str] | None = None
 ) -> str | None:
     """What the newest timeline's history has, or has had, behind the newest state that could be
@@ -172,7 +172,7 @@ def lost_behind(
     return "; ".join(said) or None
 
 
-def fenced_off(
+def fenced_error(
     timeline: int,
     newest: int,
     then: str = "",
@@ -204,7 +204,7 @@ def fenced_off(
     )
 
 
-def had_steps(
+def describe_missing_steps(
     timelines: Mapping[int, TimelineRecord | None], branches: Mapping[int, Branch]
 ) -> str | None:
     """Why a start that finds nothing to restore must not begin afresh unasked, in words: the newest
@@ -230,7 +230,7 @@ def had_steps(
     return None
 
 
-def of_no_use(left: Iterable[BaseId], branches: Mapping[int, Branch]) -> str | None:
+def describe_unused(left: Iterable[BaseId], branches: Mapping[int, Branch]) -> str | None:
     """What is to be said of a start that begins afresh, though there is something of a step in the
     newest timeline's history; None: there is nothing.
 

@@ -7,7 +7,55 @@ from dataclasses import dataclass
 
 from everstep.commit.lineage import BaseId, Branch, split_by_history
 
-__all__ = ["RetentionPlan", "plan_retention"]
+__all__ = [
+    "COPY_TIERS",
+    "TIERS",
+    "VOLATILE_TIERS",
+    "RetentionPlan",
+    "Watermark",
+    "plan_retention",
+    "reclaimable_bases",
+]
+
+TIERS = ("memory", "peer", "disk", "copy", "object")
+"""Where bytes live, the cheapest to read first (TierCheck, section 3.3). A copy is one in a
+directory that is not the run folder."""
+
+VOLATILE_TIERS = ("memory", "peer")
+"""Tiers that a power loss empties."""
+
+COPY_TIERS = ("copy", "object")
+"""Tiers that hold copies of what was on the ranks' own disks; all ranks read the same ones."""
+
+
+def reclaimable_bases(held: Collection[BaseId], watermark: BaseId | None) -> list[BaseId]:
+    """Bases in a volatile tier that may go: those older than the watermark. Durable tiers go by
+    :func:`everstep.commit.retention.plan_retention`."""
+    return [] if watermark is None else sorted(base for base in held if base < watermark)
+
+
+class Watermark:
+    """One rank's knowledge of the watermark, within one timeline.
+
+    Args:
+        base: what the timeline began with, if that is durable on all ranks.
+
+    Attributes:
+        base: the newest base known to be durable on all ranks.
+        before: the one before it.
+    """
+
+    def __init__(self, base: BaseId | None = None) -> None:
+        self.base = base
+        self.before: BaseId | None = None
+
+    def advance(self, base: BaseId) -> bool:
+        """Takes note that ``base`` is durable on all ranks; whether that was news."""
+        if self.base is not None and base <= self.base:
+            return False
+        self.before = self.base
+        self.base = base
+        return True
 
 
 @dataclass(frozen=True, slots=True)

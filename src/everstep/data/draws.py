@@ -1,9 +1,9 @@
-"""Random numbers for data: drawn under seeds of their own, from generators that do not move.
+"""Random numbers for data: generators are seeded for each batch and put back afterwards.
 
-Data are drawn from the generators that everybody uses: those of Python, NumPy and torch, and those
-that datasets, samplers and collate functions hold. Each of them is seeded before a batch is made,
-so that a batch depends on nothing but its place, and put back afterwards, so that training draws
-the same numbers with and without a resume.
+Data are drawn from the shared generators of Python, NumPy and torch, and from those that datasets,
+samplers and collate functions hold. Each is seeded before a batch is made, so that the batch
+depends only on its place, and put back afterwards, so that training draws the same numbers with and
+without a resume.
 """
 
 from __future__ import annotations
@@ -24,23 +24,26 @@ from everstep.state.values.generators import set_state, state_of
 
 __all__ = ["Draws", "Held", "accelerators_kept", "generators_in", "number"]
 
-Part = int | str
+KeyItem = int | str
 _LONG = 1000  # collections with more members are data; generators are not looked for in them
 _OPAQUE = (torch.Tensor, np.ndarray, types.ModuleType, type, str, bytes, int, float)
 
 
-def number(*key: Part) -> int:
-    """Return a seed of 64 bits that depends on all parts of ``key``."""
+def number(*key: KeyItem) -> int:
+    """Return a seed of 64 bits that depends on all items of ``key``."""
     return int.from_bytes(_digest(key)[:8], "little")
 
 
-def _digest(key: Sequence[Part]) -> bytes:
+def _digest(key: Sequence[KeyItem]) -> bytes:
     return hashlib.blake2b(repr(key).encode(), digest_size=32).digest()
 
 
 def generators_in(*holders: object) -> list[Any]:
-    """Return the generators that are reachable through attributes, members of small collections,
-    arguments of partial functions and closures, in an order that depends on nothing else."""
+    """Return the generators reachable from ``holders``, in a deterministic order.
+
+    Searched are attributes, members of small collections, arguments of partial functions, and
+    closures.
+    """
     found: list[Any] = []
     seen: set[int] = set()
     todo = list(reversed(holders))
@@ -52,19 +55,19 @@ def generators_in(*holders: object) -> list[Any]:
         if _can_be_seeded(value):
             found.append(value)
         else:
-            todo += reversed(_parts(value))
+            todo += reversed(_members_of(value))
     return found
 
 
 def _can_be_seeded(value: object) -> bool:
-    if isinstance(value, torch.Generator):  # one of an accelerator moves as the program says
+    if isinstance(value, torch.Generator):  # an accelerator's generator is left to the program
         return value.device.type == "cpu"
     if isinstance(value, random.Random):
         return not isinstance(value, random.SystemRandom)
     return isinstance(value, (np.random.Generator, np.random.RandomState))
 
 
-def _parts(value: object) -> list[object]:
+def _members_of(value: object) -> list[object]:
     if isinstance(value, dict):
         return list(value.values()) if len(value) <= _LONG else []
     if isinstance(value, (list, tuple)):
@@ -92,7 +95,7 @@ class Held:
     """Generators that some objects hold.
 
     Args:
-        holders: searched once, now.
+        holders: searched once, on construction.
     """
 
     def __init__(self, *holders: object) -> None:
@@ -109,10 +112,10 @@ class Held:
             set_state(generator, state)
 
     def rewind(self) -> None:
-        """Set them to the states that they had when they were found."""
+        """Set them to their states on construction."""
         self.put_back(self._first)
 
-    def seed(self, *key: Part) -> None:
+    def seed(self, *key: KeyItem) -> None:
         """Seed each of them by ``key`` and its place."""
         for place, generator in enumerate(self._found):
             _seed(generator, number("held", place, *key))
@@ -122,13 +125,13 @@ class Draws:
     """The generators of the process: Python's, NumPy's and torch's for the CPU.
 
     Args:
-        holders: the generators that these hold are seeded and put back along with them.
+        holders: objects whose generators are seeded and put back along with them.
     """
 
     def __init__(self, *holders: object) -> None:
         self._held = Held(*holders)
 
-    def seed(self, *key: Part) -> None:
+    def seed(self, *key: KeyItem) -> None:
         """Seed all of them by ``key``."""
         digest = _digest(key)
         random.seed(int.from_bytes(digest[:16], "little"))
@@ -158,7 +161,7 @@ class Draws:
 
     @contextmanager
     def kept(self) -> Iterator[None]:
-        """Put all of them back at the end."""
+        """Put all of them back at the end of the block."""
         states = self.states()
         try:
             yield
@@ -166,8 +169,8 @@ class Draws:
             self.put_back(states)
 
     @contextmanager
-    def under(self, *key: Part) -> Iterator[None]:
-        """Seed all of them by ``key`` for a while, then put them back."""
+    def under(self, *key: KeyItem) -> Iterator[None]:
+        """Seed all of them by ``key`` for the block, then put them back."""
         with self.kept():
             self.seed(*key)
             yield
@@ -175,7 +178,7 @@ class Draws:
 
 @contextmanager
 def accelerators_kept() -> Iterator[None]:
-    """Put the generators of CUDA devices in use back at the end."""
+    """Put the generators of CUDA devices in use back at the end of the block."""
     states = torch.cuda.get_rng_state_all() if cuda_in_use() else None
     try:
         yield

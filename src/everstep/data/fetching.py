@@ -1,7 +1,7 @@
-"""What runs beside the data, in worker processes or in the training process itself.
+"""Datasets that make batches from tasks, in worker processes or in the training process.
 
-The ``DataLoader`` that carries the workers sends them tasks instead of indices. A task says which
-batch of which epoch is wanted; the worker seeds its generators for that batch and makes it.
+The ``DataLoader`` that runs the workers sends them tasks instead of indices. A task names a batch
+of an epoch; the worker seeds its generators for that batch and makes it.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ Key = tuple[int, ...]
 
 
 class Task(NamedTuple):
-    """A batch that is wanted.
+    """Request for a batch.
 
     Attributes:
         run: number of the iteration: a stream is opened once in each.
-        epoch: of the batch.
-        number: of the batch in the epoch. Worker w of W gets those with number % W == w.
-        key: what random numbers depend on besides the batch.
-        index: what the sampler gives for it; None for a stream.
-        is_void: nothing is wanted; keeps the workers' turns.
-        state: of a stream: the dataset's state, to be loaded before; None: it is opened anew.
+        epoch: epoch of the batch.
+        number: number of the batch in the epoch. Worker w of W gets those with number % W == w.
+        key: key of random numbers, besides the batch.
+        index: the sampler's indices of the batch; None for a stream.
+        is_void: no batch is requested; the task only keeps the order of workers.
+        state: state of a stream's dataset to load first; None: open it anew.
     """
 
     run: int
@@ -46,12 +46,12 @@ class Task(NamedTuple):
 
 
 class Batch(NamedTuple):
-    """What comes of a task.
+    """Result of a task.
 
     Attributes:
         is_filled: there is a batch; otherwise the task was void, or the stream has ended.
         data: the batch.
-        state: of the dataset after it, where that is asked for.
+        state: state of the dataset after it, if requested.
     """
 
     is_filled: bool
@@ -63,7 +63,7 @@ _NOTHING = Batch(False)
 
 
 def as_it_is(batch: Any) -> Any:
-    """Return what is given: tasks' results are collated already."""
+    """Return the argument: results of tasks are collated already."""
     return batch
 
 
@@ -76,7 +76,8 @@ def begin_worker(user_init: Callable[[int], object] | None, key: Key, worker: in
 
 
 def _show_dataset(seed: int) -> None:
-    """Let ``get_worker_info()`` give the user's dataset, and a seed that depends on the epoch."""
+    """Make ``get_worker_info()`` return the user's dataset, and a seed that depends on the
+    epoch."""
     info: Any = get_worker_info()
     wrapper = info.dataset
     shown = wrapper.dataset if isinstance(wrapper, (MapData, StreamData)) else wrapper
@@ -86,10 +87,10 @@ def _show_dataset(seed: int) -> None:
 
 
 class _Data(Dataset[Any]):
-    """A dataset that is indexed by tasks.
+    """Dataset that is indexed by tasks.
 
     Args:
-        dataset: the user's.
+        dataset: the user's dataset.
         collate: the user's ``collate_fn``.
     """
 
@@ -100,15 +101,17 @@ class _Data(Dataset[Any]):
         self._epoch: int | None = None
 
     def prepare(self) -> Draws:
-        """Look for the generators to draw from, in the process that draws, once."""
+        """Find the generators to draw from, once, in the process that draws."""
         if self._draws is None:
             self._draws = Draws(self.dataset, self._collate)
         return self._draws
 
     def _tell_epoch(self, epoch: int) -> None:
-        """Tell the dataset the epoch. In a worker that outlives epochs nobody else does; where
-        all workers share the number (as those of Hugging Face's datasets do), it is there already,
-        and is not added to twice."""
+        """Set the dataset's epoch.
+
+        In a worker that outlives epochs nothing else sets it. If all workers share the number (as
+        with Hugging Face's datasets), it is set already, and must not be set twice.
+        """
         if self._epoch == epoch:
             return
         self._epoch = epoch
@@ -117,12 +120,12 @@ class _Data(Dataset[Any]):
 
 
 class MapData(_Data):
-    """A map-style dataset: each batch is made by itself.
+    """Map-style dataset: each batch is made independently.
 
     Args:
-        dataset: the user's.
+        dataset: the user's dataset.
         collate: the user's ``collate_fn``.
-        in_batches: an index is a list of those of samples.
+        in_batches: an index is a list of sample indices.
     """
 
     def __init__(self, dataset: Any, collate: Callable[[Any], Any], in_batches: bool) -> None:
@@ -145,15 +148,15 @@ class MapData(_Data):
 
 
 class StreamData(_Data):
-    """An iterable dataset: opened once in each iteration, and replayed up to the first batch that
-    is wanted, or restored there by its own state.
+    """Iterable dataset: opened once in each iteration, and replayed up to the first requested
+    batch, or restored there by its own state.
 
     Args:
-        dataset: the user's.
+        dataset: the user's dataset.
         collate: the user's ``collate_fn``.
-        batch_size: samples of a batch; None: each is one.
-        drop_last: a last batch with fewer is left out.
-        by_state: ask the dataset for its state after each batch.
+        batch_size: samples of a batch; None: each sample is a batch.
+        drop_last: skip a last batch with fewer samples.
+        by_state: return the dataset's state with each batch.
     """
 
     def __init__(
@@ -178,8 +181,8 @@ class StreamData(_Data):
 
     def prepare(self) -> Draws:
         if self._draws is None:
-            # Those of the dataset may decide its order: they are not seeded, but begin each epoch
-            # as they were given.
+            # The dataset's own generators may decide its order. They are not seeded, but begin
+            # each epoch in their initial states.
             self._draws, self._held = Draws(self._collate), Held(self.dataset)
             self._first_state = self._state()
         return self._draws
@@ -200,8 +203,8 @@ class StreamData(_Data):
 
     @contextlib.contextmanager
     def _own(self) -> Iterator[None]:
-        """Let generators that the dataset holds go on where the stream has left them, and put
-        them back for whoever else draws from them."""
+        """Continue the dataset's own generators from the stream's last state; put them back for
+        other users."""
         before = self._held.states()
         if self._held_states:
             self._held.put_back(self._held_states)
@@ -243,10 +246,10 @@ class StreamData(_Data):
         found = list(itertools.islice(self._samples, wanted))
         if len(found) < wanted:
             self._is_ended = True
-            self._samples = iter(())  # let go of what it holds
+            self._samples = iter(())  # release the exhausted iterator
             return [] if self._drop_last else found
         return found
 
     def _state(self) -> Any:
-        """Return the dataset's state; a copy, as it is sent to the training process later."""
+        """Return the dataset's state; a copy, since it is sent to the training process later."""
         return copy.deepcopy(self.dataset.state_dict()) if self._by_state else None

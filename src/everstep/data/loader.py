@@ -1,4 +1,4 @@
-"""A loader that is part of the state: it resumes in mid-epoch, and batches are the same again."""
+"""A loader that is part of the state: it resumes in mid-epoch, with the same batches."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ __all__ = ["ResumableLoader"]
 
 @dataclass(frozen=True, slots=True)
 class _Position:
-    """A place between two batches.
+    """A position between two batches.
 
     Attributes:
-        epoch: from 0 on.
-        begin: units of the epoch's order that were dealt before, among other numbers of ranks.
-        batch: batches of the epoch that the loop has, since then.
-        world: number of ranks among which the rest is dealt; None: not dealt yet.
-        order: digest of the epoch's order; None: it is not known.
+        epoch: from 0.
+        begin: units of the epoch's order that were divided before, among other numbers of ranks.
+        batch: batches of the epoch that the loop has had since then.
+        world: number of ranks among which the rest is divided; None: not divided yet.
+        order: digest of the epoch's order; None: unknown.
         streams: states of a dataset that is restored by its own state, by worker.
     """
 
@@ -51,12 +51,12 @@ class _Position:
 
     @property
     def is_start(self) -> bool:
-        """Whether it is the start of an epoch."""
+        """True at the start of an epoch."""
         return self.begin == self.batch == 0
 
 
 class ResumableLoader:
-    """A ``DataLoader``, or another iterable, that goes on after a resume where the loop was.
+    """A ``DataLoader``, or another iterable, that resumes where the loop was interrupted.
 
     ::
 
@@ -69,46 +69,47 @@ class ResumableLoader:
                     ...
                     ckpt.step()
 
-    Everything that is random about a batch depends on ``seed``, the epoch, the rank, and which
-    batch it is: the generators of Python, NumPy and torch, and those that the dataset, the sampler
-    and ``collate_fn`` hold, are seeded for it, in workers as in the training process, and put back
+    All randomness of a batch depends on ``seed``, the epoch, the rank, and the number of the batch:
+    the generators of Python, NumPy and torch, and those that the dataset, the sampler and
+    ``collate_fn`` hold, are seeded for it, in workers as in the training process, and put back
     afterwards. So neither a loop over the loader nor a resume draws from the generators of the
-    program. Batches that workers have made in advance do not count: the position is what the loop
-    has been given.
+    program. Batches that workers have made in advance do not count: the position is that of the
+    last batch given to the loop.
 
-    *Map-style datasets* are entered at the batch that is next. *Iterable datasets*, and other
-    iterables, are replayed up to there, in the workers, or restored with ``dataset_state=True``.
+    *Map-style datasets* continue at the next batch. *Iterable datasets*, and other iterables, are
+    replayed up to there, in the workers, or restored with ``dataset_state=True``.
 
-    *Epochs* advance by themselves when one ends. After a ``break`` the next loop begins the next
-    epoch, as a loop over a ``DataLoader`` begins another order; but a program that is resumed there
-    goes on in the epoch that it broke off. A loop that cuts epochs short calls
-    :meth:`set_epoch` for each.
+    *Epochs* advance by themselves at the end. After a ``break`` the next loop begins the next
+    epoch, as a loop over a ``DataLoader`` begins another order; but a program that resumes there
+    continues in the interrupted epoch. A loop that cuts epochs short calls :meth:`set_epoch` for
+    each.
 
-    *Ranks*: a ``DistributedSampler`` is taken as it is (its order, ``seed``, ``drop_last``), but
-    for its epoch, which is that of the loader. What any other sampler gives is dealt among the
-    ranks here, in turn, as a ``DistributedSampler`` deals: the last round is filled up from the
-    front of the epoch's order, or left out with ``drop_last``. A sampler that deals by itself is
-    known by an attribute ``num_replicas``, ``world_size`` or ``rank``. If another number of ranks
-    goes on in mid-epoch, what no rank has had is dealt anew. Of an iterable dataset each rank gets
-    what it gives there.
+    *Ranks*: a ``DistributedSampler`` is used as it is (its order, ``seed``, ``drop_last``), but
+    with the epoch of the loader. The output of any other sampler is divided among the ranks here,
+    in turn, as a ``DistributedSampler`` does: the last round is filled up from the front of the
+    epoch's order, or dropped with ``drop_last``. A sampler that divides by itself is detected by an
+    attribute ``num_replicas``, ``world_size`` or ``rank``. If another number of ranks continues in
+    mid-epoch, the samples that no rank has had are divided again. Of an iterable dataset each rank
+    gets its full output.
 
     Args:
         source: a ``DataLoader``; or an iterable that can be iterated again; or a function that
             returns one for each epoch.
-        seed: of all randomness.
-        rank, world: which rank of how many reads other data than the rest; those of
-            ``torch.distributed`` if it is initialised, else one alone.
+        seed: seed of all randomness.
+        rank: this rank, among ``world`` ranks that read different data; default: that of
+            ``torch.distributed`` if it is initialised, else 0.
+        world: number of these ranks; default: as for ``rank``.
         dataset_state: restore an iterable dataset by its own ``state_dict()``, which is saved, and
-            ``load_state_dict()``, instead of replaying it: quick, and exact if that is. (It is not
-            where a dataset of Hugging Face's shuffles in a buffer, which is refused.)
+            ``load_state_dict()``, instead of replaying it: fast, and as exact as these. (A dataset
+            of Hugging Face that shuffles in a buffer is not exact, and is refused.)
 
     Raises:
-        OptionError: for a source that cannot be entered again.
+        OptionError: the source cannot be iterated again.
 
     Attributes:
         source: as given.
         seed: as given.
-        everstep_restores_data: True; says to everstep that the order of data is restored by this.
+        everstep_restores_data: True; marks an object that restores the order of data.
     """
 
     everstep_restores_data = True
@@ -132,23 +133,23 @@ class ResumableLoader:
         self._given = None if rank is None or world is None else Place(rank, world)
         self._by_state = dataset_state
         self._position = _Position()
-        self._is_fresh = True  # nothing of what begins at the position has been given to the loop
+        self._is_fresh = True  # no batch after the position was given to the loop yet
         self._turn = 0  # which iteration may go on
-        self._parts: _Parts | None = None
+        self._machinery: _Machinery | None = None
         self._made_for: Place | None = None
 
     @property
     def epoch(self) -> int:
-        """The epoch that the loop is in, or begins next; from 0 on."""
+        """The current epoch of the loop, or the next one to begin; from 0."""
         return self._position.epoch
 
     def set_epoch(self, epoch: int) -> None:
-        """Say which epoch the next loop is to go through.
+        """Set the epoch of the next loop.
 
-        If that is the one that was restored, the loop goes on in it; any other begins at its start.
+        If it is the restored epoch, the loop continues in it; any other begins at its start.
 
         Raises:
-            OptionError: it is no whole number from 0 on.
+            OptionError: the epoch is not a whole number from 0 on.
         """
         if not is_int(epoch) or epoch < 0:
             raise OptionError(f"an epoch must be a whole number from 0 on, not {epoch!r}")
@@ -157,8 +158,8 @@ class ResumableLoader:
             self._go_to(_Position(int(epoch)))
 
     def _tell_of_rest(self, epoch: int) -> None:
-        """Warn where the rest of the epoch that was restored is given up, unless none may be left:
-        a program may count an epoch before ``ckpt.step()``."""
+        """Warn if the rest of the restored epoch is skipped, unless it may be empty: a program
+        may count an epoch before ``ckpt.step()``."""
         at = self._position
         if not (self._is_fresh and POSITIONS.restoring) or at.is_start:
             return
@@ -169,13 +170,13 @@ class ResumableLoader:
         if left or epoch != at.epoch + 1:
             POSITIONS.say(
                 f"resume() has restored batch {at.batch} of epoch {at.epoch} of a ResumableLoader, "
-                f"and set_epoch({epoch}) begins epoch {epoch} instead, which is right only where "
-                f"the program had broken off epoch {at.epoch}",
+                f"and set_epoch({epoch}) begins epoch {epoch} instead, which is right only if "
+                f"the program had cut epoch {at.epoch} short",
                 hint="begin the loop over epochs with loader.epoch",
             )
 
     def __len__(self) -> int:
-        """Return the number of batches that this rank has in a whole epoch.
+        """Return the number of batches that this rank has in a complete epoch.
 
         Raises:
             TypeError: the source has no length.
@@ -188,8 +189,8 @@ class ResumableLoader:
         return len(self.source)
 
     def __iter__(self) -> Iterator[Any]:
-        """Go through the rest of the epoch that was restored, or through the next one."""
-        # A step may draw before it asks for its batch, so this is looked at here and not there.
+        """Iterate over the rest of the restored epoch, or over the next one."""
+        # Check this now: a step may draw random numbers before it asks for its batch.
         return self._batches(moved=POSITIONS.moved)
 
     def _batches(self, *, moved: bool) -> Iterator[Any]:
@@ -235,10 +236,10 @@ class ResumableLoader:
         return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take a position: the next loop goes on there.
+        """Take a position: the next loop continues there.
 
         Raises:
-            StateError: it is one of other data; see :meth:`refusal`.
+            StateError: the position does not fit this loader; see :meth:`refusal`.
         """
         if reason := self.refusal(state):
             raise StateError(reason)
@@ -247,7 +248,7 @@ class ResumableLoader:
         self._go_to(_Position(**{name: state[name] for name in names}, streams=streams))
 
     def refusal(self, state: Any) -> str | None:
-        """Return why a position cannot be gone on from here, in words; None: it can."""
+        """Return the reason why this loader cannot continue from a position; None: it can."""
         try:
             fixed = {name: state[name] for name in (*self._made.fixed, "world", "order")}
             epoch, begin, batch, world = (
@@ -255,28 +256,29 @@ class ResumableLoader:
             )
             at = _Position(epoch, begin, batch, world)
         except (TypeError, ValueError, LookupError):
-            return "it holds no position of a ResumableLoader"
+            return "the saved state is not a position of a ResumableLoader"
         for name, mine in self._made.fixed.items():
             if fixed[name] != mine and not (name == "workers" and at.is_start):
                 saved = _words(name, fixed[name])
                 live = _words(name, mine)
-                return f"the position was saved with {saved}, here is {live}"
+                return f"the position was saved with {saved}, this loader has {live}"
         here = self._made.place.world
         if at.world != here and not at.is_start and not self._made.is_dealt_here:
             return (
-                f"epoch {at.epoch} was begun by {at.world} rank(s), here are {here}: in mid-epoch "
-                "only what this loader deals itself can be dealt to another number of ranks"
+                f"epoch {at.epoch} was begun by {at.world} rank(s), now there are {here}: in "
+                "mid-epoch only an order that this loader divides itself can be divided among "
+                "another number of ranks"
             )
         return None
 
     @property
-    def _made(self) -> _Parts:
-        """What the source is made into; late, as ranks are known late."""
+    def _made(self) -> _Machinery:
+        """The loader's machinery; made late, since ranks are known late."""
         place = self._place()
-        if self._parts is None or self._made_for != place:  # a job may be joined after len()
-            self._parts = _Parts.of(self.source, self.seed, place, self._by_state)
+        if self._machinery is None or self._made_for != place:  # a job may be joined after len()
+            self._machinery = _Machinery.of(self.source, self.seed, place, self._by_state)
             self._made_for = place
-        return self._parts
+        return self._machinery
 
     def _place(self) -> Place:
         if self._given is not None:
@@ -290,8 +292,8 @@ class ResumableLoader:
         self._is_fresh = True
         self._turn += 1
 
-    def _begin(self) -> tuple[_Parts, int, _Position, Order | None]:
-        """Begin an iteration: deal the rest of its epoch to the ranks that are here."""
+    def _begin(self) -> tuple[_Machinery, int, _Position, Order | None]:
+        """Begin an iteration: divide the rest of its epoch among the current ranks."""
         if not self._is_fresh:  # after a break
             self._go_to(_Position(self.epoch + 1))
         self._turn += 1
@@ -315,17 +317,19 @@ class ResumableLoader:
 
 
 @dataclass
-class _Parts:
-    """What a source is made into.
+class _Machinery:
+    """Machinery made from a source.
 
     Attributes:
-        place: which rank reads.
-        fixed: what a position is of no use without.
-        samplers: of a map-style dataset.
-        data: what makes the batches.
-        inner: carries the workers; None: there are none, and no ``DataLoader``.
-        tasks: what ``inner`` asks for.
-        workers: among which a stream is spread.
+        seed: seed of all randomness.
+        place: this rank.
+        fixed: values that must match for a position to be usable.
+        samplers: samplers of a map-style dataset.
+        data: dataset that makes the batches.
+        inner: loader that runs the workers; None: there are none, and no ``DataLoader``.
+        tasks: sampler of ``inner``.
+        workers: number of workers that share a stream.
+        user_init: the user's ``worker_init_fn``.
     """
 
     seed: int
@@ -339,7 +343,7 @@ class _Parts:
     user_init: Callable[[int], object] | None = None
 
     @classmethod
-    def of(cls, source: Any, seed: int, place: Place, by_state: bool) -> _Parts:
+    def of(cls, source: Any, seed: int, place: Place, by_state: bool) -> _Machinery:
         if not _is_entered(source):
             length = len(source) if isinstance(source, Sized) else None
             fixed = {"kind": "iterable", "seed": seed, "length": length}
@@ -386,16 +390,16 @@ class _Parts:
 
     @property
     def is_dealt_here(self) -> bool:
-        """Whether the rest of an epoch can be dealt to another number of ranks."""
+        """True if the rest of an epoch can be divided among another number of ranks."""
         return self.samplers is not None and not self.samplers.deals_itself
 
     def order(self, epoch: int) -> Order | None:
-        """Return the order of an epoch; None: a stream has it."""
+        """Return the order of an epoch; None for a stream."""
         set_epoch_of(self.data.dataset, epoch)
         return None if self.samplers is None else self.samplers.order(self.seed, epoch)
 
     def begin(self, run: int, at: _Position, order: Order | None) -> Iterator[Batch]:
-        """Begin to make batches from a position on; void ones are made for workers' turns."""
+        """Begin to make batches from a position on; void tasks keep the order of workers."""
         key = (self.seed, self.place.rank, at.begin)
         before = range(at.batch - self.voids(at), at.batch)
         voids = [Task(run, at.epoch, n, key, is_void=True) for n in before]
@@ -416,8 +420,8 @@ class _Parts:
         return iter(self.inner)
 
     def voids(self, at: _Position) -> int:
-        """Return how many tasks keep the workers' turns, so that each batch comes from the worker
-        that it would have come from."""
+        """Return the number of void tasks that make each batch come from the same worker as
+        without a resume."""
         return at.batch % self.workers
 
     def _of_stream(self, run: int, at: _Position, key: tuple[int, ...]) -> Iterator[Task]:
@@ -428,10 +432,10 @@ class _Parts:
 
 
 class _Tasks:
-    """The sampler of the ``DataLoader`` that carries the workers.
+    """Sampler of the ``DataLoader`` that runs the workers.
 
     Attributes:
-        wanted: what it gives when it is iterated.
+        wanted: tasks to give when it is iterated.
     """
 
     def __init__(self) -> None:
@@ -451,12 +455,12 @@ class _Again:
         return iter(self._source if hasattr(self._source, "__iter__") else self._source())
 
     def set_epoch(self, epoch: int) -> None:
-        """Tell the iterable the epoch, if it wants to know it."""
+        """Set the epoch of the iterable, if it has a ``set_epoch``."""
         set_epoch_of(self._source, epoch)
 
 
 def _is_entered(source: object) -> bool:
-    """Return whether a source is a ``DataLoader`` that is iterated as torch's is."""
+    """Return True for a ``DataLoader`` that is iterated as torch's is."""
     kind = type(source)
     return isinstance(source, DataLoader) and all(
         getattr(kind, name) is getattr(DataLoader, name) for name in ("__iter__", "_get_iterator")
@@ -464,7 +468,7 @@ def _is_entered(source: object) -> bool:
 
 
 def _refuse(source: Any, dataset_state: bool) -> None:
-    """Refuse what cannot be entered again."""
+    """Refuse a source that cannot be iterated again."""
     name = type(source).__name__
     again = "give a function that returns a new one for each epoch"
     if isinstance(source, Iterator):

@@ -1,7 +1,7 @@
-"""The order of an epoch: what the samplers of a ``DataLoader`` give, and how ranks share it.
+"""Order of an epoch: the output of a ``DataLoader``'s samplers, and its division among ranks.
 
-A sampler is asked once for each epoch, under generators seeded by the epoch, and what it gives is
-dealt among the ranks here. So the order can be entered anywhere, by any number of ranks.
+A sampler is asked once for each epoch, with generators seeded by the epoch, and its output is
+divided among the ranks here. So the order can be entered at any place, by any number of ranks.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ from everstep.errors import StateError
 
 __all__ = ["Order", "Place", "Samplers", "set_epoch_of"]
 
-_SHARDED = ("num_replicas", "world_size", "rank")  # what samplers that deal by themselves have
+_SHARDED = ("num_replicas", "world_size", "rank")  # attributes of samplers that divide by ranks
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Which one of how many ranks.
+    """One rank of several.
 
     Attributes:
-        rank: from 0 on.
-        world: how many there are.
+        rank: from 0.
+        world: number of ranks.
     """
 
     rank: int
@@ -43,14 +43,14 @@ class Place:
 
 
 def set_epoch_of(target: object, epoch: int) -> None:
-    """Tell an object the epoch, if it has a ``set_epoch``."""
+    """Set the epoch of an object, if it has a ``set_epoch``."""
     tell = getattr(target, "set_epoch", None)
     if callable(tell):
         tell(epoch)
 
 
 def _is_sharded(sampler: object) -> bool:
-    """Return whether a sampler, or one within it, gives each rank a share of its own."""
+    """Return True if a sampler, or one inside of it, divides its samples among ranks itself."""
     while sampler is not None:
         if any(hasattr(sampler, name) for name in _SHARDED):
             return True
@@ -59,18 +59,20 @@ def _is_sharded(sampler: object) -> bool:
 
 
 class Samplers:
-    """The sampler of a ``DataLoader`` over a map-style dataset, and how its batches are made.
+    """Sampler of a ``DataLoader`` over a map-style dataset, and the way its batches are made.
 
-    Units are what is dealt among ranks: indices of samples, or whole batches where a sampler of
-    batches makes them in a way of its own.
+    Units are divided among ranks: indices of samples, or whole batches if a batch sampler makes
+    them in its own way.
 
     Args:
-        loader: the user's.
-        place: which rank this is, unless the sampler says so itself.
+        loader: the user's loader.
+        place: this rank, unless the sampler has its own.
 
     Attributes:
-        place: which rank the order is dealt for.
-        deals_itself: the sampler gives this rank's share, and nobody else's is known.
+        sampler: the sampler that gives the units.
+        place: the rank that the order is divided for.
+        deals_itself: the sampler gives this rank's share only; the shares of other ranks are
+            unknown.
     """
 
     def __init__(self, loader: DataLoader[Any], place: Place) -> None:
@@ -83,7 +85,7 @@ class Samplers:
             self.sampler = loader.sampler if batches is None else batches
             self._size = None
             self._drops = False
-        self._evenly = self._drops  # no share is padded: all but whole rounds is left out
+        self._evenly = self._drops  # shares are not padded: an incomplete last round is dropped
         self._told = (self.sampler, batches, getattr(batches, "sampler", None))
         self._spread = isinstance(self.sampler, DistributedSampler) and (
             type(self.sampler).__iter__ is DistributedSampler.__iter__
@@ -100,7 +102,7 @@ class Samplers:
         return self._size or 1
 
     def __len__(self) -> int:
-        """Return the number of batches that one rank has in a whole epoch.
+        """Return the number of batches that one rank has in a complete epoch.
 
         Raises:
             TypeError: the sampler has no length.
@@ -139,21 +141,22 @@ class Samplers:
         return True
 
     def _share(self, units: int) -> int:
-        """Return how many of so many units one rank gets."""
+        """Return the number of units of one rank."""
         world = self.place.world
         return units // world if self._evenly else -(-units // world)
 
     def _count(self, units: int) -> int:
-        """Return the number of batches of so many units of one rank."""
+        """Return the number of batches in a number of units of one rank."""
         return units // self.step if self._drops else -(-units // self.step)
 
     def left_after(self, units: int, begin: int, batches: int, world: int) -> int:
-        """Return where the units begin that none of ``world`` ranks has had.
+        """Return the first unit that none of ``world`` ranks has had.
 
         Args:
-            units: of the whole epoch.
-            begin: of those that were dealt among them.
-            batches: that each of them has had.
+            units: number of units of the epoch.
+            begin: first of the units that were divided among these ranks.
+            batches: number of batches that each of them has had.
+            world: number of these ranks.
         """
         dealt = units - begin
         share = dealt // world if self._evenly else -(-dealt // world)
@@ -162,9 +165,12 @@ class Samplers:
         return begin + batches * self.step * world
 
     def deal(self, units: Sequence[Any], begin: int) -> Sequence[Any]:
-        """Return this rank's share of the units from ``begin`` on, as ``DistributedSampler``
-        deals: in turn, the last round filled up from the front of the epoch's order (or left out
-        with ``drop_last``), so that all ranks have as many."""
+        """Return this rank's share of the units from ``begin`` on, divided as by
+        ``DistributedSampler``.
+
+        Ranks take turns; the last round is filled up from the front of the epoch's order, or
+        dropped with ``drop_last``, so that all ranks have the same number.
+        """
         if self.deals_itself or self.place.world == 1:
             return units[begin:] if begin else units
         rest = units[begin:]
@@ -177,7 +183,7 @@ class Samplers:
         return [*mine, units[missing % len(units)]]
 
     def deal_lazily(self, units: Iterator[Any], begin: int) -> Iterator[Any]:
-        """Yield this rank's share of units that are not known to end."""
+        """Yield this rank's share of units without a known end."""
         skipped = itertools.islice(units, begin, None)
         world = 1 if self.deals_itself else self.place.world
         rank = 0 if self.deals_itself else self.place.rank
@@ -195,7 +201,7 @@ class Samplers:
                 yield list(batch)
 
     def batches_lazily(self, units: Iterator[Any], first: int) -> Iterator[Any]:
-        """Yield the same of units that are not known to end."""
+        """Yield the same from units without a known end."""
         if self._size is None:
             yield from itertools.islice(units, first, None)
             return
@@ -205,7 +211,7 @@ class Samplers:
                 yield batch
 
     def lazily(self, *key: int | str) -> Iterator[Any]:
-        """Yield what the sampler gives, drawn from generators that nobody else draws from."""
+        """Yield the sampler's output, drawn from generators of its own."""
         draws = Draws(self.sampler)
         with draws.under(*key):
             units = iter(self.sampler)
@@ -222,11 +228,12 @@ class Samplers:
 
 
 class Order:
-    """The order of one epoch.
+    """Order of one epoch.
 
     Args:
-        samplers: where it comes from.
-        units: all that are dealt; None: they are not known to end, and are drawn under ``key``.
+        samplers: the samplers that give it.
+        units: all units of the epoch; None: they have no known end, and are drawn under ``key``.
+        key: key of the random numbers.
     """
 
     def __init__(
@@ -238,7 +245,7 @@ class Order:
 
     @property
     def digest(self) -> str | None:
-        """A digest of the order, by which it is known again; None: it is not known to end."""
+        """Digest that identifies the order; None: it has no known end."""
         units = self._units
         if units is None:
             return None
@@ -249,18 +256,18 @@ class Order:
         return hashlib.blake2b(data, digest_size=8).hexdigest()
 
     def left_after(self, begin: int, batches: int, world: int) -> int:
-        """Return where the units begin that none of ``world`` other ranks has had.
+        """Return the first unit that none of ``world`` other ranks has had.
 
         Raises:
-            StateError: nobody but the sampler knows what the others have had.
+            StateError: only the sampler knows the shares of other ranks.
         """
         samplers = self._samplers
         if samplers.deals_itself:
             raise StateError(
-                f"the epoch was begun by {world} rank(s), here are {samplers.place.world}, and "
-                f"{type(samplers.sampler).__name__} deals samples by itself: what is left of the "
-                "epoch cannot be dealt anew",
-                hint="go on with as many ranks, or begin an epoch with set_epoch()",
+                f"the epoch was begun by {world} rank(s), now {samplers.place.world}, and "
+                f"{type(samplers.sampler).__name__} divides samples by itself: the rest of the "
+                "epoch cannot be divided again",
+                hint="continue with the same number of ranks, or begin an epoch with set_epoch()",
             )
         if self._units is None:
             return begin + batches * samplers.step * world
@@ -270,8 +277,8 @@ class Order:
         """Yield the indices of this rank's batches.
 
         Args:
-            begin: of the units that are dealt.
-            first: the batch, of those, to begin with.
+            begin: first of the units to divide.
+            first: first batch of these.
         """
         samplers = self._samplers
         if self._units is None:

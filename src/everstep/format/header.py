@@ -24,19 +24,19 @@ from everstep.state.layout.replica_digest import ReplicaDigest
 from everstep.state.layout.shards import Placed, ShardLayout, at_lsn
 
 __all__ = [
-    "HEADER_ROOM_BYTES_MAX",
+    "HEADER_BYTES_MAX",
     "LENGTH_BYTES",
     "METADATA_KEY",
     "ShardHeader",
     "ShardIdentity",
     "decode_header",
     "encode_header",
-    "header_room_bytes",
+    "header_size_bytes",
 ]
 
 LENGTH_BYTES = 8
 METADATA_KEY = "everstep"
-HEADER_ROOM_BYTES_MAX = 100_000_000
+HEADER_BYTES_MAX = 100_000_000
 _DIMENSIONS_MAX = 64
 _SIZE_MAX = (1 << 63) - 1
 
@@ -99,7 +99,7 @@ def encode_header(
     return struct.pack("<Q", room_bytes - LENGTH_BYTES) + text + b" " * padding
 
 
-def header_room_bytes(
+def header_size_bytes(
     identity: ShardIdentity,
     placed: Sequence[Placed],
     object_names: Sequence[str],
@@ -119,7 +119,7 @@ def header_room_bytes(
     guess = [*known, *unknown]
     text = _header_json(identity, guess, ["0" * DIGEST_CHARS] * len(guess), aliases)
     room = -(-(LENGTH_BYTES + len(text)) // DIRECT_ALIGNMENT_BYTES) * DIRECT_ALIGNMENT_BYTES
-    assert room <= HEADER_ROOM_BYTES_MAX, "shards are split before the header grows this large"
+    assert room <= HEADER_BYTES_MAX, "shards are split before the header grows this large"
     return room
 
 

@@ -25,7 +25,7 @@ import numpy as np
 
 from everstep.errors import DamageError, FormatError
 from everstep.format.digests import digest
-from everstep.format.header import ShardIdentity, header_room_bytes
+from everstep.format.header import ShardIdentity, header_size_bytes
 from everstep.format.names import shard_name
 from everstep.format.plan import ShardPlan
 from everstep.state.layout.entries import DTYPE_BYTES, Entry
@@ -46,7 +46,7 @@ __all__ = [
     "pack_index",
     "plan_segment",
     "record_digest",
-    "records_of_pack",
+    "records_of_packed",
     "records_of_segment",
 ]
 
@@ -177,7 +177,7 @@ def plan_segment(
             sources[entry.name] = record.data[begin:end]
     index = pack_index(records)
     (layout,) = plan_shards(entries, header_bytes_max=1 << 62)
-    room_bytes = header_room_bytes(identity, layout.placed, [LOG_OBJECT], {})
+    room_bytes = header_size_bytes(identity, layout.placed, [LOG_OBJECT], {})
     plan = ShardPlan(shard_name(identity.rank), layout, {}, room_bytes, len(index))
     return plan, SegmentBody(layout, sources, index)
 
@@ -288,7 +288,7 @@ def heads_of(timeline: int, data: bytes, path: PurePath) -> tuple[RecordHead, ..
         raise FormatError(f"{path}: not a segment of a log: {error!r}", path=path) from error
 
 
-def records_of_pack(
+def records_of_packed(
     timeline: int, index: bytes, data: memoryview, offsets: Sequence[int], path: PurePath
 ) -> list[LogRecord]:
     """Records whose data lie at ``offsets`` of ``data``; not verified.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from everstep.format.header import ShardIdentity, header_room_bytes
+from everstep.format.header import ShardIdentity, header_size_bytes
 from everstep.format.names import shard_name
 from everstep.state.layout.entries import Entry
 from everstep.state.layout.shards import ShardLayout, plan_shards
@@ -100,5 +100,5 @@ def plan_files(
             static=part > ends_with_objects,
         )
         about = shard.identity_in(identity), layout.placed, list(objects), mine
-        shards.append(replace(shard, room_bytes=header_room_bytes(*about)))
+        shards.append(replace(shard, room_bytes=header_size_bytes(*about)))
     return tuple(shards)

@@ -11,11 +11,11 @@ import json
 import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
+from json.encoder import encode_basestring_ascii
 from pathlib import PurePath
 from typing import Any
 
 from everstep.errors import DamageError, FormatError, NewerFormatError
-from everstep.format.canonical import canonical, rows_of
 from everstep.format.digests import DIGEST_CHARS, digest
 from everstep.format.header import ShardIdentity
 from everstep.format.names import FORMAT_VERSION, parse_shard
@@ -30,8 +30,52 @@ __all__ = [
     "Marker",
     "RunRecord",
     "TimelineRecord",
+    "canonical",
     "manifest_of",
+    "rows_of",
 ]
+
+_encode_scalar = json.JSONEncoder(allow_nan=False).encode
+_MARGIN = "\n "
+
+
+def rows_of(fields: Mapping[str, Any]) -> dict[str, str]:
+    """Each field as it is written, by name.
+
+    Raises:
+        ValueError: a number is none.
+        RecursionError: it is too deep.
+    """
+    return {
+        name: f"{encode_basestring_ascii(name)}: {_encode_value(value, _MARGIN)}"
+        for name, value in fields.items()
+    }
+
+
+def canonical(rows: Mapping[str, str]) -> bytes:
+    """The JSON of the fields with these rows, of which there is at least one."""
+    body = f",{_MARGIN}".join([rows[name] for name in sorted(rows)])
+    return f"{{{_MARGIN}{body}\n}}\n".encode("ascii")
+
+
+def _encode_value(value: Any, margin: str) -> str:
+    """A value, behind whose beginning lines begin with ``margin``."""
+    kind = type(value)
+    if kind is str:
+        return encode_basestring_ascii(value)
+    if kind is int:
+        return repr(value)
+    if not value or kind not in (dict, list, tuple):
+        return _encode_scalar(value)
+    inner = margin + " "
+    if kind is dict:
+        rows = [
+            f"{encode_basestring_ascii(name)}: {_encode_value(value[name], inner)}"
+            for name in sorted(value)
+        ]
+        return f"{{{inner}{f',{inner}'.join(rows)}{margin}}}"
+    return f"[{inner}{f',{inner}'.join([_encode_value(item, inner) for item in value])}{margin}]"
+
 
 RECORD_BYTES_MAX = 64 << 20
 VERDICTS = ("equal", "different", "unchecked")

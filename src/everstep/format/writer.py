@@ -56,7 +56,7 @@ class ChunkRing:
         self.threads = IoThreads(writers, "everstep-io")
         self.copied = IoThreads(min(writers, _COPIED_MAX), "everstep-write")
 
-    def take_free(self) -> Block | None:
+    def try_take(self) -> Block | None:
         """A chunk that nobody has, if there is one. Whoever holds chunks already takes no more
         than that: two that wait for each other's would wait for ever."""
         with self._changed:

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from everstep.commit.lineage import BaseId
-from everstep.commit.peers import peer_of
+from everstep.commit.peer_copies import peer_of
 from everstep.errors import KeeperError
 
 __all__ = ["JobSession", "mailbox_error"]
@@ -73,6 +73,7 @@ class JobSession:
             fields["again"],
             tuple(fields["lost"]),
             tuple(fields["nodes"]),
+            fields["unread"],
         )
 
 

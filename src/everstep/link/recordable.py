@@ -150,7 +150,7 @@ class ReplacedTensors:
     """Detects tensors that were put in place of those that replay would update.
 
     Loading a state or swapping parameters does that; torch's own optimizers update in place. (For
-    values written in place see :mod:`.untold`.)
+    values written in place see :mod:`.untracked_writes`.)
 
     Args:
         state: state whose optimizers are watched.
@@ -346,7 +346,7 @@ def refuse_optimizers(state: State, log: str) -> None:
             leaves=tuple(found),
             hint='method="lazy" needs no log',
         )
-    if unsaved := {**state.unsaved_frozen, **state.unsaved}:
+    if unsaved := {**state.coverage.unsaved_frozen, **state.coverage.unsaved}:
         key, names = next(iter(unsaved.items()))
         raise UnsupportedStateError(
             f"the updates of {key!r} cannot be replayed from a log: {len(names)} parameter(s) that "

@@ -22,7 +22,7 @@ from everstep.link.messages import PROTOCOL
 from everstep.link.registry import KeeperInfo, keepers_of
 from everstep.link.spawn import connect
 from everstep.link.wire import Connection
-from everstep.restore.fetch.held import Recalled
+from everstep.restore.fetch.held import KeeperContents
 from everstep.seams.files.filesystem import FileSystem
 from everstep.seams.network.sockets import close_descriptors
 
@@ -44,7 +44,7 @@ class KeeperMemory:
         trainer: id of the process being served; None if there is none.
     """
 
-    recalled: Recalled
+    recalled: KeeperContents
     pending: BaseId | None = None
     trainer: int | None = None
 

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from everstep.commit.lineage import BaseId, left_at, of_no_use
+from everstep.commit.lineage import BaseId, describe_abandoned, describe_unused
 from everstep.config.given import is_int, named
 from everstep.errors import EverstepError, OptionError, RecoveryError, StorageError
 from everstep.format.writer import ChunkRing
@@ -216,7 +216,7 @@ def peek(path: str | os.PathLike[str] | TierOptions) -> Peek:
     trainer = next((one.trainer for one in memory.values() if one.trainer is not None), None)
     if not points:
         left = [base.id for base in present.inventory.bases]
-        note = of_no_use(left, present.inventory.branches)
+        note = describe_unused(left, present.inventory.branches)
         problems += [] if note is None else [note]
         base = None
         end = BaseId(0, 0)
@@ -435,7 +435,9 @@ def _history_notes(
 ) -> list[str]:
     """Return notes about the position of the state in the history."""
     if step is not None:
-        note = left_at(BaseId(rebuilt.timeline, rebuilt.step), present.inventory.branches)
+        note = describe_abandoned(
+            BaseId(rebuilt.timeline, rebuilt.step), present.inventory.branches
+        )
         return [] if note is None else [note]
     found = _passed_over_note(present, rebuilt.base)
     chain = best.chain

@@ -25,11 +25,11 @@ from everstep.errors import (
 from everstep.format.log import NOT_EXACT
 from everstep.format.names import base_dir
 from everstep.format.records import Manifest, Marker
-from everstep.restore.fetch.held import HeldBase, Recalled
+from everstep.restore.fetch.held import HeldBase, KeeperContents
 from everstep.restore.fetch.peer_copy import files_over
 from everstep.restore.log.reach import Reachable, nothing_restorable, reachable
-from everstep.restore.offline.logged import RunLog
 from everstep.restore.offline.rebuild import Rebuilder, Rebuilt
+from everstep.restore.offline.run_log import RunLog
 from everstep.restore.start.missing_sections import missing_sections
 from everstep.run.audits import audit_of, describe_audit
 from everstep.run.candidates import Candidates, Skipped
@@ -103,7 +103,9 @@ class RunView:
     lacking: Mapping[BaseId, str] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, filesystem: FileSystem, run: PurePath, memory: Mapping[int, Recalled]) -> RunView:
+    def of(
+        cls, filesystem: FileSystem, run: PurePath, memory: Mapping[int, KeeperContents]
+    ) -> RunView:
         """Scan the run.
 
         Args:
@@ -324,7 +326,7 @@ class _NotReplayedError(Exception):
 
 
 def _bases_in(
-    memory: Mapping[int, Recalled], inventory: Inventory
+    memory: Mapping[int, KeeperContents], inventory: Inventory
 ) -> tuple[list[BaseFound], dict[PurePath, ReadFile]]:
     """Return the bases that are complete only with files in memory, and these files."""
     there = {base.id: base for base in inventory.bases}

@@ -16,7 +16,7 @@ from everstep.replay.packed import Gradient
 from everstep.replay.updates import Update
 from everstep.state.values.tensors import same_strides
 
-__all__ = ["Checks", "check_order", "widens"]
+__all__ = ["Checks", "check_order", "is_widening"]
 
 
 def check_order(updates: Sequence[Update], *, after: int | None, key: str | None) -> None:
@@ -141,7 +141,7 @@ class Checks:
                 f"gradient of {name!r} has shape {list(gradient.shape)}, "
                 f"the parameter {list(parameter.shape)}"
             )
-        if not widens(gradient.dtype, parameter.dtype):
+        if not is_widening(gradient.dtype, parameter.dtype):
             return f"gradient of {name!r} is {gradient.dtype}, the parameter {parameter.dtype}"
         wanted = torch.sparse_coo if self.kind is SparseAdam else torch.strided
         if gradient.layout != wanted:
@@ -149,7 +149,7 @@ class Checks:
         return None
 
 
-def widens(narrow: torch.dtype, wide: torch.dtype) -> bool:
+def is_widening(narrow: torch.dtype, wide: torch.dtype) -> bool:
     """Whether every value of ``narrow`` is one of ``wide``: a log may leave out low bits that
     are zero."""
     if narrow == wide:

@@ -26,12 +26,11 @@ from everstep.replay.exactness import (
     thread_dependence,
     variant_of,
 )
-from everstep.replay.forms import KINDS
-from everstep.replay.fused.alike import Kernel
+from everstep.replay.functional import KINDS
 from everstep.replay.fused.blocked import Blocked
-from everstep.replay.fused.slices import Sliced
-from everstep.replay.own import build, set_options, step_over
-from everstep.replay.proof import (
+from everstep.replay.fused.slices import Kernel, Sliced
+from everstep.replay.optimizer_step import build, set_options, step_over
+from everstep.replay.self_test import (
     blocked_is_exact,
     compiled_is_exact,
     kernel_for,

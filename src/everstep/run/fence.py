@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import PurePath
 
-from everstep.commit.lineage import fenced_off
+from everstep.commit.lineage import fenced_error
 from everstep.errors import EverstepError, FencedError
 from everstep.format.names import TIMELINE_RECORD, timeline_dir
 from everstep.format.reader import read_record_bytes
@@ -76,7 +76,7 @@ class Fence:
         newest = self.newest()
         if newest > self.timeline:
             who = _opened_by(self._filesystem, self._run, newest)
-            raise fenced_off(self.timeline, newest, who=who, path=self._run)
+            raise fenced_error(self.timeline, newest, who=who, path=self._run)
 
 
 def _opened_by(filesystem: FileSystem, run: PurePath, timeline: int) -> str:

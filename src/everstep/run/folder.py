@@ -8,8 +8,8 @@ import re
 import uuid
 from pathlib import PurePath
 
-from everstep.commit.job.nothing import way_back
-from everstep.commit.lineage import BaseId, had_steps
+from everstep.commit.job.offers import recovery_hint
+from everstep.commit.lineage import BaseId, describe_missing_steps
 from everstep.errors import OptionError, StateError
 from everstep.format.names import RUN_RECORD
 from everstep.format.records import RunRecord
@@ -100,11 +100,11 @@ def refuse_unresumed(filesystem: FileSystem, run: PurePath, held: BaseId | None)
             path=unreachable.path,
             hint=unreachable.hint,
         )
-    if had := had_steps(inventory.timelines, inventory.branches):
+    if had := describe_missing_steps(inventory.timelines, inventory.branches):
         raise StateError(
             f"{had}, and resume() was not called: training would silently start over",
             path=run,
-            hint=way_back(),
+            hint=recovery_hint(),
         )
     return inventory
 

@@ -1,4 +1,4 @@
-"""What a tier must do to be one: checks that any implementation of the contract can be put to.
+"""Checks of the contract of a tier, for any implementation.
 
 Each check of :data:`CHECKS` is a function that gets a :class:`Place` and raises
 ``AssertionError`` where the contract (:mod:`everstep.tiers.contract`) is broken. They need no
@@ -72,7 +72,7 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a tier is, and how to get at it.
+    """A tier under test, and access to it.
 
     Attributes:
         open: a handle; each further one sees what the others wrote. For what exists only as
@@ -89,7 +89,7 @@ Check = Callable[[Place], None]
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """How one check went.
+    """Result of one check.
 
     Attributes:
         problem: None if all is well, else where and why not.
@@ -145,7 +145,7 @@ def large_objects_come_back_whole(place: Place) -> None:
 
 
 def ranges_are_half_open(place: Place) -> None:
-    """From an offset as many bytes as there are; none behind the end."""
+    """A read from an offset returns the bytes up to the end; none after the end."""
     tier, prefix = _open(place)
     data = bytes_of(10_000)
     tier.put(f"{prefix}/ranges", source_of(data))
@@ -154,8 +154,8 @@ def ranges_are_half_open(place: Place) -> None:
         for begin, length in ((0, 1), (0, 10_000), (1, 4096), (9_999, 1), (5_000, 5_000)):
             assert read_range(file, begin, length) == data[begin : begin + length], (begin, length)
         assert read_range(file, 9_990, 100) == data[9_990:], "a range over the end is cut there"
-        assert read_range(file, 10_000, 10) == b"", "there is nothing behind the end"
-        assert read_range(file, 10_500, 10) == b"", "there is nothing behind the end"
+        assert read_range(file, 10_000, 10) == b"", "there is nothing after the end"
+        assert read_range(file, 10_500, 10) == b"", "there is nothing after the end"
         assert read_range(file, 3, 5) == data[3:8], "a range may be read again, and in any order"
     finally:
         file.close()

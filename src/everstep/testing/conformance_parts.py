@@ -1,4 +1,4 @@
-"""What the checks of tiers are made of: sources, some of which break, and work done at once."""
+"""Helpers of the checks: sources, some of which fail, and concurrent work."""
 
 from __future__ import annotations
 
@@ -27,18 +27,18 @@ __all__ = [
 ]
 
 WRITERS = 8
-"""How many write at once."""
+"""Number of concurrent writers."""
 
 _T = TypeVar("_T")
 _TIMEOUT_S = 60.0
 
 
 class BrokenError(Exception):
-    """Of a source, not of a tier."""
+    """Error of a source, not of a tier."""
 
 
 class BrokenSource:
-    """A source that breaks behind its middle."""
+    """A source that fails after its middle."""
 
     def __init__(self, size_bytes: int) -> None:
         self.size_bytes = size_bytes
@@ -64,19 +64,19 @@ class ShortSource:
 
 
 def bytes_of(size: int, seed: int = 0) -> bytes:
-    """Bytes of which no two ranges are alike."""
+    """Return bytes of which no two ranges are equal."""
     words = -(-size // 8)
     start = (seed + 1) << 40
     return b"".join((start + n).to_bytes(8, "big") for n in range(words))[:size]
 
 
 def source_of(data: bytes) -> ReadFile:
-    """A source of these bytes."""
+    """Return a source of these bytes."""
     return MemoryFile([memoryview(data)])
 
 
 def read_object(tier: Tier, name: str) -> bytes:
-    """All bytes of an object."""
+    """Return all bytes of an object."""
     file = tier.open(name)
     try:
         return read_whole(file, name)
@@ -85,7 +85,7 @@ def read_object(tier: Tier, name: str) -> bytes:
 
 
 def read_or_none(tier: Tier, name: str) -> bytes | None:
-    """The same; None: it is not there."""
+    """Return all bytes of an object; None if it does not exist."""
     try:
         return read_object(tier, name)
     except FileNotFoundError:
@@ -93,14 +93,14 @@ def read_or_none(tier: Tier, name: str) -> bytes | None:
 
 
 def read_range(file: ReadFile, begin: int, length: int) -> bytes:
-    """So many bytes from an offset on, or as many as there are."""
+    """Return ``length`` bytes from an offset on, or fewer at the end."""
     buffer = bytearray(length)
     got = file.read_into(memoryview(buffer), begin)
     return bytes(buffer[:got])
 
 
 def raised_by(call: Callable[[], object]) -> BaseException | None:
-    """What a call raises, if it does."""
+    """Return the exception that a call raises, or None."""
     try:
         call()
     except Exception as error:
@@ -109,7 +109,7 @@ def raised_by(call: Callable[[], object]) -> BaseException | None:
 
 
 def creating(tiers: list[Tier], name: str, start: threading.Barrier) -> Callable[[int], bool]:
-    """A writer that creates one name, when all others are ready to, too."""
+    """Return a writer that creates one name as soon as all other writers are ready to do it."""
 
     def create(number: int) -> bool:
         start.wait(_TIMEOUT_S)
@@ -119,7 +119,7 @@ def creating(tiers: list[Tier], name: str, start: threading.Barrier) -> Callable
 
 
 def at_once(work: Callable[[int], _T]) -> list[_T]:
-    """What ``work(0)`` to ``work(7)`` return, run in threads at the same time."""
+    """Run ``work(0)`` to ``work(7)`` in concurrent threads; return their results."""
     results: dict[int, _T] = {}
     errors: list[BaseException] = []
 

@@ -1,6 +1,6 @@
-"""A slow link, emulated: for experiments on machines without a device.
+"""An emulated link between device and host, for experiments on machines without a device.
 
-Whatever is measured through it says so; nothing chooses it by itself.
+Figures that are measured with it are marked as emulated; it is never chosen automatically.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ __all__ = ["EmulatedLink"]
 
 
 class EmulatedLink(CpuLane):
-    """A CPU lane that copies no faster than a link of the given bandwidth would.
+    """A CPU lane that copies no faster than a link of the given bandwidth.
 
-    The link is busy from when a copy was issued, or the one before it has ended, for as long as its
-    bytes take; that a thread wakes up late makes the copies behind it no later. What is under way
-    is not interrupted, and copies keep the order of any CPU lane; but a mark, for which training
-    stands still, goes before those that were submitted: it waits for one batch of them at most.
+    A copy occupies the link from its issue, or from the end of the previous copy, for as long as
+    its bytes take. A thread that wakes up late does not delay later copies. Copies are not
+    interrupted and keep the order of any CPU lane, except for a step mark: training waits for it,
+    so it overtakes submitted copies and waits for one batch of them at most.
 
     Args:
-        bytes_per_s: of the link.
+        bytes_per_s: bandwidth of the link.
     """
 
     _in_runs = False
@@ -35,16 +35,16 @@ class EmulatedLink(CpuLane):
         super().__init__()
         self._bytes_per_s = bytes_per_s
         self._lock = Condition()
-        self._marks = 0  # that go before what was submitted
-        self._free_s = 0.0  # the link is, from then on
+        self._marks = 0  # marks that overtake submitted copies
+        self._free_s = 0.0  # end of the last copy on the link
 
-    def mark(self, batches: Sequence[Batch], block: torch.Tensor) -> None:
+    def copy_now(self, batches: Sequence[Batch], block: torch.Tensor) -> None:
         with self._lock:
             self._marks += 1
         try:
             for batch in batches:
                 end_s = self._busy_until(batch, time.monotonic())
-                super().mark([batch], block)
+                super().copy_now([batch], block)
                 _sleep_until(end_s)
         finally:
             with self._lock:
@@ -56,6 +56,7 @@ class EmulatedLink(CpuLane):
 
     def _copy(self, batch: Batch, block: torch.Tensor) -> None:
         with self._lock:
+            # A mark blocks training: submitted copies wait until it is done.
             self._lock.wait_for(lambda: not self._marks)
             end_s = self._busy_until(batch, self._issued_s)
         super()._copy(batch, block)
@@ -63,6 +64,7 @@ class EmulatedLink(CpuLane):
 
     def _busy_until(self, batch: Batch, issued_s: float) -> float:
         with self._lock:
+            # From the time of issue, not of now: a late wake-up does not slow the link down.
             start_s = max(self._free_s, issued_s)
             self._free_s = start_s + (batch.end - batch.begin) / self._bytes_per_s
             return self._free_s

@@ -1,10 +1,9 @@
-"""A tier on which everything goes wrong that goes wrong with object stores.
+"""A tier with the faults of object stores.
 
-:class:`FaultyTier` stands before another tier and lets :class:`TierFault`\\ s happen at numbered
-operations, deterministically: the same calls and faults give the same story, and
-:meth:`FaultyTier.seeded` draws faults from a seed. Behind a
-:class:`~everstep.tiers.retry.RetryingTier` it must keep the contract all the same
-(:mod:`everstep.testing.conformance`), with the faults that are named ``SURVIVED``.
+:class:`FaultyTier` wraps another tier and injects a :class:`TierFault` at numbered operations. It
+is deterministic: the same calls and faults give the same result. :meth:`FaultyTier.seeded` draws
+faults from a seed. Wrapped in a :class:`~everstep.tiers.retry.RetryingTier` it must still keep the
+contract (:mod:`everstep.testing.conformance`), with the faults in ``SURVIVED``.
 """
 
 from __future__ import annotations
@@ -35,17 +34,17 @@ FaultKind = Literal[
     "stale_list",
     "skewed_clock",
 ]
-"""What can go wrong:
+"""Kinds of faults:
 
-``unavailable``     status 500: nothing is done
-``timeout``         no answer, nothing is done
-``lost_answer``     it is done, but the answer never comes
-``lost_put``        it is not done, and the answer says that it is
+``unavailable``     status 500: the operation is not done
+``timeout``         no answer, the operation is not done
+``lost_answer``     the operation is done, but the answer is lost
+``lost_put``        the operation is not done, but the answer reports success
 ``duplicate``       the request arrives twice
-``late_duplicate``  and the second time only before the next operation
+``late_duplicate``  the request arrives twice, the second time before the next operation
 ``truncated``       a read ends early
 ``expired``         the credentials have expired, until they are refreshed
-``stale_list``      a listing as it was before the last change
+``stale_list``      a listing from before the last change
 ``skewed_clock``    the times in listings are a day off
 """
 
@@ -60,8 +59,8 @@ SURVIVED: tuple[FaultKind, ...] = (
     "expired",
     "skewed_clock",
 )
-"""Behind retries nobody notices these. A stale listing nobody can tell from a true one: it is for
-those who read listings to bear it."""
+"""Faults that retries hide. A stale listing cannot be distinguished from a correct one: readers of
+listings must tolerate it."""
 
 _ON = {
     "lost_answer": ("put", "create", "delete"),
@@ -78,12 +77,13 @@ _LASTING = 16  # operations in which credentials expire twice at most
 
 @dataclass(frozen=True, slots=True)
 class TierFault:
-    """Something that goes wrong.
+    """One fault.
 
     Attributes:
+        kind: see :data:`FaultKind`.
         at: the first operation (from 1) that it may act on.
-        count: how many operations that it can act on it does act on.
-        name: acts only on names that begin so.
+        count: number of operations that it acts on.
+        name: prefix of the names that it acts on.
     """
 
     kind: FaultKind
@@ -93,13 +93,15 @@ class TierFault:
 
 
 class FaultyTier:
-    """Another tier, with faults.
+    """A wrapper of a tier that injects faults.
 
     Args:
-        later: a fault that cannot act on operation ``at`` acts on the next that it can.
+        inner: the tier to wrap.
+        faults: the faults to inject.
+        later: if a fault cannot act on operation ``at``, it acts on the next possible one.
 
     Attributes:
-        log: every operation, in words, with the fault that acted on it.
+        log: one line for each operation, with the fault that acted on it.
     """
 
     def __init__(
@@ -124,9 +126,11 @@ class FaultyTier:
         share: float = 0.3,
         operations: int = 2000,
     ) -> FaultyTier:
-        """Faults on about ``share`` of the first operations, drawn from ``seed``; never more
-        than two of them in a row. Behind two new credentials others last for a while: of several
-        threads each would find those expired that another has refreshed."""
+        """Draw faults on about ``share`` of the first operations, at most two in a row.
+
+        After credentials have expired twice, they stay valid for a while: otherwise each of
+        several threads would find expired credentials that another one has just refreshed.
+        """
         drawn = random.Random(seed)
         faults = []
         row = 0
@@ -158,7 +162,7 @@ class FaultyTier:
             if kind is None:
                 self._inner.put(name, source)
                 return
-            data = read_whole(source, name)  # so that it can be there twice
+            data = read_whole(source, name)  # read once: a duplicate writes it twice
             self._write("put", kind, name, data)
 
     def create(self, name: str, data: bytes) -> bool:
@@ -192,7 +196,7 @@ class FaultyTier:
                 raise self._unreachable("no answer in time", name)
 
     def sweep(self, prefix: str) -> None:
-        """Of no object, and never fails."""
+        """Do nothing: it concerns no object and never fails."""
         self._inner.sweep(prefix)
 
     def check(self) -> None:
@@ -200,7 +204,7 @@ class FaultyTier:
             self._inner.check()
 
     def refresh(self) -> None:
-        """New credentials: they are valid."""
+        """Renew the credentials."""
         self._expired = False
         self._inner.refresh()
 
@@ -208,7 +212,7 @@ class FaultyTier:
         self._inner.close()
 
     def read(self, name: str, file: ReadFile, buffer: memoryview, offset: int) -> int:
-        """Reads from an open file; a cut-off read has half of what it should have."""
+        """Read from an open file; a truncated read returns half of the bytes."""
         with self._operation("read", name) as kind:
             got = file.read_into(buffer, offset)
             if kind == "truncated":
@@ -236,7 +240,7 @@ class FaultyTier:
         return True
 
     def _change(self) -> None:
-        """Remembers how listings are before a change."""
+        """Keep the listing from before a change, for stale listings."""
         if any(fault.kind == "stale_list" for fault in self._faults):
             self._before = self._inner.walk()
 
@@ -244,7 +248,7 @@ class FaultyTier:
         return _Operation(self, op, name)
 
     def begin(self, op: str, name: str) -> FaultKind | None:
-        """The fault that acts on the next operation; those that stop it are raised."""
+        """Return the fault that acts on the next operation; raise if it prevents the operation."""
         late = self._late
         self._late = []
         for what, where, data in late:
@@ -258,7 +262,7 @@ class FaultyTier:
                 f"could not {op} {name}: the credentials have expired (ExpiredToken)",
                 tier=self.traits.kind,
                 path=f"{self.url}/{name}",
-                hint="look whether they are still valid",
+                hint="check that they are still valid",
             )
         if fault is None:
             return None
@@ -288,12 +292,12 @@ class FaultyTier:
             f"could not reach {name or 'it'}: {said}",
             tier=self.traits.kind,
             path=f"{self.url}/{name}",
-            hint="look at the store",
+            hint="check the store",
         )
 
 
 class _Operation:
-    """One operation at a time: the story is the same each time."""
+    """Lock around one operation: concurrent calls are numbered one by one."""
 
     def __init__(self, tier: FaultyTier, op: str, name: str) -> None:
         self._tier = tier

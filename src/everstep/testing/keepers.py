@@ -1,7 +1,7 @@
-"""The keeper of a run, as the demo sees it: what it has in memory, and its end.
+"""The keeper of a run: its newest base in memory, and its end.
 
-A keeper is nobody's child. It is found by its key, and told to stop like ``everstep stop``
-does it; what does not stop is killed.
+A keeper is not a child of the process that started it. It is found by its key, and asked to stop as
+``everstep stop`` does. A keeper that does not stop is killed.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _LOOK_AGAIN_S = 0.05
 
 
 def held_step(run: Path) -> int | None:
-    """Step of the base that the keeper of ``run`` has whole in memory; None if it has none.
+    """Return the step of the newest complete base in the memory of ``run``'s keeper, or None.
 
     Raises:
         KeeperError: there is no keeper, or it does not answer.
@@ -46,17 +46,17 @@ def held_step(run: Path) -> int | None:
         connection.send({"kind": "status"})
         received = connection.receive(_ANSWER_S)
     if received is None:
-        raise KeeperError(f"the keeper of {run} has hung up")
+        raise KeeperError(f"the keeper of {run} closed the connection without an answer")
     message, descriptors = received
     close_descriptors(descriptors)
     return max(message["held"], default=None)
 
 
 def end_keeper(run: Path, *, timeout_s: float = _END_S) -> None:
-    """Ends the keeper of ``run``, also one that is just starting; returns when it is gone.
+    """End the keeper of ``run``, even one that is just starting; return after its end.
 
-    It first makes durable what it has captured. One that takes longer than ``timeout_s`` is
-    killed, and so is one if the waiting is interrupted.
+    The keeper first makes its captured bases durable. It is killed if that takes longer than
+    ``timeout_s``, or if the wait is interrupted.
 
     Raises:
         KeeperError: it cannot be killed.
@@ -64,32 +64,32 @@ def end_keeper(run: Path, *, timeout_s: float = _END_S) -> None:
     key = _key_of(run)
     if key is None:
         return
-    told: list[KeeperInfo] = []
+    asked_to_stop: list[KeeperInfo] = []
     deadline_s = time.monotonic() + timeout_s
     try:
         while time.monotonic() < deadline_s:
             keeper = find_keeper(key)
-            if keeper is not None and keeper not in told:
-                told.append(keeper)
-                _tell_to_stop(key, deadline_s)
+            if keeper is not None and keeper not in asked_to_stop:
+                asked_to_stop.append(keeper)
+                _ask_to_stop(key, deadline_s)
             if keeper is None and not _is_starting(key):
                 return
             time.sleep(_LOOK_AGAIN_S)
     finally:
         keeper = find_keeper(key)
         if keeper is not None and kill_keeper(keeper):
-            told.append(keeper)
-        for keeper in told:
-            _see_it_gone(keeper)
+            asked_to_stop.append(keeper)
+        for keeper in asked_to_stop:
+            _wait_for_end(keeper)
     if _is_starting(key):
         raise KeeperTimeoutError(
-            f"a keeper of {run} is starting, and has not come up within {timeout_s:g} s",
-            hint="everstep ps lists it once it is up, everstep stop ends it",
+            f"a keeper of {run} is starting, and did not answer within {timeout_s:g} s",
+            hint="everstep ps lists it once it answers, everstep stop ends it",
         )
 
 
 def _key_of(run: Path) -> str | None:
-    """The key of the run's keeper; None if the run has never begun."""
+    """Return the key of the run's keeper; None if the run has not begun."""
     try:
         data = (run / RUN_RECORD).read_bytes()
     except FileNotFoundError:
@@ -97,19 +97,19 @@ def _key_of(run: Path) -> str | None:
     return keeper_key(str(run_path(run)), RunRecord.decode(data, run / RUN_RECORD).run, 0)
 
 
-def _tell_to_stop(key: str, deadline_s: float) -> None:
+def _ask_to_stop(key: str, deadline_s: float) -> None:
     try:
         with connect(key, timeout_s=max(0.0, deadline_s - time.monotonic())) as connection:
             connection.send({"kind": "stop"})
-            connection.receive(max(0.0, deadline_s - time.monotonic()))  # it has understood
+            connection.receive(max(0.0, deadline_s - time.monotonic()))  # its acknowledgement
     except KeeperError:
-        pass  # it is gone already; or it hangs, and is killed at the end
+        pass  # it has ended already; or it hangs, and is killed at the end
 
 
 def _is_starting(key: str) -> bool:
-    """Whether a process that was started to be the keeper is there, whatever it does yet."""
+    """Return True if a process started as the keeper is alive, even if it does not listen yet."""
     try:
-        # Every process that can print into the log has a share in its lock.
+        # The keeper process shares the lock of its log file from its start to its end.
         log = lock_file(keeper_files(key, create=False).log, create=False)
     except FileNotFoundError:
         return False
@@ -119,12 +119,12 @@ def _is_starting(key: str) -> bool:
     return False
 
 
-def _see_it_gone(keeper: KeeperInfo) -> None:
-    """Its files are gone, or it was killed: the process follows within moments."""
+def _wait_for_end(keeper: KeeperInfo) -> None:
+    """Wait for the end of the process, whose files are removed already, or which was killed."""
     with PidWatch(keeper.pid) as watch:
         if not watch.gone(_KILLED_S):
             raise KeeperTimeoutError(
-                f"the keeper {keeper.pid} of {keeper.run} is still there {_KILLED_S:g} s after "
-                "its end",
+                f"the keeper process {keeper.pid} of {keeper.run} still exists {_KILLED_S:g} s "
+                "after it was stopped or killed",
                 hint="the disk that it writes to hangs (dmesg, df, iostat)",
             )

@@ -1,5 +1,6 @@
-"""What memory that holds copies for other nodes must do: checks that any implementation can be put
-to, as tiers are to :mod:`everstep.testing.conformance`.
+"""Checks of the contract of memory that holds copies for other nodes, for any implementation.
+
+They are to peers as :mod:`everstep.testing.conformance` is to tiers.
 
 It is no tier: copies come in parts, in order, each rank's own; it compares them with their
 digests itself, and decides what it lets go. So the cases are those of tiers where a tier has
@@ -19,7 +20,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from everstep.arena.memory import Arena
-from everstep.commit.job.messages import PeerAt, PeerBegun, PeerPart
+from everstep.commit.job.messages import PeerCopyAck, PeerCopyBegin, PeerCopyChunk
 from everstep.commit.lineage import BaseId
 from everstep.format.header import ShardIdentity
 from everstep.format.plan import plan_files
@@ -62,7 +63,7 @@ _C = BaseId(1, 30)
 
 
 class Store(Protocol):
-    """What holds copies: see :class:`everstep.keeper.held.peer_base_store.PeerBaseStore`."""
+    """A store of copies, see :class:`everstep.keeper.held.peer_base_store.PeerBaseStore`."""
 
     @property
     def used_bytes(self) -> int: ...
@@ -71,9 +72,9 @@ class Store(Protocol):
         self, bound_bytes: int, sources: Collection[int], recovered: BaseId | None
     ) -> None: ...
 
-    def begun(self, source: int, message: PeerBegun) -> PeerAt: ...
+    def begun(self, source: int, message: PeerCopyBegin) -> PeerCopyAck: ...
 
-    def part(self, source: int, message: PeerPart) -> PeerAt: ...
+    def part(self, source: int, message: PeerCopyChunk) -> PeerCopyAck: ...
 
     def passed(self, everywhere: BaseId) -> None: ...
 
@@ -92,14 +93,14 @@ class _Files:
 
     base: BaseId
     source: int
-    begun: PeerBegun
+    begun: PeerCopyBegin
     data: bytes
 
-    def parts(self, size_bytes: int = _PART_BYTES) -> list[PeerPart]:
+    def parts(self, size_bytes: int = _PART_BYTES) -> list[PeerCopyChunk]:
         steps = range(0, len(self.data), size_bytes)
-        return [PeerPart(self.base, at, self.data[at : at + size_bytes]) for at in steps]
+        return [PeerCopyChunk(self.base, at, self.data[at : at + size_bytes]) for at in steps]
 
-    def send(self, store: Store) -> PeerAt:
+    def send(self, store: Store) -> PeerCopyAck:
         """All of it, as over a link that loses nothing."""
         at = store.begun(self.source, self.begun)
         for part in self.parts():
@@ -135,7 +136,7 @@ def _files(source: int, base: BaseId, *, size_bytes: int = _SIZE_BYTES, salt: in
     written = digest_shard(plan, identity, BodyOfBytes(data))
     marker = Marker.of(identity, (written.record,))
     record = TimelineRecord(_RUN, base.timeline, None, 0, True, 8, {}, 0.0).encode()
-    return _Files(base, source, PeerBegun(marker, record), written.header + data)
+    return _Files(base, source, PeerCopyBegin(marker, record), written.header + data)
 
 
 def _opened(make: Make, bound_bytes: int = _BOUND_BYTES) -> Store:
@@ -181,11 +182,11 @@ def a_cut_off_copy_is_no_copy(make: Make) -> None:
     for part in files.parts()[:-1]:
         assert not store.part(1, part).whole
     at = files.parts()[-1].offset
-    store.part(1, PeerPart(_A, at, files.data[at:last]))
+    store.part(1, PeerCopyChunk(_A, at, files.data[at:last]))
     assert not _held(store), "a copy without its last byte is offered"
     where = store.begun(1, files.begun)
     assert (where.received_bytes, where.whole) == (last, False)
-    assert store.part(1, PeerPart(_A, last, files.data[last:])).whole
+    assert store.part(1, PeerCopyChunk(_A, last, files.data[last:])).whole
     assert _held(store) == _one(files)
 
 
@@ -198,7 +199,7 @@ def lost_parts_are_asked_for_again(make: Make) -> None:
     for lost in range(0, len(parts), 5):
         for part in parts[lost + 1 : lost + 3]:
             at = store.part(1, part)
-            assert at.received_bytes == parts[lost].offset, "what is behind a gap was counted"
+            assert at.received_bytes == parts[lost].offset, "bytes after a gap were counted"
         for part in parts[lost : lost + 5]:
             store.part(1, part)
     assert _held(store) == _one(files)
@@ -239,8 +240,8 @@ def what_is_no_part_of_it_is_not_taken(make: Make) -> None:
     first = files.parts()[0]
     store.part(1, first)
     there = len(first.data)
-    over = PeerPart(_A, there, files.data[there:] + b"x")
-    for wrong in (over, PeerPart(_A, there, b""), PeerPart(_A, len(files.data), b"x")):
+    over = PeerCopyChunk(_A, there, files.data[there:] + b"x")
+    for wrong in (over, PeerCopyChunk(_A, there, b""), PeerCopyChunk(_A, len(files.data), b"x")):
         assert store.part(1, wrong).received_bytes == there
     assert files.send(store).whole
     assert _held(store) == _one(files)
@@ -313,7 +314,7 @@ def older_copies_stay_until_a_newer_one_is_whole_everywhere(make: Make) -> None:
 
 
 def the_bound_is_kept(make: Make) -> None:
-    """What does not fit is refused, and nothing is let go for it."""
+    """A copy that does not fit is refused, and no other copy is dropped for it."""
     a = _files(1, _A)
     large = _files(2, _A, size_bytes=1 << 20)
     measured = _opened(make)

@@ -1,8 +1,15 @@
-"""What is trained in experiments: a model, a text and the loop that brings them together.
+"""Trainings for demos, tests and benchmarks: models, text, loop, and comparison of results.
 
 ``gpt``       a byte-level GPT in plain torch, from thousands to billions of parameters
 ``text``      real text without a download, and a loader whose order can be resumed
 ``training``  model, optimizer, schedule and loader as one object with ``step()``
+
+``fingerprint``  digests of the live state of a training, without everstep's own code
+``journal``      progress reports of a training process
+``comparison``   differences between two trainings: live states and losses
+``processes``    folder, environment and signals of processes that train
+
+``published``    networks from papers, for plans of captures
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Comparison of a training that was killed with an undisturbed one: live states and losses."""
+"""MarkComparison of a training that was killed with an undisturbed one: live states and losses."""
 
 from __future__ import annotations
 

@@ -126,7 +126,7 @@ class WindowLoader:
         return windows[:, :-1].contiguous(), windows[:, 1:].contiguous()
 
     def state_dict(self) -> dict[str, Any]:
-        """What is being read, and where: the next batch is ``position`` of ``epoch``."""
+        """Return the position: the next batch is number ``position`` of ``epoch``."""
         return {**self._identity, "epoch": self._epoch, "position": self._position}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

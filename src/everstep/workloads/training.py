@@ -49,7 +49,7 @@ class WarmupCosine:
 
 @dataclass(frozen=True, slots=True)
 class TrainingConfig:
-    """How a model is trained.
+    """Hyperparameters of a training.
 
     Attributes:
         steps: length of the schedule.

@@ -179,7 +179,10 @@ def test_what_is_lost_at_exit_with_a_keeper_is_said(
         keeper = ckpt._keepers.current
         assert keeper is not None
         finish_at_exit(ckpt._saver, keeper, lambda: None, os.getpid(), sys.stderr)
-        assert "what was not durable (bases of steps 2) was lost at exit" in capsys.readouterr().err
+        assert (
+            "data that was not durable (bases of steps 2) was lost at exit"
+            in capsys.readouterr().err
+        )
         closed = io.StringIO()
         closed.close()  # as that of a daemon may be: the keeper is let go of all the same
         finish_at_exit(ckpt._saver, keeper, lambda: None, os.getpid(), closed)
@@ -195,7 +198,7 @@ def test_a_log_that_is_gone_is_not_said_to_be_in_memory(run_folder: Path) -> Non
     said = io.StringIO()
     with redirect_stderr(said):
         ckpt.close()
-    assert "was in the memory of a keeper that is gone, and is lost with it" in said.getvalue()
+    assert "was in the memory of a keeper that was lost, and is lost with it" in said.getvalue()
 
 
 def test_a_keeper_that_serves_another_process_is_not_called_gone(run_folder: Path) -> None:

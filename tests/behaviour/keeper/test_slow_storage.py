@@ -34,7 +34,7 @@ from everstep.options import LogOptions
 from everstep.seams import ManualClock, PosixFileSystem, Seams
 from everstep.seams.files.moving import Standstill, is_over
 from everstep.trainer.attach.requests import Replies
-from everstep.trainer.log.disklog import DiskLog
+from everstep.trainer.log.disk_log import DiskLog
 from tests.support.log.every_step import World
 from tests.support.ranks.peer_logs import Log
 from tests.support.ranks.together import RankTraining, rank_seams, resume, trainings
@@ -163,11 +163,11 @@ class Told:
         send, hear, receive = slow.send, other._member.heard, other._mailbox.receive
 
         def sending(rank: int, message: Any) -> None:
-            self.sent += type(message).__name__ == "DiskMoves"
+            self.sent += type(message).__name__ == "DiskProgress"
             send(rank, message)
 
         def hearing(sender: int, message: Any) -> Any:
-            self.heard += type(message).__name__ == "DiskMoves"
+            self.heard += type(message).__name__ == "DiskProgress"
             return hear(sender, message)
 
         def receiving(timeout_s: float) -> bytes | None:
@@ -558,7 +558,7 @@ def test_an_answer_that_does_not_come_is_not_waited_for() -> None:
         return predicate()
 
     changed.wait_for = look  # type: ignore[method-assign]
-    with pytest.raises(DeadlineError, match="has not answered 'recall' within 10 s"):
+    with pytest.raises(DeadlineError, match="has not replied to 'recall' within 10 s"):
         replies.wait(_Keeper(), "recall", "recalled", LIMIT_S)
     assert LIMIT_S < sum(waited) - 3 <= LIMIT_S + 1
 

@@ -16,8 +16,8 @@ import pytest
 
 from everstep.arena import PAGE_BYTES
 from everstep.arena.memory import Arena
+from everstep.capture.dispatch import Dispatch
 from everstep.capture.lanes.lane import CpuTransfer
-from everstep.capture.scheduled import Dispatch
 from everstep.errors import DeadlineError
 from everstep.format.reader import read_result
 from everstep.format.writer import CHUNK_BYTES, ChunkRing, _wait

@@ -22,7 +22,7 @@ from everstep.link.registry import keeper_files
 from everstep.link.spawn import SpawnOptions
 from everstep.link.wire import error_from_wire, error_to_wire
 from everstep.options import KeeperOptions, validate_options
-from everstep.restore.fetch.held import Recalled
+from everstep.restore.fetch.held import KeeperContents
 from everstep.seams import Seams, SystemClock
 from everstep.trainer.attach import keepers as keepers_module
 from everstep.trainer.attach.attach import attach
@@ -50,8 +50,8 @@ class Remote:
 
     def settle(self, timeout_s: float) -> None: ...
 
-    def recall(self, timeout_s: float, *, own: bool) -> Recalled:
-        return Recalled()
+    def recall(self, timeout_s: float, *, own: bool) -> KeeperContents:
+        return KeeperContents()
 
     def close(self, *, stay: bool = False) -> None:
         self.at.append(("closed", 0))
@@ -84,7 +84,7 @@ def test_others_are_told_its_address_before_it_is_there(
 
     monkeypatch.setattr(Keepers, "_attach", attach)
     keepers.open(in_background=True)
-    assert keepers.recall_leftovers() == Recalled(), "a new one has nothing"
+    assert keepers.recall_leftovers() == KeeperContents(), "a new one has nothing"
     told = keepers.listen(HOST)
     assert told[1] > 0
     assert remote.at == [], "it is not there yet"
@@ -234,7 +234,7 @@ def test_what_a_keeper_of_before_has_no_room_for(
     where = "everstep.trainer.attach.attach"
     monkeypatch.setattr(f"{where}.connect", connect)
     monkeypatch.setattr(f"{where}.spawn_keeper", lambda _: None)
-    monkeypatch.setattr(f"{where}._met", met)
+    monkeypatch.setattr(f"{where}._attach_over", met)
     about: Any = (tmp_path, "id", 0, 4096, KeeperOptions(), None, SystemClock())
     with pytest.raises(kind) as caught:
         attach(*about, timeout_s=1.0)
@@ -254,7 +254,7 @@ def test_a_keeper_without_descriptors_is_named(tmp_path: Path) -> None:
     ):
         attach(*about, timeout_s=DEADLINE_S)
     assert caught.value.hint == (
-        "raise ulimit -n; the keeper that lives has the limits of the process that started it: "
+        "raise ulimit -n; the running keeper has the limits of the process that started it: "
         f"prlimit --pid {process.pid} raises them, everstep stop ends it"
     )
 
@@ -266,8 +266,8 @@ def test_a_limit_of_this_process_is_not_put_on_the_keeper(
         raise UnavailableError("no descriptor", hint="raise ulimit -n") from OSError(EMFILE, "")
 
     where = "everstep.trainer.attach.attach"
-    monkeypatch.setattr(f"{where}._reached", lambda spawn: (object(), spawn.key, True))
-    monkeypatch.setattr(f"{where}._met", met)
+    monkeypatch.setattr(f"{where}._connect", lambda spawn: (object(), spawn.key, True))
+    monkeypatch.setattr(f"{where}._attach_over", met)
     about: Any = (tmp_path, "id", 0, 4096, KeeperOptions(), None, SystemClock())
     with pytest.raises(UnavailableError) as caught:
         attach(*about, timeout_s=1.0)

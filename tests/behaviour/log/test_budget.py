@@ -131,15 +131,15 @@ def test_memory_of_records_is_kept_until_they_are_written(run_folder: Path) -> N
             run.train(2)
             run.ckpt.save()
             run.ckpt.wait()
-            rooms = recorder.rooms
+            rooms = recorder.memory
             assert {kept.step for kept in rooms.kept} == {1, 2, 3, 4, 5}
             assert rooms.kept_bytes == sum(kept.taken_bytes for kept in rooms.kept)
         finally:
             gate.open()
         assert keeper.records is not None
         keeper.records.settle(TIMEOUT_S)
-        assert not recorder.rooms.kept, "a base is durable, and nothing is on its way"
-        assert recorder.rooms.kept_bytes == 0
+        assert not recorder.memory.kept, "a base is durable, and nothing is on its way"
+        assert recorder.memory.kept_bytes == 0
     assert spans(run_folder) == [(0, 3)]
 
 
@@ -160,7 +160,7 @@ def test_records_of_a_step_without_a_mark_are_waited_for_by_nobody(
         run.ckpt.wait()
         assert keeper.records is not None
         keeper.records.settle(TIMEOUT_S)
-        assert not recorder.rooms.kept
+        assert not recorder.memory.kept
 
 
 @pytest.mark.parametrize("stopped_first", [False, True])
@@ -290,7 +290,7 @@ def test_a_disk_that_stays_full_is_said_with_each_base(run_folder: Path) -> None
         run.train_slowly(30)
         recorder = run.ckpt._recorder
         assert recorder is not None
-        assert min(kept.step for kept in recorder.rooms.kept) > 24, "as the base of 24 is durable"
+        assert min(kept.step for kept in recorder.memory.kept) > 24, "as the base of 24 is durable"
         assert run.ckpt.stats().log_holes == 0
     assert [error.step for error in reported] == [2, 10, 18, 26]
     assert spans(run_folder) == []

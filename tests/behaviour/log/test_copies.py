@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 
 import everstep
 from everstep.cli import app
-from everstep.commit.job.offers_wire import decode_offer, encode_offer
+from everstep.commit.job.offer_codec import decode_offer, encode_offer
 from everstep.commit.lineage import BaseId
 from everstep.errors import OptionError
 from everstep.format.names import LOG_DIR
@@ -25,7 +25,7 @@ from everstep.keeper.process.duties import Duties
 from everstep.keeper.ship.log_mirror import LogMirror
 from everstep.keeper.ship.place import CopyPlace
 from everstep.restore.fetch import files_ahead, rank_copies
-from everstep.restore.fetch.peers import Brought, plan_of
+from everstep.restore.fetch.peers import FetchResult, fetch_plan
 from everstep.restore.start import resume as resume_module
 from everstep.restore.start import resume_job
 from everstep.seams import PosixFileSystem, ReadFile
@@ -394,13 +394,13 @@ def _spoil(path: Path, where: str) -> None:
     path.write_bytes(data)
 
 
-def told_of_choice(say: Any, offer: Any, copies: Any, needs: Any, **more: Any) -> Brought:
+def told_of_choice(say: Any, offer: Any, copies: Any, needs: Any, **more: Any) -> FetchResult:
     """What a rank does before it fetches; there is nothing to fetch."""
     said = say("say what they have", {"offer": encode_offer(offer)})
-    choice = plan_of([decode_offer(one["offer"]) for one in said], [], needs, more["step"])[1]
+    choice = fetch_plan([decode_offer(one["offer"]) for one in said], [], needs, more["step"])[1]
     assert choice is not None
     more["meanwhile"](choice)
-    return Brought([], [])
+    return FetchResult([], [])
 
 
 def test_a_lossy_log_is_looked_at_while_others_fetch(
@@ -418,11 +418,13 @@ def test_a_lossy_log_is_looked_at_while_others_fetch(
             looked.set()
         return own(self, name)
 
-    def fetch(meeting: Any, clock: Any, say: Any, offer: Any, *about: Any, **more: Any) -> Brought:
+    def fetch(
+        meeting: Any, clock: Any, say: Any, offer: Any, *about: Any, **more: Any
+    ) -> FetchResult:
         assert offer.log == ()
         told_of_choice(say, offer, *about, **more)
         assert looked.wait(TIMEOUT_S), "nobody looks meanwhile"
-        return Brought([], [])
+        return FetchResult([], [])
 
     restored: list[Any] = []
     restore = resume_job._JobStart._restore
@@ -561,11 +563,11 @@ def test_a_log_comes_from_the_store_while_others_fetch(
     if not room:
         monkeypatch.setattr(files_ahead, "_LOG_BYTES_MAX", 10)
 
-    def fetch(meeting: Any, clock: Any, say: Any, *about: Any, **more: Any) -> Brought:
+    def fetch(meeting: Any, clock: Any, say: Any, *about: Any, **more: Any) -> FetchResult:
         told_of_choice(say, *about, **more)
         if room:
             assert reads.ahead.acquire(timeout=TIMEOUT_S), "nothing comes meanwhile"
-        return Brought([], [])
+        return FetchResult([], [])
 
     monkeypatch.setattr(start_module, "fetch_from_peers", fetch)
     with trainings(*runs, method="logged", every=4, tiers=["/copies"]) as ranks:
@@ -589,13 +591,13 @@ def test_what_has_come_damaged_is_read_in_the_store(
     runs = [tmp_path / "a", tmp_path / "b"]
     until(runs, store, 6, **ON_DISK)
     shutil.rmtree(runs[1])
-    own, spoilt = files_ahead.FilesAhead.open, set()
+    own, unusable = files_ahead.FilesAhead.open, set()
 
     def spoiling(self: Any, path: PurePath, *, direct: bool = False) -> Any:
         file = own(self, path, direct=direct)
         if LOG_DIR not in path.parts:
             return file
-        spoilt.add(path.parent.name)
+        unusable.add(path.parent.name)
         data = bytearray(file.size_bytes)
         assert file.read_into(memoryview(data), 0) == len(data)
         data[8 + int.from_bytes(data[:8], "little")] ^= 1
@@ -614,5 +616,5 @@ def test_what_has_come_damaged_is_read_in_the_store(
         assert [(one.step, one.replayed, one.exact) for one in found] == [(6, 2, True)] * 2
         assert torch.equal(ranks[1].weight, trained(1, 6))
         all_die(ranks)
-    assert spoilt
+    assert unusable
     assert "intact in another place" in str(found[1].skipped)

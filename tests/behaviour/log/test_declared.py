@@ -15,7 +15,7 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import everstep
-from everstep.capture.probe import Probe
+from everstep.capture.spot_check import Probe
 from everstep.errors import (
     AuditError,
     MismatchError,
@@ -422,7 +422,7 @@ def test_a_change_that_nobody_was_told_of_is_found_out(served: Bench) -> None:
     world.ckpt = None
     for step in (4, 5):
         world.train()
-        with pytest.raises(AuditError, match=rf"'ema/\*' declares has changed in step {step}"):
+        with pytest.raises(AuditError, match=rf"declared by 'ema/\*' changed in step {step}"):
             ckpt.step()  # takes a base all the same
     state = world.snapshot()
     killed(ckpt)
@@ -460,10 +460,10 @@ def test_a_mark_without_room_raises_no_false_alarm(served: Bench) -> None:
     run_steps(ckpt, world, 3)
     recorder = ckpt._recorder
     assert recorder is not None
-    limit, recorder.rooms.bytes_max = recorder.rooms.bytes_max, recorder.rooms.kept_bytes
+    limit, recorder.memory.bytes_max = recorder.memory.bytes_max, recorder.memory.kept_bytes
     run_steps(ckpt, world, 1)  # the function runs in it
     assert recorder.stats.holes
-    recorder.rooms.bytes_max = limit
+    recorder.memory.bytes_max = limit
     states = run_steps(ckpt, world, 5)
     killed(ckpt)
     other = World("ema", every=3, seed=9)
@@ -541,7 +541,7 @@ def test_a_function_that_declares_itself(served: Bench) -> None:
 @pytest.mark.parametrize(
     ("declared", "why"),
     [
-        ({"ema/*": 3}, "is no function"),
+        ({"ema/*": 3}, "is not a function"),
         ({"ema/*": lambda model: None}, "cannot be called without arguments: missing"),
         ({"ema/*": nn.Linear}, "cannot be called without arguments"),
         ({3: lambda: None}, "must be a list of patterns"),

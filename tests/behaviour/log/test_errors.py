@@ -57,10 +57,10 @@ def rooms_left(ckpt: everstep.Checkpointer) -> int:
     """Blocks of memory that hold neither a record nor the newest base."""
     ckpt.wait()
     ckpt._lane.run(lambda: None).result(TIMEOUT_S)
-    rooms = recorder_of(ckpt).rooms
-    assert rooms.into is not None
-    taken = len(rooms.into.pool._allocator._live)
-    return taken - len(rooms.kept) - len(rooms.into.pool._kept)
+    rooms = recorder_of(ckpt).memory
+    assert rooms.target is not None
+    taken = len(rooms.target.pool._allocator._live)
+    return taken - len(rooms.kept) - len(rooms.target.pool._kept)
 
 
 def check(run: Path, states: dict[int, Any], without: set[int], world: World) -> None:
@@ -80,15 +80,15 @@ def check(run: Path, states: dict[int, Any], without: set[int], world: World) ->
 # --- Exceptions -------------------------------------------------------------------------
 
 PLACES = {
-    "looking at gradients": "everstep.trainer.log.consumed:Consumption.look",
+    "looking at gradients": "everstep.trainer.log.update_inputs:InputReader.look",
     "taking pages": "everstep.link.pool:CapturePool.populate",
     "copying an update": "everstep.capture.lanes.devices:DeviceLane.submit",
     "in the lane": "everstep.capture.lanes.lane:run_batch",
     "waiting for copies": "everstep.capture.lanes.lane:CpuTransfer.gate",
     "encoding": "everstep.trainer.log.recorder:encode",
-    "copying a mark": "everstep.capture.lanes.devices:DeviceLane.mark",
+    "copying a mark": "everstep.capture.lanes.devices:DeviceLane.copy_now",
     "telling the keeper": "everstep.keeper.persist.local_keeper:LocalKeeper.log",
-    "a mark": "everstep.trainer.log.declared:DeclaredLog.samples",
+    "a mark": "everstep.trainer.log.declared_updates:DeclaredUpdates.samples",
 }
 IN_THE_LANE = ("taking pages", "in the lane", "encoding", "telling the keeper")
 
@@ -207,7 +207,7 @@ def test_a_record_that_is_late_goes_to_no_other_keeper(
         world.train()
         ckpt.step()
         recorder, keeper = recorder_of(ckpt), ckpt._keeper
-        into = recorder.rooms.into
+        into = recorder.memory.target
         assert into is not None
         assert keeper is not None
         monkeypatch.setattr(recording, "encode", slowly)

@@ -266,7 +266,7 @@ def test_a_gradient_that_is_not_finite_is_reported(run_folder: Path) -> None:
         states = run_steps(ckpt, world, 3)
         world.model(torch.full((6, 8), float("nan"))).square().mean().backward()
         world.optimizer.step()
-        with pytest.raises(NonFiniteError, match=r"step 4 consumed is not finite"):
+        with pytest.raises(NonFiniteError, match=r"consumed by step 4 is not finite"):
             ckpt.step()
             ckpt._saver.finish_captures()
             ckpt.step()

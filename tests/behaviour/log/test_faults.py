@@ -17,7 +17,7 @@ from torch import nn
 
 import everstep
 from everstep.capture.lanes.batches import Batch
-from everstep.capture.spots import Spots
+from everstep.capture.mark_samples import MarkSampler
 from everstep.commit.lineage import BaseId
 from everstep.errors import DeadlineError, MismatchError
 from everstep.format.log import RecordHead
@@ -192,7 +192,7 @@ def test_gradients_are_zeroed_only_when_they_are_copied(
     """Without the gate the log holds what came later: a torn record. (Replay would find it by the
     samples in the mark.)"""
     if not gated:
-        monkeypatch.setattr(Spots, "other", lambda self, step, values: None)
+        monkeypatch.setattr(MarkSampler, "other", lambda self, step, values: None)
         applied = Recorder.applied
 
         def ungated(self: Recorder, key: str) -> None:
@@ -203,7 +203,7 @@ def test_gradients_are_zeroed_only_when_they_are_copied(
         monkeypatch.setattr(Recorder, "applied", ungated)
     log, process = LogOptions(to="disk", batch_steps=1), everstep.KeeperOptions(process=False)
     torch.manual_seed(1)
-    model = nn.Linear(300, 300)  # large enough not to be packed
+    model = nn.Linear(300, 300)  # large enough not to be pack_steps
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     state = {"model": model, "optimizer": optimizer}
 

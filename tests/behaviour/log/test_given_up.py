@@ -14,7 +14,13 @@ import torch
 from hypothesis import given
 
 import everstep
-from everstep.commit.lineage import BaseId, Branch, left_at, lost_behind, split_by_history
+from everstep.commit.lineage import (
+    BaseId,
+    Branch,
+    describe_abandoned,
+    describe_lost_steps,
+    split_by_history,
+)
 from everstep.errors import RecoveryError
 from everstep.format.names import TIMELINE_RECORD, timeline_dir
 from everstep.run.scan import scan_run
@@ -58,7 +64,7 @@ def parent_of(run: Path, timeline: int) -> tuple[int | None, int]:
 def test_where_they_have_parted(
     end: tuple[int, int], tree: Sequence[tuple[int, int | None, int | None]], how: str
 ) -> None:
-    said = left_at(BaseId(*end), branches(*tree))
+    said = describe_abandoned(BaseId(*end), branches(*tree))
     assert said is not None
     assert f"step 8 of timeline {end[0]} is of a branch that was given up: {how}" in said
     assert f"The history of timeline {tree[-1][0]}, the newest until now, has no step 8" in said
@@ -70,30 +76,32 @@ def test_what_is_of_the_history_is_not_called_given_up(
 ) -> None:
     here, _ = split_by_history(bases, tree)
     for base in bases:
-        assert (left_at(base, tree) is None) == (base in here)
+        assert (describe_abandoned(base, tree) is None) == (base in here)
 
 
 def test_what_the_history_had_behind_a_state() -> None:
     tree = branches((1, None, 0), (2, 1, 8), (3, 2, 12), (4, 3, 20))
-    assert "timeline 4 began at step 20 of timeline 3" in str(lost_behind(BaseId(3, 15), tree))
-    assert "steps 16 to 20 must be" in str(lost_behind(BaseId(3, 15), tree))
-    assert ": step 20 must be" in str(lost_behind(BaseId(3, 19), tree))
-    assert lost_behind(BaseId(3, 20), tree) is None
-    assert lost_behind(BaseId(4, 21), tree) is None
-    assert lost_behind(BaseId(1, 4), branches((1, None, 0), (2, 1, None))) is None
+    assert "timeline 4 began at step 20 of timeline 3" in str(
+        describe_lost_steps(BaseId(3, 15), tree)
+    )
+    assert "steps 16 to 20 must be" in str(describe_lost_steps(BaseId(3, 15), tree))
+    assert ": step 20 must be" in str(describe_lost_steps(BaseId(3, 19), tree))
+    assert describe_lost_steps(BaseId(3, 20), tree) is None
+    assert describe_lost_steps(BaseId(4, 21), tree) is None
+    assert describe_lost_steps(BaseId(1, 4), branches((1, None, 0), (2, 1, None))) is None
 
 
 @pytest.mark.parametrize(("reaches", "lost"), [(16, "17 to 20"), (20, ""), (23, "")])
 def test_what_the_log_has_all_the_same_is_not_called_gone(reaches: int, lost: str) -> None:
     tree = branches((1, None, 0), (2, 1, 8), (3, 2, 12), (4, 3, 20))
     end = BaseId(3 if reaches <= 20 else 4, reaches)
-    said = str(lost_behind(BaseId(3, 15), tree, (end, "it is of another class")))
+    said = str(describe_lost_steps(BaseId(3, 15), tree, (end, "it is of another class")))
     own = "step 16 must" if reaches == 16 else f"steps 16 to {reaches} must"
     assert f"the log leads on to {end}, but could not be replayed here (it is of another" in said
     assert f"): {own} be trained again, or resume(step={reaches}) goes back there" in said
     assert ("neither a base nor a log leads there any more" in said) == bool(lost)
     assert lost in said
-    assert lost_behind(BaseId(4, 23), tree, (BaseId(4, 23), "")) is None
+    assert describe_lost_steps(BaseId(4, 23), tree, (BaseId(4, 23), "")) is None
 
 
 # --- One rank ---------------------------------------------------------------------------

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from everstep import KeeperOptions
-from everstep.trainer.log.rooms import LogRooms
+from everstep.trainer.log.log_memory import LogMemory
 from tests.support.log.last_mark import Training, resumed, same
 
 STEPS = 12
@@ -51,7 +51,7 @@ def test_memory_is_given_back_once(what: str, before: bool, run_folder: Path) ->
         wanted = it.seen()
         run(lambda: None).result(60.0)
         assert ckpt._recorder is not None
-        rooms: LogRooms = ckpt._recorder.rooms
+        rooms: LogMemory = ckpt._recorder.memory
         kept = sorted((one.room.offset, one.room.size_bytes) for one in rooms.kept)
         assert all(a + size <= b for (a, size), (b, _) in pairwise(kept))
     assert hits == 3

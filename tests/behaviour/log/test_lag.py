@@ -151,7 +151,7 @@ def test_a_base_that_hangs_is_told_of_and_not_waited_for_again(
     held.holding = False
     held.gate.open()
     held.step()
-    said = [one for one in told if "at which the log on disk begins" in str(one)]
+    said = [one for one in told if "which the log on disk starts from" in str(one)]
     assert len(said) == 1
     assert isinstance(said[0], DeadlineError)
     assert said[0].step == 2

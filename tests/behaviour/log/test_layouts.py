@@ -24,7 +24,7 @@ from everstep.state.layout.entries import Entry
 from everstep.state.layout.lru import LayoutCache, LRUCache
 from everstep.state.layout.shards import ShardLayout
 from everstep.trainer.attach.remote import RemoteKeeper
-from everstep.trainer.multistep.multistep_gradients import GradientPlaces
+from everstep.trainer.multistep.held_gradients import SamplePlaces
 from tests.support.following import until
 from tests.support.log.every_step import opened
 from tests.support.lost_keepers import kill_keeper
@@ -156,7 +156,7 @@ def test_a_keeper_that_is_told_by_an_older_trainer() -> None:
 
 
 def test_places_of_gradients_are_as_few() -> None:
-    places, layouts = GradientPlaces(), Layouts()
+    places, layouts = SamplePlaces(), Layouts()
     for number in range(2 * recent.COUNT_MAX):
         gradients = [(f"g{n}", torch.ones(3)) for n in range(1 + number)]
         layout = layouts.of(dict(gradients[-3:]))

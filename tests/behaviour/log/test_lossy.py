@@ -27,7 +27,7 @@ from everstep.format.log import LogRecord, RecordHead
 from everstep.keeper.replica import lossy_update
 from everstep.keeper.ship.lossy_log import lossy_record
 from everstep.replay.packed import Packed, dense
-from everstep.restore.redo.updates import update_of
+from everstep.restore.redo.updates import update_from_record
 from everstep.state.layout.names import GRADIENT, UPDATE_OBJECT
 from everstep.state.values.objects import decode, encode
 from tests.support.log.lossy import large_and_small, log_of, raw, record_of
@@ -42,7 +42,7 @@ class Several:
 
     Args:
         scaled: as a GradScaler leaves them to a fused optimizer.
-        spoilt: there is NaN in the large one.
+        unusable: there is NaN in the large one.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class Several:
         dtype: torch.dtype = torch.float32,
         *,
         scaled: bool = False,
-        spoilt: bool = False,
+        unusable: bool = False,
         others: tuple[torch.dtype, ...] = (),
         seed: int = 1,
     ) -> None:
@@ -72,7 +72,7 @@ class Several:
             self.model.register_parameter(f"other{number}", values)
         rate = torch.tensor(0.01)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=rate, fused=scaled)
-        self.scaled, self.spoilt = scaled, spoilt
+        self.scaled, self.unusable = scaled, unusable
         self.state = {"model": self.model, "optimizer": self.optimizer, "plain": {"seen": 0}}
 
     def train(self) -> None:
@@ -80,7 +80,7 @@ class Several:
             gradient = torch.randn_like(parameter) * 1e-6
             if name == "wide" and not self.scaled:
                 gradient = gradient.to(memory_format=torch.channels_last)
-            if name == "large" and self.spoilt:
+            if name == "large" and self.unusable:
                 gradient[3, 4] = math.nan
             parameter.grad = None if name == "none" else gradient
         if self.scaled:
@@ -100,7 +100,7 @@ WORLDS: Mapping[str, functools.partial[Several]] = {
     "float64": functools.partial(Several, torch.float64),
     "bfloat16": functools.partial(Several, torch.bfloat16),
     "float16": functools.partial(Several, torch.float16),
-    "NaN": functools.partial(Several, spoilt=True),
+    "NaN": functools.partial(Several, unusable=True),
     "complex ones": functools.partial(Several, others=(torch.complex64, torch.complex128)),
     "a GradScaler": functools.partial(Several, scaled=True),
 }
@@ -200,7 +200,7 @@ def test_what_training_consumed_compressed_is_there_as_it_was(tmp_path: Path, ki
     assert any(p.entry.name == GRADIENT + "model.small" for p in updates[0].layout.placed)
     for old in updates:
         assert parts_of(lossy_record(old, RATIO)) == parts_of(old)
-        assert not update_of(lossy_record(old, RATIO)).lossy
+        assert not update_from_record(lossy_record(old, RATIO)).lossy
 
 
 @pytest.mark.parametrize(
@@ -262,7 +262,7 @@ def test_restored_values_are_within_the_bound_of_their_form(
     with mock.patch.object(lossy_update, "lossy_copies", few):
         new = lossy_record(old, RATIO)
     new.verify()
-    update = update_of(new)
+    update = update_from_record(new)
     assert update.gradients.keys() == named.keys()
     compressed = about_of(new).get("compressed", {})
     assert update.lossy == bool(compressed)
@@ -352,7 +352,7 @@ def test_another_process_with_other_threads_makes_the_same() -> None:
 
 
 def form_of(record: LogRecord, name: str) -> Sparse | Int8:
-    gradient = update_of(record).gradients[name]
+    gradient = update_from_record(record).gradients[name]
     assert isinstance(gradient, Packed)
     return gradient.form
 

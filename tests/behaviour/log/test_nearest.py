@@ -17,9 +17,9 @@ from everstep.commit.lineage import BaseId
 from everstep.errors import EverstepError, RecoveryError, StorageError
 from everstep.format.log import LogRecord, record_digest
 from everstep.format.writer import ChunkRing
-from everstep.restore.fetch.peer_log import PeerLog, packed
+from everstep.restore.fetch.peer_log import PeerLog, pack_steps
 from everstep.restore.log.log_found import LogFound
-from everstep.restore.redo.redo import checked
+from everstep.restore.redo.redo import verified_steps
 from everstep.run.chain import Chain
 from everstep.run.scan import Inventory, scan_run
 from everstep.run.segments import read_segment, scan_log
@@ -30,7 +30,7 @@ from everstep.tiers.contract import Item
 from everstep.tiers.files import TierFileSystem
 from everstep.tiers.memory import MemoryTier
 from everstep.tiers.options import TierOptions
-from everstep.trainer.job.job import Job
+from everstep.trainer.job.run_folder import SharedRun
 from tests.support.copying import contents, put
 from tests.support.log.copies import ON_DISK, until
 from tests.support.log.every_step import World, opened, run_steps
@@ -114,7 +114,7 @@ def _replayed(log: LogFound, files: TierFileSystem, ring: ChunkRing) -> list[Any
     chain = Chain((1, 0), tuple((1, step) for step in range(1, 7)), "", None)  # type: ignore[arg-type]
     about: Any = {"filesystem": files, "ring": ring, "timeout_s": 20.0}
     found: list[Any] = []
-    for step in checked(log.steps(chain, 0, **about), partial(log.verified, **about)):
+    for step in verified_steps(log.steps(chain, 0, **about), partial(log.verified, **about)):
         if isinstance(step, EverstepError):
             return [*found, step]
         found += [bytes(one.data) for one in (*(record for record, _ in step.updates), step.mark)]
@@ -247,15 +247,15 @@ def test_a_peer_s_whole_log_is_fetched_although_a_copy_has_a_lossy_one(
         ring.close()
     about = scan_run(files, path).timelines[1]
     assert about is not None
-    held = [PeerLog(1, about.encode(), packed(records))]
+    held = [PeerLog(1, about.encode(), pack_steps(records))]
     fetch = start_module.fetch_from_peers
 
     def fetched(meeting: Any, *about: Any, **more: Any) -> Any:
         return fetch(meeting, *about, **{**more, "logs": held if meeting.rank == 0 else ()})
 
     monkeypatch.setattr(start_module, "fetch_from_peers", fetched)
-    always = property(lambda self: True, lambda self, value: None)
-    monkeypatch.setattr(Job, "_fetches", always, raising=False)
+    # All copies are fetched from other ranks, as on disks of their own.
+    monkeypatch.setattr(SharedRun, "has_several_disks", property(lambda self: True))
     shutil.rmtree(runs[1])
     with trainings(*runs, method="logged", every=4, tiers=["/copies"]) as ranks:
         found = resume(ranks)

@@ -217,7 +217,7 @@ def test_gradients_in_common_that_are_written_to(nesterov: bool, run_folder: Pat
             world.optimizer.zero_grad()
             ckpt.step()
     assert bool(heard) == nesterov
-    assert all("one memory" in str(error) for error in heard)
+    assert all("share memory" in str(error) for error in heard)
     again = World("plain", seed=9)
     with opened(run_folder, again, every=100) as ckpt:
         found = ckpt.resume()

@@ -20,7 +20,7 @@ from everstep.format.log import LogRecord, record_digest
 from everstep.format.writer import ChunkRing
 from everstep.replay import exactness
 from everstep.restore.redo import redo
-from everstep.restore.redo.updates import update_of
+from everstep.restore.redo.updates import update_from_record
 from everstep.state.layout.names import UPDATE_OBJECT
 from everstep.state.values.objects import decode, encode
 from tests.support import following
@@ -248,8 +248,8 @@ def without_kind(record: LogRecord) -> LogRecord:
     del about["kind"]
     objects = {UPDATE_OBJECT: encode(about)}
     found = replace(record, objects=objects, digest=record_digest(record.data, objects))
-    assert update_of(record).kind
-    assert not update_of(found).kind
+    assert update_from_record(record).kind
+    assert not update_from_record(found).kind
     return found
 
 

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 
-from everstep.capture.spots import Spots
+from everstep.capture.mark_samples import MarkSampler
 from everstep.format.log import LogRecord
 from everstep.restore.log import log_found as logs_module
 from everstep.restore.log.log_found import LogFound
@@ -24,7 +24,7 @@ from everstep.restore.start.report import Recovery
 from everstep.run import chain as chain_module
 from everstep.run.chain import LogIndex
 from everstep.state.survey.ownership import Owner
-from everstep.trainer.log import consumed as consumed_module
+from everstep.trainer.log import update_inputs as consumed_module
 from everstep.trainer.log.recorder import Recorder
 from tests.support.log.late import LateTransfer
 from tests.support.log.late import opened as late
@@ -131,7 +131,7 @@ SPOILS: dict[str, tuple[Spoil, int, str]] = {
     "an update is lost": (rewritten(lambda r: r[1:]), 4, "update 5 of step 5 is missing"),
     "a later update is lost": (rewritten(lambda r: [r[0], r[1], r[3]]), 5, "update 6 of step 6"),
     "a mark is lost": (rewritten(lambda r: [r[0], r[2], r[3]]), 4, "step 5 has no mark"),
-    "a segment is lost": (lambda run: shutil.rmtree(segments_of(run)[2].path), 4, "no record of"),
+    "a segment is lost": (lambda run: shutil.rmtree(segments_of(run)[2].path), 4, "has no mark"),
     "a flipped bit": (flipped, 4, "its digest does not match"),
     "a bit flipped before it was written": (rewritten(altered), 4, "update 5 of step 5"),
     "a torn tail": (torn, 4, "its marker says"),
@@ -356,5 +356,5 @@ def test_without_it_the_wrong_state_comes_back(
     if removed:
         remove(monkeypatch)
         # Behind each of them stand the samples in the marks.
-        monkeypatch.setattr(Spots, "other", lambda self, step, values: None)
+        monkeypatch.setattr(MarkSampler, "other", lambda self, step, values: None)
     assert scenario(run_folder, trained, other_run) is not removed

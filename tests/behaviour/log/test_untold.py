@@ -16,13 +16,13 @@ import torch
 from torch import nn
 
 import everstep
-from everstep.capture.spots import Spots
-from everstep.capture.versions import Versions
+from everstep.capture.mark_samples import MarkSampler
+from everstep.capture.version_counters import Versions
 from everstep.errors import AuditError, EverstepError, RecoveryError, StorageError
 from everstep.options import LogOptions
 from everstep.seams import Seams
-from everstep.trainer.log import untold as untold_module
-from everstep.trainer.log.untold import Owned
+from everstep.trainer.log import untracked_writes as untold_module
+from everstep.trainer.log.untracked_writes import WatchedTensors
 from tests.support.log.untold import opened, said_once
 from tests.support.logged import document, rewrite_segment, segments_of
 from tests.support.matrix import CASES, LOOPS, Fleet, Loop
@@ -189,8 +189,8 @@ def assert_never_wrong(run: Path, states: dict[int, Any], **options: Any) -> Non
 @pytest.fixture
 def unwatched(monkeypatch: pytest.MonkeyPatch) -> None:
     """As in most steps: elements are not looked at while training runs."""
-    monkeypatch.setattr(untold_module, "LOOKED_AT_FIRST", 0)
-    monkeypatch.setattr(untold_module, "LOOK_EVERY", 1 << 40)
+    monkeypatch.setattr(untold_module, "SAMPLED_FIRST_STEPS", 0)
+    monkeypatch.setattr(untold_module, "SAMPLE_EVERY_STEPS", 1 << 40)
 
 
 @pytest.mark.thinned(9)
@@ -430,7 +430,7 @@ def test_a_base_that_was_being_copied(run_folder: Path) -> None:
             whole = [
                 flight.transfer is not None
                 and flight.transfer.gate(flight.prepared.size_bytes, timeout_s=0.0)
-                for flight in list(ckpt._saver._flights)
+                for flight in list(ckpt._saver._pending)
             ]
             assert step == 1 or all(whole)
 
@@ -731,7 +731,7 @@ def test_without_counters_one_element_comes_back_wrong(
 def test_without_samples_data_comes_back_wrong(
     run_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Spots, "other", lambda self, step, values: None)
+    monkeypatch.setattr(MarkSampler, "other", lambda self, step, values: None)
     states, _ = train(run_folder, World(), data_clamped, "after update")
     with pytest.raises(AssertionError):
         assert_never_wrong(run_folder, states)
@@ -750,7 +750,7 @@ def test_a_flat_buffer_that_is_all_of_one_optimizers_is_watched_by_counters(view
         owned = {name: torch.nn.Parameter(part.clone()) for name, part in parts.items()}
         for name, part in parts.items():
             owned[name].data = part
-    watched = Owned(owned)
+    watched = WatchedTensors(owned)
     assert watched.written() is None
     with torch.no_grad():
         owned["b"][7, 3] = 1.0  # samples look at 8 of the 400
@@ -762,7 +762,7 @@ def test_a_flat_buffer_that_is_all_of_one_optimizers_is_watched_by_counters(view
 def test_what_shares_a_storage_with_others_is_not() -> None:
     flat = torch.zeros(600)
     few = {"a": flat[:100], "c": flat[500:]}
-    watched = Owned(few)
+    watched = WatchedTensors(few)
     flat[300] = 1.0  # another optimizer's update moves their counter, too
     assert watched.written() is None
 

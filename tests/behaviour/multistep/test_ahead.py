@@ -13,22 +13,21 @@ import torch
 from torch import nn
 
 import everstep
-from everstep.capture.audit import SpotCheck
 from everstep.capture.lanes.batches import Batch, Chunks, plan_batches, run_batch
 from everstep.capture.lanes.devices import DeviceLane
 from everstep.capture.lanes.lane import CpuLane
+from everstep.capture.spot_check import SpotCheck
 from everstep.link.recordable import Layouts
 from everstep.plan import multistep_cut
 from everstep.plan.multistep import Pipeline
 from everstep.state.layout.shards import ShardLayout, plan_shards
 from everstep.state.training_state import State
 from everstep.state.values.tensors import tensor_entry
-from everstep.trainer.log.consumed import Consumption
-from everstep.trainer.multistep import multistep_planner as planner_module
-from everstep.trainer.multistep.multistep_choice import Choice
-from everstep.trainer.multistep.multistep_fuzzy import redo_bytes
-from everstep.trainer.multistep.multistep_gradients import GradientCheck, GradientPlaces
-from everstep.trainer.multistep.multistep_plan import PartsPlan
+from everstep.trainer.log.update_inputs import InputReader
+from everstep.trainer.multistep import plan as planner_module
+from everstep.trainer.multistep.held_gradients import GradientCheck, SamplePlaces
+from everstep.trainer.multistep.partition import Partitioner
+from everstep.trainer.multistep.plan import WindowPlan, redo_bytes
 from tests.support.elsewhere import DEVICE, elsewhere
 from tests.support.following import opened, run_steps, steps_on_disk
 from tests.support.multistep.measured import Bench as Steps
@@ -132,10 +131,10 @@ def test_the_first_window_plans_nothing(
 
         monkeypatch.setattr(owner, name, note)
 
-    noted(planner_module, "units_of")
-    noted(PartsPlan, "_plan")
+    noted(planner_module, "capturable_units")
+    noted(WindowPlan, "_plan")
     noted(SpotCheck, "some")
-    noted(Choice, "cut")
+    noted(Partitioner, "cut")
     monkeypatch.setattr("everstep.link.recordable.plan_shards", plan_shards)
     noted_layouts: list[int] = []
 
@@ -148,7 +147,7 @@ def test_the_first_window_plans_nothing(
     with opened(served.run, world, method=over(3, overlap=overlap), every=None) as ckpt:
         ckpt.resume()
         run_steps(ckpt, world, 3)  # the state of the optimizer is there behind the first
-        assert {"units_of", "_plan", "some", "cut"} == set(planned)
+        assert {"capturable_units", "_plan", "some", "cut"} == set(planned)
         assert noted_layouts
         planned.clear()
         noted_layouts.clear()
@@ -170,15 +169,15 @@ def test_memory_of_gradients_is_made_ready_behind_a_step_and_no_base_waits_for_i
         DeviceLane, "warm", lambda self, _, block, take: warmed.append(block.numel())
     )
     copies = Pipeline(4.0, 4.0 / 3, 1.0, 0.0, 0.0, behind_update=True)  # a copy takes four steps
-    monkeypatch.setattr(Choice, "_pipeline", lambda *_: copies)
+    monkeypatch.setattr(Partitioner, "_pipeline", lambda *_: copies)
     asked: list[tuple[int, Any]] = []
-    before = Choice.cut
+    before = Partitioner.cut
 
     def cut(*args: Any, **about: Any) -> Any:
         asked.append((args[3], before(*args, **about)))
         return asked[-1][1]
 
-    monkeypatch.setattr(Choice, "cut", cut)
+    monkeypatch.setattr(Partitioner, "cut", cut)
     world, many = World(), everstep.Method(base="multistep", overlap_forward=True)
     with opened(served.run, world, method=many, every=None) as ckpt:
         ckpt.resume()
@@ -282,8 +281,8 @@ def test_a_base_whose_memory_is_not_ready_says_nothing_about_the_link(
 
 def test_an_idle_step_plans_nothing_twice(served: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[int] = []
-    before = Choice.cut
-    monkeypatch.setattr(Choice, "cut", lambda *a, **o: (asked.append(1), before(*a, **o))[1])
+    before = Partitioner.cut
+    monkeypatch.setattr(Partitioner, "cut", lambda *a, **o: (asked.append(1), before(*a, **o))[1])
     world = World()
     with opened(served.run, world, method=over(3), every=None) as ckpt:
         ckpt.resume()
@@ -307,8 +306,8 @@ def test_the_best_cut_is_looked_for_once_while_measurements_stay_alike(
         searched.append(parts)
         return multistep_cut.best_cut(pipeline, parts, held_steps)
 
-    monkeypatch.setattr("everstep.trainer.multistep.multistep_choice.best_cut", counted)
-    monkeypatch.setattr("everstep.trainer.multistep.multistep_cut.best_cut", counted)
+    monkeypatch.setattr("everstep.trainer.multistep.partition.best_cut", counted)
+    monkeypatch.setattr("everstep.trainer.multistep.partition.best_cut", counted)
     bench = Steps(link=48e6 / 4)
     first = bench.parts(48_000_000, 4_800_000)
     assert sorted(set(searched)) == list(range(1, 25))
@@ -361,7 +360,7 @@ def test_some_of_a_spot_check_is_that_of_some() -> None:
 
 def test_places_are_those_of_the_layout() -> None:
     """Not of another that lies where it did."""
-    places, layouts = GradientPlaces(), Layouts()
+    places, layouts = SamplePlaces(), Layouts()
     one = [(f"g{n}", torch.randn(size)) for n, size in enumerate((3, 50))]
     other = [(f"g{n}", torch.randn(size)) for n, size in enumerate((50, 3))]
     first, second = layouts.of(dict(one)), layouts.of(dict(other))
@@ -379,16 +378,16 @@ def test_copies_are_planned_once_of_host_memory_only(device: str) -> None:
     state = State({"optimizer": torch.optim.SGD(parameters, lr=0.1)})
     for parameter in parameters:
         parameter.grad = torch.ones_like(parameter)
-    consumption = Consumption(state)
+    consumption = InputReader(state)
     consumed = consumption.look("optimizer")
     assert consumed.in_host_memory is (device == "cpu")
-    assert (consumption._last_of("optimizer", None).outline is None) is (device != "cpu")
+    assert (consumption._last_inputs("optimizer", None).outline is None) is (device != "cpu")
     assert all(len({part.device for part in batch.sources}) == 1 for batch in consumed.batches)
 
 
 def test_places_are_those_of_the_devices() -> None:
     """A model may be moved, all or a part of it, and its gradients keep their form."""
-    places, layouts = GradientPlaces(), Layouts()
+    places, layouts = SamplePlaces(), Layouts()
     here = [(f"g{n}", torch.randn(50)) for n in range(2)]
     layout = layouts.of(dict(here))
     moved = [("g0", elsewhere(here[0][1])), here[1]]
@@ -401,7 +400,7 @@ def test_places_are_those_of_the_devices() -> None:
 
 @pytest.mark.parametrize("kind", [torch.float64, torch.bfloat16, torch.int8])
 def test_a_gradient_that_arrives_torn_is_named(kind: torch.dtype) -> None:
-    places, layouts = GradientPlaces(), Layouts()
+    places, layouts = SamplePlaces(), Layouts()
     for turn in range(3):
         named = {f"gradient/{n}": torch.full((n + 1, 3), n + 1).to(kind) for n in range(70)}
         layout = layouts.of(named)
@@ -428,7 +427,7 @@ def test_gradients_on_several_devices_are_looked_at_on_each(torn: str | None) ->
         "gradient/c": torch.randn(9),
     }
     layout = Layouts().of(named)
-    check = GradientCheck(named, layout, 0, GradientPlaces())
+    check = GradientCheck(named, layout, 0, SamplePlaces())
     if torn is not None:
         named[f"gradient/{torn}"].data.fill_(99)
     block = torch.zeros(layout.size_bytes, dtype=torch.uint8)

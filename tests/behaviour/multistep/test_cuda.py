@@ -12,7 +12,7 @@ import pytest
 from everstep.capture.lanes.cuda import CudaLane
 from everstep.capture.lanes.devices import DeviceLane
 from everstep.errors import EverstepError
-from everstep.trainer.multistep.multistep_gradients import GraphMemory
+from everstep.trainer.multistep.held_gradients import GraphMemory
 from tests.support import cuda_world
 from tests.support.following import run_steps, steps_on_disk
 from tests.support.multistep.rows import over, restored

@@ -20,12 +20,12 @@ from typer.testing import CliRunner
 import everstep
 from everstep.capture.lanes.batches import Batch
 from everstep.capture.lanes.lane import CpuLane, Progress, Transfer
-from everstep.capture.multistep import Unit, cut_as, cut_parts
+from everstep.capture.parts import Unit, cut_by_shares, cut_parts
 from everstep.cli import app
 from everstep.plan.multistep import Pipeline
 from everstep.plan.multistep_cut import best_cut
 from everstep.seams import Seams
-from everstep.trainer.multistep.multistep_cut import cut_units, modelled, shares_of
+from everstep.trainer.multistep.partition import cut_by_cost, modelled_overlap, shares_of
 from tests.support.following import opened, run_steps, steps_on_disk
 from tests.support.multistep.measured import Bench as Steps
 from tests.support.multistep.rows import restored
@@ -62,7 +62,7 @@ def steps(copy_steps: float, ratio: float) -> Pipeline:
 def test_cut_as_close_as_can_be(
     sizes: list[int], shares: list[float], wanted: list[list[int]]
 ) -> None:
-    found = cut_as(units_of(sizes), shares)
+    found = cut_by_shares(units_of(sizes), shares)
     assert [[unit.size_bytes for unit in part] for part in found] == wanted
 
 
@@ -77,12 +77,12 @@ def test_every_parameter_is_in_one_part_and_no_cut_is_worse_than_equal_parts(
     sizes: list[int], parts: int, copy_steps: float, ratio: float, held: int | None
 ) -> None:
     units, given_steps = units_of(sizes), steps(copy_steps, ratio)
-    cut = cut_units(units, given_steps, parts, held)
+    cut = cut_by_cost(units, given_steps, parts, held)
     assert [unit for part in cut for unit in part] == units
     assert all(cut)
     assert len(cut) == min(parts, len(units))
-    equal = modelled(cut_parts(units, parts), given_steps, held)
-    assert modelled(cut, given_steps, held).stall_s <= equal.stall_s + 1e-9
+    equal = modelled_overlap(cut_parts(units, parts), given_steps, held)
+    assert modelled_overlap(cut, given_steps, held).stall_s <= equal.stall_s + 1e-9
 
 
 def test_many_units_come_close_to_what_is_best() -> None:
@@ -90,8 +90,8 @@ def test_many_units_come_close_to_what_is_best() -> None:
     for copy_steps, ratio in ((4, 2 / 14), (8, 2 / 14), (4, 4 / 12), (8, 4 / 12)):
         for held in (None, 1):
             for parts in range(1, 25):
-                found = modelled(
-                    cut_units(units, steps(copy_steps, ratio), parts, held),
+                found = modelled_overlap(
+                    cut_by_cost(units, steps(copy_steps, ratio), parts, held),
                     steps(copy_steps, ratio),
                     held,
                 )
@@ -102,11 +102,11 @@ def test_many_units_come_close_to_what_is_best() -> None:
 
 def test_equal_parts_where_there_is_no_memory_for_more_gradients() -> None:
     units, given_steps = units_of([10] * 100), steps(4, 0.1)
-    filling = modelled(cut_units(units, given_steps, 5, 1), given_steps, 1)
-    equal = modelled(cut_parts(units, 5), given_steps, 1)
+    filling = modelled_overlap(cut_by_cost(units, given_steps, 5, 1), given_steps, 1)
+    equal = modelled_overlap(cut_parts(units, 5), given_steps, 1)
     assert filling.gradients_s > equal.gradients_s
-    assert cut_units(units, given_steps, 5, 1, filling.gradients_s) != cut_parts(units, 5)
-    assert cut_units(units, given_steps, 5, 1, equal.gradients_s) == cut_parts(units, 5)
+    assert cut_by_cost(units, given_steps, 5, 1, filling.gradients_s) != cut_parts(units, 5)
+    assert cut_by_cost(units, given_steps, 5, 1, equal.gradients_s) == cut_parts(units, 5)
 
 
 # --- What is chosen ---------------------------------------------------------------------
@@ -121,7 +121,7 @@ def cut_by(bench: Steps, now: Any = None, *, arena: int = 1 << 40, sizes: Any = 
 def test_the_command_tells_what_the_engine_plans(parts: int) -> None:
     """Steps of 1 s, a copy of 4."""
     cut = cut_by(Steps(link=STATE_BYTES / 4, parts=parts))
-    found = modelled(cut, Pipeline(4.0, 4 / 7, 1.0, 0.0), 1)
+    found = modelled_overlap(cut, Pipeline(4.0, 4 / 7, 1.0, 0.0), 1)
     words = f"--state-bytes 14MB --grad-bytes 2MB --link {STATE_BYTES // 4}B/s --step-ms 1000"
     result = CliRunner().invoke(app, ["plan", "multistep", *words.split(), "--json"])
     told = json.loads(result.stdout)["held"][parts - 1]

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 import everstep
-from everstep.capture.audit import SpotCheck
+from everstep.capture.spot_check import SpotCheck
 from everstep.errors import (
     AuditError,
     EverstepError,
@@ -25,11 +25,11 @@ from everstep.errors import (
 )
 from everstep.keeper.replica import replica_state
 from everstep.seams.failpoints import arm
-from everstep.trainer.log.consumed import Consumption
-from everstep.trainer.multistep import multistep_gradients
-from everstep.trainer.multistep.multistep import Multistep
-from everstep.trainer.multistep.multistep_gradients import GradientCheck, GraphMemory, HeldGradients
-from everstep.trainer.multistep.multistep_updates import UpdateCopies
+from everstep.trainer.log.update_inputs import InputReader
+from everstep.trainer.multistep import held_gradients as multistep_gradients
+from everstep.trainer.multistep.copies import UpdateCopies
+from everstep.trainer.multistep.driver import MultistepDriver
+from everstep.trainer.multistep.held_gradients import GradientCheck, GraphMemory, HeldGradients
 from tests.support.following import opened, run_steps, steps_on_disk
 from tests.support.lanes import HeldLane, held
 from tests.support.multistep.rows import over, restored
@@ -540,7 +540,7 @@ def test_an_error_of_ours_is_no_reason_for_training_to_fail(
         raise RuntimeError("planted")
 
     with monkeypatch.context() as planted:
-        planted.setattr(f"everstep.trainer.multistep.multistep_updates.{place}", fails)
+        planted.setattr(f"everstep.trainer.multistep.copies.{place}", fails)
         states = run_steps(ckpt, world, 1)
         ckpt._lane.run(lambda: None).result(TIMEOUT_S)
     states |= run_steps(ckpt, world, 6)
@@ -688,7 +688,7 @@ def torn_or_noticed(
 def test_without_the_gate_a_part_is_torn(
     noticing: bool, held: Gate, served: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Multistep, "gate", lambda self, optimizer: None)
+    monkeypatch.setattr(MultistepDriver, "gate_update", lambda self, optimizer: None)
     monkeypatch.setattr(UpdateCopies, "_wait", lambda *_: None)
     if not noticing:
         nobody_looks(monkeypatch)
@@ -709,8 +709,8 @@ def test_a_gradient_that_a_parameter_had_seen_already_is_not_applied_again(
     noticing: bool, served: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each parameter is brought forward from the step at which it was captured."""
-    look = Consumption.look
-    monkeypatch.setattr(Consumption, "look", lambda self, key, only=None: look(self, key))
+    look = InputReader.look
+    monkeypatch.setattr(InputReader, "look", lambda self, key, only=None: look(self, key))
     if not noticing:
         nobody_looks(monkeypatch)
     reported: list[EverstepError] = []

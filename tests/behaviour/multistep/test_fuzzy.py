@@ -14,7 +14,7 @@ from torch import nn
 
 import everstep
 from everstep.errors import OptionError, ReplayError
-from everstep.restore.offline.whole import make_live_whole
+from everstep.restore.offline.complete import complete_live_base
 from everstep.seams import Seams
 from everstep.seams.progress import silent
 from tests.support.following import Odd, opened, run_steps, steps_on_disk
@@ -250,4 +250,4 @@ def test_no_base_is_made_whole_over_other_ties() -> None:
     loaded: Any = SimpleNamespace(mismatches=(), tied=("a, b were one tensor",))
     rest: list[Any] = [None, None, None]
     with pytest.raises(ReplayError, match=r"tied as they were: a, b.*\n.*same tied weights"):
-        make_live_whole(opened_base, loaded, *rest, timeout_s=1.0, progress=silent)
+        complete_live_base(opened_base, loaded, *rest, timeout_s=1.0, progress=silent)

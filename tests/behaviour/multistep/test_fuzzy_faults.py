@@ -17,7 +17,8 @@ import torch
 import everstep
 from everstep.errors import EverstepError, OutOfSpaceError
 from everstep.format.log import LogRecord
-from everstep.trainer.multistep.multistep_fuzzy import CapturedParts, redo_bytes
+from everstep.trainer.multistep.plan import redo_bytes
+from everstep.trainer.multistep.window import CapturedParts
 from tests.support.following import opened, run_steps, steps_on_disk
 from tests.support.logged import invoke, rebuilder_of, record
 from tests.support.multistep.fuzzy import heads_on_disk, left, lsns_on_disk, rewrite
@@ -141,7 +142,7 @@ def test_a_base_whose_updates_have_a_hole_is_refused_by_the_keeper(
     served: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whatever the training process says: it is not committed, and another one is taken."""
-    from everstep.trainer.multistep.multistep_window import Window
+    from everstep.trainer.multistep.window import Window
 
     whole, reported = Window.partial_updates, list[EverstepError]()
 

@@ -18,9 +18,9 @@ from everstep.format.log import LogRecord, record_digest
 from everstep.format.records import TimelineRecord
 from everstep.format.writer import ChunkRing
 from everstep.restore.fetch.held import HeldBase
-from everstep.restore.fetch.ranks import verify_rank
+from everstep.restore.fetch.rank_offers import verify_rank
 from everstep.restore.load.load import LoadedBase, check_contents, load_ranks
-from everstep.restore.offline.offline_job_load import load_job
+from everstep.restore.offline.load import load_job
 from everstep.run.scan import BaseFound, scan_base
 from everstep.seams import PosixFileSystem
 from everstep.seams.progress import silent

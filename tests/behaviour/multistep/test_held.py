@@ -18,10 +18,10 @@ from everstep.capture.lanes.lane import CpuLane
 from everstep.link.recordable import Layouts
 from everstep.plan.multistep import Pipeline, lower_bound_s, overlap
 from everstep.plan.multistep_cut import best_cut
-from everstep.trainer.multistep.multistep_gradients import (
+from everstep.trainer.multistep.held_gradients import (
     GradientCheck,
-    GradientPlaces,
     HeldGradients,
+    SamplePlaces,
 )
 from tests.support.elsewhere import elsewhere
 from tests.support.following import run_steps
@@ -159,9 +159,9 @@ def test_without_being_held_they_are_torn(
     slow: threading.Event, served: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """That is noticed, and the base is not taken for whole."""
-    hold = everstep.trainer.multistep.multistep_gradients.HeldGradients.hold
+    hold = everstep.trainer.multistep.held_gradients.HeldGradients.hold
     monkeypatch.setattr(
-        everstep.trainer.multistep.multistep_gradients.HeldGradients,
+        everstep.trainer.multistep.held_gradients.HeldGradients,
         "hold",
         lambda self, key, transfer, end, held, check: hold(self, key, transfer, end, [], check),
     )
@@ -197,7 +197,7 @@ def test_copies_that_share_the_link_say_nothing_about_it() -> None:
     assert bench.stats.link_bytes_per_s == pytest.approx(2 << 20)
     bench.choice.over(bench.choice.timed("gradients", 1 << 20, yielding=True))  # given up
     part = bench.choice.timed("part", 1 << 20)
-    assert part.alone
+    assert part.exclusive
 
 
 @pytest.mark.parametrize(("copy", "ratio", "held_steps"), [(4, 4 / 12, 3), (8, 2 / 14, 4)])
@@ -277,7 +277,7 @@ def test_a_write_is_seen_wherever_it_is_until_somebody_may_write(
     state: Any = SimpleNamespace(values={}, optimizers={})
     copies: Any = _Copies()
     held = HeldGradients(state, lambda transfer, end: None)
-    check = GradientCheck(named, layout, 0, GradientPlaces())
+    check = GradientCheck(named, layout, 0, SamplePlaces())
     held.hold("optimizer", copies, block.numel(), [(parameter, gradient)], check)
     events = {
         "write": lambda: gradient[1:2].zero_(),

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import everstep
-from everstep.capture.multistep import Unit, cut_parts
+from everstep.capture.parts import Unit, cut_parts
 from everstep.replay.fused.blocked import Blocked
 from tests.support.following import Odd, opened, run_steps
 from tests.support.matrix import CASES, LOOPS, snapshot_of

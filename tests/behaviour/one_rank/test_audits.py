@@ -21,8 +21,8 @@ from everstep.format.records import AuditRecord, TimelineRecord
 from everstep.keeper.process import auditor as auditor_module
 from everstep.keeper.process.auditor import CPU_SHARE, Auditor
 from everstep.options import LogOptions
-from everstep.restore.offline import audit_newest as newest_module
-from everstep.restore.offline.audit_newest import audit_newest
+from everstep.restore.offline import audit as audit_module
+from everstep.restore.offline.audit import audit_newest
 from everstep.restore.start.resume import open_timeline
 from everstep.run.audits import audit_of, describe_audit
 from everstep.run.scan import Inventory, scan_run
@@ -176,7 +176,7 @@ def test_a_bit_that_every_digest_vouches_for(name: str, run: Path) -> None:
 def test_many_entries_are_counted_and_some_named(
     run: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(newest_module, "NAMES_MAX", 3)
+    monkeypatch.setattr(audit_module, "NAMES_MAX", 3)
 
     def change(state: Any) -> None:
         for name in list(state.tensors)[:7]:
@@ -234,10 +234,10 @@ def test_another_torch_is_no_audit(run: Path) -> None:
 
 def test_without_enough_memory(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     size_bytes = scan_run(PosixFileSystem(), PurePath(run)).bases[-1].size_bytes
-    left_bytes = 2 * newest_module._TORCH_BYTES + 4 * size_bytes
-    monkeypatch.setattr(newest_module, "memory_available_bytes", lambda: left_bytes)
+    left_bytes = 2 * audit_module._TORCH_BYTES + 4 * size_bytes
+    monkeypatch.setattr(audit_module, "memory_available_bytes", lambda: left_bytes)
     assert "bytes of memory; it may have half of" in str(audited(run))
-    monkeypatch.setattr(newest_module, "memory_available_bytes", lambda: left_bytes + (1 << 30))
+    monkeypatch.setattr(audit_module, "memory_available_bytes", lambda: left_bytes + (1 << 30))
     assert record_of(run).verdict == "equal"
 
 

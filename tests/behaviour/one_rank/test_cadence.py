@@ -343,13 +343,13 @@ def test_the_log_between_two_bases_fits_its_part_of_the_disk(
 def test_a_log_that_has_its_part_of_the_disk_asks_for_a_base(every: Any) -> None:
     limits = LogLimits(interval_bytes=50_000)
     run = Run("logged", limits=limits, every=every, log=LogOptions(to="disk"))
-    run.recorder.rooms.half_full = False
+    run.recorder.memory.half_full = False
     full = []
     for _ in range(120):
         run.train(1, log_bytes=1000)
-        if run.recorder.rooms.half_full:
+        if run.recorder.memory.half_full:
             full.append(run.step)
-            run.recorder.rooms.half_full = False
+            run.recorder.memory.half_full = False
             run.base()
     assert full == [50, 100]
     assert run.bases[-1] == 100

@@ -119,9 +119,9 @@ def test_a_module_that_rounds_what_it_gives_is_not_exact(
         assert ckpt.resume().exact == (not rounds)
     same = torch.equal(state["m"].weight, again["m"].weight)
     assert same == (not rounds)
-    told = "otherwise than training has them: m/weight (torch.float32, stored as torch.bfloat16)"
+    told = "parameter(s) bit for bit: m/weight (torch.float32, stored as torch.bfloat16)"
     assert (told in caplog.text) == rounds
-    assert "that are in no part of the state" not in caplog.text
+    assert "that are not in the state" not in caplog.text
 
 
 class Copying(torch.nn.Linear):
@@ -157,9 +157,9 @@ def test_a_module_that_gives_copies(
     again = made()
     with Checkpointer(run_folder, again, method="sync", every=None) as ckpt:
         assert ckpt.resume().exact == (not rounds)
-    told = "gives 2 parameter(s) otherwise than training has them: m/weight, m/bias;"
+    told = "does not keep 2 parameter(s) bit for bit: m/weight, m/bias;"
     assert (told in caplog.text) == rounds
-    assert "that are in no part of the state" not in caplog.text
+    assert "that are not in the state" not in caplog.text
 
 
 def test_a_parameter_of_an_optimizer_that_is_not_initialised_yet(run_folder: Path) -> None:
@@ -187,7 +187,9 @@ def test_another_generator_of_numpy(run_folder: Path) -> None:
     finally:
         np.random.set_bit_generator(before)
     with Checkpointer(run_folder, {"m": module}, method="sync") as ckpt:
-        with pytest.raises(MismatchError, match="saved of a PCG64, live is a MT19937"):
+        with pytest.raises(
+            MismatchError, match="saved from a PCG64, but the live generator is a MT19937"
+        ):
             ckpt.resume()
         found = ckpt.resume(strict=False)
         assert (found.step, found.exact) == (1, False)

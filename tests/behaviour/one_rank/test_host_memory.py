@@ -23,7 +23,7 @@ from everstep.keeper.persist.local_keeper import LocalKeeper
 from everstep.link.log_records import RECORD_BYTES, record_memory_bytes
 from everstep.link.pool import CapturePool
 from everstep.options import Budget, KeeperOptions
-from everstep.trainer.log.rooms import Into, LogRooms
+from everstep.trainer.log.log_memory import LogMemory, LogTarget
 from tests.support.world import Gate, HookedFileSystem, acquiring, opened, raising
 
 MB = 1 << 20
@@ -117,8 +117,8 @@ class Rooms:
         self.pool = CapturePool(Arena.anonymous(arena_bytes))
         disk: Any = _Disk()
         keeper: Any = _Keeper()
-        self.rooms, self.step = LogRooms(disk, bytes_max), 0
-        self.into = Into(keeper, self.pool, 1)
+        self.rooms, self.step = LogMemory(disk, bytes_max), 0
+        self.into = LogTarget(keeper, self.pool, 1)
         self.rooms.start(self.into)
 
     def record(self, size_bytes: int, plain_bytes: int = 0, known: int | None = None) -> bool:
@@ -310,7 +310,7 @@ def test_a_base_that_has_no_room_beside_the_log_comes_first(run_folder: Path) ->
         ckpt.wait()
         assert (ckpt.stats().durable_step, ckpt.stats().log_holes) == (1, 0)
         assert ckpt._recorder is not None
-        assert ckpt._recorder.rooms.kept_bytes > MB
+        assert ckpt._recorder.memory.kept_bytes > MB
         world.state["order"] = b"x" * (3 * MB)
         ckpt._state.survey().measure()
         for _ in range(2):

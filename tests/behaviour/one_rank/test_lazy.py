@@ -16,8 +16,8 @@ import torch
 from torch import nn
 
 import everstep
-from everstep.capture.audit import SpotCheck
-from everstep.capture.versions import Versions
+from everstep.capture.spot_check import SpotCheck
+from everstep.capture.version_counters import Versions
 from everstep.errors import AuditError, DeadlineError, EverstepError
 from everstep.trainer.base.saver import Saver
 from tests.support.lanes import gives_up_soon, held
@@ -155,7 +155,7 @@ def test_weights_swapped_for_an_evaluation_are_refused(held: Gate, run_folder: P
         ckpt.step()
         before = world.snapshot()
         save = ckpt.save()
-        transfer = ckpt._saver._flights[0].transfer
+        transfer = ckpt._saver._pending[0].transfer
         kept = [p.detach().clone() for p in world.model.parameters()]
         for p in world.model.parameters():
             p.data.mul_(0.999)
@@ -307,7 +307,7 @@ def test_two_optimizers_each_wait_for_their_own(held: Gate, run_folder: Path) ->
             model(torch.randn(4, 50)).sum().backward()
         wanted = freeze({"one": one.state_dict(), "two": two.state_dict()})
         ckpt.save()
-        ends = ckpt._saver._flights[0].prepared.ends
+        ends = ckpt._saver._pending[0].prepared.ends
         assert ends["first"] < ends["second"]
         threading.Timer(0.01, held.open).start()
         first.step()

@@ -185,7 +185,7 @@ def test_a_keeper_is_not_replaced_in_the_timeline_of_another(served: Bench, back
     ckpt.wait()
     copied(backup, served.run)
     trained(served, 4, 3.0, dies=False, method="lazy", keeper=KeeperOptions(process=False))
-    with pytest.raises(FencedError, match="was opened by another one"):
+    with pytest.raises(FencedError, match="was also opened by another process"):
         ckpt._keepers._replace(ckpt._timeline, None)
     with contextlib.suppress(FencedError):
         ckpt.close()

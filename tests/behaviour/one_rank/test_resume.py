@@ -390,7 +390,7 @@ def test_generators_that_are_not_here_make_it_inexact(
         pytest.skip("there are CUDA devices here")
     with opened(run_folder, {"n": 0}) as ckpt:
         recovery = ckpt.resume()
-    assert recovery.notes == ("RNG of 2 CUDA device(s) that are not here",)
+    assert recovery.notes == ("RNG of 2 CUDA device(s) that this machine does not have",)
     assert not recovery.exact
 
 

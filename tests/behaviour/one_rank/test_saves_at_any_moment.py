@@ -18,9 +18,9 @@ from everstep import Checkpointer
 from everstep.capture.lanes.lane import CpuTransfer
 from everstep.errors import AuditError, DamageError, EverstepError, StateError
 from everstep.state.providers import optimizers
-from everstep.trainer.base import calls as calls_module
-from everstep.trainer.base import prepared
-from everstep.trainer.base.calls import Calls
+from everstep.trainer.base import prepared_base as prepared
+from everstep.trainer.session import calls as calls_module
+from everstep.trainer.session.calls import CallGuard
 from tests.support.lanes import held
 from tests.support.world import TIMEOUT_S, Gate, HookedFileSystem, freeze, opened, raising
 
@@ -222,7 +222,7 @@ def test_in_the_middle_of_another_call(
 
         def within(function: Callable[..., Any]) -> Callable[..., Any]:
             def call(*args: Any, **options: Any) -> Any:
-                wanted = f"{inner}\\(\\) in the middle of {outer}\\(\\)"
+                wanted = f"{inner}\\(\\) was called inside {outer}\\(\\)"
                 with pytest.raises(StateError, match=wanted) as caught:
                     getattr(ckpt, inner)()
                 refused.append(str(caught.value.hint))
@@ -256,7 +256,7 @@ def test_on_failure_is_called_in_the_middle_of_a_call(inner: str, run_folder: Pa
     with opened(run_folder, world.state, method="async", every=None, on_failure=end) as ckpt:
         world.update()
         ckpt._channel.post(DamageError("as if a disk had said so"))
-        with pytest.raises(StateError, match=f"{inner}\\(\\) in the middle of step\\(\\)"):
+        with pytest.raises(StateError, match=f"{inner}\\(\\) was called inside step\\(\\)"):
             ckpt.step()
         ckpt.save()
     assert restored(run_folder) == (1, world.snapshot())
@@ -270,9 +270,9 @@ def test_an_interrupted_call_is_over(run_folder: Path, monkeypatch: pytest.Monke
         def interrupted(*_: Any) -> None:
             raise KeyboardInterrupt
 
-        monkeypatch.setattr(Calls, "end", lambda self: None)  # an interrupt came before it
+        monkeypatch.setattr(CallGuard, "end", lambda self: None)  # an interrupt came before it
         with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
-            patched.setattr(ckpt._cadence, "stepped", interrupted)
+            patched.setattr(ckpt._cadence, "step_ended", interrupted)
             ckpt.step()
         ckpt.save()
         world.update()
@@ -318,14 +318,14 @@ def test_gradients_are_not_looked_at_in_another_thread(
 ) -> None:
     """Backward, in the one that trains, writes to them without Python's lock: reading them there
     ended the process. Who has one is as it was at the last base."""
-    world, who = World(), optimizers.who_have_gradients
+    world, who = World(), optimizers.parameters_with_gradient
     asked: list[int] = []
 
     def noted(*args: Any) -> Any:
         asked.append(threading.get_ident())
         return who(*args)
 
-    monkeypatch.setattr(optimizers, "who_have_gradients", noted)
+    monkeypatch.setattr(optimizers, "parameters_with_gradient", noted)
     with opened(run_folder, world.state, method="sync", every=None, keep=9) as ckpt:
         world.update()
         ckpt.step()
@@ -350,7 +350,7 @@ def test_gradients_are_not_looked_at_in_another_thread(
 
 
 def test_a_call_waits_for_one_of_another_thread() -> None:
-    calls, gate, order = Calls(TIMEOUT_S), Gate(), list[str]()
+    calls, gate, order = CallGuard(TIMEOUT_S), Gate(), list[str]()
 
     def call(name: str, inside: Callable[[], Any]) -> None:
         calls.begin(name, sys._getframe())
@@ -363,11 +363,11 @@ def test_a_call_waits_for_one_of_another_thread() -> None:
     assert gate.reached.wait(TIMEOUT_S)
     second = threading.Thread(target=call, args=("step", lambda: None))
     second.start()
-    hurried = Calls(0.0)
+    hurried = CallGuard(0.0)
     hurried._now = calls._now
     with pytest.raises(StateError, match="in another thread"):
         hurried.begin("step", sys._getframe())
-    with pytest.raises(StateError, match="optimizer has waited 0 s for save"):
+    with pytest.raises(StateError, match="optimizer waited 0 s for save"):
         hurried.wait_for_others("optimizer")
     hurried._now = None
     hurried.wait_for_others("optimizer")
@@ -434,8 +434,8 @@ def test_a_parameter_that_moves_to_another_optimizer(
         ckpt.step()
         wanted = freeze({"one": one.state_dict(), "two": two.state_dict()})
         save = ckpt.save()
-        size_bytes = ckpt._saver._flights[0].prepared.size_bytes
-        own = dict(ckpt._saver._flights[0].prepared.ends)
+        size_bytes = ckpt._saver._pending[0].prepared.size_bytes
+        own = dict(ckpt._saver._pending[0].prepared.ends)
         if moves:
             second.param_groups[0]["params"] = [two.bias]
             first.add_param_group({"params": [two.weight]})
@@ -473,7 +473,7 @@ def test_what_is_not_contiguous_is_looked_at(held: Gate, run_folder: Path) -> No
 
 
 def test_behind_the_last_call_no_other_thread_begins_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    calls, gate, refused = Calls(TIMEOUT_S), Gate(), list[str]()
+    calls, gate, refused = CallGuard(TIMEOUT_S), Gate(), list[str]()
 
     def train() -> None:
         calls.begin("save", sys._getframe())
@@ -483,7 +483,7 @@ def test_behind_the_last_call_no_other_thread_begins_one(monkeypatch: pytest.Mon
             lambda: calls.begin("step", sys._getframe()),
             lambda: calls.refuse_within("close"),
         ):
-            with pytest.raises(StateError, match="while the interpreter ends") as error:
+            with pytest.raises(StateError, match="while the interpreter is shutting down") as error:
                 call()
             refused.append(error.value.message.partition(" ")[0])
 

@@ -237,7 +237,7 @@ def test_what_one_rank_sees_ends_the_step_of_all(tmp_path: Path, rank: int) -> N
         for error in failures(ranks, lambda one: one.ckpt.step()):
             assert isinstance(error, NonFiniteError)
             assert (error.step, error.rank) == (5, rank)
-            assert "that step 5 consumed is not finite" in error.message
+            assert "consumed by step 5 is not finite" in error.message
             assert "ckpt.rewind(4) on every rank" in str(error)
         assert [one.ckpt.stats().saves for one in ranks] == [1, 1], "none of step 5"
         found = on_all(*(lambda one=one: one.ckpt.rewind(4) for one in ranks))  # type: ignore[misc]

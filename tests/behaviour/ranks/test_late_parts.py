@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from everstep.capture.spots import Comparison, Spots, marked, which_of
+from everstep.capture.mark_samples import MarkComparison, MarkSampler, mark_entries, sampled_bits
 from everstep.errors import FormatError
 from tests.support.logged import World, opened
 from tests.support.ranks.logs import ON_DISK, die
@@ -132,12 +132,12 @@ def test_a_tensor_that_an_optimizer_updates_must_be_there() -> None:
     """Samples are of what was there when the mark was made, whatever the state shows now."""
     state = {"a/late": torch.ones(3), "m/weight": torch.arange(4.0), "z": torch.zeros(2)}
     names = sorted(state)
-    spots = Spots({"m/weight": state["m/weight"]})
-    logged = marked(spots, which_of(spots, names), 5)
+    spots = MarkSampler({"m/weight": state["m/weight"]})
+    logged = mark_entries(spots, sampled_bits(spots, names), 5)
     now = {name: tensor for name, tensor in state.items() if name != "a/late"}
-    assert Comparison().other(logged, now | {"b": torch.ones(7)}, 5, names) is None
+    assert MarkComparison().other(logged, now | {"b": torch.ones(7)}, 5, names) is None
     state["m/weight"][1] += 1
-    assert Comparison().other(logged, now, 5, names) == "m/weight"
+    assert MarkComparison().other(logged, now, 5, names) == "m/weight"
     del now["m/weight"]
     with pytest.raises(FormatError, match="'m/weight', which the state does not have"):
-        Comparison().other(logged, now, 5, names)
+        MarkComparison().other(logged, now, 5, names)

@@ -225,9 +225,7 @@ def same_everywhere(ranks: list[Rank]) -> None:
 
 def test_a_head_in_the_optimizer_of_one_rank(tmp_path: Path) -> None:
     said = refused(tmp_path, plain, with_head)
-    assert (
-        "'optimizer', tensors that ranks 0-1 have in common: rank(s) 0: 2, rank(s) 1: none" in said
-    )
+    assert "'optimizer', tensors replicated on ranks 0-1: rank(s) 0: 2, rank(s) 1: none" in said
     assert "rank 0: head: not in the checkpoint" in said
     assert "rank 0: optimizer/param_groups/0/head.weight: not in the checkpoint" in said
 
@@ -239,18 +237,18 @@ def test_an_optimizer_of_another_class_on_one_rank(tmp_path: Path) -> None:
 
 def test_a_layer_that_has_another_name_on_one_rank(tmp_path: Path) -> None:
     said = refused(tmp_path, plain, renamed)
-    assert "'body', tensors that ranks 0-1 have in common: rank(s) 0: 2, rank(s) 1: none" in said
+    assert "'body', tensors replicated on ranks 0-1: rank(s) 0: 2, rank(s) 1: none" in said
     assert "rank 0: body/zero.weight: not in the checkpoint" in said
 
 
 def test_another_scheduler_on_one_rank(tmp_path: Path) -> None:
     said = refused(tmp_path, scheduled, otherwise_scheduled)
-    assert "'scheduler', tensors that ranks 0-1 have in common: rank(s) 0: none" in said
+    assert "'scheduler', tensors replicated on ranks 0-1: rank(s) 0: none" in said
 
 
 def test_a_scaler_that_does_nothing_on_one_rank(tmp_path: Path) -> None:
     said = refused(tmp_path, scaled, otherwise_scaled)
-    assert "rank 0: scaler: a scaler that is enabled, here it is not" in said
+    assert "rank 0: scaler: saved by a scaler that is enabled, the live one is not" in said
 
 
 @pytest.mark.parametrize("step", [None, 3, 4])
@@ -375,7 +373,7 @@ def test_of_which_rank_a_common_tensor_is_taken(tmp_path: Path) -> None:
         return {"body": net, "optimizer": adamw(net)}
 
     said = refused(tmp_path, each_its_own, plain)
-    assert "rank 0: body/0.weight: rank(s) 0 had one, rank(s) 1 another" in said
+    assert "rank 0: body/0.weight: rank(s) 0 had one version, rank(s) 1 another" in said
     with job(tmp_path, plain) as ranks:
         found = resume(ranks, strict=True)
         assert all(isinstance(one, EverstepError) for one in found)

@@ -18,15 +18,15 @@ from everstep.format.names import base_dir, marker_name, shard_name
 from everstep.format.records import Manifest, Marker
 from everstep.restore.fetch import peers
 from everstep.restore.fetch.held import HeldBase
-from everstep.restore.fetch.lent_files import (
-    LentFiles,
+from everstep.restore.fetch.peer_plan import offers_on_disks, prove_timelines, with_proven_bases
+from everstep.restore.fetch.peers import CopyOffer, fetch_plan
+from everstep.restore.fetch.served_files import (
+    ServedFiles,
     _Common,
-    covered,
-    covers_from_wire,
-    covers_to_wire,
+    coverage_from_wire,
+    coverage_on_disk,
+    coverage_to_wire,
 )
-from everstep.restore.fetch.peer_plan import on_disks, proven, with_proven
-from everstep.restore.fetch.peers import Told, plan_of
 from everstep.run.scan import scan_run
 from everstep.seams import PosixFileSystem, ReadFile
 from everstep.state.layout.entries import Entry
@@ -81,7 +81,7 @@ def test_nothing_is_sent_where_each_disk_has_what_is_needed(
 ) -> None:
     paths = folders(tmp_path, shared=False)
     saved_by(*paths)
-    monkeypatch.setattr(LentFiles, "read", None)
+    monkeypatch.setattr(ServedFiles, "read", None)
     with trainings(*paths) as ranks:
         assert {(one.step, one.source) for one in resume(ranks)} == {(2, "disk")}
 
@@ -220,7 +220,7 @@ def test_a_file_that_cannot_be_read_where_it_is_holds_nobody_up(
 
             super().__init__(fails, base, marker)
 
-    monkeypatch.setattr(peers, "LentFiles", Gone)
+    monkeypatch.setattr(peers, "ServedFiles", Gone)
     with trainings(*reversed(paths)) as ranks:
         assert [one.step for one in resume(ranks)] == [2, 2]
 
@@ -242,22 +242,26 @@ def test_a_disk_of_another_start_lends_nothing(tmp_path: Path) -> None:
     """Two starts have opened timeline 1, and one of them never trained on it (I7)."""
     ours, wants = offer(0, B), Offer(2, "2", RUN, 1, {}, {})
     theirs = dataclasses.replace(offer(1), timelines={1: record_of(1, "other")})
-    found = on_disks([ours, theirs, wants], [])
+    found = offers_on_disks([ours, theirs, wants], [])
     assert [(one.holder, one.base, one.disk) for one in found] == [(0, B, True)]
     assert found[0].record == record_of(1).encode()
-    plan, _ = plan_of([ours, theirs, wants], found, lambda rank, manifest: (0,), None)
+    plan, _ = fetch_plan([ours, theirs, wants], found, lambda rank, manifest: (0,), None)
     assert plan == {}, "rank 1 knows another timeline of that number, and takes none of it"
     both = dataclasses.replace(offer(1, B), timelines={1: record_of(1, "other")})
-    assert on_disks([ours, both, wants], []) == [], "nobody can say which one is meant"
+    assert offers_on_disks([ours, both, wants], []) == [], "nobody can say which one is meant"
 
 
 def test_each_disk_is_asked_once_and_behind_keepers() -> None:
-    held = Told(0, piece(0, B).marker, record_of(1).encode())
+    held = CopyOffer(0, piece(0, B).marker, record_of(1).encode())
     same = dataclasses.replace(offer(0, B), rank=1)
-    assert [(one.holder, one.disk) for one in on_disks([offer(0, B), same], [])] == [(0, True)]
-    assert [one.holder for one in on_disks([offer(0, B), same], [held])] == [1]
+    assert [(one.holder, one.disk) for one in offers_on_disks([offer(0, B), same], [])] == [
+        (0, True)
+    ]
+    assert [one.holder for one in offers_on_disks([offer(0, B), same], [held])] == [1]
     wants = [offer(0, B), Offer(1, "1", RUN, 1, {}, {})]
-    plan, _ = plan_of(wants, [held, *on_disks(wants, [])], lambda rank, manifest: (0,), None)
+    plan, _ = fetch_plan(
+        wants, [held, *offers_on_disks(wants, [])], lambda rank, manifest: (0,), None
+    )
     assert plan == {}, "one part of two is no base"
 
 
@@ -273,9 +277,9 @@ def test_a_copy_in_a_store_is_read_there(tmp_path: Path) -> None:
     offers = [offer(0, B), dataclasses.replace(offer(1), bases={B: BaseOffer(there)})]
     other = {0: Piece(piece(0, B).marker), 1: Piece(piece(1, B).marker)}
     offers[0] = dataclasses.replace(offers[0], bases={B: BaseOffer(other)})
-    told = on_disks(offers, [])
+    told = offers_on_disks(offers, [])
     assert {one.marker.rank for one in told} == {0, 1}
-    assert plan_of(offers, told, lambda rank, manifest: (rank,), None)[0] == {}
+    assert fetch_plan(offers, told, lambda rank, manifest: (rank,), None)[0] == {}
 
 
 def test_of_replicas_the_disk_is_asked_that_has_most_in_common(tmp_path: Path) -> None:
@@ -299,10 +303,10 @@ def test_of_replicas_the_disk_is_asked_that_has_most_in_common(tmp_path: Path) -
     covers = [{B: {0: 100, 2: 100, 3: 5}}, {B: {1: 100, 3: 100}}, {B: {0: 100, 2: 100}}, {}]
     nobody = [{B: {0: 100}}, {B: {1: 100}}, {}, {}]
     needs = lambda rank, manifest: (rank,)  # noqa: E731
-    told = on_disks(offers, [])
-    assert plan_of(offers, told, needs, None) == ({}, None)
-    assert plan_of(offers, told, needs, None, covers=nobody) == ({}, None)
-    plan, choice = plan_of(offers, told, needs, None, covers=covers)
+    told = offers_on_disks(offers, [])
+    assert fetch_plan(offers, told, needs, None) == ({}, None)
+    assert fetch_plan(offers, told, needs, None, covers=nobody) == ({}, None)
+    plan, choice = fetch_plan(offers, told, needs, None, covers=covers)
     assert choice is not None
     assert (choice.base, choice.partly) == (B, True)
     assert {rank: [one.holder for one in found] for rank, found in plan.items()} == {3: [1]}
@@ -312,14 +316,14 @@ def test_whose_entries_a_disk_has_is_read_from_headers(tmp_path: Path) -> None:
     paths = folders(tmp_path, shared=False)
     saved(paths)
     bases = scan_run(FS, paths[0]).bases
-    found = covered(FS, bases)
+    found = coverage_on_disk(FS, bases)
     sizes = found[BaseId(1, 4)]
     assert set(sizes) == {0, 1}
     assert sizes[0] > sizes[1] > 0, "what rank 0 had for itself is none of rank 1's"
-    assert covers_from_wire(covers_to_wire(found)) == found
+    assert coverage_from_wire(coverage_to_wire(found)) == found
     spoil(base_dir(paths[0], 1, 4) / marker_name(0))
     (base_dir(paths[0], 1, 2) / shard_name(0)).write_bytes(b"")  # type: ignore[attr-defined]
-    assert BaseId(1, 2) not in covered(FS, scan_run(FS, paths[0]).bases)
+    assert BaseId(1, 2) not in coverage_on_disk(FS, scan_run(FS, paths[0]).bases)
 
 
 def test_another_ranks_shard_is_nothing_in_common() -> None:
@@ -340,14 +344,14 @@ def test_bytes_of_several_files_lie_one_after_the_other(tmp_path: Path) -> None:
     marker = dataclasses.replace(first.marker, files=records)
     (tmp_path / "a").write_bytes(bytes_of(first))
     (tmp_path / "b").write_bytes(bytes_of(second))
-    files = LentFiles(lambda base, name: FS.open(tmp_path / name), A, marker)
+    files = ServedFiles(lambda base, name: FS.open(tmp_path / name), A, marker)
     for begin, size in [(0, 10), (a.length - 5, 10), (a.length, 7), (0, len(data)), (5, 1 << 20)]:
         assert files.read(begin, size) == data[begin : begin + size]
     assert files.read(len(data), 5) == b""
     files.close()
     files.close()
     (tmp_path / "b").write_bytes(b"short")
-    files = LentFiles(lambda base, name: FS.open(tmp_path / name), A, marker)
+    files = ServedFiles(lambda base, name: FS.open(tmp_path / name), A, marker)
     assert files.read(0, len(data)) == b""
     files.close()
     assert isinstance(first, HeldBase)
@@ -365,12 +369,12 @@ def test_a_disk_is_gone_and_the_keeper_beside_it_lives() -> None:
         offer(0), bases={B: BaseOffer({0: Piece(theirs)}, committed(theirs, mine))}
     )
     offers = [sees, Offer(1, "1", RUN, 1, {}, {})]
-    found = proven(offers, {1: mine})
+    found = prove_timelines(offers, {1: mine})
     assert found == {1: record_of(1)}
-    counted = with_proven(offers, {1: mine}, found)
+    counted = with_proven_bases(offers, {1: mine}, found)
     assert counted[0] == sees
     assert counted[1].bases[B].pieces == {1: Piece(mine, ("memory",))}
-    plan, choice = plan_of(counted, [], lambda rank, manifest: (rank,), None)
+    plan, choice = fetch_plan(counted, [], lambda rank, manifest: (rank,), None)
     assert plan == {}
     assert choice is not None
     assert choice.base == B
@@ -382,13 +386,17 @@ def test_what_no_manifest_proves_is_not_offered() -> None:
     sees = dataclasses.replace(
         offer(0), bases={B: BaseOffer({0: Piece(theirs)}, committed(theirs, mine))}
     )
-    assert proven([sees, lost], {1: piece(1, B, salt=1).marker}) == {}, "of another start"
-    assert proven([offer(0, B), lost], {1: mine}) == {}, "nobody knows whether it was committed"
-    assert proven([offer(0), lost], {1: mine}) == {}
+    assert prove_timelines([sees, lost], {1: piece(1, B, salt=1).marker}) == {}, "of another start"
+    assert prove_timelines([offer(0, B), lost], {1: mine}) == {}, (
+        "nobody knows whether it was committed"
+    )
+    assert prove_timelines([offer(0), lost], {1: mine}) == {}
     unknown = dataclasses.replace(sees, timelines={1: None})
-    assert proven([unknown, lost], {1: mine}) == {}, "its record is damaged"
-    assert proven([sees, lost], {}) == {}
+    assert prove_timelines([unknown, lost], {1: mine}) == {}, "its record is damaged"
+    assert prove_timelines([sees, lost], {}) == {}
     both = [Offer(0, "0", RUN, 1, {}, {}), lost]
-    assert proven(both, {0: theirs, 1: mine}) == {}, "two keepers prove nothing to each other"
+    assert prove_timelines(both, {0: theirs, 1: mine}) == {}, (
+        "two keepers prove nothing to each other"
+    )
     third = dataclasses.replace(sees, rank=2, bases={B: BaseOffer({}, committed(theirs, mine))})
-    assert set(proven([*both, third], {0: theirs, 1: mine})) == {0, 1}
+    assert set(prove_timelines([*both, third], {0: theirs, 1: mine})) == {0, 1}

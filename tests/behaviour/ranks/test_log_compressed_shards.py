@@ -16,7 +16,7 @@ from everstep.errors import OptionError, StateError
 from everstep.format.writer import ChunkRing
 from everstep.replay.packed import Packed
 from everstep.restore.redo.redo import Redo, Step
-from everstep.restore.redo.updates import update_of
+from everstep.restore.redo.updates import update_from_record
 from everstep.state.layout.placement import Box
 from everstep.state.training_state import State
 from everstep.state.values.tensors import local_box, local_tensor
@@ -125,7 +125,7 @@ def test_as_many_ranks_replay_their_own_logs(tmp_path: Path, ring: ChunkRing) ->
             redo = Redo(state)
             for step in range(STEP + 1, STEP + 1 + STEPS):
                 update, mark = logs[rank, step]
-                redo.step(Step(((update, update_of(update)),), mark))
+                redo.step(Step(((update, update_from_record(update)),), mark))
             assert redo.finish() == []
             assert parts_of(values, whole) == [], rank
 
@@ -133,7 +133,7 @@ def test_as_many_ranks_replay_their_own_logs(tmp_path: Path, ring: ChunkRing) ->
 def test_parts_are_logged_in_compact_form(tmp_path: Path, ring: ChunkRing) -> None:
     _, logs = logged(tmp_path, "fsdp", 2, ring, 1, compress=COMPRESS["topk"])
     for rank in range(2):
-        gradients = update_of(logs[rank, STEP + 1][0]).gradients
+        gradients = update_from_record(logs[rank, STEP + 1][0]).gradients
         assert isinstance(gradients["model.up.weight"], Packed)
         assert not isinstance(gradients["model.down.bias"], Packed)
 

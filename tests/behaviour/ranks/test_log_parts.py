@@ -18,7 +18,7 @@ from everstep.errors import DamageError, EverstepError, FormatError
 from everstep.format.log import LogRecord
 from everstep.format.names import marker_name, shard_name
 from everstep.restore.redo import redo
-from everstep.restore.redo.updates import update_of
+from everstep.restore.redo.updates import update_from_record
 from everstep.restore.start import log_exchange, rank_log, resume_job
 from everstep.restore.start.log_exchange import decode_records, encode_records
 from everstep.seams import ReadFile
@@ -26,6 +26,7 @@ from everstep.state.layout.names import PART_OBJECT, UPDATE_OBJECT
 from everstep.state.ranks.log_shares import bytes_logged_elsewhere, log_shares
 from everstep.state.ranks.rank_info import RankInfo
 from everstep.state.training_state import State
+from tests.support.ranks import replicas as parts
 from tests.support.ranks.logs import die, segment
 from tests.support.ranks.replicas import (
     folders,
@@ -39,6 +40,9 @@ from tests.support.ranks.replicas import (
 )
 from tests.support.ranks.together import on_all, rank_seams
 from tests.support.world import HookedFileSystem
+
+alike = parts.alike  # which every test here takes, too
+two = parts.two
 
 
 def resumed(paths: tuple[Path, ...], step: int, replayed: int) -> list[everstep.Recovery]:
@@ -240,7 +244,9 @@ def test_a_log_in_memory_leads_back_in_the_same_processes(tmp_path: Path) -> Non
 
 
 def test_both_parts_are_the_update(two: list[list[LogRecord]]) -> None:
-    updates = [update_of(replace(two[r][1], parts={1 - r: two[1 - r][1]})) for r in range(2)]
+    updates = [
+        update_from_record(replace(two[r][1], parts={1 - r: two[1 - r][1]})) for r in range(2)
+    ]
     names = {f"model.{name}" for name, _ in layers(None).named_parameters()}
     for update in updates:
         assert update.gradients.keys() == names
@@ -264,7 +270,7 @@ def test_parts_that_do_not_fit_are_refused(
     why: str,
 ) -> None:
     with pytest.raises(FormatError, match=why):
-        update_of(replace(two[0][1], parts=parts(two)))
+        update_from_record(replace(two[0][1], parts=parts(two)))
 
 
 def test_who_does_not_know_of_parts_finds_no_update(two: list[list[LogRecord]]) -> None:

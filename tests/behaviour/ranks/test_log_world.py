@@ -21,7 +21,7 @@ from everstep.format.log import LogRecord, record_digest
 from everstep.format.names import marker_name, shard_name
 from everstep.format.writer import ChunkRing
 from everstep.restore.redo.redo import Redo, Step
-from everstep.restore.redo.updates import update_of
+from everstep.restore.redo.updates import update_from_record
 from everstep.restore.reshard.replay import replay_resharded
 from everstep.restore.start import log_exchange
 from everstep.run.scan import scan_run
@@ -490,6 +490,6 @@ def test_as_many_ranks_replay_their_own_parts(world: int, tmp_path: Path, ring: 
             redo = Redo(state)
             for step in range(STEP + 1, STEP + 1 + STEPS):
                 update, mark = logs[rank, step]
-                redo.step(Step(((update, update_of(update)),), mark))
+                redo.step(Step(((update, update_from_record(update)),), mark))
             assert redo.finish() == []
             assert same(values, wanted) == [], rank

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import everstep
-from everstep.commit.job.agreed import TakeInventory
+from everstep.commit.job.agreement import TakeInventory
 from everstep.commit.lineage import BaseId
 from everstep.format.names import base_dir, marker_name, shard_name
 from everstep.restore.start import rank_loader, rank_log, resume_job

@@ -12,14 +12,14 @@ import numpy as np
 import pytest
 import torch
 
-from everstep.capture.probe import Probe
+from everstep.capture.spot_check import Probe
 from everstep.errors import AuditError, FormatError
 from everstep.format.writer import ChunkRing
 from everstep.link.channel import BackgroundChannel
 from everstep.link.recordable import Layouts
 from everstep.restore.redo.declared import DeclaredRedo
 from everstep.restore.redo.redo import Redo, Step
-from everstep.restore.redo.updates import update_of
+from everstep.restore.redo.updates import update_from_record
 from everstep.run.scan import BaseFound
 from everstep.seams.clock import ManualClock
 from everstep.state.layout.names import SPOT
@@ -29,7 +29,7 @@ from everstep.state.ranks.log_shares import bytes_logged_elsewhere, updated_else
 from everstep.state.ranks.rank_info import RankInfo
 from everstep.state.ranks.writers import Replication, find_replication
 from everstep.state.training_state import State
-from everstep.trainer.log.untold import Untold
+from everstep.trainer.log.untracked_writes import UntrackedWrites
 from tests.support.ranks.relogged import Logs, logged, record_of, records_of, redone, train
 from tests.support.ranks.sharding import STEP, Values, as_rank, build, load, locals_of
 
@@ -98,7 +98,7 @@ def build_names() -> list[tuple[str, int]]:
 
 def first(logs: Logs, rank: int) -> list[str]:
     """Names of the gradients in a rank's first record."""
-    return sorted(update_of(logs[rank, STEP + 1][0], own=True).gradients)
+    return sorted(update_from_record(logs[rank, STEP + 1][0], own=True).gradients)
 
 
 def test_each_gradient_is_in_one_log(tmp_path: Path, ring: ChunkRing) -> None:
@@ -144,7 +144,7 @@ def in_samples(state: State) -> set[str]:
     """Parameters of which marks of this rank's log hold some elements."""
     survey = state.survey()
     channel = BackgroundChannel("raise", ManualClock(), progress_timeout_s=9.0)
-    untold = Untold(channel, state)
+    untold = UntrackedWrites(channel, state)
     untold.start(survey, STEP)
     which = untold.samples(STEP + 1)[f"{SPOT}which"].numpy()
     bits = np.unpackbits(which)[: len(survey.tensors)]
@@ -187,7 +187,7 @@ def replayed(base: BaseFound, logs: Logs, info: RankInfo, ring: ChunkRing) -> Va
     redo.compares = True
     for step in range(STEP + 1, STEP + 1 + STEPS):
         update, mark = logs[info.rank, step]
-        redo.step(Step(((update, update_of(update)),), mark))
+        redo.step(Step(((update, update_from_record(update)),), mark))
     redo.finish()
     return values
 

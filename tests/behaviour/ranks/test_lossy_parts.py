@@ -15,16 +15,15 @@ from everstep.format.log import LogRecord, RecordHead, plan_segment, record_dige
 from everstep.keeper.log import segment_writer
 from everstep.keeper.ship.lossy_log import lossy_record
 from everstep.replay.packed import Packed, dense
-from everstep.restore.redo.sharded import replayer_of
-from everstep.restore.redo.updates import update_of
+from everstep.restore.redo.redo import make_replayer
+from everstep.restore.redo.updates import update_from_record
 from everstep.state.layout.names import PART_OBJECT
 from everstep.state.ranks.log_shares import log_shares
 from everstep.state.ranks.rank_info import RankInfo
 from everstep.state.training_state import State
 from everstep.state.values.objects import encode
 from everstep.state.values.tensors import byte_view, local_tensor
-from everstep.trainer.log.consumed import Consumption
-from everstep.trainer.log.log_part import LogPart
+from everstep.trainer.log.update_inputs import InputReader, RankInputReader
 from tests.support.ranks import replicas as parts
 from tests.support.ranks.logs import die
 from tests.support.ranks.replicas import layers, records_of, replicas, resume, trained, until
@@ -90,9 +89,9 @@ def test_lossy_parts_of_some_ranks_take_all_to_the_same_approximation(
 @pytest.mark.parametrize("ranks", [{0}, {1}, {0, 1}], ids=["rank 0", "rank 1", "both"])
 def test_an_update_of_lossy_parts_says_so(two: list[list[LogRecord]], ranks: set[int]) -> None:
     parts = [lossy_record(two[r][1], 0.1) if r in ranks else two[r][1] for r in range(2)]
-    updates = [update_of(replace(parts[r], parts={1 - r: parts[1 - r]})) for r in range(2)]
+    updates = [update_from_record(replace(parts[r], parts={1 - r: parts[1 - r]})) for r in range(2)]
     assert [update.lossy for update in updates] == [True, True]
-    whole = update_of(replace(two[0][1], parts={1: two[1][1]}))
+    whole = update_from_record(replace(two[0][1], parts={1: two[1][1]}))
     changed = {name for rank in ranks for name in lossy_ones(rank, layers((0, 1)))}
     for update in updates:
         assert update.gradients.keys() == whole.gradients.keys()
@@ -108,7 +107,7 @@ def test_one_lossy_part_of_three_is_enough(tmp_path: Path, lossy: int) -> None:
     parts[lossy] = lossy_record(parts[lossy], 0.1)
     for rank, own in parts.items():
         others = {other: part for other, part in parts.items() if other != rank}
-        assert update_of(replace(own, parts=others)).lossy
+        assert update_from_record(replace(own, parts=others)).lossy
 
 
 def test_a_lossy_part_is_what_training_would_have_recorded() -> None:
@@ -124,8 +123,8 @@ def test_a_lossy_part_is_what_training_would_have_recorded() -> None:
 
 def recorded(state: State, ratio: float | None = None) -> LogRecord:
     """What this rank records of the update that is next."""
-    consumption = Consumption(state, lossy_ratio=ratio)
-    consumed, name, about = LogPart(state).look(consumption, "optimizer")
+    consumption = InputReader(state, lossy_ratio=ratio)
+    consumed, name, about = RankInputReader(state).look(consumption, "optimizer")
     data = memoryview(bytearray(consumed.layout.size_bytes))
     for place in consumed.layout.placed:
         data[place.begin : place.end] = bytes(byte_view(consumed.tensors[place.entry.name]))
@@ -141,7 +140,7 @@ def test_sharded_parameters_are_replayed_by_lossy_gradients_of_this_ranks_shards
         parameters = {f"model.{name}": p for name, p in values["model"].named_parameters()}
         for parameter in parameters.values():
             parameter.grad = parameter.detach().sin()
-        update = update_of(lossy_record(recorded(State(values, ranks=info)), 0.1))
+        update = update_from_record(lossy_record(recorded(State(values, ranks=info)), 0.1))
         assert update.lossy
         assert any(isinstance(gradient, Packed) for gradient in update.gradients.values())
         shards = {name: local_tensor(p.detach()).clone() for name, p in parameters.items()}
@@ -152,7 +151,7 @@ def test_sharded_parameters_are_replayed_by_lossy_gradients_of_this_ranks_shards
             shard.grad = dense(update.gradients[name])
         by_torch.step()
         names = {id(parameter): name for name, parameter in parameters.items()}
-        replayer = replayer_of(optimizer, names, threads=1)
+        replayer = make_replayer(optimizer, names, threads=1)
         replayer.apply([update])
         assert not replayer.exact.exact
         for name, shard in shards.items():

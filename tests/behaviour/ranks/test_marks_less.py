@@ -13,7 +13,7 @@ from torch import nn
 
 from everstep.format.log import RecordHead
 from everstep.link.recordable import Layouts
-from everstep.restore.offline.offline_job import Resting
+from everstep.restore.offline.job_state import UnreplayedRank
 from everstep.restore.redo import redo
 from everstep.seams import Seams
 from tests.support.logged import World, document, opened
@@ -184,7 +184,7 @@ def test_a_rank_of_which_nothing_is_computed() -> None:
         record = record_of(head, Layouts().of(held), {}, held)
         return record, [(record, place) for place in record.layout.placed]
 
-    rank = Resting({"x": torch.zeros(3), "y": torch.zeros(1)}, {}, "shape")
+    rank = UnreplayedRank({"x": torch.zeros(3), "y": torch.zeros(1)}, {}, "shape")
     rank.advance(*mark(1, x=torch.ones(3), y=torch.ones(1)))
     rank.advance(*mark(2, y=torch.ones(1) * 2))
     rank.finish({})

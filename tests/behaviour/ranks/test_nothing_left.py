@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from everstep.commit.job.offers import BaseOffer, Offer, choose
-from everstep.commit.lineage import BaseId, had_steps, of_no_use
+from everstep.commit.lineage import BaseId, describe_missing_steps, describe_unused
 from everstep.errors import EverstepError, RecoveryError, StateError
 from everstep.format.names import BASE_DIR, TIMELINE_RECORD, timeline_dir
 from tests.support import logged
@@ -253,13 +253,15 @@ def test_what_hosts_did_without_a_disk_gives_nothing_up_that_is_on_it() -> None:
 def test_what_records_say() -> None:
     first, began = record(1), record(2, BaseId(1, 12))
     tree = branches((1, None, 0), (2, 1, None))  # no base is there: it may have come to nothing
-    assert "had step 12" in str(had_steps({1: first, 2: began}, tree))
-    assert "timeline 2 is damaged" in str(had_steps({1: first, 2: None}, tree))
-    assert had_steps({1: first, 2: record(2, BaseId(1, 0))}, tree) is None
-    assert had_steps({1: first}, branches((1, None, 0))) is None
-    assert had_steps({1: None}, branches((1, None, None))) is None
-    assert had_steps({}, {}) is None
+    assert "had step 12" in str(describe_missing_steps({1: first, 2: began}, tree))
+    assert "timeline 2 is damaged" in str(describe_missing_steps({1: first, 2: None}, tree))
+    assert describe_missing_steps({1: first, 2: record(2, BaseId(1, 0))}, tree) is None
+    assert describe_missing_steps({1: first}, branches((1, None, 0))) is None
+    assert describe_missing_steps({1: None}, branches((1, None, None))) is None
+    assert describe_missing_steps({}, {}) is None
     scratch = {1: first, 2: began, 3: record(3)}
-    assert had_steps(scratch, branches((1, None, 0), (2, 1, None), (3, None, 0))) is None
-    assert of_no_use([BaseId(2, 13)], branches((1, None, 0), (2, None, 0))) is not None
-    assert of_no_use([BaseId(1, 13)], branches((1, None, 0), (2, None, 0))) is None
+    assert (
+        describe_missing_steps(scratch, branches((1, None, 0), (2, 1, None), (3, None, 0))) is None
+    )
+    assert describe_unused([BaseId(2, 13)], branches((1, None, 0), (2, None, 0))) is not None
+    assert describe_unused([BaseId(1, 13)], branches((1, None, 0), (2, None, 0))) is None

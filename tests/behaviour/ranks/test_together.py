@@ -15,8 +15,8 @@ import pytest
 import torch
 
 import everstep
+from everstep.commit.job.actions import BaseLate
 from everstep.commit.job.offers import all_ranks
-from everstep.commit.job.steps import IsLate
 from everstep.commit.lineage import BaseId
 from everstep.errors import (
     DeadlineError,
@@ -27,7 +27,7 @@ from everstep.errors import (
     StorageError,
 )
 from everstep.keeper.persist.rank_commits import outcome_error
-from everstep.restore.fetch.ranks import open_on_disk
+from everstep.restore.fetch.rank_offers import open_on_disk
 from everstep.restore.start import resume_job
 from everstep.restore.start.resume_job import Meeting, resume_all_ranks
 from everstep.run.scan import scan_run
@@ -252,7 +252,7 @@ def test_a_rank_that_does_not_save_is_named_and_not_waited_for(tmp_path: Path) -
 def test_what_is_known_of_ranks_without_a_part_is_said(
     missing: tuple[int, ...], gone: tuple[int, ...], says: str, hint: str
 ) -> None:
-    late, run = IsLate(BaseId(1, 6), missing), PurePath("/run")
+    late, run = BaseLate(BaseId(1, 6), missing), PurePath("/run")
     error = outcome_error(late, run, 8.0, gone.__contains__)
     assert isinstance(error, DeadlineError)
     assert says in str(error)

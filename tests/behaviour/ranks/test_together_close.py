@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from everstep.commit.job.member import Member
-from everstep.commit.job.messages import WatermarkTold
+from everstep.commit.job.messages import WatermarkNotice
 from everstep.keeper.persist.rank_commits import RankCommits
 from everstep.run.scan import scan_run
 from everstep.seams import PosixFileSystem
@@ -35,7 +35,7 @@ class SlowToTell:
         )
 
         def sent(of: RankCommits, rank: int, message: Any) -> None:
-            late = isinstance(message, WatermarkTold) and message.base.step == LAST
+            late = isinstance(message, WatermarkNotice) and message.base.step == LAST
             if late and not self._leaves:
                 self._held.append((of, rank, message))
             else:
@@ -80,7 +80,9 @@ def test_nobody_waits_for_a_rank_that_has_gone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     slow = SlowToTell(monkeypatch, ever=False)
-    monkeypatch.setattr(Member, "is_behind", property(lambda self: False))  # rank 1 leaves at once
+    monkeypatch.setattr(
+        Member, "watermark_pending", property(lambda self: False)
+    )  # rank 1 leaves at once
     with trainings(tmp_path / "a", tmp_path / "b", method="lazy", every=2, keep=2) as ranks:
         end(ranks)
     assert slow.settled[-1], "not waited for until it was too late"

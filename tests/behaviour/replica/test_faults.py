@@ -25,10 +25,10 @@ from everstep.errors import (
 from everstep.keeper.log.log_store import LogStore
 from everstep.keeper.replica.replica import BaseRequest, _PendingRequests
 from everstep.replay.exactness import declare
-from everstep.restore.offline.offline import OfflineState
+from everstep.restore.offline.state import OfflineState
 from everstep.seams.failpoints import arm
 from everstep.seams.progress import progress
-from everstep.trainer.log import untold
+from everstep.trainer.log import untracked_writes as untold
 from tests.support.following import (
     base_of,
     opened,
@@ -422,7 +422,7 @@ def test_a_change_behind_the_optimizers_back_is_found(
 ) -> None:
     """The replica goes by the log alone; samples of the live state tell the two apart: those in
     each mark, and if they did not, those that come with each base that is asked for (I8)."""
-    monkeypatch.setattr(untold, "LOOKED_AT_FIRST", 0)  # or training would find it itself
+    monkeypatch.setattr(untold, "SAMPLED_FIRST_STEPS", 0)  # or training would find it itself
     if by == "asks":
         monkeypatch.setattr(OfflineState, "compare", lambda self: None)
     reported: list[EverstepError] = []
@@ -461,7 +461,7 @@ def test_a_replica_that_cannot_keep_up_is_given_up_and_said_once(run_folder: Pat
         world = World()
         ckpt = start(bench, world, on_failure=reported.append)
         states = run_steps(ckpt, world, 1)
-        ckpt._recorder.rooms.bytes_max = 120_000  # type: ignore[union-attr]
+        ckpt._recorder.memory.bytes_max = 120_000  # type: ignore[union-attr]
         ckpt.save()
         assert gate.reached.wait(20)
         for _ in range(40):
@@ -493,7 +493,7 @@ def test_a_replica_that_cannot_keep_up_is_given_up_and_said_once(run_folder: Pat
 def test_records_that_were_applied_make_room_for_others(served: Bench) -> None:
     world = World()
     ckpt = start(served, world)
-    ckpt._recorder.rooms.bytes_max = 120_000  # type: ignore[union-attr]
+    ckpt._recorder.memory.bytes_max = 120_000  # type: ignore[union-attr]
     states: dict[int, Any] = {}
     for step in range(2, 22):
         states |= run_steps(ckpt, world, 1)
@@ -515,7 +515,7 @@ def test_the_newest_step_stays_in_the_log_until_the_replica_is_done_with_it(serv
     ckpt = start(served, world)
     states = run_steps(ckpt, world, 5)
     until(lambda: ckpt.stats().replica_step == 6)
-    ckpt._recorder.rooms.bytes_max = 400_000  # type: ignore[union-attr]
+    ckpt._recorder.memory.bytes_max = 400_000  # type: ignore[union-attr]
     for _ in range(20):  # updates of a step that has no end, over whatever was let go
         world.train()
     die(ckpt)
@@ -579,7 +579,7 @@ def test_training_that_was_elsewhere_is_followed_but_never_exact(
     served: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
-        "everstep.keeper.replica.replica_state.conditions",
+        "everstep.keeper.replica.replica_state.replay_conditions",
         lambda records: (None, "trained on a GPU, replayed on the CPU"),
     )
     world = World()

@@ -24,8 +24,8 @@ from everstep.state.ranks.log_shares import log_shares, updated_elsewhere
 from everstep.state.training_state import State
 from everstep.state.values.tensors import host_bytes
 from everstep.trainer.checks.keeper_replay import require_replayable, require_replicable
-from everstep.trainer.log.consumed import Consumed, Consumption
-from everstep.trainer.multistep.multistep_plan import units_of
+from everstep.trainer.log.update_inputs import InputReader, UpdateInputs
+from everstep.trainer.multistep.plan import capturable_units
 from tests.support.ranks.relogged import Looks, records_of, train
 from tests.support.ranks.sharding import STEP, Values, as_rank, build
 
@@ -61,10 +61,12 @@ class Captured:
     """As a base over several steps copies what an update consumes."""
 
     def __init__(self, state: State) -> None:
-        units = units_of(state, state.survey().shape)
+        units = capturable_units(state, state.survey().shape)
         self._names = frozenset(unit.parameter for unit in units if unit.optimizer)
 
-    def look(self, consumption: Consumption, key: str) -> tuple[Consumed, str, Mapping[str, Any]]:
+    def look(
+        self, consumption: InputReader, key: str
+    ) -> tuple[UpdateInputs, str, Mapping[str, Any]]:
         """Gradients of what was captured before."""
         consumed = consumption.look(key, self._names)
         return consumed, UPDATE_OBJECT, consumed.about
@@ -159,7 +161,7 @@ def test_over_several_steps_a_rank_captures_what_it_updates(near: Near) -> None:
     with as_rank(0, 3) as info:
         state = State(build("zero", info, 3), ranks=replace(info, near=near, followed=True))
         shape, elsewhere = state.survey().shape, updated_elsewhere(state)
-        units = [unit for unit in units_of(state, shape) if unit.optimizer]
+        units = [unit for unit in capturable_units(state, shape) if unit.optimizer]
         provider: Any = state.providers["optimizer"]
         assert {unit.parameter for unit in units} == provider.owned()
         for unit in units:

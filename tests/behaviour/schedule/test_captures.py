@@ -17,17 +17,17 @@ import torch
 from torch import nn
 
 import everstep
-from everstep.capture.audit import SpotCheck
+from everstep.capture.dispatch import Dispatch, Unit
 from everstep.capture.lanes.lane import Lane
-from everstep.capture.scheduled import Dispatch, Unit
+from everstep.capture.spot_check import SpotCheck
 from everstep.errors import AuditError, EverstepError, KeeperError, OptionError, OutOfSpaceError
 from everstep.options import Budget, Method, presets
 from everstep.seams import ManualClock, Seams, failpoints
 from everstep.testing.emulated_link import EmulatedLink
 from everstep.trainer.attach.remote import RemoteKeeper
-from everstep.trainer.schedule import scheduled
-from everstep.trainer.schedule.program import lazily
-from everstep.trainer.schedule.scheduled_saver import ScheduledSaver
+from everstep.trainer.schedule import scheduler as scheduled
+from everstep.trainer.schedule.bound_plan import all_at_mark
+from everstep.trainer.schedule.saver import ScheduledSaver
 from tests.support.lanes import HeldLane, gives_up_soon, held
 from tests.support.scheduled import OVERFLOWS, Loop
 from tests.support.serving import Bench, die, serving
@@ -236,7 +236,7 @@ def test_a_capture_that_never_began_copies_nothing(run_folder: Path) -> None:
 @pytest.fixture
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """No plan is made anew because a busy machine made a step wait."""
-    monkeypatch.setattr(scheduled, "_CLOSE_S", 60.0)
+    monkeypatch.setattr(scheduled, "_TOLERANCE_S", 60.0)
 
 
 @pytest.mark.usefixtures("patient")
@@ -491,13 +491,13 @@ def test_what_becomes_whole_behind_a_start_is_not_what_the_next_keeper_has(
     saver = ckpt._saver
     assert isinstance(saver, ScheduledSaver)
     saver.finish_captures()
-    whole = saver.scheduler.whole
+    whole = saver.scheduler.complete
 
     def late(*about: Any) -> None:
         gate.wait_at()
         whole(*about)
 
-    saver.scheduler.whole = late  # type: ignore[method-assign]
+    saver.scheduler.complete = late  # type: ignore[method-assign]
     loop.train(7)
     ckpt.step()
     saver.scheduler.flush()
@@ -609,9 +609,9 @@ def all_later(monkeypatch: pytest.MonkeyPatch) -> None:
     """Plans that put every copy into the step that follows."""
 
     def later(*about: Any) -> tuple[Unit, ...]:
-        return tuple(dataclasses.replace(unit, event=1) for unit in lazily(*about))
+        return tuple(dataclasses.replace(unit, event=1) for unit in all_at_mark(*about))
 
-    monkeypatch.setattr(scheduled, "lazily", later)
+    monkeypatch.setattr(scheduled, "all_at_mark", later)
 
 
 @pytest.mark.usefixtures("all_later")

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from everstep.capture.audit import SpotCheck
 from everstep.capture.lanes.cuda import CudaLane, CudaTransfer
 from everstep.capture.lanes.devices import DeviceLane
+from everstep.capture.spot_check import SpotCheck
 from tests.support import cuda_world
 from tests.support.cuda_world import World, restored
 from tests.support.world import opened

@@ -87,7 +87,7 @@ def test_what_comes_back_apart(
     run_folder: Path,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """Training would go on otherwise than if nothing had been: that is not called exact."""
+    """Training would go on otherwise than if nothing had been: that is marked as not exact."""
     check(make, run_folder, exact=False)
     assert f"1 tensor(s) in plain data {SAID} ({names})" in caplog.text
 

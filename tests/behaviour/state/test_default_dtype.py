@@ -13,8 +13,8 @@ import torch
 
 import everstep
 from everstep.errors import FormatError
-from everstep.replay.own import default_dtype
-from everstep.restore.redo.updates import update_of
+from everstep.replay.optimizer_step import default_dtype
+from everstep.restore.redo.updates import update_from_record
 from everstep.state.layout.names import UPDATE_OBJECT
 from everstep.state.values.objects import decode, encode
 from tests.support.log.lossy import log_of
@@ -207,7 +207,7 @@ def test_one_replay_at_a_time_has_its_default() -> None:
 def test_what_a_record_says(run_folder: Path) -> None:
     """Older ones do not; what is none is no record."""
     record = next(one for one in log_of(run_folder, World(), "dense") if one.head.kind == "update")
-    assert update_of(record).default_dtype == torch.float32
+    assert update_from_record(record).default_dtype == torch.float32
     about: Any = decode(record.objects[UPDATE_OBJECT])
     assert about["default_dtype"] == "F32"
 
@@ -215,9 +215,9 @@ def test_what_a_record_says(run_folder: Path) -> None:
         return replace(record, objects={UPDATE_OBJECT: encode({**about, **changed})})
 
     del about["default_dtype"]
-    assert update_of(told()).default_dtype is None
-    assert update_of(told(default_dtype="BF16")).default_dtype == torch.bfloat16
+    assert update_from_record(told()).default_dtype is None
+    assert update_from_record(told(default_dtype="BF16")).default_dtype == torch.bfloat16
     wrongs: list[Any] = ["I64", "F8_E5M2", "onnx", 3, []]
     for wrong in wrongs:
         with pytest.raises(FormatError, match="is no record of an update"):
-            update_of(told(default_dtype=wrong))
+            update_from_record(told(default_dtype=wrong))

@@ -1,4 +1,4 @@
-"""Loaders that are in no part of the state: what a program does before its first step."""
+"""Loaders that are not in the state: what a program does before its first step."""
 
 from __future__ import annotations
 

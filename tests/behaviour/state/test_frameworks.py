@@ -146,7 +146,7 @@ def test_an_optimizer_whose_step_calls_no_hooks_is_refused(kind: Any, run_folder
     model = model_of(1)
     state = {"model": model, "optimizer": kind(model.parameters())}
     with (
-        pytest.raises(UnsupportedStateError, match=r"calls no hooks.*give the optimizer"),
+        pytest.raises(UnsupportedStateError, match=r"calls no hooks.*put the optimizer"),
         opened(run_folder, state),
     ):
         pass

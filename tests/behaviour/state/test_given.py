@@ -108,7 +108,7 @@ def of_scaler() -> Any:
 def test_copies_that_training_does_not_change_are_refused(
     make: Callable[[], Any], whose: str, run_folder: Path
 ) -> None:
-    with pytest.raises(OptionError, match=f"'kept' holds what the state_dict.. of {whose} gave"):
+    with pytest.raises(OptionError, match=f"'kept' is a copy from the state_dict.. of {whose}:"):
         Checkpointer(run_folder, {"kept": make()})
     assert not run_folder.exists()
 
@@ -227,7 +227,7 @@ def test_parameters_that_are_in_no_part_of_the_state_are_named(
     model, head = nn.Linear(2, 2), nn.Linear(2, 1)
     optimizer = torch.optim.SGD([*model.parameters(), *head.parameters()], lr=0.1)
     State({"model": model, "optimizer": optimizer})
-    assert "trains 2 parameter(s) that are in no part of the state" in caplog.text
+    assert "trains 2 parameter(s) that are not in the state" in caplog.text
     caplog.clear()
     State({"model": model, "head": list(head.parameters()), "optimizer": optimizer})
     assert not caplog.text

@@ -183,8 +183,7 @@ def test_untied_but_equal_when_saved_tied_now(run_folder: Path) -> None:
     notes = save_and_resume(run_folder, saved, live).notes
     assert_same(live.state_dict(), saved.state_dict())
     assert notes == (
-        "m/first.weight, m/second.weight were several tensors when they were saved, and are one "
-        "now",
+        "m/first.weight, m/second.weight were separate tensors when saved, and are one tensor now",
     )
 
 
@@ -223,7 +222,7 @@ def test_a_log_is_of_the_ties_of_its_training(tie: bool, run_folder: Path) -> No
         if tie
         else [
             "the log after it cannot be replayed: m/first.weight, m/second.weight were one tensor "
-            "when they were saved, and are several now"
+            "when saved, and are separate tensors now"
         ]
     )
 

@@ -1,5 +1,5 @@
 """Optimizers whose state_dict() gives their state in a form of their own: they, and nobody else,
-say what becomes of it as it is loaded; what is less than training has is not called exact."""
+say what becomes of it as it is loaded; what is less than training has is marked as not exact."""
 
 from __future__ import annotations
 
@@ -148,7 +148,7 @@ def test_what_it_makes_of_its_own_form(kind: str, method: str, run_folder: Path)
 def test_what_is_less_than_training_has(
     kind: str, run_folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """It comes back as it does with torch's own load_state_dict(), and is not called exact."""
+    """It comes back as it does with torch's own load_state_dict(), and is marked as not exact."""
     world = World(LOSSY[kind])
     world.train(4)
     saved = copy.deepcopy((world.model.state_dict(), world.optimizer.state_dict()))

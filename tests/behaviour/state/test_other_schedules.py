@@ -54,7 +54,7 @@ def test_another_scheduler_is_a_mismatch(saved: str, live: str, run_folder: Path
         save_and_resume(run_folder, trained(MAKES[saved], 4), state)
         assert state["scheduler"].last_epoch == 4
         return
-    with pytest.raises(MismatchError, match=f"scheduler: another scheduler than {live}"):
+    with pytest.raises(MismatchError, match=f"scheduler: saved by another scheduler than {live}"):
         save_and_resume(run_folder, trained(MAKES[saved], 4), state)
     assert state["seen"] == 0
 
@@ -87,7 +87,9 @@ def test_a_scaler_that_is_on_or_off(saved: bool, live: bool, run_folder: Path) -
         assert mine["scaler"].get_scale() == (8.0 if live else 1.0)
         return
     word = "enabled" if saved else "disabled"
-    with pytest.raises(MismatchError, match=f"scaler: a scaler that is {word}, here it is not"):
+    with pytest.raises(
+        MismatchError, match=f"scaler: saved by a scaler that is {word}, the live one is not"
+    ):
         save_and_resume(run_folder, state(saved, 6), mine)
     assert mine["seen"] == 0
     other = run_folder.with_name("other")

@@ -430,14 +430,14 @@ def test_hooks_end_with_the_checkpointer_and_hold_no_optimizer(run_folder: Path)
             theirs = kind(gone.parameters(), lr=0.1)
             update(model, ours)
             update(gone, theirs)
-            assert id(ours) in judged._strangers
+            assert id(ours) in judged._untracked
             assert id(theirs) in judged._others
             refs = [weakref.ref(ours), weakref.ref(theirs)]
             keys = {id(ours), id(theirs)}
             del ours, theirs
             gc.collect()
             assert [ref() for ref in refs] == [None, None]
-            assert keys.isdisjoint({*judged._strangers, *judged._others}), "ids are used again"
+            assert keys.isdisjoint({*judged._untracked, *judged._others}), "ids are used again"
         ckpt.step()
     assert [len(one) for one in hooks] == before
 
@@ -457,7 +457,7 @@ def test_parameters_in_no_part_of_the_state_are_not_called_exact(run_folder: Pat
         state["opt"].step()
         ckpt.step()
     found = peeked(run_folder, made()[2])
-    what = "'opt' trains 1 parameter(s) that are in no part of the state (group0[2])"
+    what = "'opt' trains 1 parameter(s) that are not in the state (group0[2])"
     assert not found.exact
     assert found.notes == (what,)
     assert what in found.evidence
@@ -477,7 +477,7 @@ def test_parameters_that_are_frozen_and_in_no_part_of_the_state(
         head.weight.requires_grad_(True)
         update(nn.Sequential(model, head), state["opt"])  # type: ignore[arg-type]
         ckpt.step()
-    assert "'opt' trains 1 parameter(s) that are in no part of the state" in caplog.text
+    assert "'opt' trains 1 parameter(s) that are not in the state" in caplog.text
     head.requires_grad_(False)
     assert [peeked(run_folder, state, step).exact for step in (2, 1)] == [False, True]
     with pytest.raises(UnsupportedStateError, match="not in the state"):
@@ -495,9 +495,7 @@ def test_a_group_that_is_added_in_mid_run(
         optimizer.add_param_group({"params": list(head.parameters())})
         update(nn.Sequential(model, head), optimizer)
         ckpt.step()
-    assert (
-        "'opt' trains 2 parameter(s) that are in no part of the state (group1[0], g" in caplog.text
-    )
+    assert "'opt' trains 2 parameter(s) that are not in the state (group1[0], g" in caplog.text
     model, optimizer = make()
     optimizer.add_param_group({"params": list(nn.Linear(2, 2).parameters())})
     assert not peeked(run_folder, {"model": model, "opt": optimizer}).exact
@@ -539,7 +537,7 @@ def test_an_option_that_the_base_does_not_know_stays(run_folder: Path, method: s
     with opened(run_folder, {"model": model, "opt": optimizer}, method=method) as (ckpt, found):
         group = optimizer.param_groups[0]
         assert (group["clip"], len(group["names"]), group["lr"]) == (0.5, 99, 0.01)
-        where = "opt/param_groups/0/clip is not in the base: it stays as the program has it, 0.5"
+        where = "opt/param_groups/0/clip is not in the base: the program's value is kept, 0.5"
         assert found.notes == (where, where.replace("clip", "names").replace("0.5", "list"))
         assert not found.exact
         ckpt.step()
@@ -788,6 +786,6 @@ def test_why_is_in_words_what_all_of_it_is() -> None:
     model, optimizer = make()
     state = State({"model": model, "optimizer": optimizer})
     assert (state.exact, state.why_inexact) == (True, "")
-    state.unsaved_trainers.append("one")
-    state.unsaved_inputs = ("two", "one")
+    state.coverage.unsaved_trainers.append("one")
+    state.coverage.unsaved_inputs = ("two", "one")
     assert (state.exact, state.why_inexact) == (False, "two; one")

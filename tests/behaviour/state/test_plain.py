@@ -182,7 +182,7 @@ def test_a_tensor_of_another_shape_or_dtype(strict: bool, run_folder: Path) -> N
     assert found == {
         "a": "saved F32 [3], live F32 [4]",
         "b": "saved I32 [2], live F32 [2]",
-        "c": "no tensor in the checkpoint, one in the state",
+        "c": "the checkpoint has no tensor here, the state has one",
     }
     assert all(live[key] is held[key] for key in "abc")
     assert torch.equal(live["a"], torch.zeros(4))
@@ -203,7 +203,9 @@ def test_a_part_of_another_kind(saved: str, live: str, strict: bool, run_folder:
 
     state = {"x": part(live), "y": 0}
     if strict:
-        with pytest.raises(MismatchError, match=r"x: no .* in the checkpoint, one in the state"):
+        with pytest.raises(
+            MismatchError, match=r"x: the checkpoint has no .* here, the state has one"
+        ):
             save_and_resume(run_folder, {"x": part(saved), "y": 1}, state)
         return
     recovery = save_and_resume(run_folder, {"x": part(saved), "y": 1}, state, strict=False)

@@ -202,7 +202,7 @@ def test_at_the_end_of_an_epoch_counters_are_spoken_of(
     Training(distributed(), run_folder, stop=EPOCH)
     assert "goes on at the end" not in caplog.text
     Training(distributed(), run_folder, stop=EPOCH + 1)
-    assert "goes on at the end of an epoch: its first iteration gives no batch" in caplog.text
+    assert "continues at the end of an epoch: its first iteration gives no batch" in caplog.text
 
 
 class Stream:

@@ -40,10 +40,13 @@ from everstep.tiers.retry import RetryingTier
 from everstep.trainer.attach.keepers import Keepers
 from everstep.trainer.job import copies as copies_module
 from tests.support.copying import FOREVER, Interloper, contents, put, wait_for
+from tests.support.ranks import tiers
 from tests.support.ranks.copying import FILES, Job, names_in, store, usable
 from tests.support.ranks.tiers import fill, saved, sources, started, up_to
 from tests.support.ranks.together import resume, save, train, trained, trainings
 from tests.support.world import flip
+
+apart = tiers.apart  # the fixture
 
 __all__ = ["store"]  # a fixture
 

@@ -9,7 +9,8 @@ says:
 
 - what is restored was truly reached, on the history of the newest timeline;
 - it is the same on all ranks;
-- it is at least the newest base that was reported durable, unless its files were spoilt on purpose:
+- it is at least the newest base that was reported durable, unless its files were unusable on
+purpose:
   so nothing that was needed was deleted;
 - what is reported durable survives any loss of power; the watermark never goes back.
 
@@ -66,7 +67,7 @@ class SimViolationError(AssertionError):
 
 @dataclass(slots=True)
 class Schedule:
-    """What one or many schedules consisted of."""
+    """Statistics of one or many schedules."""
 
     schedules: int = 0
     jobs: int = 0
@@ -146,7 +147,7 @@ class SimCluster:
         heapq.heappush(self._queue.heap, (self.now_s + delay_s, self._queue.count, act))
 
     def takes_s(self) -> float:
-        """How long some operation takes."""
+        """Draw the duration of an operation."""
         slow = self.rng.random() < 0.03
         return self.rng.uniform(1.0, 6.0) if slow else self.rng.uniform(0.001, 0.15)
 
@@ -260,7 +261,7 @@ class SimCluster:
             raise ViolatedError(f"{rank.name} deletes {base}, which {newest.session} needs (I5)")
 
     def on_damaged(self, rank: SimRank, base: BaseId, of: int) -> None:
-        """A rank found its files damaged: it may only say so of what was spoilt."""
+        """A rank found its files damaged: it may only say so of what was unusable."""
         if (rank.job.key, base.step, of) not in self.truth.lost:
             raise ViolatedError(f"{base} of rank {of} is called damaged, and nobody has touched it")
 

@@ -1,4 +1,4 @@
-"""What happens to a simulated cluster: each fault of a plan, carried out."""
+"""Faults of a simulated cluster: carry out each fault of a plan."""
 
 from __future__ import annotations
 

@@ -38,10 +38,10 @@ When = Literal["crash_before", "crash_partly", "crash_after", "ended", "error"]
 
 
 class Scenario(abc.ABC):
-    """What is done, and what must hold whatever happens meanwhile."""
+    """Actions under test, and conditions that must hold after any crash."""
 
     def prepare(self, fs: SimFileSystem) -> None:  # noqa: B027 - most need none, some do
-        """What has happened before; runs once, undisturbed."""
+        """Prepare the disk; runs once, without faults."""
 
     @abc.abstractmethod
     def act(self, fs: SimFileSystem) -> None:
@@ -56,7 +56,7 @@ class Scenario(abc.ABC):
 
     @abc.abstractmethod
     def check(self, fs: SimFileSystem, promised: Any) -> None:
-        """What the next process must be able to do on what is left; may change ``fs``.
+        """Check that the next process can work with the remaining disk; may change ``fs``.
 
         Args:
             promised: what :meth:`promised` said when the act was ended.
@@ -66,7 +66,7 @@ class Scenario(abc.ABC):
         """
 
     def promised(self) -> Hashable:
-        """What the :meth:`act` under way, or the last one, has reported as safe so far."""
+        """Return the results that the current or last :meth:`act` has reported as safe so far."""
         return None
 
     def posted(self) -> Sequence[EverstepError]:
@@ -74,10 +74,10 @@ class Scenario(abc.ABC):
         return ()
 
     def go_on(self, fs: SimFileSystem) -> None:  # noqa: B027 - most need none, some do
-        """What the same process does after an error; nothing fails any more."""
+        """Continue in the same process after an error; no more faults are injected."""
 
     def tolerates(self, operation: Operation) -> bool:
-        """Whether an error at ``operation`` may go unreported because nothing depends on it."""
+        """Return True if an error at ``operation`` may go unreported: nothing depends on it."""
         return operation.op == "reuse"
 
 
@@ -117,7 +117,7 @@ class Violation:
 
 @dataclass(slots=True)
 class Report:
-    """What an enumeration has found.
+    """Result of an enumeration.
 
     Attributes:
         operations: operations that the undisturbed act issues.
@@ -160,7 +160,7 @@ class _Point:
 
     @property
     def faults(self) -> list[Fault]:
-        """What makes it happen; nothing does when the act has ended by itself."""
+        """Faults that reproduce it; none if the act ended by itself."""
         if self.when == "ended":
             return []
         return [Fault(self.when, at=self.operation, errno=self.errno)]

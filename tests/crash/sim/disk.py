@@ -1,4 +1,4 @@
-"""What a simulated disk holds, how much of it is durable, and what a power loss may leave.
+"""Contents of a simulated disk: durable state, pending effects, outcomes of a power loss.
 
 A disk is a table of nodes (files and directories) and a list of pending effects:
 
@@ -47,7 +47,7 @@ _D = TypeVar("_D", bound="Disk")
 
 
 class Fate(enum.Enum):
-    """What becomes of one pending effect when the power fails."""
+    """Outcome of one pending effect at a power loss."""
 
     LOST = "lost"
     KEPT = "kept"

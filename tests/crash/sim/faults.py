@@ -1,4 +1,4 @@
-"""What can go wrong at an operation, and the journal that numbers the operations."""
+"""Faults at an operation, and the journal that numbers the operations."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class Fault:
     path: str | None = None
 
     def matches(self, operation: Operation) -> bool:
-        """Whether it acts on ``operation``."""
+        """Return True if it acts on ``operation``."""
         ops = self.ops or (_SYNCS if self.action == "lie" else None)
         wanted = operation.op in ops if ops else operation.op not in _READS
         named = self.path is None or fnmatch.fnmatchcase(operation.path, self.path)

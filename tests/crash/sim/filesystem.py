@@ -161,12 +161,12 @@ class SimFileSystem:
 
     @property
     def crashed(self) -> bool:
-        """Whether an injected crash has happened."""
+        """True if an injected crash has happened."""
         return self._journal.crashed
 
     @property
     def read_only(self) -> bool:
-        """Whether every mutating operation raises EROFS; may be set at any time."""
+        """True if every mutating operation raises EROFS; may be set at any time."""
         return self._journal.read_only
 
     @read_only.setter
@@ -193,7 +193,7 @@ class SimFileSystem:
             return bytes(self._disk.regular(path).content)
 
     def corrupt(self, path: PurePath, offset: int, mask: int = 0xFF) -> None:
-        """Flips the bits of ``mask`` in one byte, behind everyone's back and durably."""
+        """Flips the bits of ``mask`` in one byte, without a trace and durably."""
         with self._journal.lock:
             node = self._disk.regular(path)
             damaged = bytearray(node.content)
@@ -215,7 +215,7 @@ class SimFileSystem:
             return self._successor(self._disk.clone(), "clone")
 
     def survive_all(self) -> SimFileSystem:
-        """What the next process finds after SIGKILL: all that was issued, still unsynced."""
+        """Return the file system after SIGKILL: all issued effects are there, still unsynced."""
         with self._journal.lock:
             return self._successor(self._disk.clone(), "process killed; the page cache survives")
 
@@ -414,9 +414,16 @@ def _dir_entry(name: str, node: FileNode | DirNode, number: int) -> DirEntry:
     if isinstance(node, DirNode):
         return DirEntry(name, "dir", 0, 0, node.mtime_s)
     allocated = len(node.blocks) * BLOCK_BYTES
-    about = len(node.content), allocated, node.mtime_s
     several = node.links > 1
-    return DirEntry(name, "file", *about, node.links, number if several else 0)
+    return DirEntry(
+        name=name,
+        kind="file",
+        size_bytes=len(node.content),
+        allocated_bytes=allocated,
+        mtime_s=node.mtime_s,
+        links=node.links,
+        file=number if several else 0,
+    )
 
 
 def _conforms(fs: SimFileSystem) -> FileSystem:

@@ -1,4 +1,4 @@
-"""What holds on every disk that a crash may leave, checked without everstep's own readers."""
+"""Invariants of every disk that a crash may leave, checked without everstep's own readers."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def _assert_record(path: PurePath, data: bytes) -> None:
 
 
 def _assert_digests(path: PurePath, data: bytes) -> bool:
-    """Whether safetensors accepts the file; if so its entries must match their digests."""
+    """Return True if safetensors accepts the file; then its entries must match their digests."""
     try:
         entries = dict(safetensors.deserialize(data))  # type: ignore[no-untyped-call]
     except safetensors.SafetensorError:

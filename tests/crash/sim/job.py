@@ -1,4 +1,4 @@
-"""What a simulated schedule is made of: its plan, drawn from a seed, and the starts of the job."""
+"""Elements of a simulated schedule: its plan, drawn from a seed, and the starts of the job."""
 
 from __future__ import annotations
 

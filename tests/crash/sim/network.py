@@ -15,7 +15,7 @@ __all__ = ["NetworkFaults", "SimNetwork"]
 
 @dataclass(frozen=True, slots=True)
 class NetworkFaults:
-    """How bad the network is.
+    """Fault rates of the network.
 
     Attributes:
         loss, doubling, delay: how likely a message is lost, comes twice, or is very late.

@@ -1,6 +1,6 @@
 """One simulated process: all that one rank of one start of a job does, by the real code.
 
-The machines of :mod:`everstep.commit` decide; :mod:`everstep.restore.fetch.ranks` and
+The machines of :mod:`everstep.commit` decide; :mod:`everstep.restore.fetch.rank_offers` and
 :mod:`everstep.keeper.persist.rank_disk` carry out; only training itself, and the bytes of the
 state, are made up here. A process does one thing at a time, and each takes its time.
 """
@@ -11,41 +11,40 @@ from collections import deque
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
+from everstep.commit.base_commit import WriteFiles, WriteMarker
 from everstep.commit.deletion import Condemn, DeleteFiles, FilesDeleted
-from everstep.commit.job.agreed import (
+from everstep.commit.job.actions import (
+    BaseDamaged,
+    BaseDurable,
+    BaseLate,
+    Delete,
+    Event,
+    Fenced,
+    GaveUp,
+    Pace,
+    Perform,
+    Send,
+    WatermarkMoved,
+)
+from everstep.commit.job.agreement import (
+    Agreement,
     Go,
     InventorySeen,
-    IsSilent,
     Opened,
     OpenTimeline,
+    RanksSilent,
     Refuse,
     Restore,
     Restored,
     TakeInventory,
-    Tell,
 )
-from everstep.commit.job.agreement import Agreement
 from everstep.commit.job.cluster import COORDINATOR
 from everstep.commit.job.coordinator import Coordinator
 from everstep.commit.job.member import Member
 from everstep.commit.job.messages import Envelope, Message, accept, encode_message
 from everstep.commit.job.offers import Choice, Needs, Source, all_ranks
-from everstep.commit.job.steps import (
-    Delete,
-    Do,
-    Event,
-    Fenced,
-    GaveUp,
-    IsDamaged,
-    IsDurable,
-    IsLate,
-    Pace,
-    Send,
-    WatermarkMoved,
-)
 from everstep.commit.lineage import BaseId
-from everstep.commit.machine import WriteFiles, WriteMarker
-from everstep.commit.reclaim import reclaimable_bases
+from everstep.commit.retention import reclaimable_bases
 from everstep.errors import EverstepError, FencedError
 from everstep.format.digests import digest
 from everstep.format.header import ShardIdentity
@@ -53,7 +52,7 @@ from everstep.format.names import DELETING, base_dir, marker_name, shard_name
 from everstep.format.reader import read_record_bytes
 from everstep.format.records import FileRecord, Manifest, Marker, TimelineRecord
 from everstep.keeper.persist.rank_disk import RankDisk
-from everstep.restore.fetch.ranks import offer_of, open_on_disk
+from everstep.restore.fetch.rank_offers import offer_of, open_on_disk
 from everstep.run.scan import scan_run
 from everstep.tiers.durable_files import ensure_dir, ensure_dirs, write_durably
 from tests.crash.sim.faults import SimulatedCrash
@@ -138,9 +137,9 @@ class SimRank:
         envelope = accept(data, self.job.session)
         if envelope is None:
             return
-        self._absorb(self.agreement.heard(envelope.sender, envelope.message))
+        self._absorb(self.agreement.receive(envelope.sender, envelope.message))
         if self.member is not None:
-            self._absorb(self.member.heard(envelope.sender, envelope.message))
+            self._absorb(self.member.receive(envelope.sender, envelope.message))
 
     def capture(self, base: BaseId, contents: Contents) -> None:
         """Training has reached a base: it is in memory now."""
@@ -155,16 +154,16 @@ class SimRank:
 
     @property
     def is_full(self) -> bool:
-        """Whether there is no room for one more base: training waits (I10)."""
+        """True if there is no space for one more base: training waits (I10)."""
         return len(self.memory) >= _COPIES_MAX
 
     # The loop.
 
     def _absorb(self, outs: Iterable[Any]) -> None:
         for out in outs:
-            if isinstance(out, Tell | Send):
+            if isinstance(out, Send | Send):
                 self._send(out.rank, out.message)
-            elif isinstance(out, Do | TakeInventory | Restore | OpenTimeline):
+            elif isinstance(out, Perform | TakeInventory | Restore | OpenTimeline):
                 self._todo.append(out)
             else:
                 self._report(out)
@@ -206,7 +205,7 @@ class SimRank:
         self._pump()
 
     def _do(self, todo: Any) -> None:
-        if isinstance(todo, Do):
+        if isinstance(todo, Perform):
             assert self.member is not None
             if self.member.fenced is None:
                 self._absorb(self.member.done(todo.base, self._perform_do(todo)))
@@ -222,7 +221,7 @@ class SimRank:
             ours = open_on_disk(self.disk, RUN, todo.record, todo.choice, self.name)
             self._absorb(self.agreement.done(Opened(ours)))
 
-    def _perform_do(self, todo: Do) -> Event:
+    def _perform_do(self, todo: Perform) -> Event:
         """Whatever is removed is reported, also by a process that dies within."""
         if not (isinstance(todo.action, Delete) and isinstance(todo.action.action, DeleteFiles)):
             return self._files.perform(todo)
@@ -237,8 +236,8 @@ class SimRank:
                 self.cluster.on_deleted(self, todo.base)
 
     def _gave_up(self, todo: Any, error: Exception) -> bool:
-        """Whether a base is given up because its files could not be written."""
-        if not isinstance(todo, Do) or not isinstance(todo.action, WriteFiles | WriteMarker):
+        """Return True if a base is abandoned because its files could not be written."""
+        if not isinstance(todo, Perform) or not isinstance(todo.action, WriteFiles | WriteMarker):
             return False
         assert self.member is not None
         try:
@@ -279,7 +278,7 @@ class SimRank:
             self._go(out)
         elif isinstance(out, Refuse):
             self.cluster.on_refused(self, out.reason)
-        elif isinstance(out, IsDurable):
+        elif isinstance(out, BaseDurable):
             self.cluster.on_durable(self, out.base)
         elif isinstance(out, WatermarkMoved):
             self.cluster.on_watermark(self, out.base)
@@ -287,10 +286,10 @@ class SimRank:
                 del self.memory[base]
         elif isinstance(out, GaveUp):
             self.memory.pop(out.base, None)
-        elif isinstance(out, IsDamaged):
+        elif isinstance(out, BaseDamaged):
             self.cluster.on_damaged(self, out.base, out.rank)
         else:
-            assert isinstance(out, Fenced | IsLate | IsSilent)
+            assert isinstance(out, Fenced | BaseLate | RanksSilent)
 
     def _go(self, go: Go) -> None:
         layout = self.job.layout
@@ -329,7 +328,7 @@ class SimRank:
     # What stands for the state.
 
     def _held(self) -> list[tuple[Marker, str]]:
-        """What is in the memory of this node's processes."""
+        """Return the bases in the memory of this node's processes."""
         here = [p for p in self.cluster.processes if p.alive and p.node == self.node]
         return [(marker, "memory") for p in here for marker, _ in p.memory.values()]
 
@@ -421,20 +420,20 @@ class SimRank:
 
 def _is_condemning(todo: Any) -> bool:
     return (
-        isinstance(todo, Do)
+        isinstance(todo, Perform)
         and isinstance(todo.action, Delete)
         and isinstance(todo.action.action, Condemn)
     )
 
 
 def _in_words(what: Any) -> str:
-    if isinstance(what, Do):
+    if isinstance(what, Perform):
         return f"{what.base}: {_in_words(what.action)}"
     if isinstance(what, Restore | Go):
         return f"{type(what).__name__} {what.choice.base or 'afresh'}"
     if isinstance(what, OpenTimeline):
         return f"opens timeline {what.record.timeline} behind {what.choice.base}"
-    if isinstance(what, IsDurable | WatermarkMoved | GaveUp | IsDamaged | IsLate):
+    if isinstance(what, BaseDurable | WatermarkMoved | GaveUp | BaseDamaged | BaseLate):
         return f"{type(what).__name__} {what.base}"
     if hasattr(what, "action"):
         return f"{type(what).__name__} {type(what.action).__name__}"

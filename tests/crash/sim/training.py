@@ -272,7 +272,7 @@ class TrainingScenario(Scenario):
 
     def _assert_tidy(self, fs: SimFileSystem) -> None:
         left = [path for path in fs.paths() if path.endswith(TEMPORARY_SUFFIX)]
-        assert not left, f"left behind by a save that succeeded: {', '.join(left)}"
+        assert not left, f"left over by a save that succeeded: {', '.join(left)}"
 
 
 @contextlib.contextmanager

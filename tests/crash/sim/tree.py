@@ -87,7 +87,7 @@ class Tree(Disk):
         return self._way(path, without_last=True)
 
     def check_replaceable(self, number: int, replaced: int, target: PurePath) -> None:
-        """Whether a rename may put ``number`` in the place of ``replaced``."""
+        """Check that a rename may replace ``replaced`` by ``number``."""
         new = self.nodes[number]
         old = self.nodes[replaced]
         if isinstance(new, DirNode) and not isinstance(old, DirNode):

@@ -1,4 +1,4 @@
-"""What has truly happened in a simulated cluster, and what may therefore be recovered.
+"""Ground truth of a simulated cluster: events so far, and the states that may be recovered.
 
 Nothing here uses the code under test but the decoding of records: it is an oracle of its own.
 """
@@ -24,7 +24,7 @@ class ViolatedError(AssertionError):
 
 @dataclass(frozen=True, slots=True)
 class Contents:
-    """What the files of one rank say of themselves."""
+    """Contents of the files of one rank."""
 
     timeline: str
     step: int
@@ -64,7 +64,7 @@ class Truth:
     """Watches a simulated cluster.
 
     Attributes:
-        lost: ``(timeline, step, rank)`` of files that were spoilt on purpose.
+        lost: ``(timeline, step, rank)`` of files that were unusable on purpose.
     """
 
     def __init__(self) -> None:
@@ -235,7 +235,7 @@ class Truth:
     def _relaxed(
         self, chain: Sequence[tuple[Timeline, int | None]], disks: Sequence[Disk]
     ) -> list[tuple[Timeline, int | None]]:
-        """The chain, but behind a timeline without bases all of its parent counts."""
+        """The chain, but after a timeline without bases all of its parent counts."""
         paths = {path for disk in disks for path in disk.fs.paths()}
         relaxed = []
         empty = False

@@ -22,7 +22,7 @@ from everstep.link.registry import list_keepers
 from everstep.options import LogOptions
 from everstep.seams.processes.children import Child
 from everstep.seams.processes.processes import process_gone
-from everstep.trainer.log import untold
+from everstep.trainer.log import untracked_writes as untold
 from tests.support.logged import AT_ONCE, World, train
 from tests.support.world import TIMEOUT_S, files_below, forget
 
@@ -179,7 +179,7 @@ def test_a_bit_that_flips_in_the_memory_of_training(
     flipped_at: int | None, run_folder: Path, at_once: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """From the flip on every digest vouches for it; the log of gradients does not."""
-    monkeypatch.setattr(untold, "LOOKED_AT_FIRST", 0)  # or training would find it itself
+    monkeypatch.setattr(untold, "SAMPLED_FIRST_STEPS", 0)  # or training would find it itself
     ckpt, failed = trained(run_folder, 4, flipped_at=flipped_at)
     path = wait_for(run_folder, AUDIT_RECORD)
     record = AuditRecord.decode(path.read_bytes(), PurePath(path))

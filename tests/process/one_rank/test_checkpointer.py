@@ -124,7 +124,7 @@ def test_a_daemon_thread_that_trains_does_not_hold_up_the_exit(
             try:
                 call()
             except StateError as error:
-                said += "while the interpreter ends" in str(error)
+                said += "while the interpreter is shutting down" in str(error)
         print(done, said, flush=True)
         refused.set()
     # It is called last.

@@ -54,11 +54,11 @@ def digest():
 def say(**what):
     os.write(1, (json.dumps(what) + "\\n").encode())
 
-def train(batch, spoilt=None):
+def train(batch, unusable=None):
     torch.manual_seed(10 * batch + rank)
     model(torch.randn(16, 32)).square().mean().backward()
-    if spoilt is not None:
-        local(spoilt.grad).view(-1)[0] = torch.nan
+    if unusable is not None:
+        local(unusable.grad).view(-1)[0] = torch.nan
     optimizer.step()
     optimizer.zero_grad()
     if ckpt is not None:
@@ -74,15 +74,15 @@ for batch in range(1, 9):
     if batch != bad:
         train(batch)
     elif ckpt is not None:
-        spoilt = None
+        unusable = None
         if layout == "fsdp":  # the part that one rank has, and nobody else
-            spoilt = next(model.parameters()) if rank == recorder else None
+            unusable = next(model.parameters()) if rank == recorder else None
         else:  # all have the same gradient, and one looks at it
             parts = log_shares(ckpt._state)["optimizer"]
             named = dict(ckpt._state.providers["optimizer"].named())
-            spoilt = next(p for name, p in named.items() if parts[name].owner == recorder)
+            unusable = next(p for name, p in named.items() if parts[name].owner == recorder)
         try:
-            train(batch, spoilt)
+            train(batch, unusable)
         except NonFiniteError as error:
             say(step=error.step, rank=error.rank)
         else:

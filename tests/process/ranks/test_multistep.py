@@ -13,7 +13,7 @@ import pytest
 
 import everstep
 from everstep.errors import KeeperError
-from everstep.trainer.multistep.multistep_ranks import RankMultistep
+from everstep.trainer.multistep.rank_driver import RankMultistepDriver
 from tests.support.keepers import end_keepers
 from tests.support.ranks.multistep import STEPS, Does, Job, check_resumed, over, report, wanted
 from tests.support.ranks.parallel import LAYOUTS
@@ -251,7 +251,7 @@ def test_a_rank_whose_step_fails_where_a_base_begins_has_agreed_all_the_same(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And a caller that goes on ends it with the others."""
-    monkeypatch.setattr(RankMultistep, "_wanted", lambda _: 3)
+    monkeypatch.setattr(RankMultistepDriver, "_wanted_parts", lambda _: 3)
     path, method = tmp_path / "run", everstep.Method(base="multistep")
     options = {"method": method, "every": 2, "keeper": everstep.KeeperOptions()}
     try:

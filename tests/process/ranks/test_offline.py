@@ -17,8 +17,8 @@ import pytest
 import torch
 
 import everstep
-from everstep.capture.base import LiveBody
 from everstep.capture.lanes.lane import CpuLane
+from everstep.capture.live_body import LiveBody
 from everstep.format.header import ShardIdentity
 from everstep.format.log import LogRecord, record_digest
 from everstep.format.names import (
@@ -35,7 +35,7 @@ from everstep.format.records import AuditRecord, Manifest
 from everstep.format.writer import ChunkRing
 from everstep.keeper.log.segment_writer import SegmentWriter
 from everstep.keeper.persist.persister import Persister
-from everstep.restore.offline.audit_newest import audit_newest
+from everstep.restore.offline.audit import audit_newest
 from everstep.run.open_base import OpenBase
 from everstep.run.scan import scan_run
 from everstep.run.segments import read_segment, scan_log

@@ -9,8 +9,11 @@ from typing import Any
 import pytest
 
 from tests.support.matrix import table
+from tests.support.ranks import trainings
 from tests.support.ranks.parallel import EVERY, LAYOUTS, WAITS_AT
 from tests.support.ranks.trainings import STEPS, Run, Said, at, compare, steps_of
+
+run = trainings.run  # the fixture
 
 IN_A_SAVE = ("save.before_write", "save.before_rename", "save.before_marker", "keeper.after_begin")
 

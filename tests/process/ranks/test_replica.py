@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.ranks import replica_processes
 from tests.support.ranks.log_processes import undisturbed
 from tests.support.ranks.processes import STEPS, WORLD, check
 from tests.support.ranks.replica_processes import (
@@ -27,6 +28,9 @@ from tests.support.ranks.replica_processes import (
     lose_a_node,
 )
 from tests.support.trainers import finish_trainer
+
+made = replica_processes.made  # the fixture
+replicas_follow = replica_processes.replicas_follow  # which every test here takes
 
 pytestmark = pytest.mark.slow
 

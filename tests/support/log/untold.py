@@ -34,5 +34,5 @@ def said_once() -> Iterator[None]:
         yield
     (only,) = [str(one.message) for one in said]
     assert "was changed" in only
-    assert "each such step costs a whole copy" in only
+    assert "each such step costs a complete copy" in only
     assert "before_update()" in only

@@ -10,8 +10,8 @@ from pathlib import Path, PurePath
 from typing import Any
 
 import everstep
-from everstep.capture.base import LiveBody
 from everstep.capture.lanes.lane import CpuLane
+from everstep.capture.live_body import LiveBody
 from everstep.commit.lineage import BaseId
 from everstep.format.header import ShardHeader, ShardIdentity
 from everstep.format.log import LogRecord, plan_segment

@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from typing import Any
 
 import everstep
-from everstep.capture.multistep import Unit
+from everstep.capture.parts import Unit
 from everstep.options import Options, validate_options
 from everstep.seams import ManualClock
-from everstep.trainer.multistep.multistep_choice import Choice
-from everstep.trainer.multistep.multistep_stats import MultistepStats
+from everstep.trainer.multistep.measurements import MultistepStats
+from everstep.trainer.multistep.partition import Partitioner
 
 ARENA_BYTES = 1 << 40
 
@@ -34,7 +34,7 @@ class Bench:
 
     def __init__(self, *, update_s: float = 0.0, link: float | None = None, **about: Any) -> None:
         self.clock, self.stats = ManualClock(), MultistepStats()
-        self.choice = Choice(options(**about), self.clock, self.stats)
+        self.choice = Partitioner(options(**about), self.clock, self.stats)
         for _ in range(8):
             self.choice.steps.marked(0.0)
             self.clock.advance(1.0 - update_s)

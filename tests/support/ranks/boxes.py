@@ -11,7 +11,7 @@ from everstep.commit.job.offers import BaseOffer, Offer, Piece
 from everstep.commit.lineage import BaseId
 from everstep.format.records import Manifest, TimelineRecord
 from everstep.restore.fetch.held import HeldBase
-from everstep.restore.fetch.peers import Told
+from everstep.restore.fetch.peers import CopyOffer
 from tests.support.ranks.peering import RUN, piece, record_of
 
 
@@ -28,8 +28,8 @@ def offer(
     return Offer(rank, str(rank), RUN if bases else None, 2 if bases else 1, timelines, found)
 
 
-def told(holder: int, held: HeldBase, session: str = "s") -> Told:
-    return Told(holder, held.marker, record_of(held.marker.timeline, session).encode())
+def told(holder: int, held: HeldBase, session: str = "s") -> CopyOffer:
+    return CopyOffer(holder, held.marker, record_of(held.marker.timeline, session).encode())
 
 
 @dataclass

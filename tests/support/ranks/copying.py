@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from everstep.commit.job.messages import CopyMessage, CopyTold, CopyWanted
+from everstep.commit.job.messages import CopyMessage, CopyReply, CopyRequest
 from everstep.commit.lineage import BaseId
 from everstep.errors import EverstepError
 from everstep.format.writer import ChunkRing
@@ -120,7 +120,7 @@ class Job:
         }
 
     def deliver(self, sender: int, rank: int, message: CopyMessage) -> None:
-        if isinstance(message, CopyTold):
+        if isinstance(message, CopyReply):
             last = self.last_words_are_lost or (self.dies and bool(message.problem))
             self.dead |= {sender} if last else set()
         if {sender, rank} & self.dead:
@@ -134,7 +134,7 @@ class Job:
             return
         follower = self.followers[rank]
         follower.on_message(sender, message)
-        if isinstance(message, CopyWanted) and follower._due:
+        if isinstance(message, CopyRequest) and follower._due:
             follower._due = False
             self._before(rank)
             try:
@@ -148,7 +148,7 @@ class Job:
 
     def problems(self) -> list[str]:
         """Why parts were not copied, as rank 0 was told."""
-        return [m.problem for _, m in self.said if isinstance(m, CopyTold) and m.problem]
+        return [m.problem for _, m in self.said if isinstance(m, CopyReply) and m.problem]
 
 
 def names_in(tier: Tier) -> list[str]:

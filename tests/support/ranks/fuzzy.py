@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
-from everstep.capture.base import LiveBody
 from everstep.capture.lanes.lane import CpuLane
+from everstep.capture.live_body import LiveBody
 from everstep.format.header import ShardIdentity
 from everstep.format.log import LogRecord, RecordHead, plan_segment
 from everstep.format.names import base_dir, marker_name, shard_name, timeline_dir
@@ -22,7 +22,7 @@ from everstep.format.writer import ChunkRing
 from everstep.keeper.persist.persister import Persister
 from everstep.link.recordable import Layouts, state_digest
 from everstep.restore.load.load import CompleteRank
-from everstep.restore.offline.whole_ranks import made_whole
+from everstep.restore.offline.load import complete_rank_files
 from everstep.run.scan import BaseFound
 from everstep.seams import PosixFileSystem
 from everstep.seams.fingerprint import fingerprint
@@ -35,9 +35,9 @@ from everstep.state.values.objects import encode
 from everstep.state.values.tensors import local_tensor
 from everstep.tiers.durable_files import ensure_dirs
 from everstep.tiers.slots import SlotStore
-from everstep.trainer.log.consumed import Consumption
-from everstep.trainer.multistep.multistep_fuzzy import spots_at_mark
-from everstep.trainer.multistep.multistep_plan import units_of
+from everstep.trainer.log.update_inputs import InputReader
+from everstep.trainer.multistep.plan import capturable_units
+from everstep.trainer.multistep.window import samples_at_mark
 from tests.support.ranks.relogged import record_of, train
 from tests.support.ranks.sharding import STEP, TIMEOUT_S, Values, as_rank, build, found
 
@@ -53,7 +53,9 @@ Seen = Callable[[int, dict[str, int]], dict[str, int]]
 
 def whole(ring: ChunkRing, trained: TimelineRecord | None = TRAINED) -> CompleteRank:
     """As whoever restores makes files whole."""
-    return partial(made_whole, ring=ring, trained=trained, timeout_s=TIMEOUT_S, progress=silent)
+    return partial(
+        complete_rank_files, ring=ring, trained=trained, timeout_s=TIMEOUT_S, progress=silent
+    )
 
 
 def trained_to_last(layout: str, info: RankInfo) -> Values:
@@ -115,8 +117,8 @@ def _write(
     torch.manual_seed(5)  # what models draw for their weights shows in what is saved
     values = build(layout, info, 3)
     state = State(values, ranks=info)
-    consumption, layouts = Consumption(state), Layouts()
-    units = units_of(state, state.survey().shape)
+    consumption, layouts = InputReader(state), Layouts()
+    units = capturable_units(state, state.survey().shape)
     parts = LAST - begin
     early = {begin + n: units[n :: parts + 1] for n in range(parts)}
     held: dict[str, torch.Tensor] = {}
@@ -136,7 +138,7 @@ def _write(
         mine = [name for unit in early.get(step, ()) for name in unit.entries]
         captured |= {unit.parameter for unit in early.get(step, ())}
         if step == LAST:
-            spots = spots_at_mark(set(held), survey.tensors, step)
+            spots = samples_at_mark(set(held), survey.tensors, step)
             mine = [entry.name for entry in survey.shape.entries if entry.name not in held]
         for name in mine:
             held[name] = local_tensor(survey.tensors[name]).detach().clone()
@@ -170,7 +172,7 @@ def _write(
 
 
 def _update(
-    values: Values, consumption: Consumption, captured: frozenset[str], head: RecordHead
+    values: Values, consumption: InputReader, captured: frozenset[str], head: RecordHead
 ) -> Records:
     """Makes a step; returns the record of what of it concerns the captured parameters."""
     records: Records = []

@@ -35,7 +35,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 from everstep.errors import AuditError
-from everstep.trainer.multistep.multistep_gradients import GradientCheck
+from everstep.trainer.multistep.held_gradients import GradientCheck
 
 __all__ = ["LAYOUTS", "MORE", "Layout", "Training", "main"]
 
@@ -475,7 +475,7 @@ def _do_at(step: int, ckpt: Any) -> None:
 
         GradientCheck.torn = find
     elif found == "doubt":
-        ckpt._state.descends_exactly = False
+        ckpt._state.coverage.descends_exactly = False
     elif found == "kill":  # its keeper, and training hears of it
         os.kill(ckpt._keeper.pid, signal.SIGKILL)
         ckpt._keeper._reader.join(_HANGS_S)

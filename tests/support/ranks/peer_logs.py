@@ -15,7 +15,7 @@ from everstep.keeper.log.log_store import LogStore
 from everstep.keeper.ship.log_mirror import LogMirror
 from everstep.keeper.ship.log_sender import LogSender
 from everstep.keeper.ship.place import CopyPlace
-from everstep.restore.fetch.peer_log import PeerLog, packed
+from everstep.restore.fetch.peer_log import PeerLog, pack_steps
 from everstep.run.segments import read_segment, scan_log
 from everstep.seams import ManualClock
 from everstep.state.layout.entries import Entry
@@ -65,7 +65,7 @@ def records_of_steps(
 def log_of(source: int, first: int, last: int, *, session: str = "s", timeline: int = 1) -> PeerLog:
     """Steps that a keeper holds for ``source``."""
     records = records_of_steps(first, last, timeline=timeline)
-    return PeerLog(source, record_of(timeline, session).encode(), packed(records))
+    return PeerLog(source, record_of(timeline, session).encode(), pack_steps(records))
 
 
 class Log:

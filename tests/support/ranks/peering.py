@@ -10,9 +10,9 @@ from collections.abc import Callable
 from everstep.commit.job.messages import (
     Envelope,
     Message,
-    PeerLogPart,
+    PeerCopyChunk,
+    PeerLogChunk,
     PeerMessage,
-    PeerPart,
     decode_message,
     encode_message,
 )
@@ -185,7 +185,7 @@ class SlowRing(Ring):
             _, one = self._link.popleft()
             message = decode_message(one[2]).message
             self.arrived_bytes += (
-                len(message.data) if isinstance(message, PeerPart | PeerLogPart) else 0
+                len(message.data) if isinstance(message, PeerCopyChunk | PeerLogChunk) else 0
             )
             self._on_way.append(one)
         super()._deliver()

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import torch
 from torch import distributed
 
-from everstep.capture.spots import Spots, marked, which_of
+from everstep.capture.mark_samples import MarkSampler, mark_entries, sampled_bits
 from everstep.commit.lineage import BaseId
 from everstep.format.log import LogRecord, RecordHead, record_digest
 from everstep.format.records import TimelineRecord
@@ -30,8 +30,7 @@ from everstep.state.ranks.rank_info import RankInfo
 from everstep.state.training_state import State
 from everstep.state.values.objects import encode
 from everstep.state.values.tensors import host_bytes, is_dtensor, local_box, local_tensor
-from everstep.trainer.log.consumed import Consumed, Consumption
-from everstep.trainer.log.log_part import LogPart
+from everstep.trainer.log.update_inputs import InputReader, RankInputReader, UpdateInputs
 from tests.support.ranks.sharding import STEP, Values, as_rank, build, found, load, open_all, write
 
 __all__ = ["Logs", "Looks", "gradient", "logged", "record_of", "records_of", "redone", "train"]
@@ -44,9 +43,11 @@ Change = Callable[[Values, RankInfo], None]
 
 
 class Looks(Protocol):
-    """As :class:`everstep.trainer.log.log_part.LogPart`."""
+    """As :class:`everstep.trainer.log.update_inputs.LogShare`."""
 
-    def look(self, consumption: Consumption, key: str) -> tuple[Consumed, str, Mapping[str, Any]]:
+    def look(
+        self, consumption: InputReader, key: str
+    ) -> tuple[UpdateInputs, str, Mapping[str, Any]]:
         """What is recorded of an update."""
         ...
 
@@ -120,8 +121,8 @@ def records_of(
         change: as for :func:`logged`.
         part: says what is recorded of an update; None: this rank's part.
     """
-    consumption, layouts = Consumption(state), Layouts()
-    part = part or LogPart(state)
+    consumption, layouts = InputReader(state), Layouts()
+    part = part or RankInputReader(state)
     for step in range(STEP + 1, STEP + 1 + steps):
         train(values, step)
         shape = state_digest(state.survey().shape, consumption.regroup())
@@ -195,7 +196,7 @@ def _values(
 
 
 def _update(
-    optimizer: torch.optim.Optimizer, consumption: Consumption, part: Looks, head: RecordHead
+    optimizer: torch.optim.Optimizer, consumption: InputReader, part: Looks, head: RecordHead
 ) -> LogRecord:
     """Makes a step; returns the record of what it consumes."""
     records: list[LogRecord] = []
@@ -222,9 +223,9 @@ def _mark(state: State, layouts: Layouts, step: int, shape: str) -> LogRecord:
         for name, tensor in named.items()
         if owners[name].kind == "replayed" and name not in elsewhere
     }
-    spots = Spots(replayed)
+    spots = MarkSampler(replayed)
     named = {name: t for name, t in named.items() if owners[name].in_marks}
-    named |= marked(spots, which_of(spots, sorted(survey.tensors)), step)
+    named |= mark_entries(spots, sampled_bits(spots, sorted(survey.tensors)), step)
     head = RecordHead("mark", 1, step, step, shape)
     return record_of(head, layouts.of(named), survey.objects(), named)
 

@@ -20,8 +20,8 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from everstep.capture.base import LiveBody
 from everstep.capture.lanes.lane import CpuLane
+from everstep.capture.live_body import LiveBody
 from everstep.commit.lineage import BaseId
 from everstep.format.header import ShardIdentity
 from everstep.format.names import base_dir, marker_name, timeline_dir

@@ -48,7 +48,7 @@ def test_copies_are_written_down_apart_for_state_and_gradients(kind: Any) -> Non
     block = torch.zeros(8000, dtype=torch.uint8)
     begin_s = time.monotonic()
     try:
-        lane.mark([Batch(0, 2000, (byte_view(gradient),))], block)  # a mark: no gradient
+        lane.copy_now([Batch(0, 2000, (byte_view(gradient),))], block)  # a mark: no gradient
         several = [
             Batch(2000, 4000, (byte_view(state)[:2000],)),
             Batch(4000, 6000, (byte_view(gradient),)),

@@ -197,7 +197,7 @@ def test_a_pending_save_fails_with_its_future() -> None:
         Pending().wait(timeout_s=0.0)
 
 
-# --- Rounds -----------------------------------------------------------------------------
+# --- CopyRounds -----------------------------------------------------------------------------
 
 
 class Steps:
@@ -444,7 +444,7 @@ def test_unpacked_lanes_copy_the_same_bytes(kind: str, how: str) -> None:
     ends: list[int] = []
     try:
         if how == "mark":
-            lane.mark(found, block)
+            lane.copy_now(found, block)
         else:
             assert lane.submit(found, block, ends.append).wait(TIMEOUT_S)
             assert ends == ([15, 40, 45] if kind == "packed" else [5, 10, 15, 40, 45])
@@ -479,8 +479,8 @@ def test_a_checkpointer_copies_through_the_lane_that_it_is_given(run_folder: Pat
         copied = 0
         closed = False
 
-        def mark(self, batches: Any, block: torch.Tensor) -> None:
-            super().mark(batches, block)
+        def copy_now(self, batches: Any, block: torch.Tensor) -> None:
+            super().copy_now(batches, block)
             self.copied += sum(batch.end - batch.begin for batch in batches)
 
         def close(self) -> None:

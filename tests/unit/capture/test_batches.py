@@ -16,12 +16,12 @@ from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from everstep.arena.memory import Arena
-from everstep.capture.audit import SpotCheck
 from everstep.capture.lanes import batches
 from everstep.capture.lanes import lane as lane_module
 from everstep.capture.lanes.batches import Batch, Chunks, Runs, in_chunks, plan_batches, run_batch
 from everstep.capture.lanes.devices import DeviceLane
 from everstep.capture.lanes.lane import CpuLane, Lane, Transfer
+from everstep.capture.spot_check import SpotCheck
 from everstep.errors import DeadlineError, KeeperError
 from everstep.format.digests import digest
 from everstep.format.header import ShardIdentity
@@ -134,7 +134,7 @@ def test_every_tensor_lands_in_its_place(how: str) -> None:
 
 
 WAYS: dict[str, Callable[[Lane, list[Batch], torch.Tensor], Transfer | None]] = {
-    "mark": lambda lane, found, block: lane.mark(found, block),
+    "copy_now": lambda lane, found, block: lane.copy_now(found, block),
     "submit": lambda lane, found, block: lane.submit(found, block, lambda end: None),
     "runs": lambda lane, found, block: lane.submit(Runs(found), block, lambda end: None),
     "yielding": lambda lane, found, block: lane.submit_yielding(

@@ -25,8 +25,7 @@ from torch import nn
 
 import everstep
 from everstep.arena.memory import Arena
-from everstep.capture.audit import SpotCheck
-from everstep.capture.graphs import beside_graph_captures, refuse_graph_capture
+from everstep.capture.cuda_graphs import ignore_graph_captures, refuse_graph_capture
 from everstep.capture.lanes import batches as batches_module
 from everstep.capture.lanes import cuda as cuda_module
 from everstep.capture.lanes import pinned as pinned_module
@@ -35,6 +34,7 @@ from everstep.capture.lanes.cuda import CudaLane, CudaTransfer, on_cuda
 from everstep.capture.lanes.devices import DeviceLane
 from everstep.capture.lanes.lane import CpuLane
 from everstep.capture.lanes.pinned import PinnedMemory
+from everstep.capture.spot_check import SpotCheck
 from everstep.errors import (
     EverstepError,
     OutOfSpaceError,
@@ -45,9 +45,12 @@ from everstep.errors import (
 from everstep.seams import driver as driver_module
 from everstep.state.layout.shards import plan_shards
 from everstep.state.values.tensors import tensor_entry
+from tests.support import cuda_world
 from tests.support.cuda_world import GPU, World, restored
 from tests.support.fakecuda import POISON, FakeCuda, FakeEvent, FakeHost, Token, cuda_device
 from tests.support.world import TIMEOUT_S, opened
+
+played = cuda_world.played  # the fixture
 
 PAGE = 4096
 
@@ -198,7 +201,7 @@ class Loop:
         for place in self.layout.placed:
             wanted[place.begin : place.end] = self.values[place.entry.name]
         flight = Flight()
-        self.lane.mark(marked, block)
+        self.lane.copy_now(marked, block)
 
         def leave() -> None:
             begin = block.data_ptr()
@@ -691,7 +694,7 @@ def test_marks_that_are_too_much_hold_the_device_back(
     lane, block = CudaLane(FakeHost(cuda)), block_of()
     tensors = [on_device(cuda, n + 1) for n in range(3)]
     before = len(cuda._allocations)
-    lane.mark(batches_of(*tensors), block)
+    lane.copy_now(batches_of(*tensors), block)
     assert len(cuda._allocations) - before == room // 100
     for tensor in tensors:
         cuda.later(tensor, torch.zeros(100, dtype=torch.uint8))
@@ -709,7 +712,7 @@ def test_marks_without_memory_for_duplicates(
     monkeypatch.setattr(cuda_module, "_packed", full)
     lane, block = CudaLane(FakeHost(cuda)), block_of()
     tensor = on_device(cuda, 1)
-    lane.mark(batches_of(tensor), block)
+    lane.copy_now(batches_of(tensor), block)
     cuda.later(tensor, torch.zeros(100, dtype=torch.uint8))
     lane.submit((), block, lambda end: None)
     lane.close()
@@ -888,7 +891,7 @@ def test_training_does_not_pause_for_itself(
     pause = lambda self, taken_s: paused.append(threading.get_ident())  # noqa: E731
     monkeypatch.setattr(PinnedMemory, "pause", pause)
     lane, block = CudaLane(FakeHost(cuda)), block_of(2)
-    lane.mark(batches_of(on_device(cuda, 1)), block[:PAGE])
+    lane.copy_now(batches_of(on_device(cuda, 1)), block[:PAGE])
     assert cuda.registered
     assert not paused
     transfer = lane.submit(batches_of(on_device(cuda, 1)), block[PAGE:], lambda end: None)
@@ -1035,7 +1038,7 @@ def test_states_in_host_memory_touch_no_cuda(monkeypatch: pytest.MonkeyPatch) ->
     lane, block = DeviceLane(CpuLane()), block_of()
     tensors = torch.ones(100, dtype=torch.uint8), torch.ones(5, dtype=torch.uint8)
     lane.warm(tensors, block)
-    lane.mark(batches_of(*tensors), block)
+    lane.copy_now(batches_of(*tensors), block)
     assert lane.submit(batches_of(*tensors), block, lambda end: None).wait(TIMEOUT_S)
     assert lane.in_host_memory(tensors[0]).equal(tensors[0])
     lane.run(lambda: None).result(TIMEOUT_S)
@@ -1048,7 +1051,7 @@ def test_a_model_may_be_moved_after_construction(cuda: FakeCuda) -> None:
     here = torch.ones(100, dtype=torch.uint8)
     first = lane.submit(batches_of(here), block[:PAGE], lambda end: None)
     assert isinstance(lane._lane, CpuLane)
-    lane.mark(batches_of(on_device(cuda, 2)), block[PAGE:])
+    lane.copy_now(batches_of(on_device(cuda, 2)), block[PAGE:])
     assert isinstance(lane._lane, CudaLane)
     second = lane.submit(batches_of(here), block[2 * PAGE :], lambda end: None)
     order: list[str] = []
@@ -1067,7 +1070,7 @@ def test_captured_updates_and_saves_are_refused(cuda: FakeCuda) -> None:
     cuda.capturing = True
     for call in (
         refuse_graph_capture,
-        lambda: lane.mark(batches, block),
+        lambda: lane.copy_now(batches, block),
         lambda: lane.submit(batches, block, lambda end: None),
     ):
         with pytest.raises(StateError, match="captured into a CUDA graph"):
@@ -1092,7 +1095,7 @@ def test_threads_of_the_engine_are_left_out_of_what_others_capture(
             return 0
 
     def in_a_thread(name: str, times: int = 2) -> None:
-        work = [beside_graph_captures] * times
+        work = [ignore_graph_captures] * times
         thread = threading.Thread(target=lambda: [one() for one in work], name=name)
         thread.start()
         thread.join(TIMEOUT_S)
@@ -1116,7 +1119,7 @@ def test_all_jobs_that_wait_or_pin_say_so_first(
     cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     told: list[int] = []
-    monkeypatch.setattr(cuda_module, "beside_graph_captures", lambda: told.append(1))
+    monkeypatch.setattr(cuda_module, "ignore_graph_captures", lambda: told.append(1))
     lane, block = CudaLane(FakeHost(cuda)), block_of()
     lane.warm([on_device(cuda, 1)], block)
     cuda.run_until(lambda: bool(cuda.registered))

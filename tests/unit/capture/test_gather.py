@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from everstep.capture.audit import SpotCheck
 from everstep.capture.lanes.batches import plan_batches, run_batch
+from everstep.capture.spot_check import SpotCheck
 from everstep.seams.gather import Gather
 from everstep.state.layout.shards import plan_shards
 from everstep.state.values.tensors import tensor_entry

@@ -31,7 +31,7 @@ class Journal:
         self.events: list[Event] = []
         self.begins: list[dict[str, Any]] = []
         self.tellers: set[str] = set()
-        send, progress, mark = RemoteKeeper._send, Arena.set_progress, CpuLane.mark
+        send, progress, mark = RemoteKeeper._send, Arena.set_progress, CpuLane.copy_now
 
         def sending(keeper: RemoteKeeper, message: dict[str, Any]) -> None:
             self.events.append((message["kind"], message.get("number")))
@@ -52,7 +52,7 @@ class Journal:
 
         monkeypatch.setattr(RemoteKeeper, "_send", sending)
         monkeypatch.setattr(Arena, "set_progress", setting)
-        monkeypatch.setattr(CpuLane, "mark", marking)
+        monkeypatch.setattr(CpuLane, "copy_now", marking)
 
     def at(self, *event: Any) -> int:
         """Where an event is; the first of its kind."""

@@ -15,10 +15,10 @@ import pytest
 import torch
 from torch import nn
 
-from everstep.capture.events import Observed, StepEvents
-from everstep.capture.scheduled import Dispatch
+from everstep.capture.dispatch import Dispatch
+from everstep.capture.step_events import Observed, StepEvents
 from everstep.errors import DeadlineError, StateError
-from everstep.trainer.schedule.scheduled import Scheduler
+from everstep.trainer.schedule.scheduler import Scheduler
 from tests.support.events import SIZE, Capture
 
 

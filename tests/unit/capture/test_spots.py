@@ -6,8 +6,15 @@ import numpy as np
 import pytest
 import torch
 
-from everstep.capture.spots import PHASES, Comparison, Spots, marked, spots_of, which_of
-from everstep.capture.versions import Versions
+from everstep.capture.mark_samples import (
+    PHASES,
+    MarkComparison,
+    MarkSampler,
+    mark_entries,
+    sample_indices,
+    sampled_bits,
+)
+from everstep.capture.version_counters import Versions
 from everstep.errors import FormatError
 
 DTYPES = (
@@ -44,9 +51,9 @@ def test_small_tensors_are_looked_at_whole(name: str, shape: tuple[int, ...]) ->
         shape = (8,)  # of two numbers each
     tensor = of_dtype(name, *shape)
     for step in range(PHASES):
-        before = Spots({"t": tensor}).take(step)
-        assert Spots({"t": tensor.clone()}).other(step, before) is None
-        assert Spots({"t": changed(tensor)}).other(step, before) == "t"
+        before = MarkSampler({"t": tensor}).take(step)
+        assert MarkSampler({"t": tensor.clone()}).other(step, before) is None
+        assert MarkSampler({"t": changed(tensor)}).other(step, before) == "t"
 
 
 @pytest.mark.parametrize("shape", [(17,), (1000,), (40, 30), (3, 5, 7), (64, 3, 7, 7), (4, 5)])
@@ -54,10 +61,10 @@ def test_each_element_is_inside_and_none_comes_twice(shape: tuple[int, ...]) -> 
     numbers = torch.arange(int(np.prod(shape))).view(shape)
     seen: set[int] = set()
     for step in range(100, 100 + PHASES):
-        found = np.concatenate([numbers.numpy()[index] for index in spots_of(shape, step)])
+        found = np.concatenate([numbers.numpy()[index] for index in sample_indices(shape, step)])
         assert len(set(found.tolist())) == found.size
         assert found.size >= min(8, max(shape))
-        assert Spots({"t": numbers}).take(step)["int64"].tolist() == found.tolist()
+        assert MarkSampler({"t": numbers}).take(step)["int64"].tolist() == found.tolist()
         seen |= set(found.tolist())
     assert len(seen) > min(2 * 8, numbers.numel() // 4), "every step looks elsewhere"
 
@@ -73,25 +80,25 @@ def test_strides_make_no_difference(name: str) -> None:
         gaps.copy_(plain)
         assert not strided.is_contiguous()
         for step in range(PHASES):
-            taken = Spots({"t": plain}).take(step)
-            assert Spots({"t": strided}).other(step, taken) is None
-            assert Spots({"t": gaps}).other(step, taken) is None
+            taken = MarkSampler({"t": plain}).take(step)
+            assert MarkSampler({"t": strided}).other(step, taken) is None
+            assert MarkSampler({"t": gaps}).other(step, taken) is None
 
 
 def test_one_nan_is_as_good_as_another() -> None:
     one = torch.tensor([1.0, float("nan")])
     other = one.clone()
     other.view(torch.int32)[1] ^= 1 << 31  # its sign
-    taken = Spots({"t": one}).take(0)
+    taken = MarkSampler({"t": one}).take(0)
     assert other[1].isnan()
-    assert Spots({"t": other}).other(0, taken) is None
-    assert Spots({"t": torch.tensor([-1.0, float("nan")])}).other(0, taken) == "t"
-    assert Spots({"t": torch.tensor([1.0, 2.0])}).other(0, taken) == "t"
+    assert MarkSampler({"t": other}).other(0, taken) is None
+    assert MarkSampler({"t": torch.tensor([-1.0, float("nan")])}).other(0, taken) == "t"
+    assert MarkSampler({"t": torch.tensor([1.0, 2.0])}).other(0, taken) == "t"
 
 
 def test_the_entry_that_differs_is_named() -> None:
     tensors = {name: torch.randn(size) for name, size in (("a", 5), ("b", 100), ("c", 3), ("d", 0))}
-    spots = Spots(tensors)
+    spots = MarkSampler(tensors)
     for name in "abc":
         for step in range(PHASES):
             taken = spots.take(step)
@@ -103,9 +110,9 @@ def test_the_entry_that_differs_is_named() -> None:
 
 def test_a_mark_and_a_state() -> None:
     tensors = {name: torch.randn(20) for name in "zayb"}
-    spots = Spots({name: tensors[name] for name in "ya"})
-    mark = marked(spots, which_of(spots, sorted(tensors)), 5)
-    comparison = Comparison()
+    spots = MarkSampler({name: tensors[name] for name in "ya"})
+    mark = mark_entries(spots, sampled_bits(spots, sorted(tensors)), 5)
+    comparison = MarkComparison()
     assert comparison.other(mark, tensors, 5) is None
     assert comparison.other({}, tensors, 5) is None  # a mark of before there were any
     tensors["z"].zero_()
@@ -124,7 +131,7 @@ def test_a_mark_and_a_state() -> None:
 
 def test_a_storage_that_is_gone_is_not_read() -> None:
     tensor = torch.randn(100)
-    spots = Spots({"t": tensor})
+    spots = MarkSampler({"t": tensor})
     assert spots.intact
     tensor.untyped_storage().resize_(0)
     assert not spots.intact

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from everstep.capture.updates import UpdateHooks
+from everstep.capture.update_hooks import UpdateHooks
 from everstep.errors import StateError
 from tests.support.world import TIMEOUT_S
 
@@ -195,7 +195,7 @@ def test_nobody_waits_for_an_update_that_has_failed_in_another_thread() -> None:
 
 
 def test_an_update_that_never_ends_is_told_of(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("everstep.capture.updates._TURN_S", 0.01)
+    monkeypatch.setattr("everstep.capture.update_hooks._TURN_S", 0.01)
     _, _, first, second = in_two_threads(Slow)
     thread = threading.Thread(target=first.step, daemon=True)
     thread.start()

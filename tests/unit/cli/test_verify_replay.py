@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import everstep.run.segments
-from everstep.restore.offline.offline import OfflineState
+from everstep.restore.offline.state import OfflineState
 from everstep.state.values.objects import decode, encode
 from everstep.state.values.tensors import byte_view
 from tests.support.logged import (
@@ -290,7 +290,7 @@ def test_a_segment_that_is_deleted_while_it_is_read_is_no_damage(
 
     monkeypatch.setattr(everstep.run.segments, "read_segment", slow)
     if goes == "its file alone":
-        (spoilt, *_) = document("verify", run, status=1)["segments"]
-        assert spoilt == {**first, "problem": "its file is missing"}
+        (unusable, *_) = document("verify", run, status=1)["segments"]
+        assert unusable == {**first, "problem": "its file is missing"}
     else:
         assert document("verify", run)["segments"] == others

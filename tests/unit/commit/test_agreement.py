@@ -9,25 +9,25 @@ from typing import Any
 
 import pytest
 
-from everstep.commit.job.agreed import (
+from everstep.commit.job.actions import Send
+from everstep.commit.job.agreement import (
+    Agreement,
     Compare,
     Compared,
     Go,
     InventorySeen,
-    IsSilent,
     Opened,
     OpenTimeline,
+    RanksSilent,
     Refuse,
     Restore,
     Restored,
     TakeInventory,
-    Tell,
 )
-from everstep.commit.job.agreement import Agreement
 from everstep.commit.job.messages import Command
 from everstep.commit.job.offers import Choice, Offer, Source
 from everstep.commit.lineage import BaseId
-from everstep.commit.logs import LogRun
+from everstep.commit.log_reach import LogRun
 from everstep.format.digests import digest
 from everstep.format.records import TimelineRecord, manifest_of
 from everstep.state.layout.replica_digest import replica_digests
@@ -65,13 +65,13 @@ class Ranks:
 
         def absorb(rank: int, outs: Iterable[Any]) -> None:
             for out in outs:
-                if isinstance(out, Tell):
+                if isinstance(out, Send):
                     for _ in range(1 + (self.rng.random() < self.loss)):
                         if self.rng.random() >= self.loss:
                             mail.append((rank, out.rank, out.message))
                 elif isinstance(out, Go | Refuse):
                     ends[rank] = out
-                elif not isinstance(out, IsSilent):
+                elif not isinstance(out, RanksSilent):
                     self.done.append((rank, out))
                     absorb(rank, ranks[rank].done(self._do(rank, out)))
 
@@ -80,7 +80,7 @@ class Ranks:
         for now_s in range(1000):
             while mail:
                 sender, rank, message = mail.pop(self.rng.randrange(len(mail)))
-                absorb(rank, ranks[rank].heard(sender, message))
+                absorb(rank, ranks[rank].receive(sender, message))
             if len(ends) == world:
                 return ends
             for rank in range(world):
@@ -93,7 +93,7 @@ class Ranks:
         if isinstance(action, Compare):
             assert self.compared is not None
             found = self.compared.get(rank, Compared())
-            return found if action.choice.reach else replace(found, spoilt=None)
+            return found if action.choice.reach else replace(found, unusable=None)
         if isinstance(action, Restore):
             damaged = [
                 (of, source)
@@ -167,7 +167,7 @@ def test_what_is_damaged_or_of_no_use_as_ranks_compare_is_chosen_by_none() -> No
     """A log that leads on from a whole state only: then the base alone."""
     runs = (LogRun(1, 21, 20, (21, 22), "a"),)
     offers = [replace(one, log=runs) for one in two()]
-    ranks = Ranks(offers, compared={1: Compared(spoilt=(1, 21))})
+    ranks = Ranks(offers, compared={1: Compared(unusable=(1, 21))})
     ends = ranks.run()
     assert {(end.choice.end, end.choice.reach) for end in ends.values()} == {(BaseId(1, 20), None)}
     ranks = Ranks(two(), compared={1: Compared(((1, Source(2, 1)),))})
@@ -281,17 +281,17 @@ def test_ranks_that_are_silent_are_named() -> None:
     agreement.start()
     agreement.done(InventorySeen(own(0, world=3)))
     agreement.tick(0.0)
-    assert all(isinstance(out, Tell) for out in agreement.tick(59.0))
-    silent = [out for out in agreement.tick(61.0) if isinstance(out, IsSilent)]
-    assert silent == [IsSilent("offer", (1, 2))]
-    assert not [out for out in agreement.tick(70.0) if isinstance(out, IsSilent)], "said once"
+    assert all(isinstance(out, Send) for out in agreement.tick(59.0))
+    silent = [out for out in agreement.tick(61.0) if isinstance(out, RanksSilent)]
+    assert silent == [RanksSilent("offer", (1, 2))]
+    assert not [out for out in agreement.tick(70.0) if isinstance(out, RanksSilent)], "said once"
 
 
 def test_a_command_of_an_earlier_step_is_not_obeyed_again() -> None:
     agreement = Agreement(1, 2, record_of=record_of)
-    assert agreement.heard(0, Command(4, "offer", b"")) == [TakeInventory()]
-    assert not agreement.heard(0, Command(4, "offer", b"")), "it is under way"
+    assert agreement.receive(0, Command(4, "offer", b"")) == [TakeInventory()]
+    assert not agreement.receive(0, Command(4, "offer", b"")), "it is under way"
     (answer,) = agreement.done(InventorySeen(own(1, 10)))
-    assert agreement.heard(0, Command(4, "offer", b"")) == [answer], "said again, not done again"
-    assert not agreement.heard(0, Command(3, "offer", b""))
-    assert not agreement.heard(1, Command(5, "offer", b"")), "only rank 0 commands"
+    assert agreement.receive(0, Command(4, "offer", b"")) == [answer], "said again, not done again"
+    assert not agreement.receive(0, Command(3, "offer", b""))
+    assert not agreement.receive(1, Command(5, "offer", b"")), "only rank 0 commands"

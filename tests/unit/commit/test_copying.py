@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from everstep.commit.copying import CopyRound
+from everstep.commit.copy_round import CopyRound
 from everstep.commit.lineage import BaseId
 
 

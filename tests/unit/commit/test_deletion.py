@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from everstep.commit.base_commit import CheckFence, FenceSeen
 from everstep.commit.deletion import (
+    AlreadyDeleted,
     BaseDeletion,
-    BaseGone,
     Condemn,
     Condemned,
     DeleteFiles,
@@ -15,7 +16,6 @@ from everstep.commit.deletion import (
     Lifted,
 )
 from everstep.commit.lineage import BaseId
-from everstep.commit.machine import CheckFence, FenceSeen
 from everstep.errors import FencedError
 
 BASE = BaseId(1, 10)
@@ -53,10 +53,10 @@ def test_somebody_else_was_deleting_it(newest: int) -> None:
     deletion.start()
     deletion.on(FenceSeen(2))
     if newest == 2:
-        assert deletion.on(BaseGone(newest)) is None
+        assert deletion.on(AlreadyDeleted(newest)) is None
     else:
         with pytest.raises(FencedError):
-            deletion.on(BaseGone(newest))
+            deletion.on(AlreadyDeleted(newest))
 
 
 def test_no_timeline_fences_a_person_off() -> None:

@@ -9,10 +9,10 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
+from everstep.commit.job.offer_codec import decode_choice, decode_offer, encode_choice, encode_offer
 from everstep.commit.job.offers import BaseOffer, Choice, Offer, Piece, choose
-from everstep.commit.job.offers_wire import decode_choice, decode_offer, encode_choice, encode_offer
 from everstep.commit.lineage import BaseId, Branch, branches_of
-from everstep.commit.logs import LogRun, common_reach, log_path, reach_of, runs_of
+from everstep.commit.log_reach import LogRun, common_reach, log_path, runs_of, steps_reached
 from everstep.errors import RecoveryError
 from everstep.format.log import RecordHead
 from everstep.format.records import FileRecord, Marker, TimelineRecord
@@ -157,8 +157,8 @@ def test_a_log_of_another_state_is_another_log() -> None:
 
 
 def test_what_turned_out_to_be_of_no_use_is_passed_over() -> None:
-    assert end(chosen(behind(5), behind(5), spoilt_log={(1, 1, 14)})) == 13
-    assert end(chosen(behind(5), behind(5), spoilt_log={(0, 1, 11), (1, 1, 14)})) == 10
+    assert end(chosen(behind(5), behind(5), unusable_log={(1, 1, 14)})) == 13
+    assert end(chosen(behind(5), behind(5), unusable_log={(0, 1, 11), (1, 1, 14)})) == 10
 
 
 def test_a_step_that_is_asked_for_is_reached_by_base_and_log() -> None:
@@ -236,7 +236,7 @@ def test_no_step_counts_in_which_one_of_them_has_counted_other_updates() -> None
 
 def test_what_is_of_no_use_to_one_rank_is_of_use_to_none() -> None:
     every = dict.fromkeys(range(3), behind(3))
-    choice = of_others(every, every, every, every, spoilt_log={(3, 1, 12)})
+    choice = of_others(every, every, every, every, unusable_log={(3, 1, 12)})
     assert choice.end == BaseId(1, 11)
 
 
@@ -431,11 +431,11 @@ def test_whatever_turns_out_to_be_spoilt_is_never_passed(
     before = common_reach(runs, base, bases[base], path)
     step = data.draw(st.integers(1, STEPS))
     bad = {(0, timeline, step) for timeline in records}
-    after = common_reach(runs, base, bases[base], path, spoilt=bad)
+    after = common_reach(runs, base, bases[base], path, unusable=bad)
     expected = min(before.count, step - base.step - 1) if step > base.step else before.count
     assert after.count == expected
     if after.count:
-        alone = [reach_of(one, base, bases[base], path) for one in runs]
+        alone = [steps_reached(one, base, bases[base], path) for one in runs]
         assert all(chain[after.count - 1][:2] == (after.timeline, after.step) for chain in alone)
 
 

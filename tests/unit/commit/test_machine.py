@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from everstep.commit.machine import (
+from everstep.commit.base_commit import (
     BaseCommit,
     CheckFence,
     FenceSeen,

@@ -8,31 +8,7 @@ from typing import Any
 
 import pytest
 
-from everstep.commit.deletion import BaseGone, Condemn, Condemned, DeleteFiles, FilesDeleted
-from everstep.commit.job.cluster import COORDINATOR, Cluster
-from everstep.commit.job.coordinator import Coordinator
-from everstep.commit.job.member import Member
-from everstep.commit.job.messages import DiskMoves, ManifestTold, Message, WatermarkTold
-from everstep.commit.job.steps import (
-    BasesSeen,
-    Delete,
-    Do,
-    Fenced,
-    GaveUp,
-    IsDamaged,
-    IsDurable,
-    IsLate,
-    LookAtBases,
-    Pace,
-    ReadBack,
-    ReadBackDone,
-    Send,
-    WatermarkMoved,
-    Withdraw,
-    Withdrawn,
-)
-from everstep.commit.lineage import BaseId, Branch
-from everstep.commit.machine import (
+from everstep.commit.base_commit import (
     CheckFence,
     FenceSeen,
     FilesDurable,
@@ -44,8 +20,31 @@ from everstep.commit.machine import (
     WriteManifest,
     WriteMarker,
 )
-from everstep.commit.reclaim import reclaimable_bases
-from everstep.commit.watermark import Watermark
+from everstep.commit.deletion import AlreadyDeleted, Condemn, Condemned, DeleteFiles, FilesDeleted
+from everstep.commit.job.actions import (
+    BaseDamaged,
+    BaseDurable,
+    BaseLate,
+    BasesSeen,
+    Delete,
+    Fenced,
+    GaveUp,
+    LookAtBases,
+    Pace,
+    Perform,
+    ReadBack,
+    ReadBackDone,
+    Send,
+    WatermarkMoved,
+    Withdraw,
+    Withdrawn,
+)
+from everstep.commit.job.cluster import COORDINATOR, Cluster
+from everstep.commit.job.coordinator import Coordinator
+from everstep.commit.job.member import Member
+from everstep.commit.job.messages import DiskProgress, ManifestNotice, Message, WatermarkNotice
+from everstep.commit.lineage import BaseId, Branch
+from everstep.commit.retention import Watermark, reclaimable_bases
 from everstep.format.header import ShardIdentity
 from everstep.format.names import shard_name
 from everstep.format.records import FileRecord, Marker
@@ -106,8 +105,8 @@ class Room:
         for out in outs:
             if isinstance(out, Send):
                 if out.rank not in self.mute and not self.lost(out.message):
-                    self.absorb(out.rank, self.members[out.rank].heard(rank, out.message))
-            elif isinstance(out, Do):
+                    self.absorb(out.rank, self.members[out.rank].receive(rank, out.message))
+            elif isinstance(out, Perform):
                 self.did.append((rank, out.action))
                 if isinstance(out.action, WriteFiles) and rank in self.broken:
                     self.absorb(rank, self.members[rank].failed(out.base, "no space left"))
@@ -117,7 +116,7 @@ class Room:
             else:
                 self.said.append((rank, out))
 
-    def perform(self, rank: int, do: Do) -> Any:
+    def perform(self, rank: int, do: Perform) -> Any:
         disk, base, action = self.disks[rank], do.base, do.action
         markers = self.markers[disk].setdefault(base, {})
         if isinstance(action, Delete):
@@ -125,7 +124,7 @@ class Room:
                 return FenceSeen(self.fence)
             if isinstance(action.action, Condemn):
                 gone = self.manifests[disk].pop(base, None) is None
-                return BaseGone(self.fence) if gone else Condemned()
+                return AlreadyDeleted(self.fence) if gone else Condemned()
             assert isinstance(action.action, DeleteFiles)
             return FilesDeleted()
         if isinstance(action, WriteMarker):
@@ -163,7 +162,7 @@ def test_every_disk_gets_the_manifest_and_then_the_watermark_moves(disks: tuple[
     room.save(10)
     room.tick(3)
     assert all(BaseId(1, 10) in room.manifests[disk] for disk in disks)
-    assert sorted(rank for rank, _ in room.reports(IsDurable)) == list(range(len(disks)))
+    assert sorted(rank for rank, _ in room.reports(BaseDurable)) == list(range(len(disks)))
     moved = room.reports(WatermarkMoved)
     assert sorted(rank for rank, _ in moved) == list(range(len(disks)))
     assert {out for _, out in moved} == {WatermarkMoved(BaseId(1, 10), None)}
@@ -219,7 +218,7 @@ def test_each_disk_is_asked_again_what_it_needs_beside_a_damaged_base() -> None:
     room = Room(("a", "b"), keep=1)
     perform, either, bad = room.perform, {BaseId(1, 10), BaseId(1, 20)}, BaseId(1, 20)
 
-    def performed(rank: int, do: Do) -> Any:
+    def performed(rank: int, do: Perform) -> Any:
         if isinstance(do.action, ReadBack):
             return ReadBackDone("damaged" if (rank, do.base) == (0, bad) else "")
         event = perform(rank, do)
@@ -247,16 +246,16 @@ def test_what_one_rank_finds_damaged_is_not_what_stays() -> None:
     room.save(20)
     room.tick(3)
     assert BaseId(1, 10) in room.manifests["a"], "the last good one stays"
-    assert (0, IsDamaged(BaseId(1, 20), 1, "damaged")) in room.said
+    assert (0, BaseDamaged(BaseId(1, 20), 1, "damaged")) in room.said
 
 
 def late_after(room: Room, rank: int, moving: Callable[[float], Iterable[int]]) -> float | None:
     """When ``rank`` reports that others are late; ``moving``: whose disks move at a time."""
     for now_s in range(100):
         for other in moving(float(now_s)):
-            room.absorb(rank, room.members[rank].heard(other, DiskMoves()))
+            room.absorb(rank, room.members[rank].receive(other, DiskProgress()))
         room.absorb(rank, room.members[rank].tick(float(now_s)))
-        if room.reports(IsLate):
+        if room.reports(BaseLate):
             return float(now_s)
     return None
 
@@ -269,11 +268,11 @@ def test_a_rank_whose_disk_moves_is_not_late(disks: tuple[str, ...]) -> None:
     room = Room(disks, mute={1, 2})
     room.save(10, [0])
     assert late_after(room, 0, lambda now_s: (1,)) == 20.0
-    assert room.reports(IsLate) == [(0, IsLate(BaseId(1, 10), (2,)))], "only who is silent"
+    assert room.reports(BaseLate) == [(0, BaseLate(BaseId(1, 10), (2,)))], "only who is silent"
     room = Room(disks, mute={1, 2})
     room.save(10, [0])
     assert late_after(room, 0, lambda now_s: (1, 2) if now_s <= 50 else (2,)) == 70.0
-    assert room.reports(IsLate) == [(0, IsLate(BaseId(1, 10), (1,)))]
+    assert room.reports(BaseLate) == [(0, BaseLate(BaseId(1, 10), (1,)))]
 
 
 @pytest.mark.parametrize("until_s", [50, 100])
@@ -294,7 +293,7 @@ def test_the_manifest_is_waited_for_as_long_as_the_disk_of_who_leads_moves(until
     late_s = late_after(room, 1, lambda now_s: (0,) if now_s <= until_s else ())
     assert late_s == (70.0 if until_s == 50 else None)
     if late_s is not None:
-        assert room.reports(IsLate) == [(1, IsLate(BaseId(1, 10), ()))]
+        assert room.reports(BaseLate) == [(1, BaseLate(BaseId(1, 10), ()))]
 
 
 @pytest.mark.parametrize("disks", LAYOUTS[:3])
@@ -303,9 +302,9 @@ def test_no_manifest_while_a_marker_is_missing(disks: tuple[str, ...]) -> None:
     room.save(10, range(len(disks) - 1))
     room.tick(19)
     assert not any(room.manifests.values())
-    assert not room.reports(IsLate)
+    assert not room.reports(BaseLate)
     room.tick(21)
-    assert (0, IsLate(BaseId(1, 10), (len(disks) - 1,))) in room.said
+    assert (0, BaseLate(BaseId(1, 10), (len(disks) - 1,))) in room.said
 
 
 @pytest.mark.parametrize("disks", LAYOUTS[:3])
@@ -314,7 +313,7 @@ def test_any_rank_takes_over_when_rank_0_is_gone(disks: tuple[str, ...]) -> None
     room = Room(disks)
     perform = room.perform
 
-    def dying(rank: int, do: Do) -> Any:
+    def dying(rank: int, do: Perform) -> Any:
         if rank == 0 and isinstance(do.action, GatherMarkers):
             room.mute.add(0)
             room.members[0].done = lambda base, event: []  # type: ignore[method-assign]
@@ -325,7 +324,7 @@ def test_any_rank_takes_over_when_rank_0_is_gone(disks: tuple[str, ...]) -> None
     room.tick(10)
     reached = {disk for disk in disks if BaseId(1, 10) in room.manifests[disk]}
     assert reached == set(disks[1:])
-    assert {rank for rank, _ in room.reports(IsDurable)} == set(range(1, len(disks)))
+    assert {rank for rank, _ in room.reports(BaseDurable)} == set(range(1, len(disks)))
     assert not room.reports(WatermarkMoved), "nothing is deleted without rank 0"
 
 
@@ -339,7 +338,7 @@ def test_a_base_that_a_rank_cannot_write_is_given_up_by_all() -> None:
     room.broken = set()
     room.save(20)
     room.tick(3)
-    assert len(room.reports(IsDurable)) == 3, "the next one is not in the way of it"
+    assert len(room.reports(BaseDurable)) == 3, "the next one is not in the way of it"
 
 
 @pytest.mark.parametrize("disks", LAYOUTS[:3])
@@ -349,7 +348,7 @@ def test_ranks_that_made_other_updates_give_up_at_once(disks: tuple[str, ...], l
     room = Room(disks)
     for rank in range(len(disks)):
         identity = ShardIdentity("run", 1, 10, 10 - (rank == 1), rank, len(disks), True)
-        room.lost = lambda message: lossy and type(message).__name__ == "GivenUp"
+        room.lost = lambda message: lossy and type(message).__name__ == "GiveUpNotice"
         room.absorb(rank, room.members[rank].persist(identity))
     room.lost = lambda message: False
     room.tick(6)
@@ -360,7 +359,7 @@ def test_ranks_that_made_other_updates_give_up_at_once(disks: tuple[str, ...], l
     assert not any(markers.get(BaseId(1, 10)) for markers in room.markers.values())
     room.save(20)
     room.tick(3)
-    assert {rank for rank, _ in room.reports(IsDurable)} == set(range(len(disks)))
+    assert {rank for rank, _ in room.reports(BaseDurable)} == set(range(len(disks)))
 
 
 @pytest.mark.parametrize("disks", LAYOUTS[:3])
@@ -380,20 +379,22 @@ def test_parts_that_do_not_fit_together_are_given_up_at_once(disks: tuple[str, .
     assert not any(markers.get(BaseId(1, 10)) for markers in room.markers.values())
     room.save(20)
     room.tick(3)
-    assert {rank for rank, _ in room.reports(IsDurable)} == set(range(world))
+    assert {rank for rank, _ in room.reports(BaseDurable)} == set(range(world))
 
 
 def test_a_rank_that_missed_the_news_gives_up_too() -> None:
     room = Room(("a", "b", "c"))
     room.broken = {2}
-    room.lost = lambda message: type(message).__name__ == "GivenUp"
+    room.lost = lambda message: type(message).__name__ == "GiveUpNotice"
     room.save(10)
     room.lost = lambda message: False
     room.tick(3)
     assert {rank for rank, out in room.reports(GaveUp)} == {0, 1, 2}
 
 
-@pytest.mark.parametrize("name", ["ManifestTold", "ManifestKept", "WatermarkTold", "MarkerTold"])
+@pytest.mark.parametrize(
+    "name", ["ManifestNotice", "ManifestAck", "WatermarkNotice", "MarkerNotice"]
+)
 def test_each_message_may_be_lost_once(name: str) -> None:
     room = Room(("a", "b", "c"), keep=1)
     seen: set[str] = set()
@@ -418,16 +419,16 @@ def test_a_newer_timeline_fences_every_rank_off() -> None:
     room.tick(3)
     assert {rank for rank, _ in room.reports(Fenced)} == {0, 1}
     assert not any(room.manifests.values())
-    assert room.members[1].heard(0, WatermarkTold(BaseId(1, 10), (BaseId(1, 5),))) == []
+    assert room.members[1].receive(0, WatermarkNotice(BaseId(1, 10), (BaseId(1, 5),))) == []
 
 
 def test_nothing_that_is_not_older_than_the_watermark_is_deleted_whoever_says_so() -> None:
     room = Room(("a", "b"))
     room.save(10)
     room.tick(2)
-    told = WatermarkTold(BaseId(1, 10), (BaseId(1, 10), BaseId(1, 20), BaseId(2, 1)))
-    outs = room.members[1].heard(0, told)
-    assert [out.action for out in outs if isinstance(out, Do)] == [LookAtBases()]
+    told = WatermarkNotice(BaseId(1, 10), (BaseId(1, 10), BaseId(1, 20), BaseId(2, 1)))
+    outs = room.members[1].receive(0, told)
+    assert [out.action for out in outs if isinstance(out, Perform)] == [LookAtBases()]
 
 
 def test_news_that_come_late_change_nothing() -> None:
@@ -436,10 +437,10 @@ def test_news_that_come_late_change_nothing() -> None:
         room.save(step)
         room.tick(2)
     before = list(room.said)
-    room.absorb(1, room.members[1].heard(0, WatermarkTold(BaseId(1, 10), ())))
+    room.absorb(1, room.members[1].receive(0, WatermarkNotice(BaseId(1, 10), ())))
     assert room.said == before
     assert room.members[1].watermark.base == BaseId(1, 20)
-    room.absorb(1, room.members[1].heard(0, ManifestTold(room.manifests["a"][BaseId(1, 20)])))
+    room.absorb(1, room.members[1].receive(0, ManifestNotice(room.manifests["a"][BaseId(1, 20)])))
     assert room.said == before
 
 

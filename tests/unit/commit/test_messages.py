@@ -7,19 +7,19 @@ import pytest
 from everstep.commit.job.messages import (
     Answer,
     Command,
-    DiskMoves,
+    DiskProgress,
     Envelope,
-    GivenUp,
-    ManifestKept,
-    ManifestTold,
-    MarkersWanted,
-    MarkerTold,
+    GiveUpNotice,
+    ManifestAck,
+    ManifestNotice,
+    MarkerNotice,
+    MarkersRequest,
     Message,
-    ReadBackTold,
-    ReadBackWanted,
+    ReadBackReply,
+    ReadBackRequest,
     StartFailed,
-    WatermarkKept,
-    WatermarkTold,
+    WatermarkAck,
+    WatermarkNotice,
     accept,
     decode_message,
     encode_message,
@@ -34,16 +34,16 @@ FILE = FileRecord(shard_name(0), 96, 0, "0" * 32, "a" * 32)
 MARKER = Marker("run", 2, 30, 30, 0, 1, True, (FILE,))
 
 MESSAGES: list[Message] = [
-    MarkerTold(MARKER),
-    MarkersWanted(BASE),
-    ManifestTold(Manifest((MARKER,))),
-    ManifestKept(BASE),
-    GivenUp(BASE, "no space left"),
-    DiskMoves(),
-    ReadBackWanted(BASE),
-    ReadBackTold(BASE, ""),
-    WatermarkTold(BASE, (BaseId(1, 20), BaseId(2, 10)), (BaseId(1, 10),)),
-    WatermarkKept(BASE, (), (BaseId(1, 10),)),
+    MarkerNotice(MARKER),
+    MarkersRequest(BASE),
+    ManifestNotice(Manifest((MARKER,))),
+    ManifestAck(BASE),
+    GiveUpNotice(BASE, "no space left"),
+    DiskProgress(),
+    ReadBackRequest(BASE),
+    ReadBackReply(BASE, ""),
+    WatermarkNotice(BASE, (BaseId(1, 20), BaseId(2, 10)), (BaseId(1, 10),)),
+    WatermarkAck(BASE, (), (BaseId(1, 10),)),
     Command(3, "offer", b""),
     Answer(3, b"\x00\xff"),
     StartFailed(2, "no space left"),
@@ -57,7 +57,7 @@ def test_there_and_back(message: Message) -> None:
 
 
 def test_another_start_of_the_job_is_not_heard() -> None:
-    data = encode_message(Envelope("one", 0, WatermarkTold(BASE, (BaseId(1, 20),))))
+    data = encode_message(Envelope("one", 0, WatermarkNotice(BASE, (BaseId(1, 20),))))
     assert accept(data, "another") is None
     assert accept(data, "one") == decode_message(data)
 
@@ -71,7 +71,7 @@ def test_cut_short(message: Message) -> None:
 
 
 def test_a_marker_is_checked_by_its_digest() -> None:
-    data = encode_message(Envelope("session", 0, MarkerTold(MARKER)))
+    data = encode_message(Envelope("session", 0, MarkerNotice(MARKER)))
     with pytest.raises(DamageError):
         decode_message(data.replace(b"a" * 32, b"b" * 32))
 

@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from everstep.commit.job.offer_codec import decode_choice, decode_offer, encode_choice, encode_offer
 from everstep.commit.job.offers import BaseOffer, Choice, Offer, Piece, Source, choose
-from everstep.commit.job.offers_wire import decode_choice, decode_offer, encode_choice, encode_offer
 from everstep.commit.lineage import BaseId
-from everstep.commit.reclaim import TIERS
+from everstep.commit.retention import TIERS
 from everstep.errors import FormatError, RecoveryError
 from everstep.format.digests import digest
 from everstep.format.records import Manifest, manifest_of
@@ -71,10 +71,10 @@ def test_the_cheapest_source_first_and_damage_falls_through() -> None:
         offer(1, {base: BaseOffer(pieces(base, [1], 2, ("memory", "disk")))}),
     ]
     assert choose(offers).sources[1] == (Source(0, 1), Source(2, 1), Source(4, 0))
-    spoilt = {(base, 1, Source(0, 1)), (base, 1, Source(2, 1))}
-    assert choose(offers, spoilt=spoilt).sources[1] == (Source(4, 0),)
+    unusable = {(base, 1, Source(0, 1)), (base, 1, Source(2, 1))}
+    assert choose(offers, unusable=unusable).sources[1] == (Source(4, 0),)
     with pytest.raises(RecoveryError, match="the files of rank 1 are damaged"):
-        choose(offers, spoilt={*spoilt, (base, 1, Source(4, 0))})
+        choose(offers, unusable={*unusable, (base, 1, Source(4, 0))})
 
 
 @pytest.mark.parametrize("tiers", list(itertools.product((False, True), repeat=3)))

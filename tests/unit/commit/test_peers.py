@@ -8,23 +8,23 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from everstep.commit.job.actions import Send
 from everstep.commit.job.messages import (
+    ChunkReply,
+    ChunkRequest,
     Envelope,
-    Fetching,
+    FetchProgress,
     Message,
-    PartTold,
-    PartWanted,
-    PeerAt,
-    PeerBegun,
-    PeerPart,
+    PeerCopyAck,
+    PeerCopyBegin,
+    PeerCopyChunk,
     PeerRound,
-    PeerSaid,
+    PeerRoundReply,
     decode_message,
     encode_message,
 )
-from everstep.commit.job.steps import Send
 from everstep.commit.lineage import BaseId
-from everstep.commit.peers import Rounds, Shelf, nodes_of, peer_of
+from everstep.commit.peer_copies import CopyRounds, HeldCopies, nodes_of, peer_of
 from everstep.errors import FormatError
 from everstep.format.records import FileRecord, Marker
 
@@ -62,11 +62,11 @@ def test_nobody_is_its_own_nodes_peer(names: list[str]) -> None:
 # --- What is held -----------------------------------------------------------------------
 
 
-def held(shelf: Shelf) -> list[tuple[int, BaseId, bool]]:
+def held(shelf: HeldCopies) -> list[tuple[int, BaseId, bool]]:
     return [(copy.source, copy.base, copy.whole) for copy in shelf.copies]
 
 
-def take(shelf: Shelf, source: int, base: BaseId, size: int = S) -> str:
+def take(shelf: HeldCopies, source: int, base: BaseId, size: int = S) -> str:
     _, why = shelf.begin(source, base, size)
     if not why:
         shelf.finished(source, base)
@@ -74,7 +74,7 @@ def take(shelf: Shelf, source: int, base: BaseId, size: int = S) -> str:
 
 
 def test_the_old_copy_stays_until_the_new_one_is_whole_everywhere() -> None:
-    shelf = Shelf(2 * S)
+    shelf = HeldCopies(2 * S)
     assert not take(shelf, 1, A)
     shelf.passed(A)
     assert not shelf.begin(1, B, S)[1]
@@ -86,7 +86,7 @@ def test_the_old_copy_stays_until_the_new_one_is_whole_everywhere() -> None:
 
 
 def test_what_was_not_whole_everywhere_makes_room_and_what_was_does_not() -> None:
-    shelf = Shelf(2 * S)
+    shelf = HeldCopies(2 * S)
     take(shelf, 1, A)
     shelf.passed(A)
     take(shelf, 1, B)  # the round of it failed elsewhere
@@ -96,7 +96,7 @@ def test_what_was_not_whole_everywhere_makes_room_and_what_was_does_not() -> Non
 
 
 def test_more_than_the_bound_is_refused_with_the_numbers() -> None:
-    shelf = Shelf(2 * S - 1)
+    shelf = HeldCopies(2 * S - 1)
     take(shelf, 1, A)
     shelf.passed(A)
     gone, why = shelf.begin(1, B, S)
@@ -106,14 +106,14 @@ def test_more_than_the_bound_is_refused_with_the_numbers() -> None:
 
 
 def test_a_peer_without_a_copy_of_what_is_everywhere_else_keeps_what_it_has() -> None:
-    shelf = Shelf(2 * S)
+    shelf = HeldCopies(2 * S)
     take(shelf, 1, A)
     shelf.passed(B)
     assert held(shelf) == [(1, A, True)]
 
 
 def test_a_new_start_drops_halves_and_strangers() -> None:
-    shelf = Shelf(10 * S)
+    shelf = HeldCopies(10 * S)
     take(shelf, 1, A)
     take(shelf, 2, A)
     shelf.begin(1, B, S)
@@ -124,7 +124,7 @@ def test_a_new_start_drops_halves_and_strangers() -> None:
 
 
 def test_an_older_base_takes_nobodys_place() -> None:
-    shelf = Shelf(2 * S)
+    shelf = HeldCopies(2 * S)
     take(shelf, 1, B)
     assert "newer" in take(shelf, 1, A)
     assert shelf.passed(B) == []
@@ -134,7 +134,7 @@ def test_an_older_base_takes_nobodys_place() -> None:
 
 def test_an_older_base_that_training_has_gone_back_to_takes_the_newer_ones_place() -> None:
     """Which leads nowhere any more, and stays until the other is whole everywhere."""
-    shelf = Shelf(3 * S)
+    shelf = HeldCopies(3 * S)
     for base in (A, B, C):
         take(shelf, 1, base)
         shelf.passed(base)
@@ -155,11 +155,11 @@ class Oracle:
 
     def __init__(self, world: int, bounds: list[int]) -> None:
         self.world = world
-        self.shelves = [Shelf(bound) for bound in bounds]
+        self.shelves = [HeldCopies(bound) for bound in bounds]
         self.whole: dict[BaseId, set[int]] = {}
         self.safe: BaseId | None = None
 
-    def holder(self, source: int) -> Shelf:
+    def holder(self, source: int) -> HeldCopies:
         return self.shelves[(source + 1) % self.world]
 
     def check(self) -> None:
@@ -210,7 +210,7 @@ def test_the_newest_base_that_was_whole_everywhere_is_never_lost(data: st.DataOb
         oracle.check()
 
 
-# --- Rounds -----------------------------------------------------------------------------
+# --- CopyRounds -----------------------------------------------------------------------------
 
 
 def told(sends: Iterable[Send]) -> dict[int, Message]:
@@ -218,7 +218,7 @@ def told(sends: Iterable[Send]) -> dict[int, Message]:
 
 
 def test_all_ranks_send_the_same_base_and_the_next_when_it_is_whole_everywhere() -> None:
-    rounds = Rounds(2)
+    rounds = CopyRounds(2)
     assert told(rounds.durable(A, 0.0)) == {0: PeerRound(A, None), 1: PeerRound(A, None)}
     assert not rounds.durable(B, 1.0)
     assert not rounds.said(0, A, "whole", 2.0)
@@ -229,7 +229,7 @@ def test_all_ranks_send_the_same_base_and_the_next_when_it_is_whole_everywhere()
 
 
 def test_news_of_another_base_count_for_nothing() -> None:
-    rounds = Rounds(2)
+    rounds = CopyRounds(2)
     rounds.durable(B, 0.0)
     for rank in (0, 1):
         assert not rounds.said(rank, A, "whole", 1.0)
@@ -237,7 +237,7 @@ def test_news_of_another_base_count_for_nothing() -> None:
 
 
 def test_the_newest_base_overtakes_those_that_wait() -> None:
-    rounds = Rounds(1)
+    rounds = CopyRounds(1)
     rounds.durable(A, 0.0)
     rounds.durable(B, 1.0)
     rounds.durable(C, 2.0)
@@ -246,7 +246,7 @@ def test_the_newest_base_overtakes_those_that_wait() -> None:
 
 
 def test_what_is_not_answered_is_said_again() -> None:
-    rounds = Rounds(2, repeat_s=2.0)
+    rounds = CopyRounds(2, repeat_s=2.0)
     rounds.durable(A, 0.0)
     rounds.said(0, A, "sending", 1.0)
     assert not rounds.tick(1.5)
@@ -262,7 +262,7 @@ def test_what_is_not_answered_is_said_again() -> None:
 
 
 def test_a_rank_that_says_nothing_ends_the_round() -> None:
-    rounds = Rounds(2, late_s=30.0)
+    rounds = CopyRounds(2, late_s=30.0)
     rounds.durable(A, 0.0)
     rounds.said(0, A, "whole", 1.0)
     rounds.durable(B, 5.0)
@@ -284,13 +284,13 @@ MARKER = Marker(
     [
         PeerRound(None, None),
         PeerRound(A, B),
-        PeerSaid(A, "whole"),
-        PeerBegun(MARKER, b"record"),
-        PeerPart(A, 3, b"bytes"),
-        PeerAt(A, 3, True, ""),
-        PartWanted(A, 1, 0, 5),
-        PartTold(A, 1, 0, b"bytes"),
-        Fetching(1, True),
+        PeerRoundReply(A, "whole"),
+        PeerCopyBegin(MARKER, b"record"),
+        PeerCopyChunk(A, 3, b"bytes"),
+        PeerCopyAck(A, 3, True, ""),
+        ChunkRequest(A, 1, 0, 5),
+        ChunkReply(A, 1, 0, b"bytes"),
+        FetchProgress(1, True),
     ],
 )
 def test_messages_come_back_as_they_were(message: Message) -> None:

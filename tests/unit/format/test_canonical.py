@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from everstep.format.canonical import canonical, rows_of
+from everstep.format.records import canonical, rows_of
 
 reals = st.floats(allow_nan=False, allow_infinity=False)
 plain = st.none() | st.booleans() | st.integers() | reals | st.text()

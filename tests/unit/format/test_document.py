@@ -11,7 +11,7 @@ from pathlib import Path, PurePath
 import torch
 
 from everstep.format import digests, header, names, records
-from everstep.format.header import ShardIdentity, encode_header, header_room_bytes
+from everstep.format.header import ShardIdentity, encode_header, header_size_bytes
 from everstep.format.records import (
     AuditRecord,
     FileRecord,
@@ -116,7 +116,7 @@ def test_fields_of_the_header() -> None:
     entry = tensor_entry("section/name", tensor)
     assert isinstance(entry, Entry)
     (shard,) = shards.plan_shards([entry])
-    room = header_room_bytes(identity, shard.placed, [], {})
+    room = header_size_bytes(identity, shard.placed, [], {})
     data = encode_header(identity, shard.placed, ["0" * 32], {"other": "section/name"}, room)
     metadata = json.loads(json.loads(data[8:])["__metadata__"][header.METADATA_KEY])
     assert set(metadata) == {row[0] for row in table("field")}

@@ -19,7 +19,7 @@ from everstep.format.header import (
     ShardIdentity,
     decode_header,
     encode_header,
-    header_room_bytes,
+    header_size_bytes,
 )
 from everstep.state.layout.entries import DTYPE_BYTES, Entry
 from everstep.state.layout.shards import append_objects, plan_shards
@@ -51,7 +51,7 @@ def test_headers_are_decoded_back(entries: list[Entry], objects: dict[str, bytes
     layout = plan_shards(entries)[0]
     aliases = {f"other/{entry.name}": entry.name for entry in entries[:2]}
     aliases = {k: v for k, v in aliases.items() if k not in {e.name for e in entries}}
-    room = header_room_bytes(IDENTITY, layout.placed, list(objects), aliases)
+    room = header_size_bytes(IDENTITY, layout.placed, list(objects), aliases)
     sizes = {name: len(data) for name, data in objects.items()}
     placed = append_objects(layout, sizes, lsn=IDENTITY.lsn).placed
     digests = [f"{number:032x}" for number in range(len(placed))]

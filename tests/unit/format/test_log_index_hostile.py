@@ -12,7 +12,7 @@ import pytest
 
 from everstep.errors import DamageError, FormatError
 from everstep.format.header import ShardIdentity
-from everstep.format.log import heads_of, index_of_segment, record_digest, records_of_pack
+from everstep.format.log import heads_of, index_of_segment, record_digest, records_of_packed
 from everstep.run.tensors import tensor_of
 from everstep.state.values.objects import decode, encode
 
@@ -72,7 +72,7 @@ def read(index: Any) -> int:
             tensor_of(record, place)
         for encoded in record.objects.values():
             decode(encoded)
-    records_of_pack(1, data, memoryview(bytearray(1 << 16)), [0] * len(records), PATH)
+    records_of_packed(1, data, memoryview(bytearray(1 << 16)), [0] * len(records), PATH)
     return len(records)
 
 

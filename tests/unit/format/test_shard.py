@@ -19,9 +19,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from everstep.arena.memory import Arena
-from everstep.capture.base import LiveBody
 from everstep.capture.lanes.batches import plan_batches
 from everstep.capture.lanes.lane import CpuLane
+from everstep.capture.live_body import LiveBody
 from everstep.errors import DamageError, DeadlineError, FormatError
 from everstep.format import plan, writer
 from everstep.format.digests import Digester, digest, digest_of_file
@@ -286,7 +286,7 @@ def staged(shard: Written, tensors: dict[str, torch.Tensor]) -> ArenaBody:
     arena = Arena.anonymous(max(4096, size))
     block = torch.frombuffer(arena.view, dtype=torch.uint8)
     lane = CpuLane()
-    lane.mark(plan_batches(shard.shard.layout, tensors, set(tensors)), block)
+    lane.copy_now(plan_batches(shard.shard.layout, tensors, set(tensors)), block)
     lane.close()
     incoming = Incoming(lambda: 0, timeout_s=TIMEOUT_S)
     incoming.arrived({})

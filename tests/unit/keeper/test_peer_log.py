@@ -7,15 +7,21 @@ import random
 
 import pytest
 
-from everstep.commit.job.messages import Message, PeerLogAt, PeerLogBegun, PeerLogPart, PeerPart
+from everstep.commit.job.messages import (
+    Message,
+    PeerCopyChunk,
+    PeerLogAck,
+    PeerLogBegin,
+    PeerLogChunk,
+)
 from everstep.commit.lineage import BaseId
-from everstep.commit.logs import LogRun
-from everstep.commit.peerlog import LogCopy, LogShelf, merged, run_of
+from everstep.commit.log_reach import LogRun
+from everstep.commit.peer_copies import HeldLogCopies, LogCopy, merged, run_of
 from everstep.errors import DamageError, EverstepError, FormatError
 from everstep.format.log import RecordHead
 from everstep.keeper.held.peer_log_store import PeerLogStore
 from everstep.keeper.ship import log_sender
-from everstep.restore.fetch.peer_log import packed, unpacked
+from everstep.restore.fetch.peer_log import pack_steps, unpack_steps
 from tests.support.ranks.peer_logs import (
     LOG_BYTES,
     LogRing,
@@ -83,7 +89,7 @@ def copy(source: int, *steps: int, size: int = 10, record: str = "r") -> LogCopy
 
 
 def test_steps_go_when_a_newer_base_is_whole_with_all_peers() -> None:
-    shelf = LogShelf(100)
+    shelf = HeldLogCopies(100)
     for one in (copy(1, 3, 4), copy(1, 5, 6), copy(2, 3, 4), copy(3, 3, 4)):
         shelf.take(one)
     gone = shelf.passed(BaseId(1, 5), there=[1], sources=[1, 2])
@@ -94,11 +100,11 @@ def test_steps_go_when_a_newer_base_is_whole_with_all_peers() -> None:
 
 
 def test_another_start_with_the_same_number_takes_its_place() -> None:
-    shelf = LogShelf(100)
+    shelf = HeldLogCopies(100)
     shelf.take(copy(1, 3, record="old"))
     shelf.take(copy(2, 3, record="old"))
-    assert shelf.strangers(1, 1, "old") == []
-    assert [one.source for one in shelf.strangers(1, 1, "new")] == [1]
+    assert shelf.drop_other_timeline(1, 1, "old") == []
+    assert [one.source for one in shelf.drop_other_timeline(1, 1, "new")] == [1]
 
 
 # --- Steps as one piece of memory --------------------------------------------------------
@@ -106,7 +112,7 @@ def test_another_start_with_the_same_number_takes_its_place() -> None:
 
 def test_records_come_back_as_they_were() -> None:
     records = records_of_steps(3, 5)
-    found = unpacked(packed(records))
+    found = unpack_steps(pack_steps(records))
     for one, other in zip(records, found, strict=True):
         assert (one.head, one.layout, dict(one.objects)) == (
             other.head,
@@ -117,20 +123,20 @@ def test_records_come_back_as_they_were() -> None:
 
 
 def test_every_flipped_byte_of_steps_is_found() -> None:
-    steps = packed(records_of_steps(3, 3, size_bytes=64))
+    steps = pack_steps(records_of_steps(3, 3, size_bytes=64))
     for at in range(steps.memory.nbytes):
         steps.memory[at] ^= 16
         with pytest.raises(DamageError):
-            unpacked(steps)
+            unpack_steps(steps)
         steps.memory[at] ^= 16
-    unpacked(steps)
+    unpack_steps(steps)
 
 
 def test_memory_that_is_used_again_is_not_packed() -> None:
     records = records_of_steps(3, 4)
     records[1].data[0] ^= 1
     with pytest.raises(DamageError):
-        packed(records)
+        pack_steps(records)
 
 
 # --- From keeper to keeper ----------------------------------------------------------------
@@ -157,7 +163,7 @@ def test_steps_stay_until_a_base_is_whole_with_all_peers() -> None:
         ring.train(step)
         ring.run()
     assert ring.logs(1) == [(0, [2, 3, 4])]
-    ring.lost = lambda sender, to, message: isinstance(message, PeerPart) and sender == 1
+    ring.lost = lambda sender, to, message: isinstance(message, PeerCopyChunk) and sender == 1
     ring.base(3)
     ring.run(10.0)
     assert ring.held(1) == [(0, 1), (0, 3)], "whole here, and not with the other one's peer"
@@ -187,18 +193,18 @@ def test_steps_that_are_lost_on_the_way_are_sent_again(
     ]
     assert not any(ring.notices)
     for rank in range(2):
-        found = [r for log, _ in ring.ranks[rank].logs.whole()[0] for r in unpacked(log.steps)]
+        found = [r for log, _ in ring.ranks[rank].logs.whole()[0] for r in unpack_steps(log.steps)]
         wanted = records_of_steps(1, 5)
         assert [bytes(r.data) for r in found] == [bytes(r.data) for r in wanted]
 
 
 def test_bytes_that_have_changed_on_the_way_are_no_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     ring = LogRing("ab")
-    send, spoilt = ring._send, list[Message]()
+    send, unusable = ring._send, list[Message]()
 
     def spoil(sender: int, to: int, message: Message) -> None:
-        if isinstance(message, PeerLogPart) and sender == 0 and len(spoilt) < 3:
-            spoilt.append(message)
+        if isinstance(message, PeerLogChunk) and sender == 0 and len(unusable) < 3:
+            unusable.append(message)
             changed = bytes([message.data[0] ^ 1, *message.data[1:]])
             message = dataclasses.replace(message, data=changed)
         send(sender, to, message)
@@ -245,7 +251,7 @@ def test_what_was_let_go_before_it_was_sent_is_said() -> None:
     ring = LogRing("ab")
     ring.train(1)
     ring.base(1)
-    ring.lost = lambda sender, to, message: isinstance(message, PeerLogBegun)
+    ring.lost = lambda sender, to, message: isinstance(message, PeerLogBegin)
     ring.train(2)
     ring.run()
     ring.train(3, 4)
@@ -289,7 +295,7 @@ def test_a_peer_whose_keeper_was_replaced_gets_what_comes_then() -> None:
 
 def test_a_peer_that_says_nothing_is_named() -> None:
     ring = LogRing("ab")
-    ring.lost = lambda sender, to, message: isinstance(message, PeerLogBegun) and sender == 0
+    ring.lost = lambda sender, to, message: isinstance(message, PeerLogBegin) and sender == 0
     ring.train(1)
     ring.run(60.0)
     (notice,) = ring.notices[0]
@@ -306,7 +312,7 @@ def test_the_pace_is_kept_for_the_log_too(monkeypatch: pytest.MonkeyPatch) -> No
     ring.train(1)
 
     def sent_bytes() -> int:
-        return sum(len(m.data) for s, _, m in ring.said if isinstance(m, PeerLogPart) and s == 0)
+        return sum(len(m.data) for s, _, m in ring.said if isinstance(m, PeerLogChunk) and s == 0)
 
     for second in range(1, 6):
         ring.run(1.0)
@@ -342,19 +348,19 @@ def test_a_slow_peer_is_not_buried_in_steps(monkeypatch: pytest.MonkeyPatch) -> 
 # --- What a store refuses ------------------------------------------------------------------
 
 
-def begun(first: int, last: int, session: str = "s") -> tuple[PeerLogBegun, bytes]:
+def begun(first: int, last: int, session: str = "s") -> tuple[PeerLogBegin, bytes]:
     log = log_of(1, first, last, session=session)
     steps = log.steps
     about = steps.memory.nbytes, steps.index_bytes, steps.index_digest
-    return PeerLogBegun(1, first, last, log.record, *about), bytes(steps.memory)
+    return PeerLogBegin(1, first, last, log.record, *about), bytes(steps.memory)
 
 
-def put(store: PeerLogStore, first: int, last: int, session: str = "s") -> PeerLogAt:
+def put(store: PeerLogStore, first: int, last: int, session: str = "s") -> PeerLogAck:
     message, data = begun(first, last, session)
     answer = store.begun(1, message)
     if answer.state != "more":
         return answer
-    return store.part(1, PeerLogPart(1, first, 0, data))
+    return store.part(1, PeerLogChunk(1, first, 0, data))
 
 
 def store_of(bound_bytes: int = LOG_BYTES) -> PeerLogStore:
@@ -366,13 +372,13 @@ def store_of(bound_bytes: int = LOG_BYTES) -> PeerLogStore:
 def test_parts_of_steps_count_only_in_their_order() -> None:
     store = store_of()
     message, data = begun(1, 2)
-    assert store.part(1, PeerLogPart(1, 1, 0, data)).state == "lost"
+    assert store.part(1, PeerLogChunk(1, 1, 0, data)).state == "lost"
     assert store.begun(1, message).state == "more"
-    assert store.part(1, PeerLogPart(1, 1, 10, data[10:])).received_bytes == 0
-    assert store.part(1, PeerLogPart(1, 1, 0, data[:10])).received_bytes == 10
-    assert store.part(1, PeerLogPart(1, 1, 10, data[10:] + b"x")).received_bytes == 10
-    assert store.part(1, PeerLogPart(1, 1, 10, data[10:])).state == "whole"
-    assert store.part(1, PeerLogPart(1, 1, 10, data[10:])).state == "whole", "once more"
+    assert store.part(1, PeerLogChunk(1, 1, 10, data[10:])).received_bytes == 0
+    assert store.part(1, PeerLogChunk(1, 1, 0, data[:10])).received_bytes == 10
+    assert store.part(1, PeerLogChunk(1, 1, 10, data[10:] + b"x")).received_bytes == 10
+    assert store.part(1, PeerLogChunk(1, 1, 10, data[10:])).state == "whole"
+    assert store.part(1, PeerLogChunk(1, 1, 10, data[10:])).state == "whole", "once more"
     assert store.begun(1, message).state == "whole"
     assert store.held == {1: 2}
 
@@ -397,7 +403,7 @@ def test_other_steps_than_were_announced_are_refused() -> None:
     store = store_of()
     message, data = begun(1, 3)
     store.begun(1, dataclasses.replace(message, last=2))
-    assert store.part(1, PeerLogPart(1, 1, 0, data)).state == "refused"
+    assert store.part(1, PeerLogChunk(1, 1, 0, data)).state == "refused"
     assert store.held == {}
 
 
@@ -406,9 +412,9 @@ def test_a_new_start_drops_what_was_on_its_way() -> None:
     put(store, 1, 2)
     message, data = begun(3, 3)
     store.begun(1, message)
-    store.part(1, PeerLogPart(1, 3, 0, data[:10]))
+    store.part(1, PeerLogChunk(1, 3, 0, data[:10]))
     store.new_start(LOG_BYTES, [1])
-    assert store.part(1, PeerLogPart(1, 3, 10, data[10:])).state == "lost"
+    assert store.part(1, PeerLogChunk(1, 3, 10, data[10:])).state == "lost"
     assert store.held == {1: 2}
     store.passed(BaseId(2, 1), {1})
     assert store.held == {}
@@ -432,7 +438,7 @@ def test_the_announced_bound_is_never_passed() -> None:
 def test_internal_errors_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever is wrong with a batch is told, and the next one is tried."""
     ring = LogRing("ab")
-    monkeypatch.setattr(log_sender, "packed", _refuse)
+    monkeypatch.setattr(log_sender, "pack_steps", _refuse)
     ring.train(1)
     ring.run()
     assert "refused" in str(ring.notices[0])

@@ -7,19 +7,7 @@ from pathlib import PurePath
 
 import pytest
 
-from everstep.commit.job.offers import Choice, Offer, choose
-from everstep.commit.job.steps import (
-    BasesSeen,
-    Delete,
-    Do,
-    LookAtBases,
-    ReadBack,
-    ReadBackDone,
-    Withdraw,
-    Withdrawn,
-)
-from everstep.commit.lineage import BaseId
-from everstep.commit.machine import (
+from everstep.commit.base_commit import (
     CheckFence,
     FenceSeen,
     GatherMarkers,
@@ -28,6 +16,18 @@ from everstep.commit.machine import (
     WriteManifest,
     WriteMarker,
 )
+from everstep.commit.job.actions import (
+    BasesSeen,
+    Delete,
+    LookAtBases,
+    Perform,
+    ReadBack,
+    ReadBackDone,
+    Withdraw,
+    Withdrawn,
+)
+from everstep.commit.job.offers import Choice, Offer, choose
+from everstep.commit.lineage import BaseId
 from everstep.errors import FencedError
 from everstep.format.digests import digest
 from everstep.format.names import (
@@ -40,7 +40,7 @@ from everstep.format.names import (
 )
 from everstep.format.records import FileRecord, Manifest, Marker, TimelineRecord, manifest_of
 from everstep.keeper.persist.rank_disk import RankDisk
-from everstep.restore.fetch.ranks import keep_manifest, offer_of, open_on_disk
+from everstep.restore.fetch.rank_offers import keep_manifest, offer_of, open_on_disk
 from everstep.run.fence import Fence
 from everstep.run.scan import newest_timeline, scan_run
 from everstep.tiers.durable_files import ensure_dirs, temporary, write_durably
@@ -96,7 +96,7 @@ def disk(fs: SimFileSystem, rank: int = 0, *, fence: Fence | None = None) -> Ran
 def write_part(fs: SimFileSystem, rank: int = 0, base: BaseId = BASE) -> RankDisk:
     one = disk(fs, rank)
     one._write_shards(base)
-    one.perform(Do(base, WriteMarker(marker(rank, base))))
+    one.perform(Perform(base, WriteMarker(marker(rank, base))))
     return one
 
 
@@ -106,10 +106,10 @@ def offer(fs: SimFileSystem, rank: int = 0) -> Offer:
 
 def test_a_manifest_is_written_beside_the_own_marker(fs: SimFileSystem) -> None:
     one = write_part(fs)
-    assert one.perform(Do(BASE, WriteManifest(manifest()))) == ManifestDurable()
-    seen = one.perform(Do(BASE, GatherMarkers()))
+    assert one.perform(Perform(BASE, WriteManifest(manifest()))) == ManifestDurable()
+    seen = one.perform(Perform(BASE, GatherMarkers()))
     assert seen == MarkersSeen({rank: marker(rank) for rank in range(2)}, committed=True)
-    assert one.perform(Do(BASE, LookAtBases())).committed == (BASE,)  # type: ignore[union-attr]
+    assert one.perform(Perform(BASE, LookAtBases())).committed == (BASE,)  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize("left", ["nothing", "the directory"])
@@ -121,7 +121,7 @@ def test_no_manifest_where_all_was_swept_away(fs: SimFileSystem, left: str) -> N
     if left == "the directory":
         fs.make_dir(base_dir(RUN, 1, 10))
     with pytest.raises(FencedError, match="timeline 2 has taken the run over"):
-        one.perform(Do(BASE, WriteManifest(manifest())))
+        one.perform(Perform(BASE, WriteManifest(manifest())))
     assert not [path for path in fs.paths() if path.endswith(MANIFEST)]
 
 
@@ -134,7 +134,7 @@ def test_sweeping_spares_what_the_timeline_began_with(fs: SimFileSystem) -> None
 
 
 def test_sweeping_spares_what_is_committed_or_of_this_timeline(fs: SimFileSystem) -> None:
-    write_part(fs).perform(Do(BASE, WriteManifest(manifest())))
+    write_part(fs).perform(Perform(BASE, WriteManifest(manifest())))
     open_on_disk(fs, RUN, record(2), FRESH, "b")
     write_part(fs, base=BaseId(2, 20))
     disk(fs).sweep(2, spare=None)
@@ -153,10 +153,10 @@ def test_who_is_fenced_off_sweeps_nothing(fs: SimFileSystem) -> None:
 def test_what_a_newer_timeline_deleted_is_not_called_damaged(fs: SimFileSystem) -> None:
     """The answer names the timeline, by which the rank knows that it is fenced off."""
     one = write_part(fs)
-    assert one.perform(Do(BASE, ReadBack())) == ReadBackDone()
+    assert one.perform(Perform(BASE, ReadBack())) == ReadBackDone()
     open_on_disk(fs, RUN, record(2), FRESH, "b")
     disk(fs).sweep(2, spare=None)
-    assert one.perform(Do(BASE, ReadBack())) == ReadBackDone("it is gone", newest=2)
+    assert one.perform(Perform(BASE, ReadBack())) == ReadBackDone("it is gone", newest=2)
 
 
 def test_what_is_offered_is_durable(fs: SimFileSystem) -> None:
@@ -190,7 +190,7 @@ def test_markers_are_durable_before_the_manifest_is_there(fs: SimFileSystem) -> 
     fs.rename(temporary(path), path)
     seen: list[SimFileSystem] = []
     fs.watch(lambda operation, moment: seen.extend(fs.crash_images(operation.number, 8)))
-    one.perform(Do(BASE, WriteManifest(manifest())))
+    one.perform(Perform(BASE, WriteManifest(manifest())))
     assert seen
     for image in seen:
         names = {PurePath(path).name for path in image.paths()}
@@ -201,14 +201,14 @@ def test_withdrawing_removes_the_marker_first_and_leaves_what_is_others(fs: SimF
     one = write_part(fs)
     write_part(fs, rank=1)
     before = len(fs.log)
-    assert one.perform(Do(BASE, Withdraw())) == Withdrawn()
+    assert one.perform(Perform(BASE, Withdraw())) == Withdrawn()
     done = [(op.op, PurePath(op.path).name) for op in fs.log[before:]]
     assert done.index(("unlink", marker_name(0))) < done.index(("sync_dir", "000000000010"))
     assert done.index(("sync_dir", "000000000010")) < done.index(("unlink", shard_name(0)))
     names = {PurePath(path).name for path in fs.paths()}
     assert {marker_name(1), shard_name(1)} <= names
     assert not {marker_name(0), shard_name(0)} & names
-    assert one.perform(Do(BaseId(1, 99), Withdraw())) == Withdrawn(), "nothing was written"
+    assert one.perform(Perform(BaseId(1, 99), Withdraw())) == Withdrawn(), "nothing was written"
 
 
 def test_a_timeline_belongs_to_whoever_was_first(fs: SimFileSystem) -> None:
@@ -216,7 +216,7 @@ def test_a_timeline_belongs_to_whoever_was_first(fs: SimFileSystem) -> None:
     assert open_on_disk(fs, RUN, record(2, "one"), FRESH, "another rank of it")
     assert not open_on_disk(fs, RUN, record(2, "two"), FRESH, "two")
     assert newest_timeline(fs, RUN) == 2
-    assert disk(fs).perform(Do(BASE, CheckFence())) == FenceSeen(2)
+    assert disk(fs).perform(Perform(BASE, CheckFence())) == FenceSeen(2)
 
 
 @pytest.mark.parametrize("record_is", ["gone", "another's"])
@@ -227,11 +227,11 @@ def test_nothing_is_deleted_in_a_folder_that_was_put_back(
     write_part(fs)
     open_on_disk(fs, RUN, record(2, "one"), FRESH, "one")
     one = disk(fs, fence=Fence(fs, RUN, 2))
-    assert one.perform(Do(BASE, Delete(CheckFence()))) == FenceSeen(2)
+    assert one.perform(Perform(BASE, Delete(CheckFence()))) == FenceSeen(2)
     fs.unlink(timeline_dir(RUN, 2) / TIMELINE_RECORD)
     if record_is == "another's":
         open_on_disk(fs, RUN, record(2, "two"), FRESH, "two")
-    assert one.perform(Do(BASE, Delete(CheckFence()))) == FenceSeen(3)
+    assert one.perform(Perform(BASE, Delete(CheckFence()))) == FenceSeen(3)
     before = fs.paths()
     with pytest.raises(FencedError):
         one.sweep(2, spare=None)
@@ -295,7 +295,7 @@ def test_the_mark_of_what_was_chosen_is_lifted_behind_the_fence(fs: SimFileSyste
     for base in (older, BASE):
         for rank in range(2):
             write_part(fs, rank, base)
-        disk(fs).perform(Do(base, WriteManifest(manifest(base))))
+        disk(fs).perform(Perform(base, WriteManifest(manifest(base))))
     marks = [base_dir(RUN, 1, base.step) / "manifest.condemned" for base in (older, BASE)]
     for mark in marks:
         fs.rename(mark.with_name(MANIFEST), mark)
@@ -311,19 +311,19 @@ def test_the_mark_of_what_was_chosen_is_lifted_behind_the_fence(fs: SimFileSyste
 
 
 def test_what_is_being_deleted_is_not_committed_anew(fs: SimFileSystem) -> None:
-    write_part(fs).perform(Do(BASE, WriteManifest(manifest())))
+    write_part(fs).perform(Perform(BASE, WriteManifest(manifest())))
     directory = base_dir(RUN, 1, 10)
     fs.rename(directory / MANIFEST, directory / "manifest.condemned")
     keep_manifest(fs, RUN, manifest(), "b")
     assert [found.status for found in scan_run(fs, RUN).bases] == ["condemned"]
-    seen = disk(fs).perform(Do(BASE, LookAtBases()))
+    seen = disk(fs).perform(Perform(BASE, LookAtBases()))
     assert isinstance(seen, BasesSeen)
     assert seen.committed == (BASE,)  # nothing of it is gone: the rules say what becomes of it
     assert sorted(offer(fs).bases[BASE].pieces) == [0]
     fs.rename(directory / "manifest.condemned", directory / "manifest.deleting")
     keep_manifest(fs, RUN, manifest(), "b")
     assert [found.status for found in scan_run(fs, RUN).bases] == ["condemned"]
-    seen = disk(fs).perform(Do(BASE, LookAtBases()))
+    seen = disk(fs).perform(Perform(BASE, LookAtBases()))
     assert isinstance(seen, BasesSeen)
     assert seen.committed == ()
     assert not offer(fs).bases

@@ -6,9 +6,16 @@ import random
 
 import pytest
 
-from everstep.commit.job.messages import Message, PeerAt, PeerBegun, PeerPart, PeerRound, PeerSaid
+from everstep.commit.job.messages import (
+    Message,
+    PeerCopyAck,
+    PeerCopyBegin,
+    PeerCopyChunk,
+    PeerRound,
+    PeerRoundReply,
+)
 from everstep.commit.lineage import BaseId
-from everstep.commit.peers import NEEDED_MAX
+from everstep.commit.peer_copies import NEEDED_MAX
 from everstep.errors import DamageError
 from everstep.keeper.held.peer_base_store import PeerBaseStore, copy_memory_bytes
 from everstep.keeper.ship import peer_exchange
@@ -57,7 +64,7 @@ def test_the_old_copy_stays_while_the_new_one_is_whole_at_one_rank_only() -> Non
     ring = Ring("ab")
     ring.take(A)
     ring.run()
-    ring.lost = lambda sender, to, message: isinstance(message, PeerPart) and sender == 1
+    ring.lost = lambda sender, to, message: isinstance(message, PeerCopyChunk) and sender == 1
     ring.take(B)
     ring.run(10.0)
     assert ring.held(1) == [(0, 10), (0, 20)], "whole here, and not everywhere"
@@ -75,7 +82,7 @@ def test_what_has_to_stay_stays_when_the_next_base_comes_before_the_news(failed:
     ring.take(A)
     ring.run()
     if failed:  # C is whole at rank 2, and not at rank 0
-        ring.lost = lambda sender, to, message: isinstance(message, PeerPart) and sender == 2
+        ring.lost = lambda sender, to, message: isinstance(message, PeerCopyChunk) and sender == 2
     ring.take(B)
     late: list[Message] = []
 
@@ -84,7 +91,7 @@ def test_what_has_to_stay_stays_when_the_next_base_comes_before_the_news(failed:
             late.append(message)
             return len(late) == 1
         base = B if failed and sender == 2 else C
-        return isinstance(message, PeerPart) and message.base == base
+        return isinstance(message, PeerCopyChunk) and message.base == base
 
     for _ in range(100):
         if ring.held(2) == [(1, 10), (1, 20)]:
@@ -99,7 +106,9 @@ def test_what_has_to_stay_stays_when_the_next_base_comes_before_the_news(failed:
         ring.ranks[2]._fail(sending, "a test")
     ring.take(C)
     ring.run(1.0)
-    assert any(isinstance(m, PeerBegun) and m.marker.step == 30 and s == 1 for s, _, m in ring.said)
+    assert any(
+        isinstance(m, PeerCopyBegin) and m.marker.step == 30 and s == 1 for s, _, m in ring.said
+    )
     stays = 10 if failed else 20
     assert (1, stays) in ring.held(2), "the newest that is whole with all peers"
     assert [ring.held(0), ring.held(1)] == [[(2, stays)], [(0, stays)]] or failed
@@ -189,7 +198,7 @@ def test_a_keeper_that_was_replaced_gets_the_next_base() -> None:
 
 def test_a_peer_that_says_nothing_is_named_and_the_next_base_is_tried() -> None:
     ring = Ring("ab", timeout_s=20.0)
-    ring.lost = lambda sender, to, message: isinstance(message, PeerBegun)
+    ring.lost = lambda sender, to, message: isinstance(message, PeerCopyBegin)
     ring.take(A)
     ring.run(30.0)
     assert "rank 1" in str(ring.notices[0])
@@ -205,7 +214,7 @@ def test_the_pace_is_kept() -> None:
     ring.take(A, size_bytes=10 << 20)
 
     def sent_bytes() -> int:
-        return sum(len(m.data) for s, _, m in ring.said if isinstance(m, PeerPart) and s == 0)
+        return sum(len(m.data) for s, _, m in ring.said if isinstance(m, PeerCopyChunk) and s == 0)
 
     for second in range(1, 9):
         ring.run(1.0)
@@ -291,8 +300,8 @@ def test_a_base_that_is_nowhere_to_be_read_ends_the_round() -> None:
 # --- What a store refuses ---------------------------------------------------------------
 
 
-def begun(held: HeldBase, session: str = "s") -> PeerBegun:
-    return PeerBegun(held.marker, record_of(held.marker.timeline, session).encode())
+def begun(held: HeldBase, session: str = "s") -> PeerCopyBegin:
+    return PeerCopyBegin(held.marker, record_of(held.marker.timeline, session).encode())
 
 
 def test_a_store_keeps_to_its_bound() -> None:
@@ -314,18 +323,18 @@ def test_parts_count_only_in_their_order() -> None:
     store, held = PeerBaseStore(BOUND_BYTES), piece(1, A)
     data = bytes_of(held)
     store.begun(1, begun(held))
-    assert store.part(1, PeerPart(A, 10, data[10:])).received_bytes == 0
-    assert store.part(1, PeerPart(A, 0, data[:10])).received_bytes == 10
-    assert store.part(1, PeerPart(A, 0, data[:10])).received_bytes == 10
-    assert store.part(1, PeerPart(A, 10, data[10:] + b"x")).received_bytes == 10
-    assert store.part(1, PeerPart(A, 10, data[10:])) == PeerAt(A, len(data), True, "")
+    assert store.part(1, PeerCopyChunk(A, 10, data[10:])).received_bytes == 0
+    assert store.part(1, PeerCopyChunk(A, 0, data[:10])).received_bytes == 10
+    assert store.part(1, PeerCopyChunk(A, 0, data[:10])).received_bytes == 10
+    assert store.part(1, PeerCopyChunk(A, 10, data[10:] + b"x")).received_bytes == 10
+    assert store.part(1, PeerCopyChunk(A, 10, data[10:])) == PeerCopyAck(A, len(data), True, "")
     assert store.begun(1, begun(held)).whole, "it is there"
 
 
 def test_the_same_number_of_another_timeline_is_another_base() -> None:
     store, held = PeerBaseStore(BOUND_BYTES), piece(1, A)
     store.begun(1, begun(held))
-    store.part(1, PeerPart(A, 0, bytes_of(held)[:100]))
+    store.part(1, PeerCopyChunk(A, 0, bytes_of(held)[:100]))
     assert store.begun(1, begun(held, session="other")).received_bytes == 0
 
 
@@ -335,7 +344,7 @@ def test_what_is_told_needs_no_memory_of_messages() -> None:
     dropped: list[Message] = []
 
     def lost(sender: int, to: int, message: Message) -> bool:
-        if isinstance(message, PeerSaid) and message.state == "whole" and len(dropped) < 3:
+        if isinstance(message, PeerRoundReply) and message.state == "whole" and len(dropped) < 3:
             dropped.append(message)
             return True
         return False

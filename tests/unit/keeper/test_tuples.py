@@ -11,8 +11,8 @@ import pytest
 
 from everstep.commit.job.offers import BaseOffer, Choice, Offer, Piece, choose
 from everstep.commit.lineage import BaseId
-from everstep.commit.reclaim import TIERS
-from everstep.restore.fetch.peers import Told, plan_of
+from everstep.commit.retention import TIERS
+from everstep.restore.fetch.peers import CopyOffer, fetch_plan
 from tests.support.ranks.peering import RUN, piece, record_of
 
 OLD, NEW = BaseId(1, 10), BaseId(1, 20)
@@ -52,8 +52,8 @@ def offers_of(own: bool, durable: bool, *, disk: bool = False) -> list[Offer]:
 def restored(own: bool, peer: bool, durable: bool, *, disk: bool = False) -> Choice:
     """As at a start: copies of peers come first, and then the ranks agree."""
     offers = offers_of(own, durable, disk=disk)
-    told = Told(0, piece(1, NEW).marker, record_of(1).encode())
-    plan, _ = plan_of(offers, [told] if peer else [], lambda rank, manifest: (rank,), None)
+    told = CopyOffer(0, piece(1, NEW).marker, record_of(1).encode())
+    plan, _ = fetch_plan(offers, [told] if peer else [], lambda rank, manifest: (rank,), None)
     assert plan in ({}, {1: [told]})
     if plan:
         bases = dict(offers[1].bases)
@@ -124,8 +124,10 @@ def test_of_two_nodes_lost_at_once_neighbours_take_all_to_the_durable_tier(
                 bases[base] = BaseOffer(pieces)
         offers.append(Offer(rank, str(rank), RUN, 4, {1: record}, bases))
         if (rank + 1) % 4 not in lost:
-            copies.append(Told((rank + 1) % 4, piece(rank, NEW, world=4).marker, record.encode()))
-    plan, _ = plan_of(offers, copies, lambda rank, manifest: (rank,), None)
+            copies.append(
+                CopyOffer((rank + 1) % 4, piece(rank, NEW, world=4).marker, record.encode())
+            )
+    plan, _ = fetch_plan(offers, copies, lambda rank, manifest: (rank,), None)
     if abs(lost[0] - lost[1]) == 2:
         assert {rank: [one.holder for one in found] for rank, found in plan.items()} == {
             rank: [(rank + 1) % 4] for rank in lost

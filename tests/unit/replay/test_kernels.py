@@ -21,10 +21,10 @@ from torch.optim import SGD, Adam, AdamW
 
 from everstep.compress.quantized import BLOCK_NUMEL
 from everstep.options import LogOptions
-from everstep.replay import engine, proof
-from everstep.replay.fused.passes import numbers, program
+from everstep.replay import engine, self_test
+from everstep.replay.fused.programs import numbers, program
 from everstep.replay.fused.slices import Sliced
-from everstep.replay.trial import SMALL
+from everstep.replay.self_test import SMALL
 from everstep.replay.updates import Update
 from tests.support.logged import World, opened, train
 from tests.support.replays import assert_same_bits, record, replayed, replayer_at
@@ -160,11 +160,11 @@ def test_replay_by_kernels(kernels: Any, name: str, monkeypatch: pytest.MonkeyPa
     kind, options = OPTIONS[name]
     use(monkeypatch, kernels.flavours)
     # Long tensors take the interpreter ten seconds.
-    monkeypatch.setattr(proof, "_SLICES", proof._SLICES._replace(shapes=[(True, SMALL)]))
+    monkeypatch.setattr(self_test, "_SLICES", self_test._SLICES._replace(shapes=[(True, SMALL)]))
     run = record(lambda groups: kind(groups, **options), late=False)
     replayer, base = replayer_at(run, 2, fast=True)
     replayer.apply(run.updates[2:])
-    kernel = proof.kernel_for(kind, run.updates[-1], 0, torch.device("cpu"), inexact=True)
+    kernel = self_test.kernel_for(kind, run.updates[-1], 0, torch.device("cpu"), inexact=True)
     assert kernel is not None
     assert replayer.exact.exact == kernel[1]
     if kernel[1]:  # of SGD, where torch's CPU code fuses products and sums
@@ -187,8 +187,8 @@ def use(monkeypatch: pytest.MonkeyPatch, flavours: Callable[..., Any]) -> None:
 
     monkeypatch.setattr(engine, "_way", lambda device: "slices")
     monkeypatch.setattr(engine, "Sliced", TinySliced)
-    monkeypatch.setattr(proof, "_kernels_on", lambda device: SimpleNamespace(flavours=flavours))
-    monkeypatch.setattr(proof, "_kernels", {})
+    monkeypatch.setattr(self_test, "_kernels_on", lambda device: SimpleNamespace(flavours=flavours))
+    monkeypatch.setattr(self_test, "_kernels", {})
 
 
 class Kernel:
@@ -226,7 +226,7 @@ def chosen(monkeypatch: pytest.MonkeyPatch, *kernels: Kernel, inexact: bool, **o
     optimizer: Any = AdamW([torch.nn.Parameter(torch.zeros(1))], **{**RUN_FLAGS, **options})
     groups = ({k: v for k, v in optimizer.param_groups[0].items() if k != "params"},)
     update = Update(1, "optimizer", groups, {})
-    return proof.kernel_for(AdamW, update, 0, torch.device("cpu"), inexact=inexact)
+    return self_test.kernel_for(AdamW, update, 0, torch.device("cpu"), inexact=inexact)
 
 
 def test_the_self_test_chooses(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -248,7 +248,7 @@ def test_a_triton_that_cannot_be_loaded_is_done_without(monkeypatch: pytest.Monk
 
     monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
     monkeypatch.setattr("importlib.import_module", fails)
-    assert proof._kernels_on(torch.device("cuda")) is None
+    assert self_test._kernels_on(torch.device("cuda")) is None
 
 
 @pytest.fixture
@@ -264,7 +264,7 @@ def test_an_inexact_kernel_is_used_by_choice_only(
     use(monkeypatch, lambda kind, variant: [close])
     monkeypatch.setattr(engine, "KERNELS_PAY_ELEMENTS", 0)
     assert replayed(adamw, 1, 0).exact.exact
-    monkeypatch.setattr(proof, "_kernels", {})
+    monkeypatch.setattr(self_test, "_kernels", {})
     close.calls = 0
     replayer, base = replayer_at(adamw, 1, fast=True)
     assert replayer.exact.exact
@@ -303,8 +303,8 @@ def test_what_kernels_do_not_do_is_left_to_torch(
     dtype = options.pop("dtype", torch.float32)
     far = Kernel(0.5)
     use(monkeypatch, lambda kind, variant: [far])
-    monkeypatch.setattr(proof, "kernel_for", lambda *args, **how: (far, True))
-    monkeypatch.setattr(engine, "kernel_for", proof.kernel_for)
+    monkeypatch.setattr(self_test, "kernel_for", lambda *args, **how: (far, True))
+    monkeypatch.setattr(engine, "kernel_for", self_test.kernel_for)
     run = record(
         lambda groups: kind(groups, foreach=True, **options), dtype=dtype, late=False, steps=5
     )

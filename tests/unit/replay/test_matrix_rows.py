@@ -15,7 +15,7 @@ from torch import nn
 import everstep
 from everstep.errors import UnsupportedStateError
 from everstep.replay.exactness import MATRIX, kind_refusal
-from everstep.replay.own import writes_gradients
+from everstep.replay.optimizer_step import writes_gradients
 from everstep.seams.fingerprint import computed_on, fingerprint
 from tests.support.matrix import CASES, FLAGS, LOOPS, OPTIONS, SKIPPED, STEPS, Case, World, table
 

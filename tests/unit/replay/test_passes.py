@@ -13,8 +13,8 @@ import torch
 from torch.optim import SGD, Adam, AdamW
 
 from everstep.errors import ReplayError
-from everstep.replay import proof, trial
-from everstep.replay.fused import blocked, passes
+from everstep.replay import self_test
+from everstep.replay.fused import blocked, programs
 from everstep.replay.fused.blocked import Blocked
 from everstep.replay.updates import Update
 from tests.support.replays import Run, record, replayed, replayer_at, tensors_of
@@ -99,7 +99,7 @@ def test_every_bit_is_that_of_torch(
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("kind", [SGD, Adam, AdamW])
 def test_other_dtypes(kind: Any, dtype: torch.dtype, ran: list[int]) -> None:
-    """Also with factors that half precision cannot hold: see ``passes._times``."""
+    """Also with factors that half precision cannot hold: see ``programs._times``."""
     telling = {"momentum": 0.9} if kind is SGD else {"betas": (0.9, 0.95)}
     for options in ({"weight_decay": 0.1}, {"weight_decay": 0.1, "lr": 0.3, **telling}):
         run = trained(kind, options, shapes=LARGE, dtype=dtype)
@@ -181,7 +181,7 @@ def test_steps_that_float32_cannot_count(ran: list[int]) -> None:
     """One more is the same number there: torch stays at it, and so must replay."""
     run = record(lambda groups: AdamW(groups), steps=1, late=False, shapes=LARGE)
     for values in run.optimizer.state.values():
-        values["step"].fill_(passes.COUNT_MAX - 2)
+        values["step"].fill_(programs.COUNT_MAX - 2)
     run.moments[-1] = run.moment()
     for lsn in range(2, 6):
         given = tensors_of(shapes=LARGE)
@@ -204,7 +204,7 @@ def test_what_the_self_test_does_not_prove_is_not_used(
 ) -> None:
     """A torch that computes something else in a hundredth of all elements, or with numbers that
     are one bit off."""
-    own, own_numbers, used = passes.program(AdamW), passes.numbers, []
+    own, own_numbers, used = programs.program(AdamW), programs.numbers, []
 
     def astray(parameters: Any, *rest: Any) -> None:
         assert own is not None
@@ -219,7 +219,7 @@ def test_what_the_self_test_does_not_prove_is_not_used(
 
     monkeypatch.setattr(blocked, "program", lambda kind: astray)
     monkeypatch.setattr(blocked, "numbers", off)
-    monkeypatch.setattr(proof, "_proven", {})
+    monkeypatch.setattr(self_test, "_proven", {})
     run = record(lambda groups: AdamW(groups), steps=4, late=False, shapes=LARGE)
     assert replayed(run, 1, 0).exact.exact
     assert used  # in the self-test
@@ -233,14 +233,14 @@ def test_without_torchscript(monkeypatch: pytest.MonkeyPatch, ran: list[int]) ->
     def refused(function: Callable[..., None]) -> None:
         raise RuntimeError("not in this Python")
 
-    passes._compiled.cache_clear()
+    programs._compiled.cache_clear()
     monkeypatch.setattr(torch.jit, "script", refused)
     try:
         run = record(lambda groups: AdamW(groups), steps=4, late=False, shapes=LARGE)
         assert replayed(run, 1, 0).exact.exact
         assert set(ran) == {0}
     finally:
-        passes._compiled.cache_clear()
+        programs._compiled.cache_clear()
 
 
 def test_an_error_in_one_thread_ends_all_and_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -265,13 +265,13 @@ def test_the_self_test_tells_rounded_factors(
     (0.999 is 1, and so is what a small learning rate leaves of a weight) prove nothing for others
     that are alike but for their values."""
     monkeypatch.setattr(blocked, "program", _with_plain_factors(tmp_path).program)
-    monkeypatch.setattr(proof, "_proven", {})
+    monkeypatch.setattr(self_test, "_proven", {})
     for kind, options in ((AdamW, {}), (SGD, {"momentum": 0.999})):
         optimizer = kind([torch.zeros(1, dtype=torch.bfloat16)], lr=1e-5, **options)
         group = {k: v for k, v in optimizer.param_groups[0].items() if k != "params"}
         update = Update(1, "", (group,), {})
-        assert not proof.compiled_is_exact(kind, update, 0, torch.bfloat16), kind
-        assert proof.compiled_is_exact(kind, update, 0, torch.float32), kind
+        assert not self_test.compiled_is_exact(kind, update, 0, torch.bfloat16), kind
+        assert self_test.compiled_is_exact(kind, update, 0, torch.float32), kind
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -280,7 +280,7 @@ def test_the_self_test_mixes_memory_orders(
 ) -> None:
     """Those that blocks take: in half precision none."""
     seen: set[bool] = set()
-    own = passes.program(SGD)
+    own = programs.program(SGD)
 
     def looking(parameters: Any, moments: Any, gradients: Any, *rest: Any) -> None:
         assert own is not None
@@ -289,21 +289,21 @@ def test_the_self_test_mixes_memory_orders(
         own(parameters, moments, gradients, *rest)
 
     monkeypatch.setattr(blocked, "program", lambda kind: looking)
-    monkeypatch.setattr(proof, "_proven", {})
+    monkeypatch.setattr(self_test, "_proven", {})
     optimizer = SGD([torch.zeros(1, dtype=dtype)], lr=0.1, momentum=0.9, nesterov=True)
     group = {k: v for k, v in optimizer.param_groups[0].items() if k != "params"}
-    assert proof.compiled_is_exact(SGD, Update(1, "", (group,), {}), 0, dtype)
+    assert self_test.compiled_is_exact(SGD, Update(1, "", (group,), {}), 0, dtype)
     assert (True in seen) == (dtype == torch.float32)
 
 
 def test_factors_that_tell_do_so_in_whatever_they_come() -> None:
-    assert trial._telling("betas", (0.9, 0.999)) == (0.83, 0.83)
-    assert trial._telling("betas", [0.9, 0.999]) == [0.83, 0.83]
+    assert self_test._telling("betas", (0.9, 0.999)) == (0.83, 0.83)
+    assert self_test._telling("betas", [0.9, 0.999]) == [0.83, 0.83]
 
 
 def _with_plain_factors(folder: Path) -> Any:
-    """``passes`` as it would be without ``_times``."""
-    source, line = inspect.getsource(passes), "    return one.mul_("
+    """``programs`` as it would be without ``_times``."""
+    source, line = inspect.getsource(programs), "    return one.mul_("
     assert source.count(line) == 1
     file = folder / "plain.py"
     file.write_text(source.replace(line, "    return tensor.mul_(factor)  # " + line.strip()))
@@ -321,4 +321,4 @@ def test_programs_are_used_whatever_the_hyperparameters(kind: Any, dtype: torch.
     options = {"momentum": 0.9} if kind is SGD else {"betas": (0.9, 0.95)}
     optimizer = kind([torch.zeros(1, dtype=dtype)], lr=0.1, weight_decay=0.1, **options)
     group = {k: v for k, v in optimizer.param_groups[0].items() if k != "params"}
-    assert proof.compiled_is_exact(kind, Update(1, "", (group,), {}), 0, dtype)
+    assert self_test.compiled_is_exact(kind, Update(1, "", (group,), {}), 0, dtype)

@@ -19,10 +19,9 @@ from torch.optim import SGD, Adam, AdamW
 
 from everstep.compress.quantized import BLOCK_NUMEL, int8
 from everstep.compress.sparse import topk
-from everstep.replay import engine, forms, proof
-from everstep.replay.fused import alike, slices, uploads
-from everstep.replay.fused.alike import Alike, cut_alike, slice_elements
-from everstep.replay.fused.slices import UPDATES_MAX, Sliced
+from everstep.replay import engine, functional, self_test
+from everstep.replay.fused import slices, uploads
+from everstep.replay.fused.slices import UPDATES_MAX, Sliced, SliceGroup, cut_slices, slice_elements
 from everstep.replay.fused.uploads import Uploads
 from everstep.replay.packed import Packed
 from everstep.replay.updates import Update
@@ -211,7 +210,7 @@ def test_what_the_self_test_does_not_prove_is_not_used(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, ways: list[tuple[str, int]]
 ) -> None:
     """A torch whose functions look at where a tensor begins: what lies end to end goes wrong."""
-    adamw = forms.adamw
+    adamw = functional.adamw
 
     def astray(params: Any, *args: Any, **options: Any) -> None:
         adamw(params, *args, **options)
@@ -219,8 +218,8 @@ def test_what_the_self_test_does_not_prove_is_not_used(
             for parameter in params:
                 parameter.view(-1)[:1].add_(1e-3)
 
-    monkeypatch.setattr(forms, "adamw", astray)
-    monkeypatch.setattr(proof, "_proven", {})
+    monkeypatch.setattr(functional, "adamw", astray)
+    monkeypatch.setattr(self_test, "_proven", {})
     run = record(lambda groups: AdamW(groups), steps=4, late=False)
     replayed(run, 1, 0)
     assert ways == [("step", 1)] * 3
@@ -234,8 +233,8 @@ def test_what_the_self_test_does_not_prove_is_not_used(
 )
 def test_slices_hold_every_element_once(numels: list[int], blocks: int) -> None:
     sizes = {f"p{number}": numel for number, numel in enumerate(numels)}
-    group = Alike(0, (), (torch.float32, None, torch.bfloat16), None, list(sizes))
-    found = list(cut_alike(group, sizes, blocks * BLOCK_NUMEL))
+    group = SliceGroup(0, (), (torch.float32, None, torch.bfloat16), None, list(sizes))
+    found = list(cut_slices(group, sizes, blocks * BLOCK_NUMEL))
     ends = dict.fromkeys(sizes, 0)
     for one in found:
         assert one.numel == sum(part.stop - part.start for _, part in one.pieces)
@@ -258,7 +257,7 @@ def test_slices_hold_every_element_once(numels: list[int], blocks: int) -> None:
 
 @pytest.mark.parametrize(
     ("cache_bytes", "elements"),
-    [(50 << 20, 1638400), (0, alike.ELEMENTS_MIN), (1 << 40, alike.ELEMENTS_MAX)],
+    [(50 << 20, 1638400), (0, slices.ELEMENTS_MIN), (1 << 40, slices.ELEMENTS_MAX)],
 )
 def test_a_slice_is_as_large_as_the_cache_allows(
     cache_bytes: int, elements: int, monkeypatch: pytest.MonkeyPatch

@@ -16,8 +16,8 @@ import pytest
 import torch
 
 from everstep.format.records import TimelineRecord
-from everstep.restore.offline.rebuild import conditions
-from everstep.restore.redo.redo import other_conditions
+from everstep.restore.offline.rebuild import replay_conditions
+from everstep.restore.redo.conditions import fingerprint_difference
 from everstep.seams import fingerprint as module
 from everstep.seams.fingerprint import (
     changeable,
@@ -59,15 +59,17 @@ def trained(**changed: str | None) -> TimelineRecord:
     ids=str,
 )
 def test_one_condition(changed: dict[str, str | None], said: str) -> None:
-    found = other_conditions([HERE, trained(**changed), HERE])
+    found = fingerprint_difference([HERE, trained(**changed), HERE])
     assert found.startswith(said)
     assert bool(found) == bool(said)
 
 
 def test_a_replay_without_the_program_is_on_the_cpu() -> None:
-    assert conditions([HERE])[1] == ""
+    assert replay_conditions([HERE])[1] == ""
     for changed, where in (({"parameters": "mps"}, "mps"), ({"device": "a GPU"}, "a GPU")):
-        assert conditions([trained(**changed)])[1] == f"trained on {where}, replayed on the CPU"
+        assert (
+            replay_conditions([trained(**changed)])[1] == f"trained on {where}, replayed on the CPU"
+        )
 
 
 def test_where_a_training_computes_is_a_condition() -> None:
@@ -80,24 +82,26 @@ def test_where_a_training_computes_is_a_condition() -> None:
         assert "parameters" not in fingerprint()
         with computed_on(device_types(optimizers)):
             assert fingerprint()["parameters"] == "cpu, meta"
-            assert "replayed with cpu, meta" in other_conditions([HERE])
-        assert other_conditions([HERE]) == ""
+            assert "replayed with cpu, meta" in fingerprint_difference([HERE])
+        assert fingerprint_difference([HERE]) == ""
 
 
 def test_a_timeline_whose_record_is_lost() -> None:
-    assert "damaged" in other_conditions([HERE, None])
-    assert other_conditions([]) == ""
+    assert "damaged" in fingerprint_difference([HERE, None])
+    assert fingerprint_difference([]) == ""
 
 
 def test_offline_the_number_of_threads_is_taken_over_and_not_refused() -> None:
     """Without the program that trained it, replay chooses how many it computes with."""
-    assert conditions([HERE]) == (torch.get_num_threads(), "")
-    assert conditions([trained(threads="77")]) == (77, "")
-    assert conditions([HERE, trained(threads="77")]) == (None, "")
-    assert conditions([trained(threads=None)]) == (None, "")
-    assert conditions([trained(torch="1.0")])[1].startswith("trained with torch 1.0")
-    assert conditions([trained(processor="8086")])[1].startswith("trained with processor 8086")
-    assert "replayed on the CPU" in conditions([trained(device="a GPU")])[1]
+    assert replay_conditions([HERE]) == (torch.get_num_threads(), "")
+    assert replay_conditions([trained(threads="77")]) == (77, "")
+    assert replay_conditions([HERE, trained(threads="77")]) == (None, "")
+    assert replay_conditions([trained(threads=None)]) == (None, "")
+    assert replay_conditions([trained(torch="1.0")])[1].startswith("trained with torch 1.0")
+    assert replay_conditions([trained(processor="8086")])[1].startswith(
+        "trained with processor 8086"
+    )
+    assert "replayed on the CPU" in replay_conditions([trained(device="a GPU")])[1]
 
 
 def test_denormals_that_training_flushes_are_a_condition() -> None:
@@ -106,12 +110,14 @@ def test_denormals_that_training_flushes_are_a_condition() -> None:
     try:
         record = trained()
         assert record.fingerprint["denormals"] == "flushed"
-        assert other_conditions([record]) == ""
-        assert other_conditions([HERE]) == "trained with denormals none, replayed with flushed"
+        assert fingerprint_difference([record]) == ""
+        assert (
+            fingerprint_difference([HERE]) == "trained with denormals none, replayed with flushed"
+        )
     finally:
         torch.set_flush_denormal(False)
-    assert other_conditions([record]) == "trained with denormals flushed, replayed with none"
-    assert conditions([record])[1] == "trained with denormals flushed, replayed with kept"
+    assert fingerprint_difference([record]) == "trained with denormals flushed, replayed with none"
+    assert replay_conditions([record])[1] == "trained with denormals flushed, replayed with kept"
     assert "denormals" not in fingerprint()
 
 
@@ -147,17 +153,19 @@ def test_denormals_that_some_threads_flush_and_others_keep() -> None:
     mixed = in_another_thread(late=True)
     assert mixed.fingerprint["denormals"] == "mixed"
     said = "trained with denormals flushed by some of torch's threads and kept by others: call "
-    assert other_conditions([mixed]).startswith(said)
-    assert conditions([mixed]) == (None, other_conditions([mixed]))
+    assert fingerprint_difference([mixed]).startswith(said)
+    assert replay_conditions([mixed]) == (None, fingerprint_difference([mixed]))
     of_all = fingerprint_of_all([mixed.fingerprint, HERE.fingerprint])
-    assert other_conditions([replace(mixed, fingerprint=of_all)]).startswith(said)
+    assert fingerprint_difference([replace(mixed, fingerprint=of_all)]).startswith(said)
 
 
 def test_a_replay_where_some_threads_flush_denormals(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_denormals", lambda: "mixed")
-    assert other_conditions([HERE]).startswith("replayed with denormals flushed by some of ")
-    assert conditions([HERE])[1].startswith("replayed with denormals flushed by some of ")
-    assert other_conditions([trained()]).startswith("trained with denormals flushed by some of ")
+    assert fingerprint_difference([HERE]).startswith("replayed with denormals flushed by some of ")
+    assert replay_conditions([HERE])[1].startswith("replayed with denormals flushed by some of ")
+    assert fingerprint_difference([trained()]).startswith(
+        "trained with denormals flushed by some of "
+    )
 
 
 @pytest.mark.parametrize("flushes", [True, False])
@@ -180,28 +188,30 @@ def test_fewer_threads_than_torch_asks_for(monkeypatch: pytest.MonkeyPatch) -> N
     with torch_threads(2):
         two = trained()
         monkeypatch.setenv("OMP_THREAD_LIMIT", "2")
-        assert other_conditions([two]) == ""
+        assert fingerprint_difference([two]) == ""
         monkeypatch.setenv("OMP_THREAD_LIMIT", "1")
         limited = trained()
         limit = "2 within OMP_THREAD_LIMIT=1"
-        assert other_conditions([two]) == f"trained with threads 2, replayed with {limit}"
-        assert conditions([two]) == (None, "")  # replay would get one
-        assert other_conditions([limited]) == ""
+        assert fingerprint_difference([two]) == f"trained with threads 2, replayed with {limit}"
+        assert replay_conditions([two]) == (None, "")  # replay would get one
+        assert fingerprint_difference([limited]) == ""
         monkeypatch.delenv("OMP_THREAD_LIMIT")
-        assert other_conditions([limited]) == f"trained with threads {limit}, replayed with 2"
-        assert conditions([limited]) == (None, "")
-        assert conditions([two]) == (2, "")
+        assert fingerprint_difference([limited]) == f"trained with threads {limit}, replayed with 2"
+        assert replay_conditions([limited]) == (None, "")
+        assert replay_conditions([two]) == (2, "")
 
 
 def test_a_number_of_threads_that_openmp_changes(monkeypatch: pytest.MonkeyPatch) -> None:
     with torch_threads(2):
         two = trained()
         monkeypatch.setenv("OMP_DYNAMIC", "false")
-        assert other_conditions([two]) == ""
+        assert fingerprint_difference([two]) == ""
         monkeypatch.setenv("OMP_DYNAMIC", "TRUE")
-        assert "2 or fewer, as OMP_DYNAMIC allows" in other_conditions([two])
-        assert "2 or fewer, as OMP_DYNAMIC allows" in other_conditions([trained()])  # equal ones
-        assert conditions([two]) == conditions([trained()]) == (None, "")
+        assert "2 or fewer, as OMP_DYNAMIC allows" in fingerprint_difference([two])
+        assert "2 or fewer, as OMP_DYNAMIC allows" in fingerprint_difference(
+            [trained()]
+        )  # equal ones
+        assert replay_conditions([two]) == replay_conditions([trained()]) == (None, "")
     with torch_threads(1):
         assert fingerprint()["threads"] == "1"
 

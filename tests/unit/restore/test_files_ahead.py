@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 import torch
 
-from everstep.commit.job.offers_wire import decode_offer, encode_offer
+from everstep.commit.job.offer_codec import decode_offer, encode_offer
 from everstep.format.reader import read_record_bytes
 from everstep.restore.fetch import files_ahead
 from everstep.restore.fetch.files_ahead import FilesAhead
 from everstep.restore.fetch.node_reads import NodeReads
-from everstep.restore.fetch.peers import Brought, plan_of
+from everstep.restore.fetch.peers import FetchResult, fetch_plan
 from everstep.seams import PosixFileSystem
 from everstep.tiers.memory import MemoryTier
 from everstep.trainer.job import start as start_module
@@ -162,13 +162,15 @@ def test_a_part_of_a_base_comes_from_the_store_while_others_fetch(
             begun.set()
         return own(self, name)
 
-    def fetch(meeting: Any, clock: Any, say: Any, offer: Any, *about: Any, **more: Any) -> Brought:
+    def fetch(
+        meeting: Any, clock: Any, say: Any, offer: Any, *about: Any, **more: Any
+    ) -> FetchResult:
         said = say("fetch", {"offer": encode_offer(offer)})
         offers = [decode_offer(one["offer"]) for one in said]
-        more["meanwhile"](plan_of(offers, [], about[1], None)[1])
+        more["meanwhile"](fetch_plan(offers, [], about[1], None)[1])
         assert shared or begun.wait(DEADLINE_S), "nothing is read meanwhile"
         say("have fetched", {})
-        return Brought([], [])
+        return FetchResult([], [])
 
     monkeypatch.setattr(MemoryTier, "open", noting)
     monkeypatch.setattr(start_module, "fetch_from_peers", fetch)

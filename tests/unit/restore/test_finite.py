@@ -126,4 +126,4 @@ def test_a_model_that_does_not_fit_leaves_no_chunk_taken(run_folder: Path) -> No
         for _ in range(left):
             ring.take(1.0)
         assert left > 1
-        assert ring.take_free() is None
+        assert ring.try_take() is None

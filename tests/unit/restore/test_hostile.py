@@ -413,11 +413,13 @@ def test_what_is_no_tensor_where_a_module_has_one_is_a_mismatch(run_folder: Path
     live = nn.Linear(2, 3)
     before = {name: tensor.clone() for name, tensor in live.state_dict().items()}
     with opened(run_folder, {"m": live, "d": None}) as ckpt:
-        with pytest.raises(MismatchError, match="m/weight: no tensor in the checkpoint"):
+        with pytest.raises(MismatchError, match="m/weight: the checkpoint has no tensor here"):
             ckpt.resume()
         assert all(torch.equal(tensor, before[name]) for name, tensor in live.state_dict().items())
         found = ckpt.resume(strict=False)
-    assert found.mismatched == (("m/weight", "no tensor in the checkpoint, one in the model"),)
+    assert found.mismatched == (
+        ("m/weight", "the checkpoint has no tensor here, the model has one"),
+    )
     assert torch.equal(live.weight, before["weight"])
 
 

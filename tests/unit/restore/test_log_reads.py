@@ -157,7 +157,7 @@ def test_a_segment_that_cannot_be_read_ahead_is_an_error_in_its_place(
 ) -> None:
     """All steps before it are there, and what is behind it does not come."""
     steps = written(tmp_path, ring, batch_steps)
-    log = LogFound((), segments_of(tmp_path))  # as it was found before it was spoilt
+    log = LogFound((), segments_of(tmp_path))  # as it was found before it was unusable
     path = file_of(tmp_path, 4)
     if spoil == "header":
         path.write_bytes(b"\0" * 100 + path.read_bytes()[100:])

@@ -17,12 +17,12 @@ import torch
 from torch import nn
 
 from everstep.commit.job.offers import Needs, Source, all_ranks
-from everstep.commit.reclaim import TIERS
+from everstep.commit.retention import TIERS
 from everstep.errors import DamageError
 from everstep.format.reader import _chunks
 from everstep.format.writer import ChunkRing
 from everstep.restore.fetch import node_window
-from everstep.restore.fetch.node_reads import NodeReads, NodeStart, memory_name
+from everstep.restore.fetch.node_reads import NodeReads, NodeStart, shared_memory_name
 from everstep.restore.fetch.node_window import NodeWindow
 from everstep.restore.fetch.sources import Place
 from everstep.restore.load.load import LoadedBase
@@ -290,10 +290,10 @@ def test_an_error_of_the_disk_is_that_of_each_rank_that_meets_it(ranks: Ranks) -
 
 def test_who_shares_memory_is_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("GROUP_RANK", raising=False)
-    one = memory_name("")
-    assert one == memory_name("") != memory_name("emulated a")
+    one = shared_memory_name("")
+    assert one == shared_memory_name("") != shared_memory_name("emulated a")
     monkeypatch.setenv("GROUP_RANK", "1")
-    assert memory_name("") != one
+    assert shared_memory_name("") != one
 
 
 def test_the_ranks_of_a_job_read_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,8 +18,8 @@ from everstep.errors import DamageError, FormatError, OptionError, RecoveryError
 from everstep.format.log import LogRecord, RecordHead, record_digest
 from everstep.format.names import segment_dir
 from everstep.format.writer import ChunkRing
-from everstep.restore.offline.logged import RunLog
 from everstep.restore.offline.rebuild import Rebuilder
+from everstep.restore.offline.run_log import RunLog
 from everstep.run.scan import scan_run
 from everstep.run.segments import _disorder, read_segment, scan_log, validated
 from everstep.seams import PosixFileSystem
@@ -259,7 +259,7 @@ def test_a_segment_of_another_timeline(run: Path) -> None:
     assert len(found) == 4
     heads = tuple(dataclasses.replace(head, timeline=2) for head in segment.heads)
     odd = validated(dataclasses.replace(segment, heads=heads), None)
-    assert "record 0 is of timeline 2" in (odd.problem or "")
+    assert "record 0 belongs to timeline 2" in (odd.problem or "")
     assert odd.heads == ()
 
 
@@ -319,7 +319,7 @@ def test_a_record_of_no_kind_or_number() -> None:
         assert said is not None
         assert told in said
     assert _disorder([], 1, 2) == "does not end with the mark of step 2"
-    assert _disorder([head], 1, 3) == "it does not end with the mark of step 3"
+    assert _disorder([head], 1, 3) == "does not end with the mark of step 3"
     assert _disorder([head], 1, 2) is None
 
 

@@ -19,9 +19,9 @@ from everstep.errors import FormatError, OptionError, UnavailableError, Unsuppor
 from everstep.format.log import LogRecord
 from everstep.format.records import TimelineRecord
 from everstep.replay import exactness
-from everstep.restore.offline import offline_base
+from everstep.restore.offline import load as offline_load
 from everstep.restore.offline.audit import audit, pairs
-from everstep.restore.offline.rebuild import changes, conditions
+from everstep.restore.offline.rebuild import changes, replay_conditions
 from everstep.run.tensors import with_strides
 from everstep.seams.fingerprint import fingerprint
 from everstep.state.layout.names import UPDATE_OBJECT
@@ -403,7 +403,7 @@ def timeline_record(**changed: str) -> TimelineRecord:
     ],
 )
 def test_where_it_was_trained(records: Any, threads: int | None, why: str) -> None:
-    found = conditions(records)
+    found = replay_conditions(records)
     assert found[0] == threads
     assert found[1].startswith(why)
     assert bool(found[1]) == bool(why)
@@ -442,7 +442,7 @@ def test_a_log_of_a_state_that_was_not_exact(run: Path) -> None:
 
 
 def test_too_little_memory(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(offline_base, "memory_available_bytes", lambda: 100)
+    monkeypatch.setattr(offline_load, "memory_available_bytes", lambda: 100)
     with (
         rebuilder_of(run) as rebuilder,
         pytest.raises(UnavailableError, match="bytes of memory; 100 are left"),
@@ -454,7 +454,7 @@ def test_a_base_of_another_run(run: Path) -> None:
     with rebuilder_of(run) as rebuilder:
         base = rebuilder.log.usable[min(rebuilder.log.usable)]
         with pytest.raises(FormatError, match="belongs to another run"):
-            offline_base.load_offline(
+            offline_load.load_offline(
                 rebuilder.filesystem, base, "another", rebuilder.ring, timeout_s=5.0
             )
 

@@ -15,9 +15,9 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from everstep.errors import FormatError, ReplayError, UnsupportedStateError
 from everstep.format.log import record_digest
 from everstep.format.writer import ChunkRing
-from everstep.restore.offline.offline import OfflineState
-from everstep.restore.offline.offline_job import JobState, name_of_rank
-from everstep.restore.offline.offline_job_load import load_job
+from everstep.restore.offline.job_state import JobState, rank_entry_name
+from everstep.restore.offline.load import load_job
+from everstep.restore.offline.state import OfflineState
 from everstep.run.scan import BaseFound, scan_base
 from everstep.seams import PosixFileSystem
 from everstep.seams.progress import silent
@@ -155,7 +155,7 @@ def test_it_is_the_base_that_each_rank_writes(layout: str, tmp_path: Path, ring:
         for rank, one in enumerate(ranks):
             for _, _, header, _ in one.shards:
                 for place, digest in zip(header.placed, header.digests, strict=True):
-                    wanted[name_of_rank(place.entry.name, rank)] = digest
+                    wanted[rank_entry_name(place.entry.name, rank)] = digest
     assert wanted[f"{OPTIMIZER} of rank 0"] != wanted[f"{OPTIMIZER} of rank 1"]
     state = replayed(base, logs, ring)
     assert state.digests() == wanted

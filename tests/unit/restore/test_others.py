@@ -18,7 +18,7 @@ from everstep.commit.job.messages import (
     encode_message,
 )
 from everstep.errors import DeadlineError, RecoveryError, StorageError
-from everstep.restore.fetch.others import Meeting, Others
+from everstep.restore.fetch.start_channel import Meeting, StartChannel
 from everstep.seams import ManualClock
 
 RUN = PurePath("run")
@@ -66,7 +66,7 @@ class Start:
         self.clock = ManualClock()
         self.box = Box(self.clock)
         meeting = Meeting("session", rank, ("0", "0", "0"), self.box)
-        self.others = Others(meeting, self.clock, RUN, timeout_s=TIMEOUT_S)
+        self.others = StartChannel(meeting, self.clock, RUN, timeout_s=TIMEOUT_S)
 
     def listen(self, for_s: float) -> None:
         """Nothing is said for so long."""

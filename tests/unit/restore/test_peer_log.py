@@ -12,13 +12,13 @@ import pytest
 
 from everstep.commit.job.offers import BaseOffer, Offer, Piece, choose
 from everstep.commit.lineage import BaseId
-from everstep.commit.logs import LogRun
-from everstep.commit.peerlog import run_of
+from everstep.commit.log_reach import LogRun
+from everstep.commit.peer_copies import run_of
 from everstep.restore.fetch import peers
 from everstep.restore.fetch.peer_copy import PeerCopy
-from everstep.restore.fetch.peer_log import LentLog, PeerLog, packed, unpacked
-from everstep.restore.fetch.peer_log_plan import LogTold
-from everstep.restore.fetch.peers import Brought, fetch_from_peers, plan_of
+from everstep.restore.fetch.peer_log import FetchedLog, PeerLog, pack_steps, unpack_steps
+from everstep.restore.fetch.peer_plan import LogOffer
+from everstep.restore.fetch.peers import FetchResult, fetch_from_peers, fetch_plan
 from everstep.run.scan import Inventory
 from everstep.seams import SystemClock
 from tests.support.ranks.boxes import Box, Meets, offer, own, told
@@ -44,32 +44,34 @@ def offers(*logs: LogRun | None, empty: int | None = None) -> list[Offer]:
     return found
 
 
-def held(holder: int, source: int, steps: LogRun, session: str = "s") -> LogTold:
+def held(holder: int, source: int, steps: LogRun, session: str = "s") -> LogOffer:
     record = record_of(steps.timeline, session).encode()
-    return LogTold(holder, source, record, steps, 100, 10, "0")
+    return LogOffer(holder, source, record, steps, 100, 10, "0")
 
 
 def test_a_rank_that_has_lost_its_log_fetches_base_and_steps() -> None:
     base, log = told(0, piece(1, A)), held(0, 1, run(11, 14))
-    assert plan_of(offers(run(11, 15), None, empty=1), [base], own, None, [log])[0] == {
+    assert fetch_plan(offers(run(11, 15), None, empty=1), [base], own, None, [log])[0] == {
         1: [base, log]
     }
 
 
 def test_steps_that_a_rank_has_itself_are_not_fetched() -> None:
     early, late = held(0, 1, run(11, 12)), held(0, 1, run(13, 14))
-    assert plan_of(offers(run(11, 15), run(11, 12)), [], own, None, [early, late])[0] == {1: [late]}
-    assert plan_of(offers(run(11, 15), run(11, 14)), [], own, None, [early, late])[0] == {}
+    assert fetch_plan(offers(run(11, 15), run(11, 12)), [], own, None, [early, late])[0] == {
+        1: [late]
+    }
+    assert fetch_plan(offers(run(11, 15), run(11, 14)), [], own, None, [early, late])[0] == {}
 
 
 def test_steps_that_not_all_ranks_can_match_are_not_fetched() -> None:
     near, far = held(0, 1, run(11, 12)), held(0, 1, run(13, 14))
-    assert plan_of(offers(run(11, 12), None), [], own, None, [near, far])[0] == {1: [near]}
+    assert fetch_plan(offers(run(11, 12), None), [], own, None, [near, far])[0] == {1: [near]}
 
 
 def test_a_hole_is_the_end_for_all() -> None:
     parts = [held(0, 1, run(11, 11)), held(0, 1, run(13, 14))]
-    assert plan_of(offers(run(11, 15), None), [], own, None, parts)[0] == {1: [parts[0]]}
+    assert fetch_plan(offers(run(11, 15), None), [], own, None, parts)[0] == {1: [parts[0]]}
 
 
 def test_each_rank_gets_its_own_steps_only() -> None:
@@ -80,7 +82,7 @@ def test_each_rank_gets_its_own_steps_only() -> None:
         for log in (held(1, 0, run(11, 13)), held(3, 2, run(11, 14)))
     ]
     four = offers(None, run(11, 15), None, run(11, 15))
-    assert plan_of(_of_four(four), [], own, None, steps)[0] == {0: [steps[0]], 2: [steps[1]]}
+    assert fetch_plan(_of_four(four), [], own, None, steps)[0] == {0: [steps[0]], 2: [steps[1]]}
 
 
 def _of_four(found: list[Offer]) -> list[Offer]:
@@ -95,15 +97,15 @@ def _of_four(found: list[Offer]) -> list[Offer]:
 def test_steps_of_another_timeline_of_the_same_number_are_never_taken() -> None:
     """Two starts that saw nothing of each other may both have opened it (I7)."""
     log = held(0, 1, run(11, 14), session="another start")
-    assert plan_of(offers(run(11, 15), None), [], own, None, [log])[0] == {}
+    assert fetch_plan(offers(run(11, 15), None), [], own, None, [log])[0] == {}
     base = told(0, piece(1, A))
     lost = offers(run(11, 15), None, empty=1)  # the rank itself cannot tell any more
-    assert plan_of(lost, [base], own, None, [log])[0] == {1: [base]}
+    assert fetch_plan(lost, [base], own, None, [log])[0] == {1: [base]}
 
 
 def test_what_has_come_counts_only_where_its_timeline_is_known_or_unknown() -> None:
     log = log_of(1, 11, 12)
-    lent = LentLog(record_of(1), log.steps, tuple(unpacked(log.steps)))
+    lent = FetchedLog(record_of(1), log.steps, tuple(unpack_steps(log.steps)))
     inventory = Inventory(PurePath("run"))
     assert lent.is_of(inventory)
     inventory.timelines[1] = record_of(1)
@@ -142,9 +144,9 @@ def test_a_second_loss_before_a_base_is_with_all_peers_again(second: int) -> Non
         found.append(mine)
     for steps in held_of[second]:
         record = records[steps.timeline].encode()
-        lent.append(LogTold(second + 1, second, record, steps, 100, 10, "0"))
-    plan, _ = plan_of(found, [], own, None, lent)
-    fetched = [one.run for one in plan.get(second, []) if isinstance(one, LogTold)]
+        lent.append(LogOffer(second + 1, second, record, steps, 100, 10, "0"))
+    plan, _ = fetch_plan(found, [], own, None, lent)
+    fetched = [one.run for one in plan.get(second, []) if isinstance(one, LogOffer)]
     found[second] = replace(found[second], log=tuple(fetched))
     choice = choose(found, needs=own, fetch=False)
     if second == 0:
@@ -157,12 +159,12 @@ def test_a_second_loss_before_a_base_is_with_all_peers_again(second: int) -> Non
     assert why == "log: rank 1 gets no further; others have up to 16"
 
 
-# --- Fetching ---------------------------------------------------------------------------
+# --- FetchProgress ---------------------------------------------------------------------------
 
 
 def brought(
     found: Sequence[Offer], copies: list[list[PeerCopy]], logs: list[list[PeerLog]]
-) -> list[Brought]:
+) -> list[FetchResult]:
     """What each rank gets."""
     world = len(found)
     barrier, said = threading.Barrier(world, timeout=60.0), dict[int, dict[str, Any]]()
@@ -177,7 +179,7 @@ def brought(
         barrier.wait()
         return all_said
 
-    def one(rank: int) -> Brought:
+    def one(rank: int) -> FetchResult:
         return fetch_from_peers(
             Meets("s", rank, boxes[rank]),
             SystemClock(),
@@ -200,7 +202,7 @@ def log_from(first: int, last: int) -> PeerLog:
         update, _, mark = records_of_steps(step, step)
         records.append(replace(update, head=replace(update.head, lsn=step)))
         records.append(replace(mark, head=replace(mark.head, lsn=step)))
-    return PeerLog(1, record_of(1).encode(), packed(records))
+    return PeerLog(1, record_of(1).encode(), pack_steps(records))
 
 
 def test_steps_come_back_as_they_were(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 from everstep.commit.job.messages import (
+    ChunkReply,
+    ChunkRequest,
     Envelope,
     Message,
-    PartTold,
-    PartWanted,
     StartFailed,
     decode_message,
     encode_message,
@@ -25,7 +25,13 @@ from everstep.errors import DeadlineError, RecoveryError
 from everstep.format.records import Manifest
 from everstep.restore.fetch import peers
 from everstep.restore.fetch.peer_copy import PeerCopy
-from everstep.restore.fetch.peers import Fetched, Told, _Exchange, fetch_from_peers, plan_of
+from everstep.restore.fetch.peers import (
+    CopyOffer,
+    FetchedBase,
+    _Exchange,
+    fetch_from_peers,
+    fetch_plan,
+)
 from everstep.run.scan import Inventory
 from everstep.seams import ManualClock, SystemClock
 from tests.support.ranks.boxes import Box, Meets, offer, own, told
@@ -37,31 +43,31 @@ A, B = BaseId(1, 10), BaseId(1, 20)
 
 def test_a_rank_that_has_lost_its_disk_fetches_what_its_peer_holds() -> None:
     copy = told(0, piece(1, B))
-    assert plan_of([offer(0, A, B), offer(1)], [copy], own, None)[0] == {1: [copy]}
+    assert fetch_plan([offer(0, A, B), offer(1)], [copy], own, None)[0] == {1: [copy]}
 
 
 def test_nothing_is_fetched_that_is_there() -> None:
     copies = [told(0, piece(1, B)), told(1, piece(0, B))]
-    assert plan_of([offer(0, B), offer(1, B)], copies, own, None)[0] == {}
+    assert fetch_plan([offer(0, B), offer(1, B)], copies, own, None)[0] == {}
 
 
 def test_a_peer_is_asked_before_a_copy_in_a_store() -> None:
     copy = told(0, piece(1, B))
     offers = [offer(0, B), offer(1, B, tiers=("object",))]
-    assert plan_of(offers, [copy], own, None)[0] == {1: [copy]}
+    assert fetch_plan(offers, [copy], own, None)[0] == {1: [copy]}
 
 
 def test_a_copy_that_not_all_others_can_match_is_passed_over() -> None:
     """The newest element of the intersection, not the newest copy (I7)."""
     copies = [told(0, piece(1, A)), told(0, piece(1, B))]
-    assert plan_of([offer(0, A), offer(1)], copies, own, None)[0] == {1: [copies[0]]}
+    assert fetch_plan([offer(0, A), offer(1)], copies, own, None)[0] == {1: [copies[0]]}
 
 
 def test_a_copy_of_another_timeline_of_the_same_number_is_never_taken() -> None:
     copy = told(0, piece(1, B), session="another start")
-    assert plan_of([offer(0, B), offer(1, A)], [copy], own, None)[0] == {}
+    assert fetch_plan([offer(0, B), offer(1, A)], [copy], own, None)[0] == {}
     good = told(0, piece(1, B))
-    assert plan_of([offer(0, A, B), offer(1, A)], [good], own, None)[0] == {1: [good]}
+    assert fetch_plan([offer(0, A, B), offer(1, A)], [good], own, None)[0] == {1: [good]}
 
 
 def all_of_them(rank: int, manifest: Manifest) -> Collection[int]:
@@ -73,18 +79,18 @@ def test_copies_of_two_starts_are_not_mixed_on_an_empty_disk() -> None:
     one, other = told(0, piece(0, B)), told(1, piece(1, B), "another start")
     fits = told(1, piece(1, B))
     both = [one, fits]
-    assert plan_of([offer(0), offer(1)], both, all_of_them, None)[0] == {0: both, 1: both}
-    assert plan_of([offer(0), offer(1)], [one, other], all_of_them, None)[0] == {}
+    assert fetch_plan([offer(0), offer(1)], both, all_of_them, None)[0] == {0: both, 1: both}
+    assert fetch_plan([offer(0), offer(1)], [one, other], all_of_them, None)[0] == {}
     # A third rank's disk says which start is meant; the empty disks need not know.
     known = Offer(2, "2", RUN, 2, {1: record_of(1)}, {})
     offers = [offer(0), offer(1), known]
-    assert plan_of(offers, [one, other], all_of_them, None)[0] == {}
-    plan, _ = plan_of(offers, [one, other, fits], all_of_them, None)
+    assert fetch_plan(offers, [one, other], all_of_them, None)[0] == {}
+    plan, _ = fetch_plan(offers, [one, other, fits], all_of_them, None)
     assert plan == dict.fromkeys(range(3), both)
 
 
 def test_what_has_come_is_offered_only_where_its_timeline_is_known_or_unknown() -> None:
-    one = Fetched(piece(1, A), record_of(1))
+    one = FetchedBase(piece(1, A), record_of(1))
     inventory = Inventory(PurePath("run"))
     assert one.is_of(inventory)
     inventory.timelines[1] = record_of(1)
@@ -96,11 +102,11 @@ def test_what_has_come_is_offered_only_where_its_timeline_is_known_or_unknown() 
 def test_a_wanted_step_is_what_counts() -> None:
     copies = [told(0, piece(1, A)), told(0, piece(1, B))]
     offers = [offer(0, A, B), offer(1)]
-    assert plan_of(offers, copies, own, A.step)[0] == {1: [copies[0]]}
-    assert plan_of(offers, copies, own, 15)[0] == {}, "the agreement says that there is none"
+    assert fetch_plan(offers, copies, own, A.step)[0] == {1: [copies[0]]}
+    assert fetch_plan(offers, copies, own, 15)[0] == {}, "the agreement says that there is none"
 
 
-# --- Fetching ---------------------------------------------------------------------------
+# --- FetchProgress ---------------------------------------------------------------------------
 
 
 def fetched(
@@ -109,7 +115,7 @@ def fetched(
     lost: Callable[[Message], bool] = lambda message: False,
     timeout_s: float = 20.0,
     needs: Needs = own,
-) -> list[list[Fetched]]:
+) -> list[list[FetchedBase]]:
     """What each rank gets."""
     world = len(offers)
     barrier, said = threading.Barrier(world, timeout=60.0), dict[int, dict[str, Any]]()
@@ -124,7 +130,7 @@ def fetched(
         barrier.wait()
         return found
 
-    def one(rank: int) -> list[Fetched]:
+    def one(rank: int) -> list[FetchedBase]:
         brought = fetch_from_peers(
             Meets("s", rank, boxes[rank]),
             SystemClock(),
@@ -180,7 +186,7 @@ def test_parts_that_are_lost_are_asked_for_again(monkeypatch: pytest.MonkeyPatch
 
     def lost(message: Message) -> bool:
         seen.append(message)
-        return isinstance(message, PartTold) and len(seen) % 3 == 0
+        return isinstance(message, ChunkReply) and len(seen) % 3 == 0
 
     ((), (one,)) = fetched([offer(0, B), offer(1)], [[copy_of(piece(1, B))], []], lost)
     assert bytes_of(one.held) == bytes_of(piece(1, B))
@@ -197,11 +203,11 @@ class SlowHolder:
 
     def send(self, rank: int, message: bytes) -> None:
         wanted = decode_message(message).message
-        if isinstance(wanted, PartWanted):
+        if isinstance(wanted, ChunkRequest):
             self.sent += 1
             self._free_s = max(self._free_s, self._clock.monotonic_s()) + self._part_s
             data = self._data[wanted.offset : wanted.offset + wanted.size_bytes]
-            told = PartTold(wanted.base, wanted.rank, wanted.offset, data, wanted.log)
+            told = ChunkReply(wanted.base, wanted.rank, wanted.offset, data, wanted.log)
             self._link.append((self._free_s, encode_message(Envelope("s", 0, told))))
 
     def receive(self, timeout_s: float) -> bytes | None:
@@ -220,7 +226,7 @@ def test_a_slow_rank_is_not_asked_for_the_same_again_and_again(
     copy, clock = copy_of(piece(1, A, size_bytes=40_000)), ManualClock()
     link: Any = SlowHolder(clock, bytes(copy.memory), part_s)
     begun_s = clock.monotonic_s()
-    wanted: Any = {1: [Told(0, copy.marker, copy.record)]}
+    wanted: Any = {1: [CopyOffer(0, copy.marker, copy.record)]}
     exchange = _Exchange(Meets("s", 1, link), clock, 1, wanted, {}, 2, 120.0)
     brought, damaged = exchange.run()
     assert [bytes_of(one.held) for one in brought.bases] == [bytes(copy.memory)]
@@ -245,7 +251,7 @@ def test_a_rank_that_fails_is_not_waited_for() -> None:
     failed = StartFailed(0, "no space is left")
     boxes[0].send(1, encode_message(Envelope("s", 0, failed)))
     copy, meets = copy_of(piece(1, B)), Meets("s", 1, boxes[1])
-    plan: Any = {1: [Told(0, copy.marker, copy.record)]}
+    plan: Any = {1: [CopyOffer(0, copy.marker, copy.record)]}
     with pytest.raises(RecoveryError, match="rank 0 could not resume: no space is left"):
         _Exchange(meets, SystemClock(), 1, plan, {}, 2, 20.0).run()
 

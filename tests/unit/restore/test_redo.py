@@ -358,7 +358,7 @@ def formed(run: Path, world: Formed) -> dict[str, bytes]:
 def test_another_memory_format(
     dtype: torch.dtype, then: torch.memory_format, now: torch.memory_format, tmp_path: Path
 ) -> None:
-    """Half precision is rounded by how tensors lie: that is not called exact."""
+    """Half precision is rounded by how tensors lie: that is marked as not exact."""
     wanted = formed(tmp_path / "run", Formed(then, dtype))
     world = Formed(now, dtype)
     with opened(tmp_path / "run", world, every=None) as ckpt:

@@ -25,7 +25,7 @@ from everstep.errors import (
 from everstep.format.writer import ChunkRing
 from everstep.restore.load.load import check_contents
 from everstep.restore.load.saved_ranks import needs_of
-from everstep.restore.offline.offline_job_load import load_job
+from everstep.restore.offline.load import load_job
 from everstep.seams import PosixFileSystem
 from everstep.seams.progress import silent
 from everstep.state.layout.names import OBJECT_PREFIX

@@ -16,7 +16,7 @@ from torch.optim import SGD, Adam, AdamW
 
 from everstep.replay import engine
 from everstep.replay.fused.blocked import Blocked
-from everstep.restore.fetch.peers import Brought
+from everstep.restore.fetch.peers import FetchResult
 from everstep.restore.redo import redo
 from everstep.restore.start import resume_job
 from everstep.run.prefetch import Prefetch
@@ -51,9 +51,9 @@ def test_a_rank_looks_again_where_something_has_come_from_peers(
     monkeypatch.setattr(resume_job, "scan_run", noting)
     fetch = start.fetch_from_peers
 
-    def fetched(*args: Any, **named: Any) -> Brought:
-        assert fetch(*args, **named) == Brought([], [])
-        return Brought([*brought], [])
+    def fetched(*args: Any, **named: Any) -> FetchResult:
+        assert fetch(*args, **named) == FetchResult([], [])
+        return FetchResult([*brought], [])
 
     monkeypatch.setattr(start, "fetch_from_peers", fetched)
     with trainings(tmp_path / "run0", tmp_path / "run1") as ranks:

@@ -22,7 +22,7 @@ from everstep.errors import DamageError, EverstepError
 from everstep.format.log import LogRecord, RecordHead, record_digest
 from everstep.format.writer import ChunkRing
 from everstep.restore.log.log_found import LogFound
-from everstep.restore.redo.redo import checked
+from everstep.restore.redo.redo import verified_steps
 from everstep.run import log_reads
 from everstep.run.chain import Chain
 from everstep.run.log_reads import ReadBudget, SegmentReads
@@ -142,7 +142,7 @@ def test_what_is_taken_for_replay_is_verified(
     log = LogFound((), [segment])
     about: Any = {"filesystem": PosixFileSystem(), "ring": ring, "timeout_s": TIMEOUT_S}
     sound = partial(log.verified, **about)
-    first, second, *rest = checked(log.steps(chain, 0, **about), sound)
+    first, second, *rest = verified_steps(log.steps(chain, 0, **about), sound)
     assert not isinstance(first, EverstepError)
     assert isinstance(second, DamageError)
     assert rest == []

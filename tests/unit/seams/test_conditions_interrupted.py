@@ -85,7 +85,7 @@ def ring(_: object) -> tuple[threading.Condition, Callable[[], Any]]:
     chunks.give(chunks.take(1.0))
 
     def call() -> None:
-        block = chunks.take_free()
+        block = chunks.try_take()
         assert block is not None
         chunks.give(block)
         chunks.give(chunks.take(1.0))

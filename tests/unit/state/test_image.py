@@ -144,7 +144,7 @@ def test_a_state_that_is_no_dict_of_named_values(state: Any) -> None:
 
 @pytest.mark.parametrize("name", ["a/b", "everstep", "__metadata__", "/"])
 def test_names_that_are_reserved(name: str, run_folder: Path) -> None:
-    with pytest.raises(OptionError, match="cannot name a part of the state"):
+    with pytest.raises(OptionError, match="cannot be a key of the state dict"):
         everstep.Checkpointer(run_folder, {name: 1})
 
 

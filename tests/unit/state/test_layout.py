@@ -7,7 +7,7 @@ import math
 from hypothesis import given
 from hypothesis import strategies as st
 
-from everstep.format.header import ShardIdentity, encode_header, header_room_bytes
+from everstep.format.header import ShardIdentity, encode_header, header_size_bytes
 from everstep.state.layout.entries import DTYPE_BYTES, Entry
 from everstep.state.layout.shards import append_objects, plan_shards
 
@@ -79,7 +79,7 @@ def test_the_reserved_room_is_enough(
     (layout,) = plan_shards(entries, header_bytes_max=1 << 30)
     names = [f"everstep/objects/{number}ä" for number in range(len(sizes))]
     aliases = {k.encode("utf-8", "replace").decode(): v for k, v in aliases.items()}
-    room = header_room_bytes(IDENTITY, layout.placed, names, aliases)
+    room = header_size_bytes(IDENTITY, layout.placed, names, aliases)
     assert room % 4096 == 0
 
     objects = dict(zip(names, sizes, strict=True))

@@ -270,16 +270,14 @@ def test_what_a_pattern_claims_later_is_refused_then() -> None:
     state = State({"m": model, "o": optimizer, "exp": torch.ones(1)}, static=["*exp*"])
     stepped(optimizer)
     for _ in range(2):
-        with pytest.raises(
-            StateError, match="exp_avg is said to be static, but it is updated by o"
-        ):
+        with pytest.raises(StateError, match="exp_avg is declared static, but it is updated by o"):
             state.survey()
     optimizer.state.clear()
     assert state.survey().shape.owners["exp"] == Owner("static")
 
 
 def test_declared_and_static_at_once() -> None:
-    with pytest.raises(OptionError, match="declared and static at once"):
+    with pytest.raises(OptionError, match="matches patterns of both declared and static"):
         State({"x": torch.ones(1)}, declared=["x"], static=["*"])
 
 

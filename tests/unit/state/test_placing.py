@@ -17,7 +17,7 @@ from everstep.format.header import (
     ShardIdentity,
     decode_header,
     encode_header,
-    header_room_bytes,
+    header_size_bytes,
 )
 from everstep.restore.load.pieces import PieceReads, fills
 from everstep.restore.load.saved_ranks import Piece
@@ -80,7 +80,7 @@ def write_all(
         mine = WriterAssignment(RankInfo(rank, world), [entry], common).mine()
         (shard,) = plan_shards(list(mine.values()))
         identity = ShardIdentity("run", 1, 1, 1, rank, world, True)
-        room = header_room_bytes(identity, shard.placed, (), {})
+        room = header_size_bytes(identity, shard.placed, (), {})
         body = part_of(whole, box).tobytes() if mine else b""
         data = encode_header(identity, shard.placed, ["0" * 32] * len(mine), {}, room)
         written.append((decode_header(data, room + len(body), PurePath("x")), body))
@@ -174,7 +174,7 @@ def test_what_is_no_placement_is_refused(text: str) -> None:
 
 
 def test_strided_parts_whose_order_cannot_be_told_are_refused() -> None:
-    with pytest.raises(ValueError, match="nothing to the right"):
+    with pytest.raises(ValueError, match="no mesh dimensions to its right"):
         box_on_mesh((8,), (2, 3), (0, 0), (Cut(0, 2), Cut(0)))
 
 

@@ -106,7 +106,9 @@ def test_a_device_is_in_use_before_its_generator_is_put_back(
     monkeypatch.setattr(torch.cuda, "set_rng_state", lambda state, device: calls.append(device))
     saved = capture_rng()
     states = [torch.zeros(16, dtype=torch.uint8)] * 2
-    assert restore_rng({**saved, "cuda": states}) == ["RNG of 1 CUDA device(s) that are not here"]
+    assert restore_rng({**saved, "cuda": states}) == [
+        "RNG of 1 CUDA device(s) that this machine does not have"
+    ]
     assert calls == ["init", 0]
     calls.clear()
     assert restore_rng(saved) == []

@@ -577,7 +577,9 @@ def test_state_of_parameters_that_are_in_no_group() -> None:
     values = world()
     state = State(values)
     values["optimizer"].param_groups.pop()
-    with pytest.raises(StateError, match="it has state of parameters that are in none of its"):
+    with pytest.raises(
+        StateError, match="the optimizer has state of parameters that are in none of its"
+    ):
         state.survey()
 
 

@@ -119,7 +119,7 @@ def marked_at(
     with ThreadPoolExecutor(1) as marking:
         about: Future[int] = marking.submit(threading.get_ident)
         thread = about.result(TIMEOUT_S)
-        done = marking.submit(link.mark, marks, block)
+        done = marking.submit(link.copy_now, marks, block)
         for _ in marks:
             end_s = clock.until_asleep(thread)
             clock.move_to(end_s)

@@ -147,7 +147,9 @@ def test_a_reader_of_a_replaced_object_is_told(endpoint: str) -> None:
     with pytest.raises(StorageError, match="replaced during the operation"):
         file.read_into(memoryview(bytearray(5)), 0)
     tier.delete("replaced")
-    with pytest.raises(StorageError, match=r"deleted during the read|replaced during the operation"):
+    with pytest.raises(
+        StorageError, match=r"deleted during the read|replaced during the operation"
+    ):
         file.read_into(memoryview(bytearray(5)), 0)
 
 

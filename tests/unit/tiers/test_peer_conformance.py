@@ -8,9 +8,9 @@ from collections.abc import Collection
 import pytest
 
 from everstep.arena.memory import Arena
-from everstep.commit.job.messages import PeerAt, PeerBegun, PeerPart
+from everstep.commit.job.messages import PeerCopyAck, PeerCopyBegin, PeerCopyChunk
 from everstep.commit.lineage import BaseId
-from everstep.commit.peers import Copy
+from everstep.commit.peer_copies import Copy
 from everstep.keeper.held import peer_base_store as peer_store
 from everstep.keeper.held.peer_base_store import PeerBaseStore
 from everstep.restore.fetch.peer_copy import PeerCopy, size_of
@@ -40,17 +40,17 @@ class _OffersHalves(PeerBaseStore):
 class _TakesGaps(PeerBaseStore):
     """Counts what comes, wherever it belongs."""
 
-    def part(self, source: int, message: PeerPart) -> PeerAt:
+    def part(self, source: int, message: PeerCopyChunk) -> PeerCopyAck:
         one = self._memories.get((source, message.base))
         if one is not None and message.data and message.offset > one.received_bytes:
-            message = PeerPart(message.base, one.received_bytes, message.data)
+            message = PeerCopyChunk(message.base, one.received_bytes, message.data)
         return super().part(source, message)
 
 
 class _TakesAgain(PeerBaseStore):
     """Goes back to where a part belongs."""
 
-    def part(self, source: int, message: PeerPart) -> PeerAt:
+    def part(self, source: int, message: PeerCopyChunk) -> PeerCopyAck:
         one = self._memories.get((source, message.base))
         if one is not None and message.offset < one.received_bytes < size_of(one.marker):
             one.received_bytes = message.offset
@@ -60,16 +60,16 @@ class _TakesAgain(PeerBaseStore):
 class _CutsOff(PeerBaseStore):
     """Takes of a part that is too long what fits."""
 
-    def part(self, source: int, message: PeerPart) -> PeerAt:
+    def part(self, source: int, message: PeerCopyChunk) -> PeerCopyAck:
         one = self._memories.get((source, message.base))
         if one is not None:
             left = size_of(one.marker) - message.offset
-            message = PeerPart(message.base, message.offset, message.data[: max(0, left)])
+            message = PeerCopyChunk(message.base, message.offset, message.data[: max(0, left)])
         return super().part(source, message)
 
 
 class _GoesOnWithAnother(PeerBaseStore):
-    def begun(self, source: int, message: PeerBegun) -> PeerAt:
+    def begun(self, source: int, message: PeerCopyBegin) -> PeerCopyAck:
         base = BaseId(message.marker.timeline, message.marker.step)
         known = self._memories.get((source, base))
         if known is not None:
@@ -78,13 +78,13 @@ class _GoesOnWithAnother(PeerBaseStore):
 
 
 class _TakesFromAnybody(PeerBaseStore):
-    def part(self, source: int, message: PeerPart) -> PeerAt:
+    def part(self, source: int, message: PeerCopyChunk) -> PeerCopyAck:
         owner = next((s for s, base in self._memories if base == message.base), source)
         return super().part(owner, message)
 
 
 class _LetsGoEarly(PeerBaseStore):
-    def begun(self, source: int, message: PeerBegun) -> PeerAt:
+    def begun(self, source: int, message: PeerCopyBegin) -> PeerCopyAck:
         at = super().begun(source, message)
         base = BaseId(message.marker.timeline, message.marker.step)
         self._let_go([Copy(source, other, 0) for _, other in list(self._memories) if other < base])
@@ -122,7 +122,7 @@ class _KeepsHalves(PeerBaseStore):
 class _OneAtATime(PeerBaseStore):
     """A second sender ends the first one's copy."""
 
-    def begun(self, source: int, message: PeerBegun) -> PeerAt:
+    def begun(self, source: int, message: PeerCopyBegin) -> PeerCopyAck:
         for other, base in list(self._memories):
             copy = self._shelf.find(other, base)
             if other != source and copy is not None:
@@ -134,7 +134,7 @@ class _OneAtATime(PeerBaseStore):
 class _Reuses(PeerBaseStore):
     """Writes new copies over old ones, whoever reads these."""
 
-    def begun(self, source: int, message: PeerBegun) -> PeerAt:
+    def begun(self, source: int, message: PeerCopyBegin) -> PeerCopyAck:
         old = [one for (who, _), one in self._memories.items() if who == source]
         at = super().begun(source, message)
         base = BaseId(message.marker.timeline, message.marker.step)

@@ -9,13 +9,12 @@ import pytest
 import torch
 
 import everstep
-from everstep.capture.multistep import Unit
+from everstep.capture.parts import Unit
 from everstep.plan.multistep import Pipeline
 from everstep.plan.multistep_cut import best_cut, best_parts, fewest
 from everstep.seams import ManualClock
-from everstep.trainer.multistep.multistep_cut import cut_units, modelled
-from everstep.trainer.multistep.multistep_stats import MultistepBase, MultistepStats
-from everstep.trainer.multistep.multistep_steps import StepLengths
+from everstep.trainer.multistep.measurements import MultistepBase, MultistepStats, StepTimes
+from everstep.trainer.multistep.partition import cut_by_cost, modelled_overlap
 from tests.support.multistep.measured import Bench
 
 STATE_BYTES = 48 * 42 * 10_000
@@ -48,7 +47,10 @@ def test_parameters_are_captured_whole(waits: bool, copy_s: float, ratio: float)
     bench.stats.bases += [MultistepBase(0, 9, 9 * part_s, 0.0, 0.0, 1, 1, 9.0)] * 2
     held = None if waits else held_steps
     pipeline = Pipeline(copy_s, copy_s * ratio, 0.97, 0.0, 0.03, part_s, behind_update=True)
-    whole = [modelled(cut_units(units, pipeline, n, held), pipeline, held) for n in range(1, 25)]
+    whole = [
+        modelled_overlap(cut_by_cost(units, pipeline, n, held), pipeline, held)
+        for n in range(1, 25)
+    ]
     anywhere = best_parts(pipeline, held).parts
     found = len(bench.cut(units, waits=waits))
     assert found == fewest([cost.lost_s for cost in whole])
@@ -107,7 +109,7 @@ def test_windows_are_as_long_as_they_are_beside_copies(beside_s: float) -> None:
 def test_steps_become_others_and_are_no_longer_by_as_much() -> None:
     """What is copied beside is remembered for as long as it takes to the next base."""
     clock = ManualClock()
-    steps = StepLengths(clock)
+    steps = StepTimes(clock)
 
     def step(immutable_s: float, *, quiet: bool) -> None:
         steps.marked(0.0)
@@ -131,7 +133,7 @@ def test_steps_become_others_and_are_no_longer_by_as_much() -> None:
 
 def test_steps_that_are_all_beside_copies() -> None:
     clock = ManualClock()
-    steps = StepLengths(clock)
+    steps = StepTimes(clock)
     for _ in range(4):
         ran(Device(), clock, steps, quiet=False)
     assert steps.known() == pytest.approx((0.2, 0.2, 0.3))
@@ -206,7 +208,7 @@ def test_no_more_than_memory_holds() -> None:
     assert bench.parts(48_000_000, 4_800_000, waits=False, arena=arena - 2_400_000) == 4
     assert bench.parts(48_000_000, 4_800_000, waits=False, arena=48_000_000) == 1
     given = Bench(parts=9)
-    with pytest.warns(RuntimeWarning, match="takes 67200000 bytes .* it is cut into 5"):
+    with pytest.warns(RuntimeWarning, match="needs 67200000 bytes .* it is cut into 5"):
         assert given.parts(48_000_000, 4_800_000, arena=arena) == 5
     assert given.parts(48_000_000, 4_800_000, arena=arena) == 5  # said once
 
@@ -293,7 +295,7 @@ class Moment:
         return 1e3 * (other.at_s - self.at_s)
 
 
-def ran(device: Device, clock: ManualClock, steps: StepLengths, *, quiet: bool) -> None:
+def ran(device: Device, clock: ManualClock, steps: StepTimes, *, quiet: bool) -> None:
     """A step: 0.9 s and 0.1 s on the device, 0.2 s and 0.3 s of asking for it; what is captured
     holds the device up for 5 s more."""
     steps.marked(0.0)
@@ -306,7 +308,7 @@ def ran(device: Device, clock: ManualClock, steps: StepLengths, *, quiet: bool) 
 
 def test_steps_of_a_device_are_as_long_as_it_says() -> None:
     device, clock = Device(), ManualClock()
-    steps = StepLengths(clock, device.moment)
+    steps = StepTimes(clock, device.moment)
     for _ in range(4):
         ran(device, clock, steps, quiet=True)
     assert steps.known() == pytest.approx((0.2, 0.2, 0.3)), "it has not come so far"
@@ -328,7 +330,7 @@ def test_a_device_is_asked_at_few_marks_once_it_is_known() -> None:
         asked.append(clock.monotonic_s())
         return device.moment()
 
-    steps = StepLengths(clock, moment)
+    steps = StepTimes(clock, moment)
     for _ in range(40):
         ran(device, clock, steps, quiet=True)
         device.passed_s = device.given_s
@@ -347,7 +349,7 @@ def test_a_device_is_asked_at_few_marks_once_it_is_known() -> None:
 
 def test_a_model_that_leaves_its_device() -> None:
     device, clock, here = Device(), ManualClock(), [True]
-    steps = StepLengths(clock, lambda: device.moment() if here else None)
+    steps = StepTimes(clock, lambda: device.moment() if here else None)
     for _ in range(4):
         ran(device, clock, steps, quiet=True)
         device.passed_s = device.given_s
@@ -362,7 +364,7 @@ def test_a_model_that_leaves_its_device() -> None:
 def test_a_step_that_is_not_captured_from_its_middle_on_is_not_measured() -> None:
     """The update before asked for a copy; a mark without an update behind it tells nothing."""
     device, clock = Device(), ManualClock()
-    steps = StepLengths(clock, device.moment)
+    steps = StepTimes(clock, device.moment)
     steps.marked(0.0)
     steps.marked(0.0)
     device.passed_s = 1.0
@@ -375,13 +377,13 @@ def test_only_steps_in_which_nothing_is_copied_are_quiet(
 ) -> None:
     """Parts of a base are copied in the two steps behind the mark at which it was due."""
     told: list[bool] = []
-    gated = StepLengths.gated
+    gated = StepTimes.gated
 
-    def noted(self: StepLengths, stall_s: float, *, quiet: bool) -> None:
+    def noted(self: StepTimes, stall_s: float, *, quiet: bool) -> None:
         told.append(quiet)
         gated(self, stall_s, quiet=quiet)
 
-    monkeypatch.setattr(StepLengths, "gated", noted)
+    monkeypatch.setattr(StepTimes, "gated", noted)
     model = torch.nn.Sequential(*(torch.nn.Linear(8, 8) for _ in range(6)))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     state = {"model": model, "optimizer": optimizer}

@@ -18,7 +18,7 @@ from everstep.tiers.options import PeerOptions
 from everstep.trainer.budget.host_memory import peer_log_bytes
 from everstep.trainer.budget.log_limits import log_dropped_early
 from everstep.trainer.job.peer_nodes import peer_notice
-from everstep.trainer.log.rooms import Into, LogRooms
+from everstep.trainer.log.log_memory import LogMemory, LogTarget
 
 SIZE = 100
 TAKEN = PAGE_BYTES + RECORD_BYTES
@@ -63,10 +63,10 @@ class Rooms:
     def __init__(self, *, steps_max: int, peers: bool) -> None:
         self.keeper, self.pool = _Keeper(), _Pool()
         disk: Any = _Disk()
-        self.rooms = LogRooms(disk, steps_max * TAKEN, waits_for_peers=peers)
+        self.rooms = LogMemory(disk, steps_max * TAKEN, waits_for_peers=peers)
         keeper: Any = self.keeper
         pool: Any = self.pool
-        self.rooms.start(Into(keeper, pool, 1))
+        self.rooms.start(LogTarget(keeper, pool, 1))
         self._step = 0
 
     def train(self, steps: int) -> None:
@@ -74,9 +74,9 @@ class Rooms:
             self._step += 1
             room = self.rooms.take(SIZE)
             assert room is not None
-            assert self.rooms.into is not None
+            assert self.rooms.target is not None
             head = RecordHead("mark", 1, self._step, self._step, "s")
-            self.rooms.keep(self.rooms.into, head, room)
+            self.rooms.keep(self.rooms.target, head, room)
 
     @property
     def held(self) -> list[int]:
@@ -99,7 +99,7 @@ def test_what_is_held_is_what_lies_there() -> None:
     assert log.rooms._held_bytes() == 2 * TAKEN
     pool: Any = _Pool()
     keeper: Any = log.keeper
-    log.rooms.start(Into(keeper, pool, 2))
+    log.rooms.start(LogTarget(keeper, pool, 2))
     assert log.held == [], "they are gone with their memory"
     assert log.rooms._held_bytes() == 0
 
@@ -141,9 +141,9 @@ def test_another_timeline_begins_anew() -> None:
     log.train(2)
     log.rooms.base_durable(2)
     log.rooms.base_everywhere(2)
-    assert log.rooms.into is not None
-    into = log.rooms.into
-    log.rooms.start(Into(into.keeper, into.pool, 2))
+    assert log.rooms.target is not None
+    into = log.rooms.target
+    log.rooms.start(LogTarget(into.keeper, into.pool, 2))
     log.rooms.base_durable(1)
     assert log.rooms.everywhere_step == -1
 

@@ -9,7 +9,7 @@ import typer
 
 from everstep.cli.common._common import EverstepGroup, JsonFlag
 from everstep.cli.common._paths import looked_at
-from everstep.cli.common._units import parse_bytes, parse_bytes_per_s
+from everstep.cli.common._units import parse_bytes, parse_bytes_per_s, parse_seconds
 from everstep_bench.cli.common import (
     Arms,
     Batch,
@@ -23,9 +23,6 @@ from everstep_bench.cli.common import (
     measured,
     tell,
 )
-from everstep_bench.cli.gockpt import crash_interval, multistep
-from everstep_bench.cli.lossy import lossy_recovery
-from everstep_bench.cli.tiers import tiers
 
 __all__ = [
     "app",
@@ -40,6 +37,183 @@ __all__ = [
     "step",
     "tiers",
 ]
+
+
+def lossy_recovery(
+    steps: Annotated[int, typer.Option(help="Of each training.")] = 300,
+    every: Annotated[int, typer.Option(help="Steps from base to base.")] = 25,
+    fail_every: Annotated[int, typer.Option(help="Steps from failure to failure.")] = 24,
+    seed: Seed = 0,
+    folder: Folder = None,
+    json_output: JsonFlag = False,
+) -> None:
+    """Trains on through failures that are recovered from a log of lossy gradients.
+
+    Loss at the end and on unseen text, next to a training without failures and to one with a dense
+    log; and how far each recovered state is from the one that was lost (TierCheck, experiment 8).
+    """
+    from everstep_bench.lossy import LossyOptions, present, run_lossy
+
+    options = LossyOptions(
+        steps=steps, every=every, fail_every=fail_every, seed=seed, folder=folder
+    )
+    tell(measured(run_lossy, options), present, json_output=json_output)
+
+
+def tiers(
+    steps: Annotated[int, typer.Option(help="Of each of the two trainings.")] = 200,
+    ranks: Annotated[int, typer.Option(help="Processes that train together.")] = 2,
+    every: Annotated[int, typer.Option(help="Steps from base to base.")] = 10,
+    keep: Annotated[int, typer.Option(help="Bases, and copies.")] = 2,
+    params: Params = "500k",
+    batch: Batch = 4,
+    seed: Seed = 1234,
+    tier: Annotated[
+        str | None,
+        typer.Option(help="Where copies go: a URL or an empty folder [default: one of its own]."),
+    ] = None,
+    folder: Folder = None,
+    picture: Annotated[
+        Path | None,
+        typer.Option(callback=looked_at, help="Draw bytes over steps (needs matplotlib)."),
+    ] = None,
+    check: Check = False,
+    json_output: JsonFlag = False,
+) -> None:
+    """Trains with bases in memory, peers, disks and copies, and looks how many bytes are where.
+
+    In each step, and between, against what was announced at the start (TierCheck, experiment 9);
+    and what tiers add to the training thread and to the processors, next to the same training
+    without them. Nodes are EMULATED: processes and folders of this machine.
+    """
+    from everstep.cli.common._pictures import check_picture
+    from everstep_bench.stall.options import parse_params
+    from everstep_bench.tiers import show
+    from everstep_bench.tiers.options import TiersOptions
+    from everstep_bench.tiers.run import run_tiers
+
+    options = TiersOptions(
+        steps=steps,
+        ranks=ranks,
+        every=every,
+        keep=keep,
+        params=parse_params(params),
+        batch=batch,
+        seed=seed,
+        place=tier,
+        folder=folder,
+    )
+    if picture is not None:
+        check_picture(picture)
+    report = measured(run_tiers, options)
+    if picture is not None:
+        show.picture(report, picture)
+    tell(report, show.present, json_output=json_output, failed=check and not report.all_met())
+
+
+def multistep(
+    copies: Annotated[
+        str, typer.Option(help="Steps that a copy of the whole state takes: 4, or 4,8.")
+    ] = "4,8",
+    ratios: Annotated[
+        str, typer.Option(help="Bytes of gradients to bytes of state: 2/14, or 2/14,4/12.")
+    ] = "2/14,4/12",
+    parts: Annotated[
+        str, typer.Option("--parts", "--k", help="Numbers of parts: 1-24, or 1,2,4,7,12,24.")
+    ] = "1-24",
+    step_ms: Annotated[float, typer.Option(help="Milliseconds of a step.")] = 100.0,
+    state_bytes: Annotated[str, typer.Option(help="Of parameters and moments.")] = "48MB",
+    layers: Annotated[int, typer.Option(help="Parameters that are trained.")] = 48,
+    held_steps: Annotated[
+        int, typer.Option(help="Steps for which gockpt_o keeps gradients, in device memory.")
+    ] = 1,
+    repeats: Repeats = 3,
+    seed: Seed = 1234,
+    free_core: FreeCore = True,
+    folder: Folder = None,
+    check: Check = False,
+    json_output: JsonFlag = False,
+) -> None:
+    """Bases over several steps: how long each number of parts holds training up, and the model.
+
+    Steps are as long as is asked for; copies go through an EMULATED link that takes so many of
+    them for the whole state. The model is that of everstep plan multistep. How long all of it
+    takes is said before it begins.
+    """
+    from everstep_bench.multistep.options import (
+        MultistepOptions,
+        parse_copies,
+        parse_parts,
+        parse_ratios,
+    )
+    from everstep_bench.multistep.run import about_s, run_multistep
+    from everstep_bench.multistep.show import present
+
+    options = MultistepOptions(
+        copies=parse_copies(copies),
+        ratios=parse_ratios(ratios),
+        parts=parse_parts(parts),
+        repeats=repeats,
+        step_s=step_ms / 1e3,
+        state_bytes=int(parse_bytes("--state-bytes", state_bytes)),
+        layers=layers,
+        held_steps=held_steps,
+        seed=seed,
+        free_core=free_core,
+        folder=folder,
+    )
+    typer.echo(f"this takes about {about_s(options) / 60:.1f} minutes", err=True)
+    report = measured(run_multistep, options)
+    tell(report, present, json_output=json_output, failed=check and not report.all_met())
+
+
+def crash_interval(
+    params: Params = "10M",
+    batch: Batch = 4,
+    crash_every: Annotated[
+        str, typer.Option(help="Seconds from failure to failure: 10s, or 10s,30s,60s.")
+    ] = "10s",
+    crashes: Annotated[int, typer.Option(help="Failures of each arm.")] = 3,
+    link: Link = None,
+    spare_keeper: Annotated[
+        bool, typer.Option("--spare-keeper", help="Kill training only, not its keeper.")
+    ] = False,
+    repeats: Repeats = 5,
+    seed: Seed = 1234,
+    free_core: FreeCore = True,
+    arms: Arms = None,
+    folder: Folder = None,
+    check: Check = False,
+    json_output: JsonFlag = False,
+) -> None:
+    """Trains, is killed every so many seconds, and resumes: GoCkpt's Table 1.
+
+    Each arm saves at its own best interval, which follows from what a save of it costs. Counted
+    are the steps that are there in the end, for each second of training and resuming.
+    """
+    from everstep_bench.crash.options import ARMS, CrashOptions
+    from everstep_bench.crash.run import run_crash
+    from everstep_bench.crash.show import present
+    from everstep_bench.stall.options import parse_arms, parse_params
+
+    options = CrashOptions(
+        params=parse_params(params),
+        batch=batch,
+        repeats=repeats,
+        seed=seed,
+        free_core=free_core,
+        folder=folder,
+        crash_every_s=tuple(
+            dict.fromkeys(parse_seconds("--crash-every", word) for word in crash_every.split(","))
+        ),
+        crashes=crashes,
+        link_bytes_per_s=None if link is None else parse_bytes_per_s("--link", link),
+        spare_keeper=spare_keeper,
+        arms=parse_arms(arms, ARMS),
+    )
+    report = measured(run_crash, options)
+    tell(report, present, json_output=json_output, failed=check and not report.all_met())
+
 
 _EXACT_S = 115.0  # two minutes, with what a solver takes to notice
 
@@ -243,7 +417,7 @@ def step(
     batch_steps: Annotated[
         str, typer.Option(help="Steps of the log that are written at a time: 5, or 1,5,20.")
     ] = "5",
-    repeats: Annotated[int, typer.Option(help="Rounds.")] = 5,
+    repeats: Annotated[int, typer.Option(help="CopyRounds.")] = 5,
     kills: Annotated[int, typer.Option(help="SIGKILLs of each arm; 0 leaves them out.")] = 1,
     replay: Annotated[
         bool, typer.Option("--replay/--no-replay", help="Time replay of the log, too.")

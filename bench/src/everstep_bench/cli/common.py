@@ -1,4 +1,4 @@
-"""What the verbs of ``everstep bench`` have in common: options, and how they begin and end."""
+"""Options of the verbs of ``everstep bench``, and their common start and end."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ __all__ = [
 _Report = TypeVar("_Report")
 
 Params = Annotated[str, typer.Option(help="Of the model, like 25M or 1G.")]
-Repeats = Annotated[int, typer.Option(help="Rounds, or saves, that count; others warm up.")]
+Repeats = Annotated[int, typer.Option(help="CopyRounds, or saves, that count; others warm up.")]
 Arms = Annotated[str | None, typer.Option(help="Only these, like lazy,checkfreq,torch.save.")]
 Seed = Annotated[int, typer.Option(help="Of weights, data, and the order of arms.")]
 FreeCore = Annotated[
@@ -42,7 +42,7 @@ FreeCore = Annotated[
 Folder = Annotated[
     Path | None,
     typer.Option(
-        "--dir", callback=looked_at, help="Where to write [default: here]; nothing stays behind."
+        "--dir", callback=looked_at, help="Where to write [default: here]; nothing is left there."
     ),
 ]
 Check = Annotated[bool, typer.Option(help="Exit with 3 if a target is missed.")]

@@ -1,4 +1,4 @@
-"""What is left of training where something fails every so many seconds (GoCkpt section 5.4).
+"""Benchmark: share of training that remains with a failure every few seconds (GoCkpt section 5.4).
 
 First it is measured what a save costs each arm, and how long a step takes; from both follows how
 often that arm had best save (section 3.1). Then a process trains with that interval, is killed

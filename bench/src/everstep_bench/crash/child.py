@@ -17,7 +17,7 @@ __all__ = ["Order", "main"]
 
 @dataclass(frozen=True, slots=True)
 class Order(orders.Order):
-    """What a child does.
+    """Order for a child process.
 
     Attributes:
         link_bytes_per_s: of the emulated link of everstep's copies; None: there is none.

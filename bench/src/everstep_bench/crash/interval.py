@@ -1,4 +1,4 @@
-"""How often an arm saves, and what share of training that should leave."""
+"""Interval of saves of an arm, and the share of training that should remain."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["SaveCosts", "costs_of", "interval_of", "logged_interval_of", "share_
 
 @dataclass(frozen=True, slots=True)
 class SaveCosts:
-    """What a save costs.
+    """Costs of a save.
 
     Attributes:
         step_s: seconds of a step that nobody saves in.

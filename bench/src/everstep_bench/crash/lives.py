@@ -88,7 +88,7 @@ class Lives:
         return [before.reached - after.recovered.step for before, after in pairs]
 
     def loads_s(self) -> list[float]:
-        """Seconds of each resume behind a failure."""
+        """Seconds of each resume after a failure."""
         return [life.load_s for life in self.lives[1:]]
 
 
@@ -185,7 +185,7 @@ def _live(order: Order, arm: str, lifetime_s: float, losses: Losses, steps_min: 
 
 
 class _Said:
-    """What a process says, line by line."""
+    """Lines that a process has reported."""
 
     def __init__(self, process: subprocess.Popen[bytes]) -> None:
         assert process.stdout is not None
@@ -227,7 +227,7 @@ class _Said:
                 )
 
     def rest(self) -> Iterator[dict[str, Any]]:
-        """What it had said before it was gone; a line that the kill has cut short is none."""
+        """Return the remaining lines of a dead process, without one that the kill cut short."""
         while not self._ended:
             self._take()
         yield from self._lines()
@@ -244,7 +244,7 @@ class _Said:
 
 
 def _kill_keepers(run: Path) -> None:
-    """What they hold in memory is gone with them."""
+    """Kill the keepers, and with them the bases in their memory."""
     name = str(run.resolve())
     for info in list_keepers():
         if info.run == name and kill_keeper(info) and not process_gone(info.pid, _GONE_S):

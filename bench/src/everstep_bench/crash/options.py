@@ -1,4 +1,4 @@
-"""What is measured."""
+"""Options of the benchmark."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _JITTER = 0.5
 
 @dataclass(frozen=True, slots=True)
 class CrashOptions(Training):
-    """What ``bench crash-interval`` measures; ``repeats`` are rounds in which costs are measured.
+    """Options of ``bench crash-interval``; ``repeats`` are rounds in which costs are measured.
 
     Attributes:
         crash_every_s: seconds of training from one failure to the next, on average; one table
@@ -80,10 +80,11 @@ class CrashOptions(Training):
         """Seconds of training until each failure, the same for all arms; then, without one, until
         the end.
 
-        Uniform around the mean: at a fixed distance failures could fall right behind a save of
-        one arm, and right before that of another, each time.
+        Uniform around the mean: at a fixed distance, each failure could happen right after a save
+        of one arm and right before a save of another.
         """
         drawn = random.Random(self.seed)
-        spread = (1 - _JITTER, 1 + _JITTER)
-        lives = [crash_every_s * drawn.uniform(*spread) for _ in range(self.crashes)]
+        lives = [
+            crash_every_s * drawn.uniform(1 - _JITTER, 1 + _JITTER) for _ in range(self.crashes)
+        ]
         return (*lives, crash_every_s)

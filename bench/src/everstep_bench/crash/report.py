@@ -66,7 +66,7 @@ class CrashReport:
     folder: str
 
     def labels(self) -> list[str]:
-        """What everyone who sees a figure of this run must know."""
+        """Return remarks that belong to every figure of this run."""
         found = []
         link = self.options.link_bytes_per_s
         if link is not None:
@@ -83,7 +83,7 @@ class CrashReport:
         return found
 
     def modelled_share(self, table: CrashTable, lives: Lives) -> float | None:
-        """What the formula says that :meth:`CrashTable.share` is."""
+        """Return :meth:`CrashTable.share` according to the formula."""
         costs = self.costs.get(lives.arm)
         loads_s = lives.loads_s()
         if not isinstance(costs, SaveCosts) or not loads_s:
@@ -95,7 +95,7 @@ class CrashReport:
         return [self._same_verdict(), *map(self._peers_verdict, self.tables)]
 
     def all_met(self) -> bool:
-        """Whether every target is met; one that could not be measured is not."""
+        """Return True if every target is met; one that could not be measured is not."""
         return all(verdict.met for verdict in self.verdicts())
 
     def as_json(self) -> dict[str, Any]:

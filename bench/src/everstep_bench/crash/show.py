@@ -1,4 +1,4 @@
-"""What people see: facts, tables, verdicts."""
+"""Output for people: facts, tables, verdicts."""
 
 from __future__ import annotations
 

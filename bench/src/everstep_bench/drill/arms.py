@@ -65,7 +65,7 @@ class Arm:
 
     @property
     def staged(self) -> bool:
-        """Whether its system has nothing but the durable tier when training is gone."""
+        """True if its system has nothing but the durable tier after training has died."""
         return self.folder == "shared" and self.keeper == "thread"
 
 
@@ -75,10 +75,10 @@ ARMS: Mapping[str, Arm] = MappingProxyType(
     {
         "sync": Arm("sync", "training waits until a base is durable", keeper="thread"),
         "async": Arm("async", "training waits for a copy, which the keeper process persists"),
-        "lazy": Arm("lazy", "copied behind the next step, persisted by the keeper process"),
+        "lazy": Arm("lazy", "copied during the next step, persisted by the keeper process"),
         "checkfreq": Arm(
             "checkfreq",
-            f"CheckFreq: a copy behind the next step, then written, one at a time; {_SYSTEM}",
+            f"CheckFreq: a copy during the next step, then written, one at a time; {_SYSTEM}",
             keeper="thread",
         ),
         "datastates": Arm("datastates", f"DataStates-LLM: {_SYSTEM}", keeper="thread"),

@@ -74,7 +74,7 @@ class Hosts:
         return str(self.durable) if self.store is None else self.store.url(name)
 
     def drop_runs(self) -> None:
-        """What is left of training on all hosts is gone: keepers, and what is on disks."""
+        """Remove the remains of training from all hosts: keepers and run folders."""
         self._end(self._drill, None)
         for host in range(self.count):
             shutil.rmtree(self._folder(host))
@@ -122,7 +122,7 @@ class Hosts:
             )
 
     def processes(self, host: int) -> list[Marked]:
-        """What runs on a host."""
+        """Return the processes of a host."""
         return find_marked(self._drill, host)
 
     def kill_process(self, host: int, pid: int) -> None:

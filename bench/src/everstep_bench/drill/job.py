@@ -46,7 +46,7 @@ def order_of(
     until: int | None = None,
     describe: Sequence[int] = (),
 ) -> dict[str, Any]:
-    """What the training processes are told; the same to all ranks.
+    """Return the order for the training processes; the same for all ranks.
 
     Args:
         name: of this start.
@@ -163,7 +163,7 @@ class Start:
         return next((item for item in self.events[rank] if item["event"] == event), None)
 
     def all_found(self, event: str) -> bool:
-        """Whether every rank has reported it."""
+        """Return True if every rank has reported it."""
         return all(self.found(rank, event) for rank in range(self._hosts.count))
 
     def step(self, rank: int) -> int:
@@ -238,7 +238,7 @@ class Start:
         raise self._failed(lost[0] if lost else failed[0], f"is lost: {(what or {}).get('what')}")
 
     def silent(self) -> bool:
-        """Whether nothing has been heard for twice the timeout."""
+        """Return True if no rank has reported anything for twice the timeout."""
         return time.monotonic() - self._heard_s > self._silence_s
 
     def await_loss(self, ranks: Sequence[int], timeout_s: float) -> float | None:

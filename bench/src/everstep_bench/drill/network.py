@@ -1,4 +1,4 @@
-"""What lies between the hosts of a drill: network namespaces, or nothing but loopback.
+"""Network between the hosts of a drill: namespaces with limited links, or plain loopback.
 
 With namespaces every host has one, and one more holds a bridge as their switch; a veth pair leads
 from each to it, with a token bucket (tc tbf) at both ends. Nothing is added to the network of this
@@ -46,11 +46,11 @@ class Network(Protocol):
     name: str
 
     def describe(self) -> str:
-        """What it is, and what it is not, for people."""
+        """Describe it, and its limits, for people."""
         ...
 
     def command(self, host: int, command: Sequence[str]) -> list[str]:
-        """What runs ``command`` on a host."""
+        """Return the command line that runs ``command`` on a host."""
         ...
 
     def address(self, host: int) -> str:
@@ -58,7 +58,7 @@ class Network(Protocol):
         ...
 
     def environment(self) -> dict[str, str]:
-        """What programs on any host have to know of it."""
+        """Return the environment variables for programs on any host."""
         ...
 
     def port(self) -> int:
@@ -87,7 +87,7 @@ class Groups:
         self._why = why
 
     def describe(self) -> str:
-        """What it is not."""
+        """Describe its limits."""
         return f"process groups on loopback, no link is limited ({self._why})"
 
     def command(self, host: int, command: Sequence[str]) -> list[str]:
@@ -168,7 +168,7 @@ class Namespaces:
             raise
 
     def describe(self) -> str:
-        """How many, and how fast."""
+        """Describe their number and rate."""
         said = (
             f"{self._hosts} network namespaces on one machine, links of {self._rate / 1e6:g} "
             "Mbit/s each way (emulated: tc tbf)"
@@ -198,7 +198,7 @@ class Namespaces:
         return f"{_STORE_SUBNET}.{_STORE_HOST}"
 
     def at_store(self, command: Sequence[str]) -> list[str]:
-        """What runs ``command`` beside the store; it ends with this process."""
+        """Return the command that runs ``command`` beside the store until this process ends."""
         prefix = ["setpriv", "--pdeathsig=KILL", "ip", "netns", "exec", self._store]
         return [*prefix, *command]
 

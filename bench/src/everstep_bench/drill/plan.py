@@ -1,4 +1,4 @@
-"""What is trained, and what is killed when: fixed and validated before anything begins."""
+"""Plan of a drill: the training and its kills, validated before anything begins."""
 
 from __future__ import annotations
 
@@ -123,8 +123,7 @@ class DrillPlan:
 
     @property
     def host_bytes(self) -> int:
-        """What a host reads at a restart, if it reads all that it needs: its part of the state, or
-        all of it."""
+        """Return the bytes that a host reads at a restart: its share of the state, or all of it."""
         whole = _STATE_BYTES * self.model.params
         return whole if self.parallel == "ddp" else whole // self.hosts
 

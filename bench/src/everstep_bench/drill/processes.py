@@ -45,7 +45,7 @@ class Marked:
 
     @property
     def is_keeper(self) -> bool:
-        """Whether it is a keeper."""
+        """True if it is a keeper."""
         return "everstep.keeper" in self.command
 
 
@@ -112,7 +112,7 @@ def _kill(drill: str, host: int | None, item: Marked) -> None:
 
 
 def _has(pid: int, wanted: str, prefix: bool) -> bool:
-    """Whether a process has the mark; not if it has ended, or is somebody else's."""
+    """Return True if a process has the mark; False if it has ended or belongs to another user."""
     try:
         data = (_PROC / str(pid) / "environ").read_bytes()
         for _ in range(_EXEC_TRIES):

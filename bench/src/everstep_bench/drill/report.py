@@ -72,17 +72,17 @@ class Outcome:
 
     @property
     def ran(self) -> bool:
-        """Whether there was anything to see."""
+        """Return True if the arm was not refused."""
         return self.refused is None
 
     @property
     def same(self) -> bool:
-        """Whether every rank ended with the bits of the run that nobody disturbed."""
+        """Return True if every rank ended with the bits of the undisturbed run."""
         return self.ran and not self.differences
 
     @property
     def as_claimed(self) -> bool:
-        """Whether it is the same, or has said that it is not."""
+        """Return True if it is the same, or did not claim to be."""
         return self.same or (self.ran and not self.exact)
 
     @property
@@ -147,7 +147,7 @@ class Outcome:
 
 @dataclass(frozen=True, slots=True)
 class Ratio:
-    """How many times faster one of our arms recovered from a kill than the best other arm.
+    """Speed-up of the recovery of an everstep arm over the best other arm.
 
     Attributes:
         ours, best: these arms.
@@ -169,7 +169,7 @@ class Ratio:
 
     @property
     def met(self) -> bool:
-        """Whether it is what is asked."""
+        """Return True if it reaches the target."""
         return self.asked is None or self.times >= self.asked
 
     def as_json(self) -> dict[str, Any]:
@@ -212,12 +212,12 @@ class DrillReport:
 
     @property
     def ran(self) -> bool:
-        """Whether any arm was not refused."""
+        """Return True if any arm was not refused."""
         return any(outcome.ran for outcome in self.outcomes)
 
     @property
     def same(self) -> bool:
-        """Whether all that ran ended with the same bits, but those that say that they do not."""
+        """Return True if all arms that claim exactness ended with the same bits."""
         return all(outcome.as_claimed for outcome in self.outcomes if outcome.ran)
 
     @property
@@ -233,13 +233,21 @@ class DrillReport:
             asked = self.plan.checks.get(kill)
             for name in OURS:
                 if name in here:
-                    about = kill, name, best.arm, best.total_s, here[name].total_s
-                    found.append(Ratio(*about, asked))
+                    found.append(
+                        Ratio(
+                            kill=kill,
+                            ours=name,
+                            best=best.arm,
+                            best_s=best.total_s,
+                            ours_s=here[name].total_s,
+                            asked=asked,
+                        )
+                    )
         return tuple(found)
 
     @property
     def met(self) -> bool:
-        """Whether for each kill that is asked for an arm of ours is as much faster."""
+        """Return True if an everstep arm reaches the target ratio for each kill that has one."""
         found = {ratio.kill for ratio in self.ratios if ratio.met}
         return set(self.plan.checks) <= found
 

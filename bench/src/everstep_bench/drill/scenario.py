@@ -26,7 +26,7 @@ _DETECT_MORE_S = 15.0
 
 
 class Drill:
-    """What the kills and arms of one drill have in common.
+    """Common parts of the kills and arms of one drill.
 
     Args:
         place: for text, orders, journals and logs.
@@ -234,9 +234,10 @@ class Drill:
 def compare(
     plan: DrillPlan, alone: Start, starts: Sequence[Start], end: int | None = None
 ) -> tuple[Difference, ...]:
-    """What every rank computed and ended with, against the run that nobody disturbed: each loss of
-    each start, and the live state at the end as :mod:`everstep.workloads.fingerprint`
-    describes it, which shares no code with what saved and restored it.
+    """Compare the losses and final states of every rank with the undisturbed run.
+
+    The live state is described by :mod:`everstep.workloads.fingerprint`, which shares no code with
+    everstep.
 
     Args:
         end: last step of the run that was disturbed, if not that of the plan.
@@ -284,7 +285,7 @@ def median_step_s(start: Start) -> float:
 
 
 def _into(start: Start, killed_s: float) -> float:
-    """Which part of a step had passed since the last one was over, on whichever rank."""
+    """Return the fraction of a step that had passed since the last one ended, on any rank."""
     ends = [item["at_s"] for events in start.events for item in events if item["event"] == "step"]
     step_s = median_step_s(start)
     if not ends or not step_s:

@@ -1,4 +1,4 @@
-"""What people see: a bar on a terminal or plain lines elsewhere; then TierCheck's Table 3."""
+"""Output for people: a bar on a terminal or plain lines elsewhere; then TierCheck's Table 3."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ _DIFFERENCES_SHOWN = 12
 
 
 class Display(Protocol):
-    """Where a drill shows how far it is."""
+    """Receiver of the progress of a drill."""
 
     def event(self, text: str) -> None:
         """Something happened that is worth a line."""
         ...
 
     def progress(self, name: str, step: int) -> None:
-        """Where the start of this name is; called often."""
+        """Show the position of the start of this name; called often."""
         ...
 
 
@@ -73,18 +73,19 @@ def progress_display(steps: int) -> Iterator[Display]:
     if not sys.stderr.isatty():
         yield _Lines(steps)
         return
-    columns = (
+    with Progress(
         TextColumn("{task.description:22}"),
         BarColumn(),
         MofNCompleteColumn(),
         TimeElapsedColumn(),
-    )
-    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+        console=Console(stderr=True),
+        transient=True,
+    ) as progress:
         yield _Bar(progress, steps)
 
 
 def introduce(plan: DrillPlan, network: str) -> list[str]:
-    """What is going to happen, line by line."""
+    """Return the lines that announce the plan."""
     when = f"after step {_of_arms(plan, plan.kill_step)}"
     if plan.into:
         when = f"{plan.into:g} of a step {when}"
@@ -176,7 +177,7 @@ def _notes(report: DrillReport) -> list[str]:
 
 
 def _scale(report: DrillReport) -> list[str]:
-    """What links and intervals mean in steps, beside TierCheck's."""
+    """Return links and intervals in steps, beside TierCheck's."""
     if report.scale is None:
         return []
     plan = report.plan
@@ -196,7 +197,7 @@ def _scale(report: DrillReport) -> list[str]:
 
 
 def _ratios(report: DrillReport) -> list[str]:
-    """How many times faster everstep was, for each kill; and whether that was asked for."""
+    """Print the ratio for each kill, and its target if there is one."""
     lines = []
     for ratio in report.ratios:
         asked = ""

@@ -97,7 +97,7 @@ class Store:
         }
 
     def describe(self) -> str:
-        """What it is, for people."""
+        """Describe it for people."""
         return "the durable tier is a real object store (SeaweedFS, s3://)"
 
     def url(self, name: str) -> str:

@@ -1,4 +1,4 @@
-"""What a base over several steps holds training up, next to the model of it (GoCkpt section 4.2).
+"""Benchmark: stall of a multi-step base, next to the model of it (GoCkpt section 4.2).
 
 A training of real compute, whose steps are as long as is asked for, has a state whose gradients are
 a given share of it. everstep's copies go through an emulated link that takes so many steps for the

@@ -8,10 +8,10 @@ from typing import Any
 
 import numpy as np
 
-from everstep.capture.multistep import Unit
+from everstep.capture.parts import Unit
 from everstep.plan.multistep import PARTS_MAX, Overlap, Pipeline, lower_bound_s
 from everstep.plan.multistep_cut import best_cut, fewest, least_wait_s
-from everstep.trainer.multistep.multistep_cut import cut_units, modelled
+from everstep.trainer.multistep.partition import cut_by_cost, modelled_overlap
 from everstep_bench.multistep.options import WAYS, Ratio
 from everstep_bench.multistep.training import Lengths
 from everstep_bench.persist.report import Spread
@@ -67,22 +67,22 @@ class MeasuredSave:
 
     @property
     def stall_s(self) -> float:
-        """What the training thread spent in the library."""
+        """Return the time that the training thread spent in the library."""
         return self.calls_s + self.within_s
 
     @property
     def other_s(self) -> float:
-        """What of that is no waiting for copies: its own work."""
+        """Return the library's own work: the stall without waiting for copies."""
         return self.stall_s - self.causes.get("gate", 0.0) - self.causes.get("gradients", 0.0)
 
     @property
     def waits_s(self) -> float:
-        """What of it is waiting for copies."""
+        """Return the part of the stall that is waiting for copies."""
         return self.stall_s - self.other_s
 
     @property
     def slowdown_s(self) -> float:
-        """What its steps took more than as many without a save."""
+        """Return the extra time of its steps over as many steps without a save."""
         return self.wall_s - self.steps * self.step_s
 
 
@@ -113,7 +113,7 @@ class Row:
         return Spread.of([figure(save) for save in self.saves])
 
     def stall_s(self) -> Spread | None:
-        """What a save holds training up."""
+        """Return the stall of a save."""
         return self.spread(lambda save: save.stall_s)
 
 
@@ -159,7 +159,7 @@ class Measurement:
         return [row for row in self.rows if row.way == way and row.saves and row.parts != AUTO]
 
     def pipeline(self, row: Row) -> Pipeline:
-        """What the model is fed with for a row."""
+        """Return the input of the model for a row."""
         assert row.lengths is not None
         speed = self.link_bytes_per_s
         return row.lengths.pipeline(self.state_bytes / speed, self.gradient_bytes / speed)
@@ -194,9 +194,11 @@ class Measurement:
         return self.overlap(pipeline, parts or _count(row), self.held(row.way)).stall_s
 
     def expected(self, row: Row, parts: int | None = None) -> Overlap | None:
-        """What is modelled of a base with the training thread's own work, with forward and backward
-        as long as they are beside copies, of both of which the link makes use, and with copies
-        where everstep makes them; None where these were not measured apart."""
+        """Return the modelled stall of a base, including the training thread's own work.
+
+        Forward and backward are as long as they are beside copies. None if own work was
+        not measured separately.
+        """
         count = parts or _count(row)
         own_s = self.own_s(row.way, count)
         forward_s = self._apart(row.way, count, lambda save: save.forward_s)
@@ -216,11 +218,13 @@ class Measurement:
         return None if found is None else found.lost_s
 
     def overlap(self, pipeline: Pipeline, parts: int, held_steps: int | None) -> Overlap:
-        """What a base costs, cut as everstep cuts it: a parameter stays whole."""
+        """Return the modelled cost of a base that is split between parameters, as everstep does."""
         if not self.units:
             return best_cut(pipeline, parts, held_steps).overlap
         units = [Unit("", "", (), size_bytes) for size_bytes in self.units]
-        return modelled(cut_units(units, pipeline, parts, held_steps), pipeline, held_steps)
+        return modelled_overlap(
+            cut_by_cost(units, pipeline, parts, held_steps), pipeline, held_steps
+        )
 
     def bound_s(self, row: Row) -> float:
         """No way with so many parts holds training up less."""

@@ -1,4 +1,4 @@
-"""What is measured, and what the words on the command line mean."""
+"""Options of the benchmark, and parsers of their values."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class Ratio:
 
 @dataclass(frozen=True, slots=True)
 class MultistepOptions:
-    """What is measured.
+    """Options of the benchmark.
 
     Attributes:
         copies: steps that a copy of the whole state takes through the link; a table for each.

@@ -90,7 +90,7 @@ class MultistepReport:
     folder: str
 
     def labels(self) -> list[str]:
-        """What everyone who sees a figure of this run must know."""
+        """Return remarks that belong to every figure of this run."""
         found = [
             "EMULATED: everstep's copies go through a link that does not exist, and that takes so "
             "many steps for the whole state"
@@ -138,7 +138,7 @@ class MultistepReport:
         return Verdict(what, ", ".join(words), met)
 
     def all_met(self) -> bool:
-        """Whether every target is met; one that could not be measured is not."""
+        """Return True if every target is met; one that could not be measured is not."""
         return all(verdict.met for found in self.found for verdict in self.verdicts(found))
 
     def as_json(self) -> dict[str, Any]:
@@ -227,7 +227,7 @@ class MultistepReport:
         return Verdict(what, figure, met)
 
     def _zero_verdicts(self, measurement: Measurement) -> Iterator[Verdict]:
-        """Where the model of copies says that training does not wait at all."""
+        """Return verdicts for the rows in which the model of copies predicts no wait."""
         for way in WAYS:
             found = least(measurement.free(way))
             if found is None:

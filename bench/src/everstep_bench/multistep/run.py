@@ -105,7 +105,7 @@ def _wanted(options: MultistepOptions) -> list[tuple[str, int]]:
 
 
 def _owned(options: MultistepOptions) -> list[tuple[str, int]]:
-    """Whose own work is measured apart."""
+    """Return the rows whose own work is measured separately."""
     return list(itertools.product(WAYS, options.parts))
 
 

@@ -61,7 +61,7 @@ def measure_row(
     Args:
         way: ``"gockpt"``, ``"gockpt_o"``, or a preset that has no parts.
         parts: :data:`~everstep_bench.multistep.figures.AUTO`: everstep chooses.
-        run: its folder, which stays behind.
+        run: its folder, which is kept.
         repeats: saves that count.
         held_steps: for which ``gockpt_o`` keeps gradients.
 
@@ -124,7 +124,7 @@ def _open(
 
 @dataclass(frozen=True, slots=True)
 class _Idle:
-    """Steps in which nothing is saved, and what a call of the library takes behind each."""
+    """Steps in which nothing is saved, and the time of a call of the library after each."""
 
     steps: list[TimedStep]
     call_s: float
@@ -147,7 +147,7 @@ def _idle(training: TimedTraining, checkpointer: Checkpointer, count: int) -> _I
 
 
 def _save(training: TimedTraining, checkpointer: Checkpointer, idle: _Idle) -> MeasuredSave:
-    """Begins a base behind a step, and trains on until it is durable."""
+    """Begin a base after a step, and train until it is durable."""
 
     def stalls() -> dict[str, float]:
         return dict(checkpointer.stats().stall_s)

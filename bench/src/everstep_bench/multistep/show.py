@@ -1,4 +1,4 @@
-"""What people see: facts, tables, verdicts."""
+"""Output for people: facts, tables, verdicts."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def _notes() -> list[str]:
         "and nothing else, from the link's bandwidth, bytes, and the lengths of forward, backward "
         "and update while nothing is saved. own work: of the training thread, in as many parts, "
         "of another run through the same link: all that is no waiting. model: both, with "
-        "the link copying during that work, and gradients of gockpt copied behind their update. "
+        "the link copying during that work, and gradients of gockpt copied after their update. "
         "measured: what the training thread spends in the library, in calls and in hooks, from the "
         "beginning of a base until it is in host memory, and beyond what steps without a base "
         "take there; the median of the saves. state, gradients: waiting for copies of these; "

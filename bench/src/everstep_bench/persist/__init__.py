@@ -1,4 +1,4 @@
-"""How fast a state becomes durable and comes back: ours, the disk's limit, and others.
+"""Benchmark: speed of saving and loading a state: everstep, the disk's limit, other libraries.
 
 One state, one process, one run: every arm saves (or loads) the same live tensors, in rounds
 whose order is drawn anew each time, so that whatever else the machine does meets all of

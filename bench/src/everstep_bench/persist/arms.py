@@ -1,4 +1,4 @@
-"""What an arm is: prepared, timed, cleaned up."""
+"""Protocol of an arm: prepare, measure, clean up."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Arm(Protocol):
 
     @property
     def detail(self) -> str:
-        """What exactly it does, in a few words."""
+        """Describe the arm in a few words."""
         ...
 
     def open(self) -> None:

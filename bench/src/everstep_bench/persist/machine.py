@@ -19,7 +19,7 @@ __all__ = ["Machine", "direct_works", "drop_cache", "look_at", "sync_folder"]
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """Where the figures come from.
+    """Description of the machine.
 
     Attributes:
         load: processes that wanted a core in the last minute, before the first arm.
@@ -63,7 +63,7 @@ def look_at(folder: Path) -> Machine:
 
 
 def direct_works(folder: Path) -> bool:
-    """Whether files in ``folder`` can be opened with O_DIRECT."""
+    """Return True if files in ``folder`` can be opened with O_DIRECT."""
     path = folder / "direct"
     try:
         os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_DIRECT, 0o600))

@@ -64,7 +64,7 @@ class Sample:
 
     @classmethod
     def between(cls, begin: Instant, end: Instant, returned: Instant | None = None) -> Sample:
-        """What lies between two moments; ``returned``: when the call came back, if later."""
+        """Return the costs between two moments; ``returned``: the return of the call, if later."""
         seconds = max(end.wall_s - begin.wall_s, 1e-9)
         cpu_s = end.cpu_s - begin.cpu_s
         others_s = end.busy_s - begin.busy_s - cpu_s

@@ -1,4 +1,4 @@
-"""What people use today, each as its documentation says, made durable where it is not.
+"""Other libraries, used as their documentation says, with an fsync where they have none.
 
 Every one of them saves the same live tensors under a new name, and afterwards file and
 directory are synced where the library does not do so itself. Loading starts from files
@@ -50,7 +50,7 @@ class Peer:
 
 
 def installed(peer: Peer) -> bool:
-    """Whether the library is there."""
+    """Return True if the library is installed."""
     return importlib.util.find_spec(peer.module) is not None
 
 

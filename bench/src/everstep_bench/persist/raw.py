@@ -33,7 +33,7 @@ _NOISE_BYTES = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """How the bytes are cut up and who moves them.
+    """Setting of a raw transfer: block size and threads.
 
     Attributes:
         allocate: a fresh file gets its blocks (fallocate) before the first write.

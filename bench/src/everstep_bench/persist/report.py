@@ -50,7 +50,7 @@ class Spread:
 
 @dataclass(slots=True)
 class Row:
-    """What one arm did.
+    """Figures of one arm.
 
     Attributes:
         samples: by number of the round.
@@ -74,7 +74,7 @@ class Row:
         return Spread.of([figure(sample) for sample in self.samples.values()])
 
     def faster_than(self, other: Row) -> Spread | None:
-        """How many times as fast, round by round."""
+        """Return the speed-up, round by round."""
         both = sorted(self.samples.keys() & other.samples.keys())
         return Spread.of([other.samples[n].seconds / self.samples[n].seconds for n in both])
 
@@ -149,7 +149,7 @@ class PersistReport:
         return None if limit is None else row.faster_than(limit)
 
     def of_baseline(self, row: Row) -> Spread | None:
-        """How many times as fast as torch.save (or torch.load)."""
+        """Return the speed-up over torch.save (or torch.load)."""
         baseline = self.baseline(row.column)
         return None if baseline is None else row.faster_than(baseline)
 

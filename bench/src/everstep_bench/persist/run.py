@@ -36,7 +36,7 @@ _FINALISTS = 3
 
 @dataclass(frozen=True, slots=True)
 class PersistOptions:
-    """What is measured.
+    """Options of the benchmark.
 
     Attributes:
         size_bytes: of the state, about.

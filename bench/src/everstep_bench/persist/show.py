@@ -1,4 +1,4 @@
-"""What people see: a bar on a terminal or plain lines elsewhere; then the tables."""
+"""Output for people: a bar on a terminal or plain lines elsewhere; then the tables."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _HEADINGS = {
 
 
 class Display(Protocol):
-    """Where the benchmark shows how far it is. Only called between timed runs."""
+    """Receiver of the progress of a benchmark. Only called between timed runs."""
 
     def begin(self, what: str, total: int) -> None:
         """A part of ``total`` runs begins."""
@@ -81,16 +81,18 @@ def progress_display() -> Iterator[Display]:
     if not sys.stderr.isatty():
         yield _Lines()
         return
-    columns = (
+    # No thread that draws: it would take its time from the runs that are measured.
+    console = Console(file=sys.stderr)
+    with Progress(
         TextColumn("{task.description}"),
         BarColumn(),
         MofNCompleteColumn(),
         TextColumn("{task.fields[now]}"),
         TimeElapsedColumn(),
-    )
-    # No thread that draws: it would take its time from the runs that are measured.
-    console = Console(file=sys.stderr)
-    with Progress(*columns, console=console, transient=True, auto_refresh=False) as progress:
+        console=console,
+        transient=True,
+        auto_refresh=False,
+    ) as progress:
         yield _Bars(progress)
 
 
@@ -156,7 +158,7 @@ def _table(report: PersistReport, title: str, rows: list[Row]) -> Table:
 
 
 def _details(rows: list[Row]) -> list[str]:
-    """What each arm does, or why it did not; the settings of the limit in one line."""
+    """Print the description of each arm, or why it did not run; the limit in one line."""
     lines = {}
     for row in rows:
         name = "raw" if row.role == "limit" else row.name

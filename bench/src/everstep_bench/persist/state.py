@@ -85,7 +85,7 @@ class BenchState:
         )
 
     def parts(self) -> dict[str, Any]:
-        """What a :class:`everstep.Checkpointer` is given."""
+        """Return the state for an :class:`everstep.Checkpointer`."""
         return {"model": self.model, "optimizer": self.optimizer}
 
     def nested(self) -> dict[str, Any]:

@@ -31,7 +31,7 @@ from everstep.restore.fetch.held import HeldBase
 from everstep.seams import Seams
 from everstep.state.values.tensors import host_bytes
 from everstep.testing.emulated_link import EmulatedLink
-from everstep.trainer.schedule.schedule_stats import ScheduleStats
+from everstep.trainer.schedule.stats import ScheduleStats
 from everstep.workloads.processes import interruptible
 from everstep_bench.persist.show import Display
 from everstep_bench.persist.workspace import workspace
@@ -49,7 +49,7 @@ _ALONE_STEPS = 8
 
 @dataclass(frozen=True, slots=True)
 class ExecutedOptions:
-    """What is executed.
+    """Options of the benchmark.
 
     Attributes:
         layers, width: of the model: linear layers of so many inputs and outputs.
@@ -75,7 +75,7 @@ class ExecutedRow:
     """One training.
 
     Attributes:
-        order: ``"after"``: one optimizer, behind backward; ``"inside"``: one for each parameter.
+        order: ``"after"``: one optimizer, after backward; ``"inside"``: one for each parameter.
         factor: bandwidth of the link, as a multiple of what moves the state within a step.
         alone_s: of a step without checkpoints.
         predicted_wait_s, waited_s: of a step; the median of those that followed the last plan.
@@ -104,7 +104,7 @@ class ExecutedRow:
 
     @property
     def met(self) -> bool:
-        """Whether training waits as predicted, and nothing is torn."""
+        """Return True if training waits as predicted and no capture is torn."""
         off_s = abs(self.waited_s - self.predicted_wait_s)
         close = off_s <= max(CLOSE * self.predicted_wait_s, CLOSE_S)
         return close and self.compared > 0 and not self.torn
@@ -118,7 +118,7 @@ class ExecutedReport:
     rows: tuple[ExecutedRow, ...]
 
     def all_met(self) -> bool:
-        """Whether each of them is as it should be."""
+        """Return True if all rows reach their targets."""
         return all(row.met for row in self.rows)
 
     def as_json(self) -> dict[str, Any]:
@@ -287,11 +287,11 @@ def _bytes_of(tensor: torch.Tensor) -> bytes:
 
 
 def _compare(training: _Training, checkpointer: Checkpointer, steps: int) -> tuple[int, int]:
-    """How many captures were compared with the state that they are of, and how many differ."""
+    """Return the number of captures compared with their state, and of those that differ."""
     states: dict[int, Mapping[str, bytes]] = {}
     compared = torn = 0
     for _ in range(steps):
-        for _ in range(2):  # behind the second the first is copied, if the link is fast enough
+        for _ in range(2):  # during the second, the first is copied if the link is fast enough
             training.step()
             state = {
                 name: _bytes_of(tensor)

@@ -1,4 +1,4 @@
-"""What was planned, as data: cells, bars, and what was aimed at."""
+"""Plans as data: cells, bars, targets."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ _EXACT_S = 120.0
 
 @dataclass(frozen=True, slots=True)
 class ScheduleOptions:
-    """What is planned.
+    """Options of the benchmark.
 
     Attributes:
         gpu: whose data sheet gives the times.
@@ -63,7 +63,7 @@ class ScheduleOptions:
 
     @property
     def as_in_the_paper(self) -> bool:
-        """Whether the paper's figures can be compared with: its GPU, and plain SGD."""
+        """True if the paper's figures are comparable: its GPU, and plain SGD."""
         return self.gpu == "rtx3090" and not self.adam
 
 
@@ -193,7 +193,7 @@ class ScheduleReport:
         return [c for c in self.columns if (c.order, c.mode) == ("after", "paper")]
 
     def verdicts(self) -> list[Verdict]:
-        """What was aimed at, and what came out."""
+        """Return the targets and their results."""
         return [
             self._table_verdict(),
             self._mean_verdict(),
@@ -212,7 +212,7 @@ class ScheduleReport:
         ]
 
     def all_met(self) -> bool:
-        """Whether nothing was missed."""
+        """Return True if every target is met."""
         return all(verdict.met is not False for verdict in self.verdicts())
 
     def _table_verdict(self) -> Verdict:

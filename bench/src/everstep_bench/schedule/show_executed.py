@@ -44,5 +44,5 @@ def present(report: ExecutedReport, console: Console) -> None:
         "milliseconds. link: of what moves the state within a step alone. predicted, waited: how "
         f"long a step waits for copies; yes: within {CLOSE:.0%} or {CLOSE_S * 1e3:g} ms, and no "
         "capture differs from the state at its mark. step: with captures, the mark included. late: "
-        "behind the planned end of a tensor's copy"
+        "after the planned end of a tensor's copy"
     )

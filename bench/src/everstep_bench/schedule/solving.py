@@ -1,4 +1,4 @@
-"""How long it takes to trace and to plan, and how near to the best plan one comes.
+"""Duration of tracing and planning, and the gap to the best plan.
 
 At the paper's 63 GB/s where that is enough, else at a twentieth more than is needed, which is the
 hardest case that has a plan. Seconds are processor time: planning has one thread.

@@ -1,4 +1,4 @@
-"""What Checkflow reports in section IV, planned anew.
+"""Plans for the tables of Checkflow's section IV.
 
 Times of operators are not printed there; they were measured on an RTX 3090. Here they are the
 roofline of its data sheet, and next to it a second model in which no operator takes less than a

@@ -1,4 +1,4 @@
-"""What a save costs training: ours, what others do, and training without any.
+"""Benchmark: cost of a save for training: everstep, other libraries, no checkpoint.
 
 One training, one process, one run. In each round every arm trains for a block of steps with
 one save in it, and the ideal trains for as many without; the order is drawn anew each time,

@@ -1,4 +1,4 @@
-"""What an arm is: one way to save while training goes on; and a save under way."""
+"""Protocol of an arm: one way to save during training; and a pending save."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Pending:
 
     @property
     def over(self) -> bool:
-        """Whether it is done or has failed."""
+        """True if it is done or has failed."""
         return self._over.is_set()
 
     def on_staged(self, future: Future[Any] | None = None) -> None:
@@ -132,7 +132,7 @@ class Arm:
         return None
 
     def copies(self) -> tuple[Copied, ...]:
-        """What was copied since :meth:`prepare`, piece by piece; none where nobody knows."""
+        """Return the copies since :meth:`prepare`, piece by piece; empty if unknown."""
         return ()
 
     def processes(self) -> list[int]:

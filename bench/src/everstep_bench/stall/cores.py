@@ -1,4 +1,4 @@
-"""Which threads and processes run where.
+"""Placement of threads and processes on cores.
 
 Training is kept on one core. Every other thread of this process, whoever has made it, and
 every process that it has started are kept on the others, so that no library has less room

@@ -1,4 +1,4 @@
-"""What only a CUDA device can tell: how long it waited for copies, and what its link can carry."""
+"""Measurements on a CUDA device: waits for copies, and the bandwidth of its link."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ __all__ = ["Block", "Ideal", "Interval", "Row", "Split"]
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """One save and the steps behind it; times in seconds of the monotonic clock.
+    """One save and the steps after it; times in seconds of the monotonic clock.
 
     Attributes:
         begin_s: the save was asked for.
@@ -77,13 +77,15 @@ class Block:
 
     @property
     def stall_s(self) -> float:
-        """What the training thread spent in the library: its calls, and its hooks. Where there
-        is a device, what that spent within the hooks: the thread runs ahead of it there."""
+        """Return the time that the training thread spent in the library: in calls and hooks.
+
+        With a device: the time of the device within the hooks, as the thread runs ahead of it.
+        """
         return self.calls_s + (self._within_s if self.device_s is None else self.device_s)
 
     @property
     def other_s(self) -> float:
-        """What of its calls has no cause."""
+        """Return the time in its calls that has no known cause."""
         return self.calls_s - (sum(self.causes.values()) - self._within_s)
 
     @property
@@ -98,7 +100,7 @@ class Block:
 
 @dataclass(frozen=True, slots=True)
 class Ideal:
-    """What steps take without a save, in one round."""
+    """Duration of steps without a save, in one round."""
 
     blocks: tuple[Block, ...]
 
@@ -121,7 +123,7 @@ class Ideal:
         return max(steps_s) - min(steps_s) if len(steps_s) > 1 else None
 
     def slowdown_s(self, block: Block) -> float:
-        """What the steps of ``block`` took more than as many ideal ones."""
+        """Return the extra time of the steps of ``block`` over as many ideal ones."""
         return block.wall_s - len(block.steps) * self.step_s
 
     def loop_rate(self, block: Block) -> float | None:
@@ -143,8 +145,8 @@ class Ideal:
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """Where the time of a save goes (DataStates-LLM, Table III); parts may overlap, and each
-    is None where it cannot be told apart.
+    """Breakdown of the time of a save (DataStates-LLM, Table III); items may overlap, and each is
+    None if it cannot be separated.
 
     Attributes:
         serialise_s: metadata and serialisation.
@@ -159,7 +161,7 @@ class Split:
 
 @dataclass(slots=True)
 class Row:
-    """What one arm did.
+    """Figures of one arm.
 
     Attributes:
         blocks: by number of the round.
@@ -256,11 +258,11 @@ class Interval:
         return self.every * statistics.median(known) if known else None
 
     def slowdown_s(self, row: Row) -> Spread | None:
-        """What a save costs training, by the clock on the wall."""
+        """Return the cost of a save for training, in wall-clock time."""
         return self._paired(row, lambda ideal, block: ideal.slowdown_s(block))
 
     def difference_s(self, row: Row) -> Spread | None:
-        """What of that is not explained by time spent in the library: interference, noise."""
+        """Return the part of the slow-down outside the library: interference, noise."""
         return self._paired(row, lambda ideal, block: ideal.slowdown_s(block) - block.stall_s)
 
     def share(self, row: Row) -> Spread | None:
@@ -270,12 +272,12 @@ class Interval:
         )
 
     def loop_rate(self, row: Row) -> Spread | None:
-        """How fast the loop goes while a save is under way, relative to ideal."""
+        """Return the speed of the loop during a save, relative to ideal."""
         return self._paired(row, lambda ideal, block: ideal.loop_rate(block))
 
     def link_share(self, row: Row, size_bytes: int) -> Spread | None:
-        """How fast a state of this size was in host memory, from the call on, next to a plain
-        copy into pinned memory."""
+        """Return the speed at which a state reached host memory after the call, relative to a
+        plain copy into pinned memory."""
         found = []
         for number in sorted(self.pinned_bytes_per_s.keys() & row.blocks.keys()):
             block = row.blocks[number]

@@ -1,4 +1,4 @@
-"""What peers write: a new name for each save, synced where they do not, removed afterwards."""
+"""Files of other libraries: a new name for each save, synced if they do not, removed afterwards."""
 
 from __future__ import annotations
 

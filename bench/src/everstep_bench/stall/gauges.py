@@ -25,8 +25,8 @@ _RESET_PEAK = "5"
 
 
 def give_back_free_memory() -> None:
-    """What was freed goes back to the system, so that what is resident is in use; where the
-    C library can."""
+    """Return freed memory to the system, so that resident memory is memory in use, if the C library
+    can."""
     gc.collect()
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).malloc_trim(0)

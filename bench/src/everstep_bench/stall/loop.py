@@ -28,7 +28,7 @@ _CONTEXT_BATCH = {"cpu": (64, 1), "cuda": (128, 64)}  # short steps, so that a s
 
 
 class Workload(Protocol):
-    """What of a benchmark's options says what is trained."""
+    """Options of a benchmark that define its training."""
 
     @property
     def params(self) -> int:
@@ -47,7 +47,7 @@ class Workload(Protocol):
 
     @property
     def python_heavy(self) -> bool:
-        """Whether each step has a part of pure Python."""
+        """True if each step includes pure Python work."""
         ...
 
 
@@ -65,7 +65,7 @@ class Step(NamedTuple):
         hooks: from the first hook before the update to the last: where gates are; None if
             nobody looked.
         forward_end_s: the loss is known, backward begins; None if nobody looked.
-        applied: from the first hook behind the update to the last: where gradients are waited
+        applied: from the first hook after the update to the last: where gradients are waited
             for; None if nobody looked.
         device_s: what the device spent within both: it waits there, and not the thread; None where
             there is none, or nobody looked.
@@ -137,7 +137,7 @@ class Loop:
     def step(self) -> Step:
         """One step; on a device, until it is over there."""
         begin_s = time.monotonic()
-        self.loss = self.training.step()  # ends with it on the host, behind the update
+        self.loss = self.training.step()  # ends with it on the host, after the update
         if self._rounds:
             _churn(self._data, self._rounds)
         end_s = time.monotonic()
@@ -145,7 +145,7 @@ class Loop:
         return Step(begin_s, end_s, self._hooks, self._forward_end_s, self._applied, device_s)
 
     def watch_hooks(self) -> None:
-        """From now on steps say when forward ended, and when the hooks before and behind the
+        """From now on steps say when forward ended, and when the hooks before and after the
         update ran: all that are there."""
         optimizer = self.training.optimizer
         clock = self._clock
@@ -234,7 +234,7 @@ def seeded_single_thread(seed: int) -> Iterator[None]:
 
 
 def _churn(data: bytes, rounds: int) -> int:
-    """What a tokenizer or a metric in plain Python does to the interpreter."""
+    """Keep the interpreter busy, as a tokenizer or a metric in plain Python does."""
     state = 0
     size = len(data)
     for number in range(rounds):

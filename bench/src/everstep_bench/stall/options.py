@@ -1,4 +1,4 @@
-"""What is measured, and what the words on the command line mean."""
+"""Options of the benchmark, and parsers of their values."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ _WRITERS_MAX = 64
 
 @dataclass(frozen=True, slots=True)
 class StallOptions:
-    """What is measured.
+    """Options of the benchmark.
 
     Attributes:
         params: of the model, about.

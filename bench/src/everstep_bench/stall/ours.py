@@ -30,8 +30,8 @@ _SLACK_BYTES = 64 << 20
 _DETAILS = {
     "sync": "training waits until the base is durable",
     "async": "training waits for a copy in host memory",
-    "checkfreq": "the copy behind the step, written once it is whole",
-    "lazy": "the copy behind the step, written while it arrives",
+    "checkfreq": "the copy during the next step, written once it is whole",
+    "lazy": "the copy during the next step, written while it arrives",
     "gockpt": "the copy in parts over several steps; updates wait for copies of gradients",
     "gockpt_o": "the same; copies of gradients overlap the update and the next forward",
 }
@@ -65,8 +65,8 @@ else:
 class _Unpacking(_Base):
     """Copies small tensors one by one instead of packed together."""
 
-    def mark(self, batches: Sequence[Batch], block: torch.Tensor) -> None:
-        super().mark(_unpacked(batches), block)
+    def copy_now(self, batches: Sequence[Batch], block: torch.Tensor) -> None:
+        super().copy_now(_unpacked(batches), block)
 
     def submit(self, batches: Sequence[Batch], block: torch.Tensor, progress: Progress) -> Transfer:
         return super().submit(_unpacked(batches), block, progress)

@@ -27,7 +27,7 @@ _PROBES = 3
 
 
 def installed(name: str) -> bool:
-    """Whether what the arm needs is there."""
+    """Return True if the libraries of the arm are installed."""
     return name not in PACKAGES or importlib.util.find_spec(PACKAGES[name]) is not None
 
 
@@ -170,7 +170,7 @@ class TorchCheckpointing(SavingArm):
 
 
 def _any_direct_write(folder: Path) -> bool:
-    """Whether O_DIRECT takes writes of any length here."""
+    """Return True if O_DIRECT accepts writes of any length here."""
     path = folder / "direct"
     try:
         descriptor = os.open(path, os.O_CREAT | os.O_WRONLY | os.O_DIRECT, 0o600)

@@ -34,7 +34,7 @@ class Copied(NamedTuple):
 
 
 class Copies:
-    """What lanes have copied; threads may share it."""
+    """Record of the copies of lanes; threads may share it."""
 
     def __init__(self) -> None:
         self._found: list[Copied] = []
@@ -45,7 +45,7 @@ class Copies:
         """Forgets what there was.
 
         Args:
-            state: tensors of the state; whatever else is copied behind training is gradients.
+            state: tensors of the state; other copies during training are gradients.
         """
         self._state = frozenset(tensor.untyped_storage().data_ptr() for tensor in state)
         self._found = []
@@ -90,10 +90,10 @@ class _Recording(_Base):
 
     copies: Copies
 
-    def mark(self, batches: Sequence[Batch], block: torch.Tensor) -> None:
+    def copy_now(self, batches: Sequence[Batch], block: torch.Tensor) -> None:
         for batch in batches:
             begin_s = time.monotonic()
-            super().mark([batch], block)
+            super().copy_now([batch], block)
             self.copies.add(batch, begin_s, at_mark=True)
 
     def _copy(self, batch: Batch, block: torch.Tensor) -> None:
@@ -167,7 +167,7 @@ class Sampler:
 
 @dataclass(frozen=True, slots=True)
 class Curve:
-    """Some saves of one arm, one behind the other, and what was busy meanwhile (GoCkpt Fig. 8
+    """Consecutive saves of one arm, and the activity during them (GoCkpt Fig. 8
     and 9); times in seconds of the monotonic clock.
 
     Attributes:

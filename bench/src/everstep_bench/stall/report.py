@@ -51,7 +51,7 @@ class StallReport:
     curves: list[Curve] = field(default_factory=list)
 
     def labels(self) -> list[str]:
-        """What everyone who sees a figure of this run must know."""
+        """Return remarks that belong to every figure of this run."""
         found = []
         link = self.options.link_bytes_per_s
         if link is not None:
@@ -91,11 +91,11 @@ class StallReport:
 
     @property
     def on_device(self) -> bool:
-        """Whether the state is in a device's memory."""
+        """True if the state is in a device's memory."""
         return self.options.device != "cpu"
 
     def all_met(self) -> bool:
-        """Whether every target is met in every interval."""
+        """Return True if every target is met in every interval."""
         return all(v.met for interval in self.intervals for v in self.verdicts(interval))
 
     def as_json(self) -> dict[str, Any]:
@@ -270,7 +270,7 @@ class _Measured(Protocol):
 
 
 def facts_as_json(report: _Measured) -> dict[str, Any]:
-    """Where the figures come from, as plain data."""
+    """Return the facts about the machine as plain data."""
     return {
         "labels": report.labels(),
         "machine": report.machine.as_json(),

@@ -186,7 +186,7 @@ class _Bench:
         return interval
 
     def curves(self, arms: list[_Opened], every: int) -> list[Curve]:
-        """What link and keepers of our arms do over some saves, one behind the other."""
+        """Record the activity of link and keepers of our arms over some consecutive saves."""
         ours = [opened for opened in arms if opened.arm.role == "ours" and opened.error is None]
         self._display.begin("curves", len(ours))
         found = []

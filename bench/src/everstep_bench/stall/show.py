@@ -1,4 +1,4 @@
-"""What people see: facts, tables, verdicts."""
+"""Output for people: facts, tables, verdicts."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def print_verdicts(verdicts: Iterable[Verdict], console: Console) -> None:
 
 
 def machine_facts(machine: Machine, folder: str, *, free_core: bool) -> list[str]:
-    """Where the figures come from."""
+    """Description of the machine."""
     cores = "training on a core of its own, everything else on the others"
     if not free_core:
         cores = "training and everything else on one core"
@@ -81,7 +81,7 @@ def _facts(report: StallReport) -> list[str]:
 
 
 def _rounds(report: StallReport) -> str:
-    """How many there are, and why they are not as many as were asked for."""
+    """Return the number of rounds, and why there are fewer than requested."""
     asked = report.options.repeats
     within_s = report.options.within_s
     made = [len(interval.ideals) for interval in report.intervals]
@@ -127,7 +127,7 @@ def _of_device(report: StallReport, interval: Interval, row: Row) -> tuple[str, 
 
 
 def _behind(report: StallReport, interval: Interval) -> tuple[str, Table]:
-    title = f"What happens behind it, ms, CPU ms, MB; {_steps(interval)}"
+    title = f"After the return of the call, ms, CPU ms, MB; {_steps(interval)}"
     columns = _BEHIND + (("writers",) if report.options.writers else ())
     made = plain_table(columns)
     for row in interval.rows:
@@ -172,7 +172,7 @@ def _ablations(report: StallReport, interval: Interval) -> tuple[str, Table]:
 
 
 def _details(rows: list[Row]) -> Iterator[str]:
-    """What each arm does, or why it did not."""
+    """Print the description of each arm, or why it did not run."""
     for row in rows:
         yield f"  {row.name}: {row.error if row.error else row.detail}"
 

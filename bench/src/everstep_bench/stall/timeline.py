@@ -72,7 +72,7 @@ class Event(NamedTuple):
 
 
 def events(block: Block) -> Iterator[Event]:
-    """What happened in a block, as far as it is known without hooks in any library.
+    """Return the events of a block, as far as they are known without hooks in any library.
 
     Waiting for a copy is what the optimizer's hooks took, before its update (for the state) and
     behind it (for gradients), and what the library did between two steps. Copies are as the lane
@@ -223,7 +223,7 @@ def curves(report: StallReport, path: Path) -> None:
     """
     if not report.curves:
         raise UnavailableError("nothing to draw: no arm of everstep was measured")
-    title = _title(report, "Keeper and link over some saves, one behind the other")
+    title = _title(report, "Keeper and link over some consecutive saves")
     with drawn(path, panels=len(report.curves), title=title) as axes:
         for axis, curve in zip(axes, report.curves, strict=True):
             _draw_curve(axis, curve)

@@ -1,4 +1,4 @@
-"""What it costs to be able to go back to every step, and what a kill costs then.
+"""Benchmark: cost of being able to resume from every step, and cost of a kill.
 
 One training, one process, many arms (LowDiff section VIII, experiments 1 to 8). In each round
 every arm is opened on the same training, warms up, trains for a block of timed steps, and is

@@ -1,4 +1,4 @@
-"""What an arm is: one way to be able to go back, while training goes on. Those without everstep."""
+"""Protocol of an arm: one way to be able to resume from any step; arms without everstep."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _WARM_UP_STEPS = 4  # from then on memory is touched, and files are recycled
 
 @dataclass(frozen=True, slots=True)
 class Recovered:
-    """What a new process gets back.
+    """State that a new process recovers.
 
     Attributes:
         step: that it goes on from; 0 if there was nothing.
@@ -51,7 +51,7 @@ class StepArm:
 
     Attributes:
         detail: what exactly it does, in a few words.
-        saves_each_step: a block begins in the middle of such saves, not behind them.
+        saves_each_step: a block begins in the middle of such saves, not after them.
     """
 
     detail = "no checkpoint"
@@ -68,7 +68,7 @@ class StepArm:
 
     @property
     def compression(self) -> str:
-        """How gradients are compressed."""
+        """Compression of gradients."""
         return f"training consumes the top {100 * self.setting.ratio:g} % of each gradient"
 
     def open(self) -> None:

@@ -19,7 +19,7 @@ __all__ = ["Order", "main"]
 
 @dataclass(frozen=True, slots=True)
 class Order(orders.Order):
-    """What a child does.
+    """Order for a child process.
 
     Attributes:
         steps: it trains up to this one.

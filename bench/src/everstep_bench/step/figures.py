@@ -57,7 +57,7 @@ class Block:
 
 @dataclass(slots=True)
 class Row:
-    """What one arm with one setting did.
+    """Figures of one arm with one setting.
 
     Attributes:
         blocks: by number of the round; several where nothing is saved.
@@ -89,7 +89,7 @@ class Row:
         return statistics.median(found) if found else None
 
     def resolution(self) -> float | None:
-        """How far off the median of this many paired rounds may well be, as a share.
+        """Return the uncertainty of the median of this many paired rounds, as a share.
 
         If blocks scatter by ``s``, two of them differ by 0.95 s in the middle; a block differs
         from the mean of two with a deviation of 1.22 s, and the median of n such differences has

@@ -42,7 +42,7 @@ _COLUMNS = ("arm", "one can go back to", "whole state every", "slow-down", "min 
 
 @dataclass(frozen=True, slots=True)
 class Probe:
-    """What an interval costs.
+    """Cost of an interval.
 
     Attributes:
         slowdown: as a share, over the rounds.
@@ -56,7 +56,7 @@ class Probe:
 
 @dataclass(slots=True)
 class Found:
-    """What was found for an arm.
+    """Result for an arm.
 
     Attributes:
         every: steps between whole states; None if no interval that was tried is within the bound.
@@ -70,7 +70,7 @@ class Found:
 
     @property
     def each_step(self) -> bool:
-        """Whether every step can be gone back to, whatever the interval is."""
+        """True if every step can be recovered at any interval."""
         return self.arm in _LOGS
 
     def probe(self) -> Probe | None:
@@ -97,7 +97,7 @@ class FrequencyReport:
     folder: str
 
     def labels(self) -> list[str]:
-        """What everyone who sees a figure of this run must know."""
+        """Return remarks that belong to every figure of this run."""
         found = [] if self.free_core else ["ONE CORE: training and everything else share it"]
         if self.options.tiers:
             places = ", ".join(self.options.tiers)

@@ -61,7 +61,7 @@ class Kill:
 
     @property
     def identical(self) -> bool:
-        """Whether training ended as if there had been no kill, bit for bit."""
+        """Return True if training ended bit for bit as without a kill."""
         return self.different == 0
 
 
@@ -98,7 +98,7 @@ class Kills:
         self._folder = folder
         self._display = display
         self._random = random.Random(options.seed)
-        self._least = options.every[0] + _BEGIN_STEPS  # a base is behind it, and a log
+        self._least = options.every[0] + _BEGIN_STEPS  # a base comes before it, and a log
         self._most = 2 * options.every[0]
         self._references: dict[Setting, dict[str, str]] = {}
 
@@ -154,7 +154,7 @@ class Kills:
         )
 
     def _reference(self, setting: Setting) -> dict[str, str]:
-        """What an uninterrupted training of the same kind ends with."""
+        """Return the final state of an uninterrupted training of the same kind."""
         alone = replace(
             self._options.usual(COMPRESSED if setting.compresses else NONE), ratio=setting.ratio
         )
@@ -191,7 +191,7 @@ def _until(process: subprocess.Popen[bytes], event: str, step: int | None = None
 
 
 def _rest(process: subprocess.Popen[bytes]) -> list[dict[str, Any]]:
-    """What it had said before it was gone; a line that the kill has cut short is none."""
+    """Return the remaining lines of a dead process; a line that the kill cut short is skipped."""
     assert process.stdout is not None
     text = process.stdout.read()
     return [json.loads(line) for line in text[: text.rfind(b"\n") + 1].splitlines()]

@@ -3,7 +3,7 @@
 LowDiff's baseline (section III-A, "Naive DC", as Check-N-Run does it): the difference of the
 parameters is compressed to its largest elements; the optimizer's moments, in which nearly every
 element changes in every step, are stored as they are. It goes to disk by the very same path as
-everstep's own bases: copied behind the next step, written past the page cache, by a keeper.
+everstep's own bases: copied during the next step, written past the page cache, by a keeper.
 """
 
 from __future__ import annotations
@@ -135,7 +135,7 @@ class NaiveDiff(StepArm):
             self.settle()
 
     def after_step(self) -> None:
-        """Takes the difference; what is larger than an index is copied behind the next step."""
+        """Takes the difference; what is larger than an index is copied during the next step."""
         whole, differences = self._both
         self._step += 1
         for name, parameter in self._parameters.items():
@@ -198,7 +198,7 @@ class NaiveDiff(StepArm):
             self._stored[name].copy_(parameter.detach().view(-1))
 
     def _of_step(self, step: int) -> Iterator[tuple[str, Tensor, Tensor]]:
-        """What the run has of an earlier step, read from its safetensors file."""
+        """Read the tensors of an earlier step from its safetensors file."""
         run = self._folder / "differences"
         found = sorted(run.glob(f"timeline-*/base/{step:012d}/{shard_name(0)}"))
         if not found:

@@ -1,4 +1,4 @@
-"""What is measured, and what the words on the command line mean."""
+"""Options of the benchmark, and parsers of their values."""
 
 from __future__ import annotations
 
@@ -78,12 +78,12 @@ class Setting:
 
     @property
     def compresses(self) -> bool:
-        """Whether training consumes compressed gradients."""
+        """True if training consumes compressed gradients."""
         return self.arm in (COMPRESSED, "lowdiff")
 
     @property
     def is_reference(self) -> bool:
-        """Whether nothing is saved."""
+        """True if nothing is saved."""
         return self.arm in (NONE, COMPRESSED)
 
     def words(self, usual: Setting) -> str:
@@ -100,7 +100,7 @@ class Setting:
 
 @dataclass(frozen=True, slots=True)
 class Training:
-    """What is trained, and how it is measured: common to all benchmarks of steps.
+    """Options common to all benchmarks of steps.
 
     Attributes:
         params: of the model, about.
@@ -132,7 +132,7 @@ class Training:
 
 @dataclass(frozen=True, slots=True)
 class StepOptions(Training):
-    """What ``bench step`` measures.
+    """Options of ``bench step``.
 
     The first of several values is the usual one; every other is tried with the usual ones of
     the rest, in the arms that it means anything to.
@@ -166,12 +166,12 @@ class StepOptions(Training):
         _check_arms(self.arms)
 
     def usual(self, arm: str) -> Setting:
-        """What an arm is told if nothing is tried."""
+        """Return the default setting of an arm."""
         every = self.every[0] if "every" in _USES.get(arm, ()) else 1
         return Setting(arm, every, self.ratio[0], self.batch_steps[0], self.every[0])
 
     def settings(self) -> tuple[Setting, ...]:
-        """What is measured, each once, in the order of :data:`ARMS`; references first."""
+        """Return all settings, each once, in the order of :data:`ARMS`; references first."""
         chosen = set(ARMS if self.arms is None else self.arms) | {NONE}
         if "lowdiff" in chosen:
             chosen.add(COMPRESSED)
@@ -191,7 +191,7 @@ class StepOptions(Training):
 
 @dataclass(frozen=True, slots=True)
 class FrequencyOptions(Training):
-    """What ``bench frequency`` looks for.
+    """Options of ``bench frequency``.
 
     Attributes:
         within: how much slower training may be, as a share.
@@ -259,7 +259,7 @@ def parse_ratios(text: str) -> tuple[float, ...]:
 
 
 def copies(arm: str) -> bool:
-    """Whether an arm can copy its bases to other places."""
+    """Return True if an arm can copy its bases to other places."""
     return arm not in _OTHERS
 
 

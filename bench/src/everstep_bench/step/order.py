@@ -1,4 +1,4 @@
-"""What a process that trains with one arm is told by the benchmark, and how it answers."""
+"""Order for a process that trains with one arm, and its answers."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ EXIT_ORPHANED = 70
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """What every such process does.
+    """Order common to all such processes.
 
     Attributes:
         folder: of the arm, the same for all of its processes.
@@ -59,7 +59,7 @@ class Order:
 
     @property
     def is_orphaned(self) -> bool:
-        """Whether the process that it was given by is gone."""
+        """Return True if the process that gave the order has ended."""
         return os.getppid() != self.parent
 
 

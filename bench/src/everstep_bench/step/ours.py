@@ -27,9 +27,9 @@ LINGER_KILLED_S = 120.0
 _WARM_BASES = 3  # two blocks of memory, and a recycled file
 _DETAILS = {
     "sync": "training waits until bases are durable",
-    "async": "training waits for copies in host memory, which are written behind it",
-    "checkfreq": "bases are copied behind the next step, and written once they are whole",
-    "lazy": "bases are copied behind the next step, and written while they arrive",
+    "async": "training waits for copies in host memory, which are written during training",
+    "checkfreq": "bases are copied during the next step, and written once they are whole",
+    "lazy": "bases are copied during the next step, and written while they arrive",
     "gockpt": "bases are copied in parts over several steps; updates wait for gradients",
     "gockpt_o": "the same; copies of gradients overlap the update and the next forward",
     "logged": "dense gradients in memory, applied at recovery; bases in between",
@@ -60,7 +60,7 @@ class Ours(StepArm):
             self.detail += f"; {self.compression}, without error feedback"
         self._checkpointer: Checkpointer | None = None
         self._budget: Budget | None = None
-        # Of this block alone: a place holds one run, and is emptied behind it.
+        # Of this block alone: a place holds one run, and is emptied after it.
         name = f"{folder.parent.name}-{folder.name}"
         self._places = [f"{place.rstrip('/')}/{name}" for place in setting.tiers]
 
@@ -87,7 +87,7 @@ class Ours(StepArm):
         )
 
     def log(self) -> LogOptions | None:
-        """Where its log is, if it has one."""
+        """Place of its log, if it has one."""
         if everstep.presets[self.setting.arm].log == "none":
             return None
         if self._compressor is None:
@@ -95,7 +95,7 @@ class Ours(StepArm):
         return LogOptions(to="disk", batch_steps=self.setting.batch_steps)
 
     def seams(self) -> Seams:
-        """What it touches the world with."""
+        """Return the seams of its Checkpointer."""
         return Seams()
 
     def resume(self) -> Recovered:
@@ -129,7 +129,7 @@ class Ours(StepArm):
         return keepers_of(self._folder)
 
     def close(self) -> None:
-        """Closes the run, waits until its keeper has ended, behind the last copy, and removes its
+        """Closes the run, waits until its keeper has ended, after the last copy, and removes its
         copies."""
         if self._checkpointer is not None:
             closing = self._checkpointer

@@ -33,7 +33,7 @@ _BEHIND = 1.1  # times what a base alone takes: nothing was waiting
 
 @dataclass(frozen=True, slots=True)
 class ReplicaRate:
-    """What a replica has done.
+    """Figures of a replica.
 
     Attributes:
         params: of the model.

@@ -1,4 +1,4 @@
-"""How fast logged steps are replayed, and how soon a killed training is back.
+"""Speed of replay, and the time until a killed training is back.
 
 Replay alone: million parameters times steps in a second, beside torch's own operator over whole
 tensors and over blocks of them, and beside what memory gives. Recovery: a training is killed with
@@ -367,7 +367,7 @@ class RecoveryFigures:
 
     @property
     def faster_than_training(self) -> float:
-        """How many times."""
+        """Return the ratio."""
         return self.training_s / self.replay_s
 
     def as_json(self) -> dict[str, Any]:

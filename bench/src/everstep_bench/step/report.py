@@ -60,7 +60,7 @@ class StepReport:
     folder: str
 
     def labels(self) -> list[str]:
-        """What everyone who sees a figure of this run must know."""
+        """Return remarks that belong to every figure of this run."""
         found = []
         if not self.free_core:
             found.append("ONE CORE: training and everything else share it")
@@ -81,7 +81,7 @@ class StepReport:
         ]
 
     def all_met(self) -> bool:
-        """Whether every target is met; one that could not be measured is not."""
+        """Return True if every target is met; one that could not be measured is not."""
         return all(verdict.met for verdict in self.verdicts())
 
     def words(self, row: Row) -> str:

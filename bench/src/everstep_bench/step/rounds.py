@@ -56,7 +56,7 @@ class Bench:
     """Runs blocks.
 
     Args:
-        folder: where arms write; each gets a folder of its own, removed behind its block.
+        folder: where arms write; each gets a folder of its own, removed after its block.
     """
 
     def __init__(
@@ -144,7 +144,7 @@ class Bench:
         taken = arm.memory_bytes()
         arm.settle()
         after = _written_bytes(helpers)
-        share = steps / (steps + leading)  # of what was done behind the last step, too
+        share = steps / (steps + leading)  # of the work after the last step, too
         return Block(
             steps=steps,
             wall_s=wall_s,
@@ -176,7 +176,7 @@ def _host_bytes(helpers: Sequence[int]) -> int:
 
 
 def _storage_bytes(folder: Path) -> int:
-    """What files take on the disk."""
+    """Return the disk space of files."""
     if not folder.exists():
         return 0
     return sum(path.stat().st_blocks * 512 for path in folder.rglob("*") if path.is_file())

@@ -1,4 +1,4 @@
-"""What tiers take of memory, disks and stores over many steps, and of training (TierCheck, Exp. 9).
+"""Benchmark: bytes in memory, disks and stores, and the cost of tiers (TierCheck, experiment 9).
 
 Ranks train together, each with a run folder and a node of its own, which is emulated: a process
 group and a folder of this machine. Their bases go to their disks, to the memory of the next node's

@@ -1,4 +1,4 @@
-"""What is measured, and what a training process is told."""
+"""Options of the benchmark, and the order for a training process."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _STEPS_MAX = 1_000_000
 
 @dataclass(frozen=True, slots=True)
 class TiersOptions:
-    """What ``bench tiers`` measures.
+    """Options of ``bench tiers``.
 
     Attributes:
         ranks: that train together, each on an emulated node; with one there is no peer.
@@ -60,7 +60,7 @@ class TiersOptions:
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """What one rank does.
+    """Order for one rank.
 
     Attributes:
         run: its run folder.
@@ -90,5 +90,5 @@ class Order:
 
     @property
     def is_orphaned(self) -> bool:
-        """Whether the process that it was given by is gone."""
+        """Return True if the process that gave the order has ended."""
         return os.getppid() != self.parent

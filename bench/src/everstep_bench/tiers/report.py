@@ -28,7 +28,7 @@ TIERS: Mapping[str, str] = {
 
 @dataclass(frozen=True, slots=True)
 class Occupied:
-    """What a tier has held.
+    """Bytes held by a tier.
 
     Attributes:
         bound_bytes: that was announced; of several ranks the smallest, of the durable place the
@@ -112,7 +112,7 @@ class TiersReport:
         return self.with_tiers.thread_s - self.without.thread_s
 
     def labels(self) -> list[str]:
-        """What everyone who sees a figure of this run must know."""
+        """Return remarks that belong to every figure of this run."""
         return [] if self.options.ranks == 1 else ["EMULATED: all nodes are on this machine"]
 
     def verdicts(self) -> list[Verdict]:
@@ -137,7 +137,7 @@ class TiersReport:
         return all(step in one.most for one in self.with_tiers.occupied)
 
     def all_met(self) -> bool:
-        """Whether every target is met."""
+        """Return True if every target is met."""
         return all(verdict.met for verdict in self.verdicts())
 
     def as_json(self) -> dict[str, Any]:

@@ -176,7 +176,7 @@ class _Job:
 
 
 def _bound(tier: str, bounds: Sequence[dict[str, Any]]) -> int:
-    """What the ranks have announced. An arena has a control area in front of what was asked for."""
+    """Return the announced bound. An arena has a control area in front of the requested bytes."""
     if tier == COPIES:
         return sum(size for bound in bounds for _, size in bound["copies"])
     field = {MEMORY: "host_bytes", PEER: "peer_bytes", DISK: "disk_bytes"}[tier]
@@ -185,7 +185,7 @@ def _bound(tier: str, bounds: Sequence[dict[str, Any]]) -> int:
 
 
 def _said(process: Popen[bytes]) -> bool:
-    """Whether it has said something, or has ended; waits a little for it."""
+    """Wait briefly; return True if it has reported something or ended."""
     assert process.stdout is not None
     return bool(select.select([process.stdout], [], [], _LOOK_EVERY_S)[0])
 
@@ -198,7 +198,7 @@ def _next(process: Popen[bytes], event: str, step: int | None = None) -> Any:
 
 
 def _await_keepers(keepers: Sequence[int], sampler: Sampler, step: int) -> None:
-    """They end behind the last copy."""
+    """End them after the last copy."""
     deadline_s = time.monotonic() + TIMEOUT_S
     while not all(process_gone(keeper, 0.0) for keeper in keepers):
         if time.monotonic() > deadline_s:

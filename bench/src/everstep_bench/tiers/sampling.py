@@ -1,4 +1,4 @@
-"""How many bytes are where, seen from outside: files by their sizes, memory by its pages."""
+"""Bytes in each place, seen from outside: files by their sizes, memory by its pages."""
 
 from __future__ import annotations
 

@@ -24,30 +24,124 @@ who trains on another stream than the one that is current at ``step()`` and ``sa
 that one wait first, as for any other use of the parameters.
 
 The threads here ask to be left out of CUDA graphs that are captured meanwhile
-(:mod:`everstep.capture.graphs`). What captures an update is refused here.
+(:mod:`everstep.capture.cuda_graphs`). What captures an update is refused here.
 """
 
 from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
 from functools import partial
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
 
-from everstep.capture.graphs import beside_graph_captures, refuse_graph_capture
+from everstep.capture.cuda_graphs import ignore_graph_captures, refuse_graph_capture
 from everstep.capture.lanes.batches import Batch, Runs
-from everstep.capture.lanes.issuing import Enqueued, Issued, Issuer, Reached
 from everstep.capture.lanes.lane import CpuLane, CpuTransfer, Progress, Take, Transfer
 from everstep.capture.lanes.pinned import PinnedAhead, PinnedMemory
 from everstep.errors import OutOfSpaceError
-from everstep.seams.processes.conditions import is_over
+from everstep.seams.processes.conditions import Outcome, is_over
+from everstep.seams.processes.threads import IoThreads
 from everstep.state.values.tensors import byte_view
 
-__all__ = ["CudaLane", "CudaTransfer", "moment_on", "on_cuda"]
+__all__ = [
+    "CudaLane",
+    "CudaTransfer",
+    "Enqueued",
+    "Issued",
+    "Issuer",
+    "Reached",
+    "moment_on",
+    "on_cuda",
+]
+
+Reached = tuple[int, Any, torch.device]
+"""The end of some batches, the event behind their copies, and where they come from."""
+
+
+class Enqueued(NamedTuple):
+    """Copies that run by themselves: events in front of them, by device, and behind them. Or why it
+    is not all of them, and events behind what was begun."""
+
+    reached: Sequence[Reached] = ()
+    first: Mapping[torch.device, Any] = MappingProxyType({})
+    begun: Sequence[Any] = ()
+    error: BaseException | None = None
+
+    def events(self) -> Iterable[Any]:
+        """Behind all of them."""
+        return [*(event for _, event, _ in self.reached), *self.begun]
+
+    def copied_s(self) -> float | None:
+        """Of the device that took longest; all are over."""
+        last = {device: event for _, event, device in self.reached}
+        taken_ms = [self.first[device].elapsed_time(event) for device, event in last.items()]
+        return max(taken_ms) / 1e3 if taken_ms else None
+
+    def failed(self, error: BaseException, begun: Sequence[Any] = ()) -> Enqueued:
+        """The same, with an error: without what its frames hold, which may be much of the memory
+        that there was too little of."""
+        found: BaseException | None = error
+        while found is not None:
+            found.__traceback__ = None
+            found = found.__cause__ or found.__context__
+        return self._replace(begun=begun, error=error)
+
+
+Issued = Future[Enqueued]
+"""What was enqueued, once it is; cancelled, if the call was interrupted before it began."""
+
+
+class Issuer:
+    """Enqueues in a thread, one after the other.
+
+    Args:
+        thread: of one thread; closed with this.
+    """
+
+    def __init__(self, thread: IoThreads) -> None:
+        self._thread = thread
+        self._lock = threading.Lock()
+        self._issued: list[Issued] = []  # perhaps not yet
+
+    def issue(self, enqueue: Callable[[], Enqueued]) -> Issued:
+        """Has copies enqueued; ``enqueue`` says what it fails with, and behind which events."""
+        issued: Issued = Outcome()
+
+        def work() -> None:
+            if not issued.set_running_or_notify_cancel():
+                return
+            try:
+                found = enqueue()
+            except BaseException as error:  # whoever waits for it would do so for ever
+                found = Enqueued().failed(error)
+            issued.set_result(found)
+
+        # Known before it begins: whoever gives memory back waits for it, even if this call is
+        # interrupted on its way out.
+        with self._lock:
+            self._issued = [*(one for one in self._issued if not one.done()), issued]
+        try:
+            self._thread.submit(work)
+        except BaseException:
+            issued.cancel()
+            raise
+        return issued
+
+    def under_way(self) -> list[Issued]:
+        """What may not be enqueued yet."""
+        with self._lock:
+            return [one for one in self._issued if not one.done()]
+
+    def close(self) -> None:
+        """Ends the thread, after what was issued."""
+        self._thread.close()
+
 
 _cuda: Any = torch.cuda  # its constructors have no annotations
 
@@ -122,13 +216,13 @@ class CudaLane:
         if pinned is not None:
             self.run(pinned.release)
 
-    def mark(self, batches: Sequence[Batch], block: torch.Tensor) -> None:
+    def copy_now(self, batches: Sequence[Batch], block: torch.Tensor) -> None:
         """Copies from duplicates, made in the order of the current stream: the sources may
         change. What is too much to be duplicated is copied itself, and the current stream
         waits until it is."""
         split = self._split(batches)
-        self._host.mark(split.small, block)
-        self._host.mark(split.large, block)
+        self._host.copy_now(split.small, block)
+        self._host.copy_now(split.large, block)
         if not split.ours:
             return
         refuse_graph_capture()
@@ -175,7 +269,7 @@ class CudaLane:
             pinned = self._pinned_of(block, split.devices[0])
             behind = self._behind_current(split.devices, yielding=yielding)
             issued = self._issue(split.ours, block, pinned, behind)
-        self._host.mark(split.small, block)
+        self._host.copy_now(split.small, block)
         large = split.large
         submit = self._host.submit_yielding if yielding else self._host.submit
         hosted = submit(large, block, lambda end: None) if large else None
@@ -184,7 +278,7 @@ class CudaLane:
         here = self._here()
 
         def watch() -> None:
-            beside_graph_captures()
+            ignore_graph_captures()
             try:
                 if hosted is not None:
                     hosted.wait(0.0)  # it was before us in this thread; raises what it failed with
@@ -227,7 +321,7 @@ class CudaLane:
             begun = self._begun()
 
         def behind() -> None:
-            beside_graph_captures()
+            ignore_graph_captures()
             with contextlib.ExitStack() as stack:
                 with contextlib.suppress(RuntimeError):
                     stack.enter_context(here)
@@ -284,7 +378,7 @@ class CudaLane:
             reached: list[Reached] = []
             first: dict[torch.device, Any] = {}
             found = Enqueued(reached, first)
-            beside_graph_captures()
+            ignore_graph_captures()
             try:
                 # In a thread that has named no device, to leave one means to go to the first.
                 with _cuda.device(next(iter(behind))):
@@ -420,7 +514,7 @@ def _small(batch: Batch) -> bool:
 
 
 def _beside_captures(job: Callable[[], None]) -> None:
-    beside_graph_captures()
+    ignore_graph_captures()
     job()
 
 

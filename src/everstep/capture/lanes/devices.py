@@ -45,8 +45,8 @@ class DeviceLane:
     def leave(self) -> None:
         self._lane.leave()
 
-    def mark(self, batches: Sequence[Batch], block: torch.Tensor) -> None:
-        self._for_batches(batches).mark(batches, block)
+    def copy_now(self, batches: Sequence[Batch], block: torch.Tensor) -> None:
+        self._for_batches(batches).copy_now(batches, block)
 
     def submit(self, batches: Sequence[Batch], block: torch.Tensor, progress: Progress) -> Transfer:
         return self._for_batches(batches).submit(batches, block, progress)

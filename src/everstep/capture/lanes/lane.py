@@ -7,7 +7,7 @@ thread plays the copy engine, with the same rules of ordering.
 Copies that were submitted as yielding are the exception: whatever is submitted later, and is not
 yielding, goes first, between two of their batches.
 
-The rules (I1): what :meth:`Lane.mark` was given may change as soon as it returns. What
+The rules (I1): what :meth:`Lane.copy_now` was given may change as soon as it returns. What
 :meth:`Lane.submit` was given may not change until :meth:`Transfer.gate` has let its bytes
 through; whoever updates asks the gate first.
 """
@@ -94,7 +94,7 @@ class Lane(Protocol):
         are under way."""
         ...
 
-    def mark(self, batches: Sequence[Batch], block: torch.Tensor) -> None:
+    def copy_now(self, batches: Sequence[Batch], block: torch.Tensor) -> None:
         """Copies what may change as soon as this returns."""
         ...
 
@@ -194,7 +194,7 @@ class CpuLane:
     def leave(self) -> None:
         """Nothing: nor is it kept here."""
 
-    def mark(self, batches: Sequence[Batch], block: torch.Tensor) -> None:
+    def copy_now(self, batches: Sequence[Batch], block: torch.Tensor) -> None:
         for batch in batches:
             if batch.end - batch.begin <= _FEW_BYTES:
                 _copy_alone(batch, block)
@@ -280,7 +280,7 @@ class CpuLane:
     ) -> None:
         """Copies a run, and tells nobody of its parts unless somebody waits."""
         target = block.data_ptr()
-        # Looked up before the first: in between, each microsecond is one of training's.
+        # SampledLine up before the first: in between, each microsecond is one of training's.
         moves = [
             (batch, target + batch.begin, _address(batch), batch.end - batch.begin) for batch in run
         ]

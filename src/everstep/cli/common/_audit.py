@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from everstep.format.records import AuditRecord
     from everstep.format.writer import ChunkRing
     from everstep.restore.offline.audit import Audit
-    from everstep.restore.offline.logged import RunLog
+    from everstep.restore.offline.run_log import RunLog
     from everstep.run.scan import Inventory
     from everstep.run.segments import SegmentFound
     from everstep.seams.files.filesystem import FileSystem
@@ -81,8 +81,8 @@ def check_replay(
 ) -> list[Audit]:
     """Computes each of ``bases`` anew from the one before it and the log."""
     from everstep.restore.offline.audit import audit, pairs
-    from everstep.restore.offline.logged import RunLog
     from everstep.restore.offline.rebuild import Rebuilder
+    from everstep.restore.offline.run_log import RunLog
     from everstep.seams.processes.processes import available_cores
 
     threads = len(available_cores())

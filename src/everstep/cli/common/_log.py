@@ -14,7 +14,7 @@ from everstep.errors import DamageError
 if TYPE_CHECKING:
     from everstep.format.header import ShardHeader
     from everstep.format.log import RecordHead
-    from everstep.restore.offline.logged import Reach, RunLog
+    from everstep.restore.offline.run_log import Reach, RunLog
     from everstep.run.scan import Inventory
     from everstep.run.segments import SegmentFound
     from everstep.seams.files.filesystem import FileSystem
@@ -53,7 +53,7 @@ def run_log(filesystem: FileSystem, inventory: Inventory) -> RunLog | None:
         kinds = (LOG_DIR, LOSSY_DIR)
         if not any(has_segments(number, kind) for number in inventory.timelines for kind in kinds):
             return None
-        from everstep.restore.offline.logged import RunLog
+        from everstep.restore.offline.run_log import RunLog
 
         return RunLog.of(filesystem, inventory)
 
@@ -65,7 +65,7 @@ def count_segments(segments: Iterable[SegmentFound]) -> int:
 
 def steps_in_words(steps: Iterable[int]) -> str:
     """``"steps 2 to 10, 14"``; ``"no step"``."""
-    from everstep.restore.offline.logged import spans
+    from everstep.restore.offline.run_log import spans
 
     return _spans_in_words(spans(steps))
 
@@ -97,7 +97,7 @@ def as_json(reach: Reach | None) -> dict[str, Any] | None:
     """The same as plain data; None of a timeline without segments."""
     if reach is None:
         return None
-    from everstep.restore.offline.logged import spans
+    from everstep.restore.offline.run_log import spans
 
     return {
         "segments": count_segments(reach.segments),

@@ -19,28 +19,13 @@ as another session, and nothing that this one has done is in the way.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import PurePath
 
-from everstep.commit.job.agreed import (
-    AgreementEvent,
-    AgreementOut,
-    Compare,
-    Compared,
-    Go,
-    InventorySeen,
-    IsSilent,
-    OpenTimeline,
-    Refuse,
-    Restore,
-    Restored,
-    TakeInventory,
-    Tell,
-)
+from everstep.commit.job.actions import Send
 from everstep.commit.job.cluster import COORDINATOR
 from everstep.commit.job.messages import Answer, Command, Message
-from everstep.commit.job.offers import Choice, Needs, Offer, Source, all_ranks, choose
-from everstep.commit.job.offers_wire import (
+from everstep.commit.job.offer_codec import (
     decode_choice,
     decode_compared,
     decode_offer,
@@ -50,12 +35,155 @@ from everstep.commit.job.offers_wire import (
     encode_offer,
     encode_restored,
 )
+from everstep.commit.job.offers import Choice, Needs, Offer, Source, all_ranks, choose
 from everstep.commit.lineage import BaseId
 from everstep.errors import RecoveryError
 from everstep.format.records import TimelineRecord
-from everstep.state.layout.replica_digest import describe_mismatch
+from everstep.state.layout.replica_digest import ReplicaDigest, describe_mismatch
 
-__all__ = ["NO_WAY_BACK", "NO_WAY_BACK_HINT", "Agreement"]
+__all__ = [
+    "NO_WAY_BACK",
+    "NO_WAY_BACK_HINT",
+    "Agreement",
+    "AgreementEvent",
+    "AgreementOut",
+    "Compare",
+    "Compared",
+    "Go",
+    "InventorySeen",
+    "OpenTimeline",
+    "Opened",
+    "RanksSilent",
+    "Refuse",
+    "Restore",
+    "Restored",
+    "TakeInventory",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class TakeInventory:
+    """Look at what this rank can read; answer with :class:`InventorySeen`.
+
+    Attributes:
+        relaid: also at the logs of as many ranks as there are now, as at those of another number.
+        partly: say also what manifests list and is not there.
+    """
+
+    relaid: bool = False
+    partly: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Compare:
+    """Compare ``choice.base`` with the live state, and touch nothing; answer with
+    :class:`Compared`."""
+
+    choice: Choice
+
+
+@dataclass(frozen=True, slots=True)
+class Restore:
+    """Load what this rank needs of ``choice.base`` (nothing on a fresh start), check its digests,
+    and replay this rank's log up to ``choice.reach``; answer with :class:`Restored`."""
+
+    choice: Choice
+
+
+@dataclass(frozen=True, slots=True)
+class OpenTimeline:
+    """Create, on this rank's disk and durably: the record of the run, those of the timelines of
+    ``choice`` that are missing there, its manifests where they are missing, and last, exclusively,
+    ``record``, the fence. Answer with :class:`Opened`."""
+
+    record: TimelineRecord
+    choice: Choice
+
+
+@dataclass(frozen=True, slots=True)
+class Go:
+    """All ranks have restored ``choice`` and opened ``timeline``: train.
+
+    Attributes:
+        exact: what all of them have restored is bit for bit what training had.
+    """
+
+    timeline: int
+    choice: Choice
+    exact: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Refuse:
+    """There is nothing that all ranks can restore, or what was asked for is not there.
+
+    Attributes:
+        unlike: they can, but some of them would leave out what others would not.
+    """
+
+    reason: str
+    unlike: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class RanksSilent:
+    """Rank 0 waits for the answers of ``ranks`` in ``phase``; to be reported."""
+
+    phase: str
+    ranks: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class InventorySeen:
+    """What this rank can read."""
+
+    offer: Offer
+
+
+@dataclass(frozen=True, slots=True)
+class Compared:
+    """What this rank would leave out.
+
+    Attributes:
+        damaged, unusable: as of :class:`Restored`.
+        common: of what it has in common with others: the same on all of these, or none restores.
+        why: in words.
+    """
+
+    damaged: tuple[tuple[int, Source], ...] = ()
+    unusable: tuple[int, int] | None = None
+    common: tuple[ReplicaDigest, ...] = ()
+    why: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Restored:
+    """The state is that of the step that was chosen; or not.
+
+    Attributes:
+        damaged: files that are damaged: of which rank, and where.
+        unusable: timeline and step at which this rank's log turned out to be of no use.
+        exact: it is bit for bit what training had.
+        relaid: the log behind the base is of another layout than this rank has now.
+    """
+
+    damaged: tuple[tuple[int, Source], ...] = ()
+    unusable: tuple[int, int] | None = None
+    exact: bool = True
+    relaid: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Opened:
+    """Whether the timeline is this session's on this rank's disk; else its number was taken by
+    another start of the job."""
+
+    ours: bool
+
+
+AgreementOut = TakeInventory | Compare | Restore | OpenTimeline | Go | Refuse | RanksSilent | Send
+AgreementEvent = InventorySeen | Compared | Restored | Opened
+
 
 NO_WAY_BACK = (
     "there is no base of step 0, and this process has trained: its state is not that of a fresh "
@@ -119,8 +247,8 @@ class Agreement:
         self._answers: dict[int, bytes] = {}
         self._choice: Choice | None = None
         self._record: TimelineRecord | None = None
-        self._spoilt: set[tuple[BaseId, int, Source]] = set()
-        self._spoilt_log: set[tuple[int, int, int]] = set()  # rank, timeline, step
+        self._unusable: set[tuple[BaseId, int, Source]] = set()
+        self._unusable_log: set[tuple[int, int, int]] = set()  # rank, timeline, step
         self._relaid: set[int] = set()  # timelines: their ranks had another layout
         self._partly = False  # nothing else is left
         self._exact = True
@@ -148,7 +276,7 @@ class Agreement:
         """Rank 0 begins; the others wait for it."""
         return self._ask("offer") if self.rank == COORDINATOR else []
 
-    def heard(self, sender: int, message: Message) -> list[AgreementOut]:
+    def receive(self, sender: int, message: Message) -> list[AgreementOut]:
         """A message of this session has come from ``sender``."""
         if isinstance(message, Command) and sender == COORDINATOR:
             return self._obey(message)
@@ -161,11 +289,11 @@ class Agreement:
         if isinstance(event, InventorySeen):
             return self._say(encode_offer(event.offer))
         if isinstance(event, Compared):
-            about = event.damaged, event.spoilt, event.common, event.why
+            about = event.damaged, event.unusable, event.common, event.why
             return self._say(encode_compared(*about))
         if isinstance(event, Restored):
             return self._say(
-                encode_restored(event.damaged, event.spoilt, event.exact, event.relaid)
+                encode_restored(event.damaged, event.unusable, event.exact, event.relaid)
             )
         return self._say(b"ours" if event.ours else b"")
 
@@ -179,10 +307,10 @@ class Agreement:
         out: list[AgreementOut] = []
         if now_s - self._repeated_s >= self._repeat_s:
             self._repeated_s = now_s
-            out += [Tell(rank, self._command) for rank in silent if rank != self.rank]
+            out += [Send(rank, self._command) for rank in silent if rank != self.rank]
         if silent and now_s - self._asked_s >= self._silent_s and not self._told_silent:
             self._told_silent = True
-            out.append(IsSilent(self._command.phase, silent))
+            out.append(RanksSilent(self._command.phase, silent))
         return out
 
     # Every rank.
@@ -191,7 +319,7 @@ class Agreement:
         if command.number < self._at:
             return []
         if command.number == self._at:
-            return [] if self._answer is None else [Tell(COORDINATOR, self._answer)]
+            return [] if self._answer is None else [Send(COORDINATOR, self._answer)]
         self._at = command.number
         self._phase = command.phase
         self._answer = None
@@ -217,7 +345,7 @@ class Agreement:
         self._answer = Answer(self._at, payload)
         if self.rank == COORDINATOR:
             return self._on_answer(self.rank, self._answer)
-        return [Tell(COORDINATOR, self._answer)]
+        return [Send(COORDINATOR, self._answer)]
 
     # Rank 0.
 
@@ -233,7 +361,7 @@ class Agreement:
         self._asked_s = None
         self._told_silent = False
         others = [rank for rank in range(self.world) if rank != self.rank]
-        tell: list[AgreementOut] = [Tell(rank, self._command) for rank in others]
+        tell: list[AgreementOut] = [Send(rank, self._command) for rank in others]
         return tell + self._obey(self._command)
 
     def _on_answer(self, sender: int, answer: Answer) -> list[AgreementOut]:
@@ -293,15 +421,15 @@ class Agreement:
             step=self._step,
             needs=self._needs,
             fetch=self._fetch,
-            spoilt=self._spoilt,
-            spoilt_log=self._spoilt_log,
+            unusable=self._unusable,
+            unusable_log=self._unusable_log,
             relaid=self._relaid,
             partly=self._partly,
         )
         if choice.base is None and self._trained:
             raise RecoveryError(NO_WAY_BACK, hint=NO_WAY_BACK_HINT)
         if choice.base is None and self._loaded:
-            damaged = ", ".join(sorted({str(base) for base, _, _ in self._spoilt}))
+            damaged = ", ".join(sorted({str(base) for base, _, _ in self._unusable}))
             raise RecoveryError(
                 f"{damaged or 'what was chosen'} cannot be restored on every rank, and ranks have "
                 "loaded some of it: their state is not that of a fresh start any more",
@@ -333,20 +461,21 @@ class Agreement:
         """Whether nothing is in the way of the choice; what is, is not chosen again.
 
         Args:
-            relaid: the log is of another layout: what is spoilt of it shows when it is replayed as
+            relaid: the log is of another layout: what is unusable of it shows when it is replayed
+            as
                 it was written.
         """
         assert self._choice is not None
         damaged = {found for one in told for found in one.damaged}
-        log = {(rank, *one.spoilt) for rank, one in enumerate(told) if one.spoilt is not None}
+        log = {(rank, *one.unusable) for rank, one in enumerate(told) if one.unusable is not None}
         if not damaged and not log and not relaid:
             return True
         assert self._choice.base is not None
-        self._spoilt |= {(self._choice.base, rank, source) for rank, source in damaged}
+        self._unusable |= {(self._choice.base, rank, source) for rank, source in damaged}
         if relaid:
             self._relaid.add(self._choice.base.timeline)
         else:
-            self._spoilt_log |= log
+            self._unusable_log |= log
         return False
 
     def _on_restored(self, answers: Collection[bytes]) -> list[AgreementOut]:

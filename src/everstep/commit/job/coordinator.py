@@ -15,25 +15,25 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping
 
+from everstep.commit.job.actions import (
+    BaseDamaged,
+    BasesSeen,
+    Out,
+    Pace,
+    Perform,
+    ReadBack,
+    Send,
+)
 from everstep.commit.job.cluster import COORDINATOR, Cluster
 from everstep.commit.job.member import Member
 from everstep.commit.job.messages import (
-    ManifestKept,
-    ManifestTold,
+    ManifestAck,
+    ManifestNotice,
     Message,
-    ReadBackTold,
-    ReadBackWanted,
-    WatermarkKept,
-    WatermarkTold,
-)
-from everstep.commit.job.steps import (
-    BasesSeen,
-    Do,
-    IsDamaged,
-    Out,
-    Pace,
-    ReadBack,
-    Send,
+    ReadBackReply,
+    ReadBackRequest,
+    WatermarkAck,
+    WatermarkNotice,
 )
 from everstep.commit.lineage import BaseId, Branch
 from everstep.commit.retention import plan_retention
@@ -98,17 +98,17 @@ class Coordinator(Member):
             found |= set(range(self.cluster.world)) - self._read.keys()
         return found
 
-    def heard(self, sender: int, message: Message) -> list[Out]:
+    def receive(self, sender: int, message: Message) -> list[Out]:
         """A message of this session has come from ``sender``."""
         if self.fenced:
             return []
-        if isinstance(message, ManifestKept):
+        if isinstance(message, ManifestAck):
             return self._on_kept(sender, message.base)
-        if isinstance(message, ReadBackTold):
+        if isinstance(message, ReadBackReply):
             return self._on_read(sender, message.base, message.problem)
-        if isinstance(message, WatermarkKept):
+        if isinstance(message, WatermarkAck):
             return self._on_watermark_kept(sender, message)
-        return super().heard(sender, message)
+        return super().receive(sender, message)
 
     def tick(self, now_s: float) -> list[Out]:
         """Some time has passed: repeats what may have been lost, takes over, reports."""
@@ -118,19 +118,19 @@ class Coordinator(Member):
         self._repeated_s = now_s
         for base, kept in self._kept.items():
             missing = [rank for rank in self.cluster.leaders if rank not in kept]
-            out += [Send(rank, ManifestTold(self._told[base])) for rank in missing]
+            out += [Send(rank, ManifestNotice(self._told[base])) for rank in missing]
         if self._reading is not None:
             missing = [r for r in self.cluster.others(self.rank) if r not in self._read]
-            out += [Send(rank, ReadBackWanted(self._reading)) for rank in missing]
+            out += [Send(rank, ReadBackRequest(self._reading)) for rank in missing]
         if self.watermark.base is not None and self._reading is None:
             silent = set(range(self.cluster.world)) - self._knows
             silent |= {rank for rank in self.cluster.leaders if self._owes(rank)}
             out += [Send(rank, self._told_now()) for rank in sorted(silent - {self.rank})]
         return out
 
-    def _told_now(self) -> WatermarkTold:
+    def _told_now(self) -> WatermarkNotice:
         assert self.watermark.base is not None
-        return WatermarkTold(self.watermark.base, self._to_delete, tuple(sorted(self.damaged)))
+        return WatermarkNotice(self.watermark.base, self._to_delete, tuple(sorted(self.damaged)))
 
     def _owes(self, leader: int) -> bool:
         """Whether what is known of a disk is not what was asked for."""
@@ -147,7 +147,7 @@ class Coordinator(Member):
         self._told[base] = manifest
         self._kept.setdefault(base, set()).add(self.rank)
         others = self.cluster.others(self.rank)
-        tell: list[Out] = [Send(rank, ManifestTold(manifest)) for rank in others]
+        tell: list[Out] = [Send(rank, ManifestNotice(manifest)) for rank in others]
         return tell + self._moved(base)
 
     def _on_kept(self, sender: int, base: BaseId) -> list[Out]:
@@ -178,7 +178,7 @@ class Coordinator(Member):
         self._branches = seen.branches
         return self._on_held(self.rank, seen.committed, seen.needed)
 
-    def _on_watermark_kept(self, sender: int, message: WatermarkKept) -> list[Out]:
+    def _on_watermark_kept(self, sender: int, message: WatermarkAck) -> list[Out]:
         if message.base != self.watermark.base:
             return []
         self._knows.add(sender)
@@ -226,8 +226,8 @@ class Coordinator(Member):
         self._reading = base
         self._read = {}
         others = self.cluster.others(self.rank)
-        tell: list[Out] = [Send(rank, ReadBackWanted(base)) for rank in others]
-        return [*tell, Do(base, ReadBack())]
+        tell: list[Out] = [Send(rank, ReadBackRequest(base)) for rank in others]
+        return [*tell, Perform(base, ReadBack())]
 
     def _on_read_back(self, base: BaseId, problem: str) -> list[Out]:
         return self._on_read(self.rank, base, problem)
@@ -246,4 +246,4 @@ class Coordinator(Member):
         # What the logs need was said without knowing of it: each disk is asked once more.
         self._held = {}
         self._to_delete = ()
-        return [*(IsDamaged(base, rank, text) for rank, text in found), *self._tell_watermark()]
+        return [*(BaseDamaged(base, rank, text) for rank, text in found), *self._tell_watermark()]

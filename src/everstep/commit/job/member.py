@@ -1,10 +1,10 @@
 """One rank's part in a timeline of several ranks, as a state machine without I/O.
 
-It takes a base of this rank through :class:`~everstep.commit.machine.BaseCommit`, sees to it that
-every disk gets the manifest, and follows the watermark. Whoever drives it performs each
-:class:`Do` and reports with :meth:`Member.done`, sends what it asks to be sent, hands over what
-arrives, and calls :meth:`Member.tick` every now and then. Messages may be lost, late, doubled and
-in any order; nothing but files counts as durable.
+It takes a base of this rank through :class:`~everstep.commit.base_commit.BaseCommit`, sees to it
+that every disk gets the manifest, and follows the watermark. Whoever drives it performs each
+:class:`Perform` and reports with :meth:`Member.done`, sends what it asks to be sent, hands over
+what arrives, and calls :meth:`Member.tick` every now and then. Messages may be lost, late, doubled
+and in any order; nothing but files counts as durable.
 
 Rank 0 asks and tells (:mod:`everstep.commit.job.coordinator`). If it is gone, any rank asks for the
 markers itself and writes the manifest to its own disk: what was captured becomes durable
@@ -16,44 +16,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from everstep.commit.deletion import BaseDeletion, DeletionAction, DeletionEvent
-from everstep.commit.job.cluster import COORDINATOR, Cluster
-from everstep.commit.job.disagreement import disagreement
-from everstep.commit.job.messages import (
-    DiskMoves,
-    GivenUp,
-    ManifestKept,
-    ManifestTold,
-    MarkersWanted,
-    MarkerTold,
-    Message,
-    ReadBackTold,
-    ReadBackWanted,
-    WatermarkKept,
-    WatermarkTold,
-)
-from everstep.commit.job.steps import (
-    BasesSeen,
-    Delete,
-    Do,
-    Event,
-    Fenced,
-    GaveUp,
-    IsDurable,
-    IsLate,
-    LookAtBases,
-    Out,
-    Pace,
-    ReadBack,
-    ReadBackDone,
-    Send,
-    WatermarkMoved,
-    Withdraw,
-    Withdrawn,
-)
-from everstep.commit.lineage import BaseId, fenced_off
-from everstep.commit.machine import Action as CommitAction
-from everstep.commit.machine import (
+from everstep.commit.base_commit import Action as CommitAction
+from everstep.commit.base_commit import (
     BaseCommit,
     GatherMarkers,
     MarkerDurable,
@@ -61,13 +25,52 @@ from everstep.commit.machine import (
     Phase,
     WriteMarker,
 )
-from everstep.commit.machine import Event as CommitEvent
-from everstep.commit.watermark import Watermark
+from everstep.commit.base_commit import Event as CommitEvent
+from everstep.commit.deletion import BaseDeletion, DeletionAction, DeletionEvent
+from everstep.commit.job.actions import (
+    BaseDurable,
+    BaseLate,
+    BasesSeen,
+    Delete,
+    Event,
+    Fenced,
+    GaveUp,
+    LookAtBases,
+    Out,
+    Pace,
+    Perform,
+    ReadBack,
+    ReadBackDone,
+    Send,
+    WatermarkMoved,
+    Withdraw,
+    Withdrawn,
+)
+from everstep.commit.job.cluster import COORDINATOR, Cluster
+from everstep.commit.job.messages import (
+    DiskProgress,
+    GiveUpNotice,
+    ManifestAck,
+    ManifestNotice,
+    MarkerNotice,
+    MarkersRequest,
+    Message,
+    ReadBackReply,
+    ReadBackRequest,
+    WatermarkAck,
+    WatermarkNotice,
+)
+from everstep.commit.lineage import BaseId, fenced_error
+from everstep.commit.retention import Watermark
 from everstep.errors import FencedError
 from everstep.format.header import ShardIdentity
 from everstep.format.records import Manifest, Marker, manifest_of
+from everstep.state.layout.replica_digest import describe_mismatch
 
-__all__ = ["Member"]
+__all__ = [
+    "Member",
+    "describe_disagreement",
+]
 
 
 @dataclass(slots=True)
@@ -125,7 +128,7 @@ class Member:
         self._moving = set[int]()  # ranks whose disks have moved since the last tick
 
     @property
-    def is_behind(self) -> bool:
+    def watermark_pending(self) -> bool:
         """Whether a base is committed here of which the watermark is still to be told: whoever
         tells it asks then what this rank's disk holds."""
         newest = max(self._manifests, default=None)
@@ -157,7 +160,7 @@ class Member:
             return []
         return self._refuse(base, reason)
 
-    def no_more(self, reason: str) -> list[Out]:
+    def end_captures(self, reason: str) -> list[Out]:
         """Nothing more will be captured here: what only others have begun will not exist."""
         if self.fenced:
             return []
@@ -188,27 +191,27 @@ class Member:
         if self.fenced or flight is None or flight.commit.base != base:
             return []
         tell: list[Out] = [
-            Send(rank, GivenUp(base, reason)) for rank in self.cluster.others(self.rank)
+            Send(rank, GiveUpNotice(base, reason)) for rank in self.cluster.others(self.rank)
         ]
         return tell + self._give_up(base, reason)
 
-    def heard(self, sender: int, message: Message) -> list[Out]:
+    def receive(self, sender: int, message: Message) -> list[Out]:
         """A message of this session has come from ``sender``."""
         if self.fenced:
             return []
-        if isinstance(message, MarkerTold):
+        if isinstance(message, MarkerNotice):
             return self._on_marker(sender, message.marker)
-        if isinstance(message, MarkersWanted):
+        if isinstance(message, MarkersRequest):
             return self._on_wanted(sender, message.base)
-        if isinstance(message, ManifestTold):
+        if isinstance(message, ManifestNotice):
             return self._on_manifest(message.manifest)
-        if isinstance(message, GivenUp):
+        if isinstance(message, GiveUpNotice):
             return self._on_given_up(message)
-        if isinstance(message, ReadBackWanted):
-            return [Do(message.base, ReadBack())]
-        if isinstance(message, WatermarkTold):
+        if isinstance(message, ReadBackRequest):
+            return [Perform(message.base, ReadBack())]
+        if isinstance(message, WatermarkNotice):
             return self._on_watermark(message)
-        if isinstance(message, DiskMoves):
+        if isinstance(message, DiskProgress):
             self._moving.add(sender)
         return []
 
@@ -235,7 +238,7 @@ class Member:
             # Where none is missing, the manifest is: of those who lead one moves at a time.
             leads = max(flight.moved_s.get(r, late_s) for r in self.cluster.leaders) > late_s
             flight.told_late = bool(silent) or not (missing or leads)
-            out += [IsLate(base, silent)] if flight.told_late else []
+            out += [BaseLate(base, silent)] if flight.told_late else []
         return out
 
     # Commits.
@@ -248,14 +251,14 @@ class Member:
         self._early = {base: found for base, found in self._early.items() if base > commit.base}
         if commit.base in self._given_up:
             return self._give_up(commit.base, self._given_up[commit.base])
-        return [Do(commit.base, commit.start())]
+        return [Perform(commit.base, commit.start())]
 
     def _done(self, base: BaseId, event: Event) -> list[Out]:
         if isinstance(event, ReadBackDone):
             if event.newest > self.timeline:
                 gone = f"{base} is gone"
                 about = self.timeline, event.newest, gone
-                raise fenced_off(*about, step=base.step, rank=self.rank)
+                raise fenced_error(*about, step=base.step, rank=self.rank)
             return self._on_read_back(base, event.problem)
         if isinstance(event, BasesSeen):
             return self._on_bases(event)
@@ -269,7 +272,7 @@ class Member:
         if isinstance(event, Withdrawn):
             return self._give_up(base, flight.given_up or "")
         if flight.given_up is not None:
-            return [Do(base, Withdraw())]
+            return [Perform(base, Withdraw())]
         if isinstance(event, MarkersSeen):
             flight.markers |= event.markers
             event = MarkersSeen(flight.markers, event.committed)
@@ -288,20 +291,20 @@ class Member:
         if (
             flight.waiting
             and not told
-            and (why := disagreement(self.cluster.world, flight.markers))
+            and (why := describe_disagreement(self.cluster.world, flight.markers))
         ):
             return self._end(flight, why)
         if not flight.waiting:
             if isinstance(action, WriteMarker):
                 flight.own = action.marker
-            return [Do(flight.commit.base, action)]
+            return [Perform(flight.commit.base, action)]
         out: list[Out] = []
         if told and flight.own is not None:  # rank 0's goes to those who may take over
             to = self.cluster.leaders if self.rank == COORDINATOR else (COORDINATOR,)
-            out += [Send(rank, MarkerTold(flight.own)) for rank in to if rank != self.rank]
+            out += [Send(rank, MarkerNotice(flight.own)) for rank in to if rank != self.rank]
         if told:  # those who share this disk may be done
             flight.waiting = False
-            out.append(Do(flight.commit.base, action))
+            out.append(Perform(flight.commit.base, action))
         return out
 
     def _end(self, flight: _InFlight, why: str) -> list[Out]:
@@ -311,7 +314,10 @@ class Member:
         flight.given_up = why
         base = flight.commit.base
         others = self.cluster.others(self.rank)
-        return [*(Send(rank, GivenUp(base, why)) for rank in others), Do(base, Withdraw())]
+        return [
+            *(Send(rank, GiveUpNotice(base, why)) for rank in others),
+            Perform(base, Withdraw()),
+        ]
 
     def _feed(self, flight: _InFlight) -> list[Out]:
         """Markers have come by message."""
@@ -326,27 +332,27 @@ class Member:
         while len(self._manifests) > 2:
             del self._manifests[min(self._manifests)]
         self._flight = None
-        return [IsDurable(base), *self._tell_committed(base, manifest), *self._begin()]
+        return [BaseDurable(base), *self._tell_committed(base, manifest), *self._begin()]
 
     def _tell_committed(self, base: BaseId, manifest: Manifest) -> list[Out]:
         """To rank 0, which goes on with the watermark."""
-        return [Send(COORDINATOR, ManifestKept(base))] if self.leads else []
+        return [Send(COORDINATOR, ManifestAck(base))] if self.leads else []
 
     def _repeat(self, flight: _InFlight, *, taking_over: bool) -> list[Out]:
         base = flight.commit.base
         out = []
         if flight.own is not None and self.rank != COORDINATOR:
-            out.append(Send(COORDINATOR, MarkerTold(flight.own)))
+            out.append(Send(COORDINATOR, MarkerNotice(flight.own)))
         if taking_over or self.rank == COORDINATOR:
             if taking_over:
                 flight.commit.take_over()
             out += [
-                Send(rank, MarkersWanted(base))
+                Send(rank, MarkersRequest(base))
                 for rank in self.cluster.others(self.rank)
                 if rank not in flight.markers
             ]
         flight.waiting = False
-        return [*out, Do(base, GatherMarkers())]
+        return [*out, Perform(base, GatherMarkers())]
 
     def _on_marker(self, sender: int, marker: Marker) -> list[Out]:
         base = BaseId(marker.timeline, marker.step)
@@ -371,7 +377,7 @@ class Member:
             return self._refuse(base, why)
         flight = self._flight
         if flight is not None and flight.commit.base == base and self.rank in flight.markers:
-            return [Send(sender, MarkerTold(flight.markers[self.rank]))]
+            return [Send(sender, MarkerNotice(flight.markers[self.rank]))]
         return []
 
     def _never(self, base: BaseId) -> str:
@@ -389,7 +395,7 @@ class Member:
     def _refuse(self, base: BaseId, why: str) -> list[Out]:
         self._given_up[base] = why
         self._early.pop(base, None)
-        return [Send(rank, GivenUp(base, why)) for rank in self.cluster.others(self.rank)]
+        return [Send(rank, GiveUpNotice(base, why)) for rank in self.cluster.others(self.rank)]
 
     def _refuse_early(self) -> list[Out]:
         found = [(base, self._never(base)) for base in sorted(self._early)]
@@ -397,11 +403,11 @@ class Member:
 
     def _known(self, base: BaseId) -> Message | None:
         if base in self._manifests:
-            return ManifestTold(self._manifests[base])
+            return ManifestNotice(self._manifests[base])
         if base in self._given_up:
-            return GivenUp(base, self._given_up[base])
+            return GiveUpNotice(base, self._given_up[base])
         if base in self._on_disk:
-            return MarkerTold(self._on_disk[base])
+            return MarkerNotice(self._on_disk[base])
         return None
 
     def _on_manifest(self, manifest: Manifest) -> list[Out]:
@@ -417,9 +423,9 @@ class Member:
         if self.leads:
             return self._feed(flight)
         flight.waiting = False
-        return [Do(base, GatherMarkers())]
+        return [Perform(base, GatherMarkers())]
 
-    def _on_given_up(self, message: GivenUp) -> list[Out]:
+    def _on_given_up(self, message: GiveUpNotice) -> list[Out]:
         flight = self._flight
         if flight is None or flight.commit.base != message.base:
             if message.base.timeline == self.timeline and message.base not in self._manifests:
@@ -431,7 +437,7 @@ class Member:
         if not flight.waiting:
             return []  # when what is being done is done
         flight.waiting = False
-        return [Do(message.base, Withdraw())]
+        return [Perform(message.base, Withdraw())]
 
     def _give_up(self, base: BaseId, reason: str) -> list[Out]:
         self._given_up[base] = reason
@@ -441,9 +447,9 @@ class Member:
     # Reclamation.
 
     def _on_read_back(self, base: BaseId, problem: str) -> list[Out]:
-        return [Send(COORDINATOR, ReadBackTold(base, problem))]
+        return [Send(COORDINATOR, ReadBackReply(base, problem))]
 
-    def _on_watermark(self, message: WatermarkTold) -> list[Out]:
+    def _on_watermark(self, message: WatermarkNotice) -> list[Out]:
         out = self._advance(message.base)
         self._of_no_use = message.damaged
         if self.leads:
@@ -464,22 +470,47 @@ class Member:
             return []
         self._deletions = [BaseDeletion(b, self.timeline) for b in bases if b < watermark]
         if not self._deletions:
-            return [Do(watermark, LookAtBases(self._of_no_use))]
+            return [Perform(watermark, LookAtBases(self._of_no_use))]
         return self._go_on_deleting(self._deletions[0], self._deletions[0].start())
 
     def _go_on_deleting(self, deletion: BaseDeletion, action: DeletionAction | None) -> list[Out]:
         if action is not None:
-            return [Do(deletion.base, Delete(action))]
+            return [Perform(deletion.base, Delete(action))]
         del self._deletions[0]
         if self._deletions:
             return self._go_on_deleting(self._deletions[0], self._deletions[0].start())
         assert self.watermark.base is not None
-        return [Do(self.watermark.base, LookAtBases(self._of_no_use))]
+        return [Perform(self.watermark.base, LookAtBases(self._of_no_use))]
 
     def _on_bases(self, seen: BasesSeen) -> list[Out]:
         return self._keep_watermark(seen)
 
     def _keep_watermark(self, seen: BasesSeen) -> list[Out]:
         assert self.watermark.base is not None
-        kept = WatermarkKept(self.watermark.base, seen.committed, seen.needed)
+        kept = WatermarkAck(self.watermark.base, seen.committed, seen.needed)
         return [Send(COORDINATOR, kept)]
+
+
+def describe_disagreement(world: int, markers: Mapping[int, Marker]) -> str:
+    """Why all markers together are those of no base, and never will be; "" if they are, or
+    some are missing."""
+    if len(markers) < world or manifest_of(markers) is not None:
+        return ""
+    by_lsn: dict[int, list[int]] = {}
+    for rank, marker in sorted(markers.items()):
+        by_lsn.setdefault(marker.lsn, []).append(rank)
+    if why := describe_mismatch({rank: marker.common for rank, marker in markers.items()}):
+        return (
+            f"the ranks differ in what they have in common ({why}), so each leaves to others "
+            "what these do not write; give every rank the same state (the DDP wrapper or the "
+            "module in it, on all of them), and freeze and train the same layers on each"
+        )
+    if len(by_lsn) == 1:
+        return "the markers of the ranks contradict each other"
+    counted = ", ".join(
+        f"rank(s) {' '.join(map(str, ranks))}: {lsn}" for lsn, ranks in sorted(by_lsn.items())
+    )
+    return (
+        f"the ranks have counted different numbers of optimizer updates ({counted}); each of "
+        "them has to make as many in a step as the others, or leave out as many"
+    )

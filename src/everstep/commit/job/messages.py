@@ -20,37 +20,37 @@ from everstep.format.records import Manifest, Marker
 
 __all__ = [
     "Answer",
+    "ChunkReply",
+    "ChunkRequest",
     "Command",
-    "CopyGoesOn",
     "CopyMessage",
+    "CopyProgress",
+    "CopyReply",
+    "CopyRequest",
     "CopySettled",
-    "CopyTold",
-    "CopyWanted",
-    "DiskMoves",
+    "DiskProgress",
     "Envelope",
-    "Fetching",
-    "GivenUp",
-    "ManifestKept",
-    "ManifestTold",
-    "MarkerTold",
-    "MarkersWanted",
+    "FetchProgress",
+    "GiveUpNotice",
+    "ManifestAck",
+    "ManifestNotice",
+    "MarkerNotice",
+    "MarkersRequest",
     "Message",
-    "PartTold",
-    "PartWanted",
-    "PeerAt",
-    "PeerBegun",
-    "PeerLogAt",
-    "PeerLogBegun",
-    "PeerLogPart",
+    "PeerCopyAck",
+    "PeerCopyBegin",
+    "PeerCopyChunk",
+    "PeerLogAck",
+    "PeerLogBegin",
+    "PeerLogChunk",
     "PeerMessage",
-    "PeerPart",
     "PeerRound",
-    "PeerSaid",
-    "ReadBackTold",
-    "ReadBackWanted",
+    "PeerRoundReply",
+    "ReadBackReply",
+    "ReadBackRequest",
     "StartFailed",
-    "WatermarkKept",
-    "WatermarkTold",
+    "WatermarkAck",
+    "WatermarkNotice",
     "accept",
     "decode_message",
     "encode_message",
@@ -62,35 +62,35 @@ _WIRE = PurePath("message")
 
 
 @dataclass(frozen=True, slots=True)
-class MarkerTold:
+class MarkerNotice:
     """The sender's marker is durable."""
 
     marker: Marker
 
 
 @dataclass(frozen=True, slots=True)
-class MarkersWanted:
+class MarkersRequest:
     """The manifest of ``base`` does not come: who has a marker, or the manifest?"""
 
     base: BaseId
 
 
 @dataclass(frozen=True, slots=True)
-class ManifestTold:
+class ManifestNotice:
     """All markers are durable: every disk is to have this manifest."""
 
     manifest: Manifest
 
 
 @dataclass(frozen=True, slots=True)
-class ManifestKept:
+class ManifestAck:
     """The manifest of ``base`` is durable on the sender's disk."""
 
     base: BaseId
 
 
 @dataclass(frozen=True, slots=True)
-class GivenUp:
+class GiveUpNotice:
     """The sender has no files of ``base`` and never will: the base will not exist."""
 
     base: BaseId
@@ -98,19 +98,19 @@ class GivenUp:
 
 
 @dataclass(frozen=True, slots=True)
-class DiskMoves:
+class DiskProgress:
     """The sender's disk is slow, perhaps, and does not hang: an operation has come back."""
 
 
 @dataclass(frozen=True, slots=True)
-class ReadBackWanted:
+class ReadBackRequest:
     """Read your files of ``base`` back: something is to be deleted, and nothing is verified."""
 
     base: BaseId
 
 
 @dataclass(frozen=True, slots=True)
-class ReadBackTold:
+class ReadBackReply:
     """Whether the sender's files of ``base`` are what they should be; empty: they are."""
 
     base: BaseId
@@ -118,7 +118,7 @@ class ReadBackTold:
 
 
 @dataclass(frozen=True, slots=True)
-class WatermarkTold:
+class WatermarkNotice:
     """``base`` is durable on all ranks; ``delete`` is no longer needed.
 
     Attributes:
@@ -131,7 +131,7 @@ class WatermarkTold:
 
 
 @dataclass(frozen=True, slots=True)
-class WatermarkKept:
+class WatermarkAck:
     """The sender knows of the watermark ``base``; its disk, if it leads there, holds ``held``, of
     which the logs there need ``needed``, however old they are."""
 
@@ -141,7 +141,7 @@ class WatermarkKept:
 
 
 @dataclass(frozen=True, slots=True)
-class CopyWanted:
+class CopyRequest:
     """Copy your part of the base with this manifest to ``place``.
 
     Attributes:
@@ -153,14 +153,14 @@ class CopyWanted:
 
 
 @dataclass(frozen=True, slots=True)
-class CopyGoesOn:
+class CopyProgress:
     """The sender is at work for ``place``, or ready to be."""
 
     place: int
 
 
 @dataclass(frozen=True, slots=True)
-class CopyTold:
+class CopyReply:
     """The sender's part of ``base`` is in ``place``, its marker last; or why it is not."""
 
     place: int
@@ -211,7 +211,7 @@ class PeerRound:
 
 
 @dataclass(frozen=True, slots=True)
-class PeerSaid:
+class PeerRoundReply:
     """What has become of the sender's part of ``base``: ``"whole"``, ``"failed"``, or, of one that
     is everywhere, ``"noted"``."""
 
@@ -220,7 +220,7 @@ class PeerSaid:
 
 
 @dataclass(frozen=True, slots=True)
-class PeerBegun:
+class PeerCopyBegin:
     """The sender is going to send its files of a base; ``record`` is that of the timeline of the
     base, as it is on the sender's disk."""
 
@@ -229,7 +229,7 @@ class PeerBegun:
 
 
 @dataclass(frozen=True, slots=True)
-class PeerPart:
+class PeerCopyChunk:
     """Bytes of the sender's files of ``base``, counted through all of them."""
 
     base: BaseId
@@ -238,7 +238,7 @@ class PeerPart:
 
 
 @dataclass(frozen=True, slots=True)
-class PeerAt:
+class PeerCopyAck:
     """How much of its part of ``base`` the sender of the message holds for its receiver.
 
     Attributes:
@@ -253,9 +253,9 @@ class PeerAt:
 
 
 @dataclass(frozen=True, slots=True)
-class PeerLogBegun:
+class PeerLogBegin:
     """The sender is going to send steps of its log
-    (:func:`everstep.restore.fetch.peer_log.packed`).
+    (:func:`everstep.restore.fetch.peer_log.pack_steps`).
 
     Attributes:
         timeline, first, last: the steps.
@@ -274,7 +274,7 @@ class PeerLogBegun:
 
 
 @dataclass(frozen=True, slots=True)
-class PeerLogPart:
+class PeerLogChunk:
     """Bytes of the sender's steps that begin with ``first``."""
 
     timeline: int
@@ -284,7 +284,7 @@ class PeerLogPart:
 
 
 @dataclass(frozen=True, slots=True)
-class PeerLogAt:
+class PeerLogAck:
     """How much of such steps the sender of the message holds for its receiver.
 
     Attributes:
@@ -300,7 +300,7 @@ class PeerLogAt:
 
 
 @dataclass(frozen=True, slots=True)
-class PartWanted:
+class ChunkRequest:
     """At a start: send these bytes of the copy of ``base`` that is held for ``rank``.
 
     Attributes:
@@ -315,7 +315,7 @@ class PartWanted:
 
 
 @dataclass(frozen=True, slots=True)
-class PartTold:
+class ChunkReply:
     """Bytes of such a copy."""
 
     base: BaseId
@@ -326,7 +326,7 @@ class PartTold:
 
 
 @dataclass(frozen=True, slots=True)
-class Fetching:
+class FetchProgress:
     """At a start: the sender is there; ``done``: it has fetched what it needs in this ``round``."""
 
     round: int
@@ -334,32 +334,39 @@ class Fetching:
 
 
 PeerMessage = (
-    PeerRound | PeerSaid | PeerBegun | PeerPart | PeerAt | PeerLogBegun | PeerLogPart | PeerLogAt
+    PeerRound
+    | PeerRoundReply
+    | PeerCopyBegin
+    | PeerCopyChunk
+    | PeerCopyAck
+    | PeerLogBegin
+    | PeerLogChunk
+    | PeerLogAck
 )
 """Between keepers, of copies in peers' memory."""
 
-CopyMessage = CopyWanted | CopyGoesOn | CopyTold | CopySettled
+CopyMessage = CopyRequest | CopyProgress | CopyReply | CopySettled
 """Between keepers, of copies in other tiers."""
 
 Message = (
-    MarkerTold
-    | MarkersWanted
-    | ManifestTold
-    | ManifestKept
-    | GivenUp
-    | DiskMoves
-    | ReadBackWanted
-    | ReadBackTold
-    | WatermarkTold
-    | WatermarkKept
+    MarkerNotice
+    | MarkersRequest
+    | ManifestNotice
+    | ManifestAck
+    | GiveUpNotice
+    | DiskProgress
+    | ReadBackRequest
+    | ReadBackReply
+    | WatermarkNotice
+    | WatermarkAck
     | CopyMessage
     | Command
     | Answer
     | StartFailed
     | PeerMessage
-    | PartWanted
-    | PartTold
-    | Fetching
+    | ChunkRequest
+    | ChunkReply
+    | FetchProgress
 )
 
 
@@ -423,29 +430,29 @@ _Fields = dict[str, tuple[Callable[[Any], Any], Callable[[Any], Any]]]
 _STEPS: _Fields = {"timeline": _NUMBER, "first": _NUMBER}
 _PART: _Fields = {"base": _BASE, "rank": _NUMBER, "offset": _NUMBER}
 _FIELDS: dict[type, _Fields] = {
-    MarkerTold: {"marker": _MARKER},
-    MarkersWanted: {"base": _BASE},
-    ManifestTold: {"manifest": _MANIFEST},
-    ManifestKept: {"base": _BASE},
-    GivenUp: {"base": _BASE, "reason": _TEXT},
-    DiskMoves: {},
-    ReadBackWanted: {"base": _BASE},
-    ReadBackTold: {"base": _BASE, "problem": _TEXT},
-    WatermarkTold: {"base": _BASE, "delete": _BASES, "damaged": _BASES},
-    WatermarkKept: {"base": _BASE, "held": _BASES, "needed": _BASES},
-    CopyWanted: {"place": _NUMBER, "manifest": _MANIFEST},
-    CopyGoesOn: {"place": _NUMBER},
-    CopyTold: {"place": _NUMBER, "base": _BASE, "problem": _TEXT},
+    MarkerNotice: {"marker": _MARKER},
+    MarkersRequest: {"base": _BASE},
+    ManifestNotice: {"manifest": _MANIFEST},
+    ManifestAck: {"base": _BASE},
+    GiveUpNotice: {"base": _BASE, "reason": _TEXT},
+    DiskProgress: {},
+    ReadBackRequest: {"base": _BASE},
+    ReadBackReply: {"base": _BASE, "problem": _TEXT},
+    WatermarkNotice: {"base": _BASE, "delete": _BASES, "damaged": _BASES},
+    WatermarkAck: {"base": _BASE, "held": _BASES, "needed": _BASES},
+    CopyRequest: {"place": _NUMBER, "manifest": _MANIFEST},
+    CopyProgress: {"place": _NUMBER},
+    CopyReply: {"place": _NUMBER, "base": _BASE, "problem": _TEXT},
     CopySettled: {"place": _NUMBER, "base": _BASE},
     Command: {"number": _NUMBER, "phase": _TEXT, "payload": _BYTES},
     Answer: {"number": _NUMBER, "payload": _BYTES},
     StartFailed: {"rank": _NUMBER, "reason": _TEXT},
     PeerRound: {"base": _MAYBE, "everywhere": _MAYBE},
-    PeerSaid: {"base": _BASE, "state": _TEXT},
-    PeerBegun: {"marker": _MARKER, "record": _BYTES},
-    PeerPart: {"base": _BASE, "offset": _NUMBER, "data": _BYTES},
-    PeerAt: {"base": _BASE, "received_bytes": _NUMBER, "whole": _FLAG, "problem": _TEXT},
-    PeerLogBegun: {
+    PeerRoundReply: {"base": _BASE, "state": _TEXT},
+    PeerCopyBegin: {"marker": _MARKER, "record": _BYTES},
+    PeerCopyChunk: {"base": _BASE, "offset": _NUMBER, "data": _BYTES},
+    PeerCopyAck: {"base": _BASE, "received_bytes": _NUMBER, "whole": _FLAG, "problem": _TEXT},
+    PeerLogBegin: {
         **_STEPS,
         "last": _NUMBER,
         "record": _BYTES,
@@ -453,13 +460,40 @@ _FIELDS: dict[type, _Fields] = {
         "index_bytes": _NUMBER,
         "index_digest": _TEXT,
     },
-    PeerLogPart: {**_STEPS, "offset": _NUMBER, "data": _BYTES},
-    PeerLogAt: {**_STEPS, "received_bytes": _NUMBER, "state": _TEXT, "problem": _TEXT},
-    PartWanted: {**_PART, "size_bytes": _NUMBER, "log": _FLAG},
-    PartTold: {**_PART, "data": _BYTES, "log": _FLAG},
-    Fetching: {"round": _NUMBER, "done": _FLAG},
+    PeerLogChunk: {**_STEPS, "offset": _NUMBER, "data": _BYTES},
+    PeerLogAck: {**_STEPS, "received_bytes": _NUMBER, "state": _TEXT, "problem": _TEXT},
+    ChunkRequest: {**_PART, "size_bytes": _NUMBER, "log": _FLAG},
+    ChunkReply: {**_PART, "data": _BYTES, "log": _FLAG},
+    FetchProgress: {"round": _NUMBER, "done": _FLAG},
 }
-_KINDS = {kind.__name__: kind for kind in _FIELDS}
+# The names on the wire stay when a class is renamed: keepers of an older version may be running.
+_WIRE_NAMES: dict[type, str] = {
+    MarkerNotice: "MarkerTold",
+    MarkersRequest: "MarkersWanted",
+    ManifestNotice: "ManifestTold",
+    ManifestAck: "ManifestKept",
+    GiveUpNotice: "GivenUp",
+    DiskProgress: "DiskMoves",
+    ReadBackRequest: "ReadBackWanted",
+    ReadBackReply: "ReadBackTold",
+    WatermarkNotice: "WatermarkTold",
+    WatermarkAck: "WatermarkKept",
+    CopyRequest: "CopyWanted",
+    CopyProgress: "CopyGoesOn",
+    CopyReply: "CopyTold",
+    PeerRoundReply: "PeerSaid",
+    PeerCopyBegin: "PeerBegun",
+    PeerCopyChunk: "PeerPart",
+    PeerCopyAck: "PeerAt",
+    PeerLogBegin: "PeerLogBegun",
+    PeerLogChunk: "PeerLogPart",
+    PeerLogAck: "PeerLogAt",
+    ChunkRequest: "PartWanted",
+    ChunkReply: "PartTold",
+    FetchProgress: "Fetching",
+}
+_NAMES = {kind: _WIRE_NAMES.get(kind, kind.__name__) for kind in _FIELDS}
+_KINDS = {name: kind for kind, name in _NAMES.items()}
 
 
 def encode_message(envelope: Envelope) -> bytes:
@@ -467,7 +501,7 @@ def encode_message(envelope: Envelope) -> bytes:
     message = envelope.message
     fields = _FIELDS[type(message)]
     values = [pack(getattr(message, name)) for name, (pack, _) in fields.items()]
-    packed = [envelope.session, envelope.sender, type(message).__name__, values]
+    packed = [envelope.session, envelope.sender, _NAMES[type(message)], values]
     found: bytes = msgpack.packb(packed, use_bin_type=True)
     return found
 

@@ -14,20 +14,18 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from everstep.commit.job.nothing import given_up, is_fresh, nothing_readable
-from everstep.commit.job.offered import timelines_of
 from everstep.commit.lineage import (
     BaseId,
     Branch,
     branches_of,
-    had_steps,
-    left_at,
-    lost_behind,
-    of_no_use,
+    describe_abandoned,
+    describe_lost_steps,
+    describe_missing_steps,
+    describe_unused,
     split_by_history,
 )
-from everstep.commit.logs import JobLogs, LogReader, LogRun, Reach
-from everstep.commit.reclaim import COPY_TIERS, TIERS, VOLATILE_TIERS
+from everstep.commit.log_reach import JobLogs, LogReader, LogRun, Reach
+from everstep.commit.retention import COPY_TIERS, TIERS, VOLATILE_TIERS
 from everstep.errors import RecoveryError
 from everstep.format.digests import digest
 from everstep.format.records import Manifest, Marker, TimelineRecord, manifest_of
@@ -41,6 +39,11 @@ __all__ = [
     "Source",
     "all_ranks",
     "choose",
+    "given_up",
+    "may_start_fresh",
+    "merge_timelines",
+    "recovery_hint",
+    "unreadable_error",
 ]
 
 
@@ -50,7 +53,7 @@ class Piece:
 
     Attributes:
         marker: whose, and what they have to be.
-        tiers: where they are, of :data:`everstep.commit.reclaim.TIERS`.
+        tiers: where they are, of :data:`everstep.commit.retention.TIERS`.
     """
 
     marker: Marker
@@ -114,7 +117,7 @@ class Source:
     """A place to read a piece from; the cheapest sorts first.
 
     Attributes:
-        cost: place of ``tier`` in :data:`everstep.commit.reclaim.TIERS`.
+        cost: place of ``tier`` in :data:`everstep.commit.retention.TIERS`.
         rank: of the job that starts: the one that can read it there.
     """
 
@@ -209,8 +212,8 @@ def choose(
     step: int | None = None,
     needs: Needs = all_ranks,
     fetch: bool = True,
-    spoilt: Collection[tuple[BaseId, int, Source]] = (),
-    spoilt_log: Collection[tuple[int, int, int]] = (),
+    unusable: Collection[tuple[BaseId, int, Source]] = (),
+    unusable_log: Collection[tuple[int, int, int]] = (),
     relaid: Collection[int] = (),
     partly: bool = False,
 ) -> Choice:
@@ -222,8 +225,8 @@ def choose(
             alone, then bases of any timeline; 0 with no such base: start afresh.
         needs: what a rank has to read of a base.
         fetch: ranks hand each other what they can read.
-        spoilt: pieces that turned out to be damaged: base, its rank, where.
-        spoilt_log: of logs what turned out to be of no use: rank, timeline and step.
+        unusable: pieces that turned out to be damaged: base, its rank, where.
+        unusable_log: of logs what turned out to be of no use: rank, timeline and step.
         relaid: timelines whose ranks, as many as start now, had another layout.
         partly: where nothing else is left, a base of which each rank can read the files of some.
 
@@ -233,8 +236,8 @@ def choose(
     """
     assert sorted(offer.rank for offer in offers) == list(range(len(offers)))
     run = _run_of(offers)
-    records, apart = timelines_of(offers)
-    bases = _bases_of(offers, apart, set(spoilt))
+    records, apart = merge_timelines(offers)
+    bases = _bases_of(offers, apart, set(unusable))
     readable: dict[BaseId, Manifest] = {}
     for one, known in bases.items():
         found = _manifest(known)
@@ -246,7 +249,7 @@ def choose(
     logged = {r.timeline for o in offers for r in o.logs if (o.rank, r.timeline) not in apart}
     branches = branches_of(records, whole | lost, logged)
     here, elsewhere = split_by_history(readable, branches)
-    logs = _logs_of(offers, apart, records, branches, spoilt_log, relaid)
+    logs = _logs_of(offers, apart, records, branches, unusable_log, relaid)
     best = logs.best({base: readable[base] for base in here}, step)
     others = [base for base in elsewhere if step is not None and base.step == step]
     chosen = [best] if best is not None else [(base, None) for base in others[:1]]
@@ -260,22 +263,22 @@ def choose(
     if not chosen:
         good = whole | lost | {base for base, known in bases.items() if known.manifests}
         good -= given_up(good, branches, offers)
-        had = None if good else had_steps(records, branches)
-        if not is_fresh(step, good, had):
+        had = None if good else describe_missing_steps(records, branches)
+        if not may_start_fresh(step, good, had):
             why = {base: known.why or _why(base, readable) for base, known in bases.items()}
-            raise nothing_readable(step, why, lost, here + elsewhere, len(offers), had)
+            raise unreadable_error(step, why, lost, here + elsewhere, len(offers), had)
         if step is None:
-            note = of_no_use([*bases, *logs.ends()], branches)
+            note = describe_unused([*bases, *logs.ends()], branches)
     base, reach = chosen[0] if chosen else (None, None)
     manifest = None if base is None else {**left, **readable}[base]
     newer = [other for other in bases if base is None or other > base]
     leads = reach is not None and reach.count > 0
     end = base if reach is None else reach.end
     if end is not None and step is not None:
-        note = left_at(end, branches)
+        note = describe_abandoned(end, branches)
     if step is None and end is not None and manifest is not None:
         kept = logs.kept(end, manifest, {base: readable[base] for base in here})
-        note = lost_behind(end, branches, kept)
+        note = describe_lost_steps(end, branches, kept)
     return Choice(
         base,
         manifest,
@@ -310,7 +313,7 @@ def _logs_of(
     apart: Collection[tuple[int, int]],
     records: Mapping[int, TimelineRecord | None],
     branches: Mapping[int, Branch],
-    spoilt: Collection[tuple[int, int, int]],
+    unusable: Collection[tuple[int, int, int]],
     relaid: Collection[int],
 ) -> JobLogs:
     """All logs, without what belongs to no timeline."""
@@ -323,7 +326,7 @@ def _logs_of(
 
         own.append(fit(offer.log))
         others.append({source: fit(runs) for source, runs in offer.others.items()})
-    return JobLogs(own, records, branches, spoilt, others, relaid)
+    return JobLogs(own, records, branches, unusable, others, relaid)
 
 
 def _run_of(offers: Sequence[Offer]) -> str | None:
@@ -340,7 +343,7 @@ def _run_of(offers: Sequence[Offer]) -> str | None:
 def _bases_of(
     offers: Sequence[Offer],
     apart: Collection[tuple[int, int]],
-    spoilt: Collection[tuple[BaseId, int, Source]],
+    unusable: Collection[tuple[BaseId, int, Source]],
 ) -> dict[BaseId, _Base]:
     found: dict[BaseId, _Base] = {}
     for offer in offers:
@@ -356,7 +359,7 @@ def _bases_of(
                 known.markers.setdefault(rank, {})[key] = piece.marker
                 for tier in piece.tiers:
                     source = Source(TIERS.index(tier), offer.rank)
-                    if (base, rank, source) in spoilt:
+                    if (base, rank, source) in unusable:
                         known.why = (
                             f"the files of rank {rank} are damaged, or do not fit those of others"
                         )
@@ -476,3 +479,121 @@ def _cut_off(
     else:
         return
     yield BaseId(reach.timeline, reach.step + 1), f"log: {why}"
+
+
+_FROM_SCRATCH = "resume(step=0) starts from scratch"
+
+
+def recovery_hint(elsewhere: Sequence[BaseId] = ()) -> str:
+    """What to do where a run has had steps, and no base of them is left.
+
+    Args:
+        elsewhere: bases that its history has turned away from, the newest first.
+    """
+    if elsewhere:
+        first = elsewhere[0]
+        return f"resume(step={first.step}) goes on from {first}; {_FROM_SCRATCH}"
+    return (
+        "bring back what was deleted (of a copy that was made while training went on: copy once "
+        f"more), or the tiers= that have copies; {_FROM_SCRATCH}"
+    )
+
+
+def given_up(
+    bases: Iterable[BaseId], branches: Mapping[int, Branch], offers: Sequence[Offer]
+) -> set[BaseId]:
+    """Which of some bases the newest timeline has turned away from, by a start that every rank that
+    has something of them took part in: what hosts did without them gives nothing up."""
+    _, elsewhere = split_by_history(bases, branches)
+
+    def knows(offer: Offer, base: BaseId) -> bool:
+        has = base in offer.bases or base in offer.lost
+        return not has or max(branches) in offer.timelines
+
+    return {base for base in elsewhere if all(knows(offer, base) for offer in offers)}
+
+
+def may_start_fresh(step: int | None, good: Collection[BaseId], had: str | None) -> bool:
+    """Whether starting afresh throws nothing away, or is what was asked for.
+
+    Args:
+        step: that was asked for.
+        good: bases that are, or may have been, whole, and were not given up.
+        had: see :func:`everstep.commit.lineage.describe_missing_steps`.
+    """
+    return step == 0 if step is not None else not good and had is None
+
+
+def unreadable_error(
+    step: int | None,
+    why: Mapping[BaseId, str],
+    lost: Iterable[BaseId],
+    readable: Sequence[BaseId],
+    world: int,
+    had: str | None,
+) -> RecoveryError:
+    """What is said where a job may not start afresh.
+
+    Args:
+        why: of bases that there are: why they cannot be used.
+        lost: bases of which there is something that cannot be read.
+        readable: those that can, of any timeline.
+        had: what the history has had, where there is no base of it.
+    """
+    can_read = "can be read" if world == 1 else "every rank can read"
+    if step is not None:
+        return RecoveryError(
+            f"there is no base of step {step} that {can_read}",
+            step=step,
+            hint="bases there are: " + (", ".join(map(str, readable[:20])) or "none"),
+        )
+    reasons = [f"  {base}: {reason}" for base, reason in sorted(why.items(), reverse=True)]
+    reasons += [f"  {base}: its records are damaged" for base in sorted(set(lost) - why.keys())]
+    hint = _FROM_SCRATCH if had is None else recovery_hint()
+    hint = f"start with the hosts that have the missing files; {hint}"
+    hint = recovery_hint(readable) if readable else hint
+    said = had or f"there are bases, but none that {can_read}"
+    return RecoveryError("\n".join([f"{said}:" if reasons else said, *reasons]), hint=hint)
+
+
+def merge_timelines(
+    offers: Sequence[Offer],
+) -> tuple[dict[int, TimelineRecord | None], set[tuple[int, int]]]:
+    """The timelines that there are, and ``(rank, timeline)`` of what belongs to none of them.
+
+    Two starts that saw none of each other's disks may both have opened a timeline of the same
+    number. One that has neither bases nor a log was never trained on and does not count.
+
+    Raises:
+        RecoveryError: both were trained on: nobody but a person can say which one is meant.
+    """
+    records: dict[int, TimelineRecord | None] = {}
+    apart: set[tuple[int, int]] = set()
+    for number in sorted({number for offer in offers for number in offer.timelines}):
+        kinds: dict[bytes, tuple[TimelineRecord, list[int]]] = {}
+        for offer in offers:
+            record = offer.timelines.get(number)
+            if record is not None:
+                kinds.setdefault(record.encode(), (record, []))[1].append(offer.rank)
+        used = {
+            key
+            for key, (_, ranks) in kinds.items()
+            if any(_trained_on(offer, number) for offer in offers if offer.rank in ranks)
+        }
+        if len(used) > 1:
+            ranks = " and ".join(str(kinds[key][1]) for key in sorted(used))
+            raise RecoveryError(
+                f"timeline {number} was opened by two starts of the job that knew nothing of each "
+                f"other, and both trained on: the disks of ranks {ranks} differ",
+                hint="start with the hosts of one of them only, and empty the others' run folders",
+            )
+        wins = next(iter(used), None) or (min(kinds) if kinds else None)
+        records[number] = None if wins is None else kinds[wins][0]
+        apart |= {(r, number) for key in kinds if key != wins for r in kinds[key][1]}
+    return records, apart
+
+
+def _trained_on(offer: Offer, timeline: int) -> bool:
+    """Whether a rank has anything of a timeline but its record."""
+    logged = any(run.timeline == timeline for run in offer.logs)
+    return logged or any(base.timeline == timeline for base in offer.bases)

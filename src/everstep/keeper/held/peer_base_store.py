@@ -9,9 +9,9 @@ from dataclasses import dataclass
 
 from everstep.arena import PAGE_BYTES
 from everstep.arena.memory import CONTROL_BYTES, Arena
-from everstep.commit.job.messages import PeerAt, PeerBegun, PeerPart
+from everstep.commit.job.messages import PeerCopyAck, PeerCopyBegin, PeerCopyChunk
 from everstep.commit.lineage import BaseId
-from everstep.commit.peers import Copy, Shelf
+from everstep.commit.peer_copies import Copy, HeldCopies
 from everstep.errors import DamageError, EverstepError, FormatError, OutOfSpaceError
 from everstep.format.records import Marker
 from everstep.restore.fetch.peer_copy import PeerCopy, check_files, size_of
@@ -54,7 +54,7 @@ class PeerBaseStore:
     def __init__(self, bound_bytes: int = 0) -> None:
         # Messages of peers, the writing thread and recalls access the copies at the same time.
         self._lock = threading.Lock()
-        self._shelf = Shelf(bound_bytes)
+        self._shelf = HeldCopies(bound_bytes)
         self._memories: dict[tuple[int, BaseId], _Memory] = {}
 
     @property
@@ -103,7 +103,7 @@ class PeerBaseStore:
         recovered: BaseId | None,
         spare: BaseId | None = None,
     ) -> None:
-        """Prepare for a new start of the job; see :meth:`.peers.Shelf.new_start`."""
+        """Prepare for a new start of the job; see :meth:`.peers.HeldCopies.new_start`."""
         with self._lock:
             self._shelf.bound_bytes = bound_bytes
             self._free(self._shelf.new_start(sources, recovered, spare))
@@ -113,12 +113,12 @@ class PeerBaseStore:
         with self._lock:
             self._free(self._shelf.passed(everywhere))
 
-    def begun(self, source: int, message: PeerBegun) -> PeerAt:
+    def begun(self, source: int, message: PeerCopyBegin) -> PeerCopyAck:
         """Handle the announcement of a copy; reply with the bytes received so far."""
         marker = message.marker
         base = BaseId(marker.timeline, marker.step)
         if marker.rank != source:
-            return PeerAt(base, 0, False, "its files belong to another rank")
+            return PeerCopyAck(base, 0, False, "its files belong to another rank")
         with self._lock:
             known = self._memories.get((source, base))
             # The sender was restarted or has lost the reply: it continues after the bytes received
@@ -130,23 +130,23 @@ class PeerBaseStore:
             # Freed before the new memory is allocated: both together could exceed the bound.
             self._free(dropped)
             if why:
-                return PeerAt(base, 0, False, why)
+                return PeerCopyAck(base, 0, False, why)
             try:
                 arena = Arena.create(max(1, size_bytes))
             except EverstepError as error:
                 self._shelf.drop(source, base)
-                return PeerAt(base, 0, False, error.message)
+                return PeerCopyAck(base, 0, False, error.message)
             self._memories[source, base] = _Memory(marker, message.record, arena)
             return self._at(source, base)
 
-    def part(self, source: int, message: PeerPart) -> PeerAt:
+    def part(self, source: int, message: PeerCopyChunk) -> PeerCopyAck:
         """Receive bytes of a copy; bytes out of order are ignored."""
         base = message.base
         data = message.data
         with self._lock:
             one = self._memories.get((source, base))
             if one is None:
-                return PeerAt(base, 0, False, "the keeper was replaced and holds no such copy")
+                return PeerCopyAck(base, 0, False, "the keeper was replaced and holds no such copy")
             size_bytes = size_of(one.marker)
             end = message.offset + len(data)
             # A repeated or overtaken chunk: the reply tells the sender where to continue.
@@ -171,7 +171,7 @@ class PeerBaseStore:
         """
         source = marker.rank
         base = BaseId(marker.timeline, marker.step)
-        at = self.begun(source, PeerBegun(marker, record))
+        at = self.begun(source, PeerCopyBegin(marker, record))
         summary = f"the base of step {base.step} is not held in memory"
         if at.problem:
             raise OutOfSpaceError(
@@ -204,7 +204,7 @@ class PeerBaseStore:
                 return None
             return PeerCopy(one.marker, one.record, one.arena.view[: size_of(one.marker)])
 
-    def _check(self, source: int, base: BaseId, one: _Memory) -> PeerAt:
+    def _check(self, source: int, base: BaseId, one: _Memory) -> PeerCopyAck:
         """Verify a copy that has arrived completely.
 
         Needs no lock for the data: only the thread of this source writes to it.
@@ -216,18 +216,18 @@ class PeerBaseStore:
             with self._lock:
                 self._shelf.drop(source, base)
                 self._memories.pop((source, base), None)
-            return PeerAt(base, 0, False, f"it arrived damaged: {error.message}")
+            return PeerCopyAck(base, 0, False, f"it arrived damaged: {error.message}")
         with self._lock:
             # A new start may have dropped or replaced the copy while the lock was free.
             if self._memories.get((source, base)) is not one:
-                return PeerAt(base, 0, False, "another start of the job has begun")
+                return PeerCopyAck(base, 0, False, "another start of the job has begun")
             self._shelf.finished(source, base)
             return self._at(source, base)
 
-    def _at(self, source: int, base: BaseId) -> PeerAt:
+    def _at(self, source: int, base: BaseId) -> PeerCopyAck:
         copy = self._shelf.find(source, base)
         assert copy is not None
-        return PeerAt(base, self._memories[source, base].received_bytes, copy.whole, "")
+        return PeerCopyAck(base, self._memories[source, base].received_bytes, copy.whole, "")
 
     def _free(self, dropped: list[Copy]) -> None:
         for copy in dropped:

@@ -9,12 +9,12 @@ from dataclasses import dataclass
 
 from everstep.arena.allocator import Allocator
 from everstep.arena.memory import CONTROL_BYTES, Arena
-from everstep.commit.job.messages import PeerLogAt, PeerLogBegun, PeerLogPart
+from everstep.commit.job.messages import PeerLogAck, PeerLogBegin, PeerLogChunk
 from everstep.commit.lineage import BaseId
-from everstep.commit.peerlog import LogCopy, LogShelf
+from everstep.commit.peer_copies import HeldLogCopies, LogCopy
 from everstep.errors import DamageError, EverstepError, FormatError
 from everstep.format.digests import digest
-from everstep.restore.fetch.peer_log import Packed, PeerLog, read_packed
+from everstep.restore.fetch.peer_log import PackedSteps, PeerLog, read_pack
 
 __all__ = ["PeerLogStore"]
 
@@ -32,7 +32,7 @@ class _InFlight:
         received_bytes: bytes received so far, from the start.
     """
 
-    begun: PeerLogBegun
+    begun: PeerLogBegin
     offset: int
     received_bytes: int = 0
 
@@ -50,13 +50,13 @@ class PeerLogStore:
     def __init__(self, bound_bytes: int = 0) -> None:
         # Messages of peers and recalls access the steps at the same time.
         self._lock = threading.Lock()
-        self._shelf = LogShelf(bound_bytes)
+        self._shelf = HeldLogCopies(bound_bytes)
         self._sources: tuple[int, ...] = ()
         self._arena: Arena | None = None
         self._allocator: Allocator | None = None
         self._touched_bytes = 0
         self._in_flight: dict[int, _InFlight] = {}
-        self._complete: dict[tuple[int, int, int], tuple[int, PeerLogBegun]] = {}
+        self._complete: dict[tuple[int, int, int], tuple[int, PeerLogBegin]] = {}
 
     @property
     def used_bytes(self) -> int:
@@ -81,7 +81,7 @@ class PeerLogStore:
             for copy in self._shelf.copies:
                 offset, begun = self._complete[copy.key]
                 memory = self._arena.view[offset : offset + begun.size_bytes]
-                steps = Packed(copy.run, memory, begun.index_bytes, begun.index_digest)
+                steps = PackedSteps(copy.run, memory, begun.index_bytes, begun.index_digest)
                 found.append((PeerLog(copy.source, begun.record, steps), offset))
             return found, self._arena
 
@@ -117,7 +117,7 @@ class PeerLogStore:
         with self._lock:
             self._free(self._shelf.passed(everywhere, there, self._sources))
 
-    def begun(self, source: int, message: PeerLogBegun) -> PeerLogAt:
+    def begun(self, source: int, message: PeerLogBegin) -> PeerLogAck:
         """Handle the announcement of steps; reply with the bytes received so far."""
         with self._lock:
             coming = self._in_flight.get(source)
@@ -126,7 +126,9 @@ class PeerLogStore:
                 return _at(message, coming.received_bytes, "more")
             # The rank's keeper was replaced, or has given up the earlier steps.
             self._drop(source)
-            self._free(self._shelf.strangers(source, message.timeline, digest(message.record)))
+            self._free(
+                self._shelf.drop_other_timeline(source, message.timeline, digest(message.record))
+            )
             known = self._complete.get((source, message.timeline, message.first))
             if known is not None and known[1] == message:
                 return _at(message, message.size_bytes, "whole")
@@ -147,7 +149,7 @@ class PeerLogStore:
             self._in_flight[source] = _InFlight(message, offset)
             return _at(message, 0, "more")
 
-    def part(self, source: int, message: PeerLogPart) -> PeerLogAt:
+    def part(self, source: int, message: PeerLogChunk) -> PeerLogAck:
         """Receive bytes of steps; bytes out of order are ignored."""
         with self._lock:
             coming = self._in_flight.get(source)
@@ -157,7 +159,7 @@ class PeerLogStore:
                 # The last chunk was sent again, as the sender missed the reply.
                 if known is not None:
                     return _at(known[1], known[1].size_bytes, "whole")
-                return PeerLogAt(message.timeline, message.first, 0, "lost", "")
+                return PeerLogAck(message.timeline, message.first, 0, "lost", "")
             begun = coming.begun
             arena = self._arena
             assert arena is not None
@@ -172,14 +174,14 @@ class PeerLogStore:
                 return _at(begun, coming.received_bytes, "more")
             return self._arrived(source, coming, arena)
 
-    def _arrived(self, source: int, coming: _InFlight, arena: Arena) -> PeerLogAt:
+    def _arrived(self, source: int, coming: _InFlight, arena: Arena) -> PeerLogAck:
         """Verify steps that have arrived completely, and hold them."""
         begun = coming.begun
         memory = arena.view[coming.offset : coming.offset + begun.size_bytes]
         try:
             # Verified before the steps count as held: damage in transit must be found now, not at a
             # resume.
-            run, _ = read_packed(begun.timeline, memory, begun.index_bytes, begun.index_digest)
+            run, _ = read_pack(begun.timeline, memory, begun.index_bytes, begun.index_digest)
             if (run.first, run.last) != (begun.first, begun.last):
                 raise FormatError(f"they are steps {run.first} to {run.last}")
         except (DamageError, FormatError) as error:
@@ -233,5 +235,5 @@ class PeerLogStore:
             self._allocator.free(offset)
 
 
-def _at(begun: PeerLogBegun, received_bytes: int, state: str, problem: str = "") -> PeerLogAt:
-    return PeerLogAt(begun.timeline, begun.first, received_bytes, state, problem)
+def _at(begun: PeerLogBegin, received_bytes: int, state: str, problem: str = "") -> PeerLogAck:
+    return PeerLogAck(begun.timeline, begun.first, received_bytes, state, problem)

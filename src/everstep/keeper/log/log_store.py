@@ -15,7 +15,7 @@ from pathlib import PurePath
 from typing import TYPE_CHECKING, Any
 
 from everstep.arena.memory import Arena
-from everstep.commit.peerlog import run_of
+from everstep.commit.peer_copies import run_of
 from everstep.errors import (
     DeadlineError,
     EverstepError,

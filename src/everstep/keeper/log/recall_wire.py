@@ -10,15 +10,15 @@ from typing import Any
 import msgpack
 
 from everstep.arena.memory import Arena
-from everstep.commit.job.offers_wire import run_from_wire, run_to_wire
+from everstep.commit.job.offer_codec import run_from_wire, run_to_wire
 from everstep.format.log import LogRecord
 from everstep.format.records import FileRecord, Marker
 from everstep.keeper.log.log_store import records_from_wire
 from everstep.link.capture import Capture, shard_offsets
 from everstep.link.messages import identity_from_wire, identity_to_wire
-from everstep.restore.fetch.held import HeldBase, Recalled
+from everstep.restore.fetch.held import HeldBase, KeeperContents
 from everstep.restore.fetch.peer_copy import PeerCopy, size_of
-from everstep.restore.fetch.peer_log import Packed, PeerLog
+from everstep.restore.fetch.peer_log import PackedSteps, PeerLog
 from everstep.tiers.memory import MemoryFile
 
 __all__ = ["base_from_wire", "base_to_wire", "log_to_wire", "recalled_from_wire"]
@@ -79,7 +79,7 @@ def base_from_wire(
     return HeldBase(marker, tuple(files), fields["durable"])
 
 
-def recalled_from_wire(fields: Mapping[str, Any], arenas: Sequence[Arena]) -> Recalled:
+def recalled_from_wire(fields: Mapping[str, Any], arenas: Sequence[Arena]) -> KeeperContents:
     """Decode a keeper's reply to ``recall``, over the arenas that came with it."""
     blobs = fields["blobs"]
     base = None
@@ -95,7 +95,7 @@ def recalled_from_wire(fields: Mapping[str, Any], arenas: Sequence[Arena]) -> Re
         rows = msgpack.unpackb(bytes(blobs[number]))
         peer_logs += [_log_from_wire(row, arenas[place]) for row in rows]
     served = {number: bytes(record) for number, record in fields.get("served", ())}
-    return Recalled(base, tuple(records), copies, tuple(peer_logs), served)
+    return KeeperContents(base, tuple(records), copies, tuple(peer_logs), served)
 
 
 def log_to_wire(log: PeerLog, offset: int) -> dict[str, Any]:
@@ -116,7 +116,7 @@ def log_to_wire(log: PeerLog, offset: int) -> dict[str, Any]:
 def _log_from_wire(fields: Mapping[str, Any], arena: Arena) -> PeerLog:
     run = run_from_wire(*fields["run"])
     memory = arena.view[fields["offset"] : fields["offset"] + fields["size_bytes"]]
-    steps = Packed(run, memory, fields["index_bytes"], fields["index_digest"])
+    steps = PackedSteps(run, memory, fields["index_bytes"], fields["index_digest"])
     return PeerLog(fields["source"], fields["record"], steps)
 
 

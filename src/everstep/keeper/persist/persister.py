@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import PurePath
 
-from everstep.commit.lineage import BaseId
-from everstep.commit.machine import (
+from everstep.commit.base_commit import (
     Action,
     BaseCommit,
     CheckFence,
@@ -21,6 +20,7 @@ from everstep.commit.machine import (
     WriteManifest,
     WriteMarker,
 )
+from everstep.commit.lineage import BaseId
 from everstep.errors import AuditError, FencedError, OutOfSpaceError
 from everstep.format.names import MANIFEST, base_dir, marker_name
 from everstep.format.plan import BasePlan

@@ -18,32 +18,32 @@ from dataclasses import dataclass
 from pathlib import PurePath
 from typing import Any
 
+from everstep.commit.base_commit import WriteFiles, WriteManifest, WriteMarker
+from everstep.commit.job.actions import (
+    BaseDamaged,
+    BaseDurable,
+    BaseLate,
+    Fenced,
+    GaveUp,
+    Out,
+    Pace,
+    Perform,
+    Send,
+    Withdraw,
+)
 from everstep.commit.job.cluster import COORDINATOR, Cluster
 from everstep.commit.job.coordinator import Coordinator
 from everstep.commit.job.member import Member
 from everstep.commit.job.messages import (
     CopyMessage,
-    DiskMoves,
+    DiskProgress,
     Envelope,
     Message,
     PeerMessage,
     accept,
     encode_message,
 )
-from everstep.commit.job.steps import (
-    Do,
-    Fenced,
-    GaveUp,
-    IsDamaged,
-    IsDurable,
-    IsLate,
-    Out,
-    Pace,
-    Send,
-    Withdraw,
-)
 from everstep.commit.lineage import BaseId
-from everstep.commit.machine import WriteFiles, WriteManifest, WriteMarker
 from everstep.errors import (
     DamageError,
     DeadlineError,
@@ -61,7 +61,7 @@ from everstep.keeper.persist.persister import Audit, Persister
 from everstep.keeper.persist.rank_disk import RankDisk
 from everstep.keeper.retain.history import history_windows
 from everstep.link.job_session import JobSession
-from everstep.restore.fetch.ranks import verify_rank
+from everstep.restore.fetch.rank_offers import verify_rank
 from everstep.run.fence import Fence
 from everstep.run.scan import scan_base, scan_run
 from everstep.seams import Seams
@@ -205,7 +205,7 @@ class RankCommits:
         # it.
         self._changed = Condition()
         self._works: dict[BaseId, _Work] = {}
-        self._again: list[Do] = []  # actions to repeat, as the disk has refused them
+        self._again: list[Perform] = []  # actions to repeat, as the disk has refused them
         self._withdrawing: dict[BaseId, str] = {}  # bases to withdraw, with the reason
         self._reported: set[str] = set()  # messages of errors that were posted
         self._released = self._closing = self._in_vain = False
@@ -267,7 +267,7 @@ class RankCommits:
         if now_s >= self._beat_not_before_s:
             self._beat_not_before_s = now_s + self._beat_s
             for rank in self._cluster.others(self._job_session.rank):
-                self.send(rank, DiskMoves())
+                self.send(rank, DiskProgress())
 
     def release(self) -> None:
         """Fail bases that only wait for other ranks: the next start of the job decides on them."""
@@ -279,7 +279,7 @@ class RankCommits:
         """Tell the other ranks not to wait for further bases of this rank."""
         with self._changed:
             why = f"training of rank {self._job_session.rank} has ended"
-            self._absorb(self._member.no_more(why))
+            self._absorb(self._member.end_captures(why))
 
     def refuse(self, base: BaseId, why: str) -> None:
         """Tell the other ranks that this rank will not begin a base."""
@@ -372,7 +372,7 @@ class RankCommits:
         """Return True if no other rank still needs an answer from this one."""
         if self._job_session.rank == COORDINATOR:
             return self._is_settled()
-        may_delete = self._member.watermark.before is not None or self._member.is_behind
+        may_delete = self._member.watermark.before is not None or self._member.watermark_pending
         return self._mailbox.is_gone(COORDINATOR) or not may_delete
 
     # --- The thread ---
@@ -415,7 +415,7 @@ class RankCommits:
         if isinstance(envelope.message, CopyMessage):
             self.on_copy(envelope.sender, envelope.message)
             return
-        self._absorb(self._member.heard(envelope.sender, envelope.message))
+        self._absorb(self._member.receive(envelope.sender, envelope.message))
 
     def is_gone(self, rank: int) -> bool:
         """Return True if the keeper of a rank was connected and has ended."""
@@ -442,12 +442,12 @@ class RankCommits:
             out = todo.popleft()
             if isinstance(out, Send):
                 self.send(out.rank, out.message)
-            elif isinstance(out, Do):
+            elif isinstance(out, Perform):
                 todo.extend(self._perform(out))
             else:
                 self._report(out)
 
-    def _perform(self, do: Do) -> list[Out]:
+    def _perform(self, do: Perform) -> list[Out]:
         """Carry out one action on the disk; return the outputs that follow."""
         # A newer timeline owns the run: write nothing more.
         if self._member.fenced is not None:
@@ -479,7 +479,7 @@ class RankCommits:
             self._remove_empty(do.base)
         return self._member.done(do.base, event)
 
-    def _failed(self, do: Do, error: OSError | EverstepError) -> list[Out]:
+    def _failed(self, do: Perform, error: OSError | EverstepError) -> list[Out]:
         """End the base if its files or marker cannot be written; repeat any other action later."""
         ours = self._in_words(do, error)
         if not isinstance(do.action, WriteFiles | WriteMarker):
@@ -507,7 +507,7 @@ class RankCommits:
         with contextlib.suppress(OSError):
             self._filesystem.remove_dir(base_dir(self._run, base.timeline, base.step))
 
-    def _in_words(self, do: Do, error: OSError | EverstepError) -> EverstepError:
+    def _in_words(self, do: Perform, error: OSError | EverstepError) -> EverstepError:
         directory = base_dir(self._run, do.base.timeline, do.base.step)
         try:
             with storage_errors(
@@ -525,14 +525,14 @@ class RankCommits:
 
     def _report(self, out: Out) -> None:
         """Pass the outcome of a base on to the thread that waits for it."""
-        if isinstance(out, IsDamaged):
+        if isinstance(out, BaseDamaged):
             self._post(damaged_after_commit_error(out, self._run))
-        elif isinstance(out, IsDurable | GaveUp | IsLate):
-            self._late = out.base if isinstance(out, IsLate) else None
+        elif isinstance(out, BaseDurable | GaveUp | BaseLate):
+            self._late = out.base if isinstance(out, BaseLate) else None
             # Nobody waits any more if the save was interrupted.
             work = self._works.get(out.base)
             if work is not None and work.error is None:
-                work.durable = isinstance(out, IsDurable)
+                work.durable = isinstance(out, BaseDurable)
                 work.error = outcome_error(out, self._run, self._timeout_s, self.is_gone)
         elif isinstance(out, Fenced):
             _log.warning("%s", out.error)
@@ -591,7 +591,7 @@ _SILENT = (
 _GONE = f"they have left training ({_EACH}), or have died: see the output of these ranks"
 
 
-def damaged_after_commit_error(out: IsDamaged, run: PurePath) -> DamageError:
+def damaged_after_commit_error(out: BaseDamaged, run: PurePath) -> DamageError:
     """Return the error for a committed base that is damaged when read back before older ones
     are deleted."""
     return DamageError(
@@ -605,7 +605,7 @@ def damaged_after_commit_error(out: IsDamaged, run: PurePath) -> DamageError:
 
 
 def outcome_error(
-    out: IsDurable | GaveUp | IsLate,
+    out: BaseDurable | GaveUp | BaseLate,
     run: PurePath,
     timeout_s: float,
     is_gone: Callable[[int], bool] = lambda rank: False,
@@ -623,7 +623,7 @@ def outcome_error(
             **where,
             hint="training goes on; the next base is taken as usual",
         )
-    if isinstance(out, IsLate):
+    if isinstance(out, BaseLate):
         silent = _numbers(out.missing) or "that lead on a disk"
         ended = [rank for rank in out.missing if is_gone(rank)]
         left = f"; the keeper(s) of rank(s) {_numbers(ended)} have ended" if ended else ""

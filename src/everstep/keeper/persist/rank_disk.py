@@ -10,20 +10,7 @@ from collections.abc import Callable, Collection
 from functools import partial
 from pathlib import PurePath
 
-from everstep.commit.job.steps import (
-    BasesSeen,
-    Delete,
-    Do,
-    Event,
-    LookAtBases,
-    ReadBack,
-    ReadBackDone,
-    Withdraw,
-    Withdrawn,
-)
-from everstep.commit.lineage import BaseId
-from everstep.commit.logs import needed_by
-from everstep.commit.machine import (
+from everstep.commit.base_commit import (
     CheckFence,
     FenceSeen,
     FilesDurable,
@@ -35,6 +22,19 @@ from everstep.commit.machine import (
     WriteManifest,
     WriteMarker,
 )
+from everstep.commit.job.actions import (
+    BasesSeen,
+    Delete,
+    Event,
+    LookAtBases,
+    Perform,
+    ReadBack,
+    ReadBackDone,
+    Withdraw,
+    Withdrawn,
+)
+from everstep.commit.lineage import BaseId
+from everstep.commit.log_reach import needed_by
 from everstep.errors import EverstepError, FencedError
 from everstep.format.names import (
     LOG_DIR,
@@ -49,7 +49,7 @@ from everstep.format.reader import read_record_bytes
 from everstep.format.records import FileRecord, Manifest, Marker
 from everstep.keeper.retain.deletion import delete_files, delete_segments, perform_deletion
 from everstep.keeper.retain.history import HistoryWindow
-from everstep.restore.fetch.ranks import keep_manifest
+from everstep.restore.fetch.rank_offers import keep_manifest
 from everstep.run.fence import Fence
 from everstep.run.scan import (
     BaseFound,
@@ -103,7 +103,7 @@ class RankDisk:
         self._history_window = history_window
         self._timelines = TimelineCache()
 
-    def perform(self, do: Do) -> Event:
+    def perform(self, do: Perform) -> Event:
         """Carry out one action of a :class:`~everstep.commit.job.member.Member`.
 
         Raises:

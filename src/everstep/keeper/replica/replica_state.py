@@ -23,8 +23,8 @@ from everstep.keeper.replica.hyperparameters import pack_tensors, tensor_hyperpa
 from everstep.link.assembly import Assembly
 from everstep.link.capture import Capture, shard_offsets
 from everstep.link.samples import check_samples
-from everstep.restore.offline.offline import OfflineState
-from everstep.restore.offline.rebuild import conditions
+from everstep.restore.offline.rebuild import replay_conditions
+from everstep.restore.offline.state import OfflineState
 from everstep.run.shape import shape_of_base
 from everstep.run.tensors import as_complex
 from everstep.state.layout.entries import Entry
@@ -82,7 +82,7 @@ class ReplicaState:
         trees = {name.removeprefix(OBJECT_PREFIX): decode(data) for name, data in objects.items()}
         placed = [place for shard in plan.shards for place in shard.layout.placed]
         marker = Marker.of(identity, ())
-        training_threads, elsewhere = conditions([trained])
+        training_threads, elsewhere = replay_conditions([trained])
         self.why = "" if identity.exact else "the base is not exact"
         self._elsewhere = elsewhere
         self._identity = identity

@@ -9,9 +9,10 @@ import contextlib
 from collections.abc import Callable, Collection, Sequence
 from pathlib import PurePath
 
+from everstep.commit.base_commit import CheckFence, FenceSeen
 from everstep.commit.deletion import (
+    AlreadyDeleted,
     BaseDeletion,
-    BaseGone,
     Condemn,
     Condemned,
     DeletionAction,
@@ -20,7 +21,6 @@ from everstep.commit.deletion import (
     Lift,
     Lifted,
 )
-from everstep.commit.machine import CheckFence, FenceSeen
 from everstep.format.names import (
     AUDIT_RECORD,
     CONDEMNED,
@@ -93,14 +93,14 @@ def perform_deletion(
             return Condemned()
         if isinstance(action, Lift):
             lifted = uncondemn(filesystem, path)
-            return Lifted() if lifted else BaseGone(newest())
+            return Lifted() if lifted else AlreadyDeleted(newest())
         # Fails if a resuming process has lifted the mark first: of two renames one succeeds.
         filesystem.rename(path / CONDEMNED, path / DELETING)
         _delete_files(filesystem, path, slots)
         return FilesDeleted()
     except FileNotFoundError:
         # Another process deletes the base, too, or has lifted the mark.
-        return BaseGone(newest())
+        return AlreadyDeleted(newest())
 
 
 def _condemn(filesystem: FileSystem, path: PurePath) -> None:

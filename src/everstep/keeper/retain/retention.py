@@ -15,7 +15,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import PurePath
 
 from everstep.commit.lineage import BaseId
-from everstep.commit.logs import needed_by
+from everstep.commit.log_reach import needed_by
 from everstep.config.options import History
 from everstep.errors import DamageError, FencedError
 from everstep.format.names import (

@@ -19,7 +19,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from everstep.commit.lineage import BaseId
-from everstep.commit.logs import needed_by
+from everstep.commit.log_reach import needed_by
 from everstep.errors import (
     DamageError,
     DeadlineError,
@@ -46,7 +46,7 @@ from everstep.format.records import Marker
 from everstep.format.writer import digest_shard
 from everstep.keeper.log.log_store import LogStore
 from everstep.keeper.ship.place import ROOT, CopyPlace, tier_errors
-from everstep.restore.fetch.peer_log import copied
+from everstep.restore.fetch.peer_log import copy_steps
 from everstep.run.scan import bases_keeping_log
 from everstep.seams.clock import Clock
 from everstep.seams.failpoints import failpoint
@@ -316,7 +316,7 @@ class LogMirror:
                 # After a gap: a segment holds consecutive steps only.
                 return held_bytes, True
             try:
-                found = copied(records)
+                found = copy_steps(records)
                 if self._lossy is not None:
                     found = [self._lossy(record) for record in found]
             except (DamageError, FormatError) as error:

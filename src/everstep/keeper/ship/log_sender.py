@@ -11,12 +11,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from everstep.commit.job.messages import Message, PeerLogAt, PeerLogBegun, PeerLogPart
+from everstep.commit.job.messages import Message, PeerLogAck, PeerLogBegin, PeerLogChunk
 from everstep.commit.lineage import BaseId
 from everstep.errors import DamageError, EverstepError, FormatError, KeeperError
 from everstep.format.log import LogRecord
 from everstep.keeper.log.log_store import LogStore
-from everstep.restore.fetch.peer_log import Packed, packed, unpacked
+from everstep.restore.fetch.peer_log import PackedSteps, pack_steps, unpack_steps
 from everstep.seams.clock import Clock
 
 __all__ = ["LogSender", "LogSenderStats"]
@@ -63,8 +63,8 @@ class _Batch:
         acked_bytes: bytes that the peer has acknowledged.
     """
 
-    begun: PeerLogBegun
-    steps: Packed
+    begun: PeerLogBegin
+    steps: PackedSteps
     upto: int
     progress_s: float
     queried_s: float = 0.0
@@ -119,7 +119,7 @@ class LogSender:
         # Number of the last record that was sent or skipped.
         self._number = 0
         # The steps that the peer received last.
-        self._before: Packed | None = None
+        self._before: PackedSteps | None = None
         self._everywhere_step = -1
         self._batch: _Batch | None = None
         self._tries = 0
@@ -164,7 +164,7 @@ class LogSender:
             self._fail(one, f"no reply from its keeper for {self._timeout_s:g} s", "silent")
         return self._send_chunks(one, now_s) if one.answered else 0
 
-    def on_reply(self, message: PeerLogAt) -> None:
+    def on_reply(self, message: PeerLogAck) -> None:
         """Handle the peer's reply about the steps in flight."""
         one = self._batch
         now_s = self._clock.monotonic_s()
@@ -212,9 +212,9 @@ class LogSender:
         first = records[0].head.step
         last = records[-1].head.step
         try:
-            steps = packed(records)
+            steps = pack_steps(records)
             if self._shrink is not None:
-                steps = packed([self._shrink(record) for record in unpacked(steps)])
+                steps = pack_steps([self._shrink(record) for record in unpack_steps(steps)])
         except (DamageError, FormatError) as error:
             # Usually training has already reused their memory.
             self._number = upto
@@ -223,7 +223,7 @@ class LogSender:
             )
             return
         run = steps.run
-        begun = PeerLogBegun(
+        begun = PeerLogBegin(
             run.timeline,
             run.first,
             run.last,
@@ -236,7 +236,7 @@ class LogSender:
         self._batch = _Batch(begun, steps, upto, now_s)
         self._query(self._batch, now_s)
 
-    def _report_gap(self, steps: Packed) -> None:
+    def _report_gap(self, steps: PackedSteps) -> None:
         """Report steps that are missing between these and the previous ones, unless a base covers
         them.
         """
@@ -264,7 +264,7 @@ class LogSender:
             if one.sent_bytes == one.acked_bytes:
                 one.reply_s = now_s  # from now on an answer is waited for
             begun = one.begun
-            self._send(PeerLogPart(begun.timeline, begun.first, one.sent_bytes, bytes(data)))
+            self._send(PeerLogChunk(begun.timeline, begun.first, one.sent_bytes, bytes(data)))
             one.sent_bytes += data.nbytes
             sent += data.nbytes
             if self._rate is not None:

@@ -27,7 +27,6 @@ from everstep.errors import (
     InfeasibleError,
     StorageError,
 )
-from everstep.format.checked import CheckedFile
 from everstep.format.names import (
     MANIFEST,
     RUN_RECORD,
@@ -35,7 +34,7 @@ from everstep.format.names import (
     marker_name,
     timeline_dir,
 )
-from everstep.format.reader import read_header, read_record_bytes
+from everstep.format.reader import CheckedFile, read_header, read_record_bytes
 from everstep.format.records import FileRecord, Marker, RunRecord
 from everstep.keeper.ship.copy_retention import CopyRetention
 from everstep.keeper.ship.place import CopyPlace

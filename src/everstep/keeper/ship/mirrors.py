@@ -10,7 +10,7 @@ from pathlib import PurePath
 from typing import Any
 
 from everstep.commit.job.cluster import COORDINATOR
-from everstep.commit.job.messages import CopyMessage, CopyTold, CopyWanted
+from everstep.commit.job.messages import CopyMessage, CopyReply, CopyRequest
 from everstep.commit.lineage import BaseId
 from everstep.errors import DeadlineError, EverstepError
 from everstep.format.header import ShardIdentity
@@ -152,12 +152,12 @@ class Mirrors:
         mirror = self._rank_mirrors.get(message.place)
         if mirror is not None:
             mirror.on_message(sender, message)
-        elif isinstance(message, CopyWanted) and self._commits is not None:
+        elif isinstance(message, CopyRequest) and self._commits is not None:
             first = message.manifest.markers[0]
             base = BaseId(first.timeline, first.step)
             # Reply at once: rank 0 would wait for this rank until a timeout.
             reason = "this rank could not open the place"
-            self._commits.send(sender, CopyTold(message.place, base, reason))
+            self._commits.send(sender, CopyReply(message.place, base, reason))
 
     def finish(self) -> bool:
         """Prepare for the end of the keeper; return True while a copy is still being made."""

@@ -2,7 +2,7 @@
 
 One thread of the keeper; training is not involved. A base is sent in chunks at a configured pace,
 with a few chunks unacknowledged at a time. Lost messages are sent again. The receiver verifies the
-digests. Rank 0 decides which base is sent when (:class:`everstep.commit.peers.Rounds`).
+digests. Rank 0 decides which base is sent when (:class:`everstep.commit.peer_copies.CopyRounds`).
 """
 
 from __future__ import annotations
@@ -14,22 +14,22 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from everstep.commit.job.actions import Send
 from everstep.commit.job.cluster import COORDINATOR
 from everstep.commit.job.messages import (
     Message,
-    PeerAt,
-    PeerBegun,
-    PeerLogAt,
-    PeerLogBegun,
-    PeerLogPart,
+    PeerCopyAck,
+    PeerCopyBegin,
+    PeerCopyChunk,
+    PeerLogAck,
+    PeerLogBegin,
+    PeerLogChunk,
     PeerMessage,
-    PeerPart,
     PeerRound,
-    PeerSaid,
+    PeerRoundReply,
 )
-from everstep.commit.job.steps import Send
 from everstep.commit.lineage import BaseId
-from everstep.commit.peers import Rounds
+from everstep.commit.peer_copies import CopyRounds
 from everstep.errors import EverstepError, KeeperError
 from everstep.keeper.held.peer_base_store import PeerBaseStore
 from everstep.keeper.held.peer_log_store import PeerLogStore
@@ -179,7 +179,9 @@ class PeerExchange:
         self._timeout_s = timeout_s
         self._rounds = None
         if job_session.rank == COORDINATOR:
-            self._rounds = Rounds(len(job_session.disks), repeat_s=_REPEAT_S, late_s=2 * timeout_s)
+            self._rounds = CopyRounds(
+                len(job_session.disks), repeat_s=_REPEAT_S, late_s=2 * timeout_s
+            )
         self.logs = PeerLogStore() if logs is None else logs
         self.log: LogSender | None = None
         self._on_everywhere = on_everywhere
@@ -192,7 +194,7 @@ class PeerExchange:
         # The newest base of earlier rounds.
         self._past: BaseId | None = None
         # Announcements that came before the news of their round, by sender.
-        self._early: dict[int, PeerBegun] = {}
+        self._early: dict[int, PeerCopyBegin] = {}
         self._reported: set[str] = set()
         self._thread: threading.Thread | None = None
 
@@ -298,20 +300,20 @@ class PeerExchange:
             self._send(rank, message)
 
     def _handle(self, sender: int, message: PeerMessage) -> None:
-        if isinstance(message, PeerBegun):
+        if isinstance(message, PeerCopyBegin):
             self._on_begun(sender, message)
-        elif isinstance(message, PeerPart):
+        elif isinstance(message, PeerCopyChunk):
             self._deliver(sender, self._store.part(sender, message))
-        elif isinstance(message, PeerLogBegun):
+        elif isinstance(message, PeerLogBegin):
             self._deliver(sender, self.logs.begun(sender, message))
-        elif isinstance(message, PeerLogPart):
+        elif isinstance(message, PeerLogChunk):
             self._deliver(sender, self.logs.part(sender, message))
-        elif isinstance(message, PeerLogAt):
+        elif isinstance(message, PeerLogAck):
             if self.log is not None:
                 self.log.on_reply(message)
-        elif isinstance(message, PeerAt):
+        elif isinstance(message, PeerCopyAck):
             self._on_at(message)
-        elif isinstance(message, PeerSaid):
+        elif isinstance(message, PeerRoundReply):
             if self._rounds is not None:
                 self._send_all(self._rounds.said(sender, message.base, message.state, self._now_s))
         else:
@@ -341,7 +343,7 @@ class PeerExchange:
             "passed over",
         )
 
-    def _on_begun(self, sender: int, message: PeerBegun) -> None:
+    def _on_begun(self, sender: int, message: PeerCopyBegin) -> None:
         """Handle the announcement of a base by another rank.
 
         If the store holds two complete bases of that rank, only the news of the current round tells
@@ -363,7 +365,7 @@ class PeerExchange:
         if message.everywhere is not None:
             self._base_everywhere(message.everywhere)
             if message.base is None:
-                self._deliver(COORDINATOR, PeerSaid(message.everywhere, "noted"))
+                self._deliver(COORDINATOR, PeerRoundReply(message.everywhere, "noted"))
         sending = self._sending
         if message.base is None:
             self._sending = None
@@ -374,7 +376,7 @@ class PeerExchange:
             self._sending = _Sending(message.base, now_s, now_s)
             if self._waiting is not None and self._waiting <= message.base:
                 self._waiting = None
-            self._deliver(COORDINATOR, PeerSaid(message.base, "sending"))
+            self._deliver(COORDINATOR, PeerRoundReply(message.base, "sending"))
         early = self._early
         self._early = {}
         for sender, begun in early.items():
@@ -401,7 +403,7 @@ class PeerExchange:
             return
         if now_s - one.reported_s >= _REPEAT_S:
             one.reported_s = now_s
-            self._deliver(COORDINATOR, PeerSaid(one.base, one.outcome or "sending"))
+            self._deliver(COORDINATOR, PeerRoundReply(one.base, one.outcome or "sending"))
         if one.outcome or self._sending is not one:
             return
         if one.source is None:
@@ -439,7 +441,7 @@ class PeerExchange:
         held, record = one.source
         one.answered = False
         one.queried_s = now_s
-        self._send(self.peer, PeerBegun(held.marker, record))
+        self._send(self.peer, PeerCopyBegin(held.marker, record))
 
     def _send_chunks(self, one: _Sending, now_s: float) -> None:
         assert one.source is not None
@@ -457,11 +459,11 @@ class PeerExchange:
             if one.sent_bytes == one.acked_bytes:
                 # Start the timeout with the first chunk in flight.
                 one.reply_s = now_s
-            self._send(self.peer, PeerPart(one.base, one.sent_bytes, bytes(data)))
+            self._send(self.peer, PeerCopyChunk(one.base, one.sent_bytes, bytes(data)))
             one.sent_bytes += len(data)
             one.paced_bytes += len(data)
 
-    def _on_at(self, message: PeerAt) -> None:
+    def _on_at(self, message: PeerCopyAck) -> None:
         one = self._sending
         now_s = self._now_s
         if one is None or one.outcome or one.base != message.base or one.source is None:
@@ -505,7 +507,7 @@ class PeerExchange:
         _close(one)
         one.outcome = state
         one.reported_s = self._now_s
-        self._deliver(COORDINATOR, PeerSaid(one.base, state))
+        self._deliver(COORDINATOR, PeerRoundReply(one.base, state))
 
 
 def _read(held: HeldBase, offset: int, buffer: memoryview) -> None:

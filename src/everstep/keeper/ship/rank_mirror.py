@@ -1,8 +1,8 @@
 """Copies of bases that several ranks have saved: each rank's keeper copies its own files.
 
-Rank 0 chooses the base (:mod:`everstep.commit.copying`), so that all ranks copy the same one. When
-every marker is in the tier, it creates the manifest (I5): the same as on the disks, as it follows
-from the markers alone. If rank 0 dies before that, the next start of the job does so
+Rank 0 chooses the base (:mod:`everstep.commit.copy_round`), so that all ranks copy the same one.
+When every marker is in the tier, it creates the manifest (I5): the same as on the disks, as it
+follows from the markers alone. If rank 0 dies before that, the next start of the job does so
 (:mod:`everstep.restore.fetch.rank_copies`), or rank 0's next keeper. Only rank 0 deletes copies
 (:class:`RankRetention`).
 """
@@ -15,14 +15,14 @@ from dataclasses import dataclass
 from pathlib import PurePath
 from typing import Protocol
 
-from everstep.commit.copying import CopyRound
+from everstep.commit.copy_round import CopyRound
 from everstep.commit.job.cluster import COORDINATOR
 from everstep.commit.job.messages import (
-    CopyGoesOn,
     CopyMessage,
+    CopyProgress,
+    CopyReply,
+    CopyRequest,
     CopySettled,
-    CopyTold,
-    CopyWanted,
 )
 from everstep.commit.lineage import BaseId
 from everstep.errors import DeadlineError, EverstepError, InfeasibleError, StorageError
@@ -167,7 +167,7 @@ class LeadingMirror(_RankMirror):
     def on_message(self, sender: int, message: CopyMessage) -> None:
         """Handle a message about this place."""
         with self._changed:
-            if self._round is not None and isinstance(message, CopyTold):
+            if self._round is not None and isinstance(message, CopyReply):
                 self._round.told(sender, message.base, message.problem)
             elif self._round is not None:
                 self._round.alive(sender)
@@ -240,7 +240,7 @@ class LeadingMirror(_RankMirror):
             assert self._round is not None
             ranks = self._round.tick(self._others.last_receive_s)
         for rank in ranks:
-            self._others.send(rank, CopyWanted(self._number, manifest))
+            self._others.send(rank, CopyRequest(self._number, manifest))
 
     def _await_others(self, manifest: Manifest) -> None:
         """Wait until every rank's files are in the tier, as reported or as found there."""
@@ -295,7 +295,7 @@ class LeadingMirror(_RankMirror):
 
     def _send_alive(self) -> None:
         for rank in range(1, self._world):
-            self._others.send(rank, CopyGoesOn(self._number))
+            self._others.send(rank, CopyProgress(self._number))
 
 
 class FollowingMirror(_RankMirror):
@@ -358,7 +358,7 @@ class FollowingMirror(_RankMirror):
             self._last_message_s = self._clock.monotonic_s()
             if isinstance(message, CopySettled):
                 self._mark_settled(message.base)
-            elif isinstance(message, CopyWanted):
+            elif isinstance(message, CopyRequest):
                 self._on_request(message.manifest)
             self._changed.notify_all()
 
@@ -443,10 +443,10 @@ class FollowingMirror(_RankMirror):
             self._expected = None
 
     def _reply(self, base: BaseId, problem: str) -> None:
-        self._others.send(COORDINATOR, CopyTold(self._number, base, problem))
+        self._others.send(COORDINATOR, CopyReply(self._number, base, problem))
 
     def _send_alive(self) -> None:
-        self._others.send(COORDINATOR, CopyGoesOn(self._number))
+        self._others.send(COORDINATOR, CopyProgress(self._number))
 
 
 AnyRankMirror = LeadingMirror | FollowingMirror

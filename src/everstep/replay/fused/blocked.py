@@ -21,10 +21,10 @@ import torch
 from torch.optim import Optimizer
 
 from everstep.replay.exactness import HALVES
-from everstep.replay.forms import Tensors, form_of, options_of
+from everstep.replay.functional import Tensors, form_of, options_of
 from everstep.replay.fused.cuts import Block, Scratch, cut, line
-from everstep.replay.fused.passes import Numbers, Rooms, numbers, program, suits
-from everstep.replay.own import writes_gradients
+from everstep.replay.fused.programs import Numbers, WorkBuffers, numbers, program, suits
+from everstep.replay.optimizer_step import writes_gradients
 from everstep.replay.packed import Gradient, Packed
 from everstep.replay.updates import Update
 
@@ -169,7 +169,7 @@ class Blocked:
 
         def work() -> None:
             scratch = Scratch(self._block_elements)
-            rooms = Rooms(elements)
+            rooms = WorkBuffers(elements)
             while True:
                 try:
                     block = blocks.popleft()
@@ -301,7 +301,9 @@ class Blocked:
         if block.elements is None or block.elements.start == 0:
             batch.counted.update(steps)
 
-    def _run_program(self, block: Block, batch: _Batch, scratch: Scratch, rooms: Rooms) -> None:
+    def _run_program(
+        self, block: Block, batch: _Batch, scratch: Scratch, rooms: WorkBuffers
+    ) -> None:
         """As :meth:`_run_block`, and as many updates in one call as there are alike."""
         run = program(self._kind)
         assert run is not None

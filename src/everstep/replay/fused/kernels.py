@@ -28,8 +28,8 @@ import triton
 import triton.language as tl
 from torch.optim import SGD, Optimizer
 
-from everstep.replay.forms import Tensors
-from everstep.replay.fused.alike import Kernel
+from everstep.replay.functional import Tensors
+from everstep.replay.fused.slices import Kernel
 
 __all__ = ["flavours"]
 
@@ -41,7 +41,7 @@ def flavours(kind: type[Optimizer], variant: str) -> list[Kernel]:
     """Kernels of a class of optimizer; always the same objects. The likeliest one first.
 
     Args:
-        kind: one of :data:`~everstep.replay.forms.KINDS`.
+        kind: one of :data:`~everstep.replay.functional.KINDS`.
         variant: of torch's implementations: ``"for-loop"``, ``"foreach"``, ``"fused"``.
     """
     return [_flavour(kind is SGD, variant == "for-loop", fuses) for fuses in (True, False)]

@@ -15,7 +15,7 @@ it in host memory. It has not been measured on a device.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -23,15 +23,139 @@ import torch
 from torch.optim import Optimizer
 
 from everstep.compress.quantized import BLOCK_NUMEL
-from everstep.replay.forms import Tensors, form_of, options_of
-from everstep.replay.fused.alike import Alike, Kernel, Slice, cut_alike, slice_elements
+from everstep.replay.functional import Tensors, form_of, options_of
 from everstep.replay.fused.cuts import line
-from everstep.replay.fused.passes import describes, numbers
+from everstep.replay.fused.programs import describes, numbers
 from everstep.replay.fused.uploads import Uploads
 from everstep.replay.packed import Gradient, Packed
 from everstep.replay.updates import Update
 
-__all__ = ["UPDATES_MAX", "Sliced"]
+__all__ = [
+    "UPDATES_MAX",
+    "Kernel",
+    "Slice",
+    "SliceGroup",
+    "Sliced",
+    "cut_slices",
+    "slice_elements",
+]
+
+ELEMENTS_MIN = 64 * 1024
+ELEMENTS_MAX = 4 * 1024 * 1024
+"""Of a slice. In smaller ones, launching shows; in larger ones, gradients take too much memory."""
+
+_CACHE_SHARE = 2  # of the cache one half: what streams through it, too, wants room
+_ALIGNED_BYTES = 256
+
+Kernel = Callable[[torch.Tensor, Tensors, Tensors, torch.Tensor], None]
+"""Updates a slice in place: parameters; moments, in the order of their names; the gradients of each
+update, one as far behind the other in memory; and for each a row of
+:func:`~everstep.replay.fused.programs.numbers`, float32. All on the device."""
+
+
+def slice_elements(device: torch.device, element_bytes: int) -> int:
+    """How many elements of a state the cache of a device holds besides what passes through.
+
+    Args:
+        element_bytes: of parameter, moments and gradient together.
+    """
+    if device.type != "cuda":
+        return ELEMENTS_MIN
+    cache_bytes = int(getattr(torch.cuda.get_device_properties(device), "L2_cache_size", 0))
+    elements = cache_bytes // (_CACHE_SHARE * element_bytes)
+    return min(max(elements, ELEMENTS_MIN), ELEMENTS_MAX) // BLOCK_NUMEL * BLOCK_NUMEL
+
+
+@dataclass(frozen=True, slots=True)
+class SliceGroup:
+    """Parameters that all updates treat alike.
+
+    Attributes:
+        group: number of their parameter group.
+        keys: names of the moments that they have and some update needs.
+        dtypes: of their gradients in each update; None: they have none in it.
+        count: of their steps before; None: there is no ``step``.
+        names: of the parameters, in order.
+        kernel, rows: stands for torch's functions; None: nothing does. And its numbers.
+    """
+
+    group: int
+    keys: tuple[str, ...]
+    dtypes: tuple[torch.dtype | None, ...]
+    count: float | None
+    names: list[str] = field(default_factory=list)
+    kernel: Kernel | None = None
+    rows: torch.Tensor | None = None
+
+    @property
+    def present(self) -> list[int]:
+        """Updates that have gradients of them."""
+        return [number for number, dtype in enumerate(self.dtypes) if dtype is not None]
+
+
+Piece = tuple[str, slice]
+
+
+@dataclass(frozen=True, slots=True)
+class Slice:
+    """Some elements of parameters that are alike, end to end.
+
+    Attributes:
+        pieces: parameters, and which of their elements, in memory order.
+        numel: of all pieces.
+    """
+
+    alike: SliceGroup
+    pieces: Sequence[Piece]
+    numel: int
+
+    @property
+    def size_bytes(self) -> int:
+        """Of all gradients."""
+        places = self.places()
+        return int(places[-1][2].stop)
+
+    def places(self) -> list[tuple[int, torch.dtype, slice]]:
+        """Where gradients lie in memory: update, dtype, bytes."""
+        found = []
+        begin = 0
+        for number in self.alike.present:
+            dtype = self.alike.dtypes[number]
+            assert dtype is not None
+            end = begin + self.numel * dtype.itemsize
+            found.append((number, dtype, slice(begin, end)))
+            begin = -(-end // _ALIGNED_BYTES) * _ALIGNED_BYTES
+        return found
+
+
+def cut_slices(alike: SliceGroup, numels: Mapping[str, int], elements: int) -> Iterator[Slice]:
+    """In slices; parameters are cut at multiples of :data:`BLOCK_NUMEL` only.
+
+    Args:
+        numels: elements of each parameter.
+        elements: of a slice, at most: a multiple of :data:`BLOCK_NUMEL`.
+    """
+    pieces: list[Piece] = []
+    room = elements
+    for name in alike.names:
+        begin = 0
+        numel = numels[name]
+        while True:
+            part = numel - begin
+            if part > room:
+                part = room // BLOCK_NUMEL * BLOCK_NUMEL
+            if part or not numel:  # an empty one counts its steps, too
+                pieces.append((name, slice(begin, begin + part)))
+            begin = begin + part
+            room = room - part
+            if begin == numel:
+                break
+            yield Slice(alike, pieces, elements - room)
+            pieces = []
+            room = elements
+    if pieces:
+        yield Slice(alike, pieces, elements - room)
+
 
 UPDATES_MAX = 8
 """Updates of one pass over the state, at most: their gradients wait in pinned memory."""
@@ -41,7 +165,7 @@ class Sliced:
     """Updates the parameters and the state of an optimizer in place, slice by slice.
 
     Args:
-        optimizer: holds the state; of a class in :data:`~everstep.replay.forms.KINDS`. Its
+        optimizer: holds the state; of a class in :data:`~everstep.replay.functional.KINDS`. Its
             ``step`` is not called.
         names: parameter names of each group, in order; all parameters lie on one device.
         elements: of a slice, a multiple of 256; None: by the device's cache.
@@ -149,9 +273,9 @@ class Sliced:
 
     def _grouped(
         self, updates: Sequence[Update], options: Sequence[Sequence[Mapping[str, Any]]]
-    ) -> list[Alike]:
+    ) -> list[SliceGroup]:
         counts = self._counts()
-        found: dict[Any, Alike] = {}
+        found: dict[Any, SliceGroup] = {}
         for group, members in enumerate(self._names):
             for name in members:
                 logged = [update.gradients.get(name) for update in updates]
@@ -172,7 +296,7 @@ class Sliced:
                 where = None if step is None else (step.device, step.dtype)
                 key = (group, parameter.dtype, keys, of_state, dtypes, counts.get(name), where)
                 if key not in found:
-                    found[key] = Alike(group, keys, dtypes, counts.get(name))
+                    found[key] = SliceGroup(group, keys, dtypes, counts.get(name))
                 found[key].names.append(name)
         return [self._with_kernel(alike, updates, options) for alike in found.values()]
 
@@ -190,10 +314,10 @@ class Sliced:
 
     def _with_kernel(
         self,
-        alike: Alike,
+        alike: SliceGroup,
         updates: Sequence[Update],
         options: Sequence[Sequence[Mapping[str, Any]]],
-    ) -> Alike:
+    ) -> SliceGroup:
         kernel = self._kernel_for(alike, updates, options)
         if kernel is None:
             return alike
@@ -207,7 +331,7 @@ class Sliced:
 
     def _kernel_for(
         self,
-        alike: Alike,
+        alike: SliceGroup,
         updates: Sequence[Update],
         options: Sequence[Sequence[Mapping[str, Any]]],
     ) -> Kernel | None:
@@ -229,7 +353,7 @@ class Sliced:
             kernels.append(self._kernel(update, alike.group))
         return kernels[0] if all(kernel is kernels[0] for kernel in kernels) else None
 
-    def _cut(self, alike: Alike) -> Iterator[Slice]:
+    def _cut(self, alike: SliceGroup) -> Iterator[Slice]:
         first = alike.names[0]
         moments = [self._state(first)[key] for key in alike.keys]
         tensors = [self._parameters[first], *moments, self._parameters[first]]  # and a gradient
@@ -237,7 +361,7 @@ class Sliced:
             tensors[0].device, sum(tensor.element_size() for tensor in tensors)
         )
         numels = {name: self._parameters[name].numel() for name in alike.names}
-        return cut_alike(alike, numels, elements)
+        return cut_slices(alike, numels, elements)
 
     # --- One slice --------------------------------------------------------------------------
 

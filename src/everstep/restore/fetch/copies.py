@@ -40,7 +40,7 @@ from everstep.tiers.durable_files import temporary
 from everstep.tiers.files import TierFileSystem
 from everstep.tiers.streams import read_record
 
-__all__ = ["RunWithCopies", "has_copy", "looks_at_a_time"]
+__all__ = ["RunWithCopies", "parallel_reads", "switch_to_copy"]
 
 _EXCLUSIVE = (RUN_RECORD, TIMELINE_RECORD)
 _MARKS = {CONDEMNED, DELETING}
@@ -241,12 +241,12 @@ class RunWithCopies:
         return path.relative_to(self._run).as_posix()
 
 
-def has_copy(filesystem: FileSystem, directory: PurePath) -> bool:
+def switch_to_copy(filesystem: FileSystem, directory: PurePath) -> bool:
     """Whether what is damaged on the disk may be read once more, from a copy."""
     return isinstance(filesystem, RunWithCopies) and filesystem.distrust(directory)
 
 
-def looks_at_a_time(filesystem: FileSystem) -> int:
+def parallel_reads(filesystem: FileSystem) -> int:
     """How many small files to look at in parallel: several where each look waits for a network."""
     return _LOOKS if isinstance(filesystem, RunWithCopies) else 1
 

@@ -15,7 +15,7 @@ from pathlib import PurePath
 
 from everstep.commit.job.offers import Choice, Needs
 from everstep.commit.lineage import BaseId
-from everstep.commit.reclaim import COPY_TIERS
+from everstep.commit.retention import COPY_TIERS
 from everstep.format.names import base_dir
 from everstep.format.records import Manifest
 from everstep.format.writer import CHUNK_BYTES
@@ -26,14 +26,14 @@ from everstep.seams.machine import memory_available_bytes
 from everstep.seams.processes.threads import IoThreads
 from everstep.tiers.files import ReadingFileSystem
 
-__all__ = ["Apart", "CopiesAhead", "FilesAhead"]
+__all__ = ["CopiesAhead", "FilesAhead", "SoleReader"]
 
 _PART_BYTES = CHUNK_BYTES
 _THREADS = 8
 _LOG_BYTES_MAX = 320 << 20
 _SHARE_OF_MEMORY = 8  # of what is available
 
-Apart = Callable[[int, Manifest], bool]
+SoleReader = Callable[[int, Manifest], bool]
 """Whether no other rank of this node reads the files of a rank."""
 
 
@@ -45,7 +45,7 @@ class CopiesAhead:
         apart: what several ranks of a node read together is not read ahead.
     """
 
-    def __init__(self, run: PurePath, rank: int, needs: Needs, apart: Apart) -> None:
+    def __init__(self, run: PurePath, rank: int, needs: Needs, apart: SoleReader) -> None:
         self._run = run
         self._rank = rank
         self._needs = needs

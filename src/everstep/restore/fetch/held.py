@@ -17,7 +17,7 @@ from everstep.run.fence import timeline_bytes
 from everstep.run.open_base import OpenBase, check_identity
 from everstep.seams import FileSystem, ReadFile
 
-__all__ = ["HeldBase", "Recalled"]
+__all__ = ["HeldBase", "KeeperContents"]
 
 _log = logging.getLogger("everstep")
 
@@ -56,7 +56,7 @@ class HeldBase:
 
 
 @dataclass(frozen=True, slots=True)
-class Recalled:
+class KeeperContents:
     """What a keeper has in memory.
 
     Attributes:
@@ -75,7 +75,7 @@ class Recalled:
     served: Mapping[int, bytes] = field(default_factory=dict)
     missed: bool = False
 
-    def of_history(self, filesystem: FileSystem, run: PurePath) -> Recalled:
+    def of_history(self, filesystem: FileSystem, run: PurePath) -> KeeperContents:
         """Without what is of another history: who puts the folder back as it was once, and goes on
         from there without this keeper, opens the same timelines again. A base of the one with the
         log of the other behind it would be a state that nobody has ever had."""

@@ -28,13 +28,13 @@ from everstep.seams.files.claims import namespaces
 from everstep.seams.files.filesystem import DIRECT_ALIGNMENT_BYTES, ReadFile
 from everstep.seams.machine import launcher, machine_name
 
-__all__ = ["NodeReads", "NodeStart", "memory_name"]
+__all__ = ["NodeReads", "NodeStart", "shared_memory_name"]
 
 _log = logging.getLogger("everstep")
 _WAIT_S_MAX = 5.0
 
 
-def memory_name(node: str) -> str:
+def shared_memory_name(node: str) -> str:
     """What two ranks say alike if they can share memory and are to be of one node; "" if this one
     cannot. Two launchers on one machine (torchrun's ``GROUP_RANK``) are two nodes.
 

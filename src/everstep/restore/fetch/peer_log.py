@@ -12,24 +12,24 @@ from pathlib import PurePath
 
 import numpy as np
 
-from everstep.commit.logs import LogRun
-from everstep.commit.peerlog import run_of
+from everstep.commit.log_reach import LogRun
+from everstep.commit.peer_copies import run_of
 from everstep.errors import DamageError, FormatError
 from everstep.format.digests import digest
-from everstep.format.log import LogRecord, pack_index, records_of_pack
+from everstep.format.log import LogRecord, pack_index, records_of_packed
 from everstep.format.records import TimelineRecord
 from everstep.run.scan import Inventory
 
 __all__ = [
-    "LentLog",
-    "Packed",
+    "FetchedLog",
+    "PackedSteps",
     "PeerLog",
-    "copied",
-    "laid_out",
-    "packed",
-    "read_packed",
-    "records_in",
-    "unpacked",
+    "copy_steps",
+    "lay_out_records",
+    "pack_steps",
+    "read_pack",
+    "records_from_pack",
+    "unpack_steps",
 ]
 
 _PATH = PurePath("log of a peer")
@@ -38,7 +38,7 @@ _OFFSET_BYTES = 8
 
 
 @dataclass(frozen=True, slots=True)
-class Packed:
+class PackedSteps:
     """Steps of a log as one piece of memory.
 
     Attributes:
@@ -63,11 +63,11 @@ class PeerLog:
 
     source: int
     record: bytes
-    steps: Packed
+    steps: PackedSteps
 
 
 @dataclass(frozen=True, slots=True)
-class LentLog:
+class FetchedLog:
     """Steps of this rank's own log that have come from the memory of another node.
 
     Attributes:
@@ -76,7 +76,7 @@ class LentLog:
     """
 
     record: TimelineRecord
-    steps: Packed
+    steps: PackedSteps
     records: tuple[LogRecord, ...]
 
     def is_of(self, inventory: Inventory) -> bool:
@@ -85,7 +85,7 @@ class LentLog:
         return known is None or known == self.record
 
 
-def packed(records: Sequence[LogRecord]) -> Packed:
+def pack_steps(records: Sequence[LogRecord]) -> PackedSteps:
     """A copy of whole steps that follow each other.
 
     Raises:
@@ -94,22 +94,22 @@ def packed(records: Sequence[LogRecord]) -> Packed:
         FormatError: they are no whole steps, or there is a hole between them.
     """
     run = run_of([record.head for record in records])
-    memory, index_bytes = laid_out(records)
+    memory, index_bytes = lay_out_records(records)
     index = memory[memory.nbytes - index_bytes :]
-    found = Packed(run, memory, index_bytes, digest(index))
-    unpacked(found)
+    found = PackedSteps(run, memory, index_bytes, digest(index))
+    unpack_steps(found)
     return found
 
 
-def copied(records: Sequence[LogRecord]) -> list[LogRecord]:
+def copy_steps(records: Sequence[LogRecord]) -> list[LogRecord]:
     """A copy of whole steps that follow each other, in memory of its own, every byte compared with
-    its digest; errors as for :func:`packed`."""
+    its digest; errors as for :func:`pack_steps`."""
     run = run_of([record.head for record in records])
-    memory, index_bytes = laid_out(records)
-    return records_in(run.timeline, memory, index_bytes, digest(memory[-index_bytes:]))
+    memory, index_bytes = lay_out_records(records)
+    return records_from_pack(run.timeline, memory, index_bytes, digest(memory[-index_bytes:]))
 
 
-def laid_out(records: Sequence[LogRecord]) -> tuple[memoryview, int]:
+def lay_out_records(records: Sequence[LogRecord]) -> tuple[memoryview, int]:
     """A copy of records in one piece of memory, and the bytes of the index at its end."""
     offsets = []
     end = 0
@@ -131,7 +131,7 @@ def laid_out(records: Sequence[LogRecord]) -> tuple[memoryview, int]:
     return memory.data, len(index)
 
 
-def unpacked(steps: Packed) -> list[LogRecord]:
+def unpack_steps(steps: PackedSteps) -> list[LogRecord]:
     """The records, every byte compared with its digest; over ``steps.memory``.
 
     Raises:
@@ -140,21 +140,21 @@ def unpacked(steps: Packed) -> list[LogRecord]:
             hole between them.
     """
     run = steps.run
-    found, records = read_packed(run.timeline, steps.memory, steps.index_bytes, steps.index_digest)
+    found, records = read_pack(run.timeline, steps.memory, steps.index_bytes, steps.index_digest)
     if found != run:
         raise FormatError(f"{_PATH}: other steps than those that were announced")
     return records
 
 
-def read_packed(
+def read_pack(
     timeline: int, memory: memoryview, index_bytes: int, index_digest: str
 ) -> tuple[LogRun, list[LogRecord]]:
-    """Which steps these are, and their records; see :func:`unpacked`."""
-    records = records_in(timeline, memory, index_bytes, index_digest)
+    """Which steps these are, and their records; see :func:`unpack_steps`."""
+    records = records_from_pack(timeline, memory, index_bytes, index_digest)
     return run_of([record.head for record in records]), records
 
 
-def records_in(
+def records_from_pack(
     timeline: int, memory: memoryview, index_bytes: int, index_digest: str
 ) -> list[LogRecord]:
     """The records that were laid out, every byte compared with its digest; over ``memory``.
@@ -177,7 +177,7 @@ def records_in(
         int.from_bytes(index[at : at + _OFFSET_BYTES], "little")
         for at in range(_OFFSET_BYTES, begin, _OFFSET_BYTES)
     ]
-    records = records_of_pack(timeline, index[begin:], data, offsets, _PATH)
+    records = records_of_packed(timeline, index[begin:], data, offsets, _PATH)
     for record in records:
         record.verify()
     return records

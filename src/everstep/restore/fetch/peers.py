@@ -18,49 +18,55 @@ from pathlib import PurePath
 from typing import Any, Protocol
 
 from everstep.commit.job.messages import (
+    ChunkReply,
+    ChunkRequest,
     Envelope,
-    Fetching,
+    FetchProgress,
     Message,
-    PartTold,
-    PartWanted,
     StartFailed,
     accept,
     encode_message,
 )
+from everstep.commit.job.offer_codec import decode_offer, encode_offer
 from everstep.commit.job.offers import Choice, Needs, Offer, Piece
-from everstep.commit.job.offers_wire import decode_offer, encode_offer
 from everstep.commit.lineage import BaseId
 from everstep.errors import DamageError, DeadlineError, FormatError
 from everstep.format.records import Marker, TimelineRecord
+from everstep.restore.fetch.copy_inventory import CopyOffer, FetchedBase, FetchResult, OfferExtras
 from everstep.restore.fetch.held import HeldBase
-from everstep.restore.fetch.lent_files import (
-    Covers,
-    LentFiles,
-    Open,
-    covers_from_wire,
-    covers_to_wire,
-)
-from everstep.restore.fetch.others import failed_there
 from everstep.restore.fetch.peer_copy import PeerCopy, check_files, files_over
-from everstep.restore.fetch.peer_log import LentLog, Packed, PeerLog, unpacked
-from everstep.restore.fetch.peer_log_plan import LogTold
-from everstep.restore.fetch.peer_plan import Plan, on_disks, plan_of, proven, with_proven
-from everstep.restore.fetch.told import Brought, Fetched, Lent, Told
+from everstep.restore.fetch.peer_log import FetchedLog, PackedSteps, PeerLog, unpack_steps
+from everstep.restore.fetch.peer_plan import (
+    FetchPlan,
+    LogOffer,
+    fetch_plan,
+    offers_on_disks,
+    prove_timelines,
+    with_proven_bases,
+)
+from everstep.restore.fetch.served_files import (
+    Coverage,
+    OpenFile,
+    ServedFiles,
+    coverage_from_wire,
+    coverage_to_wire,
+)
+from everstep.restore.fetch.start_channel import remote_failure
 from everstep.seams.clock import Clock
 from everstep.seams.network.mailbox import Mailbox
 
 __all__ = [
-    "Brought",
-    "Fetch",
-    "Fetched",
-    "Lent",
-    "Meanwhile",
-    "Meets",
-    "Plan",
-    "Say",
-    "Told",
+    "AllGather",
+    "CopyOffer",
+    "FetchCopies",
+    "FetchPlan",
+    "FetchResult",
+    "FetchedBase",
+    "MeetingLike",
+    "OfferExtras",
+    "OnPlanned",
     "fetch_from_peers",
-    "plan_of",
+    "fetch_plan",
 ]
 
 _log = logging.getLogger("everstep")
@@ -72,11 +78,11 @@ _AGAIN_S = 2.0  # at first
 _AGAIN_MAX_S = 30.0
 _ALIVE_EVERY_S = 1.0
 
-Say = Callable[[str, dict[str, Any]], list[dict[str, Any]]]
+AllGather = Callable[[str, dict[str, Any]], list[dict[str, Any]]]
 """What each rank says to all, by rank."""
 
 
-class Meets(Protocol):
+class MeetingLike(Protocol):
     """All ranks at a start of their job; a :class:`.together.Meeting` is one."""
 
     @property
@@ -87,21 +93,21 @@ class Meets(Protocol):
     def mailbox(self) -> Mailbox: ...
 
 
-Meanwhile = Callable[[Choice], None]
+OnPlanned = Callable[[Choice], None]
 """What a rank begins before ranks fetch, and wait for each other: told what would be chosen
 then, the same on all ranks. Does not wait."""
 
-Fetch = Callable[[Offer, Meanwhile, Lent], Brought]
+FetchCopies = Callable[[Offer, OnPlanned, OfferExtras], FetchResult]
 """Gets what a rank needs that offers this by itself."""
 
-Held = dict[tuple[BaseId, int, bool], "memoryview | LentFiles"]
+Held = dict[tuple[BaseId, int, bool], "memoryview | ServedFiles"]
 """What a rank hands out."""
 
 
 def fetch_from_peers(
-    meeting: Meets,
+    meeting: MeetingLike,
     clock: Clock,
-    say: Say,
+    say: AllGather,
     offer: Offer,
     copies: Sequence[PeerCopy],
     needs: Needs,
@@ -109,11 +115,11 @@ def fetch_from_peers(
     step: int | None,
     timeout_s: float,
     logs: Sequence[PeerLog] = (),
-    meanwhile: Meanwhile = lambda choice: None,
-    opens: Open | None = None,
+    meanwhile: OnPlanned = lambda choice: None,
+    opens: OpenFile | None = None,
     room_bytes: int = 0,
-    lent: Lent | None = None,
-) -> Brought:
+    lent: OfferExtras | None = None,
+) -> FetchResult:
     """What this rank needs of copies in the memory of other nodes, and of what is on the disks of
     others. Every rank calls it.
 
@@ -135,7 +141,7 @@ def fetch_from_peers(
     """
     what = "say what their keepers hold for others"
     mine = [[copy.marker.encode(), copy.record] for copy in copies]
-    steps = [LogTold.to_wire(log) for log in logs]
+    steps = [LogOffer.to_wire(log) for log in logs]
     unproven = None if lent is None or lent.unproven is None else lent.unproven.encode()
     about = {"copies": mine, "logs": steps, "room": room_bytes, "unproven": unproven}
     said = say(what, {"offer": encode_offer(offer), **about})
@@ -145,14 +151,14 @@ def fetch_from_peers(
         for rank, one in enumerate(said)
         if one["unproven"] is not None
     }
-    proof = proven(offers, markers)
+    proof = prove_timelines(offers, markers)
     told = [
-        Told(holder, Marker.decode(marker, _WIRE), record)
+        CopyOffer(holder, Marker.decode(marker, _WIRE), record)
         for holder, one in enumerate(said)
         for marker, record in one["copies"]
     ]
     logged = [
-        LogTold.from_wire(holder, fields)
+        LogOffer.from_wire(holder, fields)
         for holder, one in enumerate(said)
         for fields in one["logs"]
     ]
@@ -161,36 +167,38 @@ def fetch_from_peers(
         first = BaseId(log.steps.run.timeline, log.steps.run.first)
         held[first, log.source, True] = log.steps.memory
     rooms = [int(one["room"]) for one in said]
-    covers: list[Covers] | None = None
-    told += [] if opens is None else on_disks(offers, told)
+    covers: list[Coverage] | None = None
+    told += [] if opens is None else offers_on_disks(offers, told)
     attempt = 0
     with ExitStack() as opened:
         if opens is not None:
             for base, piece in _pieces_on_disk(offer):
-                files = LentFiles(opens, base, piece.marker)
+                files = ServedFiles(opens, base, piece.marker)
                 opened.callback(files.close)
                 held.setdefault((base, piece.marker.rank, False), files)
         while True:
             attempt += 1
-            with_held = with_proven(offers, markers, proof)
-            plan, choice = plan_of(with_held, told, needs, step, logged, rooms=rooms, covers=covers)
+            with_held = with_proven_bases(offers, markers, proof)
+            plan, choice = fetch_plan(
+                with_held, told, needs, step, logged, rooms=rooms, covers=covers
+            )
             if choice is None and covers is None and lent is not None:
                 offer, mine_too = lent.left()
                 what = "say what is left of replicas"
                 found = say(
-                    what, {"offer": encode_offer(offer), "covers": covers_to_wire(mine_too)}
+                    what, {"offer": encode_offer(offer), "covers": coverage_to_wire(mine_too)}
                 )
                 offers = [decode_offer(one["offer"]) for one in found]
-                covers = [covers_from_wire(one["covers"]) for one in found]
+                covers = [coverage_from_wire(one["covers"]) for one in found]
                 continue
             if choice is not None:
                 meanwhile(choice)
             if not plan:
-                return Brought([], [], proof.get(meeting.rank))
+                return FetchResult([], [], proof.get(meeting.rank))
             exchange = _Exchange(meeting, clock, attempt, plan, held, len(said), timeout_s)
             brought, damaged = exchange.run()
-            spoilt = say("fetch copies", {"damaged": [list(one.key) for one in damaged]})
-            bad = {tuple(key) for one in spoilt for key in one["damaged"]}
+            unusable = say("fetch copies", {"damaged": [list(one.key) for one in damaged]})
+            bad = {tuple(key) for one in unusable for key in one["damaged"]}
             if not bad:
                 return replace(brought, proven=proof.get(meeting.rank))
             told = [copy for copy in told if copy.key not in bad]
@@ -209,10 +217,10 @@ class _Exchange:
 
     def __init__(
         self,
-        meeting: Meets,
+        meeting: MeetingLike,
         clock: Clock,
         attempt: int,
-        plan: Plan,
+        plan: FetchPlan,
         held: Held,
         world: int,
         timeout_s: float,
@@ -223,8 +231,8 @@ class _Exchange:
         self._timeout_s = timeout_s
         self._held = held
         self._todo = list(plan.get(meeting.rank, ()))
-        self._brought = Brought([], [])
-        self._damaged: list[Told | LogTold] = []
+        self._brought = FetchResult([], [])
+        self._damaged: list[CopyOffer | LogOffer] = []
         self._others = [rank for rank in plan if rank != meeting.rank]
         # All of them: whoever has nothing to do here is not to run into a deadline elsewhere.
         self._all = range(world)
@@ -235,7 +243,7 @@ class _Exchange:
         self._heard_s = dict.fromkeys(self._all, clock.monotonic_s())
         self._asked_s = self._heard_part_s = clock.monotonic_s()
 
-    def run(self) -> tuple[Brought, list[Told | LogTold]]:
+    def run(self) -> tuple[FetchResult, list[CopyOffer | LogOffer]]:
         """Returns what has come, and what of it was damaged, when all ranks have what they need.
 
         Raises:
@@ -257,12 +265,16 @@ class _Exchange:
             self._heard_s[envelope.sender] = self._clock.monotonic_s()
             message = envelope.message
             if isinstance(message, StartFailed):
-                raise failed_there(message, self._meeting.rank)
-            if isinstance(message, PartWanted):
+                raise remote_failure(message, self._meeting.rank)
+            if isinstance(message, ChunkRequest):
                 self._hand_out(envelope.sender, message)
-            elif isinstance(message, PartTold):
+            elif isinstance(message, ChunkReply):
                 self._take(envelope.sender, message)
-            elif isinstance(message, Fetching) and message.round == self._attempt and message.done:
+            elif (
+                isinstance(message, FetchProgress)
+                and message.round == self._attempt
+                and message.done
+            ):
                 done.add(envelope.sender)
         self._tell(now=True)
         return self._brought, self._damaged
@@ -306,21 +318,21 @@ class _Exchange:
         ):
             size = min(len(self._memory) - self._asked, _PART_BYTES)
             base, rank, log = one.place
-            self._send(one.holder, PartWanted(base, rank, self._asked, size, log))
+            self._send(one.holder, ChunkRequest(base, rank, self._asked, size, log))
             self._asked += size
             self._asked_s = now_s
 
-    def _hand_out(self, rank: int, wanted: PartWanted) -> None:
+    def _hand_out(self, rank: int, wanted: ChunkRequest) -> None:
         held = self._held.get((wanted.base, wanted.rank, wanted.log))
         if held is None or wanted.offset < 0 or not 0 < wanted.size_bytes <= _PART_BYTES:
             return
-        if isinstance(held, LentFiles):
+        if isinstance(held, ServedFiles):
             data = held.read(wanted.offset, wanted.size_bytes)
         else:
             data = bytes(held[wanted.offset : wanted.offset + wanted.size_bytes])
-        self._send(rank, PartTold(wanted.base, wanted.rank, wanted.offset, data, wanted.log))
+        self._send(rank, ChunkReply(wanted.base, wanted.rank, wanted.offset, data, wanted.log))
 
-    def _take(self, sender: int, part: PartTold) -> None:
+    def _take(self, sender: int, part: ChunkReply) -> None:
         if not self._todo:
             return
         one = self._todo[0]
@@ -351,14 +363,14 @@ class _Exchange:
         else:
             self._tell(now=True)
 
-    def _finish(self, one: Told | LogTold) -> None:
+    def _finish(self, one: CopyOffer | LogOffer) -> None:
         memory = memoryview(self._memory)
         self._memory = bytearray()
         try:
             record = TimelineRecord.decode(one.record, _WIRE)
-            if isinstance(one, LogTold):
-                steps = Packed(one.run, memory, one.index_bytes, one.index_digest)
-                self._brought.logs.append(LentLog(record, steps, tuple(unpacked(steps))))
+            if isinstance(one, LogOffer):
+                steps = PackedSteps(one.run, memory, one.index_bytes, one.index_digest)
+                self._brought.logs.append(FetchedLog(record, steps, tuple(unpack_steps(steps))))
                 return
             check_files(one.marker, memory)
         except (DamageError, FormatError) as error:
@@ -366,7 +378,7 @@ class _Exchange:
             self._damaged.append(one)
             return
         held = HeldBase(one.marker, files_over(one.marker, memory), durable=False)
-        self._brought.bases.append(Fetched(held, record, disk=one.disk))
+        self._brought.bases.append(FetchedBase(held, record, disk=one.disk))
 
     def _tell(self, *, now: bool = False) -> None:
         """That this rank is there, and whether it has what it needs."""
@@ -376,7 +388,7 @@ class _Exchange:
         self._said_s = now_s
         for rank in self._all:
             if rank != self._meeting.rank:
-                self._send(rank, Fetching(self._attempt, not self._todo))
+                self._send(rank, FetchProgress(self._attempt, not self._todo))
 
     def _check(self, done: set[int]) -> None:
         now_s = self._clock.monotonic_s()

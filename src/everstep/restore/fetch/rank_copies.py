@@ -20,7 +20,7 @@ from everstep.errors import EverstepError, ForeignDirectoryError, RecoveryError,
 from everstep.format.names import MANIFEST, RUN_RECORD, TIMELINE_RECORD, base_dir, timeline_dir
 from everstep.format.reader import read_record_bytes
 from everstep.format.records import RunRecord, TimelineRecord
-from everstep.restore.fetch.ranks import base_offer_of
+from everstep.restore.fetch.rank_offers import base_offer
 from everstep.run.scan import Inventory, scan_run
 from everstep.run.uncondemn import uncondemn_in_tier
 from everstep.seams.files.filesystem import DirEntry, FileSystem, ReadFile
@@ -33,7 +33,7 @@ __all__ = [
     "Copies",
     "CopyOfRun",
     "SmallFiles",
-    "own_words",
+    "tier_errors",
 ]
 
 _SMALL_BYTES = 1 << 20
@@ -109,7 +109,7 @@ class CopyOfRun:
 
     @property
     def kind(self) -> str:
-        """Of :data:`everstep.commit.reclaim.COPY_TIERS`."""
+        """Of :data:`everstep.commit.retention.COPY_TIERS`."""
         return "object" if self.tier.traits.kind == "object" else "copy"
 
 
@@ -141,7 +141,7 @@ class Copies:
         """
         found: str | None = None
         for place in self.places:
-            with own_words():
+            with tier_errors():
                 try:
                     path = self._run / RUN_RECORD
                     record = RunRecord.decode(read_record_bytes(place.files, path), path)
@@ -171,7 +171,7 @@ class Copies:
         """
         path = self._run / RUN_RECORD
         for place in self.places:
-            with own_words():
+            with tier_errors():
                 try:
                     record = RunRecord.decode(read_record_bytes(place.files, path), path)
                 except FileNotFoundError:
@@ -190,7 +190,7 @@ class Copies:
         """
         self._found = []
         for place, files in zip(self.places, self._small, strict=True):
-            with own_words():
+            with tier_errors():
                 inventory = scan_run(files, self._run)
             self._found.append((place, inventory))
             offer = _with_copy(offer, place, inventory)
@@ -286,7 +286,7 @@ def _appears(tier: Tier, name: str, data: bytes) -> bool:
 
 
 @contextlib.contextmanager
-def own_words() -> Iterator[None]:
+def tier_errors() -> Iterator[None]:
     """What a tier has said through a file system's errors, in its own words again."""
     try:
         yield
@@ -315,7 +315,7 @@ def _with_copy(offer: Offer, place: CopyOfRun, inventory: Inventory) -> Offer:
         timelines[number] = record if mine is None else mine
     bases = dict(offer.bases)
     for found in inventory.bases:
-        theirs = base_offer_of(found)
+        theirs = base_offer(found)
         if theirs.pieces or theirs.manifest is not None:
             bases[found.id] = _joined(bases.get(found.id), theirs, place.kind)
     lost = [base.id for base in inventory.bases if base.status == "damaged"]

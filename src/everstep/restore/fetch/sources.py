@@ -3,17 +3,30 @@ where what is there is damaged or gone."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import logging
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import PurePath
+from typing import TypeVar
 
 from everstep.commit.job.offers import Source
-from everstep.commit.reclaim import COPY_TIERS
+from everstep.commit.lineage import BaseId
+from everstep.commit.retention import COPY_TIERS
+from everstep.errors import DamageError, FormatError, NewerFormatError, RecoveryError
 from everstep.format.names import parse_marker, parse_shard
 from everstep.restore.fetch.held import HeldBase
+from everstep.restore.load.saved_ranks import HoleError
 from everstep.seams.files.filesystem import FileSystem
 
-__all__ = ["Place", "Places", "RankBack", "RankRead", "name_of", "rank_of"]
+__all__ = [
+    "Place",
+    "Places",
+    "RankBack",
+    "RankRead",
+    "failed_rank",
+    "read_from_places",
+    "source_name",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +119,7 @@ class Places:
                     self.damaged.append((each, place.source))
 
 
-def name_of(tiers: set[str]) -> str:
+def source_name(tiers: set[str]) -> str:
     """What a resume calls the places that it read from. Never "disk" where a copy was among them:
     that would vouch for what this rank's own disk holds."""
     copies = [tier for tier in reversed(COPY_TIERS) if tier in tiers]
@@ -117,7 +130,7 @@ def name_of(tiers: set[str]) -> str:
     return "memory" if "memory" in tiers else "disk"
 
 
-def rank_of(error: Exception) -> int | None:
+def failed_rank(error: Exception) -> int | None:
     """Whose files an error is about, where it says so."""
     rank = getattr(error, "rank", None)
     path = getattr(error, "path", None) or getattr(error, "filename", None)
@@ -126,3 +139,59 @@ def rank_of(error: Exception) -> int | None:
     name = PurePath(str(path)).name
     shard = parse_shard(name)
     return parse_marker(name) if shard is None else shard[0]
+
+
+_log = logging.getLogger("everstep")
+_T = TypeVar("_T")
+
+
+def read_from_places(
+    places: Places,
+    wanted: Sequence[int],
+    use: Callable[[Mapping[int, Place]], _T],
+    *,
+    base: BaseId,
+    rank: int,
+    run: PurePath,
+    failed: Callable[[str], None],
+) -> tuple[_T, Mapping[int, Place]] | None:
+    """What ``use`` gives, and the places that it was given; None: files are damaged, or do not fit
+    each other, and ``places`` says which.
+
+    Args:
+        wanted: ranks whose files are needed; where that is not enough, all that can be read.
+        rank: that reads.
+        failed: told of files that cannot be used, in words.
+
+    Raises:
+        RecoveryError: files are needed that are not here.
+        NewerFormatError: they are whole, and not ours to pass over.
+    """
+    while (picked := places.pick(wanted)) is not None:
+        try:
+            return use(picked), picked
+        except (HoleError, RecoveryError) as error:
+            # Ranks wrote to other disks then: what they had in common others have, too.
+            if set(wanted) >= set(places.readable):
+                if isinstance(error, RecoveryError):
+                    raise
+                failed(f"{base}: {error.message}")
+                places.failed(picked, None)
+            wanted = places.readable or wanted
+        except NewerFormatError:
+            raise
+        except (DamageError, FormatError, OSError) as error:
+            where = ", ".join(sorted({place.source.tier for place in picked.values()}))
+            _log.warning("%s could not be restored from %s: %s", base, where, error)
+            failed(f"{base}, from {where}: {error}")
+            places.failed(picked, failed_rank(error))
+    if not places.damaged:  # or the others would take this rank's state for that of the base
+        missing = ", ".join(str(r) for r in wanted if r not in places.readable)
+        raise RecoveryError(
+            f"rank {rank} was told to restore {base}, and has not offered the files of rank(s) "
+            f"{missing}, which it needs",
+            rank=rank,
+            path=run,
+            hint="the ranks do not hold the same kinds of state; please report this",
+        )
+    return None

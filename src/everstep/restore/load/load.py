@@ -113,9 +113,9 @@ class LoadedBase:
         entries: number of entries read.
         mismatches: ``(name, difference)`` left out because of ``strict=False``.
         notes: in words, everything that could not be restored.
-        shape: shape digest (see :mod:`everstep.state.shapes`); only for a base of one rank.
+        shape: shape digest (see :mod:`everstep.state.layout.entries`); only for a base of one rank.
         redone: number of updates replayed to bring all parts to the step of the base
-            (:mod:`everstep.restore.offline.whole`).
+            (:mod:`everstep.restore.offline.complete`).
         rank_bytes: bytes read from the files of each rank.
         finite: names of parameters found finite while they were read.
         layout: distribution of the tensors over the ranks that saved the base; only if it is
@@ -372,7 +372,7 @@ def _load(
             raise shared_memory_error(name)
     held = {name for plan in plans.values() for name in plan.in_place}
     # Plain tensors are created anew, and count as tensors that the program holds.
-    held |= set(filter(state.is_plain, targets.tensors))
+    held |= set(filter(state.coverage.is_plain, targets.tensors))
     tied = tie_changes(view, targets, held)
     notes = [*view.notes, *made.doubts, *tied]
     for section in state.restore_order():

@@ -12,12 +12,12 @@ from itertools import chain as chained
 from pathlib import PurePath
 
 from everstep.commit.lineage import BaseId
-from everstep.commit.logs import needed_by
+from everstep.commit.log_reach import needed_by
 from everstep.errors import DamageError, EverstepError, FormatError, StorageError
 from everstep.format.log import LogRecord, RecordHead
 from everstep.format.writer import ChunkRing
-from everstep.restore.fetch.copies import has_copy
-from everstep.restore.fetch.rank_copies import own_words
+from everstep.restore.fetch.copies import switch_to_copy
+from everstep.restore.fetch.rank_copies import tier_errors
 from everstep.run.candidates import Skipped
 from everstep.run.chain import Chain, LogIndex
 from everstep.run.log_reads import Key, LogReads, find_record, key_of
@@ -114,7 +114,9 @@ class LogFound:
         own = partial(scan_log, filesystem, inventory.path, rank=rank, threads=threads)
         look = partial(own, there=inventory.may_hold)
         found = look(sorted(there))
-        bad = [one for one in found if one.problem is not None and has_copy(filesystem, one.path)]
+        bad = [
+            one for one in found if one.problem is not None and switch_to_copy(filesystem, one.path)
+        ]
         found = look(sorted(there)) if bad else found  # the unusable ones are now read from a copy
         others: dict[int, Skipped] = {}
         for number, record in inventory.timelines.items():
@@ -143,7 +145,7 @@ class LogFound:
 
         for files, there_too in copies:
             known = sorted(n for n, record in there_too.timelines.items() if record is not None)
-            with own_words():
+            with tier_errors():
                 how = partial(scan_log, rank=rank, wanted=wanted, lossy=lossy_copies, threads=8)
                 here = how(files, inventory.path, known, there=there_too.may_hold)
             found = [*(replace(segment, files=read_from(files)) for segment in here), *found]
@@ -242,7 +244,7 @@ class LogFound:
         except DamageError as error:
             if record.path is not None:  # later reads of this segment use the copy
                 with contextlib.suppress(EverstepError, OSError):
-                    has_copy(filesystem, record.path.parent)
+                    switch_to_copy(filesystem, record.path.parent)
             found = self._from_another_place(
                 record.head, record.digest, error, filesystem, ring, timeout_s
             )

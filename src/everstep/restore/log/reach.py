@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from everstep.commit.job.nothing import way_back
-from everstep.commit.lineage import BaseId, had_steps
+from everstep.commit.job.offers import recovery_hint
+from everstep.commit.lineage import BaseId, describe_missing_steps
 from everstep.errors import RecoveryError
 from everstep.run.candidates import Candidates, Skipped, candidates, newest_unreachable
 from everstep.run.chain import Chain, LogIndex, chains, path_of
@@ -29,7 +29,7 @@ def reachable(inventory: Inventory, index: LogIndex, *, step: int | None = None)
 
     Args:
         step: in any timeline: that of the history first, then younger ones. The caller has to
-            report a step outside the history (:func:`everstep.commit.lineage.left_at`).
+            report a step outside the history (:func:`everstep.commit.lineage.describe_abandoned`).
 
     Raises:
         RecoveryError: no base and no log has ``step``.
@@ -94,7 +94,11 @@ def nothing_restorable(
     """
     if chosen.candidates.unreachable is not None:
         return chosen.candidates.unreachable.error()
-    had = None if step is not None else had_steps(inventory.timelines, inventory.branches)
+    had = (
+        None
+        if step is not None
+        else describe_missing_steps(inventory.timelines, inventory.branches)
+    )
     if not chosen.ordered and not chosen.candidates.damaged and had is None:
         return None
     listed = "\n".join(f"  step {s.step}, timeline {s.timeline}: {s.reason}" for s in skipped)
@@ -108,7 +112,7 @@ def nothing_restorable(
     if not chosen.ordered and not chosen.candidates.damaged:
         usable = (base.id for base in inventory.bases if base.is_usable)
         problem = had or problem
-        hint = way_back(sorted(usable, reverse=True))
+        hint = recovery_hint(sorted(usable, reverse=True))
     message = f"{problem}:\n{listed}" if listed else problem
     return RecoveryError(message, path=inventory.path, hint=hint)
 

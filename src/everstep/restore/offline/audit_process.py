@@ -29,7 +29,7 @@ def main(arguments: Sequence[str]) -> int:
     yield_to_all(options.parent)
 
     from everstep.errors import EverstepError
-    from everstep.restore.offline.audit_newest import audit_newest
+    from everstep.restore.offline.audit import audit_newest
     from everstep.seams import PosixFileSystem, SystemClock
 
     try:

@@ -31,12 +31,11 @@ from everstep.errors import (
 from everstep.format.log import NOT_EXACT
 from everstep.format.records import AuditRecord
 from everstep.format.writer import ChunkRing
-from everstep.restore.offline.logged import RunLog, spans
-from everstep.restore.offline.offline import OfflineState
-from everstep.restore.offline.offline_base import load_offline
-from everstep.restore.offline.offline_job import JobState
-from everstep.restore.offline.offline_job_load import load_job
-from everstep.restore.redo.conditions import conditions
+from everstep.restore.offline.job_state import JobState
+from everstep.restore.offline.load import load_job, load_offline
+from everstep.restore.offline.run_log import RunLog, spans
+from everstep.restore.offline.state import OfflineState
+from everstep.restore.redo.conditions import replay_conditions
 from everstep.run.audits import audit_of, describe_audit
 from everstep.run.candidates import Skipped
 from everstep.run.chain import Chain
@@ -47,11 +46,11 @@ from everstep.seams.progress import progress
 
 __all__ = [
     "Change",
-    "Played",
     "Rebuilder",
     "Rebuilt",
+    "ReplayResult",
     "changes",
-    "conditions",
+    "replay_conditions",
 ]
 
 
@@ -96,7 +95,7 @@ class Rebuilt:
 
 
 @dataclass(frozen=True, slots=True)
-class Played:
+class ReplayResult:
     """How exact a replay was; all ``""`` if it was.
 
     Attributes:
@@ -231,7 +230,7 @@ class Rebuilder:
                 "timeout_s": self.timeout_s,
                 "progress": bar,
                 "threads": self.threads,
-                "training_threads": conditions(records)[0],
+                "training_threads": replay_conditions(records)[0],
                 "trained": self.log.inventory.timelines.get(base.id.timeline),
             }
             where = self.filesystem, base, self.log.inventory.run, self.ring
@@ -246,7 +245,7 @@ class Rebuilder:
         other: OfflineState | JobState | None = None,
         drop: Collection[int] = (),
         on_step: Callable[[int], None] = lambda step: None,
-    ) -> Played:
+    ) -> ReplayResult:
         """Redoes a chain.
 
         Args:
@@ -283,10 +282,10 @@ class Rebuilder:
         replay = logged.doubt or logged.exactness.why
         if updates_seen:
             records = [self.log.inventory.timelines.get(timeline) for timeline, _ in chain.steps]
-            replay = conditions(records)[1] or replay
+            replay = replay_conditions(records)[1] or replay
         if not replay:
             logged.compare()
-        return Played(lineage, replay, logged.surprises[0] if logged.surprises else "")
+        return ReplayResult(lineage, replay, logged.surprises[0] if logged.surprises else "")
 
     def _ways(self, step: int, timeline: int | None) -> Iterator[tuple[BaseFound, Chain]]:
         found = _unless_empty(self.log.ways(step, timeline))

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 
 from everstep.format.records import TimelineRecord
-from everstep.seams.fingerprint import fingerprint, threads_given, uneven
+from everstep.seams.fingerprint import fingerprint, number_settled, threads_given, uneven
 
-__all__ = ["conditions", "uneven_denormals"]
+__all__ = ["denormal_mismatch", "fingerprint_difference", "replay_conditions"]
 
 
-def conditions(records: Iterable[TimelineRecord | None]) -> tuple[int | None, str]:
+def replay_conditions(records: Iterable[TimelineRecord | None]) -> tuple[int | None, str]:
     """What the bits of updates depend on besides the optimizer (I9).
 
     Args:
@@ -26,7 +26,7 @@ def conditions(records: Iterable[TimelineRecord | None]) -> tuple[int | None, st
         if record is None:
             return None, "the record that says where it was trained is damaged"
         theirs = record.fingerprint
-        if why := uneven_denormals(theirs, mine):
+        if why := denormal_mismatch(theirs, mine):
             return None, why
         for key in ("torch", "machine", "processor", "system", "denormals"):
             if theirs.get(key) != mine.get(key):
@@ -44,7 +44,7 @@ def conditions(records: Iterable[TimelineRecord | None]) -> tuple[int | None, st
     return (int(only) if known else None), ""
 
 
-def uneven_denormals(theirs: Mapping[str, str], mine: Mapping[str, str]) -> str:
+def denormal_mismatch(theirs: Mapping[str, str], mine: Mapping[str, str]) -> str:
     """Why replay need not give the same bits, though the fingerprints may be equal; "" where that
     is not so.
 
@@ -58,4 +58,26 @@ def uneven_denormals(theirs: Mapping[str, str], mine: Mapping[str, str]) -> str:
                 f"{what} with denormals flushed by some of torch's threads and kept by others: "
                 "call torch.set_flush_denormal(True) first thing in the program"
             )
+    return ""
+
+
+def fingerprint_difference(records: Iterable[TimelineRecord | None]) -> str:
+    """Why the bits of updates need not be those of training (I9); "" if they must be.
+
+    Args:
+        records: of the timelines whose updates are replayed here.
+    """
+    mine = fingerprint()
+    for record in {id(record): record for record in records}.values():
+        if record is None:
+            return "the record that says where it was trained is damaged"
+        if why := denormal_mismatch(record.fingerprint, mine):
+            return why
+        for key in sorted({*mine, *record.fingerprint} - {"process", "python", "session"}):
+            theirs = record.fingerprint.get(key, "none")
+            here = mine.get(key, "none")
+            if theirs != here:
+                return f"trained with {key} {theirs}, replayed with {here}"
+        if not number_settled(record.fingerprint):
+            return f"trained with threads {record.fingerprint['threads']}"
     return ""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from everstep.capture.probe import Probe
+from everstep.capture.spot_check import Probe
 from everstep.errors import FormatError, ReplayError
 from everstep.format.log import LogRecord
 from everstep.replay.exactness import Exactness

@@ -12,19 +12,19 @@ from everstep.format.log import LogRecord
 from everstep.state.layout.names import SAMPLE
 from everstep.state.layout.shards import Placed
 
-__all__ = ["Held", "logs_less", "no_longer_held"]
+__all__ = ["MarkEntries", "dropped_from_marks", "mark_holds_less"]
 
-Held = Sequence[tuple[LogRecord, Placed]]
+MarkEntries = Sequence[tuple[LogRecord, Placed]]
 """Entries of a state, with the marks of one step that hold them."""
 
 
-def no_longer_held(before: Held, now: Held) -> Held:
+def dropped_from_marks(before: MarkEntries, now: MarkEntries) -> MarkEntries:
     """What the marks of a step hold, and those of the next do not."""
     names = {place.entry.name for _, place in now}
     return [one for one in before if one[1].entry.name not in names]
 
 
-def logs_less(mark: LogRecord, *, than: LogRecord) -> bool:
+def mark_holds_less(mark: LogRecord, *, than: LogRecord) -> bool:
     """Whether a mark does not hold all that one before it does."""
     before, now = (
         {p.entry.name for p in one.layout.placed if not p.entry.name.startswith(SAMPLE)}

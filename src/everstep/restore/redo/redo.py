@@ -13,23 +13,19 @@ from types import MappingProxyType
 from typing import Any
 
 import torch
+from torch.optim import Optimizer
 
-from everstep.capture.spots import Comparison
+from everstep.capture.mark_samples import MarkComparison
 from everstep.errors import AuditError, DamageError, EverstepError, FormatError, MismatchError
 from everstep.format.log import LogRecord
-from everstep.format.records import TimelineRecord
 from everstep.replay.engine import Replayer
 from everstep.replay.exactness import Exactness
-from everstep.replay.own import default_dtype
+from everstep.replay.optimizer_step import default_dtype
 from everstep.replay.updates import Update
-from everstep.restore.redo.conditions import uneven_denormals
 from everstep.restore.redo.declared import DeclaredRedo
-from everstep.restore.redo.marks import logs_less
-from everstep.restore.redo.sharded import as_live, replayer_of
-from everstep.restore.redo.unknown import UnknownClassError
-from everstep.restore.redo.updates import class_for, update_of
+from everstep.restore.redo.marks import mark_holds_less
+from everstep.restore.redo.updates import UnknownClassError, replay_class, update_from_record
 from everstep.run.tensors import copy_into, tensor_of
-from everstep.seams.fingerprint import fingerprint, number_settled
 from everstep.seams.machine import memory_available_bytes
 from everstep.seams.processes.processes import available_cores
 from everstep.state.layout.entries import Entry
@@ -40,19 +36,20 @@ from everstep.state.providers.zero import local_optimizer
 from everstep.state.survey.survey import same_objects
 from everstep.state.training_state import State
 from everstep.state.values.objects import decode
-from everstep.state.values.tensors import dtensor_like, local_tensor, tensor_entry
+from everstep.state.values.tensors import dtensor_like, is_dtensor, local_tensor, tensor_entry
 from everstep.state.values.tree import join, references, split
 
 __all__ = [
     "STEPS_AT_ONCE",
     "Redo",
     "Step",
-    "checked",
     "compare",
-    "other_conditions",
-    "other_than_trained",
-    "put_back",
+    "divergence_error",
+    "live_entry",
+    "make_replayer",
+    "restore_from_mark",
     "tensor_of",
+    "verified_steps",
 ]
 
 STEPS_AT_ONCE = 5
@@ -86,7 +83,7 @@ class Step:
         return sum(record.size_bytes for record in records if record.path is not None)
 
 
-def checked(
+def verified_steps(
     steps: Iterable[tuple[Sequence[LogRecord], LogRecord | EverstepError]],
     sound: Callable[[LogRecord], LogRecord],
 ) -> Generator[Step | EverstepError, None, None]:
@@ -111,7 +108,7 @@ def checked(
         except DamageError as error:
             yield error
             return
-        found = tuple((r, None if r.head.declared else update_of(r)) for r in updates)
+        found = tuple((r, None if r.head.declared else update_from_record(r)) for r in updates)
         del updates  # nobody but the step holds on to what is read: its memory is used again
         step = Step(found, mark)
         del found, mark
@@ -155,7 +152,7 @@ class Redo:
         self._live: dict[str, torch.Tensor] = {}
         self._last: LogRecord | None = None
         self._compared: LogRecord | None = None
-        self._comparison = Comparison()
+        self._comparison = MarkComparison()
         self._surveyed: _Surveyed | None = None
         self._declared = DeclaredRedo(state)
         self._inexact = Exactness(True, "")  # why, where no replayer that there is now knows it
@@ -259,7 +256,7 @@ class Redo:
                     kept[name] = kept[first]
                     logged[name] = logged[first]
                 if name in kept:
-                    entries[name] = as_live(kept[name], live.get(name))
+                    entries[name] = live_entry(kept[name], live.get(name))
                 elif name in live:
                     entries[name] = tensor_entry(name, live[name])
                 else:
@@ -278,7 +275,7 @@ class Redo:
         for name, first in self._aliases.items():  # of what an update has changed
             if name in live and first in live and name not in logged:
                 live[name] = live[first]
-        return list(dict.fromkeys((*self._notes, *put_back(state, plans, logged, live))))
+        return list(dict.fromkeys((*self._notes, *restore_from_mark(state, plans, logged, live))))
 
     def _find_classes(self, step: Step) -> dict[str, type[torch.optim.Optimizer]]:
         """The classes that redo the updates of a step, of optimizers that were none of these yet.
@@ -293,7 +290,7 @@ class Redo:
             optimizer = self._state.optimizers.get(key)
             if optimizer is None or self._kinds.get(key) == update.kind:
                 continue
-            kind, why = class_for(update, type(local_optimizer(optimizer)))
+            kind, why = replay_class(update, type(local_optimizer(optimizer)))
             if kind is None:
                 why += ", whose step() is another; the log needs one of that class"
                 raise UnknownClassError(why, step=at, optimizer=key)
@@ -315,7 +312,7 @@ class Redo:
         Args:
             changes: it is another one, whatever is logged.
         """
-        if self._last is not None and (changes or logs_less(mark, than=self._last)):
+        if self._last is not None and (changes or mark_holds_less(mark, than=self._last)):
             self._notes = self.finish()
             self._begin_anew()
 
@@ -402,7 +399,7 @@ class Redo:
             own = local_optimizer(optimizer)
             about["relaid"] = self._relaid_of(own, known) if self._relaid else {}
             about["kind"] = self._classes.get(key)
-            replayer = self._replayers[key] = replayer_of(own, known, **about)
+            replayer = self._replayers[key] = make_replayer(own, known, **about)
         return replayer
 
     def _relaid_of(
@@ -420,7 +417,7 @@ class Redo:
         return found
 
 
-def put_back(
+def restore_from_mark(
     state: State,
     plans: Mapping[str, RestorePlan],
     logged: Mapping[str, torch.Tensor],
@@ -456,17 +453,17 @@ def put_back(
 
 
 def compare(
-    comparison: Comparison,
+    comparison: MarkComparison,
     mark: LogRecord,
     tensors: Mapping[str, torch.Tensor],
     names: Sequence[str] = (),
 ) -> None:
     """Compares what replay gives, where it must give the bits of training, with the samples in the
-    mark of that step (:mod:`everstep.capture.spots`).
+    mark of that step (:mod:`everstep.capture.mark_samples`).
 
     Args:
         tensors: all of the state, by entry name.
-        names: as of :meth:`.Comparison.other`.
+        names: as of :meth:`.MarkComparison.other`.
 
     Raises:
         AuditError: something else; names an entry.
@@ -479,10 +476,10 @@ def compare(
     }
     name = comparison.other(logged, tensors, mark.head.step, names)
     if name is not None:
-        raise other_than_trained(name, mark.head.step)
+        raise divergence_error(name, mark.head.step)
 
 
-def other_than_trained(name: str, step: int) -> AuditError:
+def divergence_error(name: str, step: int) -> AuditError:
     """The error that replay up to a step gives another ``name`` than training had."""
     return AuditError(
         f"replay up to step {step} gives another {name!r} than training had: something has "
@@ -490,28 +487,6 @@ def other_than_trained(name: str, step: int) -> AuditError:
         step=step,
         hint="ckpt.before_update() and ckpt.after_update() around such changes",
     )
-
-
-def other_conditions(records: Iterable[TimelineRecord | None]) -> str:
-    """Why the bits of updates need not be those of training (I9); "" if they must be.
-
-    Args:
-        records: of the timelines whose updates are replayed here.
-    """
-    mine = fingerprint()
-    for record in {id(record): record for record in records}.values():
-        if record is None:
-            return "the record that says where it was trained is damaged"
-        if why := uneven_denormals(record.fingerprint, mine):
-            return why
-        for key in sorted({*mine, *record.fingerprint} - {"process", "python", "session"}):
-            theirs = record.fingerprint.get(key, "none")
-            here = mine.get(key, "none")
-            if theirs != here:
-                return f"trained with {key} {theirs}, replayed with {here}"
-        if not number_settled(record.fingerprint):
-            return f"trained with threads {record.fingerprint['threads']}"
-    return ""
 
 
 def _owned(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
@@ -526,3 +501,60 @@ def _owned(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
 
 def _inside(address: int, spans: Sequence[tuple[int, int]]) -> bool:
     return bool(address) and any(begin <= address < end for begin, end in spans)
+
+
+_NONE: Mapping[str, str] = MappingProxyType({})
+
+
+def make_replayer(
+    optimizer: Optimizer,
+    names: Mapping[int, str],
+    *,
+    kind: type[Optimizer] | None = None,
+    threads: int,
+    fast: bool = False,
+    relaid: Mapping[str, str] = _NONE,
+) -> Replayer:
+    """What replays updates of a live optimizer, in place.
+
+    Args:
+        names: of all of its parameters, by ``id(parameter)``.
+        kind: whose updates these are; None: its own class's.
+        threads, fast, relaid: as for :class:`~everstep.replay.engine.Replayer`.
+
+    Raises:
+        UnsupportedStateError: it cannot be replayed; says why.
+        ReplayError: its parameters and state do not fit together.
+    """
+    members = [list(group["params"]) for group in optimizer.param_groups]
+    parameters = [parameter for group in members for parameter in group]
+    kind = kind or type(optimizer)
+    if kind is type(optimizer) and not any(map(is_dtensor, parameters)):
+        return Replayer.of(optimizer, names, threads=threads, fast=fast, relaid=relaid)
+    state: dict[str, dict[str, Any]] = {}
+    for parameter in parameters:
+        values = optimizer.state.get(parameter, {})
+        state[names[id(parameter)]] = {
+            key: local_tensor(value) if isinstance(value, torch.Tensor) else value
+            for key, value in values.items()
+        }
+    return Replayer(
+        kind,
+        [[names[id(parameter)] for parameter in group] for group in members],
+        {names[id(parameter)]: local_tensor(parameter) for parameter in parameters},
+        state,
+        [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups],
+        threads=threads,
+        training_threads=torch.get_num_threads(),
+        fast=fast,
+        relaid=relaid,
+    )
+
+
+def live_entry(logged: Entry, live: torch.Tensor | None) -> Entry:
+    """The entry of a whole tensor of which a mark holds this rank's part."""
+    if live is None or not is_dtensor(live):
+        return logged
+    part = tensor_entry(logged.name, local_tensor(live))
+    fits = (part.shape, part.dtype) == (logged.shape, logged.dtype)
+    return tensor_entry(logged.name, live) if fits else logged

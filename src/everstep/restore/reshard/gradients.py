@@ -21,7 +21,7 @@ from everstep.replay.packed import Gradient, dense
 from everstep.replay.updates import Update
 from everstep.restore.load.saved_ranks import SavedLayout
 from everstep.restore.redo.gradients import gradients_of
-from everstep.restore.redo.updates import class_for, update_of
+from everstep.restore.redo.updates import replay_class, update_from_record
 from everstep.run.tensors import tensor_of
 from everstep.state.layout.names import PART_OBJECT, UPDATE_OBJECT
 from everstep.state.layout.placement import Box, Placement, box_on_mesh
@@ -189,7 +189,7 @@ class ReshardedGradients:
         for rank, record in others.items():
             if (record.head.step, record.head.lsn) != (head.step, head.lsn):
                 raise FormatError(f"rank {rank} has {record.head} instead of {head}")
-        found = update_of(replace(mine, parts=others))
+        found = update_from_record(replace(mine, parts=others))
         try:
             wanted = self._wanted[found.optimizer]
             parts = {self.source_rank: found.gradients}
@@ -212,7 +212,7 @@ class ReshardedGradients:
 
     def _check_class(self, update: Update) -> None:
         key = update.optimizer
-        kind, _ = class_for(update, type(local_optimizer(self._optimizers[key])))
+        kind, _ = replay_class(update, type(local_optimizer(self._optimizers[key])))
         if kind is not None and key in self._resliced and not is_elementwise(kind):
             raise ReplayError(
                 f"{key} is a {kind_name(kind)}, which does not act element by element, and "

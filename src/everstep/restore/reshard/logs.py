@@ -12,11 +12,11 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from everstep.commit.lineage import BaseId
-from everstep.commit.logs import LogRun, runs_of
+from everstep.commit.log_reach import LogRun, runs_of
 from everstep.errors import DamageError, FormatError
 from everstep.format.log import LogRecord
 from everstep.format.writer import ChunkRing
-from everstep.restore.fetch.peer_log import PeerLog, unpacked
+from everstep.restore.fetch.peer_log import PeerLog, unpack_steps
 from everstep.restore.log.log_found import LogFound
 from everstep.run.candidates import Skipped
 from everstep.run.scan import Inventory
@@ -53,7 +53,7 @@ class LogsInMemory:
             if log.source != source or timeline is None or timeline.encode() != log.record:
                 continue
             try:
-                records = unpacked(log.steps)
+                records = unpack_steps(log.steps)
             except (DamageError, FormatError) as error:
                 _log.warning("steps of the log of rank %d are unusable: %s", source, error)
                 continue

@@ -14,7 +14,7 @@ from pathlib import PurePath
 import numpy as np
 import torch
 
-from everstep.capture.spots import spots_of
+from everstep.capture.mark_samples import sample_indices
 from everstep.errors import FormatError, MismatchError
 from everstep.format.digests import digest
 from everstep.format.header import ShardHeader
@@ -23,7 +23,7 @@ from everstep.format.records import FileRecord
 from everstep.restore.load.pieces import fills
 from everstep.restore.load.saved_ranks import SavedLayout, SavedRanks, View
 from everstep.restore.load.targets import box_here, part_of
-from everstep.restore.redo.redo import put_back
+from everstep.restore.redo.redo import restore_from_mark
 from everstep.run.open_base import OpenBase
 from everstep.run.tensors import tensor_of
 from everstep.state.layout.entries import Entry
@@ -80,7 +80,7 @@ def restore_marks(state: State, layout: SavedLayout, marks: Mapping[int, LogReco
             slice_ = _logged_slice(name, view, plan, ranks)
             if slice_ is not None:
                 logged[name] = slice_
-    return [*view.notes, *put_back(state, plans, logged, live_tensors(state))]
+    return [*view.notes, *restore_from_mark(state, plans, logged, live_tensors(state))]
 
 
 class _BytesFile:
@@ -187,8 +187,8 @@ def _logged_slice(
 
 
 class ReshardedSamples:
-    """Comparison of this rank's tensors with the samples in marks of other ranks
-    (:mod:`everstep.capture.spots`).
+    """MarkComparison of this rank's tensors with the samples in marks of other ranks
+    (:mod:`everstep.capture.mark_samples`).
 
     Args:
         source_rank: see :func:`.gradients.source_rank_of`; selects among different tensors of one
@@ -262,7 +262,7 @@ def _coordinates(shape: tuple[int, ...], step: int) -> np.ndarray:
     if not shape:
         return np.zeros((1, 0), np.int64)
     rows = []
-    for index in spots_of(shape, step):
+    for index in sample_indices(shape, step):
         sides = [
             np.arange(extent)[one] if isinstance(one, slice) else np.array([one])
             for one, extent in zip(index, shape, strict=True)

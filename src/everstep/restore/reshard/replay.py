@@ -18,8 +18,9 @@ from everstep.format.records import TimelineRecord
 from everstep.replay.updates import Update
 from everstep.restore.load.restored import Restored
 from everstep.restore.load.saved_ranks import SavedLayout
-from everstep.restore.redo.marks import logs_less
-from everstep.restore.redo.redo import Redo, Step, other_conditions, other_than_trained
+from everstep.restore.redo.conditions import fingerprint_difference
+from everstep.restore.redo.marks import mark_holds_less
+from everstep.restore.redo.redo import Redo, Step, divergence_error
 from everstep.restore.reshard.gradients import ReshardedGradients
 from everstep.restore.reshard.marks import ReshardedSamples, live_tensors, restore_marks
 from everstep.run.candidates import Skipped
@@ -95,12 +96,12 @@ class _ReshardedRedo(Redo):
             step, new_marks: the next step, and its marks.
 
         Raises:
-            MismatchError, FormatError, AuditError, ReplayError: as of :meth:`put_back`.
+            MismatchError, FormatError, AuditError, ReplayError: as of :meth:`restore_from_mark`.
         """
         # Marks of single ranks are incomplete; only those of all ranks can be restored.
         if not len(marks) == len(new_marks) == self._layout.world:
             return
-        less = (logs_less(new_marks[rank], than=mark) for rank, mark in marks.items())
+        less = (mark_holds_less(new_marks[rank], than=mark) for rank, mark in marks.items())
         if self._changes_class(step) or any(less):
             self._notes = self.put_back(marks)
             self._begin_anew()
@@ -133,7 +134,7 @@ class _ReshardedRedo(Redo):
             mine = {name: tensor for name, tensor in live.items() if name not in elsewhere}
             name = self._samples.first_difference(self.marks, mine)
             if name is not None:
-                raise other_than_trained(name, mark.head.step)
+                raise divergence_error(name, mark.head.step)
         self._compared = mark
 
 
@@ -175,7 +176,7 @@ def replay_resharded(
     redo = _ReshardedRedo(state, layout, gradients.source_rank, loaded.restrided)
     if not together:
         redo.limit_bytes = 0
-    conditions = other_conditions(timelines.get(timeline) for timeline, _ in steps)
+    conditions = fingerprint_difference(timelines.get(timeline) for timeline, _ in steps)
     redo.compares = not conditions and not gradients.inexact
     needed = tuple(sorted(gradients.needed))
     outside = [rank for rank in range(layout.world) if rank not in gradients.needed]

@@ -7,13 +7,13 @@ from dataclasses import astuple, dataclass, field, replace
 from pathlib import PurePath
 from typing import Any
 
-from everstep.commit.job.agreed import Go, Refuse, Restored
+from everstep.commit.job.agreement import Go, Refuse, Restored
 from everstep.commit.job.offers import Choice, Source
 from everstep.commit.lineage import BaseId
 from everstep.errors import MismatchError, RecoveryError
 from everstep.format.records import AuditRecord, Manifest, TimelineRecord
-from everstep.restore.fetch.others import Meeting
-from everstep.restore.fetch.sources import Place, RankBack, RankRead, name_of
+from everstep.restore.fetch.sources import Place, RankBack, RankRead, source_name
+from everstep.restore.fetch.start_channel import Meeting
 from everstep.restore.load.inexact import why_not_exact
 from everstep.restore.load.load import LoadedBase
 from everstep.restore.load.nonfinite import nonfinite_parameter
@@ -90,7 +90,7 @@ class Outcome:
             read_bytes[source] = read_bytes.get(source, 0) + size_bytes
         return cls(
             loaded,
-            name_of({place.source.tier for place in picked.values()}),
+            source_name({place.source.tier for place in picked.values()}),
             manifest.exact and not loaded.mismatches and not loaded.notes,
             load_s,
             inventory,

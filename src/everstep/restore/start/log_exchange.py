@@ -14,13 +14,13 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 
-from everstep.commit.job.messages import Message, PartTold, PartWanted
+from everstep.commit.job.messages import ChunkReply, ChunkRequest, Message
 from everstep.commit.lineage import BaseId
 from everstep.errors import DamageError, FormatError
 from everstep.format.digests import digest
 from everstep.format.log import LogRecord
-from everstep.restore.fetch.others import Others
-from everstep.restore.fetch.peer_log import laid_out, records_in
+from everstep.restore.fetch.peer_log import lay_out_records, records_from_pack
+from everstep.restore.fetch.start_channel import StartChannel
 from everstep.seams.clock import Clock
 
 __all__ = ["LogExchange", "decode_records", "encode_records"]
@@ -46,7 +46,7 @@ def encode_records(records: Sequence[LogRecord]) -> bytes:
     """
     for record in records:
         record.verify()
-    memory, index_bytes = laid_out(records)
+    memory, index_bytes = lay_out_records(records)
     index = digest(memory[memory.nbytes - index_bytes :]).encode("ascii")
     total = 2 * _NUMBER_BYTES + memory.nbytes + _DIGEST_BYTES
     numbers = (total, index_bytes)
@@ -66,7 +66,7 @@ def decode_records(data: bytearray, timeline: int) -> list[LogRecord]:
     end = len(data) - _DIGEST_BYTES
     index_bytes = int.from_bytes(data[_NUMBER_BYTES:begin], "little")
     index_digest = data[end:].decode("ascii", "replace")
-    return records_in(timeline, memoryview(data)[begin:end], index_bytes, index_digest)
+    return records_from_pack(timeline, memoryview(data)[begin:end], index_bytes, index_digest)
 
 
 class _PendingStep:
@@ -102,7 +102,9 @@ class LogExchange:
             as :func:`encode_records` does; b"" if it cannot read them.
     """
 
-    def __init__(self, others: Others, clock: Clock, own: Callable[[int, int, int], bytes]) -> None:
+    def __init__(
+        self, others: StartChannel, clock: Clock, own: Callable[[int, int, int], bytes]
+    ) -> None:
         self._others = others
         self._clock = clock
         self._own = own
@@ -157,9 +159,9 @@ class LogExchange:
         return found
 
     def _handle(self, sender: int, message: Message) -> bool:
-        if isinstance(message, PartWanted):
+        if isinstance(message, ChunkRequest):
             self._reply(sender, message)
-        elif isinstance(message, PartTold):
+        elif isinstance(message, ChunkReply):
             self._take(sender, message)
         else:
             return False
@@ -180,12 +182,12 @@ class LogExchange:
             and one.requested_bytes - received_bytes < _IN_FLIGHT_MAX * _CHUNK_BYTES
         ):
             size = min(end - one.requested_bytes, _CHUNK_BYTES)
-            wanted = PartWanted(self._wanted, rank, one.requested_bytes, size, log=True)
+            wanted = ChunkRequest(self._wanted, rank, one.requested_bytes, size, log=True)
             self._others.tell(one.reader, wanted)
             one.requested_bytes += size
             one.requested_s = now_s
 
-    def _reply(self, sender: int, wanted: PartWanted) -> None:
+    def _reply(self, sender: int, wanted: ChunkRequest) -> None:
         if not wanted.log:
             return
         if wanted.offset < 0 or not 0 < wanted.size_bytes <= _CHUNK_BYTES:
@@ -193,7 +195,7 @@ class LogExchange:
         data = self._encoded(wanted.rank, wanted.base.timeline, wanted.base.step)
         piece = data[wanted.offset : wanted.offset + wanted.size_bytes]
         self._others.tell(
-            sender, PartTold(wanted.base, wanted.rank, wanted.offset, piece, log=True)
+            sender, ChunkReply(wanted.base, wanted.rank, wanted.offset, piece, log=True)
         )
 
     def _encoded(self, rank: int, timeline: int, step: int) -> bytes:
@@ -210,7 +212,7 @@ class LogExchange:
             self._cache.popitem(last=False)
         return data
 
-    def _take(self, sender: int, reply: PartTold) -> None:
+    def _take(self, sender: int, reply: ChunkReply) -> None:
         one = self._pending.get(reply.rank)
         if one is None or not reply.log or one.reader != sender or reply.base != self._wanted:
             return

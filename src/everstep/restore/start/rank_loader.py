@@ -18,7 +18,7 @@ from everstep.restore.fetch.node_reads import NodeReads
 from everstep.restore.fetch.sources import Place
 from everstep.restore.load.load import LoadedBase, compare_ranks, load_ranks
 from everstep.restore.load.saved_ranks import HoleError, SavedLayout, SavedRanks, needs_of
-from everstep.restore.offline.whole_ranks import made_whole
+from everstep.restore.offline.load import complete_rank_files
 from everstep.run.open_base import OpenBase
 from everstep.run.scan import BaseFound
 from everstep.seams.progress import ProgressSink, progress, silent
@@ -168,7 +168,7 @@ def make_comparer(state: State, ring: ChunkRing, *, strict: bool, timeout_s: flo
     ) -> SkippedState:
         trained = next((one for one in timelines if one.timeline == base.id.timeline), None)
         complete = partial(
-            made_whole,
+            complete_rank_files,
             ring=ring,
             trained=trained,
             timeout_s=timeout_s,
@@ -250,7 +250,7 @@ def loader(
                     on_touch=on_touch,
                     partly=partly,
                     complete=partial(
-                        made_whole,
+                        complete_rank_files,
                         ring=ring,
                         trained=trained,
                         timeout_s=timeout_s,

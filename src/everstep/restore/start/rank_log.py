@@ -1,7 +1,7 @@
 """One rank's log when a job of several ranks resumes.
 
-The ranks agree on a step (:mod:`everstep.commit.logs`). Each replays its own log, from the memory
-of its keeper or from its disk, on its share of the base, up to exactly that step.
+The ranks agree on a step (:mod:`everstep.commit.log_reach`). Each replays its own log, from the
+memory of its keeper or from its disk, on its share of the base, up to exactly that step.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pathlib import PurePath
 
 from everstep.commit.job.offers import Choice
 from everstep.commit.lineage import BaseId
-from everstep.commit.logs import LogRun, Path, Reach, runs_of, timeline_of
+from everstep.commit.log_reach import LogRun, Path, Reach, runs_of, timeline_of
 from everstep.errors import (
     AuditError,
     DamageError,
@@ -25,12 +25,12 @@ from everstep.errors import (
 from everstep.format.log import LogRecord
 from everstep.format.records import TimelineRecord
 from everstep.format.writer import ChunkRing
-from everstep.restore.fetch.peer_log import LentLog
+from everstep.restore.fetch.peer_log import FetchedLog
 from everstep.restore.fetch.sources import Place, RankRead
 from everstep.restore.load.load import LoadedBase
 from everstep.restore.load.restored import Restored
 from everstep.restore.log.log_found import LogFound
-from everstep.restore.redo.unknown import UnknownClassError
+from everstep.restore.redo.updates import UnknownClassError
 from everstep.restore.reshard.logs import LogsInMemory, ReshardedLogs
 from everstep.restore.start.log_exchange import LogExchange, encode_records
 from everstep.restore.start.rank_loader import read_layout
@@ -57,7 +57,7 @@ class Redone:
     """Result of replay.
 
     Attributes:
-        spoilt: timeline and step that could not be replayed; the state is then unusable.
+        unusable: timeline and step that could not be replayed; the state is then unusable.
         sure: the failing step is certain; otherwise it is one of several replayed in one pass.
         inexact: why the state is not exact; "" if it is.
         skipped: unusable records, with the reason.
@@ -67,7 +67,7 @@ class Redone:
         touched: the state is no longer that of the base.
     """
 
-    spoilt: tuple[int, int] | None = None
+    unusable: tuple[int, int] | None = None
     sure: bool = True
     inexact: str = ""
     skipped: tuple[Skipped, ...] = ()
@@ -120,7 +120,7 @@ class RankLog:
             timeout_s=timeout_s,
         )
         self._doubt = ""
-        self.lent: Sequence[LentLog] = ()
+        self.lent: Sequence[FetchedLog] = ()
 
     def runs(
         self,
@@ -271,7 +271,7 @@ class RankLog:
             skipped.append(Skipped(timeline, step, why))
         sure = failed is None or not together or reach.count == 1
         return Redone(
-            spoilt=(timeline, step),
+            unusable=(timeline, step),
             sure=sure,
             inexact=inexact,
             skipped=tuple(skipped),
@@ -410,9 +410,9 @@ class RankLog:
             yield from (chain,) if chain.steps else ()
             return
         place = 0
-        spoilt = None
+        unusable = None
         # Stop as soon as fewer steps were replayed than fetched: a record was damaged.
-        while place == restored.replayed < len(chain.steps) and spoilt is None:
+        while place == restored.replayed < len(chain.steps) and unusable is None:
             parts: dict[tuple[int, int], dict[int, LogRecord]] = {}
             size_bytes = 0
             begin = place
@@ -420,7 +420,7 @@ class RankLog:
                 try:
                     found = exchange.fetch({rank: rank for rank in ranks}, *chain.steps[place])
                 except DamageError as error:
-                    spoilt = Skipped(*chain.steps[place], f"log: {error.message}")
+                    unusable = Skipped(*chain.steps[place], f"log: {error.message}")
                     break
                 for rank, records in found.items():
                     for record in (one for one in records if one.head.kind == "update"):
@@ -432,8 +432,8 @@ class RankLog:
             if place > begin:
                 yield replace(chain, steps=chain.steps[begin:place])
         self._log.parts = {}
-        if spoilt is not None:
-            restored.skipped.append(spoilt)
+        if unusable is not None:
+            restored.skipped.append(unusable)
 
     def _is_other_layout(self, loaded: LoadedBase, timeline: int | None, step: int) -> bool:
         """Return True if the first step after a base belongs to another layout than this rank

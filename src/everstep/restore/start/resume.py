@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import PurePath
 
 from everstep.commit.job.agreement import NO_WAY_BACK, NO_WAY_BACK_HINT
-from everstep.commit.lineage import BaseId, left_at, lost_behind, of_no_use
+from everstep.commit.lineage import BaseId, describe_abandoned, describe_lost_steps, describe_unused
 from everstep.errors import (
     DamageError,
     FormatError,
@@ -30,8 +30,8 @@ from everstep.format.names import (
 )
 from everstep.format.records import AuditRecord, Manifest, TimelineRecord
 from everstep.format.writer import ChunkRing
-from everstep.restore.fetch.copies import has_copy, looks_at_a_time
-from everstep.restore.fetch.held import HeldBase, Recalled
+from everstep.restore.fetch.copies import parallel_reads, switch_to_copy
+from everstep.restore.fetch.held import HeldBase, KeeperContents
 from everstep.restore.fetch.sources import RankBack, RankRead
 from everstep.restore.load.inexact import why_not_exact
 from everstep.restore.load.load import LoadedBase
@@ -137,7 +137,7 @@ def resume(
     run: PurePath,
     state: State,
     ring: ChunkRing,
-    recalled: Recalled | None = None,
+    recalled: KeeperContents | None = None,
     *,
     step: int | None,
     strict: bool,
@@ -161,7 +161,7 @@ def resume(
         RecoveryError: there are, or were, bases, and none can be used, or none of ``step``.
         MismatchError: the newest base belongs to another model.
     """
-    recalled = recalled or Recalled()
+    recalled = recalled or KeeperContents()
     held = recalled.base
     with storage_errors("resume", run):
         opened: set[int] = set()
@@ -179,7 +179,7 @@ def resume(
                 loader = Loader(seams, state, ring, held, strict, timeout_s, on_touch)
                 files = seams.filesystem
                 records = recalled.records
-                threads = looks_at_a_time(files)
+                threads = parallel_reads(files)
                 log = LogFound.of(files, inventory, records, world=1, threads=threads)
                 restored = Restored() if fresh else _restore(inventory, loader, log, step)
                 if restored.base is None and trained:  # no state was modified
@@ -215,8 +215,8 @@ def resume(
                 exact=exact,
             )
             opened.add(timeline)
-            # Looked at once more after the timeline exists: only now older processes can no longer
-            # commit or delete.
+            # SampledLine at once more after the timeline exists: only now older processes can no
+            # longer commit or delete.
             if fresh or _unchanged(seams, inventory, found, step, opened, held, known):
                 problems = tuple(f"{path}: {problem}" for path, problem in inventory.problems)
                 if loaded is not None:
@@ -341,7 +341,7 @@ def _restore(inventory: Inventory, loader: Loader, log: LogFound, step: int | No
         except (DamageError, FormatError, ReplayError) as error:
             skipped.append(Skipped(base.id.timeline, base.id.step, error.message))
             apart = apart or isinstance(error.__cause__, MismatchError)
-            if not isinstance(error, ReplayError) and has_copy(filesystem, base.path):
+            if not isinstance(error, ReplayError) and switch_to_copy(filesystem, base.path):
                 remaining.append((base, whole))
             continue
         except OSError as error:
@@ -350,7 +350,7 @@ def _restore(inventory: Inventory, loader: Loader, log: LogFound, step: int | No
                 raise _BaseDeletedError from error
             reason = f"{error.filename or base.path}: {error.strerror or error}"
             skipped.append(Skipped(base.id.timeline, base.id.step, reason))
-            if has_copy(filesystem, base.path):
+            if switch_to_copy(filesystem, base.path):
                 remaining.append((base, whole))
             continue
         # All markers are durable, so the base exists: write the manifest that its writer could not.
@@ -395,10 +395,10 @@ def _history_note(
     if restored.end is None:
         remaining = [base.id for base in inventory.bases]
         remaining += [BaseId(*key) for key in log.index.marks]
-        return None if step is not None else of_no_use(remaining, inventory.branches)
+        return None if step is not None else describe_unused(remaining, inventory.branches)
     if step is not None:
-        return left_at(restored.end, inventory.branches)
-    return lost_behind(restored.end, inventory.branches, restored.unreplayed)
+        return describe_abandoned(restored.end, inventory.branches)
+    return describe_lost_steps(restored.end, inventory.branches, restored.unreplayed)
 
 
 def _inventory(

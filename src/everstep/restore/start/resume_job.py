@@ -1,7 +1,7 @@
 """Resume of several ranks: all restore the same step, and open one timeline.
 
 Carries out an :class:`~everstep.commit.job.agreement.Agreement` on this rank's disk, with a mailbox
-to the :class:`~everstep.restore.fetch.others.Others`.
+to the :class:`~everstep.restore.fetch.start_channel.StartChannel`.
 """
 
 from __future__ import annotations
@@ -14,40 +14,39 @@ from dataclasses import replace
 from pathlib import PurePath
 from typing import TypeVar
 
-from everstep.commit.job.agreed import (
+from everstep.commit.job.actions import Send
+from everstep.commit.job.agreement import (
+    Agreement,
     AgreementOut,
     Compare,
     Compared,
     Go,
     InventorySeen,
-    IsSilent,
     Opened,
     OpenTimeline,
+    RanksSilent,
     Refuse,
     Restore,
     Restored,
     TakeInventory,
-    Tell,
 )
-from everstep.commit.job.agreement import Agreement
 from everstep.commit.job.cluster import COORDINATOR
 from everstep.commit.job.offers import Choice, Needs, Offer, Source
 from everstep.commit.lineage import BaseId
-from everstep.commit.logs import LogRun
-from everstep.commit.reclaim import VOLATILE_TIERS
+from everstep.commit.log_reach import LogRun
+from everstep.commit.retention import VOLATILE_TIERS
 from everstep.errors import FormatError, MismatchError, StateError
 from everstep.format.names import base_dir
 from everstep.format.records import Manifest, Marker, TimelineRecord
-from everstep.restore.fetch.files_ahead import Apart, CopiesAhead
+from everstep.restore.fetch.copy_inventory import unproven_marker
+from everstep.restore.fetch.files_ahead import CopiesAhead, SoleReader
 from everstep.restore.fetch.held import HeldBase
-from everstep.restore.fetch.lent_files import Covers, covered
-from everstep.restore.fetch.others import Meeting, Others
-from everstep.restore.fetch.peers import Fetch, Fetched, Lent
-from everstep.restore.fetch.picking import with_files
+from everstep.restore.fetch.peers import FetchCopies, FetchedBase, OfferExtras
 from everstep.restore.fetch.rank_copies import Copies
-from everstep.restore.fetch.ranks import offer_of, open_on_disk
-from everstep.restore.fetch.sources import Place, Places
-from everstep.restore.fetch.told import unproven_in
+from everstep.restore.fetch.rank_offers import offer_of, open_on_disk
+from everstep.restore.fetch.served_files import Coverage, coverage_on_disk
+from everstep.restore.fetch.sources import Place, Places, read_from_places
+from everstep.restore.fetch.start_channel import Meeting, StartChannel
 from everstep.restore.load.load import LoadedBase, sections_left_out
 from everstep.restore.load.restored import OTHER_STATE
 from everstep.restore.start.job_outcome import Outcome, record_of, refusal_error, resumed_of
@@ -87,7 +86,7 @@ class _JobStart:
         *,
         step: int | None,
         needs: Needs,
-        apart: Apart,
+        apart: SoleReader,
         timeout_s: float,
         compare: Compares | None,
         ready: Callable[[], None],
@@ -108,7 +107,7 @@ class _JobStart:
         self._load = load
         self._needs = needs
         self._timelines = TimelineCache()
-        self.fetched: list[Fetched] = []
+        self.fetched: list[FetchedBase] = []
         self.outcome = Outcome()
         self.skipped: list[Skipped] = []
         self.went: Go | None = None
@@ -136,7 +135,7 @@ class _JobStart:
             compares=compare is not None,
             silent_s=timeout_s,
         )
-        self._others = Others(meeting, seams.clock, run, timeout_s=timeout_s)
+        self._others = StartChannel(meeting, seams.clock, run, timeout_s=timeout_s)
         part = (lambda rank, timeline, step: b"") if log is None else log.part
         self._exchange = LogExchange(self._others, seams.clock, part)
 
@@ -152,7 +151,7 @@ class _JobStart:
         while waits_for := self._agreement.waits_for:
             self._others.doing = f"waits for rank(s) {', '.join(map(str, waits_for))}"
             if (message := self._others.listen()) is not None:
-                self._carry_out(self._agreement.heard(*message))
+                self._carry_out(self._agreement.receive(*message))
             self._carry_out(self._agreement.tick(self._clock.monotonic_s()))
             self._others.is_alive()
             self._others.check(self._agreement.waits_for)
@@ -176,7 +175,7 @@ class _JobStart:
         todo = list(outs)
         while todo:
             out = todo.pop(0)
-            if isinstance(out, Tell):
+            if isinstance(out, Send):
                 self._others.tell(out.rank, out.message)
             elif isinstance(out, TakeInventory):
                 self._others.begin("scans its bases and logs")
@@ -208,7 +207,7 @@ class _JobStart:
             elif isinstance(out, Refuse):
                 self._refused = out
             else:
-                assert isinstance(out, IsSilent)  # reported by Others.check
+                assert isinstance(out, RanksSilent)  # reported by Others.check
 
     def _open(self, out: OpenTimeline) -> bool:
         """Open a timeline, in the copies first, as a run of one rank does (``adr/019``)."""
@@ -272,7 +271,7 @@ class _JobStart:
             read_from=self.ahead.log_files,
         )
 
-    def fetch(self, fetch: Fetch) -> None:
+    def fetch(self, fetch: FetchCopies) -> None:
         """Fetch bases and log records that this rank needs from other nodes.
 
         Records of which copies have only lossy versions are fetched as well, since a peer may have
@@ -283,12 +282,14 @@ class _JobStart:
         offer = self._offer(lossy=False)
         looks: list[Future[tuple[LogRun, ...]]] = []
 
-        def left() -> tuple[Offer, Covers]:
+        def left() -> tuple[Offer, Coverage]:
             self._partly = True
             found = self._offer(lossy=False)
             self._partly = False  # not offered before the ranks agree on it
             inventory = self.outcome.inventory
-            return found, covered(self._filesystem, () if inventory is None else inventory.bases)
+            return found, coverage_on_disk(
+                self._filesystem, () if inventory is None else inventory.bases
+            )
 
         with ThreadPoolExecutor(1, "everstep-look") as thread:
 
@@ -301,9 +302,9 @@ class _JobStart:
                     looks.append(thread.submit(self._runs, offer, self._only))
 
             known = self.outcome.inventory
-            brought = fetch(offer, meanwhile, Lent(unproven_in(known, self._held), left))
+            brought = fetch(offer, meanwhile, OfferExtras(unproven_marker(known, self._held), left))
         if brought.proven is not None and self._held is not None:
-            brought.bases.append(Fetched(self._held, brought.proven, "memory"))
+            brought.bases.append(FetchedBase(self._held, brought.proven, "memory"))
             self._held = None
         if not brought.bases and not brought.logs and self._log is None:
             self._early_offer = offer
@@ -325,7 +326,7 @@ class _JobStart:
         redone = self._log.redo(choice, loaded, together=True, exchange=self._exchange)
         if redone.touched:
             self._loaded_base = None
-        if redone.spoilt is not None and not redone.sure:
+        if redone.unusable is not None and not redone.sure:
             # Load the base again, and replay step by step to find the failing step.
             damaged = self._load_base(choice)
             loaded = self.outcome.loaded
@@ -339,7 +340,7 @@ class _JobStart:
         self.outcome.redone = redone
         self.skipped += [one for one in redone.skipped if one not in self.skipped]
         self.outcome.exact &= not redone.inexact and not redone.notes
-        return Restored((), redone.spoilt, self.outcome.exact)
+        return Restored((), redone.unusable, self.outcome.exact)
 
     def _log_may_be_elsewhere(self, choice: Choice) -> bool:
         """Return True if this rank's log may be on the disk of another rank, as its files were."""
@@ -423,7 +424,7 @@ class _JobStart:
         assert choice.base is not None
         rank = self._meeting.rank
         wanted = tuple(self._needs(rank, manifest))
-        return with_files(
+        return read_from_places(
             places,
             (choice.partly and places.readable) or wanted,
             use,
@@ -464,13 +465,13 @@ class _JobStart:
         found = self.left_out = read[0].mismatches
         if self._step is None and choice.end is not None and choice.reach is not None:
             refuse_log_loss(sections_left_out(found), id_.step, choice.end.step, self._run)
-        spoilt = None
+        unusable = None
         if found and choice.reach is not None and self._log is not None:
-            spoilt = self._log.first_of(choice)
-            one = Skipped(*spoilt, OTHER_STATE)
+            unusable = self._log.first_of(choice)
+            one = Skipped(*unusable, OTHER_STATE)
             self.skipped += [one] if one not in self.skipped else []
-            self._why[f"step {spoilt[1]}: {OTHER_STATE} ({read[0].words[0]})"] = None
-        return Compared((), spoilt, read[0].common, read[0].words)
+            self._why[f"step {unusable[1]}: {OTHER_STATE} ({read[0].words[0]})"] = None
+        return Compared((), unusable, read[0].common, read[0].words)
 
     def _add_layout(self, choice: Choice, base: BaseFound, places: Places) -> None:
         """Read the saved layout if another layout wrote the log; most starts do not need it."""
@@ -532,14 +533,14 @@ def resume_all_ranks(
     held: HeldBase | None,
     load: Load | None,
     *,
-    own: Sequence[Fetched] = (),
+    own: Sequence[FetchedBase] = (),
     step: int | None,
     needs: Needs,
     timeout_s: float,
     copies: Copies | None = None,
     log: RankLog | None = None,
-    fetch: Fetch | None = None,
-    apart: Apart = lambda number, manifest: True,
+    fetch: FetchCopies | None = None,
+    apart: SoleReader = lambda number, manifest: True,
     ready: Callable[[], None] = lambda: None,
     compare: Compares | None = None,
 ) -> tuple[Resumed, Choice]:

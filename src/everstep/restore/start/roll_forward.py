@@ -27,7 +27,7 @@ from everstep.restore.fetch.held import HeldBase
 from everstep.restore.load.load import LoadedBase, load_base, load_ranks
 from everstep.restore.load.restored import OTHER_STATE, Restored
 from everstep.restore.log.log_found import LogFound
-from everstep.restore.redo.unknown import UnknownClassError
+from everstep.restore.redo.updates import UnknownClassError
 from everstep.run.candidates import Skipped
 from everstep.run.chain import Chain
 from everstep.run.open_base import OpenBase
@@ -133,9 +133,9 @@ class Loader:
                 )
                 if opened.redo is not None:
                     # Imported here since most bases have no redo file.
-                    from everstep.restore.offline.whole import make_live_whole
+                    from everstep.restore.offline.complete import complete_live_base
 
-                    loaded, self.inexact = make_live_whole(
+                    loaded, self.inexact = complete_live_base(
                         opened,
                         loaded,
                         self.state,
@@ -278,7 +278,8 @@ def replay(
         EverstepError: a step cannot be replayed; the state is a mixture of steps.
     """
     # Imported here since most runs have no log.
-    from everstep.restore.redo.redo import STEPS_AT_ONCE, Redo, checked, other_conditions
+    from everstep.restore.redo.conditions import fingerprint_difference
+    from everstep.restore.redo.redo import STEPS_AT_ONCE, Redo, verified_steps
 
     loaded = restored.loaded
     assert loaded is not None
@@ -295,7 +296,9 @@ def replay(
     redo = Redo(loader.state, loaded.restrided, loaded.aliases, loaded.names)
     if not together:
         redo.limit_bytes = 0
-    redo.compares = not other_conditions(timelines.get(timeline) for timeline, _ in chain.steps)
+    redo.compares = not fingerprint_difference(
+        timelines.get(timeline) for timeline, _ in chain.steps
+    )
     before = restored.replayed  # steps of earlier calls
     files = loader.seams.filesystem
     wait_s = loader.timeout_s
@@ -305,7 +308,7 @@ def replay(
         contextlib.closing(found),
         progress("replay", len(chain.steps), "items") as bar,
         Prefetch(
-            checked(found, sound),
+            verified_steps(found, sound),
             count=STEPS_AT_ONCE,
             size_bytes=lambda step: 0 if isinstance(step, EverstepError) else step.read_bytes,
             limit_bytes=redo.limit_bytes,
@@ -340,7 +343,7 @@ def replay(
         restored.replayed -= 1  # the last mark does not fit
         raise
     trained = [timelines.get(timeline) for timeline, _ in chain.steps[: restored.replayed - before]]
-    restored.inexact = restored.inexact or other_conditions(trained)
+    restored.inexact = restored.inexact or fingerprint_difference(trained)
     if not redo.exactness.exact:
         restored.inexact = restored.inexact or redo.exactness.why
     if notes:

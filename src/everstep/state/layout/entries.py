@@ -1,4 +1,8 @@
-"""Entries: the named, typed byte ranges that a state is made of; no torch needed."""
+"""Entries: the named, typed byte ranges that a state is made of; no torch needed.
+
+The shape digest identifies the structure of a state: a log can be replayed on states with the same
+digest.
+"""
 
 from __future__ import annotations
 
@@ -39,8 +43,7 @@ DTYPE_NAMES: dict[str, tuple[str, int]] = {
     "F64": ("float64", 8),
     "C64": ("complex64", 8),
 }
-"""Every safetensors dtype that everstep writes and reads: torch's name for it, and bytes per
-element."""
+"""safetensors dtypes that everstep writes and reads: the name in torch, and bytes per element."""
 
 DTYPE_BYTES: dict[str, int] = {code: size for code, (_, size) in DTYPE_NAMES.items()}
 """Bytes per element, by safetensors code."""
@@ -48,20 +51,20 @@ DTYPE_BYTES: dict[str, int] = {code: size for code, (_, size) in DTYPE_NAMES.ite
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One named tensor (or ``U8`` object) of the state, without its bytes.
+    """Name, type and place of one tensor (or ``U8`` object) of the state, without its bytes.
 
     Attributes:
         name: path in the state, ``section/key/...``, unique in a base.
         dtype: safetensors code.
-        shape: shape of the bytes held by this rank.
-        global_shape: shape over all ranks; equal to ``shape`` where it is not sharded.
-        global_offset: where this rank's part begins in each dimension of ``global_shape``.
-        placement: how it lies over the ranks: ``"whole"``, or the DTensor placements.
-        stride: the live tensor's strides in elements where it was not contiguous; the
-            stored bytes are always in row-major order.
-        logical_dtype: the torch dtype where safetensors has no code for it, e.g.
-            ``"complex128"``, stored as ``F64`` with a last dimension of 2.
-        lsn: number of the last redo record applied to it .
+        shape: shape of the bytes that this rank holds.
+        global_shape: shape over all ranks; equal to ``shape`` if the tensor is not sharded.
+        global_offset: start of this rank's shard in each dimension of ``global_shape``.
+        placement: distribution over the ranks: ``"whole"``, or the DTensor placements.
+        stride: strides of the live tensor in elements if it was not contiguous; the stored bytes
+            are always in row-major order.
+        logical_dtype: the torch dtype if safetensors has no code for it, e.g. ``"complex128"``,
+            stored as ``F64`` with a last dimension of 2.
+        lsn: number of the last redo record applied to it.
     """
 
     name: str
@@ -85,13 +88,13 @@ class Entry:
         logical_dtype: str | None = None,
         lsn: int = 0,
     ) -> Entry:
-        """An entry of which this rank holds everything."""
+        """Create an entry of which this rank holds all elements."""
         zeros = (0,) * len(shape)
         return cls(name, dtype, shape, shape, zeros, "whole", stride, logical_dtype, lsn)
 
     @property
     def size_bytes(self) -> int:
-        """Bytes of this rank's part."""
+        """Bytes of this rank's shard."""
         return math.prod(self.shape) * DTYPE_BYTES[self.dtype]
 
 
@@ -100,11 +103,11 @@ def shape_digest(
     aliases: Mapping[str, str],
     groups: Mapping[str, Sequence[Sequence[str]]],
 ) -> str:
-    """The digest of names, dtypes and shapes of all tensors, of which part of a larger one each
-    is, and of who optimizes what.
+    """Return the digest of a state's structure: names, dtypes, shapes and offsets of its tensors,
+    and the parameters of each optimizer group.
 
     Args:
-        entries: of tensors; those of objects left out.
+        entries: entries of tensors, without those of objects.
         aliases: ``other name -> entry name``.
         groups: names of the parameters of each group, by optimizer.
     """
@@ -121,16 +124,16 @@ def shape_digest(
 
 
 def shape_of_all(shapes: Sequence[str]) -> str:
-    """What the states of several ranks consist of, together.
+    """Combine the shape digests of several ranks.
 
     Args:
-        shapes: by rank.
+        shapes: digests by rank.
     """
     return shapes[0] if len(shapes) == 1 else xxhash.xxh3_128_hexdigest("\n".join(shapes).encode())
 
 
 def _place(entry: Entry) -> list[list[int]]:
-    """Which part of a tensor an entry is; nothing where it is all of it."""
+    """Return global shape and offset of a shard; an empty list for an unsharded tensor."""
     if entry.shape == entry.global_shape:
         return []
     return [list(entry.global_shape), list(entry.global_offset)]

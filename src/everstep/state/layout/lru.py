@@ -1,5 +1,8 @@
-"""What was found out for each form that a step may have, as far as it was used lately: steps may go
-on to have new ones for ever (layers that are dropped at random, experts that get no tokens)."""
+"""Caches with a bounded size for data that is derived from a layout or from a set of gradients.
+
+The set of gradients may differ in every step (layers dropped at random, experts without tokens).
+Without a bound, a cache of everything computed for each set would grow during the whole training.
+"""
 
 from __future__ import annotations
 
@@ -13,19 +16,19 @@ __all__ = ["COUNT_MAX", "ENTRIES_MAX", "LRUCache", "LayoutCache"]
 
 COUNT_MAX = 256
 ENTRIES_MAX = 1 << 17
-"""Of all patterns together: what is remembered of each parameter takes a few hundred bytes."""
+"""Entries of all cached values together: each of them costs a few hundred bytes."""
 
 _K = TypeVar("_K", bound=Hashable)
 _V = TypeVar("_V")
 
 
 class LRUCache(Generic[_K, _V]):
-    """Values by key; of too many, those go that nobody has used for longest.
+    """Mapping that evicts the least recently used values.
 
     Args:
-        count_max: values, at most; None: :data:`COUNT_MAX`.
-        weight_max: of all of them, but for the last one, which stays whatever it weighs; None:
-            :data:`ENTRIES_MAX`.
+        count_max: maximum number of values; None: :data:`COUNT_MAX`.
+        weight_max: maximum weight of all values together; the newest value stays regardless of its
+            weight. None: :data:`ENTRIES_MAX`.
     """
 
     def __init__(self, count_max: int | None = None, weight_max: int | None = None) -> None:
@@ -38,7 +41,7 @@ class LRUCache(Generic[_K, _V]):
         return len(self._values)
 
     def get(self, key: _K) -> _V | None:
-        """The value of a key, which is used by that; None: there is none."""
+        """Return the value of a key and mark it as used; None if there is none."""
         known = self._values.get(key)
         if known is None:
             return None
@@ -46,18 +49,18 @@ class LRUCache(Generic[_K, _V]):
         return known[0]
 
     def evict_for(self, weight: int) -> list[_V]:
-        """Lets go of what is in the way of one more value; returns what has gone."""
-        gone = []
+        """Evict values until one of ``weight`` fits; return the evicted values."""
+        evicted = []
         while self._values and (
             len(self._values) >= self._count_max or self._weight + weight > self._weight_max
         ):
             _, (value, lighter) = self._values.popitem(last=False)
             self._weight -= lighter
-            gone.append(value)
-        return gone
+            evicted.append(value)
+        return evicted
 
     def add(self, key: _K, value: _V, weight: int) -> None:
-        """A value for a key that may have none."""
+        """Store the value of a key, in place of an older one."""
         _, before = self._values.pop(key, (None, 0))
         self._weight -= before
         self.evict_for(weight)
@@ -66,24 +69,24 @@ class LRUCache(Generic[_K, _V]):
 
 
 class LayoutCache(Generic[_V]):
-    """:class:`LRUCache` by layout: the very one, as comparing them takes long."""
+    """:class:`LRUCache` keyed by the identity of a layout, since comparing layouts takes long."""
 
     def __init__(self, count_max: int | None = None, weight_max: int | None = None) -> None:
-        # With the layout itself: no other one has its id meanwhile.
+        # The layout is kept with the value, so that no other object can get its id meanwhile.
         self._found = LRUCache[int, tuple[ShardLayout, _V]](count_max, weight_max)
 
     def __len__(self) -> int:
         return len(self._found)
 
     def get(self, layout: ShardLayout) -> _V | None:
-        """As for :class:`LRUCache`."""
+        """Return the value of a layout; see :class:`LRUCache`."""
         known = self._found.get(id(layout))
         return None if known is None else known[1]
 
     def evict_for(self, layout: ShardLayout) -> list[_V]:
-        """As for :class:`LRUCache`."""
+        """Evict values until one for ``layout`` fits; see :class:`LRUCache`."""
         return [value for _, value in self._found.evict_for(len(layout.placed))]
 
     def add(self, layout: ShardLayout, value: _V) -> None:
-        """As for :class:`LRUCache`."""
+        """Store the value of a layout; see :class:`LRUCache`."""
         self._found.add(id(layout), (layout, value), len(layout.placed))

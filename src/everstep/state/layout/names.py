@@ -1,4 +1,4 @@
-"""What the entries and objects of a log record are called."""
+"""Reserved names of entries and objects, in bases and in log records."""
 
 from __future__ import annotations
 
@@ -21,49 +21,54 @@ __all__ = [
 ]
 
 RESERVED = "everstep"
+"""First part of the names of everstep's own entries."""
 
 
 OBJECT_PREFIX = f"{RESERVED}/objects/"
-"""Entries under this prefix hold a section's objects, encoded (see :mod:`.objects`)."""
+"""Prefix of the entries that hold a section's objects, encoded
+(:mod:`everstep.state.values.objects`)."""
 
 
 OBJECT_BYTES_MAX = 1 << 30
-"""A section's objects, encoded; what is larger belongs into tensors."""
+"""Maximum size of a section's encoded objects; larger data belongs in tensors."""
 
 
 def is_reserved(name: str) -> bool:
-    """Whether the entry is everstep's own, like the states of random generators."""
+    """Return True if the entry is everstep's own, e.g. the state of a random generator."""
     return name.startswith(f"{RESERVED}/")
 
 
 GRADIENT = "gradient/"
-"""Entries of an update under this prefix are gradients, by name of the parameter."""
+"""Prefix of the gradients in an update record; the parameter's name follows."""
 
 INDICES = "indices/"
 VALUES = "values/"
-"""Of a gradient that training consumed in a sparse form (:mod:`everstep.compress.sparse`)."""
+"""Prefixes of a gradient that training consumed in sparse form (:mod:`everstep.compress.sparse`).
+"""
 
 INT8 = "int8/"
 SCALES = "scales/"
-"""Of a gradient that training consumed in eight bits (:mod:`everstep.compress.quantized`)."""
+"""Prefixes of a gradient that training consumed in eight bits (:mod:`everstep.compress.quantized`).
+"""
 
 HYPER = "hyper"
-"""Entries of an update under this prefix are hyperparameters that are tensors."""
+"""Prefix of hyperparameters that are tensors, in an update record."""
 
 SAMPLE = "everstep/sample/"
-"""Entries of a mark under this prefix are a few elements of what a declared update covers: its
-pattern, their width in bytes, their device."""
+"""Prefix of sampled elements of a declared update in a step mark; its pattern, the element width in
+bytes and the device follow."""
 
 SPOT = f"{SAMPLE}everstep/"
-"""Entries of a mark under this prefix are a few elements of what optimizers replay: their dtype
-(:mod:`everstep.capture.spots`)."""
+"""Prefix of sampled elements of the tensors that optimizers replay, in a step mark; their dtype
+follows (:mod:`everstep.capture.mark_samples`)."""
 
 UPDATE_OBJECT = "update"
-"""The object of an update: optimizer, hyperparameters."""
+"""Object of an update record: optimizer and hyperparameters."""
 
 PART_OBJECT = "part"
-"""The same of one rank's part of an update, whose other gradients are in other ranks' logs; of
-another name, so that nobody who does not know of parts takes one for the whole."""
+"""Object of an update record that holds only some of the update's gradients; the others are in the
+logs of other ranks. The name differs from :data:`UPDATE_OBJECT`, so that a reader without support
+for shared logs does not take the record for a complete update."""
 
 
 RNG_SECTION = f"{RESERVED}/rng"

@@ -1,14 +1,15 @@
-"""How one tensor lies over the ranks of a job: which box of it each of them holds; no torch needed.
+"""Placement of a tensor over the ranks of a job: the box of it that each rank holds; no torch
+needed.
 
-The text of a placement, as it stands in headers:
+The text form of a placement, as written in headers:
 
-- ``whole``: there is one such tensor in the job, and here is all of it.
-- ``whole@0-3``: ranks 0 to 3 have it in common; other ranks may have another one of that name.
-- ``whole@2``: it is rank 2's own.
-- ``replicate,shard(0)@2x4:0-7``: spread over a mesh of 2 x 4 ranks, here listed in row-major
-  order, by one placement for each dimension of the mesh, as of ``torch.distributed.tensor``.
+- ``whole``: the job has one such tensor, and this rank holds all of it.
+- ``whole@0-3``: ranks 0 to 3 hold replicas; other ranks may have another tensor of that name.
+- ``whole@2``: the tensor belongs to rank 2 alone.
+- ``replicate,shard(0)@2x4:0-7``: distributed over a mesh of 2 x 4 ranks, listed in row-major order,
+  with one placement for each dimension of the mesh, as in ``torch.distributed.tensor``.
 
-Ranks are written as runs with a step: ``0-6/2,9`` are 0, 2, 4, 6 and 9.
+Ranks are written as runs with a step: ``0-6/2,9`` stands for 0, 2, 4, 6 and 9.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from itertools import product
 __all__ = ["WHOLE", "Box", "Cut", "Placement", "box_on_mesh", "replicas_on_mesh"]
 
 WHOLE = "whole"
+"""Text of a placement that is not sharded."""
 _RUN = re.compile(r"(\d{1,9})(?:-(\d{1,9})(?:/(\d{1,9}))?)?", re.ASCII)
 _KIND = re.compile(r"replicate|shard\(\d{1,2}\)|strided\(\d{1,2},\d{1,9}\)", re.ASCII)
 _RANKS_MAX = 1 << 24
@@ -30,7 +32,7 @@ _RANKS_MAX = 1 << 24
 
 @dataclass(frozen=True, slots=True)
 class Box:
-    """A part of a tensor: ``shape`` elements from ``offset`` on, in each dimension."""
+    """Box of a tensor: ``shape`` elements from ``offset`` on, in each dimension."""
 
     offset: tuple[int, ...]
     shape: tuple[int, ...]
@@ -41,7 +43,7 @@ class Box:
         return math.prod(self.shape)
 
     def meet(self, other: Box) -> Box | None:
-        """What both have in common; None if that is nothing."""
+        """Return the intersection with another box; None if it is empty."""
         offset = []
         shape = []
         sides = zip(self.offset, self.shape, other.offset, other.shape, strict=True)
@@ -55,7 +57,7 @@ class Box:
         return Box(tuple(offset), tuple(shape))
 
     def slices_in(self, outer: Box) -> tuple[slice, ...]:
-        """Where this part lies in ``outer``, which it is a part of."""
+        """Return the slices that select this box in ``outer``, which contains it."""
         return tuple(
             slice(at - base, at - base + extent)
             for at, extent, base in zip(self.offset, self.shape, outer.offset, strict=True)
@@ -64,12 +66,12 @@ class Box:
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """What one dimension of a mesh does to a tensor.
+    """Effect of one mesh dimension on a tensor.
 
     Attributes:
-        dim: the tensor's dimension that is cut; None: every rank of it has the same.
-        factor: into so many parts dimension ``dim`` is cut before, by dimensions of the mesh
-            that come later (FSDP over tensor parallelism); 1: by none.
+        dim: dimension of the tensor that is sharded; None: replicated.
+        factor: number of shards into which later mesh dimensions split ``dim`` first (FSDP over
+            tensor parallelism); 1: none.
     """
 
     dim: int | None
@@ -77,6 +79,7 @@ class Cut:
 
     @property
     def text(self) -> str:
+        """Text form, as in a header."""
         if self.dim is None:
             return "replicate"
         return f"shard({self.dim})" if self.factor == 1 else f"strided({self.dim},{self.factor})"
@@ -84,12 +87,12 @@ class Cut:
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """A placement, taken apart.
+    """Placement of a tensor over ranks, parsed.
 
     Attributes:
-        ranks: that have the tensor in common, in the mesh's row-major order; None: all.
-        cuts: one per dimension of the mesh; empty where nothing is cut.
-        mesh: its shape; empty where nothing is cut.
+        ranks: ranks that hold the tensor, in the mesh's row-major order; None: all ranks.
+        cuts: one per dimension of the mesh; empty if the tensor is not sharded.
+        mesh: shape of the mesh; empty if the tensor is not sharded.
     """
 
     ranks: tuple[int, ...] | None = None
@@ -98,7 +101,7 @@ class Placement:
 
     @property
     def text(self) -> str:
-        """As it stands in a header."""
+        """Text form, as in a header."""
         if self.ranks is None:
             return WHOLE
         if not self.cuts:
@@ -108,14 +111,14 @@ class Placement:
 
     @property
     def is_cut(self) -> bool:
-        """Whether a rank holds a part only."""
+        """Return True if a rank holds only a shard."""
         return any(cut.dim is not None for cut in self.cuts)
 
     def coordinate(self, rank: int) -> tuple[int, ...]:
-        """Where in its mesh a rank is.
+        """Return the coordinate of a rank in the mesh.
 
         Raises:
-            ValueError: it is not in it.
+            ValueError: the rank is not in the mesh.
         """
         assert self.ranks is not None
         at = self.ranks.index(rank)
@@ -126,22 +129,22 @@ class Placement:
         return tuple(reversed(found))
 
     def holds(self, rank: int) -> bool:
-        """Whether the tensor is ``rank``'s, too."""
+        """Return True if ``rank`` holds the tensor or a shard of it."""
         return self.ranks is None or rank in self.ranks
 
     @classmethod
     @lru_cache(maxsize=4096)
     def parse(cls, text: str) -> Placement:
-        """The inverse of :attr:`text`.
+        """Parse the text form; the inverse of :attr:`text`.
 
         Raises:
-            ValueError: for what is no placement.
+            ValueError: the text is not a placement.
         """
         if text == WHOLE:
             return cls()
         kinds, at, rest = text.partition("@")
         if not at:
-            raise ValueError(f"{text!r:.80} is no placement")
+            raise ValueError(f"{text!r:.80} is not a placement")
         if kinds == WHOLE:
             return cls(_from_runs(rest))
         sides, _, runs = rest.partition(":")
@@ -156,13 +159,13 @@ class Placement:
 def box_on_mesh(
     shape: Sequence[int], mesh: Sequence[int], at: Sequence[int], cuts: Sequence[Cut]
 ) -> Box:
-    """The part of a tensor of ``shape`` that the rank at ``at`` of a mesh holds.
+    """Return the box of a tensor of ``shape`` that the rank at coordinate ``at`` of a mesh holds.
 
-    Parts are those of ``torch.chunk``: all of one size but the last ones, which may be smaller
-    or empty.
+    Shards have the sizes that ``torch.chunk`` gives: all equal but the last ones, which may be
+    smaller or empty.
 
     Raises:
-        ValueError: the order of cuts cannot be told from their factors.
+        ValueError: the order of the splits cannot be derived from their factors.
     """
     return _box(tuple(shape), tuple(mesh), tuple(at), tuple(cuts))
 
@@ -177,7 +180,9 @@ def _box(
         dim = cuts[index].dim
         assert dim is not None
         if dim >= len(shape):
-            raise ValueError(f"dimension {dim} of a tensor of {len(shape)} dimensions is cut")
+            raise ValueError(
+                f"dimension {dim} of a tensor of {len(shape)} dimensions cannot be sharded"
+            )
         part = -(-extent[dim] // mesh[index])
         begin = min(at[index] * part, extent[dim])
         extent[dim] = min(part, extent[dim] - begin)
@@ -186,8 +191,11 @@ def _box(
 
 
 def _order(mesh: tuple[int, ...], cuts: tuple[Cut, ...]) -> list[int]:
-    """Dimensions of the mesh in the order in which they cut: from left to right, but a strided
-    one behind those to its right that its factor says were there before it."""
+    """Return the sharding mesh dimensions in the order in which they split the tensor.
+
+    They split from left to right, but a strided dimension comes after the dimensions to its right
+    that its factor accounts for.
+    """
     order: list[int] = []
     for index in reversed(range(len(cuts))):
         cut = cuts[index]
@@ -197,20 +205,24 @@ def _order(mesh: tuple[int, ...], cuts: tuple[Cut, ...]) -> list[int]:
         factor = cut.factor
         while factor > 1:
             if place == len(order):
-                raise ValueError(f"{cut.text}: nothing to the right of it cuts into that many")
+                raise ValueError(
+                    f"{cut.text}: no mesh dimensions to its right split into that many shards"
+                )
             before = order[place]
             place += 1
             if cuts[before].dim != cut.dim:
                 continue
             if factor % mesh[before]:
-                raise ValueError(f"{cut.text}: nothing to the right of it cuts into that many")
+                raise ValueError(
+                    f"{cut.text}: no mesh dimensions to its right split into that many shards"
+                )
             factor //= mesh[before]
         order.insert(place, index)
     return order
 
 
 def replicas_on_mesh(placement: Placement, rank: int) -> tuple[int, ...]:
-    """All ranks that hold the same part of the tensor as ``rank``, in ascending order.
+    """Return all ranks that hold the same box of the tensor as ``rank``, in ascending order.
 
     Raises:
         ValueError: ``rank`` is not in the mesh.
@@ -237,7 +249,7 @@ def _replicas(placement: Placement, rank: int) -> tuple[int, ...]:
 
 def _cut(text: str) -> Cut:
     if not _KIND.fullmatch(text):
-        raise ValueError(f"{text!r:.80} is no placement")
+        raise ValueError(f"{text!r:.80} is not a placement")
     return Cut(None) if text == "replicate" else Cut(*map(int, re.findall(r"\d+", text)))
 
 
@@ -263,12 +275,12 @@ def _from_runs(text: str) -> tuple[int, ...]:
     for run in text.split(","):
         match = _RUN.fullmatch(run)
         if match is None:
-            raise ValueError(f"{text!r:.80} names no ranks")
+            raise ValueError(f"{text!r:.80} is not a list of ranks")
         first = int(match[1])
         step = int(match[3] or 1)
         last = int(match[2]) if match[2] else first
         if last < first or not step or (last - first) // step + len(ranks) >= _RANKS_MAX:
-            raise ValueError(f"{text!r:.80} names no ranks")
+            raise ValueError(f"{text!r:.80} is not a list of ranks")
         ranks += range(first, last + 1, step)
     if len(set(ranks)) != len(ranks):
         raise ValueError(f"{text!r:.80} names a rank twice")

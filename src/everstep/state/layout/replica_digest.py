@@ -1,10 +1,9 @@
-"""Whether what each rank says it has in common with others is what these say.
+"""Compare the ranks' views of the tensors that they replicate.
 
-A rank writes only its part of what several have in common, and refers to the others' for the rest.
-Each decides that by itself (:mod:`everstep.state.ranks.writers`), so ranks that were given other
-states
-would write parts that do not fit together. What each of them goes by is in its marker, and parts
-that do not fit are those of no base.
+A rank writes only its share of replicated tensors, and relies on other ranks to write the rest.
+Each rank computes this division by itself (:mod:`everstep.state.ranks.writers`), so ranks that were
+given different states would write files that do not form one base. Each rank therefore stores a
+digest of its view in its marker, and a base whose markers disagree is not committed.
 """
 
 from __future__ import annotations
@@ -23,12 +22,13 @@ _LISTED = 4  # ranks, and sections, in an error
 
 @dataclass(frozen=True, slots=True)
 class ReplicaDigest:
-    """What a rank has in common with others of one section of its state.
+    """Digest of the tensors of one section that a rank shares with other ranks.
 
     Attributes:
-        ranks: those that have it, itself included, as in a placement: ``0-3``.
-        count: of names of tensors.
-        digest: of what each of them is: the same on all of these ranks.
+        ranks: ranks that hold these tensors, this rank included, as in a placement: ``0-3``.
+        section: section of the state.
+        count: number of tensor names.
+        digest: digest of the tensors' descriptions; equal on all of these ranks.
     """
 
     ranks: str
@@ -40,10 +40,10 @@ class ReplicaDigest:
 def replica_digests(
     lines: Mapping[tuple[tuple[int, ...], str], Iterable[str]],
 ) -> tuple[ReplicaDigest, ...]:
-    """As a rank says it.
+    """Compute the digests of a rank's replicated tensors.
 
     Args:
-        lines: by ranks and section: one for each tensor.
+        lines: by ranks and section: a description of each tensor.
     """
     found = []
     for (ranks, section), of_section in lines.items():
@@ -56,19 +56,19 @@ def replica_digests(
 
 
 def ranks_of_digest(one: ReplicaDigest) -> tuple[int, ...]:
-    """The ranks, as numbers.
+    """Parse the ranks of a digest.
 
     Raises:
-        ValueError: the text is none of ranks.
+        ValueError: the text is not a list of ranks.
     """
     return Placement.parse(f"whole@{one.ranks}").ranks or ()
 
 
 def describe_mismatch(said: Mapping[int, Sequence[ReplicaDigest]]) -> str:
-    """Where ranks differ in what they have in common, in words; "" if they do not.
+    """Describe the sections in which ranks disagree about replicated tensors; "" if they agree.
 
     Args:
-        said: by rank, of all ranks.
+        said: digests of all ranks, by rank.
     """
     if not any(said.values()):
         return ""
@@ -86,7 +86,7 @@ def describe_mismatch(said: Mapping[int, Sequence[ReplicaDigest]]) -> str:
                 f"rank(s) {_listed(ranks)}: {count or 'none'}"
                 for (count, _), ranks in sorted(versions.items(), key=lambda item: item[1])
             )
-            wrong.append(f"{key[0]!r}, tensors that ranks {key[1]} have in common: {counts}")
+            wrong.append(f"{key[0]!r}, tensors replicated on ranks {key[1]}: {counts}")
     more = f"; and {len(wrong) - _LISTED} more" if len(wrong) > _LISTED else ""
     return "; ".join(wrong[:_LISTED]) + more
 

@@ -1,11 +1,11 @@
-"""Where each entry lies in a rank's files: no holes, every entry naturally aligned.
+"""Layout of a rank's files: the offset of each entry, and the protocol that supplies the bytes.
 
-Entries are ordered widest dtype first. As the data begins at a multiple of 4096 and every
-group of equal width is a multiple of that width long, each entry is aligned to its own
-element size without a byte of padding. Objects, whose size is known only once they are
-encoded, follow the tensors (DataStates-LLM section V: fixed offsets for tensors,
-log-structured append for the rest). The memory that a base is captured into mirrors the
-file: offset for offset the same bytes.
+There are no holes, and every entry is naturally aligned. Entries are ordered widest dtype first.
+Since the data begins at a multiple of 4096 and every group of equal width is a multiple of that
+width long, each entry is aligned to its element size without a byte of padding. Objects, whose size
+is known only once they are encoded, follow the tensors (DataStates-LLM section V: fixed offsets for
+tensors, log-structured append for the rest). The memory that a base is captured into mirrors the
+file: the same bytes at the same offsets.
 """
 
 from __future__ import annotations
@@ -33,9 +33,10 @@ __all__ = [
 ]
 
 HEADER_BYTES_MAX = 8 << 20
-"""A rank's entries are split over several files long before safetensors' limit of 100 MB."""
+"""Maximum header of a file; larger sets of entries are split over several files, far below
+safetensors' limit of 100 MB."""
 
-_ENTRY_HEADER_BYTES = 512  # generous: what one entry adds to a header besides its name and shape
+_ENTRY_HEADER_BYTES = 512  # upper estimate for one entry, besides its name and shape
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +50,7 @@ class Placed:
 
 @dataclass(frozen=True, slots=True)
 class ShardLayout:
-    """One file of one rank: its entries in file order."""
+    """Layout of one file of one rank: its entries in file order."""
 
     placed: tuple[Placed, ...]
 
@@ -62,7 +63,7 @@ class ShardLayout:
 def plan_shards(
     entries: Sequence[Entry], *, header_bytes_max: int = HEADER_BYTES_MAX
 ) -> tuple[ShardLayout, ...]:
-    """Lays ``entries`` out in as few files as the header limit allows; at least one."""
+    """Lay out ``entries`` in as few files as the header limit allows; at least one."""
     groups: list[list[Entry]] = [[]]
     used = 0
     for entry in entries:
@@ -78,7 +79,7 @@ def plan_shards(
 def append_objects(
     layout: ShardLayout, objects_bytes: Mapping[str, int], *, lsn: int = 0
 ) -> ShardLayout:
-    """The layout with one ``U8`` entry per object, as of update ``lsn``, after the tensors."""
+    """Return the layout with one ``U8`` entry per object, at ``lsn``, appended to the tensors."""
     placed = list(layout.placed)
     position = layout.size_bytes
     for name, size in objects_bytes.items():
@@ -91,10 +92,10 @@ def append_objects(
 def at_lsn(
     layout: ShardLayout, lsn: int, others: Mapping[str, int] = MappingProxyType({})
 ) -> ShardLayout:
-    """The layout with every entry as of update ``lsn``.
+    """Return the layout with every entry at ``lsn``.
 
     Args:
-        others: by name, those that are of another update.
+        others: LSNs of the entries that differ, by name.
     """
 
     def of(entry: Entry) -> Entry:
@@ -106,10 +107,12 @@ def at_lsn(
 def overlaps(
     placed: Sequence[Placed], ends: Sequence[int], begin: int, size: int
 ) -> Iterator[tuple[Placed, int, int]]:
-    """Entries that have bytes in ``[begin, begin + size)``, each with the range of those bytes.
+    """Yield the entries that have bytes in ``[begin, begin + size)``, each with the range of these
+    bytes.
 
     Args:
-        placed: entries that are not empty, in file order; ``ends`` are their ends.
+        placed: entries that are not empty, in file order.
+        ends: their end offsets.
     """
     end = begin + size
     for index in range(bisect.bisect_right(ends, begin), len(placed)):
@@ -129,33 +132,39 @@ def _lay_out(entries: Sequence[Entry]) -> ShardLayout:
 
 
 PIECE_BYTES = 512 << 10
-"""Bytes that are copied and digested in one go: source and copy together stay in the
-second-level cache."""
+"""Bytes to copy and digest in one go: source and copy together fit in the second-level cache."""
 
 Seen = Callable[[memoryview], None]
 
 
 class Body(Protocol):
-    """The data bytes of one shard: tensors in file order, then objects."""
+    """Source of the data bytes of one file: tensors in file order, then objects."""
 
     def fill(self, begin: int, chunk: memoryview, seen: Seen) -> None:
-        """Puts data bytes ``[begin, begin + len(chunk))`` into ``chunk``, and shows them to
-        ``seen`` in order, while they are in the cache."""
+        """Write data bytes ``[begin, begin + len(chunk))`` into ``chunk``.
+
+        ``seen`` gets the same bytes in order, while they are in the cache.
+        """
         ...
 
     def held(self, begin: int, end: int) -> memoryview | None:
-        """Data bytes ``[begin, end)`` where they already lie, if they do; begins at a page if
-        ``begin`` is a multiple of one. Waits for bytes that are still being captured. Bytes
-        behind ``end`` up to the next page are there, and of no meaning."""
+        """Return data bytes ``[begin, end)`` without a copy, if they already lie in memory.
+
+        The view begins at a page boundary if ``begin`` is a multiple of the page size. Waits for
+        bytes that are still being captured. Bytes after ``end`` up to the next page are readable,
+        with undefined contents.
+        """
         ...
 
     def objects_bytes(self) -> Mapping[str, int]:
-        """Sizes of the objects that follow the tensors, by entry name; waits until they are
-        known. Asked for after all whole chunks of tensors."""
+        """Return the sizes of the objects that follow the tensors, by entry name.
+
+        Waits until they are known. Called after all complete chunks of tensors were taken.
+        """
         ...
 
 
 def pieces(memory: memoryview) -> Iterator[memoryview]:
-    """``memory`` in pieces of at most :data:`PIECE_BYTES`."""
+    """Yield ``memory`` in pieces of at most :data:`PIECE_BYTES`."""
     for begin in range(0, memory.nbytes, PIECE_BYTES):
         yield memory[begin : begin + PIECE_BYTES]

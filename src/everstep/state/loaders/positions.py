@@ -1,19 +1,19 @@
-"""Positions of loaders that save their own: torchdata's StatefulDataLoader, and what wraps one.
+"""Positions of loaders that save their own: torchdata's StatefulDataLoader, and wrappers of one.
 
-What such a loader saves is its position, and that is not all that an epoch which goes on needs:
+The position that such a loader saves does not suffice to continue an epoch:
 
-* its iterator draws a seed when it is made, which no uninterrupted run does in mid-epoch;
-* a sampler without a state is asked for its order again, and may draw that order from generators
-  that have moved on since the epoch began;
-* the loader's own ``generator=`` is in no state, nor are the generators of its workers;
-* asked for its position before a loop iterates it, it makes the iterator, too early: before the
-  loop has told the sampler or the stream its epoch.
+- its iterator draws a seed when it is made, which an uninterrupted run does not do in mid-epoch;
+- a sampler without state is asked for its order again, and may draw it from generators that have
+  moved on since the epoch began;
+- the loader's own ``generator=`` is not saved, nor are the generators of its workers;
+- asked for its position before a loop iterates it, the loader makes the iterator too early: before
+  the loop has set the epoch of the sampler or the stream.
 
 So three methods of the loader's class are completed while a Checkpointer is open, whoever calls
 them (a Checkpointer, Lightning's fit loop, accelerate). ``load_state_dict()`` leaves the position
-pending; ``state_dict()`` gives that position again until a loop begins to iterate; and the
-iterator is made in that moment, from the generators that the epoch began with, which then are put
-back as they were. torchdata ignores the key that is added to its state.
+pending; ``state_dict()`` returns that position until a loop begins to iterate; and then the
+iterator is made with the generators set to their states at the beginning of the epoch, and put back
+afterwards. torchdata ignores the key that is added to its state.
 """
 
 from __future__ import annotations
@@ -53,14 +53,14 @@ __all__ = [
 ]
 
 KEY: Final = "everstep"
-"""The key that is added to a loader's state."""
+"""Key that is added to a loader's state."""
 
 MOVED: Final = (
     "random generators have moved between resume() and the batch at which training "
-    "goes on: the program has drawn from them, or seeded them, which it does not do in "
-    "the middle of an epoch without the interruption"
+    "continues: the program has drawn from them, or seeded them, which it does not do in "
+    "mid-epoch without the interruption"
 )
-"""Why training goes on with other random numbers."""
+"""Reason why training continues with other random numbers."""
 
 _FINISHED = "_iterator_finished"  # in each state of torchdata's loader
 _TORCHDATA = "torchdata.stateful_dataloader"
@@ -73,14 +73,14 @@ _DRAW_NOTHING = (SequentialSampler, DistributedSampler, _InfiniteConstantSampler
 
 
 def loader_within(value: object) -> object:
-    """Return the loader that accelerate's loaders have within; any other value is returned."""
+    """Return the loader inside of accelerate's loaders; any other value itself."""
     while (inner := getattr(value, "__dict__", {}).get("base_dataloader")) is not None:
         value = inner
     return value
 
 
 def is_followed(value: object) -> bool:
-    """Return whether a value is a loader that saves its position as torchdata's does."""
+    """Return True for a loader that saves its position as torchdata's does."""
     kind = type(value)
     return (
         issubclass(kind, DataLoader)
@@ -90,14 +90,14 @@ def is_followed(value: object) -> bool:
 
 
 def holds_position(tree: object) -> bool:
-    """Return whether the position of a torchdata loader is in a tree, anywhere."""
+    """Return True if a tree contains the position of a torchdata loader, at any depth."""
     if isinstance(tree, dict):
         return _FINISHED in tree or any(map(holds_position, tree.values()))
     return isinstance(tree, (list, tuple)) and any(map(holds_position, tree))
 
 
 def same_values(one: object, other: object) -> bool:
-    """Return whether two trees of plain data and tensors have the same contents."""
+    """Return True if two trees of plain data and tensors have the same contents."""
     if isinstance(one, dict) and isinstance(other, dict):
         same = one.keys() == other.keys()
         return same and all(same_values(value, other[key]) for key, value in one.items())
@@ -111,8 +111,10 @@ def same_values(one: object, other: object) -> bool:
 
 
 def shuffles_in_a_buffer(dataset: object) -> bool:
-    """Return whether a streaming dataset of Hugging Face's shuffles in a buffer, which its
-    ``state_dict()`` does not have, nor does it say that there is one."""
+    """Return True for a streaming dataset of Hugging Face that shuffles in a buffer.
+
+    Its ``state_dict()`` does not contain the buffer, and does not mention it.
+    """
     return _has_buffer(getattr(dataset, "_ex_iterable", None))
 
 
@@ -124,7 +126,7 @@ def _has_buffer(examples: object) -> bool:
 
 
 def _calling_module(modules: Collection[str]) -> str:
-    """Return which of these modules is asking a loader for an iterator now; "": none is."""
+    """Return the module among these that is asking a loader for an iterator; "": none is."""
     frame: FrameType | None = sys._getframe(1)
     for _ in range(_FRAMES):
         frame = None if frame is None else frame.f_back
@@ -134,43 +136,47 @@ def _calling_module(modules: Collection[str]) -> str:
 
 
 def fetches_ahead(loader: object) -> str:
-    """Return who is asking a loader for an iterator now, if that fetches each batch before the one
-    before is trained on; "" for others. Lightning does where it cannot know how many there are."""
+    """Return the module that is asking a loader for an iterator, if it fetches each batch before
+    the previous one is trained on; "" for others.
+
+    Lightning does so if it cannot know the number of batches.
+    """
     return _calling_module(_ACCELERATE) or (
         "" if _has_length(loader) else _calling_module(_LIGHTNING)
     )
 
 
 class Listener(Protocol):
-    """Who is told what is found out about the data of a process."""
+    """Receiver of findings about the data of a process."""
 
     def lose(self, why: str, hint: str) -> None:
-        """Say why what was restored is not what training had."""
+        """Report that restored data differs from that of the saved training."""
         ...
 
-    def say(self, what: str, hint: str) -> None:
-        """Warn of something about the data."""
+    def say(self, message: str, hint: str) -> None:
+        """Warn about the use of the data."""
         ...
 
     def at_end_of_epoch(self) -> None:
-        """Note that a restored loader has given no batch to the loop, since its epoch had ended."""
+        """Note that a restored loader gave no batch to the loop, because its epoch had ended."""
         ...
 
 
 class Resumed(Protocol):
-    """A state that was restored, until the first step after that.
+    """A restored state, until the first step after that.
 
     Attributes:
-        generators: as they were restored.
+        generators: states of the generators as restored.
     """
 
     generators: RngStates
 
 
 class LoaderPositions:
-    """The loaders of this process that save their position, completed by what that lacks.
+    """The loaders of this process that save their position, and the data missing from those
+    positions.
 
-    One for the process. It follows their classes as long as somebody holds it open.
+    One object per process. The loaders' classes are patched as long as a holder keeps it open.
     """
 
     def __init__(self) -> None:
@@ -182,16 +188,17 @@ class LoaderPositions:
 
     @property
     def restoring(self) -> bool:
-        """Whether a position that is loaded now is the one where training goes on."""
+        """True if a position that is loaded now is the one where training continues."""
         return self._loading or self._resumed() is not None
 
     def resumed(self, by: Resumed | None) -> None:
-        """A state was restored, and the generators with it; None: training goes on."""
+        """Note that a state was restored, and the generators with it; None: training has
+        continued."""
         self._resumed = (lambda: None) if by is None else weakref.ref(by)
 
     @property
     def moved(self) -> bool:
-        """Whether generators have moved since a state was restored."""
+        """True if generators have moved since a state was restored."""
         resumed = self._resumed()
         return resumed is not None and not resumed.generators.same(RngStates.now())
 
@@ -211,7 +218,7 @@ class LoaderPositions:
                 self._complete(owner)
 
     def close(self) -> None:
-        """Undo one :meth:`open`; with the last one the classes are as they were."""
+        """Undo one :meth:`open`; the last one restores the classes."""
         self._holders -= 1
         if self._holders <= 0:
             for owner, methods in self._classes.items():
@@ -220,27 +227,27 @@ class LoaderPositions:
             self._classes.clear()
 
     def listen(self, listener: Listener) -> None:
-        """Tell ``listener`` from now on."""
+        """Add a receiver of findings; only a weak reference is kept."""
         self._listeners.add(listener)
 
     def lose(self, why: str, hint: str) -> None:
-        """Tell that what the process has restored of its data differs from what training had."""
+        """Report to all listeners that restored data differs from that of the saved training."""
         for listener in list(self._listeners):
             listener.lose(why, hint)
 
-    def say(self, what: str, hint: str) -> None:
-        """Tell of something that the program may not intend."""
+    def say(self, message: str, hint: str) -> None:
+        """Report to all listeners a use of the data that may not be intended."""
         for listener in list(self._listeners):
-            listener.say(what, hint)
+            listener.say(message, hint)
 
     def at_end_of_epoch(self) -> None:
-        """Tell that a restored loader was at the end of an epoch."""
+        """Report to all listeners that a restored loader was at the end of an epoch."""
         for listener in list(self._listeners):
             listener.at_end_of_epoch()
 
     @contextmanager
     def loads(self) -> Iterator[None]:
-        """What is loaded within the block is where training goes on."""
+        """Treat positions loaded within the block as those where training continues."""
         before = self._loading
         self._loading = True
         try:
@@ -266,10 +273,10 @@ class LoaderPositions:
 
 
 def follow_existing(loader: Any, positions: LoaderPositions) -> None:
-    """Begin to follow a loader whose iterator somebody has made before, and not iterated yet.
+    """Follow a loader whose iterator was made before, and not iterated yet.
 
-    Workers that run already were not initialized by :class:`.WorkerGenerators`: end them, and
-    the position that the iterator has is pending.
+    Workers that run already were not initialized by :class:`.WorkerGenerators`: end them, and leave
+    the position of the iterator pending.
     """
     iterator = loader._iterator
     if iterator is None or iterator._num_yielded or _POSITION in vars(loader):
@@ -288,14 +295,14 @@ def _position(loader: Any) -> _Position:
 
 
 class _Position:
-    """What the position of one loader lacks.
+    """Data missing from the position of one loader.
 
     Attributes:
-        pending: the state that was loaded; the next iterator begins there.
-        begun: states of the generators that the order of the epoch was drawn from, as they were
-            then; None: none was drawn, or by a sampler that restores it itself.
-        epochs: that samplers and dataset were set to when the iterator was made.
-        behind: the states before the last fetch, where each batch is fetched too early.
+        pending: the loaded state; the next iterator begins there.
+        begun: states of the generators at the time when the order of the epoch was drawn from them;
+            None: no order was drawn, or the sampler restores it itself.
+        epochs: epochs that samplers and dataset were set to when the iterator was made.
+        behind: keeps the state before the last fetch if each batch is fetched too early.
     """
 
     def __init__(self) -> None:
@@ -305,7 +312,7 @@ class _Position:
         self.behind: _DelayedState | None = None
 
     def state_dict(self, loader: Any, get: Callable[[Any], dict[str, Any]]) -> dict[str, Any]:
-        """Return the position; of a loader that nobody has iterated, no iterator is made for it."""
+        """Return the position; makes no iterator for a loader that was not iterated."""
         if loader._iterator is None:
             return dict(loader.next_iter_state or {})
         more: dict[str, Any] = {}
@@ -325,7 +332,7 @@ class _Position:
         load: Callable[..., None],
         positions: LoaderPositions,
     ) -> None:
-        """Take a position, which waits until somebody iterates."""
+        """Take a position, and leave it pending until a loop iterates."""
         old = loader._iterator
         load(loader, state)
         self.begun = None
@@ -336,12 +343,12 @@ class _Position:
         if old is not None:
             if hasattr(old, "_shutdown_workers"):
                 old._shutdown_workers()
-            # Whoever holds it (a loop under way, a Trainer that has made it before it lets its
-            # callbacks resume) goes on at the restored position.
+            # Holders of the old iterator (a loop under way, a Trainer that made it before its
+            # callbacks resume) continue at the restored position.
             old._next_data = _RedirectedFetch(loader)
 
     def make(self, loader: Any, make: Callable[[Any], Any], positions: LoaderPositions) -> Any:
-        """Make the iterator that a loop begins to iterate."""
+        """Make the iterator for a loop."""
         iterator = self._make(loader, make, positions)
         # Lightning fetches a batch before it is needed where it cannot know the number of batches.
         unsized = not _has_length(loader) and _calling_module(_LIGHTNING)
@@ -352,7 +359,7 @@ class _Position:
         pending = self.pending
         self.pending = None
         moved = positions.moved
-        epochs = _epochs(loader)  # now: workers fetch ahead, which may end the sampler's epoch
+        epochs = _epochs(loader)  # read now: workers fetch ahead, which may end the sampler's epoch
         if pending is None:
             self.epochs = epochs
             self.begun = None
@@ -425,14 +432,16 @@ class _Position:
 
 
 class _OrderCapture:
-    """While an iterator is made: how its sampler, if it has no state, comes to its order.
+    """While an iterator is made: capture or replay the generators that its sampler draws the order
+    from.
 
-    It may draw as soon as it is iterated, or when it is asked for the first sample. torchdata
-    iterates it up to three times, where only the last order counts.
+    The sampler may draw as soon as it is iterated, or when it is asked for the first sample.
+    torchdata iterates it up to three times, and only the last order counts.
 
     Args:
-        begun: the order is drawn again from generators in these states; None: a new one is drawn,
-            and the states are noted.
+        position: receives the states of the generators.
+        loader: the loader.
+        begun: states to draw the order from again; None: draw a new order, and note the states.
     """
 
     def __init__(self, position: _Position, loader: Any, begun: dict[str, Any] | None) -> None:
@@ -456,7 +465,7 @@ class _OrderCapture:
                 self._sampler.__class__ = type(kind.__name__, (kind,), {"__iter__": iterate})
 
     def __exit__(self, *about: object) -> None:
-        self._begun = None  # what is asked for from here on is drawn anew
+        self._begun = None  # later orders are drawn anew
         if type(self._sampler) is not self._kind:
             self._sampler.__class__ = self._kind
 
@@ -478,7 +487,7 @@ class _OrderCapture:
 
 
 class _RedirectedFetch:
-    """Fetches from the iterator that a loader makes at its restored position."""
+    """Fetch from the iterator that a loader makes at its restored position."""
 
     def __init__(self, loader: Any) -> None:
         self._loader = loader
@@ -491,13 +500,15 @@ class _RedirectedFetch:
 
 
 class _FirstBatchCheck:
-    """Looks at the first batch behind a restored position, once.
+    """Check the first batch after a restored position, once.
 
     Args:
-        ahead: who fetches a batch before it is needed: the first one was fetched already before
-            the state was saved.
+        iterator: the loader's iterator.
+        positions: receives the findings.
+        ahead: module that fetches a batch before it is needed: it had fetched the first batch
+            before the state was saved. "": none.
         moved: generators have moved since the state was restored.
-        other_epoch: the sampler's epochs, and those that were saved, in words; "": the same.
+        other_epoch: the sampler's epochs, and the saved ones, in words; "": they are equal.
     """
 
     def __init__(
@@ -530,26 +541,26 @@ class _FirstBatchCheck:
             self._positions.lose(MOVED, "do so before resume()")
         if self._other_epoch and iterator._num_yielded:
             self._positions.lose(
-                f"a loader goes on in the middle of an epoch, and its sampler was set to epoch "
-                f"{self._other_epoch}: these batches are not the rest of the epoch that was begun",
+                f"a loader continues in mid-epoch, and its sampler was set to epoch "
+                f"{self._other_epoch}: these batches are not the rest of the epoch that was saved",
                 "put the number of the epoch into the state, begin the loop over epochs with it, "
                 "and call set_epoch() before each loop over the loader",
             )
         if before is not None and not before.same(RngStates.now()):
             self._positions.lose(
-                f"{self._ahead} fetches each batch while the one before is trained on, and its "
-                "samples draw random numbers in this process: the batch at which training goes on "
-                "was drawn before the state was saved, and now again",
+                f"{self._ahead} fetches each batch while the previous one is trained on, and its "
+                "samples draw random numbers in this process: the batch at which training "
+                "continues was drawn before the state was saved, and now again",
                 "let workers draw (num_workers=1), or use everstep.data.ResumableLoader",
             )
         return data
 
 
 class _DelayedState:
-    """Fetches batches for whoever trains on each only when the next one was fetched.
+    """Fetch batches for a loop that trains on each one only after it has fetched the next.
 
     Attributes:
-        state: of the loader, as it was before the last fetch.
+        state: state of the loader before the last fetch.
     """
 
     def __init__(self, iterator: Any) -> None:
@@ -565,7 +576,7 @@ class _DelayedState:
         fetch = self._fetch
         self._fetch = None
         if fetch is not None:
-            data = fetch()  # it is done with the first
+            data = fetch()  # the previous hook removes itself after the first batch
             iterator._next_data = self
             return data
         return type(iterator)._next_data(iterator)
@@ -580,9 +591,11 @@ def _has_length(loader: object) -> bool:
 
 
 def _draw_order_now(iterator: Any) -> None:
-    """Let a sampler that cannot be put at a position draw its order now, and skip what was given.
-    (torchdata skips when the first batch is fetched, and asks for one sample more than was given:
-    at the end of an epoch the sampler may draw once more for that.)"""
+    """Let a sampler without position draw its order now, and skip the samples that were given.
+
+    torchdata skips when the first batch is fetched, and asks for one sample more than was given: at
+    the end of an epoch the sampler could draw once more for that.
+    """
     if iterator._num_workers or hasattr(iterator._sampler_iter, "state_dict"):
         return  # workers were given their batches already
     if iterator._sampler_iter_yielded:
@@ -592,7 +605,8 @@ def _draw_order_now(iterator: Any) -> None:
 
 
 def _count_once(iterator: Any, pending: dict[str, Any]) -> None:
-    """Correct what torchdata counts twice where it fetches the batches of a stream again."""
+    """Correct the counters that torchdata advances twice if it fetches the batches of a stream
+    again."""
     if "_num_yielded" in pending:
         iterator._num_yielded = pending["_num_yielded"]
         iterator._sampler_iter_yielded = pending["_sampler_iter_yielded"]
@@ -606,8 +620,8 @@ def _count_once(iterator: Any, pending: dict[str, Any]) -> None:
 
 
 def _leaf(sampler: Any) -> Any:
-    """Return the sampler that batch samplers make batches of, as torch, torchdata and accelerate
-    do; one that has a way of its own is returned."""
+    """Return the innermost sampler inside of batch samplers of torch, torchdata and accelerate;
+    a batch sampler with its own way of batching is returned itself."""
     while isinstance(sampler, BatchSampler) and _only_batches(type(sampler)):
         inner = getattr(sampler, "batch_sampler", None) or getattr(sampler, "sampler", None)
         if inner is None:
@@ -622,7 +636,7 @@ def _only_batches(kind: type[BatchSampler]) -> bool:
 
 
 def _draws_order(loader: Any) -> bool:
-    """Return whether a loader's sampler may draw its order from generators, and not restore it."""
+    """Return True if a loader's sampler may draw its order from generators without restoring it."""
     sampler = _leaf(loader._index_sampler)
     kind = type(sampler)
     if isinstance(sampler, (list, tuple, range)) or hasattr(kind, "state_dict"):
@@ -637,7 +651,7 @@ def _restores_itself(sampler: Any) -> bool:
 
 
 def _own_generators(loader: Any) -> list[torch.Generator]:
-    """Return the generators of a loader and its samplers that their state does not have."""
+    """Return the generators of a loader and its samplers that are not in their state."""
     found = [loader.generator]
     left = [loader.batch_sampler, loader.sampler]
     seen = set[int]()
@@ -654,7 +668,7 @@ def _own_generators(loader: Any) -> list[torch.Generator]:
 
 
 def _epochs(loader: Any) -> list[int]:
-    """Return the epochs that a loader's samplers are set to, as far as they can be."""
+    """Return the epochs that a loader's samplers are set to, if they can be set."""
     samplers = (loader.sampler, loader.batch_sampler, _leaf(loader._index_sampler))
     settable = {id(one): one for one in samplers if hasattr(one, "set_epoch")}
     found = (getattr(one, "epoch", None) for one in settable.values())
@@ -680,4 +694,4 @@ def _set_states(loader: Any, states: dict[str, Any]) -> None:
 
 
 POSITIONS: Final = LoaderPositions()
-"""Of this process."""
+"""The positions of this process."""

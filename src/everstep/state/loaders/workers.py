@@ -1,10 +1,10 @@
-"""State of the random generators in the workers of a loader.
+"""State of the random generators in the worker processes of a loader.
 
 torchdata's workers save the state of their dataset with each batch, if the dataset has
-``state_dict()`` and ``load_state_dict()``, but not that of the generators that its items draw
-from. In a worker the dataset is completed by these two methods: what they add is the state of the
-worker's generators, as far as something was drawn from them since the worker was seeded. Nothing
-is changed in the training process, and no number is drawn.
+``state_dict()`` and ``load_state_dict()``, but not the state of the generators that its items draw
+from. In a worker, everstep adds these two methods to the dataset. They save the worker's
+generators, if anything was drawn from them since the worker was seeded. Nothing changes in the
+training process, and no number is drawn.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ _DATASET = "everstep/dataset"
 
 
 class WorkerGenerators:
-    """Initializes a worker, in the place of a loader's ``worker_init_fn``, which is called first.
+    """Initialize a worker; replaces a loader's ``worker_init_fn``, which is called first.
 
     Args:
-        init: the loader's own; None: it has none.
+        init: the loader's own ``worker_init_fn``; None: it has none.
     """
 
     def __init__(self, init: Callable[[int], object] | None) -> None:
@@ -42,7 +42,7 @@ class WorkerGenerators:
         dataset: Any = None if info is None else info.dataset
         own = hasattr(dataset, "state_dict") and hasattr(dataset, "load_state_dict")
         if isinstance(dataset, IterableDataset) and not own:
-            return  # torchdata fetches its batches again, which draws the same numbers again
+            return  # torchdata fetches its batches again, which repeats the same draws
         with contextlib.suppress(AttributeError, TypeError):  # a list, a range: they draw nothing
             state = _DatasetState(dataset if own else None)
             dataset.state_dict = state.state_dict
@@ -50,10 +50,10 @@ class WorkerGenerators:
 
 
 class _DatasetState:
-    """The state of a dataset and of the generators of this process.
+    """State of a dataset and of the generators of this process.
 
     Args:
-        dataset: None: it has no state of its own.
+        dataset: the dataset; None: it has no state of its own.
     """
 
     def __init__(self, dataset: Any) -> None:
@@ -63,8 +63,8 @@ class _DatasetState:
         self._restored: dict[str, Any] = {}
 
     def state_dict(self) -> Any:
-        # Asked for after the dataset's iterator was made, which may draw, and before the first
-        # batch: only now the generators can be put back.
+        # torchdata calls this after it has made the dataset's iterator, which may draw, and before
+        # the first batch. Restoring the generators any earlier would be undone by those draws.
         restored = self._restored
         self._restored = {}
         _put_back(restored)

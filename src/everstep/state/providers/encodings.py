@@ -1,9 +1,9 @@
-"""What an optimizer's own ``state_dict()`` and ``load_state_dict()`` make of its state.
+"""Optimizers whose ``state_dict()`` returns their state in another form than training has it.
 
-torch's give the tensors that it trains with, and cast them as they are loaded: to the dtype of the
-parameter, which loses bits (float32 moments of bfloat16 parameters). So everstep puts back what was
-saved. A class, or a hook, may do more: save what it has in another form, and make of that, as it
-is loaded, what it trains with. That form is not what an optimizer may go on with.
+torch's own optimizers return the tensors that they train with, but cast them on load to the dtype
+of the parameter, which loses bits (float32 moments of bfloat16 parameters). So everstep puts the
+saved tensors back after a load. A class or a hook may do more: save state in another form, and
+decode it on load. Such state is left as the optimizer decodes it.
 """
 
 from __future__ import annotations
@@ -22,15 +22,17 @@ from everstep.state.values.tensors import local_tensor
 __all__ = ["Encodings", "load_exactly"]
 
 Forms = Mapping[int, Collection[str]]
-"""By the number of a parameter: keys of its state that are saved in a form of the optimizer's."""
+"""By the number of a parameter: keys of its state that are saved in a form of the optimizer's
+own."""
 
 
 class Encodings:
-    """Which of an optimizer's state it saves otherwise than it has it.
+    """Record of the state that an optimizer saves in another form than it has it.
 
     Attributes:
-        forms: as they were found last.
-        lossy: what is saved is known to be less, or not known to be as much, as training has.
+        forms: encoded keys by parameter number, as of the last look.
+        lossy: ``(parameter number, key)`` of state whose saved form loses bits, or is not known to
+            keep them.
     """
 
     def __init__(self) -> None:
@@ -39,11 +41,12 @@ class Encodings:
         self._judged: set[tuple[int, str]] = set()
 
     def look(self, optimizer: Optimizer, saved: Mapping[Any, Any], indices: Sequence[int]) -> None:
-        """Looks at what ``state_dict()`` has given.
+        """Compare the result of ``state_dict()`` with the live state.
 
         Args:
-            saved: its ``"state"``.
-            indices: of all parameters in it, in the order of the groups.
+            optimizer: the optimizer.
+            saved: the ``"state"`` of the result.
+            indices: numbers of all parameters in it, in the order of the groups.
         """
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         forms: dict[int, list[str]] = {}
@@ -63,7 +66,7 @@ class Encodings:
     def _judge(
         self, number: int, live: Mapping[Any, Any], given: Mapping[Any, Any], found: Collection[Any]
     ) -> None:
-        """Once for each tensor that training has, as soon as it has anything in it."""
+        """Check each live tensor once for lost bits, as soon as it has nonzero elements."""
         for key, tensor in live.items():
             if not isinstance(tensor, torch.Tensor) or (number, key) in self._judged:
                 continue
@@ -71,14 +74,14 @@ class Encodings:
                 continue
             mine = local_tensor(tensor).detach()
             if mine.numel() and not bool((mine != 0).any()):
-                continue  # nothing that could be lost
+                continue  # zeros: no bits to lose
             self._judged.add((number, key))
             if not _preserves_bits(given.get(key), tensor):
                 self.lossy.append((number, key))
 
 
 def _is_other_tensor(given: Any, live: Any) -> bool:
-    """Whether a tensor is given that is not the one that training has."""
+    """Return True if a returned tensor is not the one that training has."""
     if given is live or not isinstance(given, torch.Tensor):
         return False
     if not isinstance(live, torch.Tensor):
@@ -93,8 +96,8 @@ def _is_other_tensor(given: Any, live: Any) -> bool:
 
 
 def _preserves_bits(given: Any, live: torch.Tensor) -> bool:
-    """Whether every bit of ``live`` can be seen to be in what is given in its place: in a dtype
-    that holds all of its values, or in words of the same size."""
+    """Return True if every bit of ``live`` is provably in the returned tensor: in a dtype that
+    holds all its values, or as words of the same size."""
     if not isinstance(given, torch.Tensor):
         return False
     one = local_tensor(given).detach()
@@ -108,13 +111,17 @@ def _preserves_bits(given: Any, live: torch.Tensor) -> bool:
 
 
 def load_exactly(optimizer: Optimizer, state_dict: dict[str, Any], forms: Forms) -> None:
-    """``load_state_dict``, to the bit; groups and state stay the containers that they were, and
-    rates that are tensors these tensors. Others hold them: an optimizer around or inside of this
-    one, a loop that sets the rates of groups. torch makes new ones, and what is written to the old
-    ones is lost without a word.
+    """Call ``load_state_dict`` without loss of bits, and keep groups, state and tensor rates the
+    same objects.
+
+    Other code may hold references to them: an optimizer around or inside of this one, a loop that
+    sets the rates of groups. torch replaces them, and writes to the old objects would be lost
+    silently.
 
     Args:
-        forms: what is in a form of the optimizer's own: it is for it to say what becomes of that.
+        optimizer: the optimizer.
+        state_dict: the state to load.
+        forms: state in a form of the optimizer's own, which it decodes itself.
     """
     own = vars(optimizer)
     groups = own["param_groups"]
@@ -123,7 +130,7 @@ def load_exactly(optimizer: Optimizer, state_dict: dict[str, Any], forms: Forms)
 
     def note(_: Optimizer, decoded: dict[str, Any]) -> None:
         nonlocal given
-        given = decoded  # what a class, or other hooks, have made of it
+        given = decoded  # as decoded by the class, or by other hooks
 
     def keep(_: Optimizer) -> None:
         _keep_tensors(groups, own["param_groups"])
@@ -139,8 +146,8 @@ def load_exactly(optimizer: Optimizer, state_dict: dict[str, Any], forms: Forms)
             decoded = [k for k in forms.get(number, ()) if values.get(k) is not raw.get(k)]
             _undo_casts(optimizer, parameter, {k: values[k] for k in decoded if k in values})
 
-    # Behind all other hooks; and before all that a class, or another hook, does behind torch's
-    # own part.
+    # note() must run after all other pre-hooks, to see their result. keep() must run first after
+    # torch's own load, before a class or another hook works on the loaded state.
     noted = optimizer.register_load_state_dict_pre_hook(note)
     kept = optimizer.register_load_state_dict_post_hook(keep, prepend=True)
     try:
@@ -155,8 +162,11 @@ def load_exactly(optimizer: Optimizer, state_dict: dict[str, Any], forms: Forms)
 
 
 def _without_arrays(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
-    """None in the places of what torch's own ``load_state_dict`` takes apart and cannot put
-    together again; what was loaded is put back behind it. A class that overrides it may look."""
+    """Replace values that torch's ``load_state_dict`` cannot rebuild by None; they are put back
+    after the load.
+
+    A class that overrides ``load_state_dict`` gets all values.
+    """
     if type(optimizer).load_state_dict is not Optimizer.load_state_dict:
         return state_dict
     state = {
@@ -179,7 +189,7 @@ def _has_array(value: Any) -> bool:
 def _by_parameter(
     optimizer: Optimizer, state_dict: Mapping[str, Any]
 ) -> Iterable[tuple[int, torch.Tensor, Mapping[Any, Any]]]:
-    """Number, parameter and state of each that has any in ``state_dict``."""
+    """Yield number, parameter and state of each parameter with state in ``state_dict``."""
     listed = chain.from_iterable(group["params"] for group in state_dict["param_groups"])
     parameters = (p for group in optimizer.param_groups for p in group["params"])
     for number, (index, parameter) in enumerate(zip(listed, parameters, strict=True)):
@@ -189,8 +199,8 @@ def _by_parameter(
 
 
 def _undo_casts(optimizer: Optimizer, parameter: torch.Tensor, values: Mapping[Any, Any]) -> None:
-    """``load_state_dict`` casts state to the parameter's dtype, which loses bits, and takes texts
-    apart: puts back what was loaded."""
+    """Put saved values back after ``load_state_dict``, which casts them to the parameter's dtype
+    and splits strings."""
     held = optimizer.state[parameter] if values else {}
     for name, value in values.items():
         if name in held and isinstance(value, Iterable):  # a tensor is one, too
@@ -198,8 +208,10 @@ def _undo_casts(optimizer: Optimizer, parameter: torch.Tensor, values: Mapping[A
 
 
 def _keep_tensors(groups: Sequence[dict[str, Any]], loaded: Sequence[dict[str, Any]]) -> None:
-    """Puts what was loaded into the tensors that the groups have, alone or in a tuple, where these
-    are one and the same in the same groups as those."""
+    """Copy loaded values into the tensors that the groups have, alone or in a tuple.
+
+    A tensor is kept if it occurs in the same groups as the loaded one.
+    """
     places = [
         (new, key, old[key], value)
         for old, new in zip(groups, loaded, strict=True)
@@ -215,15 +227,15 @@ def _keep_tensors(groups: Sequence[dict[str, Any]], loaded: Sequence[dict[str, A
     other = Counter(value for _, value in both)
 
     def kept(mine: torch.Tensor, value: torch.Tensor) -> bool:
-        alike = mine.dtype == value.dtype and mine.shape == value.shape
-        return alike and one[_tensor_identity(mine)] == 1 and other[_tensor_identity(value)] == 1
+        matches = mine.dtype == value.dtype and mine.shape == value.shape
+        return matches and one[_tensor_identity(mine)] == 1 and other[_tensor_identity(value)] == 1
 
     for new, key, mine, value in places:
         new[key] = _put(mine, value, kept)
 
 
 def _tensor_pairs(mine: Any, value: Any) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """The tensors of an option, and those that were loaded in their places."""
+    """Yield the tensors of an option, each with the loaded tensor in its place."""
     if type(value) is torch.Tensor and type(mine) is torch.Tensor:
         yield mine, value
     elif _same_sequence(mine, value):
@@ -232,7 +244,8 @@ def _tensor_pairs(mine: Any, value: Any) -> Iterator[tuple[torch.Tensor, torch.T
 
 
 def _put(mine: Any, value: Any, kept: Callable[[torch.Tensor, torch.Tensor], bool]) -> Any:
-    """``value``, with the tensors of ``mine`` where they are kept, which get its values."""
+    """Return ``value`` with the tensors of ``mine`` in place of those that are kept; these get
+    its values."""
     if type(value) is torch.Tensor and type(mine) is torch.Tensor:
         if not kept(mine, value):
             return value
@@ -250,15 +263,17 @@ def _same_sequence(mine: Any, value: Any) -> bool:
 
 
 def _tensor_identity(tensor: torch.Tensor) -> tuple[Any, ...]:
-    """Equal for tensors that are the same elements of the same memory, whatever objects they are:
-    torch's ``load_state_dict`` makes an object of each place of a tensor."""
+    """Return a key that is equal for tensors with the same elements of the same memory.
+
+    torch's ``load_state_dict`` makes a tensor object for each place of a tensor.
+    """
     if not tensor.numel():
         return (id(tensor),)
     return tensor.device, tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride()
 
 
 def _with_saved_dtypes(value: Any, got: Any, device: torch.device) -> Any:
-    """``value`` with its own dtypes, where ``got`` is what ``load_state_dict`` made of it."""
+    """Return ``value`` with its own dtypes, given the result ``got`` of ``load_state_dict``."""
     if isinstance(value, torch.Tensor):
         on = got.device if isinstance(got, torch.Tensor) else device
         same = isinstance(got, torch.Tensor) and got.dtype == value.dtype

@@ -1,4 +1,15 @@
-"""Which parameters have a gradient: not what it is, which is no part of a state."""
+"""Gradients, which are not part of a state: find those that exist, and discard them on restore.
+
+FSDP2 (``fully_shard``) keeps gradients that it has not reduced yet in places where no parameter has
+them. After a backward with ``set_requires_gradient_sync(False)`` they are in the unsharded
+parameter, or beside it in the dtype of the reduction; with ``set_requires_all_reduce(False)``, in
+the group of parameters. ``zero_grad()`` does not reach them. Private names of torch are used,
+because there are no public ones; for a version of torch without these names, the notes of a restore
+mention it.
+
+torch's tutorials save a model and its optimizer in one object with ``state_dict()``, which has no
+gradients. On restore, existing gradients of such models belong to a backward that is undone.
+"""
 
 from __future__ import annotations
 
@@ -26,8 +37,8 @@ _STRIDED = frozenset((torch.strided,))
 
 
 def has_gradient(parameter: torch.Tensor) -> bool:
-    """Whether there is one that an update would consume even if it is zero: of a sparse one no
-    element is."""
+    """Return True if an update would consume a gradient of the parameter even if it is all
+    zeros; a sparse gradient of zeros has no elements."""
     gradient = parameter.grad
     return gradient is not None and gradient.layout is torch.strided
 
@@ -35,13 +46,14 @@ def has_gradient(parameter: torch.Tensor) -> bool:
 def parameters_with_gradient(
     optimizer: Optimizer, named: Callable[[], Sequence[tuple[str, torch.Tensor]]]
 ) -> list[str] | bool:
-    """Names of an optimizer's parameters that have one; True: all have; False: none.
+    """Return names of an optimizer's parameters that have a gradient; True: all have; False: none.
 
-    Not while another thread may be in backward: it writes to what is read here, and holds no lock
-    of Python's.
+    Must not run while another thread may be in backward, which writes to ``.grad`` without Python's
+    lock.
 
     Args:
-        named: gives the parameters with their names; asked only where some have one.
+        optimizer: the optimizer.
+        named: returns the parameters with their names; called only if some have a gradient.
     """
     lists = [group["params"] for group in optimizer.param_groups]
     gradients = map(_gradient_of, chain.from_iterable(lists))
@@ -54,18 +66,17 @@ def parameters_with_gradient(
 
 
 _UNKNOWN = (
-    "this version of torch keeps gradients that fully_shard has not reduced where everstep does "
-    "not look: if some were being accumulated, they are added to those of the next step"
+    "everstep cannot find unreduced gradients of fully_shard in this version of torch: if some "
+    "were being accumulated, they are added to those of the next step"
 )
 _BROKEN_OFF = (
-    "fully_shard was broken off in a forward or backward, which this version of torch has no way "
-    "to clean up behind (FSDPModule.reset_iter_state()): its next gradients may be wrong"
+    "fully_shard was interrupted in a forward or backward, and this version of torch cannot reset "
+    "it (FSDPModule.reset_iter_state()): its next gradients may be wrong"
 )
 
 
 def unreduced_gradients(module: nn.Module) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Gradients that the next backward will be added to, each with a parameter that it is of, as an
-    optimizer has that."""
+    """Yield gradients that FSDP2 will add to the next backward, each with its sharded parameter."""
     try:
         for group in _groups(_states(module)):
             for held in group.fsdp_params:
@@ -74,13 +85,16 @@ def unreduced_gradients(module: nn.Module) -> Iterator[tuple[torch.Tensor, torch
                 for gradient in (*found, group._partial_reduce_output):
                     if gradient is not None:
                         yield held.sharded_param, gradient
-    except AttributeError:  # whoever goes back is told
+    except AttributeError:  # discard_unreduced_gradients() reports this version of torch
         return
 
 
 def discard_unreduced_gradients(module: nn.Module) -> list[str]:
-    """Lets go of these gradients, and of an iteration that an error has broken off; returns what
-    could not be done, in words."""
+    """Discard these gradients, and an iteration that an exception has interrupted.
+
+    Returns:
+        Descriptions of everything that this version of torch does not allow to reset.
+    """
     try:
         states = _states(module)
         for group in _groups(states):
@@ -108,9 +122,9 @@ def _reset(states: list[Any]) -> list[str]:
 
 
 def _states(module: nn.Module) -> list[Any]:
-    """What FSDP2 keeps for each of the modules that it shards: those within ``module``, and those
-    that are of one root with them."""
-    fsdp = sys.modules.get("torch.distributed.fsdp")  # not loaded: nobody uses it
+    """Return FSDP2's state of each module that it shards: those within ``module``, and those of
+    the same root."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")  # not imported: not in use
     if fsdp is None:
         return []
     parts: list[Any] = [part for part in module.modules() if isinstance(part, fsdp.FSDPModule)]
@@ -133,18 +147,22 @@ def _groups(states: list[Any]) -> list[Any]:
 
 
 def _unsharded_parameter(held: Any) -> Any:
-    """The parameter that forwards compute with; None: it was never gathered."""
+    """Return the parameter that forwards compute with; None: it was never unsharded."""
     if not held.all_gather_outputs and not hasattr(held, "_unsharded_param"):
         return None
     return held._unsharded_param
 
 
 def discard_gradients(objects: Iterable[object], optimizers: Iterable[Optimizer]) -> list[str]:
-    """Lets go of the gradients of what ``objects`` have as attributes, alone or in a list, tuple or
-    dict; returns what could not be done, in words.
+    """Discard the gradients of modules and optimizers that ``objects`` have as attributes, directly
+    or in a list, tuple or dict.
 
     Args:
-        optimizers: of the state itself: they say what becomes of the gradients of theirs.
+        objects: objects of the state with a ``state_dict()`` of their own.
+        optimizers: optimizers of the state itself, which restore their own gradients.
+
+    Returns:
+        Descriptions of everything that could not be reset.
     """
     known = {id(one) for optimizer in optimizers for one in _parameters(optimizer)}
     notes = list[str]()

@@ -1,4 +1,4 @@
-"""Provider of a module."""
+"""Provider of modules, and the names of their parameters."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ _FSDP2_HOOKS = (
 
 
 def unwrap(module: nn.Module) -> nn.Module:
-    """The user's own module inside DistributedDataParallel and ``torch.compile`` wrappers, and
-    inside Lightning Fabric's, whose ``state_dict()`` is that of the module in it."""
+    """Return the user's own module inside DistributedDataParallel, ``torch.compile`` and
+    Lightning Fabric wrappers, whose ``state_dict()`` is that of the module inside."""
     while True:
         if isinstance(module, nn.parallel.DistributedDataParallel):
             module = module.module
@@ -49,8 +49,10 @@ def unwrap(module: nn.Module) -> nn.Module:
 
 
 def _is_bare(module: nn.Module) -> bool:
-    """Whether a module without a wrapper looks up attributes as torch does: then it is not wrapped
-    without a change of its class or its members."""
+    """Return True if a module has no wrapper and looks up attributes as torch does.
+
+    It can then get a wrapper only by a change of its class or its members, which guards detect.
+    """
     return unwrap(module) is module and type(module).__getattr__ is nn.Module.__getattr__
 
 
@@ -60,10 +62,10 @@ class ParameterNames:
     A name is ``"section.key"``; of several names for one parameter the first is taken.
 
     Args:
-        modules: all of them by section; may get more until names are asked for.
+        modules: all modules by section; more may be added until names are asked for.
 
     Attributes:
-        asks_gradients: which parameters have a gradient may be looked at.
+        asks_gradients: it is safe to look for parameters with a gradient now.
     """
 
     def __init__(self, modules: Mapping[str, ModuleProvider]) -> None:
@@ -73,7 +75,7 @@ class ParameterNames:
         self._names: dict[int, str] | None = None
 
     def now(self) -> dict[int, str]:
-        """The names, looked up now."""
+        """Return the names, looked up now."""
         names: dict[int, str] = {}
         for provider in self._modules.values():
             for key, parameter in provider.named_parameters():
@@ -81,8 +83,8 @@ class ParameterNames:
         return names
 
     def as_looked_at(self) -> Mapping[int, str]:
-        """The names, right after all modules were looked at: the same object as before if it is
-        proven that nothing has changed."""
+        """Return the names as of the last inspection of all modules: the same object as before
+        if guards prove that nothing has changed."""
         proofs = [provider.proof for provider in self._modules.values()]
         known = [proof for proof in proofs if proof is not None]
         if len(known) < len(proofs):
@@ -93,11 +95,12 @@ class ParameterNames:
 
 
 class ModuleProvider:
-    """An ``nn.Module``, through its ``state_dict``.
+    """Provider of an ``nn.Module``, through its ``state_dict``.
 
     Attributes:
-        proof: that the module has not changed since it was looked at; None where that cannot
-            be proven, or was not tried yet.
+        section: key in the state dict.
+        proof: guard of the last inspection; None: there can be none, or the module was not
+            inspected yet.
     """
 
     def __init__(self, section: str, module: nn.Module) -> None:
@@ -109,7 +112,7 @@ class ModuleProvider:
 
     @property
     def outer(self) -> nn.Module:
-        """As the user gave it, wrappers included."""
+        """The module as the user gave it, wrappers included."""
         return self._outer
 
     @property
@@ -120,7 +123,7 @@ class ModuleProvider:
         return {canonical_key(key): value for key, value in self._state_dict().items()}
 
     def look(self) -> SectionContents:
-        # As long as one without a wrapper is proven to be as it was, it has got none.
+        # A module without a wrapper whose guard holds cannot have got a wrapper since.
         module = self._outer if self.proof is not None and self._bare else self._module
         if self.proof is None or not self.proof.holds(module):
             self.proof = None
@@ -138,7 +141,7 @@ class ModuleProvider:
         mine = self.collect()
         memory = dict(self.memory())
         if not isinstance(saved.tree, dict):
-            kind = "no module in the checkpoint, one in the state"
+            kind = "the checkpoint has no module here, the state has one"
             return RestorePlan.without([(self.section, kind)])
         for key in mine:
             if key not in saved.tree:
@@ -150,8 +153,10 @@ class ModuleProvider:
                 continue
             tensor = mine[key]
             if not isinstance(value, TensorRef) and isinstance(tensor, torch.Tensor):
-                if key in memory:  # other state of a module may be of another kind each time
-                    plan.mismatches.append((name, "no tensor in the checkpoint, one in the model"))
+                if key in memory:  # extra state of a module may change its kind
+                    plan.mismatches.append(
+                        (name, "the checkpoint has no tensor here, the model has one")
+                    )
                     continue
             elif isinstance(value, TensorRef) and isinstance(tensor, torch.Tensor):
                 entry = saved.entries[value.name]
@@ -177,21 +182,23 @@ class ModuleProvider:
         return self._module.state_dict()
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Parameters by canonical key, each once."""
+        """Yield parameters by canonical key, each once."""
         for key, parameter in self._module.named_parameters():
             yield canonical_key(key), parameter
 
     def memory(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """The module's own parameters and buffers, by canonical key."""
+        """Yield the module's own parameters and buffers, by canonical key."""
         for key, parameter in self._module.named_parameters(remove_duplicate=False):
             yield canonical_key(key), parameter
         for key, buffer in self._module.named_buffers(remove_duplicate=False):
             yield canonical_key(key), buffer
 
     def _grows(self, key: str, entry: Entry) -> bool:
-        """Whether a buffer is a placeholder of a module with its own way of loading, which gives it
-        the shape of what is saved: ranges and scales of torch's quantization, up to the first
-        batch."""
+        """Return True for a placeholder buffer of a module with its own loading, which takes the
+        saved shape.
+
+        Such are the ranges and scales of torch's quantization before the first batch.
+        """
         owner, _, name = key.rpartition(".")
         try:
             module = self._module.get_submodule(owner)
@@ -204,7 +211,7 @@ class ModuleProvider:
         return (live.dtype, live.logical_dtype) == (entry.dtype, entry.logical_dtype)
 
     def _needs_load(self, tree: Mapping[str, Any]) -> bool:
-        """Whether ``load_state_dict`` has anything to do beyond filling the module's memory."""
+        """Return True if ``load_state_dict`` has more to do than to fill the module's memory."""
         memory = dict(self.memory())
         if any(not same_memory(memory.get(key), value) for key, value in tree.items()):
             return True
@@ -219,13 +226,15 @@ class ModuleProvider:
 
 
 def _from_torch(method: Any) -> bool:
-    """Whether it is torch's own; a user's override may do more than fill tensors."""
+    """Return True for a method of torch; a user's override may do more than fill tensors."""
     return str(getattr(method, "__module__", "")).startswith("torch.nn.")
 
 
 def _is_of_fsdp2(hook: Any) -> bool:
-    """Whether a hook is FSDP2's: before loading it brings parameters into their sharded form, and
-    behind it it follows those that others have taken the place of. Where parameters are the memory
-    that was read into, nothing of that is left to do; and to copy each DTensor onto itself would
-    take longer than to read all of them."""
+    """Return True for one of FSDP2's hooks on loading.
+
+    Before loading they reshard parameters, and after it they follow replaced parameters. If the
+    data was read into the parameters' own memory, neither is needed, and copying each DTensor onto
+    itself would take longer than reading all of them.
+    """
     return (getattr(hook, "__module__", ""), getattr(hook, "__qualname__", "")) in _FSDP2_HOOKS

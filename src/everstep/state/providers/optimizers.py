@@ -1,7 +1,7 @@
-"""Optimizers: state named by parameter, restored into an optimizer that has none yet.
+"""Provider of optimizers: state named by parameter, restored even into an optimizer without state.
 
-torch numbers an optimizer's parameters; everstep stores their names, so a base tells what
-it holds and a changed parameter list is noticed instead of being loaded crosswise.
+torch numbers an optimizer's parameters; everstep stores their names, so that a base describes
+itself, and a changed list of parameters is detected instead of loading state into the wrong ones.
 """
 
 from __future__ import annotations
@@ -51,32 +51,34 @@ _log = logging.getLogger("everstep")
 NamedShape = tuple[str, tuple[int, ...]]
 
 CLASS = "everstep/class"
-"""Key of an optimizer's tree: its class, if that is one of torch's own, as text."""
+"""Key of an optimizer's tree: its class as text, if it is one of torch's own."""
 
 FORMS = "everstep/forms"
-"""Key of an optimizer's tree: names of the parameters of which its ``state_dict()`` gives state in
-another form than it has, each with the keys of that state. Not there: there is none."""
+"""Key of an optimizer's tree: names of the parameters whose state ``state_dict()`` returns in
+another form than training has, each with the keys of that state. Missing: there are none."""
 
 GRADIENTS = "everstep/gradients"
-"""Key of an optimizer's tree: names of the parameters that have a gradient; True: all of them. Not
-there: none has, as behind ``zero_grad()``."""
+"""Key of an optimizer's tree: names of the parameters that have a gradient; True: all of them.
+Missing: none, as after ``zero_grad()``."""
 
-_BESIDE = (CLASS, FORMS, GRADIENTS)  # what no state_dict() has
+_ADDED_KEYS = (CLASS, FORMS, GRADIENTS)  # everstep's additions to state_dict()
 
 _CALLS_NO_HOOKS = (
-    "its step() calls no hooks, since no torch.optim.Optimizer.__init__() has made it; give the "
-    "optimizer that it wraps, and what it keeps besides in an object with state_dict() and "
-    "load_state_dict()"
+    "its step() calls no hooks, because torch.optim.Optimizer.__init__() was not called; put the "
+    "optimizer that it wraps into the state, and its other data in an object with state_dict() "
+    "and load_state_dict()"
 )
 _HOOKS = "_optimizer_step_pre_hooks"
 _VALUE_CHARS_MAX = 60
 
 
 def unwrap_optimizer(optimizer: Optimizer) -> Optimizer:
-    """The optimizer that updates, inside of what frameworks put around it (accelerate, Lightning).
+    """Return the optimizer that performs updates, inside of framework wrappers (accelerate,
+    Lightning).
 
-    Such a wrapper is one by its class only: no ``Optimizer.__init__`` has made it, so it has no
-    hooks, and Lightning's keeps what is loaded. With groups or state of its own it is no wrapper.
+    Such a wrapper derives from ``Optimizer``, but does not call its ``__init__``, so it has no
+    hooks; Lightning's keeps loaded state. An optimizer with groups or state of its own is not a
+    wrapper.
     """
     while _HOOKS not in vars(optimizer):
         inner = getattr(optimizer, "optimizer", None)
@@ -90,8 +92,11 @@ def unwrap_optimizer(optimizer: Optimizer) -> Optimizer:
 
 
 def unsaved_inner_optimizers(optimizer: Optimizer) -> list[tuple[str, Optimizer]]:
-    """Optimizers in another, by attribute, whose state its ``state_dict()`` does not have: torch's
-    own gives what is in ``optimizer.state``; one that a class defines may give all."""
+    """Return optimizers held by another one, by attribute, whose state its ``state_dict()`` omits.
+
+    torch's own ``state_dict`` returns only ``optimizer.state``; one defined by a class may return
+    all.
+    """
     if type(optimizer).state_dict is not Optimizer.state_dict:
         return []
     found = vars(optimizer).items()
@@ -100,25 +105,25 @@ def unsaved_inner_optimizers(optimizer: Optimizer) -> list[tuple[str, Optimizer]
 
 
 class OptimizerProvider:
-    """A ``torch.optim.Optimizer``.
+    """Provider of a ``torch.optim.Optimizer``.
 
-    The tree is ``state_dict()`` with three changes: ``state`` is keyed by parameter name,
-    each group's ``params`` lists ``(name, shape)``, and torch's own classes are named. Lazy state
-    (Adam before its first step) is simply absent, on save and in the optimizer that is restored.
+    The tree is ``state_dict()`` with three changes: ``state`` is keyed by parameter name, each
+    group's ``params`` lists ``(name, shape)``, and torch's own classes are named. Lazy state (Adam
+    before its first step) is simply absent, on save and in the optimizer that is restored.
 
-    Gradients are no part of it, but which parameters have one is: zeros, which
-    ``zero_grad(set_to_none=False)`` leaves behind, update a parameter that the next loss does not
-    depend on (frozen ones, too), and ``None`` does not.
+    Gradients are not saved, but the tree lists the parameters that have one: zeros, as left by
+    ``zero_grad(set_to_none=False)``, update a parameter that the next loss does not depend on
+    (frozen ones, too), and ``None`` does not.
 
     Args:
         section: key in the state dict.
         optimizer: the optimizer.
-        names: names of parameters; those outside of every module of the state are named by
-            their position.
+        names: names of parameters; those outside of every module of the state are named by their
+            position.
 
     Raises:
-        UnsupportedStateError: its ``step()`` calls no hooks: nothing could hold an update back
-            while what it changes is being copied.
+        UnsupportedStateError: its ``step()`` calls no hooks, so no update could be held back while
+            its tensors are being copied.
     """
 
     def __init__(self, section: str, optimizer: Optimizer, names: ParameterNames) -> None:
@@ -132,7 +137,7 @@ class OptimizerProvider:
         self._have_gradients: list[str] | bool = False
         self._encodings = Encodings()
         self._forms: dict[str, list[str]] = {}  # found last, by name
-        self._has_told = False
+        self._has_warned = False
         self._blocks: tuple[TensorBlock, ...] = ()  # found last
         self._holding: OwnedMemory | None = None  # found last
         self._proof: OptimizerGuard | None = None
@@ -141,7 +146,7 @@ class OptimizerProvider:
 
     def collect(self) -> dict[str, Any]:
         tree = self._collect(self._parameters(self._names.now()))
-        return {**tree, **self._beside()}
+        return {**tree, **self._added_keys()}
 
     def look(self) -> SectionContents:
         names = self._names.as_looked_at()
@@ -153,49 +158,54 @@ class OptimizerProvider:
             holding = self._holding_now()
             self._proof = OptimizerGuard.of(self._optimizer, part, holding, names)
             if self._proof is None:
-                tree = {**cast("dict[str, Any]", part.tree), **self._beside()}
+                tree = {**cast("dict[str, Any]", part.tree), **self._added_keys()}
                 return replace(part, tree=tree, holding=self._as_before(holding))
             self._named = named
             self._names_then = names
         return self._with_options(self._proof)
 
     def named(self) -> list[tuple[str, torch.Tensor]]:
-        """Its parameters by the names that they have now, each once."""
+        """Return its parameters by their current names, each once."""
         parameters = [p for group in self._optimizer.param_groups for p in group["params"]]
         names = [name for name, _ in self._parameters(self._names.now())]
         return list(dict(zip(names, parameters, strict=True)).items())
 
     @property
     def optimizer(self) -> Optimizer:
-        """The optimizer that updates."""
+        """The optimizer that performs updates."""
         return self._optimizer
 
     @property
     def has_its_parameters(self) -> bool:
-        """Whether they are proven to be those that it had when it was looked at last."""
+        """True if a guard proves that its parameters are those of the last inspection."""
         return self._proof is not None and self._proof.has_its_parameters(self._optimizer)
 
     @property
     def is_function_of_gradients(self) -> bool:
-        """Whether ranks that consume the same gradients keep the same state: torch's own
-        optimizers do; others may keep what is a rank's own (local momentum, residuals)."""
+        """True if ranks that consume equal gradients keep equal state.
+
+        torch's own optimizers do; others may keep rank-local state (local momentum, residuals).
+        """
         return type(self._optimizer).__module__.startswith("torch.optim.")
 
     def groups(self) -> list[list[str]]:
-        """Names of the parameters of each group, now."""
+        """Return the names of the parameters of each group, now."""
         named = iter(self._parameters(self._names.now()))
         return [[next(named)[0] for _ in group["params"]] for group in self._optimizer.param_groups]
 
     @staticmethod
     def state_dict_of(tree: Mapping[str, Any]) -> dict[str, Any]:
-        """Return a saved tree in the form of torch's ``state_dict()``, with its parameters numbered
-        in the order of the groups; for an optimizer of the same parameters in the same order."""
+        """Return a saved tree in the form of torch's ``state_dict()``.
+
+        Parameters are numbered in the order of the groups, so it fits an optimizer of the same
+        parameters in the same order.
+        """
         groups = OptimizerProvider.groups_of(tree)
         assert groups is not None
         numbers: dict[str, int] = {}
         for name in (name for group in groups for name in group):
             numbers.setdefault(name, len(numbers))
-        own = {key: value for key, value in tree.items() if key not in _BESIDE}
+        own = {key: value for key, value in tree.items() if key not in _ADDED_KEYS}
         own["state"] = {numbers.get(key, key): value for key, value in tree["state"].items()}
         own["param_groups"] = [
             {**group, "params": [numbers[name] for name in names]}
@@ -205,12 +215,13 @@ class OptimizerProvider:
 
     @staticmethod
     def groups_of(tree: Any) -> list[list[str]] | None:
-        """The same from a saved tree; None for what is no optimizer's."""
+        """Return the names of the parameters of each group in a saved tree; None if it is not an
+        optimizer's."""
         groups = _named_groups(tree) if isinstance(tree, dict) else None
         return None if groups is None else [[name for name, _ in group] for group in groups]
 
     def _holds(self, proof: OptimizerGuard, names: Mapping[int, str]) -> bool:
-        """Whether the proof holds, and parameters have the names that they had."""
+        """Return True if the guard holds, and parameters have the same names."""
         same = names is self._names_then  # and so the modules are proven
         if not proof.holds(self._optimizer, modules_hold=same):
             return False
@@ -219,9 +230,9 @@ class OptimizerProvider:
         self._names_then = names
         return True
 
-    def _beside(self) -> dict[str, Any]:
-        """What a tree says beside ``state_dict()``: the class, if that is one of torch's, and who
-        has a gradient, if anyone has."""
+    def _added_keys(self) -> dict[str, Any]:
+        """Return everstep's additions to ``state_dict()``: the class, encoded state, parameters
+        with a gradient."""
         name = _name_in_torch(self._optimizer)
         found: dict[str, Any] = {} if name is None else {CLASS: name}
         if self._forms:
@@ -231,7 +242,7 @@ class OptimizerProvider:
         return {**found, GRADIENTS: self._have_gradients} if self._have_gradients else found
 
     def _put_gradients(self, tree: Mapping[str, Any]) -> None:
-        """Zeros where there was a gradient, and none where there was none."""
+        """Set gradients to zero or to None, as listed in the tree."""
         held = tree.get(GRADIENTS, ())
         for name, parameter in self.named():
             if held is not True and name not in held:
@@ -246,8 +257,11 @@ class OptimizerProvider:
         return owned_memory_of(self.section, self._optimizer)
 
     def _with_options(self, proof: OptimizerGuard) -> SectionContents:
-        """The proven part with the options of the groups, which are read anew: equal ones
-        (1, 1.0 and True; 0.0 and -0.0) need not be the same."""
+        """Return the guarded contents with the current options of the groups.
+
+        Options are always read anew, since values that compare equal (1, 1.0 and True; 0.0 and
+        -0.0) may differ.
+        """
         groups: list[Any] = [dict(group) for group in self._optimizer.param_groups]
         for options in groups:
             del options["params"]
@@ -260,11 +274,11 @@ class OptimizerProvider:
         self._blocks = (proof.state, block)
         for options, parameters in zip(groups, proof.parameters, strict=True):
             options["params"] = parameters
-        tree = {"state": proof.state_tree, "param_groups": groups, **self._beside()}
+        tree = {"state": proof.state_tree, "param_groups": groups, **self._added_keys()}
         return SectionContents(self._blocks, tree, self._as_before(holding))
 
     def _checked(self, groups: list[Any]) -> tuple[list[Any], TensorBlock]:
-        """Options that may change, or be tensors: copies, and the tensors."""
+        """Return copies of options that are mutable or tensors, and the tensors."""
         where = join_path(self.section, "param_groups")
         named = dict[str, torch.Tensor]()
         copies = [
@@ -280,12 +294,12 @@ class OptimizerProvider:
         encodings = self._encodings
         encodings.look(self._optimizer, saved, indices)
         self._forms = {parameters[number][0]: keys for number, keys in encodings.forms.items()}
-        if self.loses and not self._has_told:
-            self._has_told = True
+        if self.loses and not self._has_warned:
+            self._has_warned = True
             lost = [f"{key} of {parameters[number][0]}" for number, key in encodings.lossy]
             _log.warning(
-                "everstep: the state_dict() of %r gives %d tensor(s) otherwise than training has "
-                "them: %s; what resume() gives back is not called exact",
+                "everstep: the state_dict() of %r does not keep %d tensor(s) bit for bit: %s; a "
+                "resume from this state is not called exact",
                 self.section,
                 len(lost),
                 ", ".join(lost[:3]) + (", ..." if len(lost) > 3 else ""),
@@ -293,16 +307,17 @@ class OptimizerProvider:
 
     @property
     def encodes(self) -> bool:
-        """Whether its ``state_dict()`` gives state in another form than it has, or none of it."""
+        """True if its ``state_dict()`` returns state in another form than training has, or omits
+        some."""
         return bool(self._forms or self._encodings.lossy)
 
     @property
     def loses(self) -> bool:
-        """Whether its ``state_dict()`` gives less than training has, or may."""
+        """True if its ``state_dict()`` loses bits of the state, or may."""
         return bool(self._encodings.lossy)
 
     def _as_before(self, holding: OwnedMemory) -> OwnedMemory:
-        """The holding, or that of the last look if they are equal."""
+        """Return the memory that it owns; the object of the last look if they are equal."""
         if self._holding is None or self._holding != holding:
             self._holding = holding
         return self._holding
@@ -314,7 +329,8 @@ class OptimizerProvider:
             if not self._has_strays():
                 raise
             raise StateError(
-                f"{self.section}: it has state of parameters that are in none of its groups",
+                f"{self.section}: the optimizer has state of parameters that are in none of its "
+                "groups",
                 hint="remove it: optimizer.state.pop(parameter)",
             ) from error
         try:
@@ -324,8 +340,9 @@ class OptimizerProvider:
             named = dict(zip(indices, parameters, strict=True))
         except (KeyError, TypeError, ValueError) as error:
             reason = (
-                f"{type(self._optimizer).__name__}.state_dict() is not torch.optim's; give it in "
-                "an object of yours whose state_dict() and load_state_dict() call its own"
+                f"{type(self._optimizer).__name__}.state_dict() does not have the form of "
+                "torch.optim; wrap it in an object whose state_dict() and load_state_dict() call "
+                "those of the optimizer"
             )
             raise UnsupportedStateError(
                 f"{self.section}: {reason}", leaves=((self.section, reason),)
@@ -344,7 +361,7 @@ class OptimizerProvider:
     def plan(self, saved: Saved, live: Mapping[str, torch.Tensor]) -> RestorePlan:
         saved_groups = _named_groups(saved.tree)
         if saved_groups is None:
-            problem = "no optimizer in the checkpoint, one in the state"
+            problem = "the checkpoint has no optimizer here, the state has one"
             return RestorePlan.without([(self.section, problem)])
         plan = RestorePlan(tree=dict(saved.tree))
         live_groups = [group["params"] for group in self.collect()["param_groups"]]
@@ -358,7 +375,7 @@ class OptimizerProvider:
         for number, (theirs, mine) in enumerate(zip(saved_groups, live_groups, strict=False)):
             plan.mismatches += self._compare_group(number, theirs, mine)
         plan.mismatches += self._of_another_class(saved.tree)
-        if plan.mismatches:  # a partial optimizer is no optimizer: all of it or nothing
+        if plan.mismatches:  # an optimizer is restored as a whole or not at all
             return RestorePlan.without(plan.mismatches)
         for name, entry in saved.entries.items():
             tensor = live.get(name)
@@ -369,8 +386,8 @@ class OptimizerProvider:
         return plan
 
     def _like(self, state: Any, entries: Mapping[str, Entry]) -> dict[str, torch.Tensor]:
-        """State that a DTensor's parameter does not have yet will be spread as the parameter is,
-        if it is of its shape."""
+        """Return the placement for missing state of DTensor parameters: that of a parameter of
+        the same shape."""
         found: dict[str, torch.Tensor] = {}
         for name, parameter in self.named():
             if is_dtensor(parameter):
@@ -386,11 +403,14 @@ class OptimizerProvider:
         return self._kept_options(before)
 
     def _kept_options(self, before: Sequence[Mapping[str, Any]]) -> list[str]:
-        """Put options back that a group had before it was loaded and the base does not know: torch
-        replaces the whole group. (What torch itself adds to a group of an older version stays.)
+        """Put options back that a group had before the load and the base does not have.
+
+        torch replaces the whole group. Options that torch itself adds to a group of an older
+        version stay.
 
         Returns:
-            Which these are, in words: training had none, so what goes on with one is not exact.
+            Descriptions of these options. The saved training had none, so continuing with one is
+                not exact.
         """
         notes = []
         for number, (old, new) in enumerate(
@@ -401,7 +421,7 @@ class OptimizerProvider:
                 where = join_path(f"{self.section}/param_groups/{number}", name)
                 value = repr(old[name])
                 value = value if len(value) < _VALUE_CHARS_MAX else type(old[name]).__name__
-                notes.append(f"{where} is not in the base: it stays as the program has it, {value}")
+                notes.append(f"{where} is not in the base: the program's value is kept, {value}")
         return notes
 
     def _load(self, tree: Mapping[str, Any]) -> None:
@@ -412,7 +432,7 @@ class OptimizerProvider:
             {**group, "params": [numbers[name] for name, _ in group["params"]]}
             for group in tree["param_groups"]
         ]
-        own = {key: value for key, value in tree.items() if key not in _BESIDE}
+        own = {key: value for key, value in tree.items() if key not in _ADDED_KEYS}
         forms = {numbers[name]: keys for name, keys in _forms_of(tree).items() if name in numbers}
         load_exactly(self._optimizer, {**own, "state": state, "param_groups": groups}, forms)
 
@@ -423,13 +443,13 @@ class OptimizerProvider:
         return any(id(key) not in listed for key in keys)
 
     def _parameters(self, names: Mapping[int, str]) -> list[NamedShape]:
-        """``(name, shape)`` of all parameters in the order in which torch numbers them.
+        """Return ``(name, shape)`` of all parameters in the order in which torch numbers them.
 
-        Section "a" with key "b.c" and section "a.b" with key "c" have names in common; the
-        later one gets a number.
+        Section "a" with key "b.c" and section "a.b" with key "c" have names in common; the later
+        one gets a number.
 
         Raises:
-            UnsupportedStateError: one is not initialised yet.
+            UnsupportedStateError: a parameter is not initialised yet.
         """
         unique: dict[int, str] = {}
         taken: set[str] = set()
@@ -452,13 +472,13 @@ class OptimizerProvider:
         return found
 
     def _of_another_class(self, tree: Any) -> list[tuple[str, str]]:
-        """Why the saved state is seen to be another optimizer's: torch would take it without a
-        word, and train on with what it does not know, or (AdamW with Adam's options) as the other.
+        """Return the reasons why the saved state belongs to another class of optimizer.
 
-        Bases name torch's own classes; of others', which users may rename, options have to tell,
-        and of bases that are older. Schedulers and users add options of their own, and other
-        versions of torch have a few more or less: what counts is an option of torch's that this
-        class does not have.
+        torch would load it without an error, and ignore options that this class does not know, or
+        train (AdamW with Adam's options) as the other class. Bases name torch's own classes. For
+        other classes, which users may rename, and for older bases, the options decide: an option of
+        torch's that this class does not have is a mismatch. Options that schedulers and users add,
+        or that another version of torch has, are not.
         """
         kind = type(self._optimizer)
         problems = list[tuple[str, str]]()
@@ -500,7 +520,8 @@ class OptimizerProvider:
 
 
 def _name_in_torch(optimizer: Optimizer) -> str | None:
-    """The public name of its class, which no version of torch changes; None for all others'."""
+    """Return the public name of a class of torch, which no version changes; None for other
+    classes."""
     kind = type(optimizer)
     own = getattr(torch.optim, kind.__name__, None) is kind
     return f"torch.optim.{kind.__name__}" if own else None
@@ -508,8 +529,8 @@ def _name_in_torch(optimizer: Optimizer) -> str | None:
 
 @functools.cache
 def _options_of_torch() -> frozenset[str]:
-    """Names of all options of torch's optimizers, without those that came to a class later than
-    the oldest torch that is supported."""
+    """Return the names of all options of torch's optimizers, except for options added to a class
+    after the oldest supported torch."""
     kinds = (kind for kind in vars(torch.optim).values() if isinstance(kind, type))
     names = {
         name
@@ -527,7 +548,8 @@ def _forms_of(tree: Mapping[str, Any]) -> dict[str, list[str]]:
 
 
 def _named_groups(tree: Any) -> list[list[NamedShape]] | None:
-    """Name and shape of each parameter in each group; None for what is no optimizer's tree."""
+    """Return name and shape of each parameter in each group; None if the tree is not an
+    optimizer's."""
     try:
         groups = [
             [(str(name), tuple(shape)) for name, shape in group["params"]]

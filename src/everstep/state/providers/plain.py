@@ -1,9 +1,10 @@
-"""Plain data of the state: read from the user's mapping at each save, put back where it was.
+"""Providers of plain data, and of the random generators of the process.
 
-Whatever the loop holds besides (a running mean, a list of losses, somewhere in a dict of its own)
-is what it goes on with. So tensors are read into where they lie, arrays and containers are filled
-again, wherever nothing speaks against it: another form, or one object at several places, where
-several different ones may have been saved. Random generators are set to the state that was saved.
+Plain data is read from the user's mapping at each save, and put back where it was. The training
+loop may hold further references to it (a running mean, a list of losses in a dict of its own). So
+tensors are read into their existing memory, and arrays and containers are refilled, if that is
+safe: the form must match, and the object must occur at one place only, since several objects may
+have been saved there. Generator objects are set to the saved state.
 """
 
 from __future__ import annotations
@@ -61,7 +62,7 @@ _IMMUTABLE = frozenset((type(None), bool, int, float, complex, str, bytes))
 
 
 class Occurrences:
-    """At how many places of some values each container, and each piece of memory, is.
+    """Count the places at which each container and each piece of memory occurs in some values.
 
     Args:
         values: all plain data of a state.
@@ -75,15 +76,17 @@ class Occurrences:
             self._walk(value, 0)
 
     def is_alone(self, value: object) -> bool:
-        """Whether there is one place only where it, or any of its memory, is."""
+        """Return True if the value, or its memory, occurs at one place only."""
         if isinstance(value, (torch.Tensor, np.ndarray)):
             return self._memory[_memory_of(value)] == 1
         return self._objects[id(value)] == 1
 
     def can_be_filled(self, tensor: torch.Tensor) -> bool:
-        """Whether nobody but its holder could tell that other bytes are read into a tensor: it is
-        alone, a plain one, without a graph, each element in memory of its own that can be written
-        to."""
+        """Return True if reading other bytes into a tensor affects no one but its holder.
+
+        The tensor must occur once, be a plain tensor without a graph, with each element in writable
+        memory of its own.
+        """
         if type(tensor) is not torch.Tensor or tensor.requires_grad or tensor.is_inference():
             return False
         if is_lazy(tensor) or tensor.layout is not torch.strided or not self.is_alone(tensor):
@@ -105,7 +108,7 @@ class Occurrences:
 
 
 def _memory_of(value: torch.Tensor | np.ndarray[Any, Any]) -> int:
-    """The address of all memory that a tensor, or an array, is a part of; 0: it has none."""
+    """Return the address of the storage of a tensor or array; 0: it has none."""
     if isinstance(value, np.ndarray):
         while isinstance(value.base, np.ndarray):
             value = value.base
@@ -116,11 +119,14 @@ def _memory_of(value: torch.Tensor | np.ndarray[Any, Any]) -> int:
 
 
 class PlainProvider(UnguardedProvider):
-    """Plain data: read from the user's mapping at each save, put back into it on resume.
+    """Provider of plain data in the user's mapping.
 
     Args:
-        held: gives what tells whether others of the state have the memory of a tensor, too.
-        places: gives where all plain data of the state is.
+        section: key in the state dict.
+        state: the user's state dict.
+        held: returns a predicate: a module or optimizer of the state has the memory of a tensor,
+            too.
+        places: returns the occurrences of all plain data of the state.
     """
 
     def __init__(
@@ -140,8 +146,8 @@ class PlainProvider(UnguardedProvider):
         return self._state[self.section]
 
     def plan(self, saved: Saved, live: Mapping[str, torch.Tensor]) -> RestorePlan:
-        """Tensors that somebody else trains are read into where they lie: a fresh one in their
-        place would leave the training with the values that it began with."""
+        """Plan to read trained tensors into their existing memory: a new tensor in their place
+        would leave training with its initial values."""
         value = self._state[self.section]
         held = self._held() if live else bool
         plan = RestorePlan(saved.tree)
@@ -152,7 +158,7 @@ class PlainProvider(UnguardedProvider):
                 if self._fits(saved, name, tensor):
                     plan.in_place[name] = tensor
                 continue  # or one in a container is put there anew
-            problem: str | None = "no tensor in the checkpoint, one in the state"
+            problem: str | None = "the checkpoint has no tensor here, the state has one"
             if name in saved.entries:
                 problem = difference(saved.entries[name], tensor)
             if problem:
@@ -162,14 +168,14 @@ class PlainProvider(UnguardedProvider):
         return RestorePlan.without(plan.mismatches) if plan.mismatches else plan
 
     def _fits(self, saved: Saved, name: str, tensor: torch.Tensor) -> bool:
-        """Whether what was saved can be read into a tensor that is in a container."""
+        """Return True if saved data can be read into a tensor inside of a container."""
         entry: Entry | None = saved.entries.get(name)
         if entry is None or entry.name in saved.tied or not self._there.can_be_filled(tensor):
             return False
         return difference(entry, tensor) is None
 
     def restore(self, tree: Any, *, strict: bool) -> list[str]:
-        """Containers keep their identity, so other references to them see the restored data."""
+        """Restore the data; containers keep their identity, so other references to them see it."""
         value = self._state[self.section]
         if isinstance(value, torch.Tensor):
             return []  # was read in place
@@ -179,7 +185,7 @@ class PlainProvider(UnguardedProvider):
         return []
 
     def _put(self, value: Any, tree: Any, *, at_top: bool = False) -> Any:
-        """What is to be where ``value`` was: that, with what was restored in it, if it can be."""
+        """Return the object for the place of ``value``: ``value`` itself, refilled, if possible."""
         if isinstance(tree, torch.Tensor):
             return value if same_memory(value, tree) else tree
         if is_generator(tree) and is_generator(value):
@@ -211,8 +217,8 @@ class PlainProvider(UnguardedProvider):
 
 
 def _generator_mismatches(value: Any, tree: Any, name: str) -> Iterator[tuple[str, str]]:
-    """Yield where a generator of another kind was saved than is there, by name, with the reason; or
-    one that cannot be made here."""
+    """Yield generators of another kind than saved, or that cannot be created here, by name, with
+    the reason."""
     if is_generator(value) or isinstance(tree, GeneratorState):
         mine = kind_of(value) if is_generator(value) else None
         saved = tree.kind if isinstance(tree, GeneratorState) else None
@@ -232,8 +238,8 @@ def _generator_mismatches(value: Any, tree: Any, name: str) -> Iterator[tuple[st
 
 
 def _trained_flags(value: Any, *, of_module: bool = False) -> Iterator[bool]:
-    """Of each tensor in plain data, in the order in which ``split`` finds them, whether a module
-    or an optimizer has it, too: parameters, and what a module's ``state_dict()`` gives."""
+    """Yield, for each tensor in plain data, in the order of ``split``, whether a module or an
+    optimizer has it, too: parameters, and tensors of a module's ``state_dict()``."""
     if isinstance(value, torch.Tensor):
         yield of_module or (value.requires_grad and value.is_leaf)
     elif type(value) in (dict, OrderedDict):
@@ -246,7 +252,8 @@ def _trained_flags(value: Any, *, of_module: bool = False) -> Iterator[bool]:
 
 
 class RngProvider(UnguardedProvider):
-    """The random generators of the process: Python, NumPy, torch, and the CUDA devices in use."""
+    """Provider of the random generators of the process: Python, NumPy, torch, and the CUDA
+    devices in use."""
 
     section = RNG_SECTION
 
@@ -260,8 +267,8 @@ class RngProvider(UnguardedProvider):
         kept = self._blocks[0] if self._blocks else TensorBlock()
         if not states.is_usual or sizes != [tensor.nbytes for tensor in kept.tensors]:
             return self._look_at(states.tree(states.torch, states.cuda))
-        # Into the same tensors, which nobody reads later than at the step mark: they are as they
-        # were to whoever plans copies. (By bytes: it may be inference mode, now or then.)
+        # Copy into the same tensors, so that copy plans stay valid. This is safe, as they are read
+        # only at the step mark. Copy bytes, as inference mode may be on now or may have been then.
         for tensor, target, size in zip(found, kept.tensors, sizes, strict=True):
             copy_memory(target.data_ptr(), tensor.data_ptr(), size)
         first, *others = map(TensorRef, kept.names)
@@ -286,4 +293,6 @@ class RngProvider(UnguardedProvider):
             TypeError,
             ValueError,
         ) as e:
-            raise FormatError(f"{RNG_SECTION} holds no state of random generators: {e!r}") from e
+            raise FormatError(
+                f"{RNG_SECTION} holds no valid state of random generators: {e!r}"
+            ) from e

@@ -1,7 +1,7 @@
-"""State providers: one per value of the state dict; each knows how to collect and restore it.
+"""The protocol of state providers, and restore plans.
 
-A provider collects a tree with live tensors in it, says which saved entries may be read
-straight into live memory and what does not match, and takes the loaded tree back.
+A provider collects a tree with live tensors in it, decides which saved entries can be read straight
+into live memory and which do not match, and takes the loaded tree back.
 """
 
 from __future__ import annotations
@@ -28,38 +28,38 @@ __all__ = [
 
 
 class Provider(Protocol):
-    """One section of the state."""
+    """Provider of one section of the state."""
 
     section: str
 
     def collect(self) -> Any:
-        """The section as a tree, with live tensors in it; nothing is copied."""
+        """Return the section as a tree with live tensors in it; nothing is copied."""
         ...
 
     def look(self) -> SectionContents:
-        """What is in the section now, found by the shortest way that is sure to be right.
+        """Return the current contents of the section, reusing unchanged ones.
 
         Raises:
-            UnsupportedStateError: listing every leaf that cannot be stored.
+            UnsupportedStateError: some leaves cannot be stored; lists all of them.
         """
         ...
 
     def plan(self, saved: Saved, live: Mapping[str, torch.Tensor]) -> RestorePlan:
-        """Compares with what is saved. ``live`` are the section's live tensors by entry name."""
+        """Compare with a saved section. ``live`` are the section's live tensors by entry name."""
         ...
 
     def restore(self, tree: Any, *, strict: bool) -> list[str]:
-        """Takes the loaded tree; returns what could not be restored, in words."""
+        """Take the loaded tree; return descriptions of everything that could not be restored."""
         ...
 
 
 def describe(entry: Entry) -> str:
-    """``F32 [2, 3]``: an entry's dtype and shape for messages."""
+    """Return an entry's dtype and shape for messages: ``F32 [2, 3]``."""
     return f"{entry.logical_dtype or entry.dtype} {list(entry.shape)}"
 
 
 class UnguardedProvider:
-    """A provider that collects its section anew each time: such sections are small."""
+    """Base of providers that collect their section anew each time; such sections are small."""
 
     section: str
     _blocks: tuple[TensorBlock, ...] = ()  # found last
@@ -77,10 +77,13 @@ class UnguardedProvider:
 
 
 def difference(entry: Entry, tensor: torch.Tensor, *, dtype: bool = True) -> str | None:
-    """How the saved entry and the live tensor differ in dtype or shape; None if they do not.
+    """Describe the difference in dtype or shape between a saved entry and a live tensor; None if
+    they match.
 
     Args:
-        dtype: False: a tensor of another dtype would do.
+        entry: saved entry.
+        tensor: live tensor.
+        dtype: False: a tensor of another dtype matches, too.
     """
     live = tensor_entry("", tensor)
     if not dtype and _shape_of(live) == _shape_of(entry):
@@ -99,7 +102,7 @@ def _shape_of(entry: Entry) -> tuple[int, ...]:
 
 
 def same_memory(owner: Any, tensor: Any) -> bool:
-    """Whether two tensors are one, as they lie: address, shape, strides, dtype."""
+    """Return True if two tensors have the same address, shape, strides and dtype."""
     if not isinstance(owner, torch.Tensor) or not isinstance(tensor, torch.Tensor):
         return False
     owner = local_tensor(owner)
@@ -115,10 +118,12 @@ def same_memory(owner: Any, tensor: Any) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Saved:
-    """What a base holds for one section: the object tree, and its tensors' entries by name.
+    """Saved section of a base: the object tree, and its tensors' entries by name.
 
     Attributes:
-        tied: names of those, of all entries, that were at several places of the state.
+        tree: object tree.
+        entries: entries of its tensors, by name.
+        tied: names of entries, of the whole base, that stood at several places of the state.
     """
 
     tree: Any
@@ -128,15 +133,14 @@ class Saved:
 
 @dataclass(slots=True)
 class RestorePlan:
-    """What a provider makes of a saved section, before anything is touched.
+    """Plan to restore one section, made before anything is changed.
 
     Attributes:
-        tree: the part of the saved tree that will be restored. None is a value as any other.
+        tree: subtree of the saved tree that will be restored. None is a value like any other.
         in_place: live tensors to read straight into, by entry name.
-        like: DTensors (parameters, mostly) as which a tensor that is not there yet is spread over
-            the ranks, by entry name.
+        like: DTensors (mostly parameters) whose placement a missing tensor takes, by entry name.
         copied: names of tensors of which the section gets copies, wherever they are read into.
-        mismatches: ``(name, what differs)``.
+        mismatches: ``(name, difference)``.
         left_out: nothing is restored, and there is no tree.
     """
 
@@ -149,5 +153,5 @@ class RestorePlan:
 
     @classmethod
     def without(cls, mismatches: Sequence[tuple[str, str]] = ()) -> RestorePlan:
-        """The section stays as the program made it."""
+        """Create a plan that leaves the section as the program made it."""
         return cls(None, mismatches=list(mismatches), left_out=True)

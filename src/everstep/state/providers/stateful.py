@@ -1,4 +1,8 @@
-"""Provider of an object with state_dict() and load_state_dict()."""
+"""Provider of objects with ``state_dict()`` and ``load_state_dict()``: schedulers, scalers,
+loaders.
+
+Loaders of torchdata, alone or within accelerate's, have a provider of their own.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +39,7 @@ __all__ = [
 
 @runtime_checkable
 class Stateful(Protocol):
-    """torch.distributed.checkpoint's protocol: anything that can hand out and take its state."""
+    """Protocol of torch.distributed.checkpoint: an object that returns and takes its state."""
 
     def state_dict(self) -> Any: ...
 
@@ -43,11 +47,13 @@ class Stateful(Protocol):
 
 
 class StatefulProvider(UnguardedProvider):
-    """Anything with ``state_dict`` and ``load_state_dict``: schedulers, loaders, scalers.
+    """Provider of an object with ``state_dict`` and ``load_state_dict``.
 
     Attributes:
-        is_data: it gives batches or samples, or their order, and its state is a position in them.
-        restored_data: a position in the data has come back with it.
+        section: key in the state dict.
+        is_data: the object gives batches or samples, or their order, and its state is a position in
+            them.
+        restored_data: a position in the data was restored with it.
     """
 
     def __init__(self, section: str, value: Stateful) -> None:
@@ -55,18 +61,20 @@ class StatefulProvider(UnguardedProvider):
         self._value = value
         self.is_data = hasattr(type(value), "__iter__") or restores_data(value)
         self.restored_data = False
-        self._pending: tuple[Any, Any] | None = None  # what was loaded, and what it says of that
+        self._pending: tuple[Any, Any] | None = (
+            None  # the loaded tree, and the state that the object returned after loading it
+        )
 
     @property
     def value(self) -> Stateful:
-        """As the user gave it."""
+        """The object as the user gave it."""
         return self._value
 
     def collect(self) -> Any:
         tree = self._value.state_dict()
         if self._pending is not None:
-            loaded, said = self._pending
-            if same_values(tree, said):
+            loaded, returned = self._pending
+            if same_values(tree, returned):
                 return loaded
             self._pending = None
         return tree
@@ -84,40 +92,44 @@ class StatefulProvider(UnguardedProvider):
 
     def restore(self, tree: Any, *, strict: bool) -> list[str]:
         if tree is None and self._value.state_dict() is None:
-            return []  # it never has any, and may not take that
+            return []  # the object has no state, and may not accept None
         with POSITIONS.loads():
             self._value.load_state_dict(tree)
         self.restored_data = self.is_data or holds_position(tree)
         if isinstance(self._value, torch.amp.GradScaler) and self._value.is_enabled():
-            # It knows of gradients that it has unscaled, or found infinities in, which are gone: it
-            # would not unscale the next ones. This is what its update() leaves.
+            # The scaler keeps a stage per optimizer for gradients that no longer exist, and would
+            # not unscale the next ones. Its update() leaves the same empty dict.
             self._value._per_optimizer_states.clear()
-        # What it makes only once it is asked for it (a generator, say), it makes now: the process's
-        # generators are restored after this.
+        # Ask for the state now, so that anything created lazily (a generator, say) is created
+        # before the generators of the process are restored.
         self._pending = None
-        said = self._value.state_dict()
-        if self.is_data and not same_values(said, tree):
-            # A stream that takes its position only when it is iterated: until then this is it.
-            self._pending = tree, copy.deepcopy(said)
+        returned = self._value.state_dict()
+        if self.is_data and not same_values(returned, tree):
+            # A stream that takes its position only when it is iterated: save the loaded state
+            # until then.
+            self._pending = tree, copy.deepcopy(returned)
         return []
 
 
 def restores_data(value: object) -> bool:
-    """Return whether a loader restores its own position, and draws nothing in doing so."""
+    """Return True if a loader restores its own position without random draws."""
     return bool(getattr(value, "everstep_restores_data", False))
 
 
 def has_inspected_gradients(scaler: torch.amp.GradScaler) -> bool:
-    """Whether it has looked at gradients since its last ``update()``."""
+    """Return True if a scaler has inspected gradients since its last ``update()``."""
     if not scaler.is_enabled():
         return False
     return any(one["stage"] is not OptState.READY for one in scaler._per_optimizer_states.values())
 
 
 def _kind_mismatch(value: Stateful, saved: Any) -> str | None:
-    """Why torch would take the state of another scheduler, or of a scaler that does nothing, and go
-    on without a word as neither does; None: it is of this kind, as far as that can be told. (A
-    newer torch may keep more of the same scheduler, or less.)"""
+    """Return the reason why saved state belongs to another kind of scheduler or scaler; None if it
+    may fit.
+
+    torch would load such state without an error and continue with neither object's behaviour. Other
+    versions of torch may save more or fewer keys of the same scheduler.
+    """
     if getattr(value, "everstep_restores_data", False):
         return value.refusal(saved)  # type: ignore[attr-defined,no-any-return]
     if not isinstance(saved, dict):
@@ -125,15 +137,17 @@ def _kind_mismatch(value: Stateful, saved: Any) -> str | None:
     if isinstance(value, torch.amp.GradScaler):
         if bool(saved) == value.is_enabled():
             return None
-        return f"a scaler that is {'enabled' if saved else 'disabled'}, here it is not"
+        return (
+            f"saved by a scaler that is {'enabled' if saved else 'disabled'}, the live one is not"
+        )
     if isinstance(value, LRScheduler):
         theirs = saved.keys()
         mine = value.state_dict().keys()
         more = sorted(map(str, theirs - mine))
         less = sorted(map(str, mine - theirs))
         if more and less:
-            what = f"it has {', '.join(more)}, and no {', '.join(less)}"
-            return f"another scheduler than {type(value).__name__}: {what}"
+            keys = f"the saved state has {', '.join(more)}, and no {', '.join(less)}"
+            return f"saved by another scheduler than {type(value).__name__}: {keys}"
     return None
 
 
@@ -142,11 +156,11 @@ _ITERATION = "iteration"
 
 
 class LoaderProvider(StatefulProvider):
-    """A loader that :class:`.Positions` follows.
+    """Provider of a loader whose position :class:`.LoaderPositions` completes.
 
-    accelerate puts a loader of its own around torchdata's. That one counts its epochs, which is in
-    no state; it fetches a batch ahead, and keeps the state before that; and it says that an epoch
-    is finished while its last batch is still trained on.
+    accelerate puts a loader of its own around torchdata's. The outer one counts its epochs, which
+    is in no state; it fetches a batch ahead, and keeps the state before that; and it reports an
+    epoch as finished while its last batch is still trained on.
     """
 
     def __init__(self, section: str, value: Any) -> None:
@@ -157,10 +171,10 @@ class LoaderProvider(StatefulProvider):
 
     @staticmethod
     def takes(value: object) -> bool:
-        """Return whether a value is such a loader.
+        """Return True if a value is such a loader.
 
         Raises:
-            OptionError: it is accelerate's around a loader without a position.
+            OptionError: accelerate's loader around a loader without a position.
         """
         inner = loader_within(value)
         if inner is not value and isinstance(inner, DataLoader) and not is_followed(inner):
@@ -174,19 +188,20 @@ class LoaderProvider(StatefulProvider):
     def collect(self) -> Any:
         if self._outer is None:
             return self._loader.state_dict()
-        if self._loader._iterator is None:  # the outer one has the state of one that is gone
+        if self._loader._iterator is None:  # the outer loader holds the state of an old iterator
             tree = dict(self._loader.state_dict())
         else:
             tree = dict(self._outer.state_dict())
         iteration = self._outer.iteration
         if tree.get(_FINISHED) and self._is_iterated():
-            # No batch is left, but the loop is still in this epoch, which ends without one more.
+            # The loop still trains on the epoch's last batch. After a resume the epoch ends
+            # without another batch, so it must not be saved as finished.
             tree[_FINISHED] = False
             iteration += 1
         return {**tree, KEY: {**tree.get(KEY, {}), _ITERATION: iteration}}
 
     def _is_iterated(self) -> bool:
-        """Return whether a loop over accelerate's loader is under way."""
+        """Return True while a loop iterates over accelerate's loader."""
         under_way = self._outer.gradient_state.dataloader_references
         return any(one is self._outer for one in under_way)
 

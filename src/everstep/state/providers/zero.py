@@ -1,7 +1,7 @@
-"""ZeroRedundancyOptimizer: each rank has the state of its own parameters, by their names.
+"""Provider of ZeroRedundancyOptimizer: each rank has the state of its own parameters, by name.
 
-Which parameters those are depends on the number of ranks. So a tree says over which ranks the
-state is spread, and whoever loads it puts their parts together and takes what is its own now.
+The assignment of parameters depends on the number of ranks. So a tree records the ranks that hold
+the state, and a restore joins their shards and selects those that this rank owns now.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ from everstep.state.survey.ownership import OwnedMemory, owned_memory_of
 __all__ = ["PARTITIONED", "ZeroProvider", "is_zero", "local_optimizer"]
 
 PARTITIONED = "everstep/partitioned"
-"""Key of an optimizer's tree: ranks over which its state is spread, as text."""
+"""Key of an optimizer's tree: the ranks over which its state is distributed, as text."""
 
 
 def is_zero(optimizer: Optimizer) -> bool:
-    """Whether it is torch's ZeroRedundancyOptimizer, which is not loaded here for the question."""
+    """Return True for torch's ZeroRedundancyOptimizer, without importing its module."""
     loaded = sys.modules.get("torch.distributed.optim.zero_redundancy_optimizer")
     return loaded is not None and isinstance(optimizer, loaded.ZeroRedundancyOptimizer)
 
 
 def local_optimizer(optimizer: Optimizer) -> Optimizer:
-    """The optimizer that updates parameters on this rank: itself, but for a
-    ZeroRedundancyOptimizer, which has one for the parameters that are this rank's."""
+    """Return the optimizer that updates parameters on this rank: the inner one of a
+    ZeroRedundancyOptimizer, otherwise the optimizer itself."""
     if not is_zero(optimizer):
         return optimizer
     inner: Optimizer = optimizer.optim  # type: ignore[attr-defined]
@@ -42,13 +42,13 @@ def local_optimizer(optimizer: Optimizer) -> Optimizer:
 
 
 class ZeroProvider(OptimizerProvider):
-    """A ``torch.distributed.optim.ZeroRedundancyOptimizer``.
+    """Provider of a ``torch.distributed.optim.ZeroRedundancyOptimizer``.
 
-    Its own ``state_dict()`` gathers all state on one rank; here nothing is gathered.
+    Its own ``state_dict()`` would gather all state on one rank; here nothing is gathered.
 
     Raises:
-        UnsupportedStateError: for one that overlaps with DistributedDataParallel: its optimizer
-            is another one after the first steps.
+        UnsupportedStateError: it overlaps with DistributedDataParallel, and replaces its inner
+            optimizer after the first steps.
     """
 
     def __init__(self, section: str, optimizer: Any, names: ParameterNames) -> None:
@@ -64,23 +64,23 @@ class ZeroProvider(OptimizerProvider):
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """Ranks over which the state is spread."""
+        """Ranks over which the state is distributed."""
         return tuple(torch.distributed.get_process_group_ranks(self._zero.process_group))
 
     def owned(self) -> set[str]:
-        """Names of the parameters that this rank keeps the state of."""
+        """Return the names of the parameters whose state this rank keeps."""
         held = {id(p) for group in self._zero.optim.param_groups for p in group["params"]}
         return {name for name, parameter in self.named() if id(parameter) in held}
 
     def owners(self) -> dict[str, int]:
-        """By name of each parameter: the rank that updates it, and hands it to the others."""
+        """Return, by name of each parameter, the rank that updates it and broadcasts it."""
         ranks = self.ranks
         found = self._zero._param_to_rank
         return {name: ranks[found[parameter]] for name, parameter in self.named()}
 
     def sync_parameters(self) -> None:
-        """Hands each rank what others have updated, as the end of each ``step()`` does. To be
-        called by all of them."""
+        """Broadcast updated parameters, as at the end of each ``step()``. All ranks must call
+        it."""
         self._zero._sync_params()
 
     def plan(self, saved: Saved, live: Mapping[str, torch.Tensor]) -> RestorePlan:
@@ -101,7 +101,7 @@ class ZeroProvider(OptimizerProvider):
         ]
         self._zero.optim.state.clear()
         self._zero.load_state_dict({"state": state, "param_groups": groups})
-        self._zero.state.clear()  # a second copy, which it makes and never looks at
+        self._zero.state.clear()  # load_state_dict() makes a second copy that is never used
 
     def _holding_now(self) -> OwnedMemory:
         outer = super()._holding_now()

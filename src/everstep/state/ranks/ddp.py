@@ -1,10 +1,12 @@
-"""Which parameters inside of DistributedDataParallel each rank has its own of.
+"""Parameters inside of DistributedDataParallel: equal on all ranks, or rank-local.
 
-DDP reduces no gradients of what was frozen when it was made. As long as nobody trains it, all ranks
-have the same, and one of them writes it: a frozen backbone is most of a model. Once a rank has
-trained it, it is that rank's own, and stays so: frozen again it is as different as before. A rank
-sees that only of itself, so all of them go by what any has seen: they tell each other at each
+DDP does not reduce gradients of parameters that were frozen when it was made. As long as no rank
+trains them, they are equal on all ranks, and one rank writes them: a frozen backbone is most of a
+model. Once a rank has trained one, it is rank-local and stays so: freezing it again does not make
+it equal. A rank observes this only for itself, so the ranks exchange their observations at each
 start, and before each base that is due (:mod:`everstep.trainer.session.step_consensus`).
+
+Optimizer steps that would make replicas diverge are refused before they change anything.
 """
 
 from __future__ import annotations
@@ -39,10 +41,10 @@ __all__ = [
 
 
 class RankLocalParameters:
-    """Of the parameters that DDP does not reduce, those that are each rank's own.
+    """Parameters that DDP does not reduce and that differ between ranks.
 
     Args:
-        providers: by section; may get more until it is asked.
+        providers: providers by section; more may be added until the first call.
     """
 
     def __init__(self, providers: Mapping[str, Provider]) -> None:
@@ -54,11 +56,11 @@ class RankLocalParameters:
 
     @property
     def is_empty(self) -> bool:
-        """Whether DDP reduces all that it has."""
+        """Return True if DDP reduces all its parameters."""
         return not unreduced_parameters(self._providers.values())
 
     def own(self) -> frozenset[int]:
-        """Ids of the parameters, as of now."""
+        """Return the ids of the rank-local parameters, as of now."""
         named = self._named()
         found = {name for name, one in named.items() if self._is_own(name, one)}
         if not found <= self._own or len(self._ids) != len(found):
@@ -67,12 +69,12 @@ class RankLocalParameters:
         return self._ids
 
     def names(self) -> list[str]:
-        """Their names, and those of what others have told of."""
+        """Return their names, and the names reported by other ranks."""
         self.own()
         return sorted(self._own)
 
     def agree(self, names: Iterable[str]) -> bool:
-        """Some rank has these of its own, so all have. Returns whether that is news."""
+        """Add names that another rank has reported; return True if some are new."""
         before = len(self._own)
         self._own.update(names)
         return len(self._own) > before
@@ -80,11 +82,12 @@ class RankLocalParameters:
     def restored(
         self, placed: Mapping[str, Collection[int] | None], before: int, world: int
     ) -> None:
-        """A base has been restored: what ranks had of their own there is their own here.
+        """Take over rank-local parameters from a base that was restored.
 
         Args:
-            placed: which ranks had the tensors that this one took, by name; None: all of them.
-            before, world: number of ranks that saved it, and of this job.
+            placed: ranks that held the restored tensor in the base, by name; None: all of them.
+            before: number of ranks that saved the base.
+            world: number of ranks of this job.
         """
         for name in self._named():
             took = placed.get(name, ())  # nothing of it was there
@@ -95,7 +98,8 @@ class RankLocalParameters:
         self.began()
 
     def trained(self, key: str, names: Collection[str]) -> None:
-        """Replay has updated parameters of the optimizer ``key``, by their names there."""
+        """Add parameters of the optimizer ``key`` that a replay has updated, by their names
+        there."""
         provider = self._providers.get(key)
         named = self._named()
         if not named or not isinstance(provider, OptimizerProvider):
@@ -104,7 +108,7 @@ class RankLocalParameters:
         self._own |= {name for name, parameter in named.items() if id(parameter) in taught}
 
     def began(self) -> None:
-        """Apart from those, all ranks have the same from now on."""
+        """Note that all other parameters are equal on all ranks now."""
         self._versions = {name: _version(one) for name, one in self._named().items()}
 
     def _is_own(self, name: str, parameter: nn.Parameter) -> bool:
@@ -113,7 +117,7 @@ class RankLocalParameters:
         return self._versions is not None and self._versions.get(name) != _version(parameter)
 
     def _named(self) -> dict[str, nn.Parameter]:
-        """All that DDP does not reduce, by name."""
+        """Return all parameters that DDP does not reduce, by name."""
         frozen = unreduced_parameters(self._providers.values())
         if len(frozen) != len(self._found[0]) or any(
             one is not other for one, other in zip(frozen, self._found[0], strict=True)
@@ -139,30 +143,34 @@ def _version(parameter: nn.Parameter) -> int:
 
 
 def unreduced_parameters(providers: Iterable[Provider]) -> list[nn.Parameter]:
-    """Parameters inside of DistributedDataParallel whose gradients it never reduces, though it was
-    not told to ignore them: they were frozen when it was made. Until one is trained, all ranks have
-    the same."""
+    """Return parameters inside of DDP whose gradients it never reduces because they were frozen
+    when it was made.
+
+    Parameters that DDP was told to ignore are not among them. All ranks have equal values until one
+    trains them.
+    """
     modules = [provider.outer for provider in providers if isinstance(provider, ModuleProvider)]
     return [parameter for module in modules for parameter in _unreduced(module)]
 
 
 def ddp_ranks(module: nn.Module) -> tuple[int, ...]:
-    """The ranks that keep a module's parameters equal; none, if it is in no DDP."""
+    """Return the ranks that keep a module's parameters equal; none if it is not in a DDP."""
     return ddp_replicas(module)[0] or ()
 
 
 def ddp_replicas(module: nn.Module) -> tuple[tuple[int, ...] | None, frozenset[str]]:
-    """Ranks that keep a module's parameters equal, and the keys of those that they do not."""
+    """Return the ranks that keep a module's parameters equal, and the keys of the parameters
+    that DDP ignores."""
     ddp = find_ddp(module)
     if ddp is None:
         return None, frozenset()
     ranks = tuple(sorted(torch.distributed.get_process_group_ranks(ddp.process_group)))
-    # As torch names them, wrappers of blocks in it included.
+    # DDP has the names that torch uses, with the prefixes of wrappers inside the module.
     return ranks, frozenset(map(canonical_key, ddp.parameters_to_ignore))
 
 
 def find_ddp(module: nn.Module) -> nn.parallel.DistributedDataParallel | None:
-    """The wrapper, which may itself be compiled; None if there is none."""
+    """Return the DDP wrapper, which may itself be compiled; None if there is none."""
     while not isinstance(module, nn.parallel.DistributedDataParallel):
         inner = getattr(module, "_orig_mod", None)
         if not isinstance(inner, nn.Module):
@@ -172,7 +180,7 @@ def find_ddp(module: nn.Module) -> nn.parallel.DistributedDataParallel | None:
 
 
 def reduced_parameter_ids(ddp: nn.parallel.DistributedDataParallel) -> set[int]:
-    """``id()`` of the parameters whose gradients it reduces."""
+    """Return the ``id()`` of each parameter whose gradients a DDP reduces."""
     named = ddp.module.named_parameters()
     ignored = ddp.parameters_to_ignore
     return {id(parameter) for name, parameter in named if name not in ignored}
@@ -196,12 +204,15 @@ def _unreduced(module: nn.Module) -> tuple[nn.Parameter, ...]:
 
 
 def _reduced_by(ddp: Any, count: int) -> set[int] | None:
-    """Ids of the parameters that DDP's reducer has; None: all ``count`` of them. A torch that does
-    not tell: none, so each rank keeps its own of what is trained."""
+    """Return ids of the parameters in DDP's reducer; None: all ``count`` of them.
+
+    The empty set for a torch without this information: each rank then saves its own values of all
+    trained parameters.
+    """
     try:
         if ddp._get_ddp_logging_data()["num_parameter_tensors"] == count:
             return None
-        # Gradients in zeros, for a moment; only of a model that is frozen in part.
+        # This allocates gradients of zeros for a moment, but only for a partly frozen model.
         buckets = ddp.reducer._get_zeros_like_grad_buckets()
         return {id(parameter) for bucket in buckets for parameter in bucket.parameters()}
     except (AttributeError, KeyError, RuntimeError):
@@ -212,13 +223,14 @@ _LOCAL_SGD = "torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook"
 
 
 def refuse_divergent_updates(state: State, gate: Callable[[str], None]) -> Callable[[str], None]:
-    """``gate``, and before it a look at what DDP is about to let each rank update by itself.
+    """Return ``gate``, preceded by a check that refuses updates that would make DDP replicas
+    diverge.
 
-    One rank writes for all what ranks under DDP have in common; once they consume different
-    gradients they have nothing in common, and a base would mix what several of them hold. So such
-    an update is refused, with nothing changed. Seen are optimizer steps within ``no_sync()``,
-    uneven inputs (``Join``) and local SGD (``post_localSGD_hook``); what a program does to
-    gradients behind DDP's back is not.
+    One rank writes replicated state for all ranks. Once ranks consume different gradients their
+    replicas differ, and a base would mix them. So such an update is refused before anything has
+    changed. Detected are optimizer steps within ``no_sync()``, uneven inputs (``Join``) and local
+    SGD (``post_localSGD_hook``); gradients that the program changes after DDP has reduced them are
+    not.
     """
     if state.ranks.world == 1:
         return gate
@@ -238,11 +250,11 @@ def refuse_divergent_updates(state: State, gate: Callable[[str], None]) -> Calla
         for section, ddp in updated[at]:
             if (why := _divergence(ddp)) is not None:
                 raise UnsupportedStateError(
-                    f'the ranks would part from each other: "{section}" is in '
+                    f'the ranks would diverge: "{section}" is in '
                     f"DistributedDataParallel, and {why}; nothing was updated",
                     leaves=((section, why),),
                     rank=state.ranks.rank,
-                    hint=f'give {{"{section}": ddp.module}}: each rank saves its own then',
+                    hint=f'put {{"{section}": ddp.module}} into the state: then each rank saves it',
                 )
         gate(key)
 
@@ -258,7 +270,7 @@ def _divergence(ddp: nn.parallel.DistributedDataParallel) -> str | None:
             "inputs may be uneven (Join): a rank that runs out makes fewer updates (with "
             "throw_on_early_termination=True it ends the step of all)"
         )
-    hooks = sys.modules.get(_LOCAL_SGD)  # not loaded: nobody uses it
+    hooks = sys.modules.get(_LOCAL_SGD)  # not imported: not in use
     if hooks is not None and any(
         isinstance(kept, hooks.PostLocalSGDState) for _, kept in ddp._comm_hooks
     ):

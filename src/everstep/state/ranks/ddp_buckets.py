@@ -1,23 +1,24 @@
-"""Buckets of DistributedDataParallel, which decide in which order gradients are summed.
+"""Order of DistributedDataParallel's buckets, which decides in which order gradients are summed.
 
-By default DDP begins with buckets in the order of the parameters. The second forward of a process
-rebuilds them, for good, in the order in which the first backward made gradients ready on the first
-rank of the group. More than two ranks sum an element in an order that depends on its place in a
-bucket: a process that resumed with first buckets would take its first step with other last bits
-than one that was never interrupted. So that order is a part of the state, each rank's own, and is
-brought about before the first step.
+DDP begins with buckets in the order of the parameters. The second forward of a process rebuilds
+them, permanently, in the order in which the first backward made gradients ready on the first rank
+of the group. With more than two ranks, the order of summation of an element depends on its place in
+a bucket: a resumed process with initial buckets would take its first step with other last bits than
+an uninterrupted one. So that order is part of the state, per rank, and is restored before the first
+step.
 
-To do so, all ranks of a DDP rehearse a backward together: each parameter is marked as ready in the
-reducer, in the recorded order, while gradients are None or zero, so that zeros are summed; then the
-buckets are rebuilt as the next forward would do it. No operator of the model runs and nothing is
-accumulated: hooks on parameters are not called, no random number is drawn, gradients are put back.
+To restore it, all ranks of a DDP rehearse a backward together. Each parameter is marked as ready in
+the reducer, in the recorded order, while gradients are None or zero, so that zeros are summed. Then
+the buckets are rebuilt as the next forward would do it. No operator of the model runs and nothing
+is accumulated: hooks on parameters are not called, no random number is drawn, and gradients are put
+back.
 
-The rehearsal prevents a second difference: with ``gradient_as_bucket_view=True`` a gradient
-that is a view of a bucket is divided by the number of ranks, and one that is not (the first) is
-multiplied by one over that number, which is the same for powers of two only.
+The rehearsal prevents a second difference. With ``gradient_as_bucket_view=True`` a gradient that is
+a view of a bucket is divided by the number of ranks, and one that is not (the first) is multiplied
+by its reciprocal, which gives the same bits for powers of two only.
 
-Private names of torch are used, for want of public ones. Where a version of torch does not have
-them, or the rehearsal is not possible, the recovery's notes say so, and it is not called exact.
+Private names of torch are used, because there are no public ones. If a version of torch lacks them,
+or a rehearsal is not possible, the notes of the recovery mention it, and it is not called exact.
 """
 
 from __future__ import annotations
@@ -51,21 +52,21 @@ _RANKS_MIN = 3  # two ranks sum to the same bits in any order
 _SAMPLED = 10  # iterations of which DDP's logger notes each; later it notes few of them
 _STATELESS = "torch.distributed.algorithms.ddp_comm_hooks.default_hooks"
 _REASONS = {
-    "unknown": "this version of torch does not tell the order of its buckets",
-    "unsaved": "the base does not tell the order of its buckets",
-    "static": "static_graph=True lets nothing stand in for its first two backwards",
+    "unknown": "this version of torch does not report the order of its buckets",
+    "unsaved": "the base does not have the order of its buckets",
+    "static": "with static_graph=True its first two backwards cannot be rehearsed",
     "sparse": "it expects sparse gradients",
     "hook": "it has a communication hook, which would be called",
-    "cap": "bucket_cap_mb, or the number of parameters, is not what it was",
-    "first": "its buckets were the first ones then, and have been rebuilt in this process",
-    "frozen": "what requires a gradient is not what it was when it was made",
+    "cap": "bucket_cap_mb, or the number of parameters, has changed",
+    "first": "the base was saved with initial buckets, and this process has rebuilt them",
+    "frozen": "other parameters require a gradient than when it was made",
     "other": "this process has rebuilt its buckets in another order",
 }
 
 
 @dataclass(frozen=True, slots=True)
 class _Order:
-    """The order of the parameters in the buckets of a DDP, by the numbers that its reducer has.
+    """Order of the parameters in the buckets of a DDP, by their numbers in its reducer.
 
     Attributes:
         rebuilt: the buckets have been rebuilt; otherwise the next forward will do that.
@@ -77,13 +78,13 @@ class _Order:
 
 
 class DDPBuckets(UnguardedProvider):
-    """The order of the buckets of all DDPs that train parameters of a state, among more than two
-    ranks; a section of the state where there are such DDPs.
+    """Provider of the bucket order of all DDPs that train parameters of a state, for more than two
+    ranks.
 
-    A DDP is known by the name of its first parameter.
+    A DDP is identified by the name of its first parameter.
 
     Args:
-        providers: all others, by section.
+        providers: all other providers, by section.
     """
 
     section = BUCKETS_SECTION
@@ -92,14 +93,14 @@ class DDPBuckets(UnguardedProvider):
         self._providers = providers
         self._known: dict[str, weakref.ref[nn.parallel.DistributedDataParallel]] = {}
         self._saved: Mapping[str, Any] = {}
-        self._wanted: dict[str, tuple[int, ...]] = {}  # what is to be rehearsed
-        self._missed: bool | None = False  # None: it is to be looked for
+        self._wanted: dict[str, tuple[int, ...]] = {}  # orders to rehearse
+        self._missed: bool | None = False  # None: not searched for yet
         self._part: SectionContents | None = None  # once nothing of it changes any more
         self._find()
 
     @property
     def are_saved(self) -> bool:
-        """Return whether there is a DDP that rebuilds its buckets."""
+        """True if there is a DDP that rebuilds its buckets."""
         return any(_rebuilds(ddp) for _, ddp in self._ddps())
 
     def collect(self) -> dict[str, Any]:
@@ -107,7 +108,7 @@ class DDPBuckets(UnguardedProvider):
 
     def look(self) -> SectionContents:
         if self._part is not None:
-            return self._part  # mostly
+            return self._part  # the usual case
         part = SectionContents((), Encoded(encode(self.collect(), self.section)))
         orders = (_order_of(ddp) for _, ddp in self._ddps() if _rebuilds(ddp))
         if all(order.rebuilt for order in orders):
@@ -122,12 +123,14 @@ class DDPBuckets(UnguardedProvider):
         return []
 
     def settle(self, *, as_many: bool) -> tuple[str, ...]:
-        """Decide what this rank has to rehearse for the state that was restored last; return, in
-        words, why the next step may differ from that of an uninterrupted training.
+        """Decide which DDPs this rank rehearses for the state that was restored last.
 
         Args:
-            as_many: the state was saved by as many ranks. Another number of ranks sums to other
+            as_many: the state was saved by the same number of ranks. Another number sums to other
                 last bits in any case.
+
+        Returns:
+            Reasons why the next step may differ from that of an uninterrupted training.
         """
         self._wanted = {}
         self._missed = None if as_many else False
@@ -139,13 +142,13 @@ class DDPBuckets(UnguardedProvider):
                 self._wanted.pop(name, None)
                 doubts.append(
                     f"the next step may sum the gradients of {name!r} and the other parameters in "
-                    "its DistributedDataParallel in another order than a training that was never "
-                    f"interrupted, with other last bits: {_REASONS[why]}"
+                    "its DistributedDataParallel in another order than an uninterrupted training, "
+                    f"with other last bits: {_REASONS[why]}"
                 )
         return tuple(doubts)
 
     def _settle(self, name: str, ddp: nn.parallel.DistributedDataParallel) -> str | None:
-        """Decide for one DDP; return a key of ``_WHY_NOT``, or None without doubts."""
+        """Decide for one DDP; return a key of ``_REASONS``, or None without doubts."""
         divides = _lost_its_views(ddp)
         if not _rebuilds(ddp):
             if not divides:
@@ -174,19 +177,21 @@ class DDPBuckets(UnguardedProvider):
         return _rehearsal_obstacle(ddp)
 
     def rehearsals(self) -> list[list[Any]]:
-        """Return what this rank is going to rehearse, for the other ranks: a name and the ranks of
-        the group, for each DDP."""
+        """Return the DDPs that this rank will rehearse, for the other ranks: name and ranks of
+        the group of each."""
         return [[n, _ranks(ddp)] for n, ddp in self._ddps() if n in self._wanted]
 
     def rebuild(self, said: Sequence[Collection[Any]]) -> list[str]:
-        """Rehearse where all ranks of the group do; return, in words, which DDPs are not in the
-        recorded order. All ranks have to call it.
+        """Rehearse DDPs for which all ranks of the group are ready. All ranks must call it.
 
         Args:
-            said: of all ranks, by rank: :meth:`wishes`.
+            said: :meth:`rehearsals` of all ranks, by rank.
+
+        Returns:
+            Descriptions of the DDPs that are not in the recorded order.
 
         Raises:
-            RuntimeError: of torch's backends, where a rank is gone.
+            RuntimeError: from torch's backends, if a rank has failed.
         """
         lost = list[str]()
         for name, ddp in list(self._ddps()):
@@ -194,18 +199,21 @@ class DDPBuckets(UnguardedProvider):
             if name not in self._wanted:
                 continue
             if not all([name, ranks] in said[rank] for rank in ranks):
-                lost.append(f"not all ranks can bring the buckets of {name!r} into their order")
+                lost.append(f"not all ranks can restore the order of the buckets of {name!r}")
                 continue
             _rehearse(ddp, self._wanted[name])
             if _rebuilds(ddp) and _order_of(ddp) != _Order(True, self._wanted[name]):
-                lost.append(f"the buckets of {name!r} are in another order than was asked for")
+                lost.append(f"the buckets of {name!r} are not in the recorded order")
         self._wanted = {}
         self._part = None
         return lost
 
     def missed(self) -> bool:
-        """Return whether a DDP that rebuilds its buckets was made after the state was restored, and
-        warn once. Call it after a step has been taken."""
+        """Return True if a DDP that rebuilds its buckets was made after the state was restored;
+        warn once.
+
+        Call it after a step.
+        """
         if self._missed is None:
             before = set(self._known)
             self._find()
@@ -214,8 +222,8 @@ class DDPBuckets(UnguardedProvider):
             if late:
                 _log.warning(
                     "everstep: the DistributedDataParallel of %r was made after resume(): its "
-                    "first step may have summed gradients in another order than a training that "
-                    "was never interrupted, so what is saved from now on is not called exact\n"
+                    "first step may have summed gradients in another order than an uninterrupted "
+                    "training, so bases from now on are not called exact\n"
                     "  hint: make it before the Checkpointer",
                     late[0],
                 )
@@ -227,8 +235,8 @@ class DDPBuckets(UnguardedProvider):
                 yield name, ddp
 
     def _find(self) -> None:
-        """Find new DDPs: in modules of the state, and around them (a state often has the module
-        that a DDP wraps, and not the DDP)."""
+        """Find new DDPs: in modules of the state, and around them, since a state often has the
+        wrapped module instead of the DDP."""
         if not distributed.is_available() or not distributed.is_initialized():
             return
         if distributed.get_world_size() < _RANKS_MIN:
@@ -258,7 +266,7 @@ class DDPBuckets(UnguardedProvider):
 
 
 def _ddps_around(modules: Sequence[nn.Module], kind: type) -> list[Any]:
-    """Return the DDPs that have one of the modules within, however deeply."""
+    """Return the DDPs that contain one of the modules, at any depth."""
     found: list[Any] = []
     seen: set[int] = set()
     while modules:
@@ -272,20 +280,20 @@ def _ddps_around(modules: Sequence[nn.Module], kind: type) -> list[Any]:
 
 
 def _rebuilds(ddp: nn.parallel.DistributedDataParallel) -> bool:
-    """Return whether a DDP rebuilds its buckets, and its sums depend on that."""
+    """Return True if a DDP rebuilds its buckets, and its sums depend on that."""
     if any(_gathers(kept) for _, kept in getattr(ddp, "_comm_hooks", ())):
         return False
     return bool(ddp.static_graph or not ddp.find_unused_parameters)
 
 
 def _gathers(kept: object) -> bool:
-    """Return whether a hook sums in the order of ranks, whatever the buckets are."""
-    loaded = sys.modules.get("everstep.compress.ddp")  # not loaded: nobody uses it
+    """Return True if a hook sums in the order of ranks, regardless of the buckets."""
+    loaded = sys.modules.get("everstep.compress.ddp")  # not imported: not in use
     return loaded is not None and isinstance(kept, loaded.DDPCompression)
 
 
 def _record(ddp: Any) -> dict[str, Any]:
-    """Return the record of a DDP that is saved."""
+    """Return the saved record of a DDP."""
     numbers = _order_of(ddp).numbers
     caps = [*getattr(ddp, "bucket_bytes_cap_list", ())]
     return {
@@ -296,7 +304,7 @@ def _record(ddp: Any) -> dict[str, Any]:
 
 
 def _count(ddp: Any) -> int:
-    """Return the number of parameters that the reducer has; -1 if torch does not tell."""
+    """Return the number of parameters in the reducer; -1 if torch does not report it."""
     try:
         return int(ddp._get_ddp_logging_data()["num_parameter_tensors"])
     except (AttributeError, KeyError, RuntimeError):
@@ -307,7 +315,8 @@ def _order_of(ddp: Any) -> _Order:
     try:
         about = ddp._get_ddp_logging_data()
         if about.get("has_rebuilt_buckets") != 1:
-            ddp.logger.set_runtime_stats_and_log()  # else a forward does that, of what was before
+            # Otherwise the statistics are those before the last forward.
+            ddp.logger.set_runtime_stats_and_log()
             about = ddp._get_ddp_logging_data()
         if about.get("has_rebuilt_buckets") == 1:
             return _Order(True, _numbers(about["rebuilt_per_bucket_param_indices"]))
@@ -334,8 +343,11 @@ def _ranks(ddp: nn.parallel.DistributedDataParallel) -> list[int]:
 
 
 def _lost_its_views(ddp: Any) -> bool:
-    """Return whether restored gradients are not views of buckets as they were before, so that the
-    next backward would multiply by one over the number of ranks instead of dividing by it."""
+    """Return True if restored gradients are not views of buckets as they were before.
+
+    The next backward would then multiply by the reciprocal of the number of ranks instead of
+    dividing by it.
+    """
     size = ddp.process_group.size()
     if not ddp.gradient_as_bucket_view or not size & (size - 1) or _hooks(ddp):
         return False
@@ -344,7 +356,7 @@ def _lost_its_views(ddp: Any) -> bool:
 
 
 def _rehearsal_obstacle(ddp: Any) -> str | None:
-    """Return a key of ``_WHY_NOT``; None if a rehearsal is possible."""
+    """Return a key of ``_REASONS``; None if a rehearsal is possible."""
     if ddp.static_graph:
         return "static"
     tables = (m for m in ddp.module.modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag))
@@ -363,8 +375,8 @@ def _rehearsal_obstacle(ddp: Any) -> str | None:
 
 
 def _hooks(ddp: Any) -> list[object]:
-    """Return the communication hooks; one that is built into torch by its name, and None for the
-    one that the first forward registers where optimizers update within backward."""
+    """Return the communication hooks: one built into torch by its name, and None for the one
+    that the first forward registers if optimizers update within backward."""
     found: list[object] = [hook for hook, _ in getattr(ddp, "_comm_hooks", ())]
     built_in = ddp._get_ddp_logging_data().get("comm_hook", "")
     within = any(hasattr(one, "_in_backward_optimizers") for one in ddp.module.parameters())
@@ -372,7 +384,7 @@ def _hooks(ddp: Any) -> list[object]:
 
 
 def _is_stateless(hook: Any) -> bool:
-    """Return whether a hook is one of torch's that keep nothing from step to step."""
+    """Return True for a hook of torch without state between steps."""
     if isinstance(hook, str):
         return True
     known = getattr(hook, "__module__", "") == _STATELESS
@@ -380,8 +392,10 @@ def _is_stateless(hook: Any) -> bool:
 
 
 class _MarkReady(torch.autograd.Function):
-    """A node whose backward marks parameters as ready in a reducer, in an order. The parameters
-    are inputs, for a reducer that searches the graph for them, and get no gradient."""
+    """Autograd node whose backward marks parameters as ready in a reducer, in a given order.
+
+    The parameters are inputs, for a reducer that searches the graph for them, and get no gradient.
+    """
 
     @staticmethod
     def forward(ctx: Any, start: torch.Tensor, reducer: Any, order: Any, *_: Any) -> torch.Tensor:
@@ -397,18 +411,18 @@ class _MarkReady(torch.autograd.Function):
 
 
 def _rehearse(ddp: Any, order: Sequence[int]) -> None:
-    """Run a backward that adds nothing to any gradient, and is reduced as any other."""
+    """Run a backward that is reduced like any other, and adds nothing to any gradient."""
     reducer = ddp.reducer
     parameters = list(ddp.module.parameters())
-    reducer._rebuild_buckets()  # of a backward before, as any forward does
+    reducer._rebuild_buckets()  # for a previous backward, as any forward does
     gradients = [parameter.grad for parameter in parameters]
     views = bool(ddp.gradient_as_bucket_view)
     for parameter, gradient in zip(parameters, gradients, strict=True):
-        there = views and gradient is not None  # only what is there becomes a view
+        there = views and gradient is not None  # only existing gradients become views
         parameter.grad = torch.zeros_like(gradient) if there else None
     try:
         with torch.inference_mode(False), torch.enable_grad(), warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # that all parameters are used, as here
+            warnings.simplefilter("ignore")  # torch warns that all parameters are used
             start = torch.zeros((), device=ddp.device, requires_grad=True)
             trained = (parameter for parameter in parameters if parameter.requires_grad)
             apply: Any = _MarkReady.apply
@@ -422,5 +436,5 @@ def _rehearse(ddp: Any, order: Sequence[int]) -> None:
             view = parameter.grad
             if gradient is None or view is None or not views:
                 parameter.grad = gradient
-            else:  # now a view of its bucket, as it is in every backward but the first
+            else:  # the gradient is now a view of its bucket, as in every backward but the first
                 view.detach().copy_(gradient)

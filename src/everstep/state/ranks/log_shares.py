@@ -1,8 +1,7 @@
-"""Whose log holds which gradient, of those that several ranks consume alike
-(``docs/design/ranks.md``).
+"""Assign the rank whose log holds each gradient that several ranks consume (``adr/029``).
 
 Under DistributedDataParallel every rank consumes the same gradients, so each of them records a
-part. Each computes by itself which: a function of the parameters, their sizes, and the ranks.
+share. Each rank computes the assignment by itself, from the parameters, their sizes, and the ranks.
 """
 
 from __future__ import annotations
@@ -37,12 +36,12 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class LogShare:
-    """Of a parameter that several ranks train alike.
+    """Assignment of one parameter that several ranks train with equal gradients.
 
     Attributes:
         ranks: these ranks, or those of them that share a disk.
-        owner: the one of them whose log holds its gradients.
-        size_bytes: of a gradient; 0 for a parameter that is frozen now.
+        owner: the rank whose log holds the gradients.
+        size_bytes: size of a gradient; 0 for a parameter that is frozen now.
     """
 
     ranks: tuple[int, ...]
@@ -51,10 +50,11 @@ class LogShare:
 
 
 def log_shares(state: State) -> dict[str, dict[str, LogShare]]:
-    """By optimizer: of its parameters, by name, those that several ranks train alike, and of which
-    each of these records a part. Where a keeper follows the log (``docs/design/log.md``), who
-    writes a
-    parameter in a base has its gradients, too: on each disk all are recorded."""
+    """Return the assignments by optimizer and parameter name.
+
+    If a keeper follows the log (``adr/043``), the rank that writes a parameter in a base also
+    records its gradients, so each disk has all of them.
+    """
     units: dict[tuple[int, ...], dict[str, int]] = {}
     taught: set[str] = set()
     shared: dict[str, dict[str, str]] = {}
@@ -87,7 +87,7 @@ def _shares_as_written(
     taught: Collection[str],
     shared: Mapping[str, Mapping[str, str]],
 ) -> dict[str, dict[str, LogShare]]:
-    """As bases are split."""
+    """Assign gradients to the ranks that write the parameters in bases."""
     parts = {
         entry: LogShare(*sharing.split_of(entry), size if entry in taught else 0)
         for sizes in units.values()
@@ -101,12 +101,15 @@ def _shares_as_written(
 
 
 class _ReplicatedParameter(NamedTuple):
-    """A parameter that several ranks train alike.
+    """A parameter that several ranks train with equal gradients.
 
     Attributes:
-        key, name: its optimizer, and its name there.
+        key: section key of its optimizer.
+        name: its name in the optimizer.
         entry: its name in the state.
-        owner: of these ranks, the one that updates it for all (ZeRO); None: each of them does.
+        parameter: the live parameter.
+        ranks: the ranks that train it.
+        owner: the rank that updates it for all of them (ZeRO); None: each rank updates it.
     """
 
     key: str
@@ -141,19 +144,20 @@ def _replicated_parameters(state: State) -> Iterator[_ReplicatedParameter]:
 
 
 def bytes_logged_elsewhere(state: State) -> int:
-    """Of all gradients of a step, what this rank leaves to the logs of others."""
+    """Return the bytes of a step's gradients that this rank leaves to the logs of others."""
     found = [part for parts in log_shares(state).values() for part in parts.values()]
     return sum(part.size_bytes for part in found if part.owner != state.ranks.rank)
 
 
 def other_logs_needed(state: State) -> Sequence[int]:
-    """Ranks whose logs this one may need, beside its own, however they were split."""
+    """Return the other ranks whose logs a replay on this rank may need, however shares were
+    assigned."""
     split = (one for one in _replicated_parameters(state) if one.owner is None)
     return sorted({other for one in split for other in one.ranks} - {state.ranks.rank})
 
 
 def updated_elsewhere(state: State) -> frozenset[str]:
-    """Entries that another rank updates for this one, which gets them from there (ZeRO)."""
+    """Return the entries that another rank updates and sends to this one (ZeRO)."""
     mine = state.ranks.rank
     return frozenset(
         one.entry for one in _replicated_parameters(state) if one.owner not in (None, mine)
@@ -161,8 +165,11 @@ def updated_elsewhere(state: State) -> frozenset[str]:
 
 
 def zero_parameter_written_elsewhere(state: State) -> str:
-    """A parameter that one rank updates for several (ZeRO), and that not this one alone writes in
-    bases; "" if there is none: the others have disks of their own, or hold it otherwise."""
+    """Return a parameter that one rank updates for several (ZeRO) but does not write alone in
+    bases; "" if there is none.
+
+    The other ranks have disks of their own then, or hold it in another form.
+    """
     sharing = state.sharing
     if sharing is None:
         return ""
@@ -176,15 +183,18 @@ def zero_parameter_written_elsewhere(state: State) -> str:
 
 
 def parameter_logged_twice(state: State) -> str:
-    """A parameter of which several ranks train the same elements, and each records them; "" if
-    there is none: a DTensor that is replicated along a dimension of its mesh, what is none
-    beside DTensors, or what is recorded once for each disk."""
+    """Return a parameter of which several ranks train and record the same elements; "" if there is
+    none.
+
+    Such are DTensors replicated along a mesh dimension, plain parameters beside DTensors, and
+    parameters recorded once for each disk.
+    """
     plain: list[str] = []
     sharded = False
     split = log_shares(state)
     for one in _replicated_parameters(state):
         part = split.get(one.key, {}).get(one.name)
-        if part is None or part.ranks != one.ranks:  # those of each disk
+        if part is None or part.ranks != one.ranks:  # recorded once for each disk
             return join_path(one.key, one.name)
     for key, provider in state.providers.items():
         if not isinstance(provider, OptimizerProvider):
@@ -202,5 +212,6 @@ def parameter_logged_twice(state: State) -> str:
 
 
 def names_digest(names: Iterable[str]) -> str:
-    """Of which parameters several ranks have consumed gradients: the same on all of them."""
+    """Return the digest of parameter names with replicated gradients; equal on all ranks that
+    share them."""
     return xxhash.xxh3_128_hexdigest("\n".join(sorted(names)).encode())

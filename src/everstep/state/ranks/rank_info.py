@@ -1,4 +1,4 @@
-"""Which rank of a job this process is."""
+"""This process's place in a job."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ class RankInfo:
 
     Attributes:
         rank: from 0.
-        world: number of ranks that train together; 1: nobody else does.
-        near: the ranks that write to the same disk as this one, itself included; what all ranks
-            have in common is written once to each disk. None: all of them do.
-        here: how many ranks share the memory of this machine, itself included.
-        nodes: by rank: what its node is called; empty where no rank sends its bases to a peer.
-        followed: what this rank writes in a base its keeper can compute by its log alone, or by the
-            gradients that it copies: all are split alike (``docs/design/multistep.md``,
-            ``docs/design/log.md``).
-        logged: there is a gradient log: what its marks hold each rank restores of its own, so each
-            writes it.
+        world: number of ranks that train together; 1: a job of one rank.
+        near: ranks that write to the same disk as this one, this rank included; replicated state is
+            written once to each disk. None: all ranks.
+        here: number of ranks that share the memory of this machine, this rank included.
+        nodes: node names by rank; empty if no rank sends its bases to a peer.
+        followed: a keeper can compute this rank's entries of a base from its log, or from the
+            gradients that it copies; all ranks divide bases and logs in the same way (``adr/040``,
+            ``adr/043``).
+        logged: there is a gradient log. Each rank restores the contents of marks from its own log,
+            so each writes them.
     """
 
     rank: int = 0
@@ -35,4 +35,4 @@ class RankInfo:
 
 
 ONE_RANK = RankInfo()
-"""A process that trains alone."""
+"""Job of one rank."""

@@ -1,4 +1,9 @@
-"""A rank's own share of a survey."""
+"""This rank's share of a survey, and the replicated state that a partial restore skips.
+
+Each rank compares its own state with a base. If several ranks keep some state equal, all of them
+must restore it, or none: if one begins with fresh moments and the others continue with saved ones,
+their replicas diverge at the next update, and later bases would mix both.
+"""
 
 from __future__ import annotations
 
@@ -31,11 +36,11 @@ _LISTED = 3
 
 @dataclass(frozen=True, slots=True)
 class SkippedState:
-    """What one rank would leave out.
+    """State that one rank would not restore.
 
     Attributes:
-        mismatches: all of it, and what it would take as it may not be meant: ``(name, why)``.
-        common: of what it has in common with others: has to be the same on all of these.
+        mismatches: all skipped state, and state restored with a doubtful match: ``(name, why)``.
+        common: digests of the replicated state among it, which must be equal on all its ranks.
     """
 
     mismatches: tuple[tuple[str, str], ...]
@@ -43,7 +48,7 @@ class SkippedState:
 
     @property
     def words(self) -> tuple[str, ...]:
-        """The first of them, for other ranks."""
+        """The first few of them in words, for messages to other ranks."""
         return tuple(f"{name}: {problem}" for name, problem in self.mismatches[:_LISTED])
 
 
@@ -54,12 +59,16 @@ def skipped_replicas(
     plans: Mapping[str, RestorePlan],
     taken: Mapping[str, str],
 ) -> tuple[ReplicaDigest, ...]:
-    """Parameters, and the optimizers that update them, with all that sets their rates.
+    """Return digests of skipped parameters and optimizers that are replicated, with all objects
+    that set their rates.
 
     Args:
-        providers: by section.
+        providers: providers by section.
+        sharing: the writers of all entries.
         aliases: ``other name -> entry name``.
-        taken: entries that ranks had different ones of -> whose this one takes.
+        plans: restore plans by section.
+        taken: entries for which ranks had saved different values -> the saved rank that this one
+            restores.
     """
     lines: dict[tuple[_Ranks, str], list[str]] = {}
 
@@ -88,7 +97,7 @@ def skipped_replicas(
             if plans[section].left_out:
                 say(ranks, section, name)
     for section, provider in providers.items():
-        # A new rank begins without what each had for itself: that is no mismatch.
+        # A new rank starts without rank-local state of its own: that is not a mismatch.
         if isinstance(provider, StatefulProvider) and plans[section].mismatches:
             for ranks in _ranks_scheduled_by(provider.value, updated):
                 say(ranks, section, section)
@@ -101,7 +110,8 @@ def skipped_replicas(
 def _ranks_scheduled_by(
     value: object, updated: Mapping[int, set[frozenset[int]]]
 ) -> set[frozenset[int]]:
-    """Ranks that have parameters in common whose updates depend on a scheduler, or a scaler."""
+    """Return the sets of ranks that share parameters whose updates depend on a scheduler or a
+    scaler."""
     if isinstance(value, LRScheduler):
         return updated.get(id(unwrap_optimizer(value.optimizer)), set())
     if isinstance(value, torch.amp.GradScaler):
@@ -110,14 +120,16 @@ def _ranks_scheduled_by(
 
 
 class RankShare:
-    """Takes from surveys what this rank writes; of a job of one rank that is everything.
+    """Select this rank's share of surveys: the entries that it writes. A job of one rank writes
+    everything.
 
     Args:
-        providers: by section; may get more until it is asked.
+        ranks: this rank of the job.
+        providers: providers by section; more may be added until the first call.
 
     Attributes:
-        apart: which parameters that DDP does not reduce are each rank's own.
-        sharing: who writes what, of what was surveyed last; None: this rank is alone.
+        rank_local: parameters that DDP does not reduce and that differ between ranks.
+        sharing: writers of the entries surveyed last; None: a job of one rank.
     """
 
     def __init__(self, ranks: RankInfo, providers: Mapping[str, Provider]) -> None:
@@ -125,17 +137,18 @@ class RankShare:
         self._providers = providers
         self._shapes: tuple[Shape, Shape] | None = None  # of everything, of the share; seen last
         self._tensors: tuple[Mapping[str, torch.Tensor], Mapping[str, torch.Tensor]] | None = None
-        self._own: frozenset[int] = frozenset()  # of what DDP does not reduce
+        self._own: frozenset[int] = frozenset()  # ids of rank-local parameters
         self.rank_local = RankLocalParameters(providers)
         self.sharing: WriterAssignment | None = None
 
     def of(self, survey: Survey) -> Survey:
-        """This rank's share; its shape and tensors are the same objects as last time where
-        those of everything are.
+        """Return this rank's share of a survey.
+
+        Its shape and tensors are the same objects as last time if those of the full survey are.
 
         Raises:
-            UnsupportedStateError: what is spread over ranks that are not this job's, and modules
-                whose state several ranks cannot save.
+            UnsupportedStateError: tensors on ranks outside of this job, or modules whose state
+                several ranks cannot save.
         """
         shapes = self._shapes
         tensors = self._tensors
@@ -154,7 +167,7 @@ class RankShare:
         return replace(survey, shape=shapes[1], tensors=tensors[1])
 
     def is_shared(self, survey: Survey) -> bool:
-        """Whether other ranks have, or write, anything of what was surveyed."""
+        """Return True if other ranks hold or write any entry of the survey."""
         if self._ranks.world == 1:
             return False
         return self._sharing(survey.shape).is_shared()
@@ -168,7 +181,7 @@ class RankShare:
         keys = [join_path(p.section, key) for p in modules for key, _ in p.named_parameters()]
         parameters = {aliases.get(key, key) for key in keys}
         alone = frozenset({self._ranks.rank})
-        # What is frozen now each rank may have trained by itself, at the step of the base.
+        # At the step of the base, each rank may have trained the parameters frozen now by itself.
         frozen = {id(parameter) for parameter in unreduced_parameters(providers.values())}
         apart = {
             aliases.get(name, name)
@@ -214,8 +227,9 @@ class RankShare:
         )
 
     def _sharing(self, shape: Shape) -> WriterAssignment:
-        """Who writes what: with a log each rank all that its marks hold, as it restores no other
-        rank's (frozen parameters inside of DDP that follow others, say)."""
+        """Assign the writers. With a log, each rank writes all entries that its marks hold,
+        since it restores them from its own log only (frozen parameters inside of DDP that follow
+        others, say)."""
         common = find_replication(self._providers.values(), shape.aliases, self.rank_local.own())
         marked = (name for name, owner in shape.owners.items() if owner.in_marks)
         alone = frozenset(marked if self._ranks.logged else ())
@@ -227,8 +241,8 @@ class RankShare:
         for entry in shape.entries:
             ranks = None if entry.placement == WHOLE else Placement.parse(entry.placement).ranks
             if ranks is not None and max(ranks) >= world:
-                where = f"spread over {len(ranks)} ranks, the last of them rank {max(ranks)}"
-                leaves.append((entry.name, f"{where}; everstep was told of {world}"))
+                where = f"distributed over {len(ranks)} ranks, up to rank {max(ranks)}"
+                leaves.append((entry.name, f"{where}; everstep was given {world} rank(s)"))
         if world > 1:
             for section, provider in self._providers.items():
                 if isinstance(provider, ModuleProvider) and (
@@ -240,8 +254,8 @@ class RankShare:
 
 
 def unsupported_module(module: nn.Module) -> str | None:
-    """Why a module cannot be saved by several ranks; None if it can."""
-    fsdp = sys.modules.get("torch.distributed.fsdp")  # not loaded: nobody uses it
+    """Return the reason why several ranks cannot save a module; None if they can."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")  # not imported: not in use
     kind = None if fsdp is None else fsdp.FullyShardedDataParallel
     if kind is not None and any(isinstance(part, kind) for part in module.modules()):
         return "FullyShardedDataParallel is not supported; use torch.distributed.fsdp.fully_shard"

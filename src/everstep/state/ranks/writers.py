@@ -1,11 +1,11 @@
-"""Which rank writes what: every byte of a job's state by exactly one, without a word between them.
+"""Assign the rank that writes each entry: every byte of a job's state is written once, without
+messages.
 
-What several ranks have in common is written by one of them, or, where they write to several disks,
-by one for each disk. Each rank computes by itself who that
-is, from what is the same on all that have it in common: the parameters, their sizes, the ranks. A
-parameter's optimizer state goes with it, whatever of it is there yet. What one rank updates for all
-(ZeRO) that rank writes, where it can: so it has samples of it in the marks of its log, and its
-keeper can follow it.
+Replicated state is written by one rank, or, if the ranks write to several disks, by one for each
+disk. Each rank computes the assignment by itself, from data that is equal on all replicas: the
+parameters, their sizes, the ranks. A parameter's optimizer state is written by the parameter's
+writer. With ZeRO, the rank that updates a parameter for all writes it where possible, so that the
+marks of its log have samples of it, and its keeper can follow it.
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ _Ranks = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True)
 class Replication:
-    """What several ranks have in common.
+    """Replicated state of a job.
 
     Attributes:
         parameters: entry names of parameters that ranks keep equal -> those ranks.
-        states: front of the names of a parameter's optimizer state -> that parameter's entry.
-        owned: fronts of the names of optimizer state that only this rank holds, though it is
-            that of all ranks' parameters (ZeRO).
+        states: name prefixes of a parameter's optimizer state -> the parameter's entry.
+        owned: name prefixes of optimizer state that only this rank holds, for parameters of all
+            ranks (ZeRO) -> ranks of the optimizer.
         updaters: entry names of parameters that one rank updates for several (ZeRO) -> that rank,
-            and all of these.
+            and all of them.
         modules: sections that are modules.
     """
 
@@ -55,12 +55,12 @@ class Replication:
 
 @dataclass(frozen=True, slots=True)
 class EntryReplicas:
-    """Who an entry belongs to, and which of those ranks can write it.
+    """Placement of an entry, and the ranks that could write it.
 
     Attributes:
-        unit: the parameter that it goes with, or the entry itself.
+        unit: the parameter that it is written with, or the entry itself.
         replicas: ranks that hold the same bytes and write to the same disk.
-        placement: as it is written down.
+        placement: placement as written to headers.
     """
 
     unit: str
@@ -69,14 +69,16 @@ class EntryReplicas:
 
 
 class WriterAssignment:
-    """Says of each entry whether this rank writes it.
+    """Assignment of a writer to each entry that this rank holds.
 
     Args:
-        entries: of everything that this rank holds.
-        alone: names of those that each rank writes which has them.
+        ranks: this rank of the job.
+        entries: all entries that this rank holds.
+        common: the replicated state.
+        alone: names of entries that every rank writes for itself.
 
     Attributes:
-        common: what ranks have in common.
+        common: the replicated state.
     """
 
     def __init__(
@@ -95,7 +97,7 @@ class WriterAssignment:
         self._writers = self._assign()
 
     def mine(self) -> dict[str, Entry]:
-        """The entries that this rank writes, by name, as they are written down."""
+        """Return the entries that this rank writes, by name, with the placement to write."""
         found: dict[str, Entry] = {}
         for name, share in self._shares.items():
             if self._writer(share) == self._ranks.rank:
@@ -104,14 +106,15 @@ class WriterAssignment:
         return found
 
     def replica_digests(self, aliases: Mapping[str, str]) -> tuple[ReplicaDigest, ...]:
-        """What this rank takes for common, and so the others that have it must, too.
+        """Return digests of this rank's replicated tensors; all replicas must compute the same
+        ones.
 
-        Of what lies on a mesh beside modules (an optimizer's state, say) a rank may have nothing,
-        as its part is empty: so among those only that have the same part.
+        Optimizer state on a mesh may be missing on a rank whose shard is empty, so it is compared
+        only among ranks that hold the same shard.
 
         Args:
-            aliases: ``other name -> entry name``: which of them is the entry's, ranks with an empty
-                part of a tied tensor do not know.
+            aliases: ``other name -> entry name``. All names count: ranks with an empty shard of a
+                tied tensor do not know which of them names the entry.
         """
         lines: dict[tuple[_Ranks, str], list[str]] = {}
         names = {name: name for name in self._shares} | {
@@ -121,7 +124,7 @@ class WriterAssignment:
             share = self._shares[of]
             entry = self._entries[of]
             if _parameter_prefix(of) in self.common.owned:
-                continue  # of each parameter one rank has it
+                continue  # each parameter's state is on one rank only, so there are no replicas
             section = name.partition("/")[0]
             placement = share.placement
             ranks = self._everyone if placement.ranks is None else placement.ranks
@@ -133,25 +136,26 @@ class WriterAssignment:
         return replica_digests(lines)
 
     def split_of(self, parameter: str) -> tuple[_Ranks, int]:
-        """Ranks that could write a parameter's entry, and the one of them that does."""
+        """Return the ranks that could write a parameter's entry, and the one that does."""
         share = self._shares[parameter]
         return share.replicas, self._writer(share)
 
     def is_shared(self) -> bool:
-        """Whether any entry is more than this rank's own."""
+        """Return True if other ranks hold or write any entry of this rank."""
         own = (self._ranks.rank,)
         return bool(self.common.owned) or any(
             share.placement.ranks != own for share in self._shares.values()
         )
 
     def unit_of(self, name: str) -> str:
-        """The parameter that an entry goes with; other entries go alone."""
+        """Return the parameter that an entry is written with; other entries are units of their
+        own."""
         if name in self.common.parameters:
             return name
         return self.common.states.get(_parameter_prefix(name), name)
 
     def ranks_of(self, name: str) -> frozenset[int]:
-        """Ranks that have an entry in common; this one alone, where it is none of its own."""
+        """Return the ranks that hold replicas of an entry; this rank alone for an unknown entry."""
         share = self._shares.get(name)
         if share is None:
             return frozenset({self._ranks.rank})
@@ -175,7 +179,7 @@ class WriterAssignment:
         counts = name.endswith("/step") and entry.size_bytes <= _COUNTER_BYTES
         if together is None and unit != name and counts:
             together = self._on_the_mesh_of(unit)
-            if together is not None and self._ranks.followed:  # beside what it counts updates of
+            if together is not None and self._ranks.followed:  # written with its parameter
                 part = Placement.parse(self._entries[unit].placement)
                 near = self._near(replicas_on_mesh(part, me))
                 return EntryReplicas(unit, near, self._held_by(together))
@@ -183,12 +187,12 @@ class WriterAssignment:
         return EntryReplicas(unit, self._near(together), self._held_by(together))
 
     def _near(self, ranks: _Ranks) -> _Ranks:
-        """Of these, those that write to this rank's disk."""
+        """Return the ranks among these that write to this rank's disk."""
         near = self._ranks.near
         return ranks if near is None else tuple(rank for rank in ranks if rank in near)
 
     def _on_the_mesh_of(self, parameter: str) -> _Ranks | None:
-        """Of a step counter beside a DTensor's moments: all ranks of its mesh have the same."""
+        """Return the ranks of a DTensor parameter's mesh, which all have the same step counter."""
         entry = self._entries.get(parameter)
         ranks = None if entry is None else Placement.parse(entry.placement).ranks
         return None if ranks is None else tuple(sorted(ranks))
@@ -197,10 +201,11 @@ class WriterAssignment:
         return Placement(None if ranks == self._everyone else ranks)
 
     def _assign(self) -> dict[tuple[_Ranks, str], int]:
-        """The writer of each parameter, by the ranks that have the same part of it: who updates it
-        for all of them, or, the largest first, the rank that has least so far.
+        """Assign a writer to each parameter, by the ranks that hold the same shard of it.
 
-        A rank knows who updates what only among those that it shares an optimizer with.
+        The rank that updates a parameter for all writes it. The others are distributed largest
+        first, each to the rank with the fewest bytes so far. A rank knows the updaters only of
+        optimizers that it takes part in.
         """
         units: dict[_Ranks, list[tuple[int, str]]] = {}
         loads: dict[_Ranks, Counter[int]] = {}
@@ -225,7 +230,7 @@ class WriterAssignment:
         if len(replicas) == 1:
             return replicas[0]
         writer = self._writers.get((replicas, share.unit))
-        if writer is None:  # the same parts as no parameter's: by its name alone
+        if writer is None:  # no parameter has these replicas: choose by the name alone
             writer = replicas[xxhash.xxh32_intdigest(share.unit.encode()) % len(replicas)]
         return writer
 
@@ -233,10 +238,11 @@ class WriterAssignment:
 def balance(
     units: Iterable[tuple[int, str]], ranks: _Ranks, before: Mapping[int, int] | None = None
 ) -> dict[str, int]:
-    """A rank for each name: the largest first, each to the rank that has least so far.
+    """Assign a rank to each name: largest first, each to the rank with the fewest bytes so far.
 
     Args:
-        units: minus the bytes of each, and its name.
+        units: negated size in bytes, and name.
+        ranks: ranks to choose from.
         before: bytes that ranks have already.
     """
     loads = [((before or {}).get(rank, 0), rank) for rank in ranks]
@@ -248,28 +254,29 @@ def balance(
     return found
 
 
-_COUNTER_BYTES = 16  # of one element, complex128 at most
+_COUNTER_BYTES = 16  # one element of any dtype, complex128 at most
 
 
 def _parameter_prefix(name: str) -> str:
-    """``section/state/PARAMETER`` of the name of an optimizer's entry."""
+    """Return ``section/state/PARAMETER`` of the name of an optimizer's entry."""
     return "/".join(name.split("/", 3)[:3])
 
 
 def find_replication(
     providers: Iterable[Provider], aliases: Mapping[str, str], own: Collection[int]
 ) -> Replication:
-    """What is known of the sections that ``providers`` are of.
+    """Find the state that ranks replicate, from wrappers and optimizers.
 
-    Parameters inside of DistributedDataParallel are the same on all ranks of its group, and so is
-    what one of torch's optimizers keeps for them; another may keep what is a rank's own. Those that
-    were frozen when DDP was made, and trained since, are not: it reduces no gradients of them.
-    Nor are buffers: each rank computes its own, and where they are broadcast, that happens before
-    the next forward.
+    Parameters inside of DistributedDataParallel are equal on all ranks of its group, and so is the
+    state that torch's own optimizers keep for them; other optimizers may keep rank-local state.
+    Parameters that were frozen when DDP was made, and trained since, are rank-local: DDP does not
+    reduce their gradients. So are buffers: each rank computes its own, and a broadcast of them
+    happens only before the next forward.
 
     Args:
+        providers: providers of the sections.
         aliases: ``other name -> entry name``.
-        own: ids of those parameters (:class:`.apart.Apart`).
+        own: ids of rank-local parameters (:class:`.ddp.RankLocalParameters`).
     """
     providers = list(providers)
     entries: dict[int, str] = {}

@@ -1,14 +1,18 @@
-"""Proofs that looking at a part of the state again would find the same as before.
+"""Guards: check that inspecting a module or an optimizer again would give the same as before.
 
-A module's or optimizer's ``state_dict``, where it is torch's own and no hook takes part, is a
-function of a few containers and their members. So if those are the same objects, and every
-tensor among them still is the same memory, the result would be the same, but for the values
-in that memory. What is compared is *identity*, and what is compared is *kept*, so that no
-identity can pass to another object. Nothing is concluded from values, or from version
-counters, which miss writes.
+A module's or optimizer's ``state_dict``, if it is torch's own and no hook takes part, is a function
+of a few containers and their members. If those are the same objects, and every tensor among them is
+still the same memory, the result is the same, but for the values in that memory. Guards compare
+*identity*, and keep the objects they compare, so that no identity can pass to another object. They
+do not rely on values or on version counters, which miss writes.
 
-There is no proof for anything else: overrides, hooks, extra state, subclasses of containers or
+There is no guard for anything else: overrides, hooks, extra state, subclasses of containers or
 tensors, or a torch whose methods read more than is known here.
+
+Dict versions: a dict of CPython before 3.12 has a version tag, which changes with each modification
+and is unique among all dicts. torch has a function that reads it (Dynamo's guards use it). The
+function is not a public interface, so it is tested when this module is loaded. Without it the
+guards compare all members.
 """
 
 from __future__ import annotations
@@ -43,15 +47,17 @@ _Tag = Callable[[Any], int]
 
 
 def dict_versions(dicts: Iterable[Mapping[Any, Any]]) -> list[int] | None:
-    """The tags of some dicts: equal ones at another time say that all of them have had the same
-    keys and values all the while, in the same order if they :func:`keep_order`; None where there
-    are no tags."""
+    """Return the version tags of some dicts; None if dicts have no tags here.
+
+    If the tags are equal at two times, all dicts had the same keys and values throughout, in the
+    same order if they :func:`keep_order`.
+    """
     return None if _tag is None else list(map(_tag, dicts))
 
 
 def keep_order(dicts: Iterable[Mapping[Any, Any]]) -> bool:
-    """Whether none changes the order of its keys without another tag, as an ``OrderedDict`` does,
-    and whatever brings methods of its own."""
+    """Return True if no dict can change the order of its keys without a new tag; an
+    ``OrderedDict`` can."""
     return {dict, defaultdict}.issuperset(map(type, dicts))
 
 
@@ -71,9 +77,10 @@ _CHANGES: tuple[Callable[[dict[str, object]], object], ...] = (
 
 
 def _load() -> _Tag | None:
-    """The function that reads a tag, if dicts have one.
+    """Return the function that reads a dict's tag, if dicts have one.
 
-    From Python 3.12 on torch counts changes instead, for which training would pay at each.
+    From Python 3.12 on torch counts changes by a watcher instead, which would slow training down at
+    each change.
     """
     if sys.version_info >= (3, 12) or sys.implementation.name != "cpython":
         return None
@@ -86,8 +93,8 @@ def _load() -> _Tag | None:
 
 
 def _detects_changes(tag: _Tag) -> bool:
-    """Whether a dict's tag moves with each change, those of an object's attributes too, and
-    otherwise does not."""
+    """Return True if a dict's tag changes with each modification, including attribute writes,
+    and not otherwise."""
     made = _Plain()
     members: dict[str, object] = {"a": object(), "b": object(), "c": object()}
 
@@ -113,7 +120,8 @@ _tag = _load()
 
 
 def _is_torchs_own(function: object, names: frozenset[str]) -> bool:
-    """Whether ``function`` is part of torch, nobody's replacement, and uses no names but these."""
+    """Return True if ``function`` is defined by torch, not replaced, and uses no names but
+    ``names``."""
     while isinstance(function, FunctionType):
         if str(function.__globals__.get("__name__")).partition(".")[0] != "torch":
             return False
@@ -150,7 +158,7 @@ _MODULE_ATTRIBUTES = (
     "_state_dict_pre_hooks",
 )
 _MODULE_NAMES = frozenset((*_MODULE_METHODS, *_MODULE_ATTRIBUTES)) | set(
-    # None of these makes the result depend on anything else.
+    # Names that do not make the result depend on anything else.
     "FutureWarning Module OrderedDict RuntimeError _EXTRA_STATE_KEY_SUFFIX __class__ _metadata "
     "_version add detach dict getattr hasattr items len set values warn warnings".split()
 )
@@ -166,7 +174,7 @@ _OPTIMIZER_NAMES = frozenset(_OPTIMIZER_ATTRIBUTES) | set(
 )
 _optimizer_state_dict = Optimizer.state_dict
 
-# What a class may not define itself, if its modules are to do nothing but torch's own.
+# Attributes that a class must not define, or its modules may not behave as torch's do.
 _MODULE_OWN = (
     *_MODULE_METHODS,
     *_MODULE_ATTRIBUTES,
@@ -180,7 +188,7 @@ _MODULE = vars(nn.Module)
 _METHODS = tuple(_MODULE_METHODS.values())
 _MODULE_LACKS = tuple(name for name in _MODULE_OWN if name not in _MODULE_METHODS)
 
-# A proof is held up against the state at every save, by few calls that look at many objects.
+# Guards are checked at every save, so each of these calls handles many objects at once.
 _own_dict = attrgetter("__dict__")
 _keys = methodcaller("keys")
 _values = methodcaller("values")
@@ -199,7 +207,8 @@ _dtype = attrgetter("dtype")
 
 
 def _is_set_to_is_reliable() -> bool:
-    """Whether a conjugated or negated tensor is set to nothing, as ``Watch`` relies on."""
+    """Return True if ``is_set_to`` is False for conjugated and negated tensors, as
+    ``TensorGuard`` requires."""
     pairs = torch.ones(1, dtype=torch.complex64, device="cpu")
     conjugated = pairs.conj()
     return not conjugated.is_set_to(pairs) and not conjugated.imag.is_set_to(pairs.imag)
@@ -216,10 +225,10 @@ _OPTIMIZERS_PROVABLE = _is_set_to_is_reliable() and _is_torchs_own(
 
 
 class TensorGuard:
-    """Tells whether tensors still are the memory that views of them are.
+    """Check that tensors still have the memory of earlier views of them.
 
-    It keeps both. So none of the memory can be given to something else meanwhile: what is at
-    the same place is the same.
+    The guard keeps tensors and views alive, so that none of the memory can be reused meanwhile: the
+    same address is the same memory.
 
     Args:
         tensors: live tensors.
@@ -230,20 +239,23 @@ class TensorGuard:
         self._tensors = tensors
         self._views = views
         self._reading = None
-        # A conjugated or negated view is like nothing, not even itself.
+        # is_set_to() is False for a conjugated or negated view, even against itself.
         if len(tensors) == len(views) and not any(map(_is_read_otherwise, views)):
             self._reading = _reading(views)
 
     def holds(self) -> bool:
-        """Whether views taken now would be the same: the same storage, offset, shape and strides
-        (``is_set_to``, which no conjugated or negated tensor is), at the same place (a storage
-        can move), read as the same dtype. Whatever it cannot tell does not hold."""
+        """Return True if views taken now would be the same.
+
+        Compares storage, offset, shape and strides (``is_set_to``, which is False for conjugated
+        and negated tensors), the address (a storage can move) and the dtype. Returns False in
+        doubt.
+        """
         if self._reading is None or _reading(self._tensors) != self._reading:
             return False
         try:
             with torch._C.DisableTorchFunction():
                 return all(map(_is_set_to, self._tensors, self._views))
-        except RuntimeError:  # a device that cannot tell
+        except RuntimeError:  # a device without is_set_to()
             return False
 
 
@@ -252,13 +264,13 @@ def _is_read_otherwise(tensor: torch.Tensor) -> bool:
 
 
 def _reading(tensors: Sequence[torch.Tensor]) -> tuple[list[int], list[torch.dtype]] | None:
-    """Where tensors begin, and as what they are read; None if one is more than a tensor, or has
-    no memory of its own."""
+    """Return address and dtype of each tensor; None if one is a tensor subclass, or has no
+    memory of its own."""
     if not PLAIN_TENSORS.issuperset(map(type, tensors)):
         return None
     try:
-        # Under a mode of the user's (a default device is one) each call takes ten times as
-        # long; on plain tensors none of these does anything else without it.
+        # Under a TorchFunctionMode of the user (a default device is one) each call takes ten
+        # times as long. On plain tensors the mode does not change the results.
         with torch._C.DisableTorchFunction():
             return list(map(_data_ptr, tensors)), list(map(_dtype, tensors))
     except RuntimeError:
@@ -266,16 +278,20 @@ def _reading(tensors: Sequence[torch.Tensor]) -> tuple[list[int], list[torch.dty
 
 
 def canonical_key(key: str) -> str:
-    """A state-dict key without what ``torch.compile`` puts into it; a parameter's name also without
-    what a wrapper for activation checkpointing does, which its ``state_dict()`` leaves out."""
+    """Return a state-dict key without the prefixes of ``torch.compile`` and of activation
+    checkpointing wrappers.
+
+    A wrapper for activation checkpointing adds its prefix to parameter names only; its
+    ``state_dict()`` omits it.
+    """
     return key.replace("_orig_mod.", "").replace("_checkpoint_wrapped_module.", "")
 
 
 class _DictGuard:
-    """Tells whether dicts still hold the same keys and values, in the same order.
+    """Check that dicts still hold the same keys and values, in the same order.
 
-    The dicts themselves are kept; by whom they are held is for others to prove. Where dicts have
-    tags, it looks at the members only once these have changed.
+    The guard keeps the dicts themselves; it does not check who refers to them. With version tags it
+    compares the members only after these have changed.
     """
 
     def __init__(self, dicts: Sequence[Mapping[Any, Any]]) -> None:
@@ -287,7 +303,7 @@ class _DictGuard:
         self._values = list(chain.from_iterable(map(_values, self._filled)))
 
     def hold(self) -> bool:
-        """Whether they do."""
+        """Return True if keys, values and their order are unchanged."""
         tags = dict_versions(self._dicts)
         if tags is not None and tags == self._tags:
             return True
@@ -299,7 +315,7 @@ class _DictGuard:
         return True
 
     def _members_hold(self) -> bool:
-        """With the lengths, no member can be taken for one of the next dict."""
+        """Compare all members. The lengths ensure that no member counts for the next dict."""
         return (
             list(map(len, self._dicts)) == self._lengths
             and all(map(is_, chain.from_iterable(self._filled), self._keys))
@@ -308,10 +324,10 @@ class _DictGuard:
 
 
 class ModuleGuard:
-    """That a module's ``state_dict`` and the names of its parameters are as they were.
+    """Check that a module's ``state_dict`` and the names of its parameters are unchanged.
 
     Attributes:
-        part: what was found in the module; its objects are encoded.
+        part: contents of the module at the last inspection; its objects are encoded.
     """
 
     def __init__(self, modules: list[nn.Module], watch: TensorGuard, part: SectionContents) -> None:
@@ -338,7 +354,7 @@ class ModuleGuard:
 
     @classmethod
     def of(cls, module: nn.Module, part: SectionContents) -> ModuleGuard | None:
-        """The proof that ``part`` is what looking at ``module`` finds, if there can be one."""
+        """Return a guard of ``part``, the contents of ``module``; None if there can be none."""
         modules: dict[int, nn.Module] = {}
         tensors: dict[str, torch.Tensor] = {}
         if not _MODULES_PROVABLE or not _collect_tensors(module, "", modules, tensors):
@@ -355,7 +371,7 @@ class ModuleGuard:
         return proof if proof.holds(module) else None
 
     def holds(self, module: nn.Module) -> bool:
-        """Whether looking at ``module`` now would find the same."""
+        """Return True if inspecting ``module`` now would give the same."""
         modules = self._modules
         return (
             module is modules[0]
@@ -369,7 +385,7 @@ class ModuleGuard:
         )
 
     def _members_hold(self) -> bool:
-        """Whether every module has the members that it had, and neither hooks nor overrides."""
+        """Return True if every module has the same members as before, and no hooks or overrides."""
         return (
             self._attributes_hold()
             and not any(self._empty)
@@ -378,8 +394,11 @@ class ModuleGuard:
         )
 
     def _attributes_hold(self) -> bool:
-        """Whether the modules' members are the same objects, and override no method. Where dicts
-        have tags, they are looked at only once these have changed."""
+        """Return True if the modules' member containers are the same objects, and no method is
+        overridden on an instance.
+
+        With version tags they are compared only after these have changed.
+        """
         tags = dict_versions(self._owns)
         if tags is not None and tags == self._owns_tags:
             return True
@@ -397,13 +416,12 @@ class ModuleGuard:
 
 
 def _is_torch_unpatched() -> bool:
-    """Whether ``nn.Module`` has its own methods, and none of the others."""
+    """Return True if ``nn.Module`` has its own methods, and no patched attributes."""
     return same_objects(_methods_of(_MODULE), _METHODS) and _MODULE.keys().isdisjoint(_MODULE_LACKS)
 
 
 def _is_plain(bases: tuple[type, ...]) -> bool:
-    """Whether modules of a class with these bases do nothing but torch's own when their state is
-    asked for."""
+    """Return True if a class with these bases leaves collecting the state entirely to torch."""
     others = [vars(kind).keys() for kind in bases if kind not in (nn.Module, object)]
     return (
         nn.Module in bases
@@ -415,8 +433,11 @@ def _is_plain(bases: tuple[type, ...]) -> bool:
 def _collect_tensors(
     module: nn.Module, prefix: str, modules: dict[int, nn.Module], tensors: dict[str, torch.Tensor]
 ) -> bool:
-    """Finds all modules, and the tensors that torch's ``state_dict`` finds, by its keys; False
-    where that is not sure to be torch's own."""
+    """Collect all modules, and the tensors that torch's ``state_dict`` collects, by its keys.
+
+    Returns:
+        False if the result is not certain to be that of torch.
+    """
     bases = _bases_of(type(module))
     own = module.__dict__
     if not _is_plain(bases) or type(own) is not dict:
@@ -444,13 +465,13 @@ def _collect_tensors(
 
 
 class OptimizerGuard:
-    """That an optimizer's ``state_dict`` is as it was, but for the options of its groups.
+    """Check that an optimizer's ``state_dict`` is unchanged, except for the options of its groups.
 
     Attributes:
-        state: the state's tensors, in canonical order.
+        state: tensors of the state, in canonical order.
         state_tree: the state, encoded.
         parameters: each group's list of names and shapes, encoded.
-        holding: what it owns, but for hyperparameters, which are options.
+        holding: memory that it owns, without hyperparameters, which are options.
     """
 
     def __init__(
@@ -488,10 +509,13 @@ class OptimizerGuard:
         holding: OwnedMemory,
         named: Container[int],
     ) -> OptimizerGuard | None:
-        """The proof that ``part`` and ``holding`` are what looking at ``optimizer`` finds, if
-        there can be one.
+        """Return a guard of ``part`` and ``holding``, the contents of ``optimizer``; None if there
+        can be none.
 
         Args:
+            optimizer: the optimizer.
+            part: its contents.
+            holding: the memory that it owns.
             named: ids of the parameters of all modules of the state.
         """
         parts = _state_and_groups(optimizer)
@@ -510,12 +534,13 @@ class OptimizerGuard:
         return proof if proof.holds(optimizer) else None
 
     def holds(self, optimizer: Optimizer, *, modules_hold: bool = False) -> bool:
-        """Whether looking at ``optimizer`` now would find the same, given the same names of
-        parameters, but for the options.
+        """Return True if inspecting ``optimizer`` now would give the same, with the same names of
+        parameters, except for the options.
 
         Args:
-            modules_hold: all modules of the state were just proven to be what they were when
-                this last held, and so their parameters to be the same memory.
+            optimizer: the optimizer.
+            modules_hold: the guards of all modules hold since this guard last did, and so their
+                parameters are the same memory.
         """
         parts = _state_and_groups(optimizer)
         return (
@@ -531,11 +556,11 @@ class OptimizerGuard:
         )
 
     def has_its_parameters(self, optimizer: Optimizer) -> bool:
-        """Whether the groups are the same, with the same parameters."""
+        """Return True if the groups are the same, with the same parameters."""
         return same_objects(optimizer.param_groups, self._groups) and self._lists_hold()
 
     def _lists_hold(self) -> bool:
-        """Whether the groups have the same lists of the same parameters."""
+        """Return True if the groups have the same lists of the same parameters."""
         lists: list[Any] = [group.get("params") for group in self._groups]
         return (
             same_objects(lists, self._lists)
@@ -549,8 +574,8 @@ def _watch_of(tensors: Sequence[torch.Tensor]) -> TensorGuard:
 
 
 def _state_and_groups(optimizer: Optimizer) -> tuple[Any, Any, Any] | None:
-    """An optimizer's type, state and groups; None where these are not all there is, or not sure
-    to be torch's own."""
+    """Return an optimizer's type, state and groups; None if ``state_dict`` may read anything
+    else."""
     kind = type(optimizer)
     if (
         kind.state_dict is not _optimizer_state_dict
@@ -565,7 +590,7 @@ def _state_and_groups(optimizer: Optimizer) -> tuple[Any, Any, Any] | None:
 
 
 def _is_plainly_kept(state: Any, groups: Any) -> bool:
-    """Whether an optimizer keeps everything in containers whose members can be compared."""
+    """Return True if an optimizer keeps everything in containers whose members can be compared."""
     if type(state) not in (dict, defaultdict) or type(groups) is not list:
         return False
     return {dict}.issuperset(map(type, (*groups, *state.values()))) and all(

@@ -1,15 +1,15 @@
-"""Who answers for each entry between two bases: invariant I8.
+"""Assign an owner to each entry, who accounts for its changes between two bases (invariant I8).
 
-Every entry that can change is replayed by the optimizer that owns it, or logged in full at
-each step mark, or covered by a declared update, or static. What an optimizer owns is found by
-memory and not by name: its parameters lie in the modules' part of the state.
+Every entry that can change is replayed by the optimizer that owns it, or logged in full at each
+step mark, or covered by a declared update, or static. An optimizer's entries are found by memory
+and not by name: its parameters lie in the sections of modules.
 
 Hyperparameters that are tensors are *logged*: a scheduler changes them between updates.
 
-Doubt makes an entry *logged*: that is right whatever changes it, only larger. In doubt is what
-two optimizers own, or one of them twice, and what shares a part of its memory with other
-tensors, because replay on separate copies of them would give something else. Updates read it all
-the same: what a mark holds is what the next step's begin with.
+In doubt an entry is *logged*: that is correct whatever changes it, only larger. Doubtful are
+entries that two optimizers own, or one of them twice, and entries that share some of their memory
+with other tensors, because a replay on separate copies would give other values. Updates read such
+entries all the same: each step starts from the values in the last mark.
 """
 
 from __future__ import annotations
@@ -50,18 +50,18 @@ DeclaredUpdate = Callable[[], object]
 
 
 class Owner(NamedTuple):
-    """Who answers for an entry.
+    """Owner of an entry.
 
     Attributes:
         kind: ``"replayed"``: by its optimizer. ``"logged"``: in full at each step mark.
-            ``"declared"``: it changes only where everstep is told. ``"static"``: it does
-            not change; its digest is compared at each base.
+            ``"declared"``: changes only when announced to everstep. ``"static"``: does not change;
+            its digest is compared at each base.
         optimizer: section key of the optimizer that replays it.
-        update: of a declared entry, the pattern under which the function is registered that
-            replay runs; None: there is none, so it is logged as well.
-        read: what no single optimizer replays, updates may read all the same. ``"whole"``: an
-            optimizer owns it. ``"inside"``: it consists of such memory, that of entries or not.
-            ``"part"``: it shares some of its memory with what is so; the rest is read by none.
+        update: pattern of the function that replay runs for a declared entry; None: there is no
+            function, so the entry is logged as well.
+        read: extent to which updates read an entry that no single optimizer replays. ``"whole"``:
+            an optimizer owns it. ``"inside"``: it consists of memory that updates read, of this
+            entry or others. ``"part"``: some of its memory is read by updates. ``""``: none.
     """
 
     kind: Literal["replayed", "logged", "declared", "static"]
@@ -71,12 +71,22 @@ class Owner(NamedTuple):
 
     @property
     def in_marks(self) -> bool:
-        """Whether each step mark of a log holds it in full."""
+        """Return True if each step mark of a log holds the entry in full."""
         return self.kind not in ("replayed", "static") and self.update is None
 
 
 class Memory(NamedTuple):
-    """Memory and how it is read: equal for two tensors that always hold the same values."""
+    """Memory region and its interpretation: equal for two tensors that always hold the same values.
+
+    Attributes:
+        device: device of the memory.
+        begin: address of the first element.
+        shape: shape of the tensor.
+        stride: strides in elements.
+        dtype: dtype of the elements.
+        conjugated: the conjugate bit is set.
+        negated: the negative bit is set.
+    """
 
     device: torch.device
     begin: int
@@ -88,19 +98,19 @@ class Memory(NamedTuple):
 
     @property
     def end(self) -> int:
-        """One past the last byte."""
+        """Address after the last byte."""
         last = sum((n - 1) * step for n, step in zip(self.shape, self.stride, strict=True))
         return self.begin + (last + 1) * self.dtype.itemsize
 
     def overlaps(self, other: Memory | None) -> bool:
-        """Whether there are bytes that lie from the first to the last one of both."""
+        """Return True if the byte ranges from first to last element overlap."""
         if other is None or self.device != other.device:
             return False
         return self.begin < other.end and other.begin < self.end
 
     @property
     def is_dense(self) -> bool:
-        """Whether its elements are all that lies between its first and its last byte."""
+        """Return True if the elements fill the byte range without gaps."""
         spread = zip(self.shape, self.stride, strict=True)
         expected = 1
         for step, n in sorted((step, n) for n, step in spread if n > 1):
@@ -111,7 +121,7 @@ class Memory(NamedTuple):
 
 
 def memory_of(tensor: torch.Tensor) -> Memory | None:
-    """The memory of a storable tensor; None if it has none."""
+    """Return the memory of a storable tensor; None if it has none."""
     if tensor.numel() == 0 or tensor.data_ptr() == 0:
         return None
     return Memory(
@@ -127,7 +137,7 @@ def memory_of(tensor: torch.Tensor) -> Memory | None:
 
 @dataclass(frozen=True, slots=True)
 class OwnedMemory:
-    """What one registered optimizer owns.
+    """Memory that one registered optimizer owns.
 
     Attributes:
         optimizer: section key.
@@ -141,7 +151,7 @@ class OwnedMemory:
 
 
 def owned_memory_of(section: str, optimizer: Optimizer) -> OwnedMemory:
-    """What ``optimizer`` owns, whatever its ``state_dict`` makes of it."""
+    """Return the memory that ``optimizer`` owns, regardless of its ``state_dict``."""
     slots = updated_tensors(optimizer)
     shared = list[torch.Tensor]()
     for group in optimizer.param_groups:
@@ -152,14 +162,14 @@ def owned_memory_of(section: str, optimizer: Optimizer) -> OwnedMemory:
 
 
 def updated_tensors(optimizer: Optimizer) -> list[torch.Tensor]:
-    """What an optimizer updates: its parameters, and its state."""
+    """Return the tensors that an optimizer updates: its parameters and its state."""
     groups = (group["params"] for group in optimizer.param_groups)
     found = [tensor for group in groups for tensor in _tensors_in(group)]
     return [*found, *_tensors_in(optimizer.state)]  # without the keys, which are parameters
 
 
 def _memories(tensors: Iterable[torch.Tensor]) -> tuple[Memory, ...]:
-    """Memory of those of ``tensors`` that can be entries and have some."""
+    """Return the memory of the tensors that can be entries and have memory."""
     parts = map(local_tensor, tensors)
     found = (memory_of(tensor) for tensor in parts if why_not_storable(tensor) is None)
     return tuple(memory for memory in found if memory is not None)
@@ -174,7 +184,7 @@ def _tensors_in(value: Any, depth: int = 0) -> Iterator[torch.Tensor]:
 
 
 class AddressRanges:
-    """Bytes of memory, to be looked up: stretches with something else between each two of them."""
+    """Set of bytes as sorted, disjoint address ranges, for lookups."""
 
     def __init__(self, found: Iterable[Memory]) -> None:
         self._begins: dict[torch.device, list[int]] = defaultdict(list)
@@ -189,19 +199,24 @@ class AddressRanges:
                 ends.append(memory.end)
 
     def meet(self, memory: Memory) -> bool:
-        """Whether any of the bytes from the first to the last of ``memory`` is among them."""
+        """Return True if any byte from the first to the last of ``memory`` is in the set."""
         begins = self._begins.get(memory.device, [])
         before = bisect_left(begins, memory.end)
         return before > 0 and self._ends[memory.device][before - 1] > memory.begin
 
     def hold(self, memory: Memory) -> bool:
-        """Whether all of these bytes are."""
+        """Return True if all these bytes are in the set."""
         upto = bisect_right(self._begins.get(memory.device, []), memory.begin)
         return upto > 0 and self._ends[memory.device][upto - 1] >= memory.end
 
 
 class OwnershipIndex:
-    """What all registered optimizers own together."""
+    """Index of the memory that all registered optimizers own together.
+
+    Attributes:
+        options: memory of hyperparameters only.
+        read: memory that updates read from the state.
+    """
 
     def __init__(self, holdings: Iterable[OwnedMemory]) -> None:
         owned: dict[Memory, list[str]] = defaultdict(list)
@@ -210,21 +225,21 @@ class OwnershipIndex:
             for memory in (*holding.slots, *set(holding.shared)):
                 owned[memory].append(holding.optimizer)
         self._owned = dict(owned)
-        # Schedulers change options, and not only in an update: no replay knows when.
+        # Schedulers change options outside of updates, at times that a replay cannot reproduce.
         self.options = {m for holding in holdings for m in holding.shared} - {
             m for holding in holdings for m in holding.slots
         }
-        # Hyperparameters are in an update's record: it reads none of the state.
+        # An update's record holds its hyperparameters, so the update does not read them here.
         self.read = owned.keys() - self.options
         self._spans, self._spans_read = AddressRanges(owned), AddressRanges(self.read)
         self._all_read = AddressRanges(memory for memory in self.read if memory.is_dense)
 
     def own_part_of(self, memory: Memory) -> bool:
-        """Whether an optimizer owns any of the bytes from the first to the last of ``memory``."""
+        """Return True if an optimizer owns any byte from the first to the last of ``memory``."""
         return self._spans.meet(memory)
 
     def read_of(self, memory: Memory | None) -> Literal["", "part", "inside", "whole"]:
-        """What updates read of an entry (see :class:`Owner`)."""
+        """Return the extent to which updates read an entry (see :class:`Owner`)."""
         if memory is None or not self._spans_read.meet(memory):
             return ""
         if memory in self.read:
@@ -232,12 +247,13 @@ class OwnershipIndex:
         return "inside" if self._all_read.hold(memory) else "part"
 
     def optimizers(self, memory: Memory | None) -> list[str]:
-        """Section keys of those that own exactly ``memory``; one is there twice if it owns it
-        twice."""
+        """Return the section keys of the optimizers that own exactly ``memory``, repeated if one
+        owns it twice."""
         return [] if memory is None else self._owned.get(memory, [])
 
     def overlapping(self, others: Iterable[Memory]) -> set[Memory]:
-        """Those of ``others`` and of what is owned that share bytes with another of them."""
+        """Return the regions of ``others`` and of owned memory that share bytes with another of
+        them."""
         found: set[Memory] = set()
         reaching: dict[torch.device, Memory] = {}  # whose end is the largest so far
         for memory in sorted({*self._owned, *others}, key=lambda memory: memory.begin):
@@ -251,16 +267,16 @@ class OwnershipIndex:
 
 @dataclass(frozen=True, slots=True)
 class OwnershipRules:
-    """What the user says about entries, by patterns on their names.
+    """The user's rules on entries, by patterns on their names.
 
     A pattern is a name, or one with ``*``, ``?`` and ``[...]`` as in file names.
 
     Attributes:
-        declared: for entries that a declared update covers.
-        static: for entries that do not change.
-        updates: functions that replay runs, by the pattern of what they update.
-        replays: whether a function finds in replay what it has read in training; else what it
-            updates is logged in full.
+        declared: patterns of entries that a declared update covers.
+        static: patterns of entries that do not change.
+        updates: functions that replay runs, by the pattern of the entries that they update.
+        replays: True: a function reads the same values in replay as in training; otherwise the
+            entries it updates are logged in full.
     """
 
     declared: tuple[str, ...] = ()
@@ -274,11 +290,11 @@ class OwnershipRules:
         declared: Sequence[str] | Mapping[str, DeclaredUpdate | None],
         static: Sequence[str],
     ) -> OwnershipRules:
-        """Checks what can be checked without the state.
+        """Create the rules; check them as far as possible without the state.
 
         Raises:
-            OptionError: for what is no sequence of patterns, and for a function that cannot be
-                called without arguments.
+            OptionError: an option is not a sequence of patterns, or a function cannot be called
+                without arguments.
         """
         for option, patterns in (("declared", declared), ("static", static)):
             listed = isinstance(patterns, Iterable) and not isinstance(patterns, (str, bytes))
@@ -295,7 +311,7 @@ class OwnershipRules:
         return cls(tuple(declared), tuple(static), updates)
 
     def kinds(self, names: Iterable[str]) -> set[Literal["declared", "static"]]:
-        """What is said about an entry that has all these names."""
+        """Return the declared kinds of an entry with all these names."""
         names = list(names)
         kinds: set[Literal["declared", "static"]] = set()
         if any(_matches(pattern, name) for pattern in self.declared for name in names):
@@ -305,13 +321,15 @@ class OwnershipRules:
         return kinds
 
     def updates_of(self, names: Iterable[str]) -> list[str]:
-        """The patterns with a function that match an entry with all these names."""
+        """Return the patterns with a function that match an entry with all these names."""
         names = list(names)
         return [p for p in self.updates if any(_matches(p, name) for name in names)]
 
     def check_updates(self, patterns: Iterable[str]) -> None:
-        """Raises:
-        OptionError: for a pattern without a function.
+        """Check that each pattern has a function.
+
+        Raises:
+            OptionError: a pattern has no function.
         """
         for pattern in patterns:
             if pattern not in self.updates:
@@ -323,8 +341,10 @@ class OwnershipRules:
                 )
 
     def check_used(self, names: Iterable[str]) -> None:
-        """Raises:
-        OptionError: for a pattern that matches none of ``names``, with the nearest ones.
+        """Check that each pattern matches an entry.
+
+        Raises:
+            OptionError: a pattern matches none of ``names``; lists the nearest ones.
         """
         names = list(names)
         for option, patterns in (("declared", self.declared), ("static", self.static)):
@@ -346,17 +366,19 @@ def assign_owners(
     *,
     error: type[OptionError] | type[StateError],
 ) -> dict[str, Owner]:
-    """The owner of every entry.
+    """Return the owner of every entry.
 
     Args:
-        names: all names of each entry, by the first of them; those that nothing may be said
-            about are left out of the values.
+        names: all names of each entry, by the first of them; names that patterns may not match are
+            left out of the values.
         memory: memory of the entries that have some.
-        error: what to raise.
+        claims: memory that optimizers own.
+        rules: the user's rules.
+        error: class of the exception to raise.
 
     Raises:
-        error: where a pattern claims what an optimizer owns, or two kinds, or two functions,
-            claim one entry.
+        error: a pattern matches an entry that an optimizer owns, or two kinds, or two functions,
+            match one entry.
     """
     overlapping = claims.overlapping(memory.values())
     owners: dict[str, Owner] = {}
@@ -365,13 +387,13 @@ def assign_owners(
         optimizers = claims.optimizers(memory.get(name))
         if kinds and optimizers:
             raise error(
-                f"{name} is said to be {' and '.join(sorted(kinds))}, but it is "
+                f"{name} is declared {' and '.join(sorted(kinds))}, but it is "
                 f"updated by {' and '.join(dict.fromkeys(optimizers))}",
                 hint="parameters and state of an optimizer are replayed; make the pattern narrower",
             )
         if len(kinds) > 1:
             raise error(
-                f"{name} is said to be declared and static at once",
+                f"{name} matches patterns of both declared and static",
                 hint="make one of the patterns narrower",
             )
         own = len(optimizers) == 1 and memory[name] not in claims.options
@@ -397,14 +419,14 @@ def assign_owners(
 def _check_callable(pattern: str, update: DeclaredUpdate) -> None:
     problem = None
     if not callable(update):
-        problem = f"{update!r} is no function"
+        problem = f"{update!r} is not a function"
     else:
         try:
             inspect.signature(update).bind()
         except TypeError as error:
             problem = f"it cannot be called without arguments: {error}"
         except ValueError:
-            pass  # one of C: nothing says what it takes
+            pass  # a C function without a signature
     if problem is not None:
         raise OptionError(
             f"declared={{{pattern!r}: ...}}: {problem}",

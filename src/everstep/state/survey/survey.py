@@ -1,9 +1,9 @@
-"""The state at one moment, found without walking through what is as it was.
+"""Survey of the state at one moment: tensors by reference, objects as copies.
 
-A survey is taken in the training thread, at every save. Most of a state is the same tensors
-each time, with other values in them. So each part of the state (see :mod:`.providers`) keeps
-what it found last, with a proof (see :mod:`.proofs`) that looking again would find the same;
-where there is none, or it does not hold, it looks again.
+A survey is taken in the training thread, at every save. Most of a state is the same tensors each
+time, with other values in them. So each section's provider (:mod:`everstep.state.providers`) keeps
+its last contents, with a guard (:mod:`.guards`) that tells whether inspecting the section again
+would give the same. Without a guard, or if it fails, the section is inspected again.
 """
 
 from __future__ import annotations
@@ -53,31 +53,32 @@ __all__ = [
 ]
 
 
-_DRIFT_BYTES = 4096  # objects that grow or shrink by less, or by less than a quarter, are the
-_DRIFT_SHARE = 4  # same to a layout
+# A layout stays valid while objects grow or shrink by less than this, or by less than a quarter.
+_DRIFT_BYTES = 4096
+_DRIFT_SHARE = 4
 
 Identity = Memory | str
-"""Memory of a tensor; the name of one that has none, which is like no other."""
+"""Memory of a tensor; the name of a tensor without memory, which equals no other identity."""
 
 _Row = tuple[str, torch.Tensor, Identity, Entry]
 _NO_FORMS: Mapping[str, Entry] = MappingProxyType({})
 
 PLAIN_TENSORS = frozenset((torch.Tensor, torch.nn.Parameter))
-"""Types that are nothing but a tensor."""
+"""Types without behaviour of their own beside that of a tensor."""
 
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """What a layout is computed from.
+    """Structure of a surveyed state; a layout is computed from it.
 
     Two surveys have the same object if and only if nothing about it has changed.
 
     Attributes:
-        entries: of all tensors, one per distinct memory, in canonical order, with LSN 0.
+        entries: entries of all tensors, one per distinct memory, in canonical order, with LSN 0.
         aliases: ``other name -> entry name`` for tensors that share all of their memory.
-        owners: who answers for each entry, by name.
-        objects_bytes: entry names of the encoded objects, and about their sizes.
-        common: of a rank's share: what it has in common with others.
+        owners: owner of each entry, by name.
+        objects_bytes: approximate sizes of the encoded objects, by entry name.
+        common: digests of the tensors that this rank shares with others; empty for one rank.
     """
 
     entries: tuple[Entry, ...]
@@ -88,18 +89,18 @@ class Shape:
 
     @property
     def static(self) -> frozenset[str]:
-        """Names of the entries that were declared to never change."""
+        """Names of the entries that were declared static."""
         return frozenset(name for name, owner in self.owners.items() if owner.kind == "static")
 
     @property
     def static_bytes(self) -> int:
-        """Bytes of those entries."""
+        """Bytes of the static entries."""
         static = self.static
         return sum(entry.size_bytes for entry in self.entries if entry.name in static)
 
     @property
     def size_bytes(self) -> int:
-        """Bytes of tensors, and about those of objects."""
+        """Bytes of tensors, and approximate bytes of objects."""
         return sum(entry.size_bytes for entry in self.entries) + sum(self.objects_bytes.values())
 
 
@@ -108,9 +109,9 @@ class Survey:
     """The state at one moment: tensors by reference, objects copied.
 
     Attributes:
-        shape: what the tensors and objects are.
-        tensors: live tensors by entry name, in canonical order; those that are as they were
-            are the same Python objects as in the survey before.
+        shape: structure of the tensors and objects.
+        tensors: live tensors by entry name, in canonical order; unchanged ones are the same Python
+            objects as in the previous survey.
     """
 
     shape: Shape
@@ -119,12 +120,12 @@ class Survey:
     _sizes: dict[str, int] = field(repr=False)
 
     def objects(self) -> dict[str, bytes]:
-        """Encodes the objects, as they were when the survey was taken, by entry name.
+        """Encode the objects, as they were when the survey was taken, by entry name.
 
         May be called from another thread, and while training goes on.
 
         Raises:
-            UnsupportedStateError: for objects that are too large.
+            UnsupportedStateError: objects are too large.
         """
         encoded = self.encoded()
         too_large = [
@@ -139,12 +140,12 @@ class Survey:
         return objects
 
     def measure(self) -> None:
-        """What :meth:`objects` finds their sizes to be, the next survey's shape says, at the
-        latest, where nobody wants them now; in any thread."""
+        """Encode the objects only to update their sizes, for the shape of the next survey; in
+        any thread."""
         self.objects()
 
     def encoded(self) -> dict[str, Encoded]:
-        """The objects, encoded, by section; from now on they are kept so."""
+        """Return the encoded objects by section; the survey keeps them in this form."""
         encoded = {section: _encoded(tree, section) for section, tree in self._trees.items()}
         self._trees = encoded
         return encoded
@@ -152,8 +153,10 @@ class Survey:
 
 @dataclass(frozen=True, slots=True)
 class DeferredTree:
-    """Stands for a tree that is made where it is encoded, of what was copied when it was surveyed:
-    in the thread that copies, mostly, and training does not wait for it."""
+    """Object tree that is built when it is encoded, from data copied when it was surveyed.
+
+    Encoding mostly happens in the copying thread, so training does not wait for it.
+    """
 
     tree: Callable[[], object]
 
@@ -167,7 +170,14 @@ def _encoded(tree: object, section: str) -> Encoded:
 
 @dataclass(frozen=True, slots=True)
 class TensorBlock:
-    """Tensors of one part of the state, in canonical order, as detached views."""
+    """Tensors of one section, or of one component of it, in canonical order, as detached views.
+
+    Attributes:
+        names: names of the tensors.
+        tensors: detached views of the live tensors.
+        identities: memory of each tensor, or its name if it has none.
+        entries: entry of each tensor, with LSN 0.
+    """
 
     names: tuple[str, ...] = ()
     tensors: tuple[torch.Tensor, ...] = ()
@@ -181,11 +191,14 @@ class TensorBlock:
         before: Sequence[TensorBlock],
         forms: Mapping[str, Entry] = _NO_FORMS,
     ) -> TensorBlock:
-        """A block of storable tensors; the tensors, and the block itself, are those of a block
-        in ``before`` where they are the same.
+        """Create a block of storable tensors.
+
+        Tensors, and the block itself, are taken from ``before`` where they are the same.
 
         Args:
-            forms: entries of those that are parts of larger ones.
+            named: storable tensors by name.
+            before: blocks of the last inspection.
+            forms: entries of the tensors that are shards of a DTensor.
         """
         if not named:
             return _EMPTY
@@ -207,13 +220,13 @@ class TensorBlock:
         return new
 
     def first(self, count: int) -> TensorBlock:
-        """A block of the first tensors only."""
+        """Return a block of the first ``count`` tensors."""
         return TensorBlock(
             self.names[:count], self.tensors[:count], self.identities[:count], self.entries[:count]
         )
 
     def rows(self) -> Iterator[_Row]:
-        """Name, tensor, identity and entry of each."""
+        """Yield name, tensor, identity and entry of each tensor."""
         return zip(self.names, self.tensors, self.identities, self.entries, strict=True)
 
 
@@ -222,12 +235,13 @@ _EMPTY = TensorBlock()
 
 @dataclass(frozen=True, slots=True)
 class SectionContents:
-    """What is found in one section of the state.
+    """Contents of one section of the state.
 
     Attributes:
         blocks: the tensors; a block in which nothing has changed is the same object as before.
         tree: the objects, copied, with references to the tensors.
-        holding: what it owns, if it is an optimizer; the same object as before if unchanged.
+        holding: memory that an optimizer owns; the same object as before if unchanged. None: no
+            optimizer.
     """
 
     blocks: tuple[TensorBlock, ...]
@@ -236,10 +250,15 @@ class SectionContents:
 
 
 def inspect_tree(value: object, section: str, before: Sequence[TensorBlock]) -> SectionContents:
-    """What is found in ``value``, without shortcuts; ``before`` is what was found last.
+    """Return the contents of ``value``, without shortcuts.
+
+    Args:
+        value: nested state.
+        section: its key in the state dict.
+        before: blocks of the last inspection.
 
     Raises:
-        UnsupportedStateError: listing every leaf that cannot be stored.
+        UnsupportedStateError: some leaves cannot be stored; lists all of them.
     """
     named: dict[str, torch.Tensor] = {}
     tree = split(value, section, named)
@@ -249,12 +268,12 @@ def inspect_tree(value: object, section: str, before: Sequence[TensorBlock]) -> 
 def storable_block(
     tree: object, named: Mapping[str, torch.Tensor], section: str, before: Sequence[TensorBlock]
 ) -> TensorBlock:
-    """The block of the tensors ``named``, if all of them and of ``tree`` can be stored.
+    """Return the block of the tensors ``named``, if they and the rest of ``tree`` can be stored.
 
     Raises:
-        UnsupportedStateError: listing every leaf that cannot be stored.
+        UnsupportedStateError: some leaves cannot be stored; lists all of them.
     """
-    if not named:  # plain data, mostly: at every save
+    if not named:  # the usual case of plain data, at every save
         if leaves := unsupported_leaves(tree, section):
             raise unsupported(leaves)
         return _EMPTY
@@ -265,7 +284,7 @@ def storable_block(
         try:
             parts[name] = LocalShard.of(tensor)
         except ValueError as error:
-            leaves.append((name, f"a DTensor whose parts cannot be told: {error}"))
+            leaves.append((name, f"a DTensor whose local shard cannot be determined: {error}"))
     if spread and not leaves:
         named = {**named, **{name: part.local for name, part in parts.items()}}
     leaves += [
@@ -281,27 +300,28 @@ def storable_block(
 
 
 def unsupported(leaves: Sequence[tuple[str, str]]) -> UnsupportedStateError:
-    """The error that lists ``leaves``, pairs of a name and a reason."""
+    """Create the error that lists ``leaves``, pairs of a name and a reason."""
     listed = "\n".join(f"  {name}: {reason}" for name, reason in leaves)
     hint = (
-        "nobody brings a copy of what an object holds up to date: put it into the state before "
-        "each ckpt.step(), and behind resume() back into the object; or give an object whose "
-        "state_dict() and load_state_dict() do that"
+        "a copy of an object's data is not updated automatically: copy the data into the state "
+        "before each ckpt.step(), and back into the object after resume(); or put an object with "
+        "state_dict() and load_state_dict() into the state"
     )
     return UnsupportedStateError(
-        f"{len(leaves)} part(s) of the state cannot be stored:\n{listed}",
+        f"{len(leaves)} leaf value(s) of the state cannot be stored:\n{listed}",
         leaves=tuple(leaves),
         hint=hint if any("store " in reason for _, reason in leaves) else None,
     )
 
 
 def same_objects(one: Sequence[object], other: Sequence[object]) -> bool:
-    """Whether both hold the very same objects. (``==`` would compare tensors by value.)"""
+    """Return True if both sequences hold the very same objects. (``==`` would compare tensors by
+    value.)"""
     return len(one) == len(other) and all(map(is_, one, other))
 
 
 def _is_same_memory(tensor: torch.Tensor, view: torch.Tensor) -> bool:
-    """Whether a tensor of the same identity is the same memory: storage, offset, shape, strides."""
+    """Return True if a tensor has the memory of a view: storage, offset, shape and strides."""
     if type(tensor) not in PLAIN_TENSORS or tensor.dtype != view.dtype:
         return False
     if tensor.is_conj() or tensor.is_neg():
@@ -313,10 +333,10 @@ def _is_same_memory(tensor: torch.Tensor, view: torch.Tensor) -> bool:
 
 
 class SurveyBuilder:
-    """Makes surveys of the parts of the state; keeps what is the same from one to the next.
+    """Builder of surveys from sections; reuses unchanged structures of the previous survey.
 
     Args:
-        told: what the user says about owners.
+        rules: the user's rules on ownership.
     """
 
     def __init__(self, rules: OwnershipRules) -> None:
@@ -326,11 +346,12 @@ class SurveyBuilder:
         self._sizes: dict[str, int] = {}
 
     def survey(self, parts: Mapping[str, SectionContents]) -> Survey:
-        """The survey of a state that consists of ``parts``, by section.
+        """Return the survey of a state with these sections.
 
         Raises:
-            UnsupportedStateError: for objects that are too large.
-            StateError: for patterns that claim what they may not; an OptionError the first time.
+            UnsupportedStateError: objects are too large.
+            StateError: a pattern claims an entry that an optimizer owns; an OptionError the first
+                time.
         """
         trees: Mapping[str, object] = {section: part.tree for section, part in parts.items()}
         blocks = tuple(block for part in parts.values() for block in part.blocks)
@@ -341,7 +362,7 @@ class SurveyBuilder:
             known = _TensorIndex(blocks, holdings)
             new = self._shape_of(known)
             if shape is None or replace(new, objects_bytes=shape.objects_bytes) != shape:
-                # A layout will be made of it, so with the sizes of now.
+                # A new layout will be planned from this shape, so it needs the current sizes.
                 survey = Survey(new, {}, trees, self._sizes)
                 shape = replace(new, objects_bytes=_sizes_of(survey.objects()))
                 trees = survey.encoded()
@@ -365,7 +386,7 @@ class SurveyBuilder:
         return Shape(known.entries, aliases, MappingProxyType(owners), MappingProxyType({}))
 
     def _resized(self, shape: Shape) -> Shape:
-        """The shape with new sizes of objects, if they are no longer about those."""
+        """Return the shape with current sizes of objects, if the sizes have drifted too far."""
         for name, size in shape.objects_bytes.items():
             now = self._sizes[name]
             if abs(now - size) > max(_DRIFT_BYTES, size // _DRIFT_SHARE):
@@ -374,11 +395,14 @@ class SurveyBuilder:
 
 
 class _TensorIndex:
-    """All tensors at the last survey, and which of them share memory.
+    """All tensors of the last survey, and the names that share memory.
 
     Attributes:
+        claims: memory that optimizers own.
         names: entry name by identity.
+        aliases: ``other name -> entry name``.
         tensors: live tensors by entry name, read-only.
+        entries: entries in canonical order.
     """
 
     def __init__(self, blocks: tuple[TensorBlock, ...], holdings: tuple[OwnedMemory, ...]) -> None:
@@ -403,15 +427,16 @@ class _TensorIndex:
         self.entries = tuple(entries)
 
     def follow(self, blocks: tuple[TensorBlock, ...], holdings: tuple[OwnedMemory, ...]) -> bool:
-        """Takes over ``blocks`` if no more has changed than the memory of single tensors that
-        have to do with no other tensor and no optimizer, neither then nor now.
+        """Take over ``blocks`` if nothing changed but the memory of tensors that share no memory
+        with other tensors or optimizers, neither before nor now.
 
-        So names, entries, aliases and owners are the same. What does not, changes nothing here.
+        Names, entries, aliases and owners stay valid then. Otherwise return False and change
+        nothing.
         """
         if len(blocks) != len(self._blocks) or not same_objects(holdings, self._holdings):
             return False
         if same_objects(blocks, self._blocks):
-            return True  # mostly
+            return True  # the usual case
         moved: dict[Identity, tuple[str, Identity]] = {}  # by old identity
         fresh: dict[str, torch.Tensor] = {}
         for old, new in zip(self._blocks, blocks, strict=True):
@@ -427,7 +452,7 @@ class _TensorIndex:
                     if was in moved:
                         return False
                     moved[was] = (name, now)
-        if not self._are_apart(moved):
+        if not self._share_no_memory(moved):
             return False
         for was in moved:
             del self.names[was]
@@ -439,7 +464,8 @@ class _TensorIndex:
         self._blocks = blocks
         return True
 
-    def _are_apart(self, moved: Mapping[Identity, tuple[str, Identity]]) -> bool:
+    def _share_no_memory(self, moved: Mapping[Identity, tuple[str, Identity]]) -> bool:
+        """Return True if the moved tensors overlap no other tensor and no optimizer's memory."""
         new = {now for _, now in moved.values()}
         if len(new) < len(moved) or not self._tied.isdisjoint(moved):
             return False

@@ -1,1 +1,11 @@
-"""Values: tensors, plain Python objects and nested containers as bytes. Never pickle."""
+"""Leaf values of a state: tensors, plain objects and random generators, as entries and as bytes.
+
+The room runs in both processes, mostly in the trainer; it does no I/O. Read in this order:
+
+``tensors``     tensors and DTensors as entries; their memory as bytes
+``tree``        split nested state into tensors and plain objects, and join them again
+``objects``     encode plain objects as bytes: tagged msgpack, never pickle
+``refusals``    advice for objects that cannot be stored
+``generators``  states of random generators: the process's own, and those in plain data
+``referrers``   find objects that refer to given objects
+"""

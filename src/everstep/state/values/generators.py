@@ -1,7 +1,8 @@
-"""Generators of random numbers as parts of the state: torch's, NumPy's and Python's.
+"""States of random generators: those of the process, and generator objects in plain data.
 
-A generator's state is taken when the state is surveyed, and set in the generator that is there
-when it is restored, so that whoever holds the generator draws on from there.
+The generators of the process (Python, NumPy, torch, CUDA devices in use) are always part of the
+state. The state of a generator object is taken when the state is surveyed, and set in the live
+generator when it is restored, so that every holder of that generator continues from there.
 """
 
 from __future__ import annotations
@@ -40,10 +41,10 @@ _HOSTILE = (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeErro
 
 @dataclass(frozen=True, slots=True)
 class GeneratorState:
-    """The state of a generator, as it is stored.
+    """Stored state of a generator object.
 
     Attributes:
-        kind: which generator can take it, as :func:`kind_of` names it.
+        kind: kind of generator that can take the state, as :func:`kind_of` returns it.
         data: the state, encoded by :mod:`.objects`.
     """
 
@@ -55,7 +56,7 @@ class GeneratorState:
 
 
 def is_generator(value: object) -> bool:
-    """Return whether a value is a generator whose state can be taken and set again."""
+    """Return True if a value is a generator whose state can be taken and set again."""
     kind = type(value)
     if kind is np.random.Generator or kind is np.random.RandomState:
         return kind_of(value).split()[-1] in _BIT_GENERATORS
@@ -63,7 +64,7 @@ def is_generator(value: object) -> bool:
 
 
 def kind_of(generator: Any) -> str:
-    """Return a name that two generators share if one can take the state of the other."""
+    """Return the kind of a generator: generators of one kind can take each other's state."""
     if isinstance(generator, torch.Generator):
         return f"torch.Generator {generator.device.type}"
     if isinstance(generator, np.random.Generator):
@@ -74,7 +75,7 @@ def kind_of(generator: Any) -> str:
 
 
 def state_of(generator: Any) -> Any:
-    """Return the state of a generator as plain data, which later draws do not change."""
+    """Return the state of a generator as plain data that later draws do not change."""
     if isinstance(generator, torch.Generator):
         return generator.get_state().numpy().copy()
     if isinstance(generator, np.random.Generator):
@@ -86,10 +87,10 @@ def state_of(generator: Any) -> Any:
 
 
 def set_state(generator: Any, state: Any) -> None:
-    """Set what :func:`state_of` gave for a generator of the same kind.
+    """Set the state of a generator to one that :func:`state_of` returned for the same kind.
 
     Raises:
-        FormatError: it is no state of such a generator.
+        FormatError: the data is not a state of such a generator.
     """
     try:
         if isinstance(generator, torch.Generator):
@@ -102,14 +103,14 @@ def set_state(generator: Any, state: Any) -> None:
             words = tuple(state["words"].tolist())
             generator.setstate((state["version"], words, state["gauss"]))
     except _HOSTILE as error:
-        raise FormatError(f"no state of a {kind_of(generator)}: {error!r}") from error
+        raise FormatError(f"not a state of a {kind_of(generator)}: {error!r}") from error
 
 
 def new_generator(kind: str) -> Any:
-    """Make a generator of this kind.
+    """Create a generator of this kind.
 
     Raises:
-        UnavailableError: this machine has none of this kind.
+        UnavailableError: this machine cannot create one.
     """
     if reason := why_not_made(kind):
         raise UnavailableError(reason)
@@ -125,7 +126,7 @@ def new_generator(kind: str) -> Any:
 
 
 def why_not_made(kind: str) -> str | None:
-    """Return why no generator of this kind can be made on this machine; None: one can."""
+    """Return the reason why this machine cannot create a generator of this kind; None: it can."""
     family, _, detail = kind.partition(" ")
     if family == "random.Random":
         return None
@@ -137,12 +138,20 @@ def why_not_made(kind: str) -> str | None:
         return None
     if family in ("numpy.random.Generator", "numpy.random.RandomState"):
         return None if detail in _BIT_GENERATORS else f"numpy has no bit generator {detail!r}"
-    return f"{kind!r} names no random generator that this version of everstep knows"
+    return f"{kind!r} is not a random generator that this version of everstep supports"
 
 
 class RngStates(NamedTuple):
-    """States of Python's, NumPy's and torch's generators, and of every CUDA device in use; None:
-    none is. Nobody else has any of these objects."""
+    """States of the generators of Python, NumPy and torch, and of every CUDA device in use.
+
+    The objects are not shared with the generators.
+
+    Attributes:
+        python: ``random.getstate()``.
+        numpy: ``numpy.random.get_state(legacy=False)``.
+        torch: state of the CPU generator, uint8.
+        cuda: states by device; None: no CUDA device is in use.
+    """
 
     python: tuple[Any, ...]
     numpy: Mapping[str, Any]
@@ -151,19 +160,20 @@ class RngStates(NamedTuple):
 
     @classmethod
     def now(cls) -> RngStates:
-        """As they are."""
+        """Take the current states."""
         cuda = list(torch.cuda.get_rng_state_all()) if cuda_in_use() else None
         numpy = np.random.get_state(legacy=False)
         return cls(random.getstate(), numpy, torch.get_rng_state(), cuda)
 
     @property
     def is_usual(self) -> bool:
-        """Whether they need not be looked through for what cannot be stored."""
+        """Return True if the states are of the usual types, so that they need no check for storable
+        leaves."""
         gauss = type(self.python[2])
         return self.numpy["bit_generator"] == "MT19937" and gauss in (float, type(None))
 
     def same(self, other: RngStates) -> bool:
-        """Return whether nothing was drawn between these states and others."""
+        """Return True if no numbers were drawn between these states and others."""
         mine = self.numpy["state"]
         theirs = other.numpy["state"]
         return (
@@ -176,10 +186,11 @@ class RngStates(NamedTuple):
         )
 
     def tree(self, of_torch: object, of_cuda: object) -> dict[str, Any]:
-        """The states as they are stored.
+        """Return the states in the form in which they are stored.
 
         Args:
-            of_torch, of_cuda: what stands there for the tensors.
+            of_torch: value to store in place of torch's state.
+            of_cuda: value to store in place of the states of CUDA devices.
         """
         version, words, gauss = self.python
         # An array instead of a tuple of 625 integers, which costs milliseconds to take apart.
@@ -189,34 +200,35 @@ class RngStates(NamedTuple):
 
 
 def capture_rng() -> dict[str, Any]:
-    """States of all generators as they are now, as they are stored."""
+    """Return the current states of all generators of the process, in stored form."""
     states = RngStates.now()
     return states.tree(states.torch, states.cuda)
 
 
 def _as_array(words: Sequence[int]) -> np.ndarray[Any, Any]:
-    """32-bit words as an array; twice as fast as ``np.array``."""
+    """Return 32-bit words as an array; twice as fast as ``np.array``."""
     return np.frombuffer(array("I", words), np.uint32)
 
 
 def numpy_rng_mismatch(state: Any) -> str | None:
-    """Why NumPy's generator cannot take up the state that was saved of it; None: it can."""
+    """Return the reason why NumPy's generator cannot take a saved state; None: it can."""
     numpy = state.get("numpy") if isinstance(state, dict) else None
     saved = numpy.get("bit_generator") if isinstance(numpy, dict) else None
     mine = np.random.get_state(legacy=False)["bit_generator"]
     if not isinstance(saved, str) or saved == mine:
         return None
     return (
-        f"saved of a {saved}, live is a {mine}: call numpy.random.set_bit_generator() before "
-        "resume(), as the program that saved it has"
+        f"saved from a {saved}, but the live generator is a {mine}: call "
+        "numpy.random.set_bit_generator() before resume(), as the saving program did"
     )
 
 
 def restore_rng(state: dict[str, Any]) -> list[str]:
-    """Puts the generators back.
+    """Set the generators of the process to saved states.
 
     Returns:
-        What could not be restored on this machine, in words; such a resume is not exact.
+        Descriptions of the states that could not be restored on this machine; such a resume is not
+            exact.
     """
     python = state["python"]
     random.setstate((python["version"], tuple(python["words"].tolist()), python["gauss"]))
@@ -225,19 +237,19 @@ def restore_rng(state: dict[str, Any]) -> list[str]:
     saved = state.get("cuda", [])
     here = torch.cuda.device_count() if saved and torch.cuda.is_available() else 0
     if here:
-        # Before that torch would only note the states down, and when CUDA comes into use, put
-        # behind them what torch.manual_seed() has noted, however long before.
+        # CUDA must be initialised first. Otherwise torch only queues the states, and when CUDA is
+        # first used it applies a queued torch.manual_seed() after them, which overwrites them.
         torch.cuda.init()  # type: ignore[no-untyped-call]
     for device in range(min(len(saved), here)):
         torch.cuda.set_rng_state(saved[device], device)
     if here < len(saved):
-        return [f"RNG of {len(saved) - here} CUDA device(s) that are not here"]
+        return [f"RNG of {len(saved) - here} CUDA device(s) that this machine does not have"]
     return []
 
 
 @contextmanager
 def preserve_rng() -> Iterator[None]:
-    """Put the generators back as they were at the end of the block, whatever it has drawn."""
+    """Restore the generators at the end of the block to their states at its beginning."""
     states = capture_rng()
     try:
         yield

@@ -1,19 +1,19 @@
-"""Plain Python objects as bytes: tagged msgpack, and never pickle.
+"""Encode plain Python objects as bytes: tagged msgpack, never pickle.
 
-Everything of a training state that is not a tensor goes through :func:`encode` and comes back
-from :func:`decode` with the same types and values, or is refused by name. Where a tensor stood,
-the caller puts a :class:`TensorRef`.
+Everything of a training state that is not a tensor goes through :func:`encode` and comes back from
+:func:`decode` with the same types and values, or is refused by name. The caller puts a
+:class:`TensorRef` in the place of each tensor.
 
 Wire format
     One msgpack value; nothing follows it. None, bool, float (always float 64), str (UTF-8),
     bytes, list and dict (order kept, any hashable storable keys) are msgpack's own nil, bool,
     float, str, bin, array and map; int is msgpack's int from -2**63 up to 2**64 (exclusive).
     Anything else is *tagged*: an array whose first element is a marker, an ext of length 0
-    (bytes ``c7 00 tag``) whose ext code is the tag; the other elements are the parts. An ext
-    anywhere else, or with a payload, is an error.
+    (bytes ``c7 00 tag``) whose ext code is the tag; the other elements are its components. An
+    ext anywhere else, or with a payload, is an error.
 
     === =================== =====================================================
-    tag type                parts
+    tag type                components
     === =================== =====================================================
       1 tuple               the items
       2 set                 the members, in ascending order of their encodings
@@ -39,13 +39,13 @@ Wire format
      44 GeneratorState      str: kind of generator, bin: its state, encoded
     === =================== =====================================================
 
-    Tags below 32 are containers, as are list and dict: their parts are any values, and at most
-    ``MAX_DEPTH`` containers may lie inside each other (keys and members count too). The parts
-    of other tags are untagged scalars. Equal values with equal order of keys have equal
-    bytes. An object that is referred to twice is written twice.
+    Tags below 32 are containers, as are list and dict: their components are any values, and at
+    most ``MAX_DEPTH`` containers may lie inside each other (keys and members count too). The
+    components of other tags are untagged scalars. Equal values with equal order of keys have
+    equal bytes. An object that is referred to twice is written twice.
 
-Refused, though they look plain: subclasses of these types (they would come back as another
-type) and numpy arrays of objects, structures and ``longdouble`` (no two machines agree on it).
+Refused, though they look plain: subclasses of these types (they would come back as another type)
+and numpy arrays of objects, structures and ``longdouble`` (which differs between machines).
 """
 
 from __future__ import annotations
@@ -86,10 +86,11 @@ __all__ = [
 ]
 
 FIXED: Final = frozenset((type(None), bool, int, float))
-"""Types whose values can all be stored, and never change."""
+"""Immutable types all of whose values can be stored."""
 
 COLLISIONS_MAX: Final = 256
-"""So many keys of a dict, or members of a set, may have one hash; nothing but malice has more."""
+"""Maximum number of keys of a dict, or members of a set, with equal hashes; only crafted data has
+more."""
 
 _STR = frozenset((str,))
 _SECRETLY_HASHED = frozenset((str, bytes))
@@ -98,8 +99,12 @@ _TEXT_BYTES_MAX = 1 << 20
 
 
 def is_plain(value: object, levels: int = _LEVELS) -> bool:
-    """Whether a value is made of nothing but numbers, bools, None and short ASCII texts, in dicts
-    with such texts as keys, lists and tuples, at most so many levels deep."""
+    """Return True if a value consists of numbers, bools, None and short ASCII strings, in dicts
+    with such strings as keys, lists and tuples, nested at most ``levels`` deep.
+
+    This is a fast check for the training thread, which looks at all objects at each save. False
+    does not mean that the value cannot be stored.
+    """
     kind = type(value)
     if kind is str:
         assert isinstance(value, str)
@@ -120,8 +125,8 @@ def is_plain(value: object, levels: int = _LEVELS) -> bool:
 
 
 def is_fixed(value: Mapping[Any, Any]) -> bool:
-    """Whether a dict holds nothing but numbers, bools, None, and tuples of them: beside being
-    plain, none of it can change."""
+    """Return True if a dict holds only numbers, bools, None, and tuples of them: immutable plain
+    data."""
     for part in value.values():
         kind = type(part)
         if kind not in FIXED and (kind is not tuple or not FIXED.issuperset(map(type, part))):
@@ -130,8 +135,9 @@ def is_fixed(value: Mapping[Any, Any]) -> bool:
 
 
 def has_hash_collisions(keys: Collection[Any]) -> bool:
-    """Whether more than :data:`COLLISIONS_MAX` keys or members have the same hash: each of them
-    would be compared with all before it, and a few megabytes would take minutes.
+    """Return True if more than :data:`COLLISIONS_MAX` of these keys or members have the same hash.
+
+    Inserting them into a dict would take quadratic time: minutes for a few megabytes.
 
     Raises:
         TypeError: one of them has no hash.
@@ -149,7 +155,7 @@ def _is_named_plainly(value: Mapping[Any, Any]) -> bool:
 
 
 MAX_DEPTH: Final = 100
-"""How many containers may lie inside each other, on the way in and on the way out."""
+"""Maximum number of nested containers, when encoding and when decoding."""
 
 _BIN_BYTES_MAX = 2**32 - 1  # msgpack's longest bin and str
 _NATIVE = FIXED | {str, bytes}
@@ -166,29 +172,28 @@ _NUMPY_SCALARS = frozenset(np.dtype(code).type for code in "?bhilBHILefdFDmM")
 
 @dataclass(frozen=True, slots=True)
 class TensorRef:
-    """Stands in an object tree where a tensor was; ``name`` is the name of its entry."""
+    """Reference to a tensor in an object tree; ``name`` is the name of its entry."""
 
     name: str
 
 
 @dataclass(frozen=True, slots=True)
 class Encoded:
-    """Stands in an object tree for a part that :func:`encode` has encoded before, at this depth
-    or deeper."""
+    """Subtree that :func:`encode` has encoded before, at this depth or deeper."""
 
     data: bytes
 
 
 def encode(value: object, name: str = "object", *, checked: bool = False) -> bytes:
-    """The bytes of ``value``; the same value always gives the same bytes.
+    """Return the bytes of ``value``; equal values always give equal bytes.
 
     Args:
-        value: plain data, as the module's docstring lists it.
-        name: what errors call it.
-        checked: :func:`unsupported_leaves` has found none in it, and it has not changed since.
+        value: plain data, as listed in the module's docstring.
+        name: name of the value in error messages.
+        checked: :func:`unsupported_leaves` has found nothing in it, and it has not changed since.
 
     Raises:
-        UnsupportedStateError: listing every leaf that cannot be stored.
+        UnsupportedStateError: some leaves cannot be stored; lists all of them.
     """
     leaves = [] if checked else unsupported_leaves(value, name)
     if leaves:
@@ -200,28 +205,27 @@ def encode(value: object, name: str = "object", *, checked: bool = False) -> byt
 
 
 def decode(data: bytes | memoryview) -> object:
-    """The value that :func:`encode` was given.
+    """Return the value that :func:`encode` was given.
 
-    Nothing is allocated on the word of a length field. No bytes, however made, run code, or
-    raise anything else than this:
+    Safe for untrusted bytes: no allocation relies on a length field alone, and no code is run.
 
     Raises:
-        FormatError: for bytes that :func:`encode` did not write.
+        FormatError: the bytes were not written by :func:`encode`.
     """
     try:
         return _Reader(bytes(data)).read()
     except _HOSTILE as error:
         ends = isinstance(error, (IndexError, msgpack.OutOfData))
         reason = "they end too early" if ends else str(error)
-        raise FormatError(f"an object's bytes are not what they claim to be: {reason}") from error
+        raise FormatError(f"an object's bytes are invalid: {reason}") from error
 
 
 def unsupported_leaves(value: object, name: str) -> list[tuple[str, str]]:
-    """Every leaf of ``value`` that cannot be stored, as ``(path, reason)``; none if all can.
+    """Return every leaf of ``value`` that cannot be stored, as ``(path, reason)``.
 
-    ``name`` is the path of ``value`` itself, and the front of all the paths. A member of a set
-    has no key or index; in a path it is ``*``. A container that several paths lead to is
-    searched once, under the first of them.
+    ``name`` is the path of ``value`` itself, and the front of all the paths. A member of a set has
+    no key or index; in a path it is ``*``. A container that several paths lead to is searched once,
+    under the first of them.
     """
     if is_plain(value):
         return []
@@ -231,10 +235,10 @@ def unsupported_leaves(value: object, name: str) -> list[tuple[str, str]]:
 
 
 def join_path(parent: str, key: object) -> str:
-    """The path of ``key`` (of a dict, or an index) in ``parent``: ``section/key/3``.
+    """Return the path of ``key`` (of a dict, or an index) in ``parent``: ``section/key/3``.
 
-    In a key, ``~`` is written ``~0`` and ``/`` is written ``~1``. The result is valid UTF-8
-    whatever the key is. Keys 0 and "0" share a path. An empty ``parent`` is no parent.
+    In a key, ``~`` is written ``~0`` and ``/`` is written ``~1``. The result is valid UTF-8 for
+    every key. Keys 0 and "0" share a path. An empty ``parent`` stands for no parent.
     """
     try:
         text = str(key)
@@ -247,17 +251,18 @@ def join_path(parent: str, key: object) -> str:
 
 
 class _Form(NamedTuple):
-    """A tagged type: how it is taken into parts, and built from parts that nobody has checked."""
+    """Tagged type: how to take a value into components, and how to build it from unchecked
+    components."""
 
     tag: int
     name: str
     kind: type
     parts: Callable[[Any], list[Any]]
-    build: Callable[[list[Any]], object]  # raises only what _HOSTILE lists
+    build: Callable[[list[Any]], object]  # raises only exceptions in _HOSTILE
 
 
 def _take(parts: list[Any], *kinds: type) -> list[Any]:
-    """``parts``, if they have exactly these types; ``object`` stands for any."""
+    """Return ``parts`` if they have exactly these types; ``object`` stands for any."""
     for part, kind in zip(parts, kinds, strict=True):
         if kind not in (object, type(part)):
             raise ValueError(f"{kind.__name__} was expected, not {type(part).__name__}")
@@ -265,13 +270,13 @@ def _take(parts: list[Any], *kinds: type) -> list[Any]:
 
 
 def _simple(tag: int, kind: type, parts: Callable[[Any], list[Any]], *kinds: type) -> _Form:
-    """A type whose constructor takes its parts, which have these types."""
+    """Create the form of a type whose constructor takes its components, which have these types."""
     name = f"numpy.{kind.__name__}" if kind.__module__ == "numpy" else kind.__name__
     return _Form(tag, name, kind, parts, lambda got: kind(*_take(got, *kinds)))
 
 
 def _torch_enum(tag: int, kind: type) -> _Form:
-    """A type whose instances are attributes of ``torch``, and print as such."""
+    """Create the form of a type whose instances are attributes of ``torch``, and print as such."""
     known = {str(item)[6:]: item for item in vars(torch).values() if isinstance(item, kind)}
     name = f"torch.{kind.__name__}"
     return _Form(tag, name, kind, lambda item: [str(item)[6:]], partial(_look_up, known))
@@ -293,7 +298,7 @@ def _pairs(value: Mapping[Any, Any]) -> list[Any]:
 
 
 def _build_unique(kind: Any, parts: list[Any]) -> object:
-    """A set from members, or a dict from alternating keys and values; none of them twice."""
+    """Build a set from members, or a dict from alternating keys and values; refuse duplicates."""
     of_pairs = issubclass(kind, dict)
     if has_hash_collisions(parts[::2] if of_pairs else parts):
         raise ValueError(f"more than {COLLISIONS_MAX} keys or members have the same hash")
@@ -390,7 +395,7 @@ TAGS: Mapping[str, int] = MappingProxyType({form.name: form.tag for form in _FOR
 
 
 def _pieces(value: Any, packer: Any) -> Iterator[bytes]:
-    """The encoding of a value that :func:`unsupported_leaves` has nothing against, in pieces."""
+    """Yield the encoding of a value without unsupported leaves, in pieces."""
     kind = type(value)
     if kind is Encoded:
         yield value.data
@@ -424,16 +429,19 @@ _ARRAY_BYTES = frozenset((*range(0x90, 0xA0), 0xDC, 0xDD))
 _MAP_BYTES = frozenset((*range(0x80, 0x90), 0xDE, 0xDF))
 _EXT8_BYTE = 0xC7
 _NOT_SCALAR = _ARRAY_BYTES | _MAP_BYTES | {0xC1, 0xC7, 0xC8, 0xC9, 0xCA, *range(0xD4, 0xD9)}
-"""First bytes of arrays, maps, exts, float 32, and the one that msgpack does not use."""
+"""First bytes of arrays, maps, exts, float 32, and the byte that msgpack does not use."""
 
 
 class _Reader:
-    """Reads one value from untrusted bytes: scalars by msgpack, structure here, because msgpack
-    allocates a list as long as an array claims to be and knows no depth of ours."""
+    """Reader of one value from untrusted bytes.
+
+    Scalars are read by msgpack. Arrays and maps are read here, because msgpack allocates a list as
+    long as an array claims to be and has no depth limit.
+    """
 
     def __init__(self, data: bytes) -> None:
         self._data = data
-        sizes = {f"max_{what}_len": len(data) for what in ("str", "bin", "array", "map")}
+        sizes = {f"max_{kind}_len": len(data) for kind in ("str", "bin", "array", "map")}
         self._tokens = msgpack.Unpacker(max_buffer_size=len(data) or 1, max_ext_len=0, **sizes)
         self._tokens.feed(data)
         self._tell: Callable[[], int] = self._tokens.tell
@@ -471,16 +479,17 @@ class _Reader:
 
 
 class _Walker:
-    """Finds everything that cannot be stored, without writing or copying."""
+    """Search for leaves that cannot be stored, without writing or copying."""
 
     def __init__(self) -> None:
         self.found: list[tuple[str, str]] = []
         self._heights: dict[int, int] = {}  # of containers, by id: each is walked once
 
     def walk(self, value: Any, path: str, role: str, depth: int) -> int:
-        """Adds to ``found``; returns how many levels of containers ``value`` is high.
+        """Add unsupported leaves to ``found``; return the height of ``value`` in levels of
+        containers.
 
-        ``role`` ("key: ") leads the reasons where the path alone would mislead.
+        ``role`` ("key: ") precedes the reasons if the path alone would mislead.
         """
         if type(value) not in _CONTAINERS:
             if reason := _leaf_problem(value):
@@ -509,7 +518,7 @@ class _Walker:
 
 
 def _children(value: Any) -> Iterator[tuple[object, object, str]]:
-    """``(key in the path, part, role)`` of those parts of a container that may be refused."""
+    """Yield ``(key in the path, child, role)`` for children of a container that may be refused."""
     kind = type(value)
     if kind in (dict, OrderedDict, Counter):
         for key, item in value.items():

@@ -1,8 +1,8 @@
-"""Objects of a class that hold a given object, found through the garbage collector.
+"""Find objects that refer to given objects, through the garbage collector.
 
-``gc.get_objects()`` would find them, too, but refers for a moment to tuples that other threads are
-still filling: a ``tuple(generator)`` in such a thread then ends in a SystemError. Only what refers
-to the given objects is looked at here.
+``gc.get_objects()`` is not used: for a moment it holds references to tuples that other threads are
+still filling, and a ``tuple(generator)`` in such a thread then fails with a SystemError.
+``gc.get_referrers()`` touches only objects that refer to the given ones.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ def find_referrers(values: Iterable[object], *kinds: type, depth: int) -> list[A
     """Return the objects of some classes that refer to one of ``values``, directly or through dicts
     and lists, such as the ``__dict__`` of an instance.
 
-    Each reference takes a look at all objects of the process: tens of milliseconds for 300 000.
+    Each level takes a pass over all objects of the process: tens of milliseconds for 300 000.
 
     Args:
-        values: what is held.
-        kinds: classes of the holders, or what they derive from.
-        depth: number of references between a holder and a value, at most.
+        values: objects to find the holders of.
+        kinds: classes of the holders, or their bases.
+        depth: maximum number of references between a holder and a value.
     """
     found: list[Any] = []
     seen: set[int] = set()
@@ -35,7 +35,7 @@ def find_referrers(values: Iterable[object], *kinds: type, depth: int) -> list[A
             if one is level or id(one) in seen:
                 continue
             seen.add(id(one))
-            # Not isinstance(): it asks __class__, which may run code of others.
+            # Not isinstance(): it reads __class__, which may run foreign code.
             if any(kind in type(one).__mro__ for kind in kinds):
                 found.append(one)
             elif type(one) in (dict, list):

@@ -1,4 +1,4 @@
-"""What to say of an object of no type that can be stored."""
+"""Explain why an object cannot be stored, and suggest a form that can."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _CODE = (FunctionType, BuiltinFunctionType, MethodType, partial, ModuleType)
 _BASES = (OrderedDict, Counter, dict, list, tuple, set, frozenset, deque, bytes, bytearray)
 _ADVICE: tuple[tuple[Any, str], ...] = (  # for instances of a type, or for types with an attribute
     (Enum, "an enum member; store its .name or .value"),
-    (torch.Tensor, "a tensor is not looked for here; put it in a dict, list or tuple"),
+    (torch.Tensor, "tensors are found only in dicts, lists and tuples; put it in one of these"),
     (np.ndarray, "a subclass of numpy.ndarray; store numpy.array(value)"),
     (np.generic, "not the same on every machine, or a structure; store plain numbers"),
     ("_fields", "a namedtuple would come back as a tuple; store its _asdict()"),
@@ -29,8 +29,8 @@ _ADVICE: tuple[tuple[Any, str], ...] = (  # for instances of a type, or for type
     (type, "a class cannot be stored; store its name"),
     (
         DataLoader,
-        "torch's own has no position; give the state everstep.data.ResumableLoader(loader), and "
-        "iterate over that",
+        "torch's own has no position; put everstep.data.ResumableLoader(loader) into the state, "
+        "and iterate over that",
     ),
     ("state_dict", "give it a place of its own in the state, or store its state_dict()"),
     (np.random.BitGenerator, "store the numpy.random.Generator that draws from it"),
@@ -40,7 +40,7 @@ _ADVICE: tuple[tuple[Any, str], ...] = (  # for instances of a type, or for type
     ("isoformat", "store its isoformat()"),
     ("__fspath__", "store str(value)"),
     ("__dataclass_fields__", "store dataclasses.asdict(value)"),
-    ("__next__", "an iterator's position cannot be stored; store what it counts"),
+    ("__next__", "an iterator's position cannot be stored; store its count"),
 )
 # Keys that are in every state_dict() of a kind of object.
 _SNAPSHOTS = {
@@ -52,18 +52,21 @@ _SNAPSHOT_DEPTH = 3
 
 
 def storage_advice(value: object) -> str:
-    """What ``value``, of no type that can be stored, is, and what to store instead."""
+    """Return the type of an unsupported object, and a form to store instead."""
     kind = type(value)
     name = f"{kind.__module__}.{kind.__qualname__}".removeprefix("builtins.")
     for mark, advice in _ADVICE:
         if hasattr(kind, mark) if isinstance(mark, str) else isinstance(value, mark):
             return f"{name}: {advice}"
-    return f"{name}: only plain data can be stored; store what it is made of"
+    return f"{name}: only plain data can be stored; store its contents"
 
 
 def copied_state_dict_owner(value: object, depth: int = 0) -> str | None:
-    """Whose ``state_dict()`` is in ``value``, plain data, if that is a copy: training would not
-    change it, and what gave it would not get it back. None for all others."""
+    """Return the kind of object whose ``state_dict()`` was copied into plain data; None for other
+    data.
+
+    Training does not update such a copy, and restoring it does not change the object it came from.
+    """
     if type(value) is dict:
         for kind, keys in _SNAPSHOTS.items():
             if keys <= value.keys():

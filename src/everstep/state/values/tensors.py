@@ -1,4 +1,8 @@
-"""torch tensors as entries: which can be stored, as what, and their memory as bytes."""
+"""torch tensors and DTensors as entries: storable forms, this rank's shard, and memory as bytes.
+
+``torch.distributed.tensor`` is not imported here unless the program has done so: before that no
+DTensor can exist.
+"""
 
 from __future__ import annotations
 
@@ -43,15 +47,15 @@ _TORCH_DTYPES = {code: dtype for dtype, code in DTYPE_CODES.items()}
 
 
 def dtype_code(dtype: torch.dtype) -> str | None:
-    """The safetensors code of ``dtype``, or None if it has none."""
+    """Return the safetensors code of ``dtype``, or None if it has none."""
     return DTYPE_CODES.get(dtype)
 
 
 def torch_dtype(code: str) -> torch.dtype:
-    """The torch dtype of a safetensors code.
+    """Return the torch dtype of a safetensors code.
 
     Raises:
-        KeyError: when this build of torch does not know the dtype.
+        KeyError: this build of torch does not have the dtype.
     """
     return _TORCH_DTYPES[code]
 
@@ -60,7 +64,7 @@ _COMPLEX_AS_REAL = {torch.complex128: "F64"}  # no safetensors code: a last dime
 
 
 def why_not_storable(tensor: torch.Tensor) -> str | None:
-    """The reason why ``tensor`` cannot be an entry, or None if it can."""
+    """Return the reason why ``tensor`` cannot be an entry, or None if it can."""
     if is_lazy(tensor):
         return "it is not initialised yet; run a batch through the module first"
     if tensor.is_nested:
@@ -79,7 +83,7 @@ def why_not_storable(tensor: torch.Tensor) -> str | None:
 
 
 def tensor_entry(name: str, tensor: torch.Tensor, lsn: int = 0) -> Entry:
-    """The entry that ``tensor`` becomes; it must be storable."""
+    """Return the entry of a storable tensor."""
     shape = tuple(tensor.shape)
     stride = None if tensor.is_contiguous() else tuple(tensor.stride())
     if tensor.dtype in _COMPLEX_AS_REAL:
@@ -90,28 +94,31 @@ def tensor_entry(name: str, tensor: torch.Tensor, lsn: int = 0) -> Entry:
 
 
 def same_strides(shape: Sequence[int], one: Sequence[int], other: Sequence[int]) -> bool:
-    """Whether tensors of a shape lie alike: where there is one element, its stride says nothing."""
+    """Return True if two tensors of ``shape`` have the same memory layout.
+
+    The stride of a dimension with one element does not matter.
+    """
     return all(n < 2 or a == b for n, a, b in zip(shape, one, other, strict=True))
 
 
 def byte_view(tensor: torch.Tensor) -> torch.Tensor:
-    """A contiguous tensor's memory as a flat ``uint8`` tensor; no copy."""
+    """Return a contiguous tensor's memory as a flat ``uint8`` tensor, without a copy."""
     assert tensor.is_contiguous()
-    # No more calls than needed: it is made for every gradient of every step.
+    # As few calls as possible: this runs for every gradient of every step.
     flat = tensor.detach() if tensor.requires_grad else tensor
     if flat.dim() != 1:
         flat = flat.view(-1)
-    if flat.stride(0) != 1:  # of a single element, or none: contiguous all the same
+    if flat.stride(0) != 1:  # one element or none: contiguous, whatever the stride
         flat = flat.as_strided(flat.shape, (1,))
     return flat.view(torch.uint8)
 
 
 def host_bytes(tensor: torch.Tensor) -> memoryview:
-    """The memory of a contiguous tensor in host memory, to read or write; of no use once the
-    tensor is gone.
+    """Return the memory of a contiguous CPU tensor, to read or write; invalid once the tensor is
+    freed.
 
-    Not ``Tensor.numpy()``, after which the storage can never be resized again (FSDP does that
-    to the user's).
+    ``Tensor.numpy()`` is not used: it makes the storage impossible to resize, and FSDP resizes the
+    storages of the user's parameters.
     """
     assert tensor.device.type == "cpu"
     assert tensor.is_contiguous()
@@ -119,7 +126,7 @@ def host_bytes(tensor: torch.Tensor) -> memoryview:
 
 
 def empty_like_entry(entry: Entry) -> torch.Tensor:
-    """An uninitialised contiguous CPU tensor of the entry's dtype and shape."""
+    """Return an uninitialised contiguous CPU tensor of the entry's dtype and shape."""
     if entry.logical_dtype is not None:
         logical = {str(d).removeprefix("torch."): d for d in _COMPLEX_AS_REAL}
         return torch.empty(entry.shape[:-1], dtype=logical[entry.logical_dtype], device="cpu")
@@ -128,13 +135,13 @@ def empty_like_entry(entry: Entry) -> torch.Tensor:
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 _MODULE = "torch.distributed.tensor"
-_Seen = tuple[int, tuple[int, ...], tuple[int, ...]]  # by which rank, ranks and shape
+_MeshRanks = tuple[int, tuple[int, ...], tuple[int, ...]]  # this rank, the mesh's ranks, its shape
 
-_meshes: weakref.WeakKeyDictionary[Any, _Seen] = weakref.WeakKeyDictionary()
+_meshes: weakref.WeakKeyDictionary[Any, _MeshRanks] = weakref.WeakKeyDictionary()
 
 
 def is_dtensor(value: Any) -> bool:
-    """Whether it is a DTensor (or a parameter that is one)."""
+    """Return True for a DTensor, or a parameter that is one."""
     if type(value) in _PLAIN or not isinstance(value, torch.Tensor):
         return False
     loaded = sys.modules.get(_MODULE)
@@ -142,7 +149,7 @@ def is_dtensor(value: Any) -> bool:
 
 
 def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    """This rank's part, as it lies in memory; of any other tensor itself."""
+    """Return this rank's local tensor of a DTensor; any other tensor itself."""
     if not is_dtensor(tensor):
         return tensor
     with torch.no_grad():
@@ -152,11 +159,12 @@ def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True, slots=True)
 class LocalShard:
-    """The part of a DTensor that this rank holds.
+    """The shard of a DTensor that this rank holds.
 
     Attributes:
-        local: it, as it lies in memory.
-        box: which part of the whole it is.
+        local: the local tensor, with its memory layout.
+        box: box of the global tensor that it covers.
+        placement: placement of the DTensor.
     """
 
     local: torch.Tensor
@@ -165,10 +173,10 @@ class LocalShard:
 
     @classmethod
     def of(cls, tensor: torch.Tensor) -> LocalShard:
-        """The part of ``tensor``.
+        """Return this rank's shard of ``tensor``.
 
         Raises:
-            ValueError: nobody can tell which part of the whole it is.
+            ValueError: the box of the global tensor cannot be determined.
         """
         shape = tuple(tensor.shape)
         placement = _placement(tensor)
@@ -184,17 +192,18 @@ class LocalShard:
 
 
 def local_box(tensor: torch.Tensor) -> Box:
-    """Which part of the whole this rank holds; of any other tensor all of it.
+    """Return the box of the global tensor that this rank holds; of a plain tensor, all of it.
 
     Raises:
-        ValueError: it cannot be told.
+        ValueError: the box cannot be determined.
     """
     shape = tuple(tensor.shape)
     return LocalShard.of(tensor).box if is_dtensor(tensor) else Box((0,) * len(shape), shape)
 
 
 def shard_entry(name: str, tensor: torch.Tensor, part: LocalShard) -> Entry:
-    """The entry that this rank's part of a DTensor becomes; one of a single rank is whole."""
+    """Return the entry of this rank's shard of a DTensor; a mesh of one rank gives an unsharded
+    entry."""
     whole = tensor_entry(name, part.local)
     box = part.box
     mesh: Any = tensor.device_mesh  # type: ignore[attr-defined]
@@ -211,10 +220,12 @@ def shard_entry(name: str, tensor: torch.Tensor, part: LocalShard) -> Entry:
 
 
 def dtensor_like(template: torch.Tensor, entry: Entry, local: torch.Tensor) -> torch.Tensor:
-    """A DTensor spread as ``template`` is, whose part on this rank is ``local``.
+    """Return a DTensor placed as ``template`` is, whose local tensor is ``local``.
 
     Args:
-        entry: of the whole; of the template's shape.
+        template: a DTensor.
+        entry: entry of the global tensor; of the template's shape.
+        local: this rank's local tensor.
     """
     shape = tuple(template.shape)
     assert entry.global_shape[: len(shape)] == shape
@@ -222,7 +233,7 @@ def dtensor_like(template: torch.Tensor, entry: Entry, local: torch.Tensor) -> t
 
 
 def dtensor_over(template: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
-    """A DTensor over the memory of ``local``, this rank's part, spread as ``template`` is."""
+    """Return a DTensor over the memory of ``local``, placed as ``template`` is."""
     dtensor: Any = sys.modules[_MODULE].DTensor
     shape = tuple(template.shape)
     made: torch.Tensor = dtensor.from_local(
@@ -237,10 +248,10 @@ def dtensor_over(template: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
 
 
 def _placement(tensor: torch.Tensor) -> Placement:
-    """The placement of a DTensor.
+    """Return the placement of a DTensor.
 
     Raises:
-        ValueError: it has one that cannot be written down.
+        ValueError: the placement has no text form.
     """
     ranks, sides = _ranks_of(tensor.device_mesh)  # type: ignore[attr-defined]
     placements: Any = tensor.placements  # type: ignore[attr-defined]
@@ -248,10 +259,10 @@ def _placement(tensor: torch.Tensor) -> Placement:
 
 
 def _ranks_of(mesh: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """The ranks of a mesh in row-major order, and its shape.
+    """Return the ranks of a mesh in row-major order, and its shape.
 
-    torch works them out anew at each look, from the mesh and the rank that looks. That takes twice
-    as long as all else that a survey does, and a state has hundreds of tensors on one mesh.
+    torch computes both anew at each access. Uncached, that takes twice as long as the rest of a
+    survey, and a state has hundreds of tensors on one mesh.
     """
     rank = torch.distributed.get_rank()
     known = _meshes.get(mesh)

@@ -32,7 +32,7 @@ from everstep.link.keeper_stats import KeeperStats, add_stats
 from everstep.link.messages import identity_to_wire
 from everstep.link.pool import CapturePool
 from everstep.link.waiting import ignore_if_lost
-from everstep.restore.fetch.held import Recalled
+from everstep.restore.fetch.held import KeeperContents
 from everstep.run.fence import Fence
 from everstep.seams import Clock, PosixFileSystem, Seams, SystemClock
 from everstep.seams.network.peers import HeldPort, PeerMailbox
@@ -309,7 +309,7 @@ class Keepers:
         self.pool = CapturePool(remote.arena, lambda: remote.lost)
         self.pool.moves = lambda: (remote.moves, remote.log_moves)
 
-    def recall_leftovers(self, *, own: bool = False) -> Recalled:
+    def recall_leftovers(self, *, own: bool = False) -> KeeperContents:
         """Return the captures and log in the memory of the keeper of an earlier process.
 
         Captures that were not written yet are durable or have failed when this returns. If the
@@ -331,7 +331,7 @@ class Keepers:
         )
         return found if moved.base is None and not moved.records else moved
 
-    def _recall_here(self, *, own: bool) -> Recalled:
+    def _recall_here(self, *, own: bool) -> KeeperContents:
         """Return the memory of the keeper that knows the run by its current path."""
         remote = self._remote
         timeout_s = self._options.progress_timeout_s
@@ -342,10 +342,10 @@ class Keepers:
                     self._run, self._run_id, self._info.rank, self._seams, timeout_s=timeout_s
                 )
             if not own or store is None:
-                return Recalled()
+                return KeeperContents()
             store.flush()  # before the new timeline, which fences this one off
             store.settle(timeout_s)
-            return Recalled(None, tuple(store.records()))
+            return KeeperContents(None, tuple(store.records()))
         try:
             remote.settle(timeout_s)
             recalled = remote.recall(timeout_s, own=own)
@@ -357,7 +357,7 @@ class Keepers:
             if remote.lost is None:
                 raise
             _log.warning("%s", remote.lost)
-            return Recalled(missed=is_there(self._run, self._run_id, self._info.rank))
+            return KeeperContents(missed=is_there(self._run, self._run_id, self._info.rank))
 
     def listen(self, host: str, port: int = 0) -> tuple[str, int]:
         """Open the keeper's mailbox for the keepers of other ranks; return its address.

@@ -16,7 +16,7 @@ from everstep.errors import EverstepError
 from everstep.format.log import LogRecord
 from everstep.link.channel import BackgroundChannel
 from everstep.link.registry import KeeperInfo, keepers_left_by_a_move, keepers_of
-from everstep.restore.fetch.held import Recalled
+from everstep.restore.fetch.held import KeeperContents
 from everstep.restore.fetch.peer_log import PeerLog
 from everstep.restore.reshard.logs import LogsInMemory
 from everstep.seams import Seams
@@ -55,17 +55,17 @@ def orphaned_logs(
 
 def orphaned_state(
     run: PurePath, run_id: str, rank: int, seams: Seams, *, timeout_s: float
-) -> Recalled:
+) -> KeeperContents:
     """Return the memory of this rank's earlier keeper, for a rank without a keeper process."""
     for info in keepers_of(run, run_id):
         if info.rank == rank:
-            return _recalled(info, run, seams, timeout_s) or Recalled()
-    return Recalled()
+            return _recalled(info, run, seams, timeout_s) or KeeperContents()
+    return KeeperContents()
 
 
 def orphaned_by_move(
     run: PurePath, run_id: str, rank: int, seams: Seams, *, timeout_s: float
-) -> Recalled:
+) -> KeeperContents:
     """Return the memory of this rank's keeper if it knows the run by a path that no longer exists.
 
     The folder was moved or renamed while the keeper was running. The keeper cannot write there any
@@ -84,10 +84,12 @@ def orphaned_by_move(
                 info.pid,
             )
             return recalled
-    return Recalled()
+    return KeeperContents()
 
 
-def _recalled(info: KeeperInfo, run: PurePath, seams: Seams, timeout_s: float) -> Recalled | None:
+def _recalled(
+    info: KeeperInfo, run: PurePath, seams: Seams, timeout_s: float
+) -> KeeperContents | None:
     """Return the memory of a keeper; None if it cannot be read."""
     channel = BackgroundChannel("warn", seams.clock, progress_timeout_s=timeout_s)
     try:

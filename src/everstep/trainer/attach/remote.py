@@ -31,7 +31,7 @@ from everstep.link.waiting import (
     storage_hang_error,
 )
 from everstep.link.wire import Connection, error_from_wire, error_to_wire
-from everstep.restore.fetch.held import Recalled
+from everstep.restore.fetch.held import KeeperContents
 from everstep.seams import Clock
 from everstep.seams.network.sockets import close_descriptors
 from everstep.seams.processes.conditions import Condition
@@ -255,7 +255,7 @@ class RemoteKeeper:
         """
         self._request({"kind": "settle"}, "settled", timeout_s)
 
-    def recall(self, timeout_s: float, *, own: bool = False) -> Recalled:
+    def recall(self, timeout_s: float, *, own: bool = False) -> KeeperContents:
         """Return the newest base in the keeper's memory, if any, and the records of its log.
 
         Args:

@@ -1,1 +1,8 @@
-"""Captures a base in one step. Read ``saver`` first, then ``flight`` (one base in flight)."""
+"""Capture a base in one step; runs in the training process.
+
+Read in this order:
+
+- ``prepared_base``: the layout of a base and its copy plan, reused while the state keeps its shape.
+- ``saver``: captures a base into host memory (or writes it at once) and holds updates back
+  until their tensors are copied.
+- ``mark_state``: the state at a step mark, for a base that is taken when training ends later."""

@@ -1,4 +1,10 @@
-"""Takes bases: captures the state in the training thread and hands it to the keeper."""
+"""Capture bases of the state in the training process and hand them to the keeper.
+
+A base passes through these states: tensors that no optimizer owns are copied at the step mark; the
+rest is copied by the lane's thread (on CUDA: a side stream) during the next forward and backward,
+while :meth:`Saver.gate` holds updates back; the lane's thread then encodes the objects, checks
+samples, and notifies the keeper. From that notification on the base survives the training process.
+"""
 
 from __future__ import annotations
 
@@ -6,14 +12,16 @@ import contextlib
 import os
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import PurePath
 
 import torch
 
-from everstep.capture.base import LiveBody
-from everstep.capture.graphs import refuse_graph_capture
-from everstep.capture.lanes.lane import Lane
+from everstep.capture.cuda_graphs import refuse_graph_capture
+from everstep.capture.lanes.lane import Lane, Transfer
+from everstep.capture.live_body import LiveBody
+from everstep.capture.spot_check import Sample
+from everstep.capture.version_counters import Versions
 from everstep.config.options import Options
 from everstep.errors import (
     AuditError,
@@ -43,29 +51,52 @@ from everstep.state.survey.survey import Survey
 from everstep.state.training_state import State
 from everstep.trainer.attach.keeper import Keeper
 from everstep.trainer.attach.remote import RemoteKeeper
-from everstep.trainer.base.flight import Flight
-from everstep.trainer.base.prepared import Copies, Prepared, prepare
+from everstep.trainer.base.prepared_base import PlannedCopies, PreparedBase, prepare_base
 from everstep.trainer.budget.disk import check_disk_budget
 from everstep.trainer.budget.host_memory import bases_in_flight_max
 
-__all__ = ["Saver", "Tell"]
+__all__ = [
+    "NotifyKeeper",
+    "PendingCapture",
+    "Saver",
+    "SaverExtension",
+]
 
-Tell = Callable[[Capture, Mapping[str, bytes]], None]
-"""Tells the keeper that all of a capture has arrived, with its objects; in the lane's thread."""
+NotifyKeeper = Callable[[Capture, Mapping[str, bytes]], None]
+"""Notify the keeper that a capture is complete, with its encoded objects; in the lane's thread."""
+
+
+class SaverExtension:
+    """Base class of capture mechanisms that work beside a :class:`Saver`; does nothing itself."""
+
+    def gate_update(self, optimizer: str | None) -> None:
+        """Block until an update may change what this extension copies (I1).
+
+        Args:
+            optimizer: key of the optimizer about to update; None if any may.
+        """
+
+    def finish_copies(self) -> None:
+        """End captures in progress: no step will follow."""
+
+    def retake_lost_base(self) -> bool:
+        """Return True if the final base was lost and another one was begun in its place."""
+        return False
+
+    def handles_torn_base(self, error: AuditError) -> bool:
+        """Return True if this extension reports ``error``: a base whose state was overwritten
+        while it was copied. Called in any thread."""
+        return False
 
 
 class Saver:
-    """Takes bases, of whichever timeline is being written.
+    """Capture bases of the timeline that is being written.
 
     Attributes:
-        saves: bases asked for.
-        stall_s: seconds the training thread was held up, by cause.
-        last_save_s: when the last one was asked for, on the monotonic clock.
-        also_gate: called at the gate, likewise, where something else copies the state, too.
-        finish_first: called when no copy is to be left under way.
-        make_good: called when all bases have ended: whether one that was lost is taken again.
-        on_torn: told, in any thread, that a base is worth nothing because something has written to
-            the state while it was copied; whether whoever hears it sees to all else.
+        saves: number of bases requested.
+        stall_s: time the training thread was blocked, in seconds, by cause.
+        last_save_s: time of the last request, on the monotonic clock.
+        restored_from_memory: True if the restored base exists in memory only.
     """
 
     copies_in_flight = 2
@@ -88,18 +119,15 @@ class Saver:
         self._keeper: Keeper | None = None
         self._pool: CapturePool | None = None
         self._last: Save | None = None
-        self._warm = self._at_once = self.restored_from_memory = False
-        self._prepared: Prepared | None = None
+        self._warm = self._copies_at_mark = self.restored_from_memory = False
+        self._prepared: PreparedBase | None = None
         self._layouts = self._captures = 0
-        self._flights: list[Flight] = []
+        self._pending: list[PendingCapture] = []
         self._lock = threading.Lock()
         self._pid = os.getpid()
         self._gates = options.method.base in ("lazy", "checkfreq", "multistep", "scheduled")
         self._streams = options.method.base in ("lazy", "multistep")
-        self.also_gate: Callable[[str | None], None] | None = None
-        self.finish_first: Callable[[], None] = lambda: None
-        self.make_good: Callable[[], bool] = lambda: False
-        self.on_torn: Callable[[AuditError], bool] = lambda error: False
+        self._extensions: list[SaverExtension] = []
         self.saves = 0
         causes = "capture", "gate", "back_pressure", "persist", "keeper"
         self.stall_s = dict.fromkeys(causes, 0.0)
@@ -108,21 +136,28 @@ class Saver:
         self.last_save_s = clock.monotonic_s()
 
     def start(self, keeper: Keeper, pool: CapturePool | None) -> None:
-        """From now on bases go to ``keeper``, through the memory of ``pool``."""
-        self._keeper = self._last = None  # of an interrupt, too: never a keeper with another's pool
+        """Send bases to ``keeper`` from now on, through the memory of ``pool``."""
+        # Cleared first: an interrupt must not leave this keeper with the pool of another one.
+        self._keeper = self._last = None
         if pool is not self._pool:
-            self._prepared = None  # the keeper of this pool knows no layout yet
+            self._prepared = None  # this pool's keeper has received no layout yet
             self._warm = False
             before = self._pool
             self._pool = pool
-            if before is not None:  # its memory; behind copies into it that nobody needs now
-                self._lane.leave()  # or pinned memory would stay until that of this one is taken
+            if before is not None:
+                # Unpin now, or the old arena stays pinned until the new one is. Close it on the
+                # lane, after copies into it that are still queued.
+                self._lane.leave()
                 self._lane.run(lambda: before.close(later=True))
         self._keeper = keeper
 
     def warm(self, survey: Survey | None = None) -> None:
-        """Once, behind the first step, when the optimizer's state (surveyed, if it was) is there:
-        takes the memory for the first captures, so that these do not have to."""
+        """Touch the memory of the first captures, once, after the first step, when optimizer state
+        exists.
+
+        Args:
+            survey: survey of the current state, if one was taken.
+        """
         if self._warm or self._pool is None:
             return
         self._warm = True
@@ -136,8 +171,8 @@ class Saver:
 
     @property
     def last_is_in_memory(self) -> bool:
-        """Whether the last base is on no disk, and is not going there; that which was restored, if
-        there has been none since."""
+        """Return True if the last base exists in memory only and is not being written to disk;
+        before the first base, the answer is that of the restored one."""
         return self.restored_from_memory if self._last is None else self._last.in_memory
 
     def take(
@@ -148,15 +183,17 @@ class Saver:
         survey: Survey | None = None,
         in_memory: bool = False,
     ) -> Save:
-        """Takes a base of the state as it is now; the same step's base if there is one.
+        """Capture a base of the current state, or return the base already taken of this step.
 
         Args:
+            identity: step, timeline and rank.
             show: show the progress of a ``sync`` save.
-            survey: of the state as it is now, if there is one already.
-            in_memory: it is to live in the memory of keepers only.
+            survey: survey of the current state, if one was taken.
+            in_memory: keep the base in the memory of keepers only.
 
         Raises:
-            EverstepError: what failed, now or in the background, by the policy.
+            EverstepError: this save, or an earlier one in the background, has failed and the
+                failure policy raises.
         """
         last = self._last
         base = (identity.timeline, identity.step)
@@ -171,13 +208,25 @@ class Saver:
         self._last = save
         keeper = self._keeper
         if save.is_lost and isinstance(keeper, RemoteKeeper) and keeper.lost is not None:
-            keeper.lost_steps.add(save.step)  # other ranks have their parts of it
+            keeper.lost_steps.add(save.step)  # other ranks may still commit their shards of it
         self._channel.check()
         return save
 
+    def extend(self, extension: SaverExtension) -> None:
+        """Let ``extension`` take part in gates, in ending captures and in handling failures."""
+        self._extensions.append(extension)
+
+    def retake_lost_base(self) -> bool:
+        """Take a lost final base again, after all bases have ended.
+
+        Returns:
+            True if an extension has taken one; it is still being captured.
+        """
+        return any(extension.retake_lost_base() for extension in self._extensions)
+
     @contextlib.contextmanager
     def stalled(self, cause: str) -> Iterator[None]:
-        """Counts the time inside as time that training was held up."""
+        """Add the time spent inside the context to ``stall_s[cause]``."""
         start_s = self._clock.monotonic_s()
         try:
             yield
@@ -185,75 +234,79 @@ class Saver:
             self.stall_s[cause] += self._clock.monotonic_s() - start_s
 
     def post(self, error: EverstepError) -> None:
-        """Reports what failed while a base was taken. Not that its keeper is gone: training goes
-        on, and whoever puts another in its place tells of it, with or without a base under way."""
-        if not self.is_loss(error):
+        """Report an error of a base through the background channel.
+
+        The loss of the keeper is not reported here: the session that replaces the keeper reports it
+        once, whether or not a base was in progress."""
+        if not self.is_keeper_loss(error):
             self._channel.post(error)
 
-    def is_loss(self, error: EverstepError) -> bool:
-        """Whether ``error`` is that the keeper is gone, and nothing else."""
+    def is_keeper_loss(self, error: EverstepError) -> bool:
+        """Return True if ``error`` is the loss of the keeper in service and nothing else."""
         keeper = self._keeper
         gone = isinstance(keeper, RemoteKeeper) and error is keeper.lost
         return gone and isinstance(error, KeeperError)
 
-    def asked(self, survey: Survey, identity: ShardIdentity) -> Prepared:
-        """A base is not taken here, but asked for; returns what a base of this state is like."""
+    def request_base(self, survey: Survey, identity: ShardIdentity) -> PreparedBase:
+        """Count a base that the keeper's replica will write; return the layout such a base would
+        have."""
         self.saves += 1
         self.last_save_s = self._clock.monotonic_s()
-        return self.prepare(survey, identity)
+        return self.prepare_base(survey, identity)
 
     def gate(self, optimizer: str | None) -> None:
-        """Holds an update back until what it is going to change has been copied (I1).
+        """Block an update until the tensors it will change have been copied (I1).
 
         Args:
-            optimizer: key of the optimizer that updates; None: anything may be updated.
+            optimizer: key of the optimizer about to update; None if anything may be updated.
 
         Raises:
             StateError: the update is being captured into a CUDA graph.
         """
         refuse_graph_capture()
-        also = self.also_gate
-        if (also is None and not self._flights) or os.getpid() != self._pid:
-            return  # nothing is copied; in a forked child nobody copies
-        if also is not None:
-            also(optimizer)
-        if not self._flights:
+        # A forked child inherits the hooks but not the lane: nothing is being copied there.
+        if not (self._extensions or self._pending) or os.getpid() != self._pid:
+            return
+        for extension in self._extensions:
+            extension.gate_update(optimizer)
+        if not self._pending:
             return
         start_s = self._clock.monotonic_s()
         timeout_s = self._options.progress_timeout_s
-        for flight in list(self._flights):
-            # What it has got since from another one may be copied with that one's.
-            known = flight.prepared is self._prepared and self._state.has_known_parameters(
+        for pending in list(self._pending):
+            # State that moved to another optimizer may have been copied with that one's.
+            known = pending.prepared is self._prepared and self._state.has_known_parameters(
                 optimizer
             )
             key = optimizer if known else None
-            end = flight.prepared.size_bytes if key is None else flight.copies.ends.get(key, 0)
-            assert flight.transfer is not None
-            self._look(flight, passes=flight.prepared.owned_by(key))
-            if not flight.transfer.gate(end, timeout_s):
-                # Training goes on; the copy that it overtakes is worth nothing.
-                late = f"copying the state took longer than {timeout_s:g} s"
-                self._lose(flight, DeadlineError(late, step=flight.capture.step))
+            end = pending.prepared.size_bytes if key is None else pending.copies.ends.get(key, 0)
+            assert pending.transfer is not None
+            self._check_versions(pending, releases=pending.prepared.owned_by(key))
+            if not pending.transfer.gate(end, timeout_s):
+                # Do not block training for ever: the update goes on, the capture is void.
+                late = f"copying the state to host memory took longer than {timeout_s:g} s"
+                self._fail_capture(pending, DeadlineError(late, step=pending.capture.step))
         self.stall_s["gate"] += self._clock.monotonic_s() - start_s
 
-    def copy_at_once(self) -> None:
-        """From now on nothing is copied behind the step mark: something writes to the state that
-        asks no gate (I1)."""
-        self._at_once = True
+    def copy_everything_at_mark(self) -> None:
+        """Copy everything at the step mark from now on: some code writes to the state without
+        passing the gate (I1)."""
+        self._copies_at_mark = True
 
     def finish_captures(self) -> None:
-        """Waits until no copy is under way.
+        """Block until no copy is in progress.
 
         Raises:
-            DeadlineError: one hangs.
+            DeadlineError: a copy has hung.
         """
         if not self._gates:
             return
-        self.finish_first()
+        for extension in self._extensions:
+            extension.finish_copies()
         self.gate(None)
         timeout_s = self._options.progress_timeout_s
         if not is_over(self._lane.run(lambda: None), timeout_s):
-            raise DeadlineError(f"copying the state has hung for {timeout_s:g} s")
+            raise DeadlineError(f"copying the state to host memory has hung for {timeout_s:g} s")
 
     def _take(
         self, identity: ShardIdentity, save: Save, survey: Survey | None, *, show: bool
@@ -261,25 +314,26 @@ class Saver:
         start_s = self._clock.monotonic_s()
         behind_mark = survey is None and self._options.logs
         survey = survey or self._state.survey()
-        exact = identity.exact and self._state.exact  # seen now
+        exact = identity.exact and self._state.exact  # after the survey, which sets it
         why = self._state.why_inexact
         identity = replace(identity, exact=exact, inexact=why)
-        prepared = self.prepare(survey, identity)
+        prepared = self.prepare_base(survey, identity)
         plan = prepared.plan(identity, behind_mark=behind_mark)
         if self._options.budget.disk_bytes is not None:
             check_disk_budget(self._options, self._run, plan.size_bytes)
-        self._last = None  # an interrupted one is not what the next may be answered with
+        # An interrupted save must not be returned as the base of this step.
+        self._last = None
         if self._options.method.base == "sync":
             self._persist_now(plan, survey, save, show=show)
             return
         self.stall_s["capture"] += self._clock.monotonic_s() - start_s
         self._capture(prepared, plan, survey, save)
 
-    def prepare(self, survey: Survey, identity: ShardIdentity) -> Prepared:
-        """What a base of this state is like."""
+    def prepare_base(self, survey: Survey, identity: ShardIdentity) -> PreparedBase:
+        """Return the layout and copies of a base of this state."""
         if self._prepared is None or self._prepared.shape is not survey.shape:
             self._layouts += 1
-            self._prepared = prepare(
+            self._prepared = prepare_base(
                 survey,
                 identity,
                 number=self._layouts,
@@ -310,24 +364,26 @@ class Saver:
         finally:
             self.stall_s["persist"] += self._clock.monotonic_s() - start_s
 
-    def _capture(self, prepared: Prepared, plan: BasePlan, survey: Survey, save: Save) -> None:
-        """Begins to copy the state into the arena; what may change at once, is copied now."""
+    def _capture(self, prepared: PreparedBase, plan: BasePlan, survey: Survey, save: Save) -> None:
+        """Begin to copy the state into the arena; copy now the entries that may change now."""
         room = self.acquire(prepared, survey)
         self.fill(prepared, plan, survey, save, room, prepared.copies(survey.tensors))
 
-    def acquire(self, prepared: Prepared, survey: Survey) -> Block:
-        """A block of the arena for a base of a state; training waits for it, and for what its plain
-        data will take, as far as is known: if there is none, that is looked at again.
+    def acquire(self, prepared: PreparedBase, survey: Survey) -> Block:
+        """Reserve a block of the arena for a base, with space for its encoded objects; block until
+        there is one.
 
         Raises:
-            OutOfSpaceError, DeadlineError: there is none.
+            OutOfSpaceError: the base does not fit into the arena.
+            DeadlineError: no block became free in time.
         """
         assert self._keeper is not None
         assert self._pool is not None
         start_s = self._clock.monotonic_s()
         timeout_s = self._options.progress_timeout_s
         if self._options.method.base == "checkfreq":
-            self._keeper.wait(None, show=False)  # one at a time: its second phase must be over
+            # CheckFreq has one base in progress: the previous one must be durable first.
+            self._keeper.wait(None, show=False)
         size_bytes = prepared.size_bytes
         beside_bytes = prepared.objects_bytes
         try:
@@ -338,6 +394,7 @@ class Saver:
                 in_flight_max=bases_in_flight_max(self._options, size_bytes + beside_bytes),
             )
         except (OutOfSpaceError, DeadlineError):
+            # The objects may be smaller by now: measure them again for the next attempt.
             self._lane.run(survey.measure)
             raise
         self.stall_s["back_pressure"] += self._clock.monotonic_s() - start_s
@@ -345,20 +402,21 @@ class Saver:
 
     def fill(
         self,
-        prepared: Prepared,
+        prepared: PreparedBase,
         plan: BasePlan,
         survey: Survey,
         save: Save,
         room: Block,
-        copies: Copies,
-        tell: Tell | None = None,
+        copies: PlannedCopies,
+        notify: NotifyKeeper | None = None,
     ) -> None:
-        """Copies what may change at once, and begins to copy the rest.
+        """Copy the entries that may change at once, and begin to copy the rest.
 
         Args:
-            room: where all of it goes.
-            copies: of what may be copied behind the step mark and is not there yet.
-            tell: tells the keeper that all is there; None: that it is a whole base.
+            room: block of the arena.
+            copies: copies that may run after the step mark and are not made yet.
+            notify: notification of the keeper that the capture is complete; None for that of a
+                complete base.
         """
         keeper = self._keeper
         pool = self._pool
@@ -376,134 +434,157 @@ class Saver:
             save=save,
             offset=room.offset,
             word=word,
-            stream=self._streams and tell is None,
+            stream=self._streams and notify is None,
             incoming=Incoming(lambda: arena.progress(word), timeout_s=timeout_s),
-            on_end=lambda ended: self._let_go(ended, room, keeper, pool),
+            on_end=lambda ended: self._drop_user(ended, room, keeper, pool),
         )
         block = pool.block(room)
-        flight = Flight(capture, keeper, pool, prepared, room, survey, copies, tell)
+        pending = PendingCapture(capture, keeper, pool, prepared, room, survey, copies, notify)
         try:
-            if copies.versions is not None:  # first: the survey has just been there
-                flight.versions, flight.seen = copies.versions, copies.versions.now()
+            # Counters first: the survey has just accessed the tensors, nothing has written since.
+            if copies.versions is not None:
+                pending.versions_at_mark = copies.versions.now()
+                pending.versions = copies.versions
+            # The keeper counts the capture before any copy: close() must wait for it.
             keeper.begin(capture)
             failpoint("capture.before_mark")
-            self._lane.mark(prepared.marked_batches(survey.tensors), block)
+            self._lane.copy_now(prepared.marked_batches(survey.tensors), block)
             if copies.check is not None:
-                flight.sample = copies.check.take()
-            self._lane.run(lambda: self._announce(flight))
-            flight.transfer = self._lane.submit(
+                pending.sample = copies.check.take()
+            self._lane.run(lambda: self._announce_capture(pending))
+            pending.transfer = self._lane.submit(
                 copies.batches, block, lambda end: arena.set_progress(word, end)
             )
-            self._flights.append(flight)
-            if self._at_once:
+            self._pending.append(pending)
+            if self._copies_at_mark:
                 self.gate(None)
             if self._gates:
-                self._lane.run(lambda: self._finish(flight, block))
+                self._lane.run(lambda: self._complete_capture(pending, block))
             else:  # everything was copied at the mark
-                self._finish(flight, block)
+                self._complete_capture(pending, block)
         except BaseException as error:
             if not capture.begun:
                 pool.release(room)
                 raise
-            self._lose(flight, error)
-            # Behind copies that were begun: until then they write into its memory.
-            self._lane.run(lambda: self._leave(flight))
+            self._fail_capture(pending, error)
+            # On the lane, after copies that were begun: until then they write into the block.
+            self._lane.run(lambda: self._end_copies(pending))
             if not isinstance(error, Exception):
                 raise
         self.stall_s["capture"] += self._clock.monotonic_s() - begun_s
 
-    def _announce(self, flight: Flight) -> None:
-        """In the lane's thread, before any progress: the keeper is told what is coming."""
+    def _announce_capture(self, pending: PendingCapture) -> None:
+        """Announce the capture to the keeper, in the lane's thread, before the first copy makes
+        progress."""
         try:
-            flight.keeper.announce(flight.capture)
+            pending.keeper.announce(pending.capture)
         except BaseException as error:
-            self._lose(flight, error)
+            self._fail_capture(pending, error)
             if not isinstance(error, Exception):
                 raise
 
-    def _finish(self, flight: Flight, block: torch.Tensor) -> None:
-        """Behind the copies, in the lane's thread: the objects, and the word that all is there."""
-        capture = flight.capture
-        mine = told = False
+    def _complete_capture(self, pending: PendingCapture, block: torch.Tensor) -> None:
+        """Encode the objects, check samples and notify the keeper; in the lane's thread, after the
+        copies."""
+        capture = pending.capture
+        claimed = notified = False
         try:
-            assert flight.transfer is not None
-            if not flight.transfer.wait(self._options.progress_timeout_s):
-                raise DeadlineError("copying the state hangs", step=capture.step)
+            assert pending.transfer is not None
+            if not pending.transfer.wait(self._options.progress_timeout_s):
+                raise DeadlineError("copying the state to host memory has hung", step=capture.step)
             failpoint("capture.before_captured")
-            objects = flight.objects()
-            check = flight.copies.check
-            if check is not None and flight.sample is not None:
-                torn = self._look(flight) or check.differing(flight.sample, block)
+            objects = pending.objects()
+            check = pending.copies.check
+            if check is not None and pending.sample is not None:
+                torn = self._check_versions(pending) or check.differing(pending.sample, block)
                 if torn is not None:
                     raise changed_during_copy_error(torn, capture.step)
-            mine = self._decide(flight)
-            if not mine:
-                return  # lost at the gate meanwhile
-            (flight.tell or flight.keeper.captured)(capture, objects)
-            told = True
-            if flight.tell is None:
-                flight.pool.drop_kept()  # this one is newer, and survives as they did
+            claimed = self._claim_outcome(pending)
+            if not claimed:
+                return  # the gate has failed it meanwhile
+            (pending.notify or pending.keeper.captured)(capture, objects)
+            notified = True
+            if pending.notify is None:
+                # Older bases kept in the arena are superseded: this one also survives a crash.
+                pending.pool.drop_kept()
             failpoint("capture.after_captured")
             complete(capture.save.staged, None)
         except BaseException as error:
-            flight.decided = flight.decided and (told or not mine)
-            self._lose(flight, error)
+            pending.outcome_claimed = pending.outcome_claimed and (notified or not claimed)
+            self._fail_capture(pending, error)
             if not isinstance(error, Exception):
                 raise
         finally:
-            self._leave(flight)
+            self._end_copies(pending)
 
-    def _look(self, flight: Flight, passes: frozenset[str] = frozenset()) -> str | None:
-        """When all is copied, or entries (``passes``, by name) are about to be updated: the name of
-        one that was written to until then, and not by an update that was let at it before."""
+    def _check_versions(
+        self, pending: PendingCapture, releases: frozenset[str] = frozenset()
+    ) -> str | None:
+        """Compare version counters: after all copies, or before an update.
+
+        Args:
+            releases: names of the entries that the next update may change; later changes of these
+                are expected.
+
+        Returns:
+            Name of an entry that was written by anything but a released update; None if there is
+            none.
+        """
         with self._lock:
-            if not flight.looked and flight.versions is not None and flight.written is None:
-                flight.written = flight.versions.moved(flight.seen, flight.passed)
-            flight.passed |= passes
-            flight.looked = len(flight.passed) == len(flight.prepared.gated)
-        return flight.written
+            if not pending.checked and pending.versions is not None and pending.overwritten is None:
+                pending.overwritten = pending.versions.moved(
+                    pending.versions_at_mark, pending.released
+                )
+            pending.released |= releases
+            pending.checked = len(pending.released) == len(pending.prepared.gated)
+        return pending.overwritten
 
-    def _lose(self, flight: Flight, error: BaseException) -> None:
-        """A capture that failed, or that the user has interrupted: nothing of it may become
-        durable, unless the keeper has been told that it is whole."""
-        if not self._decide(flight):
+    def _fail_capture(self, pending: PendingCapture, error: BaseException) -> None:
+        """Fail a capture after an error or an interrupt. None of its bytes may become durable,
+        unless the keeper was already notified that it is complete."""
+        if not self._claim_outcome(pending):
             return
-        save = flight.capture.save
+        save = pending.capture.save
         if isinstance(error, Exception):
             ours = as_everstep_error(error, save.step)
-            seen_to = isinstance(ours, AuditError) and self.on_torn(ours)
-            flight.keeper.abandon(flight.capture, None if seen_to else ours)
+            handled = isinstance(ours, AuditError) and any(
+                extension.handles_torn_base(ours) for extension in self._extensions
+            )
+            pending.keeper.abandon(pending.capture, None if handled else ours)
             fail(save.staged, ours)
             fail(save.durable, ours)
         else:
-            flight.keeper.abandon(flight.capture, None)
+            pending.keeper.abandon(pending.capture, None)
             save.staged.cancel()
             save.durable.cancel()
-        self._retire(flight)
+        self._remove_pending(pending)
 
-    def _decide(self, flight: Flight) -> bool:
-        """Whether the caller is the first to say what becomes of a capture."""
+    def _claim_outcome(self, pending: PendingCapture) -> bool:
+        """Return True for the first caller that decides the outcome of a capture."""
         with self._lock:
-            first = not flight.decided
-            flight.decided = True
+            first = not pending.outcome_claimed
+            pending.outcome_claimed = True
         return first
 
-    def _retire(self, flight: Flight) -> None:
+    def _remove_pending(self, pending: PendingCapture) -> None:
         with contextlib.suppress(ValueError):
-            self._flights.remove(flight)
+            self._pending.remove(pending)
 
-    def _leave(self, flight: Flight) -> None:
-        """Nothing writes into the memory of a capture any more."""
+    def _end_copies(self, pending: PendingCapture) -> None:
+        """Release a capture's memory for the training process: no copy writes into it any more."""
         with self._lock:
-            first = not flight.left
-            flight.left = True
+            first = not pending.copies_ended
+            pending.copies_ended = True
         if first:
-            self._retire(flight)
-            self._let_go(flight.capture, flight.room, flight.keeper, flight.pool)
+            self._remove_pending(pending)
+            self._drop_user(pending.capture, pending.room, pending.keeper, pending.pool)
 
-    def _let_go(self, capture: Capture, room: Block, keeper: Keeper, pool: CapturePool) -> None:
-        """Called twice for each capture: nothing writes into its memory any more, and nothing
-        reads it any more."""
+    def _drop_user(self, capture: Capture, room: Block, keeper: Keeper, pool: CapturePool) -> None:
+        """Drop one of the two users of a capture's block; the last one returns the block to the
+        pool.
+
+        Called once when no copy writes into the block any more, and once when the keeper no longer
+        reads it."""
         with self._lock:
             capture.users -= 1
             if capture.users:
@@ -512,6 +593,51 @@ class Saver:
             if capture.durable:
                 pool.keep(room, lambda: keeper.forget(capture))
                 return
-            # Whoever takes the block next writes into it before the keeper hears of that.
+            # Before the block is reused: the next capture writes into it before the keeper
+            # processes any message about it.
             keeper.forget(capture)
         pool.release(room)
+
+
+@dataclass(eq=False, slots=True)
+class PendingCapture:
+    """Capture whose copies may still be in progress.
+
+    Attributes:
+        capture: the capture as the keeper sees it.
+        pool: pool of the block ``room``.
+        prepared: layout of the base.
+        notify: notification that it is complete; None for that of a complete base.
+        transfer: the copies, once submitted.
+        sample: elements of live tensors as they were at the step mark.
+        versions_at_mark: version counters at the step mark.
+        released: entries whose updates were allowed.
+        checked: True when no version counter needs to be compared any more.
+        overwritten: name of an entry that was written while it was copied.
+        outcome_claimed: True when a thread has decided between success and failure.
+        copies_ended: True when no copy writes into the block any more.
+    """
+
+    capture: Capture
+    keeper: Keeper
+    pool: CapturePool
+    prepared: PreparedBase
+    room: Block
+    survey: Survey
+    copies: PlannedCopies
+    notify: NotifyKeeper | None = None
+    transfer: Transfer | None = None
+    sample: Sample | None = None
+    versions: Versions | None = None
+    versions_at_mark: list[int] = field(default_factory=list)
+    released: frozenset[str] = frozenset()
+    checked: bool = False
+    overwritten: str | None = None
+    outcome_claimed: bool = False
+    copies_ended: bool = False
+
+    def objects(self) -> dict[str, bytes]:
+        """Return the encoded objects, and charge their size to the arena."""
+        objects = self.survey.objects()
+        self.pool.charge(self.room, sum(map(len, objects.values())))
+        return objects

@@ -15,7 +15,7 @@ from pathlib import PurePath
 
 from rich.filesize import decimal
 
-from everstep.commit.peers import NEEDED_MAX
+from everstep.commit.peer_copies import NEEDED_MAX
 from everstep.config.options import Options
 from everstep.errors import OutOfSpaceError
 from everstep.format.header import ShardIdentity

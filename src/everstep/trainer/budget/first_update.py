@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from everstep.replay.own import build, own_step
+from everstep.replay.optimizer_step import build, own_step
 from everstep.state.layout.entries import Entry
 from everstep.state.providers.modules import ModuleProvider
 from everstep.state.providers.optimizers import OptimizerProvider

@@ -14,7 +14,7 @@ import torch
 
 from everstep.arena import PAGE_BYTES
 from everstep.arena.memory import CONTROL_BYTES, PROGRESS_WORDS
-from everstep.commit.peers import peer_of
+from everstep.commit.peer_copies import peer_of
 from everstep.config.options import Options
 from everstep.errors import OutOfSpaceError
 from everstep.link.log_records import RECORD_BYTES

@@ -15,7 +15,7 @@ import torch
 from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
-from everstep.capture.updates import UpdateHooks
+from everstep.capture.update_hooks import UpdateHooks
 from everstep.errors import StateError
 from everstep.state.providers.gradients import unreduced_gradients
 from everstep.state.providers.modules import ModuleProvider

@@ -34,12 +34,13 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-from everstep.capture.updates import UpdateHooks
+from everstep.capture.update_hooks import UpdateHooks
 from everstep.errors import StateError
+from everstep.state.coverage import first_few
 from everstep.state.providers.optimizers import unwrap_optimizer
 from everstep.state.providers.stateful import StatefulProvider
 from everstep.state.survey.ownership import AddressRanges, Memory, memory_of
-from everstep.state.training_state import State, first_few
+from everstep.state.training_state import State
 from everstep.state.values.referrers import find_referrers
 from everstep.state.values.tensors import local_tensor, why_not_storable
 
@@ -155,7 +156,7 @@ class UntrackedOptimizers:
         # A closure computes gradients within the step, and a hook may free them there.
         if not (found.consumes or _any_gradient(found.parameters)):
             return
-        known = self._state.unsaved_trainers
+        known = self._state.coverage.unsaved_trainers
         if found.why not in known and len(known) < _REPORTED_MAX:
             known.append(found.why)
             self._tell(self._notice(found.why))
@@ -320,13 +321,13 @@ class UntrackedSchedulers:
                 and not is_held(driven, state)
             ):
                 why = f"{key!r} drives an optimizer that is not part of the state"
-                state.unsaved_trainers.append(f"{why} ({kind_of(driven)})")
+                state.coverage.unsaved_trainers.append(f"{why} ({kind_of(driven)})")
                 _log.warning(
                     "everstep: %s: its steps do not drive the optimizer of the state, and nothing "
                     "is called exact\n  hint: pass the scheduler that drives the optimizer of the "
                     "state, or the optimizer that it drives; a framework's train() may make "
                     "new ones: make the Checkpointer after that",
-                    state.unsaved_trainers[-1],
+                    state.coverage.unsaved_trainers[-1],
                 )
 
     def started(self) -> None:
@@ -377,9 +378,9 @@ class UntrackedSchedulers:
         driven = unwrap_optimizer(scheduler.optimizer)
         key = next(key for key, one in self._state.optimizers.items() if one is driven)
         why = f"a scheduler that is not part of the state ({kind_of(scheduler)}) drives {key!r}"
-        if why in self._state.unsaved_trainers:
+        if why in self._state.coverage.unsaved_trainers:
             return
-        self._state.unsaved_trainers.append(why)
+        self._state.coverage.unsaved_trainers.append(why)
         self._tell(
             StateError(
                 f"{why}: its counters are not saved, resume() loses them, and nothing saved "

@@ -20,7 +20,7 @@ from everstep.commit.job.offers import Choice
 from everstep.config.options import Options
 from everstep.format.writer import ChunkRing
 from everstep.link.job_session import JobSession
-from everstep.restore.fetch.held import Recalled
+from everstep.restore.fetch.held import KeeperContents
 from everstep.restore.start.rank_loader import loader, make_comparer
 from everstep.restore.start.rank_log import RankLog
 from everstep.restore.start.resume import Resumed
@@ -120,7 +120,7 @@ class Job:
         run: PurePath,
         state: State,
         ring: ChunkRing,
-        recalled: Recalled,
+        recalled: KeeperContents,
         keeper: KeeperOfRank,
         *,
         step: int | None,
@@ -168,7 +168,7 @@ class Job:
         seams: Seams,
         run: PurePath,
         state: State,
-        recalled: Recalled,
+        recalled: KeeperContents,
         keeper: KeeperOfRank,
     ) -> Resumed:
         """Begin without a resume.

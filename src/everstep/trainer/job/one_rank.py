@@ -13,8 +13,8 @@ from pathlib import PurePath
 
 from everstep.format.writer import ChunkRing
 from everstep.restore.fetch.copies import RunWithCopies
-from everstep.restore.fetch.held import Recalled
-from everstep.restore.fetch.peers import Fetched
+from everstep.restore.fetch.held import KeeperContents
+from everstep.restore.fetch.peers import FetchedBase
 from everstep.restore.fetch.rank_copies import Copies
 from everstep.restore.start.rank_loader import loader, make_comparer, needs_on_disk
 from everstep.restore.start.rank_log import RankLog
@@ -54,7 +54,7 @@ def resume_from_several_ranks(
     run_id: str,
     state: State,
     ring: ChunkRing,
-    recalled: Recalled,
+    recalled: KeeperContents,
     *,
     step: int | None,
     strict: bool,
@@ -103,7 +103,7 @@ def resume_from_several_ranks(
             meeting,
             recalled.base,
             load,
-            own=[Fetched.of_own(one) for one in recalled.copies],  # also copies of other ranks
+            own=[FetchedBase.of_own(one) for one in recalled.copies],  # also copies of other ranks
             step=step,
             needs=needs_on_disk(state, _DISKS),
             timeout_s=timeout_s,

@@ -1,4 +1,4 @@
-"""Agree which parameters each rank saves by itself (:mod:`everstep.state.ranks.apart`).
+"""Agree which parameters each rank saves by itself (:mod:`everstep.state.ranks.ddp`).
 
 DistributedDataParallel does not reduce the gradients of parameters that were frozen when it was
 made. If a rank trains them later, their values differ between ranks.

@@ -11,7 +11,7 @@ from typing import Any
 
 from rich.filesize import decimal
 
-from everstep.commit.peers import nodes_of, peer_of
+from everstep.commit.peer_copies import nodes_of, peer_of
 from everstep.errors import OptionError
 from everstep.seams.machine import machine_name
 from everstep.state.ranks.rank_info import RankInfo

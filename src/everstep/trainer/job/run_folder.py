@@ -18,7 +18,7 @@ from everstep.commit.job.cluster import COORDINATOR
 from everstep.errors import EverstepError, OptionError
 from everstep.format.names import RUN_RECORD, TEMPORARY_SUFFIX
 from everstep.format.records import RunRecord
-from everstep.restore.fetch.node_reads import memory_name
+from everstep.restore.fetch.node_reads import shared_memory_name
 from everstep.restore.fetch.rank_copies import Copies
 from everstep.run.scan import scan_run
 from everstep.seams import Seams
@@ -120,7 +120,7 @@ def open_shared_run(
         "node": node_name(peers),
         "options": dict(options or {}),
     }
-    mine["memory"] = memory_name(mine["node"])
+    mine["memory"] = shared_memory_name(mine["node"])
     failed: EverstepError | None = None
     copies = None
     try:

@@ -21,11 +21,17 @@ from everstep.commit.job.offers import Choice, Offer
 from everstep.errors import DeadlineError
 from everstep.format.records import Manifest
 from everstep.link.job_session import mailbox_error
-from everstep.restore.fetch.held import Recalled
-from everstep.restore.fetch.lent_files import opens_in
+from everstep.restore.fetch.held import KeeperContents
 from everstep.restore.fetch.node_reads import NodeStart
-from everstep.restore.fetch.others import Meeting, failed_there, in_words
-from everstep.restore.fetch.peers import Brought, Fetched, Lent, Meanwhile, fetch_from_peers
+from everstep.restore.fetch.peers import (
+    FetchedBase,
+    FetchResult,
+    OfferExtras,
+    OnPlanned,
+    fetch_from_peers,
+)
+from everstep.restore.fetch.served_files import run_file_opener
+from everstep.restore.fetch.start_channel import Meeting, failure_reason, remote_failure
 from everstep.restore.start.job_outcome import doubted, recovery_report, with_ranks
 from everstep.restore.start.rank_loader import Compares, needs_on_disk
 from everstep.restore.start.rank_log import RankLog
@@ -83,7 +89,7 @@ class RankSide:
     seams: Seams
     run: PurePath
     state: State
-    recalled: Recalled
+    recalled: KeeperContents
     keeper: KeeperOfRank
 
 
@@ -240,7 +246,7 @@ class JobStart:
         def apart(number: int, manifest: Manifest) -> bool:
             return joined is None or joined.wants(number, manifest) < 2
 
-        def fetch(offer: Offer, meanwhile: Meanwhile, lent: Lent) -> Brought:
+        def fetch(offer: Offer, meanwhile: OnPlanned, lent: OfferExtras) -> FetchResult:
             options: dict[str, Any] = {
                 "step": step,
                 "timeout_s": self._timeout_s,
@@ -248,7 +254,7 @@ class JobStart:
                 "meanwhile": meanwhile,
             }
             if self._shared.has_several_disks:
-                options["opens"] = opens_in(side.seams.filesystem, side.run)
+                options["opens"] = run_file_opener(side.seams.filesystem, side.run)
                 options["lent"] = lent
                 options["room_bytes"] = memory_available_bytes() // (2 * self._info.here)
             return fetch_from_peers(
@@ -270,7 +276,7 @@ class JobStart:
             meeting,
             side.recalled.base,
             load,
-            own=[Fetched.of_own(copy) for copy in own],
+            own=[FetchedBase.of_own(copy) for copy in own],
             step=step,
             needs=needs,
             timeout_s=self._timeout_s,
@@ -319,7 +325,7 @@ class JobStart:
     def _refuse_failed(self, found: Sequence[dict[str, Any]], run: PurePath) -> None:
         for rank, message in enumerate(found):
             if message["error"] is not None:
-                raise failed_there(StartFailed(rank, message["error"]), self._info.rank, run)
+                raise remote_failure(StartFailed(rank, message["error"]), self._info.rank, run)
 
 
 @contextlib.contextmanager
@@ -329,7 +335,7 @@ def reporting_failure(exchange: Exchange) -> Iterator[None]:
         yield
     except Exception as error:
         with contextlib.suppress(DeadlineError):  # the first error is the cause
-            exchange("start together", {"error": in_words(error)})
+            exchange("start together", {"error": failure_reason(error)})
         raise
 
 

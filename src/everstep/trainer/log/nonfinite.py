@@ -1,8 +1,8 @@
-"""Notices NaN and infinity in the gradients that are recorded, behind training."""
+"""Detect NaN and infinity in recorded gradients, in the lane's thread."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import deque
 
 import torch
 
@@ -13,47 +13,60 @@ from everstep.state.layout.names import GRADIENT
 from everstep.state.layout.shards import ShardLayout
 from everstep.state.values.tensors import torch_dtype
 
-__all__ = ["NonFinite", "nonfinite_error"]
+__all__ = ["NonFiniteCheck", "nonfinite_error"]
 
 
-class NonFinite:
-    """Looks at what optimizers have consumed.
+class NonFiniteCheck:
+    """Check of the gradients that optimizers have consumed.
 
     Args:
-        watched: False: it does not.
+        channel: reports errors to the training thread.
+        watched: False to check nothing.
 
     Attributes:
-        first: of the first update since the state was restored that has consumed something that is
-            not finite.
-        given_up: nobody would go on from the last step because of it.
-        tell: gets each that is found, in any thread.
+        first: error of the first update since the state was restored that consumed a value that is
+            not finite; None if there is none.
+        given_up: True if the final base was left out because the parameters are not finite.
     """
 
     def __init__(self, channel: BackgroundChannel, *, watched: bool) -> None:
         self._channel = channel
         self._watched = watched
-        self.tell: Callable[[NonFiniteError], None] = self.report
+        self._collected: deque[NonFiniteError] | None = None
         self.begin()
 
     def begin(self) -> None:
-        """The state was restored, or training begins."""
+        """Forget earlier findings: training begins, or the state was restored."""
         self.first: NonFiniteError | None = None
         self.given_up = False
 
+    def collect(self, found: deque[NonFiniteError]) -> None:
+        """Append errors to ``found`` instead of reporting them (several ranks raise together)."""
+        self._collected = found
+
+    def _found(self, error: NonFiniteError) -> None:
+        if self._collected is None:
+            self.report(error)
+        else:
+            self._collected.append(error)
+
     def report(self, error: NonFiniteError, *, first: bool = False) -> None:
-        """The training thread hears of it at its next call.
+        """Raise ``error`` in the training thread at its next call.
 
         Args:
-            first: before anything else.
+            error: the finding.
+            first: raise it before any other pending error.
         """
         self.first = self.first or error
         self._channel.post(error, first=first)
 
-    def look(self, head: RecordHead, layout: ShardLayout, data: torch.Tensor) -> None:
-        """At a record; not where a GradScaler does.
+    def check(self, head: RecordHead, layout: ShardLayout, data: torch.Tensor) -> None:
+        """Check the gradients of a record; not if a GradScaler checks them (``found_inf``).
 
         Args:
-            data: its block (flat ``uint8``).
+            head: header of the record.
+            layout: layout of ``data``.
+            data: block of the record (flat ``uint8``).
         """
         if not self._watched or head.kind != "update" or head.declared:
             return
@@ -65,17 +78,19 @@ class NonFinite:
                 continue
             if not bool(torch.isfinite(data[place.begin : place.end].view(dtype)).all()):
                 name = place.entry.name.removeprefix(GRADIENT)
-                what = f"the gradient of {name} that step {head.step} consumed is not finite"
-                self.tell(nonfinite_error(what, head.step))
+                description = f"the gradient of {name} consumed by step {head.step} is not finite"
+                self._found(nonfinite_error(description, head.step))
                 return
 
 
-def nonfinite_error(what: str, step: int, rank: int | None = None) -> NonFiniteError:
-    """An update of ``step`` has consumed ``what``.
+def nonfinite_error(description: str, step: int, rank: int | None = None) -> NonFiniteError:
+    """Return the error for an update of ``step`` that consumed a value that is not finite.
 
     Args:
-        rank: that has seen it; None: this process.
+        description: the value, in words.
+        step: step of the update.
+        rank: rank that found it; None for this process.
     """
     where = "" if rank is None else " on every rank"
-    hint = f"ckpt.rewind({step - 1}){where}, skip the batch, train on"
-    return NonFiniteError(what, step=step, rank=rank, hint=hint)
+    hint = f"call ckpt.rewind({step - 1}){where}, skip the batch, and continue training"
+    return NonFiniteError(description, step=step, rank=rank, hint=hint)

@@ -1,26 +1,29 @@
-"""Records the gradient log: what each optimizer consumed, and what each step left behind.
+"""Record the gradient log: the inputs of each optimizer update, and a mark of each step.
 
-In the training thread as little as possible: a list of references before an update, a wait for
-their copies behind it (they run beside the update, on the lane), and at the step mark a copy of
-the little that no optimizer replays. Everything else is done by the lane's thread and by the
-keeper (LowDiff sections IV and V; I2, I8).
+The training thread does as little as possible: it takes references to the gradients before an
+update, waits for their copies after it (they run beside the update, on the lane), and copies at the
+step mark the few tensors that no optimizer replays. Everything else happens in the lane's thread
+and in the keeper (LowDiff sections IV and V; I2, I8).
 
-Whatever goes wrong, an exception in the training thread or in the lane's: the memory that was taken
-is given back, and what is not recorded makes a new base due.
-"""
+Any failure, in the training thread or the lane's, leaves a hole in the log: the memory of the
+record is returned, and a new base becomes due."""
 
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
-from typing import Any, Literal
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
 
 import torch
 
-from everstep.capture.lanes.lane import Lane
+from everstep.capture.lanes.batches import plan_batches
+from everstep.capture.lanes.cuda import on_cuda
+from everstep.capture.lanes.lane import Lane, Transfer
 from everstep.config.options import Options
-from everstep.errors import DeadlineError, EverstepError
+from everstep.errors import AuditError, DeadlineError, EverstepError
 from everstep.format.log import RecordHead
 from everstep.link.channel import BackgroundChannel
 from everstep.link.pool import CapturePool
@@ -34,42 +37,59 @@ from everstep.state.layout.shards import ShardLayout
 from everstep.state.survey.survey import Survey
 from everstep.state.training_state import State
 from everstep.state.values.objects import encode
+from everstep.trainer.base.saver import Saver, SaverExtension
 from everstep.trainer.budget.log_limits import log_dropped, log_dropped_early, too_large
-from everstep.trainer.log.consumed import Consumption
-from everstep.trainer.log.declared import DeclaredLog
-from everstep.trainer.log.disklog import DiskLog
-from everstep.trainer.log.log_marks import Objects, copy_now
-from everstep.trainer.log.log_part import LogPart
-from everstep.trainer.log.nonfinite import NonFinite
-from everstep.trainer.log.recorder_stats import RecorderStats
-from everstep.trainer.log.retry import Retry
-from everstep.trainer.log.rooms import Into, Loan, LogRooms
-from everstep.trainer.log.under_way import UnderWay
-from everstep.trainer.log.untold import Untold
+from everstep.trainer.log.declared_updates import DeclaredUpdates
+from everstep.trainer.log.disk_log import DiskLog
+from everstep.trainer.log.log_memory import LogMemory, LogTarget, Reservation
+from everstep.trainer.log.nonfinite import NonFiniteCheck
+from everstep.trainer.log.untracked_writes import UntrackedWrites
+from everstep.trainer.log.update_inputs import InputReader, RankInputReader
 
-__all__ = ["Recorder"]
+__all__ = [
+    "BaseRetry",
+    "Objects",
+    "PendingUpdate",
+    "Recorder",
+    "RecorderStats",
+    "ReplicaRelief",
+    "copy_now",
+]
 
-_FULL = "the log has half filled its memory, or has what it may have on disk between bases"
+_FULL = "the log fills half of its memory, or its share of the disk budget between bases"
 
 
-class Recorder:
-    """Records the updates of all optimizers of a state, and its step marks.
+class ReplicaRelief(Protocol):
+    """Replica in the keeper that applies records, so that their memory can be released."""
+
+    def relieved_to(self) -> int | None:
+        """Return the number of the newest applied record, or None without a running replica."""
+
+    def overrun(self) -> None:
+        """Handle a log that has no memory left although a replica applies its records."""
+
+
+class Recorder(SaverExtension):
+    """Record the updates of all optimizers of a state, and its step marks.
 
     Args:
-        lane: copies.
-        log_bytes_max: of records in memory; with more a new base is due.
+        lane: makes the copies.
+        saver: saver of the same state; gates updates.
+        log_bytes_max: limit on the memory of records, in bytes; above half of it a base is due.
+        replica: replica in the keeper that applies records; None without one.
 
     Attributes:
-        base_due: why the log cannot go on without a new base; None if it can.
-        base_step: of the newest base that was asked for, and has not failed.
-        disk: which records go to disk.
-        led_step: the newest step that a base and the records since lead to, all of which the keeper
-            in service has; None: it has none.
-        rooms: the memory of records.
-        overrun: called when there is no memory for a record, though there is a replica.
-        unseen: called when a mark shows a change that no optimizer made, and nobody told of.
-        nonfinite: notices gradients that are not finite, if they are watched.
-        untold: notices what something else writes to what optimizers own.
+        base_due: reason why the log needs a new base; None if it needs none.
+        base_step: step of the newest requested base that has not failed.
+        disk: the log on disk.
+        reachable_step: newest step that a base and the records after it lead to, all of them held
+            by the keeper in service; None if there is none.
+        memory: host memory of records.
+        unseen: called when a step mark shows a change that neither an optimizer nor the program
+            announced.
+        nonfinite: detects gradients that are not finite, if they are watched.
+        untracked: detects writes to optimizer-owned tensors that no hook announced.
+        stats: counters of records, marks, holes and stall time.
     """
 
     def __init__(
@@ -80,8 +100,11 @@ class Recorder:
         channel: BackgroundChannel,
         clock: Clock,
         *,
+        saver: Saver,
         log_bytes_max: int,
+        replica: ReplicaRelief | None = None,
     ) -> None:
+        saver.extend(self)
         self._options = options
         self._state = state
         self._lane = lane
@@ -90,38 +113,39 @@ class Recorder:
         self._timeline = 0
         self._exact = True
         self._opened = Opened(state.optimizers)
-        self._step_bytes = 0  # of the step under way
-        self._followed: int | None = None  # the step whose mark was the last
-        self._last_lsn = -1  # of which consumption was told
+        self._step_bytes = 0  # of the records of the step in progress
+        self._last_marked_step: int | None = None  # None before the first
+        self._last_lsn = -1  # of the last update that was copied
         self.base_step = 0
         self.disk = DiskLog(options, channel)
-        self.rooms = LogRooms(self.disk, log_bytes_max)
-        self.overrun: Callable[[], None] = lambda: None
+        self._replica = replica
+        relieved_to = (lambda: None) if replica is None else replica.relieved_to
+        self.memory = LogMemory(self.disk, log_bytes_max, relieved_to)
         self.unseen: Callable[[], None] = lambda: None
-        self._under: UnderWay | None = None
+        self._pending_update: PendingUpdate | None = None
         self._layouts = Layouts()
-        self._declared = DeclaredLog(state)
+        self._declared = DeclaredUpdates(state)
         log = options.method.log
         ratio = options.log.ratio if log == "adaptive" else None
-        self._consumption = Consumption(state, lossy_ratio=ratio, sparse=log == "topk")
-        self._part = LogPart(state)
+        self._inputs = InputReader(state, lossy_ratio=ratio, sparse=log == "topk")
+        self._share = RankInputReader(state)
         self._replaced = ReplacedTensors(state)
-        self.untold = Untold(channel, state)
-        self.nonfinite = NonFinite(channel, watched=options.log.watch)
-        self._retry = Retry()
+        self.untracked = UntrackedWrites(channel, state, on_first=saver.copy_everything_at_mark)
+        self.nonfinite = NonFiniteCheck(channel, watched=options.log.watch)
+        self._retry = BaseRetry()
         self._entries: Any = None
-        self._in_marks: list[str] = []  # of these, what each mark holds in full
+        self._in_marks: list[str] = []  # names of entries that each mark holds in full
         self._digest = ""
         self.base_due: str | None = "no base yet"
-        self._leads_here = False  # a base that is whole, and what was recorded since
-        self.led_step: int | None = None
-        self._told = False  # that a record is too large
+        self._leads_here = False  # a complete base and the records since lead to the last step
+        self.reachable_step: int | None = None
+        self._warned_too_large = False  # of a record that is too large
         self.stats = RecorderStats()
 
     @property
     def needs_capture(self) -> bool:
-        """Whether a base is due that has to be captured here: the log does not lead to this step,
-        or it is not only that its memory is half full."""
+        """Return True if a base is due that must be captured here: the log does not lead to this
+        step, or another reason than half-full memory made the base due."""
         return self.base_due is not None and not (self.base_due == _FULL and self._leads_here)
 
     def start(
@@ -133,252 +157,276 @@ class Recorder:
         step: int = 0,
         seen: Survey | None = None,
     ) -> None:
-        """From now on records go to ``keeper``, as those of ``timeline``.
+        """Send records of ``timeline`` to ``keeper`` from now on.
 
         Args:
-            step: that the state is of.
-            seen: the state, if it has been surveyed.
+            keeper: keeper that takes records; None to record nothing.
+            pool: memory shared with the keeper.
+            timeline: number of the timeline.
+            exact: replay of the records reproduces training bit for bit.
+            step: step of the current state.
+            seen: survey of the current state, if one was taken.
         """
-        self._drop()
+        self._discard_pending()
         if pool is not None:
-            pool.give_way = self._give_way
+            pool.give_way = self._release_log_for_base
         self._timeline = timeline
         self._exact = exact
         self._opened.began(timeline)
         self.nonfinite.begin()
-        self.rooms.start(Into(keeper, pool, timeline) if keeper and pool else None)
+        self.memory.start(LogTarget(keeper, pool, timeline) if keeper and pool else None)
         self.disk.start(keeper)
         self._declared.start()
-        survey = (seen or self._state.survey()) if self.rooms.into is not None else None
+        survey = (seen or self._state.survey()) if self.memory.target is not None else None
         self._replaced.start(survey)
-        self.untold.start(survey, step)
-        self._followed = None
+        self.untracked.start(survey, step)
+        self._last_marked_step = None
         self._last_lsn = -1
         self._entries = None
-        if survey is not None:  # save() may take a base before there is a mark
-            self._learn(survey)
+        if survey is not None:  # save() may take a base before the first mark
+            self._adopt_shape(survey)
         self.base_due = self.base_due or "a new timeline"
         self._leads_here = False
-        self.led_step = None
+        self.reachable_step = None
 
     def consumed(self, key: str, lsn: int, step: int, *, over: bool = False) -> None:
-        """The gradients of an optimizer are what it is going to consume: begins to copy them.
+        """Begin to copy the gradients that an optimizer is about to consume.
 
         Args:
-            lsn: of the update.
-            step: that is under way.
-            over: it has consumed them already: a hook that was registered later came last.
+            key: key of the optimizer.
+            lsn: number of the update.
+            step: step in progress.
+            over: the update has already run: a hook registered later was called last.
         """
-        if self.rooms.into is None:
+        if self.memory.target is None:
             return
         if lsn == self._last_lsn:
-            if self._under is not None:
-                self._under.calls += 1  # a closure that is called again: not recorded
+            if self._pending_update is not None:
+                self._pending_update.calls += 1  # a closure called again: not recorded
             return
         with self._recording(step):
-            self._drop()
+            self._discard_pending()
             self._last_lsn = lsn
-            # Where a hook of somebody else came last it is too late to tell.
-            if not over and (written := self.untold.before(key, step)):
-                self._hole(written)
+            # After the update its own writes would be found: only compare before it.
+            if not over and (written := self.untracked.before(key, step)):
+                self._add_hole(written)
                 return
-            self._under = self._copy(self.rooms.into, key, lsn, step, over)
+            self._pending_update = self._copy(self.memory.target, key, lsn, step, over)
 
     def applied(self, key: str) -> None:
-        """The update is over: gradients may change from now on, so their copies must be made."""
-        under = self._under
-        if under is None:
-            self.untold.applied(key)
+        """Wait for the copies of the gradients: after the update they may change."""
+        pending = self._pending_update
+        if pending is None:
+            self.untracked.applied(key)
             return
         with self._recording(None):
-            self.untold.applied(key)
+            self.untracked.applied(key)
             try:
-                there = under.transfer.gate(under.end, self._options.progress_timeout_s)
+                there = pending.transfer.gate(pending.end, self._options.progress_timeout_s)
                 if not there:
-                    self._hole("copying gradients hangs")
-                    self._channel.post(DeadlineError("copying gradients hangs"))
-                elif under.calls > 1:
-                    self._hole(f"{key} calls its closure more than once")
+                    late = "copying gradients to host memory has hung"
+                    self._add_hole(late)
+                    self._channel.post(DeadlineError(late))
+                elif pending.calls > 1:
+                    self._add_hole(f"optimizer {key} called its closure more than once")
                 else:
-                    self._lane.run(under.job)
-                    self._under = None
+                    self._lane.run(pending.job)
+                    self._pending_update = None
             finally:
-                self._drop()
+                self._discard_pending()
 
     def skipped(self, why: str) -> None:
-        """Something has changed what optimizers own that replay cannot repeat."""
-        self._drop()
+        """Record a hole: something changed optimizer-owned tensors in a way replay cannot
+        repeat."""
+        self._discard_pending()
         self._declared.start()
-        self.untold.accept()
-        self._hole(why)
+        self.untracked.accept()
+        self._add_hole(why)
 
     def declared(self, pattern: str, lsn: int, step: int) -> None:
-        """The function registered for ``pattern`` has run: replay runs it at this place (I8).
+        """Record that the function registered for ``pattern`` has run: replay runs it here (I8).
 
         Args:
-            lsn: of the update.
-            step: that is under way.
+            pattern: pattern the function is registered for.
+            lsn: number of the update.
+            step: step in progress.
         """
-        if self.rooms.into is None:
+        if self.memory.target is None:
             return
         with self._recording(step):
-            self.untold.declared(pattern)
+            self.untracked.declared(pattern)
             named = self._declared.ran(pattern)
             head = self._head("update", step, lsn, pattern)
             self._copy_now(head, named, dict)
 
     def mark(self, survey: Survey, lsn: int, step: int) -> None:
-        """The step is over: records what no optimizer replays (I8)."""
-        into = self.rooms.into
-        if into is None:
+        """Record a step mark: the entries that no optimizer replays, at the end of a step (I8)."""
+        target = self.memory.target
+        if target is None:
             return
         if why := self._retry.due(step):
             self.base_due = self.base_due or why
-        followed = self._followed
-        self._followed = step
-        if followed is not None and step != followed + 1:
-            self._hole(f"step {followed + 1} ended in an error")
+        last_marked = self._last_marked_step
+        self._last_marked_step = step
+        if last_marked is not None and step != last_marked + 1:
+            self._add_hole(f"step {last_marked + 1} ended in an error")
         with self._recording(step):
-            self._mark(into, survey, lsn, step)
+            self._mark(target, survey, lsn, step)
             self.disk.over(step)
 
     def base_taken(self, save: Save) -> None:
-        """A base of this very step is being captured.
+        """Continue the log from a base of this step, which is being captured.
 
-        Where the log does not lead to this step, nothing but the base does: then this waits until
-        the keeper has all of it, or more than the step in flight could be lost.
-        """
+        Where the log does not lead to this step, only the base does: then wait until the keeper
+        has all of it, or a crash could lose more than the step in flight."""
         why = self.base_due
         self.base_due = None
         staged = save.staged
         led = self._leads_here
-        if not led and self.rooms.into is not None:
-            with self._timed():  # whatever fails, or hangs, is told by whoever copies
+        if not led and self.memory.target is not None:
+            with self._counted():  # a failure is reported by the saver
                 is_over(staged, self._options.progress_timeout_s)
             there = staged.done() and not staged.cancelled() and staged.exception() is None
             self._leads_here = there
-            self.led_step = save.step if there else self.led_step
-        self.untold.follows_base = True
+            self.reachable_step = save.step if there else self.reachable_step
+        self.untracked.follows_base = True
         before = self.base_step
         self.base_step = save.step
-        into = self.rooms.into
-        self.rooms.base_taken()
-        self.disk.base_taken(save, self.rooms.number, leads=led)
+        target = self.memory.target
+        self.memory.base_taken()
+        self.disk.base_taken(save, self.memory.number, leads=led)
 
         def durable(_: Any) -> None:
             fine = not save.durable.cancelled() and save.durable.exception() is None
-            if self.rooms.into is not into:  # steps of a timeline before are others
+            # The callback of another timeline: its step numbers mean other states.
+            if self.memory.target is not target:
                 return
             if fine:
-                self.rooms.base_durable(save.step)
-            else:  # the keeper has nothing of it any more
+                self.memory.base_durable(save.step)
+            else:  # the keeper has discarded it
                 self._leads_here = False
-                self.led_step = None
+                self.reachable_step = None
                 if self.base_step == save.step:
                     self.base_step = before
-                    self.rooms.base_failed()
+                    self.memory.base_failed()
             self._retry.ended(save.step, why, fine=fine)
 
         save.durable.add_done_callback(durable)
-        with self._timed():
+        with self._counted():
             self.disk.over(save.step)
 
     def restored(
         self, base_step: int | None, survey: Survey | None, step: int, *, on_disk: bool
     ) -> None:
-        """The state was restored, from a base of ``base_step`` (None: there was nothing), which is
-        on disk or not, to ``step``, and surveyed then."""
+        """Continue from a restored state.
+
+        Args:
+            base_step: step of the base it was restored from; None if there was none.
+            survey: survey of the restored state.
+            step: step it was restored to.
+            on_disk: the base is on disk.
+        """
         self.base_step = base_step or 0
-        self.untold.follows_base = there = base_step is not None
-        self._leads_here = there and self._exact and None not in (survey, self.rooms.into)
-        self.led_step = step if self._leads_here else None
+        self.untracked.follows_base = there = base_step is not None
+        self._leads_here = there and self._exact and None not in (survey, self.memory.target)
+        self.reachable_step = step if self._leads_here else None
         self.disk.restored(on_disk=on_disk)
 
     def on_disk(self, number: int) -> None:
-        """Records up to ``number`` are on disk, or (0) the keeper is gone; in any thread."""
+        """Release records up to ``number``, which are on disk; 0 if the keeper was lost. Any
+        thread."""
         self.disk.reached(number)
-        self.rooms.release()
+        self.memory.release()
 
-    def _learn(self, survey: Survey) -> None:
-        """What the state consists of from now on."""
+    def handles_torn_base(self, error: AuditError) -> bool:
+        """Make a new base due at the next step mark; see
+        :meth:`.UntrackedWrites.handles_torn_base`."""
+        return self.untracked.handles_torn_base(error)
+
+    def _adopt_shape(self, survey: Survey) -> None:
+        """Record states of this shape from now on."""
         shape = survey.shape
-        self._entries, self._digest = (
-            shape.entries,
-            state_digest(shape, self._consumption.regroup()),
-        )
+        self._digest = state_digest(shape, self._inputs.regroup())
+        self._entries = shape.entries
         self._in_marks = [e.name for e in shape.entries if shape.owners[e.name].in_marks]
 
-    def _mark(self, into: Into, survey: Survey, lsn: int, step: int) -> None:
-        written = self.untold.at_mark(survey, step)
-        regrouped = not self._consumption.grouped_as_before()
+    def _mark(self, target: LogTarget, survey: Survey, lsn: int, step: int) -> None:
+        written = self.untracked.at_mark(survey, step)
+        regrouped = not self._inputs.grouped_as_before()
         if survey.shape.entries is not self._entries or regrouped:
             changed = self._entries is not None
             before = self._digest
-            self._learn(survey)
+            self._adopt_shape(survey)
             self._leads_here = self._leads_here and self._digest == before
             if changed:
-                self.base_due = "what the state consists of has changed"
-        why = "parameters are in other groups than before" if regrouped else written
+                self.base_due = "the set of entries has changed"
+        why = "parameters moved to other parameter groups" if regrouped else written
         if not regrouped and (replaced := self._replaced.since(survey)):
-            why = f"{replaced!r} was replaced, and not by its optimizer"
-        if why is not None:  # and an update of this step may have been recorded before that
+            why = f"{replaced!r} was replaced by another tensor, not by its optimizer"
+        if why is not None:  # an update of this step may have been recorded before
             self.unseen()
-            self._hole(why)
+            self._add_hole(why)
             return
         named = {name: survey.tensors[name] for name in self._in_marks}
         samples, ran = self._declared.samples(survey)
-        named |= samples | self.untold.samples(step)
+        named |= samples | self.untracked.samples(step)
         head = self._head("mark", step, lsn)
         about_bytes = sum(survey.shape.objects_bytes.values())
-        told = self._copy_now(head, named, survey.objects, ran, about_bytes)
-        if told is None:
-            self._lane.run(survey.measure)  # plain data may be less by now
+        notified = self._copy_now(head, named, survey.objects, ran, about_bytes)
+        if notified is None:
+            self._lane.run(survey.measure)  # the objects may be smaller next time
             return
-        # Or more than the step in flight could be lost. Behind it on the lane is nothing but the
-        # updates of this step: no update begins while a base is being copied.
-        if is_over(told, self._options.progress_timeout_s):
-            told.result()
+        # Wait until the keeper has the mark, or a crash could lose more than the step in flight.
+        # The lane is short here: only this step's updates are before it, as no update begins while
+        # a base is being copied.
+        if is_over(notified, self._options.progress_timeout_s):
+            notified.result()
         else:
-            self._hole("the keeper takes no records")
-            self._channel.post(DeadlineError("recording a step hangs", step=step))
+            self._add_hole("the keeper did not accept the step mark in time")
+            self._channel.post(DeadlineError("recording a step mark has hung", step=step))
         step_bytes = self._step_bytes
         self._step_bytes = 0
-        self._lane.run(lambda: into.pool.warm_ahead(2 * step_bytes))  # behind the next backward
+        # On the lane: touching pages overlaps the next backward.
+        self._lane.run(lambda: target.pool.warm_ahead(2 * step_bytes))
         self.stats.marks += 1
-        self.led_step = step if self._leads_here else self.led_step
-        self.disk.marked(self.rooms.number, step)
+        self.reachable_step = step if self._leads_here else self.reachable_step
+        self.disk.marked(self.memory.number, step)
 
-    def _copy(self, into: Into, key: str, lsn: int, step: int, over: bool) -> UnderWay | None:
-        if not self._consumption.grouped_as_before(key):
-            self._hole(f"the parameters of {key} are in other groups than before")
+    def _copy(
+        self, target: LogTarget, key: str, lsn: int, step: int, over: bool
+    ) -> PendingUpdate | None:
+        if not self._inputs.grouped_as_before(key):
+            self._add_hole(f"the parameters of {key} moved to other parameter groups")
             return None
-        consumed, name, about = self._part.look(self._consumption, key)
+        consumed, name, about = self._share.look(self._inputs, key)
         if consumed.written and over:
-            self._hole(f"gradients of {key} were changed before they could be copied")
+            self._add_hole(
+                f"optimizer {key} writes to its gradients, which were seen only after that"
+            )
             return None
         head = self._head("update", step, lsn)
         layout = consumed.layout
         timeout_s = self._options.progress_timeout_s
-        with self._lent(layout.size_bytes) as loan:
-            if loan is None:
+        with self._reserved(layout.size_bytes) as reservation:
+            if reservation is None:
                 return None
-            room = loan.room
-            if consumed.in_host_memory:  # pinning takes the pages
-                self._lane.run(lambda: into.pool.populate(room))
-            transfer = self._lane.submit(consumed.batches, into.part(room), lambda end: None)
-            # It must not begin before the copy ends.
+            room = reservation.room
+            if consumed.in_host_memory:  # for device copies, pinning has touched the pages
+                self._lane.run(lambda: target.pool.populate(room))
+            transfer = self._lane.submit(consumed.batches, target.block(room), lambda end: None)
+            # The update writes to its own gradients: it must not begin before the copy ends.
             if consumed.written and not transfer.gate(layout.size_bytes, timeout_s):
-                raise DeadlineError("copying gradients hangs", step=step)
+                raise DeadlineError("copying gradients to host memory has hung", step=step)
 
             def objects() -> dict[str, bytes]:
                 if not transfer.wait(timeout_s):
-                    raise DeadlineError("copying gradients hangs", step=step)
+                    raise DeadlineError("copying gradients to host memory has hung", step=step)
                 return {name: encode(about, checked=True)}
 
             def job() -> None:
-                self._tell(loan, head, layout, objects)
+                self._notify_keeper(reservation, head, layout, objects)
 
-            return UnderWay(transfer, layout.size_bytes, job, loan)
+            return PendingUpdate(transfer, layout.size_bytes, job, reservation)
 
     def _copy_now(
         self,
@@ -388,144 +436,287 @@ class Recorder:
         ran: frozenset[str] = frozenset(),
         objects_bytes: int = 0,
     ) -> Future[None] | None:
-        """Copies what may change at once, and lets the keeper be told; None: there is no memory.
+        """Copy tensors that may change at once, and notify the keeper on the lane.
 
         Args:
-            ran: declared updates since the last mark.
-            objects_bytes: of the objects, about.
-        """
-        into = self.rooms.into
-        assert into is not None
-        layout = self._layouts.of(named)
-        with self._lent(layout.size_bytes, objects_bytes) as loan:
-            if loan is None:
-                return None
-            into.pool.populate(loan.room)
-            of_mark = layout, named, into.part(loan.room), objects, self._options.progress_timeout_s
-            objects = copy_now(self._lane, *of_mark)
-            return self._lane.run(lambda: self._tell(loan, head, layout, objects, ran))
+            head: header of the record.
+            named: tensors by name.
+            objects: encodes the objects, in the lane's thread.
+            ran: patterns of the declared updates since the last mark.
+            objects_bytes: approximate size of the encoded objects.
 
-    def _tell(
+        Returns:
+            Future of the notification; None if there is no memory for the record.
+        """
+        target = self.memory.target
+        assert target is not None
+        layout = self._layouts.of(named)
+        with self._reserved(layout.size_bytes, objects_bytes) as reservation:
+            if reservation is None:
+                return None
+            target.pool.populate(reservation.room)
+            objects = copy_now(
+                self._lane,
+                layout,
+                named,
+                target.block(reservation.room),
+                objects,
+                self._options.progress_timeout_s,
+            )
+            return self._lane.run(
+                lambda: self._notify_keeper(reservation, head, layout, objects, ran)
+            )
+
+    def _notify_keeper(
         self,
-        loan: Loan,
+        reservation: Reservation,
         head: RecordHead,
         layout: ShardLayout,
         objects: Objects,
         ran: frozenset[str] = frozenset(),
     ) -> None:
-        """In the lane's thread, behind the copies: the record is whole."""
-        if not loan.end():
+        """Notify the keeper of a complete record; in the lane's thread, after its copies."""
+        if not reservation.end():
             return  # training was interrupted as it handed it over
-        into = loan.into
-        room = loan.room
+        target = reservation.target
+        room = reservation.room
         number = None
         try:
             encoded = objects()
             objects_bytes = sum(map(len, encoded.values()))
             failpoint("log.before_record")
-            if not self.rooms.fits(into, room, objects_bytes):
-                self._no_room()
+            if not self.memory.fits(target, room, objects_bytes):
+                self._handle_no_memory()
                 return
-            number = self.rooms.keep(into, head, room, objects_bytes)
+            number = self.memory.keep(target, head, room, objects_bytes)
             if number is None:
                 return
             if head.kind == "mark":
-                self._declared.check(head, layout, into.part(room), ran)
-            into.keeper.log(number, head, layout, encoded, room.offset)
+                self._declared.check(head, layout, target.block(room), ran)
+            target.keeper.log(number, head, layout, encoded, room.offset)
             failpoint("log.after_record")
             self.stats.records += 1
             self.stats.record_bytes += layout.size_bytes + objects_bytes
-            self.nonfinite.look(head, layout, into.part(room))
+            self.nonfinite.check(head, layout, target.block(room))
         except EverstepError as error:
-            self._lost(error)
+            self._fail(error)
         except Exception as error:
-            self._lost(EverstepError(f"internal error in the log: {error!r}", step=head.step))
+            self._fail(EverstepError(f"internal error in the log: {error!r}", step=head.step))
         finally:
             if number is None:
-                into.release(room)
+                target.release(room)
 
     @contextlib.contextmanager
-    def _lent(self, size_bytes: int, objects_bytes: int = 0) -> Iterator[Loan | None]:
-        """Memory for a record; None, and a new base is due, if there is none. In an error it is
-        given back."""
-        into = self.rooms.into
-        room = self.rooms.take(size_bytes, objects_bytes)
-        assert into is not None
+    def _reserved(self, size_bytes: int, objects_bytes: int = 0) -> Iterator[Reservation | None]:
+        """Reserve memory for a record; return it if the body raises.
+
+        Yields None, with a base due, if there is no memory."""
+        target = self.memory.target
+        room = self.memory.take(size_bytes, objects_bytes)
+        assert target is not None
         self._step_bytes += size_bytes
-        if self.rooms.half_full:
+        if self.memory.half_full:
             self.base_due = self.base_due or _FULL
-        if self.rooms.cut_short >= 0:
-            step = self.rooms.cut_short
-            self.rooms.cut_short = -1
+        if self.memory.cut_short >= 0:
+            step = self.memory.cut_short
+            self.memory.cut_short = -1
             self._channel.post_notice(log_dropped_early(step))
         if room is None:
-            self._no_room()
-            if self.rooms.relieved_to() is not None:
-                self.overrun()
-        loan = None if room is None else Loan(into, room)
+            self._handle_no_memory()
+            if self._replica is not None and self._replica.relieved_to() is not None:
+                self._replica.overrun()
+        reservation = None if room is None else Reservation(target, room)
         try:
-            yield loan
+            yield reservation
         except BaseException:
-            if loan is not None:
-                self._lane.run(loan.give_back)  # behind the copies into it
+            if reservation is not None:
+                self._lane.run(reservation.give_back)  # check_copied the copies target it
             raise
 
-    def _no_room(self) -> None:
-        self._hole("there is no host memory for the log")
-        if self.rooms.too_large and not self._told:
-            self._told = True
-            self._channel.post_notice(too_large(self.rooms.too_large, self.rooms.bytes_max))
+    def _handle_no_memory(self) -> None:
+        self._add_hole("there is no host memory left for the log")
+        if self.memory.too_large and not self._warned_too_large:
+            self._warned_too_large = True
+            self._channel.post_notice(too_large(self.memory.too_large, self.memory.bytes_max))
 
-    def _give_way(self) -> bool:
-        """A base has no room beside the log: it goes first, or neither would ever go on."""
-        if self.rooms.relieved_to() is not None or not self.rooms.give_way():
+    def _release_log_for_base(self) -> bool:
+        """Release all records for a base that has no memory beside them; the pool calls this.
+
+        Without it neither could ever continue: the base waits for memory, the log for the base."""
+        if self.memory.relieved_to() is not None or not self.memory.surrender():
             return False
-        self._hole("a base needs its memory")
-        self.led_step = None
-        self._channel.post_notice(log_dropped(self._followed))
+        self._add_hole("its memory was released for a base")
+        self.reachable_step = None
+        self._channel.post_notice(log_dropped(self._last_marked_step))
         return True
 
-    def _drop(self) -> None:
-        """The update that is being copied will not be recorded, if there is one."""
-        under = self._under
-        self._under = None
-        if under is not None:
-            self._lane.run(under.loan.give_back)
+    def _discard_pending(self) -> None:
+        """Return the memory of the update whose copies are in progress, if any: it is not
+        recorded."""
+        pending = self._pending_update
+        self._pending_update = None
+        if pending is not None:
+            self._lane.run(pending.reservation.give_back)
 
     def _head(
         self, kind: Literal["update", "mark"], step: int, lsn: int, declared: str = ""
     ) -> RecordHead:
-        exact = self._exact and self._opened.holds  # all that replay asks for
-        if kind == "mark":  # of updates nobody asks
+        exact = self._exact and self._opened.holds
+        if kind == "mark":  # readers take exactness of the state from marks only
             exact = exact and self._state.exact
         return RecordHead(kind, self._timeline, step, lsn, self._digest, exact, declared)
 
-    def _lost(self, error: EverstepError) -> None:
+    def _fail(self, error: EverstepError) -> None:
         self._channel.post(error)
-        self._hole(error.message)
+        self._add_hole(error.message)
 
-    def _hole(self, why: str) -> None:
+    def _add_hole(self, why: str) -> None:
         self.stats.holes += 1
         self.base_due = self.base_due or why
         self._leads_here = False
 
     @contextlib.contextmanager
     def _recording(self, step: int | None) -> Iterator[None]:
-        """What fails is no reason for training to, but for a hole; the policy says what becomes of
-        it. An interrupt goes on, and leaves one, too."""
+        """Turn a failure into a hole in the log and report it by the failure policy; training goes
+        on.
+
+        An interrupt leaves a hole, too, and propagates."""
         try:
-            with self._timed():
+            with self._counted():
                 yield
         except Exception as error:
-            self._lost(as_everstep_error(error, step))
+            self._fail(as_everstep_error(error, step))
         except BaseException:
-            self._hole("recording was interrupted")
+            self._add_hole("recording was interrupted")
             raise
 
     @contextlib.contextmanager
-    def _timed(self) -> Iterator[None]:
+    def _counted(self) -> Iterator[None]:
         start_s = self._clock.monotonic_s()
         try:
             yield
         finally:
             self.stats.stall_s += self._clock.monotonic_s() - start_s
+
+
+@dataclass(slots=True)
+class RecorderStats:
+    """Counters of the log.
+
+    Attributes:
+        records: number of records.
+        record_bytes: size of all records, in bytes.
+        marks: number of step marks.
+        holes: number of updates and marks that could not be recorded; each makes a base due.
+        stall_s: time the training thread spent recording, in seconds.
+    """
+
+    records: int = 0
+    record_bytes: int = 0
+    marks: int = 0
+    holes: int = 0
+    stall_s: float = 0.0
+
+
+@dataclass(slots=True, eq=False)
+class PendingUpdate:
+    """Update whose inputs are being copied.
+
+    Attributes:
+        transfer: the copies.
+        end: size of the copied block, in bytes.
+        job: notifies the keeper, in the lane's thread, after the copies.
+        reservation: memory of the record.
+        calls: number of calls of the optimizer's closure.
+    """
+
+    transfer: Transfer
+    end: int
+    job: Callable[[], None]
+    reservation: Reservation
+    calls: int = 1
+
+
+_RETRY_STEPS_MAX = 64
+
+
+class BaseRetry:
+    """Schedule of retries for a base that the log needs and that has failed.
+
+    The base is taken again at the next step, then after 2, 4, 8, ... up to 64 more steps, until
+    one is durable. Each failure is reported by the code that wrote the base."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._times = 0
+        self._why: str | None = None
+        self._from_step = 0
+
+    def ended(self, step: int, why: str | None, *, fine: bool) -> None:
+        """Note the end of a base; in any thread.
+
+        Args:
+            step: step of the base.
+            why: reason it was needed; None if only its interval was over.
+            fine: True if it is durable.
+        """
+        with self._lock:
+            if fine:
+                self._times = 0
+                self._why = None
+            elif why is not None:
+                self._why = why
+                self._from_step = step + min(1 << self._times, _RETRY_STEPS_MAX)
+                self._times += 1
+
+    def due(self, step: int) -> str | None:
+        """Return the reason why a base is due at ``step``, or None."""
+        with self._lock:
+            why = self._why if step >= self._from_step else None
+            self._why = None if why else self._why
+        return why
+
+
+Objects = Callable[[], Mapping[str, bytes]]
+
+
+def copy_now(
+    lane: Lane,
+    layout: ShardLayout,
+    named: Mapping[str, torch.Tensor],
+    block: torch.Tensor,
+    objects: Objects,
+    wait_s: float,
+) -> Objects:
+    """Copy tensors that may change at once.
+
+    A CUDA device that has failed leaves the old bytes in ``block`` without an error at the call.
+    So the returned callable first waits for a transfer queued after these copies, in the lane's
+    thread.
+
+    Args:
+        lane: makes the copies.
+        layout: layout of ``block``.
+        named: tensors by name.
+        block: destination (flat ``uint8``).
+        objects: encodes the objects of the record.
+        wait_s: timeout of the copies, in seconds.
+
+    Returns:
+        ``objects``, or a callable that raises if the copies were not made.
+    """
+    lane.copy_now(plan_batches(layout, named, named.keys()), block)
+    if not any(map(on_cuda, named.values())):
+        return objects
+    transfer = lane.submit((), block, lambda end: None)
+
+    def check_copied() -> Mapping[str, bytes]:
+        try:
+            there = transfer.wait(wait_s)
+        except RuntimeError as error:
+            raise EverstepError(f"the tensors of a step mark were not copied: {error}") from error
+        if not there:
+            raise DeadlineError("copying the tensors of a step mark has hung")
+        return objects()
+
+    return check_copied

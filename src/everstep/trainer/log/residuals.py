@@ -1,4 +1,5 @@
-"""What compressed training keeps beside the state: how much it is, and whether it is saved."""
+"""Size of the residuals of gradient compression, and a warning where the state does not hold
+them."""
 
 from __future__ import annotations
 
@@ -18,15 +19,15 @@ from everstep.link.recordable import compressors_of, exchanges_of
 from everstep.state.providers.modules import ModuleProvider
 from everstep.state.training_state import State
 
-__all__ = ["residual_bytes", "tell_of_lost_residuals"]
+__all__ = ["residual_bytes", "warn_of_unsaved_residuals"]
 
 _log = logging.getLogger("everstep")
 
 _OURS = "add it to the state, under a name of its own"
 _THEIRS = (
     "add an object to the state that holds it as an attribute, and whose state_dict() and "
-    "load_state_dict() take and give what it keeps (docs/EXACTNESS.md has one for PowerSGD); or "
-    "use everstep's DDPCompression, which can be a part of the state itself"
+    "load_state_dict() return and restore its data (docs/EXACTNESS.md has one for PowerSGD); or "
+    "use everstep's DDPCompression, which can be added to the state itself"
 )
 _OF_TORCH = ("torch.distributed.algorithms.ddp_comm_hooks.mixed_precision_hooks",)
 _GROUPS = (dist.ProcessGroup,) if dist.is_available() else ()
@@ -37,41 +38,43 @@ _FIXED = (
 
 
 def residual_bytes(state: State) -> int:
-    """Of all that is in the state; each step mark of a log holds them."""
-    behind = sum(one.residual_bytes for one in compressors_of(state).values())
-    return behind + sum(one.residual_bytes for one in exchanges_of(state))
+    """Return the size of the residuals held in the state, in bytes; each step mark of the log
+    holds them."""
+    of_compressors = sum(one.residual_bytes for one in compressors_of(state).values())
+    return of_compressors + sum(one.residual_bytes for one in exchanges_of(state))
 
 
-def tell_of_lost_residuals(state: State) -> None:
-    """Says of which parts of a state gradients are compressed, or else changed on their way, by
-    what is in no part of it, once; and lets nothing that is saved without it be called exact."""
+def warn_of_unsaved_residuals(state: State) -> None:
+    """Warn once of each gradient compressor or communication hook that keeps data between steps
+    and is not in the state; note it in ``state.coverage.unsaved_inputs`` (then inexact)."""
     saved = _saved(state)
     found = list[str]()
     for section, kind, kept in _keeping(state):
         if id(kept) in saved:
             continue
         if kind:
-            what = f"a {kind} compresses gradients of {section!r}"
-            lost = "what it has left out of them"
+            finding = f"a {kind} compresses gradients of {section!r}"
+            lost = "its residual"
             hint = _OURS
         else:
             kind = type(kept).__name__
-            what = f"a {kind} is what a communication hook of {section!r} goes by"
-            lost = "what it keeps (residuals, counters)"
+            finding = f"a communication hook of {section!r} uses a {kind}"
+            lost = "its data (residuals, counters)"
             hint = _THEIRS
-        found.append(f"{what}, and is in no part of the state")
-        if found[-1] not in state.unsaved_inputs:
+        found.append(f"{finding}, which is not in the state")
+        if found[-1] not in state.coverage.unsaved_inputs:
             _log.warning(
                 "everstep: %s: %s is not saved, and resume() loses it\n  hint: %s",
                 found[-1],
                 lost,
                 hint,
             )
-    state.unsaved_inputs = tuple(found)
+    state.coverage.unsaved_inputs = tuple(found)
 
 
 def _saved(state: State) -> set[int]:
-    """Ids of the objects of a state, and of what those of a program's own have as attributes."""
+    """Return the ids of the objects in a state, and of the attributes of the program's own
+    objects."""
     found = set(map(id, state.values.values()))
     for value in state.values.values():
         if not isinstance(value, nn.Module | torch.optim.Optimizer):
@@ -80,14 +83,16 @@ def _saved(state: State) -> set[int]:
 
 
 def _keeping(state: State) -> Iterator[tuple[str, str, object]]:
-    """Section, kind ("": not one of ours) and object of all that keeps something from one step to
-    the next that gradients depend on."""
+    """Yield section, kind and object of everything that keeps data gradients depend on between
+    steps.
+
+    The kind is empty for objects that are not everstep's own."""
     for section, optimizer in state.optimizers.items():
         for hook in optimizer._optimizer_step_pre_hooks.values():
             one = getattr(hook, "__self__", None)
             if isinstance(one, Compressor) and one.residual_bytes:
                 yield section, "Compressor", one
-    loaded = sys.modules.get("everstep.compress.ddp")  # not loaded: nobody uses it
+    loaded = sys.modules.get("everstep.compress.ddp")  # not loaded: not used
     for section, provider in state.providers.items():
         if not isinstance(provider, ModuleProvider):
             continue
@@ -98,12 +103,12 @@ def _keeping(state: State) -> Iterator[tuple[str, str, object]]:
                         if kept.residual_bytes:
                             yield section, "DDPCompression", kept
                     else:
-                        behind = (kept, getattr(hook, "__self__", None))
-                        yield from ((section, "", one) for one in behind if not _is_fixed(one))
+                        owners = (kept, getattr(hook, "__self__", None))
+                        yield from ((section, "", one) for one in owners if not _is_fixed(one))
 
 
 def _is_fixed(kept: object) -> bool:
-    """Whether a hook can keep nothing there that it would miss."""
+    """Return True if a hook cannot keep data in ``kept`` that a restart would lose."""
     if isinstance(kept, tuple):
         return all(map(_is_fixed, kept))
     if is_dataclass(kept) and not isinstance(kept, type):

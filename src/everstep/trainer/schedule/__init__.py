@@ -1,1 +1,8 @@
-"""Captures every step by a plan (Checkflow). Read ``scheduled`` first."""
+"""Capture every step by a plan (Checkflow, section III); runs in the training process.
+
+Read in this order:
+
+- ``saver``: captures at each step mark; keeps the newest one in memory, or makes it durable.
+- ``scheduler``: observes steps, makes plans of them, and issues copies by a plan.
+- ``bound_plan``: a plan with the tensors it copies.
+- ``stats``: when each copy ran, next to when it was planned."""

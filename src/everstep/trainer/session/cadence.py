@@ -395,7 +395,7 @@ class Cadence:
             return None, ""
         found: list[tuple[int, str]] = []
         if self._options.method.apply != "replica":  # it drops records once applied
-            in_memory = recorder.rooms.bytes_max // 2 / self._memory_step_bytes
+            in_memory = recorder.memory.bytes_max // 2 / self._memory_step_bytes
             found.append((max(1, int(in_memory)), "the memory of the log"))
         if self._limits.interval_bytes is not None and self._logs_to_disk:
             on_disk = self._limits.interval_bytes / self._log_step_bytes
@@ -409,7 +409,7 @@ class Cadence:
         if recorder is None or most is None or not self._logs_to_disk:
             return
         if recorder.stats.record_bytes - self._before_base > most - self._log_step_bytes:
-            recorder.rooms.half_full = True
+            recorder.memory.half_full = True
 
     def _report_conflict(self, least: int, most: int, full: str) -> None:
         """Report once that the log needs bases more often than the write budget allows."""
@@ -443,7 +443,7 @@ class Cadence:
     def _memory_step_bytes(self) -> float:
         """Average host memory of the records of a step, in bytes."""
         assert self._recorder is not None
-        return self._recorder.rooms.taken_bytes / max(1, self._recorder.stats.marks)
+        return self._recorder.memory.taken_bytes / max(1, self._recorder.stats.marks)
 
     def _log_bytes_per_day(self, step_s: float) -> float:
         return self._log_step_bytes * DAY_S / step_s

@@ -34,11 +34,11 @@ from everstep.state.training_state import State
 from everstep.trainer.attach.keeper import Keeper
 from everstep.trainer.attach.keepers import Keepers, release_keeper
 from everstep.trainer.attach.remote import RemoteKeeper
-from everstep.trainer.base.calls import Calls
 from everstep.trainer.base.saver import Saver
+from everstep.trainer.log.log_memory import LogMemory
 from everstep.trainer.log.recorder import Recorder
-from everstep.trainer.log.rooms import LogRooms
-from everstep.trainer.schedule.scheduled_saver import ScheduledSaver
+from everstep.trainer.schedule.saver import ScheduledSaver
+from everstep.trainer.session.calls import CallGuard
 from everstep.trainer.session.components import Components
 from everstep.trainer.session.replica_bases import ReplicaBases
 from everstep.trainer.session.state_watch import StateWatch
@@ -73,7 +73,7 @@ class AtExit:
             training would take base after base, and each would be waited for.
     """
 
-    def __init__(self, calls: Calls) -> None:
+    def __init__(self, calls: CallGuard) -> None:
         self._calls = calls
         self._job: Callable[[], None] | None = None
 
@@ -99,7 +99,7 @@ class AtExit:
 
         # With a replica, the records are in its state, too.
         has_log = components.recorder is not None and not components.replica_bases
-        rooms = components.recorder.rooms if has_log and components.recorder else None
+        rooms = components.recorder.memory if has_log and components.recorder else None
         self._job = partial(
             finish_at_exit,
             components.saver,
@@ -122,7 +122,7 @@ class AtExit:
 def wait_for_bases(saver: Saver, keeper: Keeper, timeout_s: float | None) -> None:
     """Wait until all bases are durable, including those taken in place of lost ones."""
     keeper.wait(timeout_s)
-    if saver.make_good():
+    if saver.retake_lost_base():
         saver.finish_captures()
         keeper.wait(timeout_s)
 
@@ -165,7 +165,7 @@ def finish_at_exit(
     abandon: Callable[[], None],
     pid: int,
     shown: Any,
-    rooms: LogRooms | None = None,
+    rooms: LogMemory | None = None,
     *,
     stay: bool = False,
 ) -> None:
@@ -198,7 +198,7 @@ def finish_at_exit(
             wait_for_bases(saver, keeper, None)
             break
         except EverstepError as error:
-            if not saver.is_loss(error):
+            if not saver.is_keeper_loss(error):
                 say_to(shown, f"everstep: a base was lost at exit: {error}")
             if isinstance(error, DeadlineError):
                 break
@@ -306,7 +306,7 @@ def must_stay(
     """
     if needed and (not completed or is_lost(last)):
         return True
-    if recorder is None or recorder.nonfinite.given_up or not recorder.rooms.is_ahead:
+    if recorder is None or recorder.nonfinite.given_up or not recorder.memory.is_ahead:
         return False
     return _report_log_holder(keeper, f"{run}: no last base", sys.stderr)
 
@@ -325,7 +325,7 @@ def persist_parked(saver: Saver, failed: list[EverstepError], *, again: bool) ->
         saver.finish_captures()
         saver.persist_parked()
     except EverstepError as error:
-        if not (again and saver.is_loss(error)):
+        if not (again and saver.is_keeper_loss(error)):
             failed.append(error)
 
 

@@ -12,7 +12,7 @@ from pathlib import PurePath
 
 from everstep.capture.lanes.devices import DeviceLane
 from everstep.capture.lanes.lane import CpuLane, Lane
-from everstep.capture.updates import UpdateHooks
+from everstep.capture.update_hooks import UpdateHooks
 from everstep.config.options import Options
 from everstep.errors import OptionError
 from everstep.format.writer import ChunkRing
@@ -62,11 +62,11 @@ from everstep.trainer.checks.keeper_replay import (
 from everstep.trainer.job.job import Job
 from everstep.trainer.job.peer_nodes import memory_notice, peer_notice, refuse_single_base_with_peer
 from everstep.trainer.log.recorder import Recorder
-from everstep.trainer.log.residuals import residual_bytes, tell_of_lost_residuals
-from everstep.trainer.multistep.multistep import Multistep
-from everstep.trainer.multistep.multistep_plan import taught_bytes
-from everstep.trainer.multistep.multistep_ranks import RankMultistep
-from everstep.trainer.schedule.scheduled_saver import ScheduledSaver
+from everstep.trainer.log.residuals import residual_bytes, warn_of_unsaved_residuals
+from everstep.trainer.multistep.driver import MultistepDriver
+from everstep.trainer.multistep.plan import replayable_gradient_bytes
+from everstep.trainer.multistep.rank_driver import RankMultistepDriver
+from everstep.trainer.schedule.saver import ScheduledSaver
 from everstep.trainer.session.cadence import Cadence
 from everstep.trainer.session.replica_bases import ReplicaBases
 
@@ -93,7 +93,7 @@ class Components:
     saver: Saver
     recorder: Recorder | None
     replica_bases: ReplicaBases | None
-    multistep: Multistep | None
+    multistep: MultistepDriver | None
     updates: UpdateHooks
     cadence: Cadence
     bounds: Bounds
@@ -308,21 +308,30 @@ def build_components(
             lambda: free_bytes(seams.filesystem, run) // state.ranks.world,
         )
         keepers.log_limits = limits
-        recorder = Recorder(options, state, lane, channel, clock, log_bytes_max=limits.memory_bytes)
-        _connect_recorder(recorder, saver, keepers, peers)
         if options.has_replica:
-            replica_bases = _make_replica_bases(recorder, state, options, saver, channel, clock)
+            replica_bases = _make_replica_bases(state, options, saver, channel, clock)
+        recorder = Recorder(
+            options,
+            state,
+            lane,
+            channel,
+            clock,
+            saver=saver,
+            log_bytes_max=limits.memory_bytes,
+            replica=replica_bases,
+        )
+        _connect_recorder(recorder, keepers, peers)
     gradients = plan.sizes.gradients
     multistep = None
     if options.is_multistep:
         require_replayable(state)
         if job is not None:  # gradients of entries that other ranks write are not copied
-            gradients = gradients[0], taught_bytes(state, plan.sizes.shape)
+            gradients = gradients[0], replayable_gradient_bytes(state, plan.sizes.shape)
         check_multistep_budget(options, memory.host_bytes, plan.sizes.state_bytes, gradients[1])
         multistep = (
-            Multistep(options, run, state, saver, lane, channel, clock)
+            MultistepDriver(options, run, state, saver, lane, channel, clock)
             if job is None
-            else RankMultistep(job, options, run, state, saver, lane, channel, clock)
+            else RankMultistepDriver(job, options, run, state, saver, lane, channel, clock)
         )
     cadence = Cadence(
         options,
@@ -349,7 +358,7 @@ def build_components(
         cadence=cadence,
         bounds=plan.bounds,
     )
-    tell_of_lost_residuals(state)
+    warn_of_unsaved_residuals(state)
     ranks = state.ranks
     name = str(run) if ranks.world == 1 else f"{run}: rank {ranks.rank} of {ranks.world}"
     say(_first_notice(options, name, state, plan, gradients))
@@ -415,19 +424,14 @@ def _further_notices(
         yield why
 
 
-def _connect_recorder(
-    recorder: Recorder, saver: Saver, keepers: Keepers, peers: PeerOptions | None
-) -> None:
+def _connect_recorder(recorder: Recorder, keepers: Keepers, peers: PeerOptions | None) -> None:
     """Connect the recorder with the components whose events it handles."""
-    recorder.untold.distrust = saver.copy_at_once
-    saver.on_torn = recorder.untold.torn
     keepers.on_disk = recorder.on_disk
-    keepers.on_everywhere = recorder.rooms.base_everywhere
-    recorder.rooms.waits_for_peers = peers is not None and peers.log != "none"
+    keepers.on_everywhere = recorder.memory.base_everywhere
+    recorder.memory.waits_for_peers = peers is not None and peers.log != "none"
 
 
 def _make_replica_bases(
-    recorder: Recorder,
     state: State,
     options: Options,
     saver: Saver,
@@ -440,16 +444,13 @@ def _make_replica_bases(
         UnsupportedStateError: A replica cannot follow some updates.
     """
     require_replicable(state)
-    replica_bases = ReplicaBases(
+    return ReplicaBases(
         saver,
         channel,
         clock,
         several=state.ranks.world > 1,
         timeout_s=options.progress_timeout_s,
     )
-    recorder.rooms.relieved_to = replica_bases.relieved_to
-    recorder.overrun = replica_bases.overrun
-    return replica_bases
 
 
 def _refuse_lossy_replicas(

@@ -13,7 +13,7 @@ from concurrent.futures import Future
 
 import torch
 
-from everstep.capture.audit import SpotCheck
+from everstep.capture.spot_check import SpotCheck
 from everstep.errors import EverstepError, StateError
 from everstep.format.header import ShardIdentity
 from everstep.link.channel import BackgroundChannel
@@ -23,7 +23,7 @@ from everstep.seams import Clock
 from everstep.seams.processes.conditions import all_over, is_over
 from everstep.state.survey.survey import Survey
 from everstep.trainer.attach.remote import RemoteKeeper
-from everstep.trainer.base.prepared import Prepared
+from everstep.trainer.base.prepared_base import PreparedBase
 from everstep.trainer.base.saver import Saver
 
 __all__ = [
@@ -67,7 +67,7 @@ class ReplicaBases:
         self._last: Save | None = None  # the newest request
         self._taken: Save | None = None  # the newest capture by this process
         self._exact: list[Save] = []  # requests that no later step may serve
-        self._prepared: Prepared | None = None
+        self._prepared: PreparedBase | None = None
         self._live: tuple[torch.Tensor, ...] = ()
         self._check: SpotCheck | None = None
         self.lost: str | None = None
@@ -150,7 +150,7 @@ class ReplicaBases:
         save = Save(identity.step, identity.timeline)
         save.durable.add_done_callback(self._ended)
         complete(save.staged, None)  # the keeper already has all data
-        samples = self._samples(self._saver.asked(survey, identity), survey)
+        samples = self._samples(self._saver.request_base(survey, identity), survey)
         keeper.ask(save, samples, exact=exact)
         # Only now: an interrupt before this line leaves no request.
         self._last = save
@@ -230,7 +230,7 @@ class ReplicaBases:
         self._expected = False
         self.lost = why
 
-    def _samples(self, prepared: Prepared, survey: Survey) -> Sequence[Samples]:
+    def _samples(self, prepared: PreparedBase, survey: Survey) -> Sequence[Samples]:
         """Return samples of the entries that step marks do not contain.
 
         Only of tensors on the CPU, where the replica has the same bits, and only of contiguous

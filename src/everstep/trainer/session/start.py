@@ -15,7 +15,7 @@ from torch import nn
 from everstep.errors import RecoveryError, StateError
 from everstep.format.writer import ChunkRing
 from everstep.link.job_session import JobSession
-from everstep.restore.fetch.held import Recalled
+from everstep.restore.fetch.held import KeeperContents
 from everstep.restore.start.resume import Resumed, SeveralRanksError, open_timeline, resume
 from everstep.run.folder import refuse_unresumed
 from everstep.run.scan import TimelineCache
@@ -27,7 +27,7 @@ from everstep.trainer.attach.keepers import Keepers
 from everstep.trainer.job.copies import with_source
 from everstep.trainer.job.job import Job
 from everstep.trainer.job.one_rank import resume_from_several_ranks
-from everstep.trainer.log.residuals import tell_of_lost_residuals
+from everstep.trainer.log.residuals import warn_of_unsaved_residuals
 
 __all__ = [
     "FrozenParameters",
@@ -200,7 +200,9 @@ class RunStarter:
             self._keepers.open(in_background=self._job is not None)
             recalled = self._recall(own=own)
         changed = self._frozen.changed()
-        tell_of_lost_residuals(self._state)  # a hook may have been registered since the last start
+        warn_of_unsaved_residuals(
+            self._state
+        )  # a hook may have been registered since the last start
         with self._live_state.resuming(), self._record_devices():
             resumed, in_memory = self._resume(recalled, step, strict=strict, trained=trained)
         resumed = _warn_of_left_out(resumed, self._run)
@@ -211,7 +213,7 @@ class RunStarter:
         return resumed, in_memory
 
     def _resume(
-        self, recalled: Recalled, step: int | None, *, strict: bool, trained: bool
+        self, recalled: KeeperContents, step: int | None, *, strict: bool, trained: bool
     ) -> tuple[Resumed, bool]:
         if self._job is not None:
             resumed = self._job.resume(
@@ -267,7 +269,7 @@ class RunStarter:
             StateError: The run has something to resume.
         """
         self._frozen.started(0)
-        tell_of_lost_residuals(self._state)
+        warn_of_unsaved_residuals(self._state)
         with self._record_devices():
             return self._open_first_timeline()
 
@@ -293,7 +295,7 @@ class RunStarter:
             inventory = refuse_unresumed(self._seams.filesystem, self._run, held_id)
             return open_timeline(self._seams, self._run, inventory, parent=None, exact=True)
 
-    def _recall(self, *, own: bool = False) -> Recalled:
+    def _recall(self, *, own: bool = False) -> KeeperContents:
         """Return the contents of the keeper's memory.
 
         Another process that resumes the run at the same time may attach to the keeper first.

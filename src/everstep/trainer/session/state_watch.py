@@ -23,18 +23,18 @@ from typing import Any
 import torch
 from torch import nn
 
-from everstep.capture.updates import UpdateHooks
+from everstep.capture.update_hooks import UpdateHooks
 from everstep.config.options import Options
 from everstep.errors import EverstepError, StateError, UnsupportedStateError
 from everstep.state.layout.names import RNG_SECTION
 from everstep.state.survey.survey import Survey
 from everstep.state.training_state import State
-from everstep.trainer.base.last_mark import FreshStart, LastMark
+from everstep.trainer.base.mark_state import InitialState, LastMark
 from everstep.trainer.checks.step_order import PendingGradients, PendingScalers
 from everstep.trainer.checks.untracked import UntrackedOptimizers, UntrackedSchedulers
 from everstep.trainer.log.recorder import Recorder
-from everstep.trainer.log.untold import Owned
-from everstep.trainer.multistep.multistep_ranks import RankMultistep
+from everstep.trainer.log.untracked_writes import WatchedTensors
+from everstep.trainer.multistep.rank_driver import RankMultistepDriver
 from everstep.trainer.session.components import Components
 
 __all__ = [
@@ -63,7 +63,7 @@ class StateWatch:
         self._state = state
         recorder = components.recorder
         tell = components.channel.post_notice
-        self._untold = None if recorder is None else recorder.untold
+        self._untold = None if recorder is None else recorder.untracked
         self.surveys = options.method.in_memory or self._untold is not None
         self._updates: UpdateHooks = components.updates
         self._follower = recorder or components.multistep
@@ -77,12 +77,12 @@ class StateWatch:
         self._names: tuple[str, ...] = ()
         self._random: tuple[str, ...] = ()
         self._tensors: object = None
-        self._fresh: FreshStart | None = None
+        self._fresh: InitialState | None = None
         self._handled = id(None)  # an exception that the loop was handling at the last mark
         self._pending_gradients = PendingGradients(state, components.updates, tell)
         self._pending_scalers = PendingScalers(state.values, tell)
         # Without a log, whose own checks cover the tensors of optimizers.
-        self._all: Owned | None = None
+        self._all: WatchedTensors | None = None
         skipped = None if self._follower is None else self._follower.skipped
         self._untracked_optimizers = UntrackedOptimizers(
             state, components.updates, components.saver.gate, skipped, tell
@@ -92,7 +92,7 @@ class StateWatch:
     def abandon(self) -> None:
         """Note that training ended without ``close()``. Other ranks are not waited for."""
         self.abandoned = True
-        if isinstance(self._multistep, RankMultistep):
+        if isinstance(self._multistep, RankMultistepDriver):
             self._multistep.leave()
 
     @property
@@ -214,7 +214,7 @@ class StateWatch:
             return None
 
     def _refuse_encoded(self) -> None:
-        if encoded := self._state.encoded:
+        if encoded := self._state.coverage.encoded:
             keys = ", ".join(map(repr, encoded))
             raise UnsupportedStateError(
                 f"the state_dict() of {keys} encodes the optimizer's state (with a state_dict hook "
@@ -237,7 +237,7 @@ class StateWatch:
         if fresh:
             current = survey or self._state.survey()
             names = [name for name in current.tensors if name.startswith(_RANDOM)]
-            self._fresh = FreshStart(current, names)
+            self._fresh = InitialState(current, names)
 
     def has_moved(self, step: int) -> bool:
         """Return True if the state may differ from that of a fresh start.
@@ -286,7 +286,9 @@ class StateWatch:
         """Remember the versions of all tensors, to detect writes after this mark."""
         if survey.tensors is not self._tensors or self._all is None:
             tensors = survey.tensors.items()
-            self._all = Owned({name: one for name, one in tensors if not name.startswith(_RANDOM)})
+            self._all = WatchedTensors(
+                {name: one for name, one in tensors if not name.startswith(_RANDOM)}
+            )
             self._tensors = survey.tensors
         self._all.settle(self.lsn_at_mark)
 

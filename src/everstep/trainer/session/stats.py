@@ -13,10 +13,10 @@ from everstep.trainer.attach.keepers import Keepers
 from everstep.trainer.attach.remote import RemoteKeeper
 from everstep.trainer.base.saver import Saver
 from everstep.trainer.log.recorder import Recorder
-from everstep.trainer.multistep.multistep import Multistep
-from everstep.trainer.multistep.multistep_stats import MultistepReport
-from everstep.trainer.schedule.schedule_stats import ScheduleStats
-from everstep.trainer.schedule.scheduled_saver import ScheduledSaver
+from everstep.trainer.multistep.driver import MultistepDriver
+from everstep.trainer.multistep.measurements import MultistepReport
+from everstep.trainer.schedule.saver import ScheduledSaver
+from everstep.trainer.schedule.stats import ScheduleStats
 from everstep.trainer.session.cadence import Cadence
 
 __all__ = [
@@ -154,7 +154,7 @@ def stats_of(
     keepers: Keepers,
     recorder: Recorder | None,
     cadence: Cadence,
-    multistep: Multistep | None,
+    multistep: MultistepDriver | None,
     recoverable: RecoverableSteps,
 ) -> Stats:
     """Collect the statistics of all components."""
@@ -243,7 +243,7 @@ class RecoverableSteps:
         durable_step = self.durable_step
         if not isinstance(keeper, RemoteKeeper) or keeper.lost is not None:
             return durable_step  # a keeper thread dies with this process
-        led = None if self._recorder is None else self._recorder.led_step
+        led = None if self._recorder is None else self._recorder.reachable_step
         parked = self._saver.parked_step if isinstance(self._saver, ScheduledSaver) else None
         complete = [
             save.step for owner, save in self._recent if owner is keeper and _is_complete(save)

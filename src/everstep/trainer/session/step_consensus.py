@@ -35,7 +35,7 @@ from everstep.state.survey.survey import Survey
 from everstep.state.training_state import State
 from everstep.trainer.job.job import Job
 from everstep.trainer.log.nonfinite import nonfinite_error
-from everstep.trainer.multistep.multistep_ranks import RankMultistep
+from everstep.trainer.multistep.rank_driver import RankMultistepDriver
 from everstep.trainer.session.cadence import ASK_EVERY
 from everstep.trainer.session.components import Components
 
@@ -61,7 +61,7 @@ class StepConsensus:
         self._recorder = components.recorder
         self._replica_bases = components.replica_bases
         multistep = components.multistep
-        self._multistep = multistep if isinstance(multistep, RankMultistep) else None
+        self._multistep = multistep if isinstance(multistep, RankMultistepDriver) else None
         self._timed = options.every.auto or options.every.seconds is not None
         # With watch= all ranks raise at the same step. With lag_steps= no rank may be further ahead
         # of the durable log than the others.
@@ -75,7 +75,7 @@ class StepConsensus:
         self._any_needs: Callable[[], bool] | None = None  # result of the non-blocking vote
         self._nonfinite: deque[NonFiniteError] = deque()
         if job is not None and self._recorder is not None:
-            self._recorder.nonfinite.tell = self._nonfinite.append
+            self._recorder.nonfinite.collect(self._nonfinite)
 
     def restarted(self) -> None:
         """Begin anew after all ranks have started at the same step."""

@@ -1,0 +1,447 @@
+"""How far the logs of all ranks lead together: decisions without I/O (I4, I7).
+
+Each rank replays its own log, behind its own part of a base. A job can only go on from a step that
+every one of them reaches: where one log ends, or has a hole, that is the end for all. The same goes
+for the logs of ranks that trained in another number, or another layout (``docs/design/ranks.md``):
+the job that
+starts needs those of all of them, whoever can read them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from copy import copy
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from everstep.commit.lineage import BaseId, Branch, split_by_history
+from everstep.format.log import RecordHead
+from everstep.format.records import Manifest, TimelineRecord
+
+__all__ = [
+    "JobLogs",
+    "LogReader",
+    "LogRun",
+    "Reach",
+    "common_reach",
+    "log_path",
+    "needed_by",
+    "runs_of",
+    "steps_reached",
+    "timeline_of",
+]
+
+Path = Sequence[tuple[int, int | None]]
+"""A history, youngest timeline first, with the last step of each that counts."""
+
+
+@dataclass(frozen=True, slots=True)
+class LogRun:
+    """Steps of one rank's log that follow each other without a hole.
+
+    Attributes:
+        first: the first step.
+        after: updates that follow this one are all there, up to the first step's mark.
+        lsns: at each step: the last update before its mark.
+        shape: digest of what the state consists of, in all of them.
+    """
+
+    timeline: int
+    first: int
+    after: int
+    lsns: tuple[int, ...]
+    shape: str
+
+    @property
+    def last(self) -> int:
+        """The last step."""
+        return self.first + len(self.lsns) - 1
+
+    def follows(self, step: int, lsn: int) -> bool:
+        """Whether ``step`` can be redone on the state of the step before, which has seen update
+        ``lsn`` and those before it, and no other."""
+        at = step - self.first
+        if at == 0:
+            return self.after <= lsn <= self.lsns[0]
+        return 0 < at < len(self.lsns) and self.lsns[at - 1] == lsn
+
+
+class LogReader(NamedTuple):
+    """Who reads steps of the log of a rank that trained in another number of them, or another
+    layout.
+
+    Attributes:
+        source: that rank.
+        timeline, first, last: the steps, both ends included.
+        rank: of the job that starts.
+    """
+
+    source: int
+    timeline: int
+    first: int
+    last: int
+    rank: int
+
+
+@dataclass(frozen=True, slots=True)
+class Reach:
+    """The last step that all ranks reach from a base; the base's own where nothing can be redone.
+
+    Attributes:
+        lsn: the last update before the mark of that step; of all ranks the same, as of a base.
+        count: steps to be redone.
+        furthest: the last step that any rank could reach from there.
+        shortest: a rank whose log ends here.
+        beyond: the last step of that history in any log, if there are some behind ``furthest``: no
+            rank's log leads over to them, and nothing else was said of why; else 0.
+    """
+
+    timeline: int
+    step: int
+    lsn: int
+    count: int
+    furthest: int
+    shortest: int
+    beyond: int = 0
+
+    @property
+    def end(self) -> BaseId:
+        """Timeline and step."""
+        return BaseId(self.timeline, self.step)
+
+
+def runs_of(
+    marks: Mapping[tuple[int, int], RecordHead], updates: Collection[tuple[int, int]]
+) -> tuple[LogRun, ...]:
+    """The runs of a log.
+
+    Args:
+        marks: by timeline and step.
+        updates: timeline and LSN of each.
+    """
+    found: list[LogRun] = []
+    lsns: list[int] = []
+    before: RecordHead | None = None
+    begin = 0
+
+    def end() -> None:
+        if before is not None:
+            first = before.step - len(lsns) + 1
+            found.append(LogRun(before.timeline, first, begin, tuple(lsns), before.shape))
+
+    for key in sorted(marks):
+        mark = marks[key]
+        if before is None or not _continues(before, mark, updates):
+            end()
+            begin = mark.lsn
+            lsns = []
+            while (mark.timeline, begin) in updates:
+                begin -= 1
+        lsns.append(mark.lsn)
+        before = mark
+    end()
+    return tuple(found)
+
+
+def _continues(before: RecordHead, mark: RecordHead, updates: Collection[tuple[int, int]]) -> bool:
+    if (before.timeline, before.step + 1, before.shape) != (mark.timeline, mark.step, mark.shape):
+        return False
+    between = range(before.lsn + 1, mark.lsn + 1)
+    return mark.lsn >= before.lsn and all((mark.timeline, lsn) in updates for lsn in between)
+
+
+def log_path(branches: Mapping[int, Branch], logged: Collection[int]) -> Path:
+    """The history along which logs are followed: that of the newest timeline that its record puts
+    where it is in the history, or that has a log. It ends where a record cannot be read: what lies
+    before has no known end.
+
+    Args:
+        logged: timelines that some rank's log is of.
+    """
+    if not branches:
+        return ()
+    timeline = max(branches)
+    while timeline not in logged and (branch := branches[timeline]).parent is not None:
+        if branch.fork_step is not None:
+            break
+        timeline = branch.parent
+    path: list[tuple[int, int | None]] = [(timeline, None)]
+    limit: int | None = None
+    while (found := branches.get(timeline)) is not None and found.parent is not None:
+        if found.fork_step is None or found.parent >= timeline:
+            break
+        limit = found.fork_step if limit is None else min(limit, found.fork_step)
+        timeline = found.parent
+        path.append((timeline, limit))
+    return path
+
+
+def steps_reached(
+    runs: Iterable[LogRun],
+    base: BaseId,
+    lsn: int,
+    path: Path,
+    *,
+    unusable: Collection[tuple[int, int]] = (),
+) -> list[tuple[int, int, int]]:
+    """Timeline, step and LSN of each step that one rank's log adds to its part of a base.
+
+    Args:
+        lsn: of the rank's own part.
+        unusable: timeline and step of what turned out to be of no use.
+    """
+    by_timeline: dict[int, list[LogRun]] = {}
+    for run in runs:
+        by_timeline.setdefault(run.timeline, []).append(run)
+    found: list[tuple[int, int, int]] = []
+    if not any(t == base.timeline and (end is None or base.step <= end) for t, end in path):
+        return found
+    step = base.step
+    shape = None
+    while True:
+        step += 1
+        timeline = timeline_of(step, path)
+        here = by_timeline.get(timeline, []) if timeline is not None else []
+        fit = (run for run in here if run.first <= step <= run.last and run.follows(step, lsn))
+        one = next(fit, None)
+        if one is None or (one.timeline, step) in unusable or shape not in (None, one.shape):
+            return found
+        lsn = one.lsns[step - one.first]
+        shape = one.shape
+        found.append((one.timeline, step, lsn))
+
+
+def common_reach(
+    logs: Sequence[Collection[LogRun]],
+    base: BaseId,
+    lsn: int,
+    path: Path,
+    *,
+    until: int | None = None,
+    unusable: Collection[tuple[int, int, int]] = (),
+) -> Reach:
+    """The last step that every rank reaches from a base, each by its own log; not past a step in
+    which one has made more updates than another, as none of its bases would be whole either.
+
+    Args:
+        logs: of each rank.
+        lsn: of the base.
+        until: no step behind this one.
+        unusable: rank, timeline and step of what turned out to be of no use.
+    """
+    chains = []
+    for rank, runs in enumerate(logs):
+        bad = {(timeline, step) for one, timeline, step in unusable if one == rank}
+        chains.append(steps_reached(runs, base, lsn, path, unusable=bad))
+    count = 0
+    while count < min(map(len, chains)) and len({chain[count] for chain in chains}) == 1:
+        count += 1
+    if until is not None:
+        count = max(0, min(count, until - base.step))
+    timeline, step, last = chains[0][count - 1] if count else (base.timeline, base.step, lsn)
+    furthest = base.step + max(map(len, chains))
+    beyond = max((_last_of(run, path) for runs in logs for run in runs), default=0)
+    if beyond <= furthest or any(at == furthest + 1 for _, _, at in unusable):
+        beyond = 0
+    shortest = min(range(len(chains)), key=lambda rank: len(chains[rank]))
+    return Reach(timeline, step, last, count, furthest, shortest, beyond)
+
+
+def _last_of(run: LogRun, path: Path) -> int:
+    """The last step of a run that is in a history; 0: none is."""
+    limit = next((end for timeline, end in path if timeline == run.timeline), 0)
+    last = run.last if limit is None else min(run.last, limit)
+    return last if last >= run.first and timeline_of(last, path) == run.timeline else 0
+
+
+def needed_by(segment: tuple[int, int, int], bases: Collection[BaseId]) -> bool:
+    """Whether a base that is kept may be brought further by a segment.
+
+    Args:
+        segment: timeline, and its steps ``(after, last]``.
+    """
+    timeline, _, last = segment
+    return any(base.step < last and base.timeline <= timeline for base in bases)
+
+
+def timeline_of(step: int, path: Path) -> int | None:
+    """The timeline of a history that has written ``step``: the oldest that had not forked yet."""
+    for timeline, limit in reversed(path):
+        if limit is None or step <= limit:
+            return timeline
+    return None
+
+
+class JobLogs:
+    """The logs of all ranks of a job that starts, along the history of its run.
+
+    Args:
+        runs: by rank: of its own log.
+        records: of all timelines.
+        branches: where each forked from.
+        unusable: rank, timeline and step of what turned out to be of no use.
+        others: by rank: what it can read of the logs of ranks that trained in another number, by
+            the number of that rank then; of this number, too, where timelines are ``relaid``.
+        relaid: timelines whose ranks, as many as start now, had another layout.
+    """
+
+    def __init__(
+        self,
+        runs: Sequence[Sequence[LogRun]],
+        records: Mapping[int, TimelineRecord | None],
+        branches: Mapping[int, Branch],
+        unusable: Collection[tuple[int, int, int]] = (),
+        others: Sequence[Mapping[int, Sequence[LogRun]]] = (),
+        relaid: Collection[int] = (),
+    ) -> None:
+        self._world = len(runs)
+        self._unusable = unusable
+        self._relaid = relaid
+        self._worlds = {n: record.world for n, record in records.items() if record is not None}
+        self._runs = [
+            [run for run in own if self._worlds.get(run.timeline) == len(runs)] for own in runs
+        ]
+        self._others: dict[int, dict[int, list[tuple[int, LogRun]]]] = {}  # by world, then rank
+        for rank, seen in enumerate(others):
+            for source, run in ((s, run) for s, found in seen.items() for run in found):
+                if (world := self._worlds.get(run.timeline)) is not None:
+                    known = self._others.setdefault(world, {})
+                    known.setdefault(source, []).append((rank, run))
+        self._last: dict[int, int] = {}  # step of each timeline
+        self._shapes: dict[int, set[str]] = {}  # likewise
+        every = [run for own in self._runs for run in own]
+        every += [run for w in self._others.values() for s in w.values() for _, run in s]
+        for run in every:
+            self._last[run.timeline] = max(self._last.get(run.timeline, 0), run.last)
+            self._shapes.setdefault(run.timeline, set()).add(run.shape)
+        self._branches, self._path = branches, log_path(branches, self._last)
+
+    def ends(self) -> list[BaseId]:
+        """The last step of each timeline that any log has."""
+        return [BaseId(*one) for one in self._last.items()]
+
+    def reach(self, base: BaseId, manifest: Manifest, until: int | None = None) -> Reach | None:
+        """The last step that all ranks reach from a base, by the logs of the ranks that saved it;
+        None: they were another number than now, or had another layout, and nobody can read any of
+        their logs.
+
+        Args:
+            until: no step behind this one.
+        """
+        lsn = manifest.markers[0].lsn  # that of all
+        world = len(manifest.markers)
+        if self._is_own(base, manifest):
+            logs: Sequence[Collection[LogRun]] = self._runs
+            unusable = self._unusable
+        elif world in self._others:
+            logs = [self._of(world, source) for source in range(world)]
+            bad = {(timeline, step) for _, timeline, step in self._unusable}
+            unusable = {(source, *one) for source in range(world) for one in bad}
+        else:
+            return None
+        return common_reach(logs, base, lsn, self._path, until=until, unusable=unusable)
+
+    def readers(self, base: BaseId, manifest: Manifest, reach: Reach) -> tuple[LogReader, ...]:
+        """Who reads which steps up to ``reach``, where another number of ranks has written them, or
+        another layout: each step of each log is read once, mostly by who needs it; none where every
+        rank reads its own."""
+        world = len(manifest.markers)
+        found = list[LogReader]()
+        if self._is_own(base, manifest):
+            return ()
+        for source in range(world):
+            nearest = source * self._world // world
+            held = sorted(
+                self._others[world].get(source, ()), key=lambda one: (abs(one[0] - nearest), one[0])
+            )
+            lsn = manifest.markers[0].lsn
+            for step in range(base.step + 1, reach.step + 1):
+                timeline = timeline_of(step, self._path)
+                fit = ((rank, run) for rank, run in held if run.timeline == timeline)
+                rank, run = next(
+                    (rank, run)
+                    for rank, run in fit
+                    if run.first <= step <= run.last and run.follows(step, lsn)
+                )
+                lsn = run.lsns[step - run.first]
+                one = LogReader(source, run.timeline, step, step, rank)
+                if found and found[-1]._replace(last=step) == one._replace(first=found[-1].first):
+                    found[-1] = found[-1]._replace(last=step)
+                else:
+                    found.append(one)
+        return tuple(found)
+
+    def best(
+        self, bases: Mapping[BaseId, Manifest], step: int | None
+    ) -> tuple[BaseId, Reach | None] | None:
+        """The base from which all ranks get furthest, of several the newest; None: there is none.
+
+        Args:
+            bases: that every rank can read, of one history.
+            step: get to this one, and no further.
+        """
+        found: list[tuple[BaseId, BaseId, Reach | None]] = []
+        for base, manifest in bases.items():
+            reach = self.reach(base, manifest, step)
+            end = base if reach is None else reach.end
+            if step is None or end.step == step:
+                found.append((end, base, reach))
+        if not found:
+            return None
+        _, base, reach = max(found, key=lambda one: one[:2])
+        return base, reach
+
+    def refused(self, end: BaseId, manifest: Manifest) -> list[tuple[BaseId, str]]:
+        """Timeline and last step of logs behind what is restored that other ranks have written than
+        its base, or in another layout, and why they are of no use: nothing says which part of a
+        tensor their gradients are of.
+
+        Args:
+            end: timeline and step that are restored.
+            manifest: of the base.
+        """
+        world = len(manifest.markers)
+        found = list[tuple[BaseId, str]]()
+        for timeline, step in sorted(self._last.items()):
+            if timeline < end.timeline or step <= end.step:
+                continue
+            if (wrote := self._worlds[timeline]) != world:
+                why = f"log: {wrote} rank(s) wrote it, and {world} the base before it"
+                found.append((BaseId(timeline, step), why))
+            elif manifest.timeline in self._relaid and not (
+                self._shapes[timeline] & self._shapes.get(end.timeline, set())
+            ):
+                why = "log: its ranks had another layout than those of the base before it"
+                found.append((BaseId(timeline, step), why))
+        return found
+
+    def kept(
+        self, end: BaseId, manifest: Manifest, bases: Mapping[BaseId, Manifest]
+    ) -> tuple[BaseId, str] | None:
+        """How far the logs lead along the history that could not be replayed by this job, and why
+        it could not; None: no further than what is restored.
+
+        Args:
+            end: timeline and step that are restored.
+            manifest: of the base.
+            bases: that every rank can read, of that history.
+        """
+        whole = copy(self)
+        whole._unusable = ()
+        _, reach = whole.best(bases, None) or (end, None)
+        if reach is not None and reach.step > end.step:
+            at = end.step + 1
+            ranks = sorted({rank for rank, _, step in self._unusable if step == at})
+            who = f"rank(s) {', '.join(map(str, ranks))}" if ranks else "a rank"
+            return reach.end, f"{who} could not redo step {at}, and what was skipped there says why"
+        refused = dict(self.refused(end, manifest))
+        there, _ = split_by_history(refused, self._branches)
+        return (there[0], refused[there[0]]) if there else None
+
+    def _is_own(self, base: BaseId, manifest: Manifest) -> bool:
+        """Whether each rank replays behind a base what it has logged itself."""
+        return len(manifest.markers) == self._world and base.timeline not in self._relaid
+
+    def _of(self, world: int, source: int) -> list[LogRun]:
+        """What anybody can read of the log of one of ``world`` ranks."""
+        return [run for _, run in self._others[world].get(source, ())]

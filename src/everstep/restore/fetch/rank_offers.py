@@ -1,0 +1,216 @@
+"""What one rank of a job that starts does on its disk: says what it can read, opens timelines.
+
+The decisions are in :mod:`everstep.commit.job.offers` and :mod:`everstep.commit.job.agreement`;
+here they are carried out.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable
+from dataclasses import replace
+from pathlib import PurePath
+
+from everstep.commit.job.offers import BaseOffer, Choice, Offer, Piece
+from everstep.commit.lineage import BaseId
+from everstep.commit.log_reach import LogRun
+from everstep.errors import EverstepError
+from everstep.format.digests import digest
+from everstep.format.names import (
+    CONDEMNED,
+    DELETING,
+    MANIFEST,
+    RUN_RECORD,
+    TIMELINE_RECORD,
+    base_dir,
+    timeline_dir,
+)
+from everstep.format.reader import read_body, read_record_bytes
+from everstep.format.records import Manifest, Marker, RunRecord, TimelineRecord
+from everstep.format.writer import ChunkRing
+from everstep.run.open_base import OpenBase
+from everstep.run.scan import BaseFound, Inventory, scan_base
+from everstep.run.uncondemn import uncondemn
+from everstep.seams.files.filesystem import FileSystem
+from everstep.seams.progress import silent
+from everstep.tiers.durable_files import create_exclusive, ensure_dir, ensure_dirs
+
+__all__ = ["base_offer", "keep_manifest", "offer_of", "open_on_disk", "verify_rank"]
+
+
+def offer_of(
+    filesystem: FileSystem,
+    inventory: Inventory,
+    rank: int,
+    disk: str,
+    held: Iterable[tuple[Marker, str]] = (),
+    log: tuple[LogRun, ...] = (),
+    *,
+    partly: bool = False,
+) -> Offer:
+    """What a rank can read, from names and lengths; bytes are checked when they are loaded.
+
+    An offer is a promise: a marker that its writer could not sync any more is synced now, as
+    another disk may get a manifest because of it (I5).
+
+    Args:
+        disk: name of the disk that ``inventory`` is of.
+        held: what is in other tiers: marker and tier of each piece.
+        log: of this rank.
+        partly: say also what manifests list and is not there.
+    """
+    bases: dict[BaseId, BaseOffer] = {}
+    for found in inventory.bases:
+        offer = base_offer(found)
+        if partly and offer.manifest is not None and found.manifest is not None:
+            others = (m for m in found.manifest.markers if m.rank not in offer.pieces)
+            offer = replace(offer, listed=tuple(others))
+        if offer.pieces and offer.manifest is None:
+            _sync_names(filesystem, found.path)
+        if offer.pieces or offer.manifest is not None:
+            bases[found.id] = offer
+    for marker, tier in held:
+        base = BaseId(marker.timeline, marker.step)
+        old = bases.get(base, BaseOffer({}))
+        piece = old.pieces.get(marker.rank)
+        if piece is not None and piece.marker != marker:
+            continue  # the disk's is the one that others know of
+        tiers = (tier, *(piece.tiers if piece is not None else ()))
+        pieces = {**old.pieces, marker.rank: Piece(marker, tiers)}
+        bases[base] = replace(old, pieces=pieces)
+    lost = tuple(base.id for base in inventory.bases if base.status == "damaged")
+    timelines = dict(inventory.timelines)
+    return Offer(rank, disk, inventory.run, inventory.next_timeline, timelines, bases, lost, log)
+
+
+def open_on_disk(
+    filesystem: FileSystem, run: PurePath, record: TimelineRecord, choice: Choice, unique: str
+) -> bool:
+    """Makes a disk part of a run and opens a timeline there, last: it is the fence (I11).
+
+    Whatever of it is there already stays as it is, so several ranks may do it on one disk. Where
+    what was chosen is condemned, the mark is lifted, behind the fence (``adr/004``).
+
+    Args:
+        unique: makes the temporary names this process's own.
+
+    Returns:
+        Whether the timeline there is ``record``; False where its number was taken.
+    """
+    ensure_dirs(filesystem, run)
+    with contextlib.suppress(PermissionError):  # a folder that was made for us: its owner's affair
+        filesystem.sync_dir(run.parent)  # a rank that made it may have died before it could
+    if RUN_RECORD not in _names(filesystem, run):
+        create_exclusive(filesystem, run / RUN_RECORD, RunRecord(record.run).encode(), unique)
+    for old in choice.timelines:
+        _keep_timeline(filesystem, run, old, unique)
+    for manifest in choice.complete:
+        keep_manifest(filesystem, run, manifest, unique)
+    if not _keep_timeline(filesystem, run, record, unique):
+        return False
+    if choice.base is not None:
+        directory = base_dir(run, choice.base.timeline, choice.base.step)
+        with contextlib.suppress(FileNotFoundError):  # this disk has nothing of it
+            if CONDEMNED in _names(filesystem, directory):
+                uncondemn(filesystem, directory)
+    return True
+
+
+def keep_manifest(
+    filesystem: FileSystem, run: PurePath, manifest: Manifest, unique: str, *, make: bool = True
+) -> None:
+    """Writes a manifest to a disk, durably, unless it is there or being deleted there.
+
+    The names of markers and files beside it are durable then, too, whoever has put them there.
+
+    Args:
+        make: where the disk has nothing of the base, too.
+
+    Raises:
+        FileNotFoundError: without ``make``: it has nothing of the base any more.
+    """
+    directory = base_dir(run, manifest.timeline, manifest.step)
+    if make:
+        ensure_dirs(filesystem, directory)
+    _sync_names(filesystem, directory)  # markers before the manifest
+    names = _names(filesystem, directory)
+    if CONDEMNED in names or DELETING in names:
+        return
+    if MANIFEST in names or not create_exclusive(
+        filesystem, directory / MANIFEST, manifest.encode(), unique
+    ):
+        filesystem.sync_dir(directory)
+
+
+def verify_rank(
+    filesystem: FileSystem,
+    run: PurePath,
+    base: BaseId,
+    rank: int,
+    ring: ChunkRing,
+    *,
+    timeout_s: float,
+) -> str:
+    """Reads one rank's files of a committed base back; says what is wrong, or nothing."""
+    try:
+        found = scan_base(filesystem, run, base)
+        if found.manifest is None:
+            return f"{found.path} has no manifest that can be read"
+        opened = OpenBase.open(filesystem, found, rank)
+        try:
+            for file, record, header, path in opened.files:
+                read_body(file, header, record, path, ring, timeout_s=timeout_s, progress=silent)
+        finally:
+            opened.close()
+    except (OSError, EverstepError) as error:
+        return str(error)
+    return ""
+
+
+def _keep_timeline(
+    filesystem: FileSystem, run: PurePath, record: TimelineRecord, unique: str
+) -> bool:
+    directory = timeline_dir(run, record.timeline)
+    path = directory / TIMELINE_RECORD
+    ensure_dir(filesystem, directory)
+    data = record.encode()
+    there = TIMELINE_RECORD in _names(filesystem, directory)
+    if not there and create_exclusive(filesystem, path, data, unique):
+        return True
+    filesystem.sync_dir(directory)
+    try:
+        return read_record_bytes(filesystem, path) == data
+    except EverstepError:
+        return False  # damaged: not ours
+
+
+def _sync_names(filesystem: FileSystem, directory: PurePath) -> None:
+    """Makes the names in a base's directory durable, and those that lead to it."""
+    timeline = directory.parent.parent
+    for each in (timeline.parent, timeline, directory.parent, directory):
+        filesystem.sync_dir(each)
+
+
+def _names(filesystem: FileSystem, directory: PurePath) -> set[str]:
+    return {entry.name for entry in filesystem.scan(directory)}
+
+
+def base_offer(found: BaseFound) -> BaseOffer:
+    """What can be read of a base, from names and lengths."""
+    if found.status == "condemned" and found.manifest is not None:
+        # Each disk has its mark: what none of them has begun to remove is there as before.
+        mine = [marker for marker in found.manifest.markers if found.has_files_of(marker)]
+        pieces = {marker.rank: Piece(marker) for marker in mine}
+        return BaseOffer(pieces, digest(found.manifest.encode()) if pieces else None)
+    if found.status == "condemned":
+        return BaseOffer({})
+    markers = found.markers if found.manifest is None else found.manifest.markers
+    sizes = {entry.name: entry.size_bytes for entry in found.files if entry.kind == "file"}
+    pieces = {
+        marker.rank: Piece(marker)
+        for marker in markers
+        if all(sizes.get(file.name) == file.length for file in marker.files)
+    }
+    committed = found.manifest is not None and found.status == "committed"
+    manifest = digest(found.manifest.encode()) if committed and found.manifest else None
+    return BaseOffer(pieces, manifest)

@@ -1,0 +1,154 @@
+"""Files of bases on a rank's own disk, as it hands them out to ranks that have another one."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from functools import partial
+from pathlib import PurePath
+from typing import Any
+
+from everstep.commit.job.messages import plain_base, to_base
+from everstep.commit.lineage import BaseId
+from everstep.errors import EverstepError
+from everstep.format.names import base_dir
+from everstep.format.records import Marker
+from everstep.restore.fetch.peer_copy import size_of
+from everstep.run.open_base import OpenBase
+from everstep.run.scan import BaseFound
+from everstep.seams.files.filesystem import FileSystem, ReadFile
+from everstep.state.layout.names import OBJECT_PREFIX
+from everstep.state.layout.placement import Placement, replicas_on_mesh
+from everstep.state.layout.shards import Placed
+
+__all__ = [
+    "Coverage",
+    "OpenFile",
+    "ServedFiles",
+    "coverage_from_wire",
+    "coverage_on_disk",
+    "coverage_to_wire",
+    "run_file_opener",
+]
+
+_log = logging.getLogger("everstep")
+
+OpenFile = Callable[[BaseId, str], ReadFile]
+"""Opens a file of a base, by its name."""
+
+Coverage = Mapping[BaseId, Mapping[int, int]]
+"""Of what a rank's disk has of each base: how many bytes of it are these ranks', too; only of ranks
+whose part of every tensor that is there is there."""
+
+
+def run_file_opener(filesystem: FileSystem, run: PurePath) -> OpenFile:
+    """Opens what is in a run folder."""
+    return partial(_open, filesystem, run)
+
+
+def _open(filesystem: FileSystem, run: PurePath, base: BaseId, name: str) -> ReadFile:
+    return filesystem.open(base_dir(run, base.timeline, base.step) / name, direct=False)
+
+
+class ServedFiles:
+    """One rank's files of a base, which lie one after the other for whoever asks for bytes. They
+    are opened when they are first asked for, and are verified by who has asked."""
+
+    def __init__(self, opens: OpenFile, base: BaseId, marker: Marker) -> None:
+        self._opens = opens
+        self._base = base
+        self._marker = marker
+        self._files: dict[str, ReadFile] = {}
+
+    def read(self, offset: int, size_bytes: int) -> bytes:
+        """These bytes, as far as there are so many; b"": they cannot be read."""
+        data = bytearray(max(0, min(size_bytes, size_of(self._marker) - offset)))
+        try:
+            self._read_into(memoryview(data), offset)
+        except (OSError, EverstepError) as error:
+            _log.warning("%s of rank %d: %s", self._base, self._marker.rank, error)
+            return b""
+        return bytes(data)
+
+    def _read_into(self, data: memoryview, offset: int) -> None:
+        begin = 0
+        for record in self._marker.files:
+            first = max(offset, begin)
+            last = min(offset + data.nbytes, begin + record.length)
+            if first < last:
+                file = self._files.get(record.name)
+                if file is None:
+                    file = self._files[record.name] = self._opens(self._base, record.name)
+                part = data[first - offset : last - offset]
+                if file.read_into(part, first - begin) != part.nbytes:
+                    raise OSError(f"{record.name} is shorter than it was")
+            begin += record.length
+
+    def close(self) -> None:
+        """Idempotent."""
+        files = self._files
+        self._files = {}
+        for file in files.values():
+            file.close()
+
+
+def coverage_on_disk(filesystem: FileSystem, bases: Iterable[BaseFound]) -> Coverage:
+    """What a disk has of committed bases, by their headers: see :data:`Coverage`."""
+    found: dict[BaseId, Mapping[int, int]] = {}
+    for base in bases:
+        common = _Common()
+        for marker in () if base.manifest is None else base.manifest.markers:
+            if base.has_files_of(marker):
+                # Whoever loads it says what is wrong.
+                with suppress(OSError, ValueError, EverstepError):
+                    common.add(OpenBase.open(filesystem, base, marker.rank))
+        found[base.id] = common.sizes
+    return {base: sizes for base, sizes in found.items() if sizes}
+
+
+class _Common:
+    """Entries of a base, by the ranks that had them in common."""
+
+    def __init__(self) -> None:
+        self._sizes: dict[int, dict[str, int]] = {}
+        self._wanted: dict[int, set[str]] = {}
+
+    def add(self, opened: OpenBase) -> None:
+        """All that one rank has written."""
+        try:
+            for _, _, header, _ in opened.shards:
+                for place in header.placed:
+                    self._count(place, opened.marker.rank, opened.marker.world)
+        finally:
+            opened.close()
+
+    def _count(self, place: Placed, writer: int, world: int) -> None:
+        placement = Placement.parse(place.entry.placement)
+        name = place.entry.name
+        if name.startswith(OBJECT_PREFIX):
+            return  # each rank writes its own
+        ranks = tuple(range(world)) if placement.ranks is None else placement.ranks
+        for rank in ranks:
+            self._wanted.setdefault(rank, set()).add(name)
+        for rank in replicas_on_mesh(placement, writer) if placement.is_cut else ranks:
+            self._sizes.setdefault(rank, {})[name] = place.end - place.begin
+
+    @property
+    def sizes(self) -> dict[int, int]:
+        """Bytes by rank, of those of whose part nothing is missing, as far as can be seen here."""
+        return {
+            rank: sum(sizes.values())
+            for rank, sizes in self._sizes.items()
+            if sizes.keys() == self._wanted[rank]
+        }
+
+
+def coverage_to_wire(covers: Coverage) -> list[Any]:
+    """As plain data."""
+    return [[plain_base(base), sorted(sizes.items())] for base, sizes in covers.items()]
+
+
+def coverage_from_wire(said: Sequence[Any]) -> Coverage:
+    """The inverse of :func:`coverage_to_wire`."""
+    return {to_base(base): {int(r): int(size) for r, size in sizes} for base, sizes in said}

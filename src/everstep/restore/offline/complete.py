@@ -1,0 +1,182 @@
+"""Makes a base whole whose parts were captured over several steps: replays what each has not seen.
+
+*State at LSN v = each entry e at its LSN v_e + the records v_e + 1 .. v that concern e* (a fuzzy
+checkpoint; GoCkpt section 4.3.1). Live objects are brought there by their own optimizers, on their
+own devices; without the program it is done on the CPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+
+from everstep.errors import AuditError, FormatError, ReplayError
+from everstep.format.log import LogRecord
+from everstep.format.records import TimelineRecord
+from everstep.format.writer import ChunkRing
+from everstep.restore.load.load import LoadedBase, rank_contents
+from everstep.restore.offline.state import OfflineState
+from everstep.restore.redo.conditions import fingerprint_difference
+from everstep.restore.redo.owned import parameter_names
+from everstep.restore.redo.redo import Redo, Step
+from everstep.restore.redo.updates import update_from_record
+from everstep.run.open_base import OpenBase, RedoRecords, read_redo_file
+from everstep.seams.progress import ProgressSink
+from everstep.state.layout.names import GRADIENT
+from everstep.state.providers.optimizers import OptimizerProvider
+from everstep.state.training_state import State
+from everstep.state.values.tree import references
+
+__all__ = ["complete_live_base", "complete_offline_base"]
+
+
+def complete_live_base(
+    opened: OpenBase,
+    loaded: LoadedBase,
+    state: State,
+    ring: ChunkRing,
+    trained: TimelineRecord | None,
+    *,
+    timeout_s: float,
+    progress: ProgressSink,
+) -> tuple[LoadedBase, str]:
+    """Brings a live state to the step of the base that has just been loaded into it.
+
+    Args:
+        loaded: what became of the base.
+        trained: the record of its timeline: where updates were computed.
+
+    Returns:
+        What was restored; and why it is not bit for bit what training had, "" if it is.
+
+    Raises:
+        DamageError, FormatError: the updates cannot be read, or are not of this base.
+        ReplayError: they do not fit the state, or give another than training had.
+    """
+    step = opened.marker.step
+    if loaded.mismatches:
+        raise ReplayError(
+            "a base over several steps can only be made whole as a whole: "
+            f"{loaded.mismatches[0][0]!r} was left out",
+            step=step,
+            hint="resume() without strict=False, or from a base of one step",
+        )
+    if loaded.tied:
+        raise ReplayError(
+            "a base over several steps can only be made whole where tensors are tied as they were: "
+            f"{loaded.tied[0]}",
+            step=step,
+            hint="build the model with the same tied weights as when it was saved",
+        )
+    records = _records(opened, loaded.shape, ring, timeout_s=timeout_s, progress=progress)
+    redo = Redo(state, loaded.restrided, loaded.aliases, loaded.names)
+    elsewhere = fingerprint_difference([trained]) if records.updates else ""
+    redo.compares = not elsewhere
+    found = ((r, None if r.head.declared else update_from_record(r)) for r in records.updates)
+    try:
+        redo.step(Step(tuple(found), records.mark))
+        notes = redo.finish()
+    except AuditError as error:
+        raise _other(error) from error
+    why = elsewhere if redo.exactness.exact else elsewhere or redo.exactness.why
+    notes = [*loaded.notes, *notes]
+    return replace(loaded, notes=tuple(notes), redone=len(records.updates), finite=frozenset()), why
+
+
+def complete_offline_base(
+    opened: OpenBase,
+    state: OfflineState,
+    ring: ChunkRing,
+    elsewhere: str,
+    *,
+    timeout_s: float,
+    progress: ProgressSink,
+) -> int:
+    """Brings a state in host memory to the step of the base that was read into it; of a base of
+    several ranks what one of them has written.
+
+    Args:
+        elsewhere: why updates need not give here the bits of training; "" if they must.
+
+    Returns:
+        How many updates some of it had not seen.
+
+    Raises:
+        DamageError, FormatError: the updates cannot be read, or are not of this base.
+        ReplayError, UnsupportedStateError: they do not fit the state, or give another than
+            training had.
+    """
+    records = _records(opened, state.shape, ring, timeout_s=timeout_s, progress=progress)
+    state.advance(records.updates, records.mark)
+    state.finish()
+    if not elsewhere:
+        try:
+            state.compare()
+        except AuditError as error:
+            raise _other(error) from error
+    if records.updates:
+        state.doubt = elsewhere or state.exactness.why or next(iter(state.surprises), "")
+    return len(records.updates)
+
+
+def _records(
+    opened: OpenBase, shape: str, ring: ChunkRing, *, timeout_s: float, progress: ProgressSink
+) -> RedoRecords:
+    assert opened.redo is not None
+    records = read_redo_file(
+        *opened.redo, opened.marker, ring, timeout_s=timeout_s, progress=progress
+    )
+    if records.mark.head.shape != shape:
+        raise FormatError(
+            f"{opened.redo[3]}: its updates belong to a state of another composition",
+            path=opened.redo[3],
+        )
+    _check_seen(opened, records.updates)
+    return records
+
+
+def _check_seen(opened: OpenBase, updates: Iterable[LogRecord]) -> None:
+    """Refuses an update of a parameter that was captured behind it, which would be applied twice,
+    and a parameter that was captured at another update than its optimizer's state."""
+    trees, entries = rank_contents(opened)
+    lsns = {name: entry.lsn for name, entry in entries.items()}
+    named = {
+        name: entries_of & lsns.keys()  # several ranks' trees name what others have written, too
+        for name, entries_of in parameter_names(
+            trees, lambda name: entries[name].name if name in entries else name
+        ).items()
+    }
+    for tree in trees.values():
+        if OptimizerProvider.groups_of(tree) is not None:
+            _check_together(tree["state"], named, lsns, opened)
+    for record in updates:
+        for place in record.layout.placed:
+            if not place.entry.name.startswith(GRADIENT):
+                continue
+            for entry in named.get(place.entry.name.removeprefix(GRADIENT), ()):
+                if lsns[entry] >= record.head.lsn:
+                    raise FormatError(
+                        f"{opened.shards[0][3].parent}: {record.head} has a gradient for {entry!r},"
+                        f" which has seen the updates up to {lsns[entry]}",
+                        path=opened.shards[0][3],
+                    )
+
+
+def _check_together(
+    held: object,
+    named: Mapping[str, set[str]],
+    lsns: Mapping[str, int],
+    opened: OpenBase,
+) -> None:
+    for name, values in held.items() if isinstance(held, Mapping) else ():
+        mine = lsns.keys() & {*named.get(name, ()), *references(values)}
+        if len({lsns[entry] for entry in mine}) > 1:
+            raise FormatError(
+                f"{opened.shards[0][3].parent}: the parameter {name!r} and its optimizer's state "
+                "have not seen the same updates",
+                path=opened.shards[0][3],
+            )
+
+
+def _other(error: AuditError) -> ReplayError:
+    return ReplayError(f"its parts cannot be made whole: {error.message}", step=error.step)

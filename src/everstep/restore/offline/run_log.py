@@ -1,0 +1,411 @@
+"""What base and log on disk give together: which steps, from which base, by which segments.
+
+Of several ranks a step is there if every one of them has it (I4, ``docs/design/audit.md``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Generator, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import chain as chained
+from types import MappingProxyType
+
+from everstep.commit.lineage import BaseId
+from everstep.errors import DamageError, EverstepError, FormatError
+from everstep.format.log import LogRecord, RecordHead
+from everstep.format.writer import ChunkRing
+from everstep.restore.load.load import contents
+from everstep.restore.load.saved_ranks import SavedLayout, SavedRanks
+from everstep.restore.log.log_found import LogFound
+from everstep.restore.log.reach import current_first
+from everstep.restore.offline.job_state import JobStep
+from everstep.run.chain import Chain, LogIndex, common_heads, path_of
+from everstep.run.open_base import OpenBase, open_ranks
+from everstep.run.scan import BaseFound, Inventory
+from everstep.run.segments import SegmentFound, scan_logs, validated
+from everstep.run.shape import shape_of_base
+from everstep.seams.files.filesystem import FileSystem
+from everstep.state.layout.entries import shape_of_all
+
+__all__ = ["Reach", "RunLog", "spans"]
+
+_ATTEMPTS = 8
+_UNKNOWN = "?"  # the shape of a base that cannot be read: that of no log
+
+
+@dataclass(frozen=True, slots=True)
+class Reach:
+    """What the log of one timeline adds.
+
+    Attributes:
+        steps: of this timeline that can be reached by replay, ascending.
+        stopped: why the newest base's log goes no further, in words.
+        gaps: steps between those that all ranks have recorded, as ranges: they were lost, or never
+            written (``Budget(write_bytes_per_day=)``). Not those of segments with a ``problem``.
+    """
+
+    timeline: int
+    steps: tuple[int, ...]
+    segments: tuple[SegmentFound, ...]
+    stopped: str
+    gaps: tuple[tuple[int, int], ...] = ()
+
+    @property
+    def records(self) -> int:
+        return sum(len(segment.heads) for segment in self.segments)
+
+    @property
+    def size_bytes(self) -> int:
+        return sum(segment.size_bytes for segment in self.segments)
+
+
+class RunLog:
+    """The log of a run on disk; reads records and headers, and of bases their objects.
+
+    Args:
+        segments: by timeline, and by rank.
+        records: by rank: those in keepers' memory, of timelines that are in the inventory.
+
+    Attributes:
+        segments: all of them; those that cannot be used have a ``problem``.
+        index: of the records of those that can, as far as all ranks have them.
+    """
+
+    def __init__(
+        self,
+        filesystem: FileSystem,
+        inventory: Inventory,
+        segments: Mapping[int, Mapping[int, Sequence[SegmentFound]]],
+        records: Mapping[int, Sequence[LogRecord]] = MappingProxyType({}),
+    ) -> None:
+        self._filesystem = filesystem
+        self.inventory = inventory
+        self.segments: list[SegmentFound] = []
+        by_rank: dict[int, list[SegmentFound]] = {}
+        heads: list[list[RecordHead]] = []
+        told = {one.head.timeline for mine in records.values() for one in mine}
+        for timeline in sorted(segments.keys() | told):
+            of_ranks = segments.get(timeline, {})
+            record = inventory.timelines.get(timeline)
+            good = {r: [validated(s, inventory.run) for s in mine] for r, mine in of_ranks.items()}
+            for rank, mine in good.items():
+                by_rank.setdefault(rank, []).extend(mine)
+                self.segments += mine
+            world = 1 if record is None else record.world
+            logs = [[h for s in good.get(rank, ()) for h in s.heads] for rank in range(world)]
+            for rank, log in enumerate(logs):
+                held = (one.head for one in records.get(rank, ()))
+                log += (head for head in held if head.timeline == timeline)
+            heads.append(common_heads(logs))
+        self.segments.sort(key=lambda one: (one.lossy, one.timeline, one.after))
+        self.index = LogIndex(chained.from_iterable(heads))
+        self._logs = {
+            rank: LogFound(records.get(rank, ()), by_rank.get(rank, ()))
+            for rank in records.keys() | by_rank.keys()
+        }
+        self._shapes: dict[BaseId, str] = {}
+        self._unreadable: dict[BaseId, str] = {}
+
+    @classmethod
+    def of(
+        cls,
+        filesystem: FileSystem,
+        inventory: Inventory,
+        records: Mapping[int, Sequence[LogRecord]] = MappingProxyType({}),
+    ) -> RunLog:
+        """Looks at all segments.
+
+        Raises:
+            NewerFormatError: one was written by a newer everstep.
+            OSError: a directory cannot be read.
+        """
+        for left in reversed(range(_ATTEMPTS)):
+            try:
+                about = filesystem, inventory.path, inventory.timelines
+                found = scan_logs(*about, there=inventory.may_hold)
+                return cls(filesystem, inventory, found, records)
+            except FileNotFoundError:  # a process at work deletes segments meanwhile
+                if not left:
+                    raise
+        raise AssertionError("unreachable")
+
+    @property
+    def usable(self) -> dict[BaseId, BaseFound]:
+        """Bases that have all of their records."""
+        there = ("committed", "complete")
+        return {base.id: base for base in self.inventory.bases if base.status in there}
+
+    def shape(self, base: BaseFound) -> str:
+        """What a base consists of (see :mod:`everstep.state.layout.entries`), from its objects."""
+        found = self._shapes.get(base.id)
+        if found is None:
+            found = self._shapes[base.id] = self._shape(base)
+        return found
+
+    def chain(
+        self, base: BaseFound, path: Sequence[tuple[int, int | None]], *, look: bool = True
+    ) -> Chain:
+        """How far the log goes from a base along a history.
+
+        Args:
+            look: at what the base consists of; otherwise the first mark is believed.
+        """
+        assert base.manifest is not None
+        lsn = base.manifest.markers[0].lsn
+        chain = self.index.follow(base.id, lsn, None, path)
+        if look and chain.steps:
+            shape = self.shape(base)
+            if shape == _UNKNOWN:
+                return Chain(base.id, (), f"{base.id} cannot be read: {self._unreadable[base.id]}")
+            if shape != self.index.marks[chain.steps[0]].shape:
+                return Chain(base.id, (), "the log behind it is of a state of another shape")
+        damaged = self.damage_at(chain.end[1] + 1, {timeline for timeline, _ in path})
+        return chain if damaged is None else replace(chain, stopped=damaged)
+
+    def steps(
+        self, chain: Chain, lsn: int, world: int, ring: ChunkRing, timeout_s: float
+    ) -> Generator[JobStep | EverstepError, None, None]:
+        """What the ranks have recorded of each step of a chain, in order; an error instead, and the
+        end, where a record cannot be read. To be used as :meth:`.LogFound.steps`.
+
+        Args:
+            lsn: of the base.
+            world: number of ranks that saved it, and wrote the log.
+        """
+        if not chain.steps:  # perhaps there is no log at all
+            return
+        about = self._filesystem, ring, timeout_s
+        if world == 1:
+            for updates, mark in self._logs[0].steps(chain, lsn, *about):
+                yield mark if isinstance(mark, EverstepError) else {0: (updates, mark)}
+            return
+        logs = [self._logs[rank] for rank in range(world)]
+        try:
+            for at in chain.steps:
+                try:
+                    found = [log.step_of(at[0], at[1], *about) for log in logs]
+                except EverstepError as error:
+                    yield error
+                    return
+                yield {rank: _split_step(records) for rank, records in enumerate(found)}
+        finally:
+            for log in logs:
+                log.close()
+
+    def damage_at(self, step: int, timelines: Collection[int]) -> str | None:
+        """What is wrong with a segment that should hold a step; None: there is no such one."""
+        for segment in self.segments:
+            covers = segment.after < step <= segment.last and segment.timeline in timelines
+            if covers and segment.problem is not None:
+                return segment.problem
+        return None
+
+    def why_not(self, step: int, timeline: int | None) -> str | None:
+        """Why the log does not lead to a step that it has or had; None: it has never had it."""
+        branches = self.inventory.branches
+        usable = self.usable
+        chosen = [number for number in branches if timeline in (None, number)]
+        if damaged := self.damage_at(step, chosen):
+            return damaged
+        for number in sorted(chosen, reverse=True):
+            if (number, step) not in self.index.marks:
+                continue
+            path = path_of(number, self.inventory.timelines)
+            before = [key for key in _on(path, usable) if key.step < step]
+            if not before:
+                return "no base before it is left"
+            return self.chain(usable[max(before)], path).stopped
+        return None
+
+    def ways(self, step: int, timeline: int | None = None) -> Iterator[tuple[BaseFound, Chain]]:
+        """Bases from which ``step`` may be reached, and the steps to redo on each: those of the
+        newest timeline's history first, and of these the base that needs least replay.
+
+        Args:
+            timeline: only states of this one.
+        """
+        usable = self.usable
+        told: set[tuple[BaseId, tuple[tuple[int, int], ...]]] = set()
+        for number in current_first(self.inventory, self.index):
+            path = path_of(number, self.inventory.timelines)
+            for key in sorted(_on(path, usable), reverse=True):
+                if key.step > step:
+                    continue
+                chain = self.chain(usable[key], _until(path, step), look=False)
+                fits = chain.end[1] == step and timeline in (None, chain.end[0])
+                if fits and (key, chain.steps) not in told:
+                    told.add((key, chain.steps))
+                    yield usable[key], chain
+        for key in sorted(usable, reverse=True):  # also where it is in no history
+            if key.step == step and timeline in (None, key.timeline) and (key, ()) not in told:
+                yield usable[key], Chain(key, (), "")
+
+    def cut_off(self, inventory: Inventory) -> tuple[BaseId, str] | None:
+        """Return the first step of the present history that has no record while later ones have,
+        and no base lies after it, with what is lost in words; None if all that was recorded after
+        the newest base can be reached.
+
+        Args:
+            inventory: taken after the log was read. A process at work commits a base before it
+                deletes the segments before that one, so what was read then is never taken for cut
+                off by a base that was not there yet.
+        """
+        if not self.index.marks or not inventory.branches:
+            return None
+        path = path_of(current_first(inventory, self.index)[0], inventory.timelines)
+        usable = {base.id: base for base in inventory.bases if base.is_usable}
+        ends: list[Chain] = []
+        for key in _on(path, usable):
+            manifest = usable[key].manifest
+            assert manifest is not None
+            ends.append(self.index.follow(key, manifest.markers[0].lsn, None, path))
+        best = max(ends, key=lambda chain: chain.end, default=None)
+        if best is None or best.lost is None:
+            return None
+        timeline, step = best.end
+        told = (
+            f"what it has of later steps, up to step {best.lost}, is of no use: {best.stopped}, "
+            "and there is no base of a later one"
+        )
+        return BaseId(timeline, step + 1), told
+
+    def replayable(self, without: Collection[BaseId] = ()) -> set[tuple[int, int]]:
+        """``(timeline, step)`` of every state that replay reaches.
+
+        Args:
+            without: as if these bases were not there.
+        """
+        return {item for _, chain in self._chains(without) for item in chain.steps}
+
+    def newest_end(self, base: BaseFound) -> BaseId | None:
+        """How far replay goes from a base along the newest history; None: not a step."""
+        present = current_first(self.inventory, self.index)[0]
+        chain = self.chain(base, path_of(present, self.inventory.timelines))
+        return BaseId(*chain.end) if chain.steps else None
+
+    def reaches(self) -> dict[int, Reach]:
+        """What the log of each timeline adds; only timelines that have segments."""
+        steps: dict[int, set[int]] = {}
+        stopped: dict[int, str] = {}
+        for number, chain in self._chains(()):
+            for timeline, step in chain.steps:
+                steps.setdefault(timeline, set()).add(step)
+            stopped[number] = chain.stopped  # the newest base comes last
+        recorded: dict[int, list[int]] = {}
+        for timeline, step in self.index.marks:
+            recorded.setdefault(timeline, []).append(step)
+        found = {}
+        for timeline in sorted({segment.timeline for segment in self.segments}):
+            mine = tuple(s for s in self.segments if s.timeline == timeline)
+            reached = tuple(sorted(steps.get(timeline, ())))
+            known = spans(sorted(recorded.get(timeline, ())))
+            known += [(s.after + 1, s.last) for s in mine if s.problem is not None]
+            why = stopped.get(timeline, "")
+            found[timeline] = Reach(timeline, reached, mine, why, _between(known))
+        return found
+
+    def _chains(self, without: Collection[BaseId]) -> Iterator[tuple[int, Chain]]:
+        """Chains along the history of each timeline, by its number; older bases first."""
+        branches = self.inventory.branches
+        usable = self.usable
+        for number in sorted(branches) if self.index.marks else ():
+            path = path_of(number, self.inventory.timelines)
+            after: tuple[BaseFound, Chain] | None = None
+            found = []
+            for key in sorted(_on(path, usable), key=lambda key: key.step, reverse=True):
+                if key not in without:
+                    after = usable[key], self._onto(usable[key], path, after)
+                    found.append((number, after[1]))
+            yield from reversed(found)
+
+    def _onto(
+        self,
+        base: BaseFound,
+        path: Sequence[tuple[int, int | None]],
+        after: tuple[BaseFound, Chain] | None,
+    ) -> Chain:
+        """The chain of a base, given that of the next one in its history: where the first leads
+        to the state of the next base, it goes on as that does."""
+        if after is None or after[0].id.step <= base.id.step:
+            return self.chain(base, path)
+        later, rest = after
+        chain = self.chain(base, _until(path, later.id.step))
+        if chain.end != (later.id.timeline, later.id.step):
+            return self.chain(base, path)
+        mark = self.index.marks[chain.end]
+        assert later.manifest is not None
+        if (mark.lsn, mark.shape) != (later.manifest.markers[0].lsn, self.shape(later)):
+            return self.chain(base, path)
+        return Chain(base.id, (*chain.steps, *rest.steps), rest.stopped, rest.lost)
+
+    def _shape(self, base: BaseFound) -> str:
+        assert base.manifest is not None
+        try:
+            with open_ranks(self._filesystem, base) as opened:
+                if len(opened) > 1:
+                    return shape_of_all(_shapes_of_ranks(opened))
+                trees, _ = contents(opened[0])
+                aliases = {k: v for _, _, h, _ in opened[0].shards for k, v in h.aliases.items()}
+                return shape_of_base(opened[0].placed(), aliases, trees)
+        except (DamageError, FormatError) as error:
+            self._unreadable[base.id] = error.message
+        except OSError as error:
+            self._unreadable[base.id] = error.strerror or str(error)
+        return _UNKNOWN
+
+
+def _shapes_of_ranks(opened: Sequence[OpenBase]) -> list[str]:
+    """What the state of each rank consisted of that saved a base, as its log has it.
+
+    Raises:
+        DamageError, FormatError: objects cannot be read.
+    """
+    saved = SavedRanks(opened)
+    sections = {section for rank in saved.ranks for section in saved.sections_of(rank)}
+    layout = SavedLayout.of(saved, opened, sections)
+    assert layout is not None
+    return [layout.shapes[rank] for rank in saved.ranks]
+
+
+def _split_step(records: Sequence[LogRecord]) -> tuple[list[LogRecord], LogRecord]:
+    """The updates of a step in order, and its mark."""
+    (mark,) = (one for one in records if one.head.kind == "mark")
+    updates = sorted((one for one in records if one is not mark), key=lambda one: one.head.lsn)
+    return updates, mark
+
+
+def spans(steps: Iterable[int]) -> list[tuple[int, int]]:
+    """Ascending steps as ranges, both ends included."""
+    found: list[tuple[int, int]] = []
+    for step in steps:
+        if found and step == found[-1][1] + 1:
+            found[-1] = (found[-1][0], step)
+        else:
+            found.append((step, step))
+    return found
+
+
+def _between(ranges: Iterable[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
+    """What lies between the first and the last of some ranges and in none of them."""
+    found: list[tuple[int, int]] = []
+    end: int | None = None
+    for first, last in sorted(ranges):
+        if end is not None and first > end + 1:
+            found.append((end + 1, first - 1))
+        end = last if end is None else max(end, last)
+    return tuple(found)
+
+
+def _until(path: Sequence[tuple[int, int | None]], step: int) -> list[tuple[int, int | None]]:
+    """A history that ends with a step."""
+    return [(timeline, step if limit is None else min(limit, step)) for timeline, limit in path]
+
+
+def _on(path: Sequence[tuple[int, int | None]], bases: Iterable[BaseId]) -> list[BaseId]:
+    limits = dict(path)
+    return [
+        base
+        for base in bases
+        if base.timeline in limits
+        and (limits[base.timeline] is None or base.step <= (limits[base.timeline] or 0))
+    ]

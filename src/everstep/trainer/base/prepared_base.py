@@ -1,0 +1,220 @@
+"""Layout of a base and the copies that fill it, computed once and reused by the bases after it.
+
+Recomputed when the shape of the state changes (parameters, groups, new optimizer state), and in
+part when tensors were replaced by others of the same shape."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+
+from everstep.capture.lanes.batches import Batch, Chunks, Runs, plan_batches
+from everstep.capture.spot_check import SpotCheck
+from everstep.capture.version_counters import Versions
+from everstep.format.header import ShardIdentity
+from everstep.format.plan import BasePlan, ShardPlan, plan_files
+from everstep.link.capture import shard_offsets
+from everstep.state.survey.survey import Shape, Survey
+
+__all__ = ["PlannedCopies", "PreparedBase", "prepare_base"]
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedCopies:
+    """Copies that may run after a step mark, and the checks that they were made correctly.
+
+    Attributes:
+        batches: the copies, in file order.
+        ends: bytes of the block that must be copied before an optimizer may update, by its key.
+        check: samples of elements to compare after the copy; None if nothing is copied.
+        versions: version counters of the copied tensors; None if they are checked elsewhere.
+    """
+
+    batches: Sequence[Batch]
+    ends: Mapping[str, int]
+    check: SpotCheck | None
+    versions: Versions | None = None
+
+    @property
+    def end(self) -> int:
+        """Return the offset in the block at which the last batch ends, in bytes."""
+        if isinstance(self.batches, Chunks):  # indexing the last one would cut all of them
+            return self.batches.end
+        return self.batches[-1].end if self.batches else 0
+
+
+@dataclass(slots=True)
+class PreparedBase:
+    """Layout of a base in host memory and in files, and the copies that fill it.
+
+    Attributes:
+        number: number that identifies this layout between trainer and keeper.
+        shape: shape of the state laid out here.
+        shards: files of the base.
+        kinds: owner kind ("replayed", "static", ...) of each entry that has a gate, by name.
+        offsets: offset of each shard in the block, in bytes.
+        size_bytes: size of the block.
+        gated: names of entries that may be copied after the step mark, guarded by the update gate.
+        marked: names of entries that must be copied at the step mark.
+        ends: bytes of the block that must be copied before an optimizer may update, by its key.
+    """
+
+    number: int
+    shape: Shape
+    shards: tuple[ShardPlan, ...]
+    kinds: Mapping[str, str]
+    offsets: tuple[int, ...]
+    size_bytes: int
+    gated: tuple[str, ...]
+    marked: tuple[str, ...]
+    ends: Mapping[str, int]
+    _tensors: Mapping[str, torch.Tensor] | None = None  # of the last survey
+    _gated_tensors: tuple[torch.Tensor, ...] = ()
+    _gated_batches: tuple[Batch, ...] = ()
+    _marked_tensors: tuple[torch.Tensor, ...] = ()
+    _marked_batches: tuple[Batch, ...] = ()
+    _check: SpotCheck | None = None
+    _versions: Versions | None = None
+    _copies: PlannedCopies | None = None
+    _owned: dict[str | None, frozenset[str]] = field(default_factory=dict)
+
+    @property
+    def objects_bytes(self) -> int:
+        """Return the approximate size of the encoded objects, which are kept beside the block."""
+        return sum(self.shape.objects_bytes.values())
+
+    def owned_by(self, optimizer: str | None) -> frozenset[str]:
+        """Return the gated entries that an optimizer (by key; None for any) may change."""
+        found = self._owned.get(optimizer)
+        if found is None:
+            owners = self.shape.owners
+            owned = (n for n in self.gated if optimizer in (None, owners[n].optimizer))
+            found = self._owned[optimizer] = frozenset(owned)
+        return found
+
+    def plan(self, identity: ShardIdentity, *, behind_mark: bool = False) -> BasePlan:
+        """Return the file plan of one base.
+
+        Args:
+            identity: step, timeline and rank of the base.
+            behind_mark: see :class:`~everstep.format.header.ShardIdentity`.
+        """
+        identity = replace(identity, common=self.shape.common)
+        if behind_mark:
+            identity = replace(identity, behind_mark=True)
+        return BasePlan(identity, self.shards, self.kinds)
+
+    def gated_batches(self, tensors: Mapping[str, torch.Tensor]) -> tuple[Batch, ...]:
+        """Return the copies that may run after the step mark, in file order."""
+        self._follow(tensors)
+        return self._gated_batches
+
+    def copies(self, tensors: Mapping[str, torch.Tensor]) -> PlannedCopies:
+        """Return the copies that may run after the step mark, with gates and checks."""
+        gated = self.gated_batches(tensors)
+        if self._copies is None or self._copies.batches is not gated:
+            check = self.spot_check(tensors) if gated else None
+            versions = self.versions(tensors) if gated else None
+            self._copies = PlannedCopies(gated, self.ends, check, versions)
+        return self._copies
+
+    def marked_batches(self, tensors: Mapping[str, torch.Tensor]) -> tuple[Batch, ...]:
+        """Return the copies that must be made at the step mark."""
+        self._follow(tensors)
+        return self._marked_batches
+
+    def spot_check(self, tensors: Mapping[str, torch.Tensor]) -> SpotCheck:
+        """Return the spot check of the gated entries; call :meth:`gated_batches` before."""
+        if self._check is None:
+            layouts = [
+                (shard.layout, offset)
+                for shard, offset in zip(self.shards, self.offsets, strict=True)
+            ]
+            self._check = SpotCheck(layouts, tensors, frozenset(self.gated))
+        return self._check
+
+    def versions(self, tensors: Mapping[str, torch.Tensor]) -> Versions:
+        """Return the version counters of the gated entries."""
+        self._follow(tensors)
+        if self._versions is None:
+            self._versions = Versions({name: tensors[name] for name in self.gated})
+        return self._versions
+
+    def _follow(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Plan the copies again where tensors were replaced.
+
+        The mapping of a survey never changes, so an identical mapping means identical tensors."""
+        if tensors is self._tensors:
+            return
+        gated = tuple(tensors[name] for name in self.gated)
+        if not _same(gated, self._gated_tensors):
+            # Cleared first and set last: an interrupt in between must not leave a plan that is
+            # taken for one of the new tensors.
+            self._gated_tensors = ()
+            self._check = None
+            self._versions = None
+            self._gated_batches = Runs(self._batches(tensors, frozenset(self.gated)))
+            self._gated_tensors = gated
+        marked = tuple(tensors[name] for name in self.marked)
+        if not _same(marked, self._marked_tensors):
+            self._marked_batches = self._batches(tensors, frozenset(self.marked))
+            self._marked_tensors = marked
+        self._tensors = tensors
+
+    def _batches(
+        self, tensors: Mapping[str, torch.Tensor], names: frozenset[str]
+    ) -> tuple[Batch, ...]:
+        return tuple(
+            batch
+            for shard, offset in zip(self.shards, self.offsets, strict=True)
+            for batch in plan_batches(shard.layout, tensors, names, offset=offset)
+        )
+
+
+def prepare_base(
+    survey: Survey, identity: ShardIdentity, *, number: int, gates: bool, static_apart: bool = False
+) -> PreparedBase:
+    """Lay out a state.
+
+    Args:
+        identity: identity of the base, for the names of files.
+        number: number of this layout.
+        gates: True to copy what optimizers own after the step mark; False to copy everything at it.
+        static_apart: True to put static entries into files of their own, so that later bases can
+            link to these instead of writing them again.
+    """
+    shape = survey.shape
+    static = shape.static if static_apart else frozenset[str]()
+    shards = plan_files(identity, shape.entries, shape.aliases, shape.objects_bytes, static)
+    offsets, size_bytes = shard_offsets(BasePlan(identity, shards))
+    kinds = {
+        entry.name: shape.owners[entry.name].kind
+        for entry in shape.entries
+        if shape.owners[entry.name].kind != "logged"
+    }
+    gated = tuple(entry.name for entry in shape.entries if entry.name in kinds) if gates else ()
+    gated_names = frozenset(gated)
+    ends: dict[str, int] = {}
+    for shard, offset in zip(shards, offsets, strict=True):
+        for place in shard.layout.placed:
+            if place.entry.name in gated_names:
+                owner = shape.owners[place.entry.name].optimizer or ""
+                ends[owner] = offset + place.end
+    return PreparedBase(
+        number=number,
+        shape=shape,
+        shards=shards,
+        kinds=kinds if gates else {},
+        offsets=offsets,
+        size_bytes=size_bytes,
+        gated=gated,
+        marked=tuple(entry.name for entry in shape.entries if entry.name not in gated_names),
+        ends=ends,
+    )
+
+
+def _same(one: Sequence[torch.Tensor], other: Sequence[torch.Tensor]) -> bool:
+    return len(one) == len(other) and all(map(operator.is_, one, other))

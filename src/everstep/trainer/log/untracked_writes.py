@@ -1,0 +1,400 @@
+"""Detect writes to optimizer-owned tensors that no hook announced (I8).
+
+The log holds the gradients of each update, and replay applies nothing else: clamped weights, a
+state loaded in the middle of a run, or a reset moment would be missing from its result. So between
+the end of an update and the beginning of the next one nothing may be written. Version counters are
+compared each time (hints only, see ``capture/version_counters.py``), and a few elements in some
+steps: in the first steps above all, where code that runs in each step shows. Replay finds the
+remaining writes by the samples in each step mark.
+
+Each step mark holds completely the tensors that two optimizers own, or that views share. The log
+therefore has writes to these after the last update of a step, but not writes after the mark, which
+the next update reads."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+
+from everstep.capture.mark_samples import MarkSampler, mark_entries, sampled_bits
+from everstep.capture.version_counters import Versions, storage_of
+from everstep.errors import AuditError
+from everstep.format.digests import digest
+from everstep.link.channel import BackgroundChannel
+from everstep.state.providers.zero import local_optimizer
+from everstep.state.ranks.log_shares import updated_elsewhere
+from everstep.state.survey.ownership import memory_of, updated_tensors
+from everstep.state.survey.survey import Shape, Survey, same_objects
+from everstep.state.training_state import State
+from everstep.state.values.tensors import host_bytes, local_tensor, why_not_storable
+
+__all__ = ["SAMPLED_FIRST_STEPS", "SAMPLE_EVERY_STEPS", "UntrackedWrites", "WatchedTensors"]
+
+SAMPLED_FIRST_STEPS = 8
+"""Number of first steps of a timeline in which elements are compared."""
+
+SAMPLE_EVERY_STEPS = 16
+"""Interval of later steps with a comparison; every step after the first finding."""
+
+
+class WatchedTensors:
+    """Tensors that one optimizer owns, watched between its updates.
+
+    Args:
+        tensors: watched tensors, by entry name.
+        beside: all other tensors of the state, whose writes move shared counters; None if unknown.
+        suspects: names of tensors compared completely: samples of them have changed once without a
+            version counter moving.
+    """
+
+    def __init__(
+        self,
+        tensors: Mapping[str, torch.Tensor],
+        beside: Iterable[torch.Tensor] | None = None,
+        suspects: Collection[str] = (),
+    ) -> None:
+        self.tensors = tensors
+        self._suspects = suspects
+        self._digests: dict[str, str] = {}
+        self._versions = Versions(tensors, beside)
+        self._seen = self._versions.now()
+        self._spots: MarkSampler | None = None  # created at the first comparison
+        self._remembered: tuple[int, Mapping[str, Any]] | None = None
+
+    def watches(self, tensors: Mapping[str, torch.Tensor]) -> bool:
+        """Return True if exactly these tensors are watched under these names."""
+        mine = self.tensors
+        return mine.keys() == tensors.keys() and same_objects(
+            tuple(mine.values()), tuple(tensors.values())
+        )
+
+    def settle(self, step: int | None) -> None:
+        """Accept the current contents; later changes are relative to them.
+
+        Args:
+            step: step whose sample of elements is remembered; None to remember none.
+        """
+        self._seen = self._versions.now()
+        self._remembered = None
+        self._digests = dict(self._digests_now())
+        if step is not None:
+            self._spots = self._spots or MarkSampler(self.tensors)
+            if self._spots.intact:
+                self._remembered = step, self._spots.take(step)
+
+    def counted(self) -> str | None:
+        """Return the name of a tensor whose version counter has moved, or None."""
+        return self._versions.moved(self._seen)
+
+    def _digests_now(self) -> Iterator[tuple[str, str]]:
+        for name in self._suspects:
+            tensor = self.tensors.get(name)
+            if tensor is not None and tensor.device.type == "cpu" and tensor.is_contiguous():
+                yield name, digest(host_bytes(tensor.detach()))
+
+    def written(self, ignored: Collection[str] = ()) -> str | None:
+        """Return the name of a tensor that was written to, or None.
+
+        Args:
+            ignored: names of tensors to ignore.
+        """
+        found = self._versions.moved(self._seen, ignored)
+        if found is None and self._digests:
+            pairs = ((name, now) for name, now in self._digests_now() if name not in ignored)
+            found = next((name for name, now in pairs if self._digests.get(name, now) != now), None)
+        if found is None and self._remembered is not None and self._spots is not None:
+            step, values = self._remembered
+            found = self._spots.other(step, values) if self._spots.intact else None
+        return None if found in ignored else found
+
+
+class UntrackedWrites:
+    """Watch the optimizer-owned tensors of a state between updates.
+
+    Training goes on after any finding; the log ends before it, and bases are taken instead. The
+    user is warned once.
+
+    Args:
+        channel: delivers the warning.
+        state: state with the optimizers.
+        on_first: called at the first finding.
+
+    Attributes:
+        follows_base: True if the log continues from a base; otherwise no log exists from which a
+            change would be missing.
+    """
+
+    def __init__(
+        self,
+        channel: BackgroundChannel,
+        state: State,
+        on_first: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._channel = channel
+        self._state = state
+        self.follows_base = False
+        self._on_first = on_first
+        self._lock = threading.Lock()
+        self._warned = False
+        self._torn_reason: str | None = None
+        self._watched: dict[str, WatchedTensors] = {}
+        self._read: WatchedTensors | None = None  # read by updates, and logged completely
+        self._writes_of_pattern: Mapping[str, Collection[str]] = {}  # names in _read, by pattern
+        self._tensors: Mapping[str, torch.Tensor] | None = None
+        self._shape: Shape | None = None
+        self._names: Mapping[str, tuple[str, ...]] = {}
+        self._spots = MarkSampler({})
+        self._which = torch.empty(0, dtype=torch.uint8, device="cpu")
+        self._sampled: tuple[int, Mapping[str, torch.Tensor]] | None = (
+            None  # step and samples of the last mark
+        )
+        self._step = 0  # under way
+        self._sampled_until_step = 0
+        self._suspicious = False
+        self._suspects: set[str] = set()
+
+    def start(self, survey: Survey | None, step: int) -> None:
+        """Accept the current state as that of the log and its bases.
+
+        Args:
+            survey: survey of the state; None if nothing is recorded.
+            step: step that has just ended.
+        """
+        self._watched = {}
+        self._tensors = None
+        self._torn_reason = None
+        self._sampled = None
+        self._read = None
+        self._step = step + 1
+        self._sampled_until_step = step + SAMPLED_FIRST_STEPS
+        if survey is not None:
+            self._follow(survey)
+            self.accept()
+
+    def accept(self) -> None:
+        """Accept all writes so far: a base or a record holds them."""
+        for watched in (*self._watched.values(), self._read):
+            if watched is not None:
+                watched.settle(self._sampled_step)
+
+    def before(self, key: str, step: int) -> str | None:
+        """Return why the log cannot continue with the next update of an optimizer, or None."""
+        self._step = step
+        if torch.compiler.is_compiling():  # the copy of the inputs refuses that
+            return None
+        some = (self._watched.get(key), self._read)
+        written = (self._written(watched) for watched in some if watched is not None)
+        return self._report(next((name for name in written if name), None), step)
+
+    def applied(self, key: str) -> None:
+        """Accept the writes of an optimizer's update, which has ended."""
+        if torch.compiler.is_compiling():
+            return
+        for watched in (self._watched.get(key), self._read):  # every update may write to _read
+            if watched is not None:
+                watched.settle(self._sampled_step)
+
+    def declared(self, pattern: str) -> None:
+        """Accept the writes of the function registered for ``pattern`` to entries that updates
+        read.
+
+        Other writes are looked for first; they end the log at the mark."""
+        read = self._read
+        mine = self._writes_of_pattern.get(pattern)
+        if read is None or not mine:
+            return
+        self._torn_reason = self._report(self._written(read, mine), self._step) or self._torn_reason
+        read.settle(self._sampled_step)
+
+    def at_mark(self, survey: Survey, step: int) -> str | None:
+        """Return why the log cannot continue at a step mark, or None."""
+        torn = self._torn_reason
+        self._torn_reason = None
+        self._sampled = None
+        self._step = step + 1
+        found = next((name for w in self._watched.values() if (name := self._written(w))), None)
+        self._follow(survey)
+        if found is not None or self._sampled_step is not None:
+            self.accept()
+        elif self._read is not None:  # the mark holds its current contents
+            self._read.settle(None)
+        return self._report(found, step) or (torn if self.follows_base else None)
+
+    def samples(self, step: int) -> dict[str, torch.Tensor]:
+        """Return the samples of a mark's state; call :meth:`at_mark` with its survey before."""
+        samples = mark_entries(self._spots, self._which, step)
+        self._sampled = step, samples
+        return samples
+
+    @property
+    def is_as_marked(self) -> bool:
+        """Return True if counters and samples show no write since the last mark."""
+        watched = (*self._watched.values(), *([] if self._read is None else [self._read]))
+        if any(one.written() for one in watched):
+            return False
+        if self._sampled is None:  # the step was not recorded
+            return True
+        step, then = self._sampled
+        if not self._spots.intact:
+            return False
+        now = mark_entries(self._spots, self._which, step)
+        return all(torch.equal(now[name], then[name]) for name in then)
+
+    @property
+    def _sampled_step(self) -> int | None:
+        """Return the step in progress if its elements are compared, else None."""
+        step = self._step
+        sampled = (
+            self._suspicious or step <= self._sampled_until_step or step % SAMPLE_EVERY_STEPS == 0
+        )
+        return step if sampled else None
+
+    def handles_torn_base(self, error: AuditError) -> bool:
+        """Make a new base due at the next step mark, copied there at once. In any thread.
+
+        A base is worthless because code wrote to the state while it was copied; that is a warning,
+        not an error."""
+        step = (error.step or 0) + 1
+        self._torn_reason = f"the state was changed while the base of step {step - 1} was copied"
+        self._warn(error.message, step)
+        return True
+
+    def _written(self, watched: WatchedTensors, ignored: Collection[str] = ()) -> str | None:
+        """Return the name of a written tensor, or None; watch it completely if no counter
+        has moved."""
+        name = watched.written(ignored)
+        if name is not None and self.follows_base and watched.counted() is None:
+            self._suspects.add(name)
+        return name
+
+    def _report(self, name: str | None, step: int) -> str | None:
+        if name is None or not self.follows_base:
+            return None
+        self._warn(f"{name!r} was changed outside its optimizer's step()", step)
+        return f"{name!r} was changed outside its optimizer"
+
+    def _warn(self, event: str, step: int) -> None:
+        with self._lock:
+            warned = self._warned
+            self._warned = True
+        self._suspicious = True
+        if not warned:
+            self._on_first()
+            self._channel.post_notice(_notice(event, step, self._state.ranks.world))
+
+    def _follow(self, survey: Survey) -> None:
+        """Watch the tensors of a survey: some may be new, gone, or replaced."""
+        shape = survey.shape
+        tensors = survey.tensors
+        if tensors is self._tensors and shape is self._shape:
+            return
+        # Set again at the end: after an interrupt in between, all of this is done again.
+        self._tensors = None
+        if shape is not self._shape:
+            names: dict[str, list[str]] = {}
+            for name, owner in shape.owners.items():
+                if owner.kind == "replayed" and owner.optimizer is not None:
+                    names.setdefault(owner.optimizer, []).append(name)
+            self._names = {key: tuple(found) for key, found in names.items()}
+            self._shape = shape
+        self._follow_read(shape, tensors)
+        before = self._watched
+        watched = dict[str, WatchedTensors]()
+        for key, mine in self._names.items():
+            now = {name: tensors[name] for name in mine}
+            old = before.get(key)
+            if old is None or not old.watches(now):
+                others = (tensor for name, tensor in tensors.items() if name not in now)
+                old = WatchedTensors(now, map(local_tensor, others), self._suspects)
+            watched[key] = old
+        if watched != before:
+            all_of = (one.tensors for one in watched.values())
+            # This rank's log does not replay tensors that another rank updates.
+            left_out = updated_elsewhere(self._state)
+            sampled = {n: t for found in all_of for n, t in found.items() if n not in left_out}
+            self._spots = MarkSampler(sampled)
+        self._watched = watched
+        self._which = sampled_bits(self._spots, sorted(tensors))
+        self._tensors = tensors
+
+    def _follow_read(self, shape: Shape, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Watch tensors that updates read and marks hold completely.
+
+        Views of the same storages share their counters, so these are excluded unless updates read
+        all of them. Replayed tensors change in updates only, and every update settles all."""
+        of = shape.owners
+        read = {name: tensors[name] for name, owner in of.items() if owner.read == "whole"}
+        read |= self._hidden_reads(shape, tensors)
+        if not read:
+            self._read = None
+            self._writes_of_pattern = {}
+        elif self._read is None or not self._read.watches(read):
+            beside = (name for name, owner in of.items() if owner.read in ("", "part"))
+            others = (tensors[name] for name in beside if of[name].kind != "replayed")
+            self._read = WatchedTensors(read, map(local_tensor, others), self._suspects)
+            self._writes_of_pattern = self._declared_writes(shape, tensors, read)
+
+    def _hidden_reads(
+        self, shape: Shape, tensors: Mapping[str, torch.Tensor]
+    ) -> Mapping[str, torch.Tensor]:
+        """Return tensors that updates read but no entry holds, by the name of an entry that
+        overlaps."""
+        others = ("part", "inside")
+        some = [name for name, owner in shape.owners.items() if owner.read in others]
+        if not some:
+            return {}
+        there = {name: memory_of(local_tensor(tensor)) for name, tensor in tensors.items()}
+        known = set(there.values())
+        found = dict[str, torch.Tensor]()
+        for optimizer in self._state.optimizers.values():
+            for tensor in updated_tensors(local_optimizer(optimizer)):
+                part = local_tensor(tensor)
+                memory = None if why_not_storable(part) else memory_of(part)
+                if memory is None or memory in known:
+                    continue
+                known.add(memory)
+                having = (name for name in some if memory.overlaps(there[name]))
+                if (name := next(having, None)) is not None:
+                    found[f"{name}~{len(found) + 1}" if name in found else name] = tensor
+        return found
+
+    def _declared_writes(
+        self, shape: Shape, tensors: Mapping[str, torch.Tensor], read: Mapping[str, torch.Tensor]
+    ) -> dict[str, list[str]]:
+        """Return, by pattern, the watched names that a registered function may write to: all in
+        the storages of its entries, since these share counters."""
+        registered = self._state.ownership_rules
+        if not registered.updates:
+            return {}
+        names = {name: [name] for name in shape.owners}
+        for other, name in shape.aliases.items():
+            names[name].append(other)
+        storages: dict[str, set[int]] = {}
+        for name, also in names.items():
+            for pattern in registered.updates_of(also):
+                storages.setdefault(pattern, set()).add(storage_of(local_tensor(tensors[name])))
+        lie = {name: storage_of(local_tensor(tensor)) for name, tensor in read.items()}
+        return {
+            pattern: [name for name, storage in lie.items() if storage in found]
+            for pattern, found in storages.items()
+        }
+
+
+def _notice(event: str, step: int, world: int) -> AuditError:
+    when = "a base is taken at the end of this step"
+    if world > 1:
+        when = "all ranks take a base at the end of the next step"
+    return AuditError(
+        f"{event}, in step {step}: no log can repeat that, so {when}, as after every later step "
+        "with such a change. Recovery stays correct, but each such step costs a complete copy of "
+        "the state, and rewind() reaches it only while its base is among the newest keep= bases, "
+        "whatever history= is. This warning is given once; stats().log_holes counts further steps",
+        step=step,
+        hint="if it happens now and then (a state is loaded, averaged weights are swapped in), put "
+        "it between ckpt.before_update() and ckpt.after_update(). If it happens in every step "
+        "(clamped weights), do it inside step() of an optimizer class of your own, declared with "
+        'everstep.replay.exactness.declare(), or use a method without a log (method="lazy")',
+    )

@@ -1,0 +1,456 @@
+"""Gradients whose copies continue after their update (GoCkpt, section 4.2.4): held, guarded,
+checked.
+
+A gradient that the program drops (``zero_grad()``, or ``p.grad = None``) keeps its values while a
+reference to it exists. One that is not dropped is overwritten in place: by ``zero_grad`` with
+``set_to_none=False``, or by the next backward, which adds to it. Both wait here for its copy.
+
+Gradients in larger memory (DDP's buckets, flat buffers) or in memory of a CUDA graph may be
+overwritten without either, and are not held: their update waits for the copy. Other early writes
+are found by the version counter, read when the copy is made or when the first guarded writer is
+admitted, whichever is sooner, and by comparing a few elements with the copy."""
+
+from __future__ import annotations
+
+import bisect
+import contextlib
+import functools
+import inspect
+import os
+import sys
+import types
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from operator import itemgetter
+from typing import Any, NamedTuple, cast
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from everstep.capture.lanes.cuda import on_cuda
+from everstep.capture.lanes.lane import Transfer
+from everstep.seams.gather import Gather
+from everstep.state.layout.lru import LayoutCache
+from everstep.state.layout.names import GRADIENT
+from everstep.state.layout.shards import ShardLayout
+from everstep.state.providers.modules import unwrap
+from everstep.state.training_state import State
+
+__all__ = ["GradientCheck", "GraphMemory", "HeldGradients", "SamplePlaces", "own_their_memory"]
+
+_SAMPLES = 4  # elements compared of a gradient
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_SAMPLED_GRADIENTS = 32  # gradients compared per update: views of all would take milliseconds
+
+Wait = Callable[[Transfer, int], None]
+"""Block until a transfer has copied so many bytes."""
+
+
+def own_their_memory(gradients: Sequence[torch.Tensor]) -> bool:
+    """Return True if each gradient has memory of its own."""
+    return all(
+        g._base is None and g.untyped_storage().nbytes() == g.numel() * g.element_size()
+        for g in gradients
+    )
+
+
+class GraphMemory:
+    """Private memory pools of CUDA's caching allocator, used by CUDA graphs (also by
+    ``torch.compile``).
+
+    A replay of a graph overwrites gradients there, whatever refers to them, and calls no hook;
+    each of them looks as if it had memory of its own. The pools are looked up when needed and
+    again after a device has allocated memory: a look-up takes milliseconds, and graphs are
+    captured in the first steps of training."""
+
+    def __init__(self) -> None:
+        self._spans: list[tuple[int, int]] = []
+        self._allocations: dict[torch.device, Any] = {}  # by device, at the last look-up
+
+    def has(self, tensors: Sequence[torch.Tensor]) -> bool:
+        """Return True if any of these tensors is in a private pool."""
+        there = [tensor for tensor in tensors if on_cuda(tensor)]
+        if not there:
+            return False
+        given = {
+            device: _allocation_counts(device) for device in {tensor.device for tensor in there}
+        }
+        if any(
+            now is None or self._allocations.get(device) != now for device, now in given.items()
+        ):
+            # Other devices are looked up again only when one of their tensors is checked.
+            self._spans = _private_pool_spans()
+            self._allocations.update(given)
+        return any(self._holds(tensor.data_ptr()) for tensor in there)
+
+    def _holds(self, address: int) -> bool:
+        index = bisect.bisect_right(self._spans, address, key=itemgetter(0))
+        return index > 0 and address < self._spans[index - 1][1]
+
+
+def _allocation_counts(device: torch.device) -> Any:
+    """Return the number and size of the allocator's requests to a device; None if unavailable.
+
+    If neither has changed, no private pool was created since."""
+    with contextlib.suppress(KeyError, RuntimeError, TypeError):
+        found = torch.cuda.memory_stats_as_nested_dict(device)
+        return tuple(found[key]["all"]["allocated"] for key in ("segment", "reserved_bytes"))
+    return None
+
+
+def _private_pool_spans() -> list[tuple[int, int]]:
+    """Return the address ranges of private pools, in order; everything if unavailable."""
+    try:
+        segments = _segments()
+        return sorted(
+            (segment["address"], segment["address"] + segment["total_size"])
+            for segment in segments
+            if tuple(segment["segment_pool_id"]) != (0, 0)
+        )
+    except (KeyError, RuntimeError):
+        return [(0, sys.maxsize)]
+
+
+def _segments() -> list[dict[str, Any]]:
+    """Return the allocator's segments of all devices, without the (long) history of allocations."""
+    snapshot: Any = torch.cuda.memory_snapshot
+    if "include_traces" in inspect.signature(snapshot).parameters:
+        found: Any = snapshot(include_traces=False)
+    else:
+        found = snapshot()
+    return cast("list[dict[str, Any]]", found)
+
+
+_SampleKind = tuple[int, torch.device]
+"""Width of an element in bytes, and device: samples of one kind are copied together."""
+
+
+class _Sampled(NamedTuple):
+    """Gradients of one kind of which a few elements are compared.
+
+    Attributes:
+        which: numbers of the gradients, in the order of the record's.
+        names: their names.
+        counts: number of elements of each.
+        strides: distance of these elements in their gradient, in elements.
+        offsets: offsets of all elements from the beginning of their gradient, in bytes.
+        where: offsets of all elements in the record, in elements.
+    """
+
+    which: Sequence[int]
+    names: Sequence[str]
+    counts: npt.NDArray[np.int64]
+    strides: Sequence[int]
+    offsets: npt.NDArray[np.int64]
+    where: torch.Tensor
+
+
+class SamplePlaces:
+    """Places of the compared elements, computed once for each layout of a record."""
+
+    def __init__(self) -> None:
+        self._found = LayoutCache[
+            tuple[int, dict[int, Mapping[_SampleKind, _Sampled]]]
+        ]()  # by turn
+
+    def of(
+        self, gradients: Sequence[tuple[str, torch.Tensor]], layout: ShardLayout, turn: int
+    ) -> tuple[int, Mapping[_SampleKind, _Sampled]]:
+        """Return the end of all gradients in the record, and the elements to compare, by kind.
+
+        Args:
+            gradients: gradients by their names in a record of ``layout``; the layout fixes their
+                form, but not their device, as a model may be moved.
+            layout: layout of the record.
+            turn: selects other gradients with each next number, if there are many.
+        """
+        turn %= -(-len(gradients) // _SAMPLED_GRADIENTS)
+        known = self._found.get(layout)
+        if known is None:
+            names = {name for name, _ in gradients}
+            end = max(place.end for place in layout.placed if place.entry.name in names)
+            known = end, {}
+            self._found.add(layout, known)
+        end, turns = known
+        found = turns.get(turn)
+        if found is None or not _devices_match(gradients, found):
+            found = turns[turn] = _places_of(gradients, layout, turn)
+        return end, found
+
+
+def _places_of(
+    gradients: Sequence[tuple[str, torch.Tensor]], layout: ShardLayout, turn: int
+) -> Mapping[_SampleKind, _Sampled]:
+    begins = {place.entry.name: place.begin for place in layout.placed}
+    rows: dict[_SampleKind, list[tuple[int, str, int, int, int]]] = {}
+    every = -(-len(gradients) // _SAMPLED_GRADIENTS)
+    for number in range(turn, len(gradients), every):
+        name, gradient = gradients[number]
+        length = gradient.numel()
+        width = gradient.element_size()
+        if length and gradient.is_contiguous() and not gradient.is_complex():
+            stride = max(1, length // _SAMPLES)
+            row = number, name, -(-length // stride), stride, begins[name] // width
+            rows.setdefault((width, gradient.device), []).append(row)
+    found = {}
+    for kind, some in rows.items():
+        which, names, counts, strides, firsts = zip(*some, strict=True)
+        within = np.concatenate([n * np.arange(m) for m, n in zip(counts, strides, strict=True)])
+        where = torch.from_numpy(np.repeat(firsts, counts) + within)
+        offsets = kind[0] * within
+        found[kind] = _Sampled(which, names, np.array(counts), strides, offsets, where)
+    return found
+
+
+def _devices_match(
+    gradients: Sequence[tuple[str, torch.Tensor]], places: Mapping[_SampleKind, _Sampled]
+) -> bool:
+    """Return True if the compared gradients are on the same devices as before."""
+    return all(
+        gradients[number][1].device == device
+        for (_, device), sampled in places.items()
+        for number in sampled.which
+    )
+
+
+class GradientCheck:
+    """Version counters of gradients, and a few elements of some, at the time they are consumed.
+
+    Args:
+        named: gradients by their names in the record.
+        layout: layout of the record.
+        turn: selects other elements with each next number.
+        places: places of the elements.
+    """
+
+    def __init__(
+        self,
+        named: Mapping[str, torch.Tensor],
+        layout: ShardLayout,
+        turn: int,
+        places: SamplePlaces,
+    ) -> None:
+        self._gradients = list(named.items())
+        self._versions = self._now()
+        self._seen: list[
+            list[int]
+        ] = []  # versions when writers were admitted; the first list counts
+        self._end, self._places = places.of(self._gradients, layout, turn)
+        gradients = list(named.values())
+        self._values = {
+            kind: _sample_of(gradients, sampled, kind) for kind, sampled in self._places.items()
+        }
+
+    def copied(self, end: int) -> None:
+        """Read the counters if ``end`` bytes of the record complete the gradients."""
+        if end >= self._end:
+            self.see()
+
+    def see(self) -> None:
+        """Read the counters, once: from now on writers may be admitted."""
+        # Several threads may get here at once, without a lock: the first list counts, and all of it
+        # was read before its thread admitted any writer.
+        if not self._seen:
+            self._seen.append(self._now())
+
+    def torn(self, block: torch.Tensor) -> str | None:
+        """Return the name of a gradient written to before it was copied into ``block``, or None."""
+        self.see()
+        for (name, _), then, now in zip(
+            self._gradients, self._versions, self._seen[0], strict=True
+        ):
+            if now != then:
+                return name.removeprefix(GRADIENT)
+        for kind, values in self._values.items():
+            sampled = self._places[kind]
+            width = kind[0]
+            whole = block[: block.numel() // width * width].view(_INTEGERS[width])
+            differs = whole[sampled.where] != values.cpu()
+            if bool(differs.any()):
+                index = int(differs.nonzero()[0])
+                number = int(np.searchsorted(np.cumsum(sampled.counts), index, side="right"))
+                return sampled.names[number].removeprefix(GRADIENT)
+        return None
+
+    def _now(self) -> list[int]:
+        return [gradient._version for _, gradient in self._gradients]
+
+
+def _sample_of(
+    gradients: Sequence[torch.Tensor], sampled: _Sampled, kind: _SampleKind
+) -> torch.Tensor:
+    """Return the elements as they are now, as integers."""
+    chosen = [gradients[number] for number in sampled.which]
+    width, device = kind
+    if device.type == "cpu":
+        begins = np.array([gradient.data_ptr() for gradient in chosen], np.int64)
+        addresses = begins.repeat(sampled.counts) + sampled.offsets
+        return torch.from_numpy(Gather.at(addresses, np.dtype(f"i{width}")).take())
+    return torch.cat(
+        [
+            gradient.detach().view(-1)[::stride].view(_INTEGERS[width])
+            for gradient, stride in zip(chosen, sampled.strides, strict=True)
+        ]
+    )
+
+
+@dataclass(eq=False, slots=True)
+class _Copying:
+    """Gradients of one update that are being copied.
+
+    Attributes:
+        key: key of the optimizer.
+        transfer: the copy.
+        end: size of the gradients, in bytes.
+        gradients: gradients by ``id(parameter)``.
+        on_device: some are not in host memory.
+        check: check of the gradients.
+    """
+
+    key: str
+    transfer: Transfer
+    end: int
+    gradients: Mapping[int, torch.Tensor]
+    on_device: bool
+    check: GradientCheck | None
+
+
+class HeldGradients:
+    """Gradients that are not copied yet, and guards that block writers until they are.
+
+    Args:
+        state: state whose optimizers and modules are guarded.
+        wait: blocks until copied.
+    """
+
+    def __init__(self, state: State, wait: Wait) -> None:
+        self._state = state
+        self._wait = wait
+        self._pid = os.getpid()
+        self._copying: list[_Copying] = []
+        self._hooks: dict[int, Any] = {}
+        self._guards: list[_ZeroGradGuard] = []
+
+    def hold(
+        self,
+        key: str,
+        transfer: Transfer,
+        end: int,
+        held: Sequence[tuple[torch.Tensor, torch.Tensor]],
+        check: GradientCheck | None,
+    ) -> None:
+        """Block writers of these gradients until their copies are made.
+
+        Args:
+            key: key of the optimizer that has consumed them.
+            transfer: the copies.
+            end: size of the gradients, in bytes.
+            held: parameters and their gradients.
+            check: check of the gradients as they were consumed.
+        """
+        gradients = {id(parameter): gradient for parameter, gradient in held}
+        on_device = not all(gradient.is_cpu for _, gradient in held)
+        self._copying.append(_Copying(key, transfer, end, gradients, on_device, check))
+        for parameter, _ in held:
+            if id(parameter) not in self._hooks:
+                # Runs before backward adds to the gradient.
+                hook = functools.partial(self._before_adding, parameter)
+                register: Any = parameter.register_hook
+                self._hooks[id(parameter)] = register(hook)
+        if not self._guards:
+            self._guards = [_ZeroGradGuard(owner, self.gate) for owner in self._owners()]
+
+    def gate(self, key: str | None = None, *, keep: int = 0) -> None:
+        """Block until the copies are made.
+
+        Args:
+            key: key of an optimizer, to wait only for what it has consumed; None for all.
+            keep: number of latest updates not to wait for.
+        """
+        if os.getpid() != self._pid:  # nothing is copied in a forked child
+            return
+        due = [one for one in self._copying if key in (None, one.key)]
+        for one in due[: max(0, len(due) - keep)]:
+            if not (one.on_device and one.transfer.complete):
+                self._wait(one.transfer, one.end)
+            if one.check is not None:
+                one.check.see()
+            # On a device only the current stream has waited: a writer in another must wait, too.
+            if not one.on_device or one.transfer.complete:
+                with contextlib.suppress(ValueError):  # another thread may have removed it
+                    self._copying.remove(one)
+
+    @property
+    def open(self) -> bool:
+        """Return True if a writer may have to wait."""
+        return bool(self._copying)
+
+    def settle(self) -> None:
+        """Remove the guards if all copies are made; does not wait."""
+        if self._copying:
+            self._copying = [one for one in self._copying if not one.transfer.complete]
+        if not self._copying and (self._hooks or self._guards):
+            self.release()
+
+    def release(self) -> None:
+        """Wait for all copies, and remove the guards."""
+        self.gate()
+        for hook in self._hooks.values():
+            hook.remove()
+        for guard in self._guards:
+            guard.remove()
+        self._hooks = {}
+        self._guards = []
+
+    def _before_adding(self, parameter: torch.Tensor, gradient: torch.Tensor) -> None:
+        for one in list(self._copying):  # another thread may remove entries meanwhile
+            held = one.gradients.get(id(parameter))
+            if held is not None and parameter.grad is held:
+                self.gate()
+                return
+
+    def _owners(self) -> list[Any]:
+        modules = [value for value in self._state.values.values() if isinstance(value, nn.Module)]
+        inner = [unwrap(module) for module in modules]
+        owners: list[Any] = [*self._state.optimizers.values(), *modules, *inner]
+        return list({id(owner): owner for owner in owners}.values())
+
+
+class _ZeroGradGuard:
+    """Replacement of ``zero_grad`` of one optimizer or module, which waits before zeroing in place.
+
+    A copy of the owner does not inherit it."""
+
+    def __init__(self, owner: Any, gate: Callable[[], None]) -> None:
+        self._owner = owner
+        self._gate = gate
+        self._own = vars(owner).get("zero_grad")
+        kind = Optimizer if isinstance(owner, Optimizer) else nn.Module
+        self._is_default = self._own is None and type(owner).zero_grad is kind.zero_grad
+        self._zero_grad = owner.zero_grad
+        vars(owner)["zero_grad"] = self
+
+    def __call__(self, *args: Any, **options: Any) -> Any:
+        """Zero the gradients, after the held copies if they are zeroed in place."""
+        to_none = args[0] if args else options.get("set_to_none", True)
+        if not to_none or not self._is_default:
+            self._gate()
+        return self._zero_grad(*args, **options)
+
+    def remove(self) -> None:
+        """Restore the owner's ``zero_grad``."""
+        attributes = vars(self._owner)
+        if attributes.get("zero_grad") is self:
+            del attributes["zero_grad"]
+            if self._own is not None:
+                attributes["zero_grad"] = self._own
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        copied = memo.get(id(self._owner), self._owner)
+        return types.MethodType(type(self._owner).zero_grad, copied)
+
+    def __reduce__(self) -> Any:
+        return types.MethodType, (type(self._owner).zero_grad, self._owner)

@@ -1,0 +1,389 @@
+"""Window of a multi-step base, and its handover to the keeper.
+
+If the base is rebuilt by the keeper, it receives the gradients of the window. If it is rebuilt when
+it is restored (``rebuild="recovery"``), they are written with the base, together with the last
+update seen by each part and with samples of the parts at the last step mark, so that a change
+outside the optimizer is found then (I8)."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from everstep.capture.lanes.lane import Transfer
+from everstep.capture.mark_samples import MarkSampler, mark_entries, sampled_bits
+from everstep.errors import EverstepError
+from everstep.format.header import ShardIdentity
+from everstep.format.log import RecordHead
+from everstep.format.plan import BasePlan
+from everstep.keeper.replica.hyperparameters import pack_tensors, tensor_hyperparameters
+from everstep.link.assembly import Assembly, FuzzyParts, PartialUpdate
+from everstep.link.capture import Capture
+from everstep.link.pool import Block, CapturePool
+from everstep.link.save import Save
+from everstep.seams.failpoints import failpoint
+from everstep.state.layout.shards import ShardLayout
+from everstep.state.survey.survey import Shape, Survey
+from everstep.state.values.tensors import host_bytes, tensor_entry
+from everstep.trainer.attach.remote import RemoteKeeper
+from everstep.trainer.base.mark_state import MarkSnapshot
+from everstep.trainer.log.untracked_writes import WatchedTensors
+from everstep.trainer.log.update_inputs import UpdateInputs
+from everstep.trainer.multistep.held_gradients import GradientCheck
+from everstep.trainer.multistep.measurements import WindowCosts
+from everstep.trainer.multistep.partition import TimedCopy
+from everstep.trainer.multistep.plan import WindowPlan
+
+__all__ = [
+    "CapturedParts",
+    "CopiedUpdate",
+    "Handover",
+    "PartCopy",
+    "Window",
+    "fuzzy_parts",
+    "samples_at_mark",
+    "written",
+]
+
+_NOTHING = ShardLayout(())
+
+
+@dataclass(eq=False, slots=True)
+class PartCopy:
+    """Copy of a part in progress.
+
+    Attributes:
+        window: window of the part.
+        transfer: the copy.
+        ends: bytes of the block that must be copied before an optimizer may update, by its key.
+        end: offset of the end of the part, in bytes.
+        done: True when it was copied and checked.
+    """
+
+    window: Window
+    transfer: Transfer
+    ends: Mapping[str, int]
+    end: int
+    done: bool = False
+
+
+@dataclass(eq=False, slots=True)
+class CopiedUpdate:
+    """Update whose gradients are being copied.
+
+    Attributes:
+        head: header of its record.
+        layout: layout of the gradients in ``room``.
+        transfer: the copies.
+        room: their memory.
+        timed: measurement of the copy.
+        consumed: inputs of the update; None after the copy, so that gradients are not kept longer.
+        held: parameters and gradients, if the copies may continue after the update.
+        check: check of these gradients.
+        calls: number of calls of the optimizer's closure.
+        objects: encoded objects, set in the lane's thread.
+    """
+
+    head: RecordHead
+    layout: ShardLayout
+    transfer: Transfer
+    room: Block
+    timed: TimedCopy
+    consumed: UpdateInputs | None
+    held: list[tuple[torch.Tensor, torch.Tensor]] | None
+    check: GradientCheck | None
+    calls: int = 1
+    objects: Mapping[str, bytes] = field(default_factory=dict)
+
+
+class CapturedParts:
+    """Detect writes to captured parts outside updates, while training goes on (I8).
+
+    Such a change is in no gradient. The rebuild compares a few elements of each tensor and could
+    miss it; version counters show it, at least where torch made the write. If the base is rebuilt
+    only when it is restored, a wrong base would stay committed and better ones be deleted
+    meanwhile, so elements are compared here, too."""
+
+    def __init__(self) -> None:
+        self._owned: dict[str, list[WatchedTensors]] = {}
+        self._looks = False
+
+    def add(self, owned: Mapping[str, WatchedTensors], step: int, *, looks: bool) -> None:
+        """Watch a part that is being captured at this step mark.
+
+        Args:
+            owned: watched tensors, by the key of their optimizer.
+            step: step of the mark.
+            looks: compare elements, too.
+        """
+        self._looks = looks
+        for key, mine in owned.items():
+            mine.settle(step if looks else None)
+            self._owned.setdefault(key, []).append(mine)
+
+    def applied(self, key: str, step: int) -> None:
+        """Accept the writes of an update, which has ended."""
+        for owned in self._owned.get(key, ()):
+            owned.settle(step if self._looks else None)
+
+    def written(self, key: str | None = None) -> str | None:
+        """Return the name of a tensor written to since its last update, or None.
+
+        Args:
+            key: key of an optimizer, to consider only its tensors.
+        """
+        watched = self._owned.values() if key is None else [self._owned.get(key, [])]
+        return next((name for many in watched for one in many if (name := one.written())), None)
+
+
+@dataclass(eq=False, slots=True)
+class Window:
+    """Multi-step base in progress.
+
+    Attributes:
+        save: save it fulfils.
+        identity: identity of the last step mark.
+        plan: plan of the parts.
+        shape: shape of the state.
+        digest: digest of ``shape``, as in its records.
+        tensors: live tensors at the last mark, by entry name.
+        keeper: keeper that receives the base.
+        pool: memory shared with the keeper.
+        room: block of the base.
+        lsn: number of the newest update accounted for.
+        watch: costs so far.
+        next: number of the part that was begun last.
+        captured: names of captured parameters, by the key of their optimizer.
+        updates: updates whose gradients were copied.
+        others: updates that consumed no captured parameter's gradient.
+        seen: of each captured part, the last update it has seen, and its entries.
+        rooms: memory of the gradients.
+        at_mark: state at the last mark, without optimizer-owned tensors.
+        failed: first error in the lane's thread.
+        notified: True when the keeper was notified that the window is complete.
+        whole: True when the keeper has rebuilt the base.
+        parts: detects writes to captured parts.
+    """
+
+    save: Save
+    identity: ShardIdentity
+    plan: WindowPlan
+    shape: Shape
+    digest: str
+    tensors: Mapping[str, torch.Tensor]
+    keeper: RemoteKeeper
+    pool: CapturePool
+    room: Block
+    lsn: int
+    watch: WindowCosts
+    next: int = 0
+    captured: dict[str, frozenset[str]] = field(default_factory=dict)
+    updates: list[CopiedUpdate] = field(default_factory=list)
+    others: list[RecordHead] = field(default_factory=list)
+    seen: list[tuple[int, frozenset[str]]] = field(default_factory=list)
+    rooms: list[Block] = field(default_factory=list)
+    at_mark: MarkSnapshot | None = None
+    failed: EverstepError | None = None
+    notified: bool = False
+    whole: bool = False
+    parts: CapturedParts = field(default_factory=CapturedParts)
+
+    @property
+    def block(self) -> torch.Tensor:
+        """Return the memory of the base (flat ``uint8``)."""
+        return self.pool.block(self.room)
+
+    @property
+    def memory(self) -> torch.Tensor:
+        """Return all memory shared with the keeper (flat ``uint8``)."""
+        return self.pool.whole
+
+    @property
+    def is_void(self) -> bool:
+        """Return True if it was lost before it was rebuilt, and not with its keeper."""
+        return self.save.is_lost and not self.whole and self.keeper.lost is None
+
+    def account(self, lsn: int, *, copied: bool = False) -> bool:
+        """Account for an update; return False if one before it is missing.
+
+        Args:
+            lsn: number of the update.
+            copied: it is one of :attr:`updates`.
+        """
+        follows = lsn == self.lsn + 1
+        if follows:
+            self.lsn = lsn
+            if not copied:
+                self.others.append(self.head(self.identity.step + 1, lsn))
+        return follows
+
+    def why_void(self, identity: ShardIdentity, survey: Survey) -> str | None:
+        """Return why the captured parts cannot be brought to a step mark; None if nothing speaks
+        against it.
+
+        Args:
+            identity: identity of the mark.
+            survey: survey of the state at the mark.
+        """
+        shape = survey.shape
+        before = self.shape
+        same = (shape.entries, shape.aliases, shape.owners)
+        if self.failed is not None:
+            return self.failed.message
+        if self.lsn != identity.lsn:
+            return "an update was missed by the hooks"
+        if same != (before.entries, before.aliases, before.owners):
+            return "the set of entries has changed"
+        now = survey.tensors
+        then = self.tensors
+        if now is not then:
+            for name in self.plan.captured(self.next + 1):
+                if now[name] is not then[name]:
+                    return f"{name!r} was replaced by another tensor"
+        found = self.parts.written()
+        return None if found is None else written(found)
+
+    def head(self, step: int, lsn: int) -> RecordHead:
+        """Return the header of an update's record."""
+        timeline = self.identity.timeline
+        exact = self.identity.exact
+        return RecordHead("update", timeline, step, lsn, self.digest, exact)
+
+    def release_updates(self) -> None:
+        """Release the memory of the gradients; in any thread, any number of times."""
+        with contextlib.suppress(IndexError):
+            while True:  # pop() is atomic: two threads never release the same memory
+                self.pool.release(self.rooms.pop())
+
+    def tie_updates(self) -> None:
+        """Release the memory of the gradients together with the base, which needs them until
+        it is durable."""
+        self.room.others = tuple(self.rooms)
+        self.rooms = []
+
+    def partial_updates(self, *, all_of_them: bool) -> list[PartialUpdate]:
+        """Return the updates in the form sent to the keeper, by LSN.
+
+        Args:
+            all_of_them: include those that consumed no captured parameter's gradient.
+        """
+        found = [
+            PartialUpdate(update.head, update.layout, update.objects, update.room.offset)
+            for update in self.updates
+        ]
+        if all_of_them:
+            found += [PartialUpdate(head, _NOTHING, {}, 0) for head in self.others]
+        return sorted(found, key=lambda update: update.head.lsn)
+
+
+def written(name: str) -> str:
+    """Return the reason for a window that is void because ``name`` was written to."""
+    return f"{name!r} was changed outside its optimizer"
+
+
+def samples_at_mark(
+    names: Collection[str], tensors: Mapping[str, torch.Tensor], step: int
+) -> dict[str, torch.Tensor]:
+    """Return a few elements of some entries as they are now, as marks of the log hold them.
+
+    Args:
+        names: names of the entries; those on a device are left out.
+        tensors: all tensors of the state, by entry name.
+        step: step of the mark, which selects the elements.
+    """
+    spots = MarkSampler({name: tensors[name] for name in names})
+    return mark_entries(spots, sampled_bits(spots, sorted(tensors)), step)
+
+
+def fuzzy_parts(
+    plan: BasePlan,
+    memory: memoryview,
+    objects: Mapping[str, bytes],
+    seen: Sequence[tuple[int, Collection[str]]],
+    spots: Mapping[str, torch.Tensor],
+) -> FuzzyParts:
+    """Return the description of a base that is written as it was captured, for the keeper.
+
+    Args:
+        plan: files of the base.
+        memory: block of the base: parts, and everything else as of the last step mark.
+        objects: encoded objects of that mark.
+        seen: of each part but the last, the last update it has seen, and its entries.
+        spots: samples; see :func:`samples_at_mark`.
+    """
+    held = tensor_hyperparameters(plan, memory, objects)
+    for name, tensor in spots.items():
+        held[name] = tensor_entry(name, tensor), host_bytes(tensor)
+    return FuzzyParts(seen, *pack_tensors(held))
+
+
+class Handover:
+    """Handover of a window to the keeper, when its last part is copied.
+
+    Args:
+        window: the window.
+        begin: number of the first part not captured before the last mark.
+        survey: survey of the state at the last mark.
+        fuzzy: the base is rebuilt when it is restored.
+    """
+
+    def __init__(self, window: Window, begin: int, survey: Survey, *, fuzzy: bool) -> None:
+        self._window = window
+        self._fuzzy = fuzzy
+        plan = window.plan
+        step = window.identity.step
+        if fuzzy:
+            self._spots = samples_at_mark(plan.captured(begin), survey.tensors, step)
+        else:
+            self._samples = plan.samples(begin, survey.tensors)
+
+    def notify(self, timed: TimedCopy, capture: Capture, objects: Mapping[str, bytes]) -> None:
+        """Notify the keeper that the window is complete; in the lane's thread.
+
+        Args:
+            timed: measurement of the copy of the last part.
+            capture: the capture.
+            objects: encoded objects of the last mark.
+
+        Raises:
+            EverstepError: a copy or check of the window has failed.
+        """
+        window = self._window
+        fuzzy = self._fuzzy
+        timed.ended()
+        if window.failed is not None:
+            raise window.failed
+        failpoint("window.before_assemble")
+        window.notified = True
+        copies_ended = None
+        if fuzzy:
+            memory = window.pool.arena.view[window.room.offset :]
+            copies_ended = fuzzy_parts(capture.plan, memory, objects, window.seen, self._spots)
+            window.tie_updates()
+        updates = window.partial_updates(all_of_them=fuzzy)
+        samples = () if fuzzy else self._samples
+        assembly = Assembly(window.digest, updates, samples, copies_ended)
+        window.keeper.assemble(capture, objects, assembly, self._on_rebuilt)
+        failpoint("window.after_assemble")
+
+    def copies_ended(self) -> None:
+        """Release the gradients if the keeper was not notified; in the lane's thread, after
+        all copies."""
+        if not self._window.notified:
+            self._window.release_updates()
+
+    def ended(self) -> None:
+        """Release the gradients when the base is durable or has failed."""
+        if self._window.notified:
+            self._window.release_updates()
+
+    def _on_rebuilt(self, whole: bool) -> None:
+        window = self._window
+        window.whole = whole
+        window.release_updates()
+        if whole:
+            # Older bases kept in the arena are superseded: this one also survives a crash.
+            window.pool.drop_kept()

@@ -1,0 +1,362 @@
+"""Capture at every step: most captures stay in the keeper's memory, those that are due become
+durable.
+
+The newest complete capture is *parked*: it stays in its block of the arena, known to the keeper,
+which offers it to a new process when the training process is killed. It is released when the next
+one is complete, not before. So the arena holds two states, and while one is being written a third,
+or training waits. Several ranks capture only bases that are due: the newest captures held by their
+keepers could be of different steps."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import threading
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future
+from pathlib import PurePath
+
+import torch
+
+from everstep.capture.dispatch import Dispatch
+from everstep.capture.lanes.batches import Batch
+from everstep.capture.lanes.lane import Lane, Progress, Take, Transfer
+from everstep.config.options import Options
+from everstep.errors import DeadlineError, KeeperError, StateError
+from everstep.format.header import ShardIdentity
+from everstep.format.plan import BasePlan
+from everstep.link.capture import Capture
+from everstep.link.channel import BackgroundChannel
+from everstep.link.pool import CapturePool
+from everstep.link.save import Save, fail, failing_save
+from everstep.seams import Clock
+from everstep.seams.processes.conditions import Outcome
+from everstep.state.survey.survey import Survey
+from everstep.state.training_state import State
+from everstep.trainer.attach.keeper import Keeper
+from everstep.trainer.attach.remote import RemoteKeeper
+from everstep.trainer.base.prepared_base import PlannedCopies, PreparedBase
+from everstep.trainer.base.saver import Saver, SaverExtension
+from everstep.trainer.schedule.scheduler import Scheduler
+
+__all__ = ["ScheduledSaver"]
+
+
+class ScheduledSaver(Saver):
+    """Saver whose captures follow a plan.
+
+    Attributes:
+        scheduler: makes the plans and issues the copies.
+    """
+
+    copies_in_flight = 3
+
+    def __init__(
+        self,
+        options: Options,
+        run: PurePath,
+        state: State,
+        lane: Lane,
+        channel: BackgroundChannel,
+        clock: Clock,
+    ) -> None:
+        self._planned = _PlannedLane(lane)
+        super().__init__(options, run, state, self._planned, channel, clock)
+        self.scheduler = Scheduler(run, state, lane)
+        self.extend(_ScheduleGate(self))
+        self._can_park = state.ranks.world == 1 and not options.method.in_memory
+        self._parking = threading.Lock()
+        self._parked: Capture | None = None  # newest complete capture
+        self._of_before = False  # the parked capture is of an earlier timeline
+        self._newest: Save | None = None  # of the last park(), complete or not
+        self._persist_when_complete: Save | None = None  # to be persisted once it is complete
+        self._starts = 0
+
+    def start(self, keeper: Keeper, pool: CapturePool | None) -> None:
+        with self._parking:
+            if pool is not self._pool and self._parked is not None:  # its keeper is lost
+                self._parked.on_end(self._parked)
+                self._parked = None
+            self._of_before = True
+            self._newest = self._persist_when_complete = None
+            self._starts += 1
+            self._keeper = None  # a capture for the old keeper may complete meanwhile
+        super().start(keeper, pool)
+
+    @property
+    def parked_step(self) -> int | None:
+        """Return the step of the newest complete capture held by the keeper; None if it
+        holds none."""
+        parked = self._parked
+        return None if parked is None else parked.step
+
+    def park(self, identity: ShardIdentity) -> None:
+        """Take a capture that stays in memory until a newer one is complete.
+
+        Does nothing without a keeper process, where it would not survive a crash, and with several
+        ranks, where one rank may have released it while another has no newer one.
+
+        Raises:
+            EverstepError: this capture, or an earlier save in the background, has failed and the
+                failure policy raises.
+        """
+        self.scheduler.end_step()
+        if not self._can_park or not isinstance(self._keeper, RemoteKeeper):
+            return
+        save = self._newest = Save(identity.step, identity.timeline, parked=True)
+        with failing_save(save, self.post):
+            self._take(identity, save, None, show=False)
+        self._last = save
+        self._channel.check()
+
+    def take(
+        self,
+        identity: ShardIdentity,
+        *,
+        show: bool,
+        survey: Survey | None = None,
+        in_memory: bool = False,
+    ) -> Save:
+        save = self._take_or_persist(identity, show=show, survey=survey, in_memory=in_memory)
+        if show:
+            # The caller may wait for this base before the next step: copies planned for events of
+            # that step would never be issued.
+            self.scheduler.flush()
+        return save
+
+    def _take_or_persist(
+        self, identity: ShardIdentity, *, show: bool, survey: Survey | None, in_memory: bool
+    ) -> Save:
+        again = None
+        with contextlib.suppress(KeeperError):  # a lost keeper is reported by the take() below
+            again = self._persist_newest(identity)
+        if again is not None:
+            self._channel.check()
+            return again
+        last = self._last
+        base = (identity.timeline, identity.step)
+        same = last is not None and (last.timeline, last.step) == base
+        if not same or (self.last_is_in_memory and not in_memory):
+            self.scheduler.end_step()
+        return super().take(identity, show=show, survey=survey, in_memory=in_memory)
+
+    def persist_parked(self) -> None:
+        """Make the newest complete capture durable if it is not; no copy may be in progress.
+
+        Raises:
+            KeeperError: the keeper is lost.
+        """
+        with self._parking:
+            capture = self._parked
+            self._parked = None
+            if capture is None or self._of_before:
+                self._parked = capture
+                return
+            self.saves += 1
+            self._persist(capture)
+
+    def close(self) -> None:
+        """Remove all hooks."""
+        self.scheduler.close()
+
+    def _persist_newest(self, identity: ShardIdentity) -> Save | None:
+        """Make the parked capture of this step durable; return None if there is none."""
+        with self._parking:
+            save = self._newest
+            if save is None or (save.timeline, save.step) != (identity.timeline, identity.step):
+                return None
+            if save.durable.done():  # it has failed
+                return None if save.durable.cancelled() or save.durable.exception() else save
+            if self._persist_when_complete is save or not save.parked:
+                return save
+            self.saves += 1
+            self.last_save_s = self._clock.monotonic_s()
+            if self._parked is not None and self._parked.save is save:
+                capture = self._parked
+                self._parked = None
+                self._persist(capture)
+            else:
+                self._persist_when_complete = save
+        return save
+
+    def _persist(self, capture: Capture) -> None:
+        keeper = self._keeper
+        assert isinstance(keeper, RemoteKeeper)
+        capture.save.parked = False
+        try:
+            keeper.persist(capture)
+        except KeeperError as error:
+            fail(capture.save.durable, error)
+            capture.on_end(capture)
+            raise
+
+    def _capture(self, prepared: PreparedBase, plan: BasePlan, survey: Survey, save: Save) -> None:
+        room = self.acquire(prepared, survey)
+        keeper = self._keeper
+        pool = self._pool
+        assert keeper is not None
+        assert pool is not None
+        block = pool.block(room)
+        tensors = survey.tensors
+        dispatch = self.scheduler.dispatch(prepared, tensors, block, self._planned.release)
+        self._planned.next = functools.partial(self._begin, dispatch)
+        prepared.gated_batches(tensors)  # the spot check needs them planned
+        # The scheduler's gate knows what each update changes, so the base class gets no gate.
+        copies = PlannedCopies((), {}, prepared.spot_check(tensors) if prepared.gated else None)
+        notify = functools.partial(self._notify_keeper, keeper, pool, self._starts, dispatch)
+        try:
+            self.fill(prepared, plan, survey, save, room, copies, notify)
+        finally:
+            # fill() failed before submitting: nothing may write into that block any more.
+            if self._planned.next is not None:
+                self._planned.next = None
+                dispatch.fail(StateError("the capture failed before it began", step=save.step))
+
+    def _begin(self, dispatch: Dispatch) -> Dispatch:
+        self.scheduler.begin(dispatch)
+        return dispatch
+
+    def gate_planned(self, optimizer: str | None) -> None:
+        """Block an update until it cannot tear a planned capture (I1)."""
+        timeout_s = self._options.progress_timeout_s
+        wait_s, late = self.scheduler.gate(optimizer, timeout_s)
+        self.stall_s["gate"] += wait_s
+        # Do not block training for ever: the update goes on, these captures are void.
+        for dispatch in late:
+            dispatch.fail(
+                DeadlineError(f"copying the state to host memory took longer than {timeout_s:g} s")
+            )
+
+    def _notify_keeper(
+        self,
+        keeper: Keeper,
+        pool: CapturePool,
+        starts: int,
+        dispatch: Dispatch,
+        capture: Capture,
+        objects: Mapping[str, bytes],
+    ) -> None:
+        """Notify the keeper of a complete capture, which replaces the parked one; in the lane's
+        thread.
+
+        If another keeper is in service by now, it does not know this capture, and nothing is
+        replaced.
+        """
+        keeper.captured(capture, objects)
+        pool.drop_kept()
+        self.scheduler.complete(dispatch, capture.step)
+        older: Capture | None = None
+        with self._parking:
+            serves = keeper is self._keeper
+            if serves:
+                older = self._parked
+                self._parked = None
+            if isinstance(keeper, RemoteKeeper) and capture.parked:
+                keeper.set_aside(capture)
+                if not serves:
+                    older = capture
+                elif capture.save is self._persist_when_complete:
+                    self._persist(capture)
+                else:
+                    self._parked = capture
+                    self._of_before = starts != self._starts
+        if older is not None:
+            older.on_end(older)
+
+
+class _ScheduleGate(SaverExtension):
+    """Gate of the captures that follow a plan."""
+
+    def __init__(self, saver: ScheduledSaver) -> None:
+        self._saver = saver
+
+    def gate_update(self, optimizer: str | None) -> None:
+        self._saver.gate_planned(optimizer)
+
+    def finish_copies(self) -> None:
+        self._saver.scheduler.flush()
+
+
+class _PlannedLane:
+    """Lane on which the copies of a capture are issued one by one; jobs that must run after them
+    wait until all are issued.
+
+    Attributes:
+        next: begins the capture that :meth:`submit` is called for next.
+    """
+
+    def __init__(self, lane: Lane) -> None:
+        self._lane = lane
+        self._lock = threading.Lock()
+        self._open = False
+        self._jobs: list[tuple[Callable[[], None], Future[None]]] = []
+        self.next: Callable[[], Transfer] | None = None
+
+    def warm(
+        self, tensors: Iterable[torch.Tensor], block: torch.Tensor, take: Take | None = None
+    ) -> None:
+        """See :class:`.Lane`."""
+        self._lane.warm(tensors, block, take)
+
+    def ready_bytes(self, tensors: Iterable[torch.Tensor], block: torch.Tensor) -> int:
+        """See :class:`.Lane`."""
+        return self._lane.ready_bytes(tensors, block)
+
+    def leave(self) -> None:
+        """See :class:`.Lane`."""
+        self._lane.leave()
+
+    def copy_now(self, batches: Sequence[Batch], block: torch.Tensor) -> None:
+        """See :class:`.Lane`."""
+        self._lane.copy_now(batches, block)
+
+    def submit(self, batches: Sequence[Batch], block: torch.Tensor, progress: Progress) -> Transfer:
+        """Begin the capture that is ``next``."""
+        begin = self.next
+        self.next = None
+        assert begin is not None
+        with self._lock:
+            self._open = True
+        return begin()
+
+    def submit_yielding(
+        self, batches: Sequence[Batch], block: torch.Tensor, progress: Progress
+    ) -> Transfer:
+        """See :class:`.Lane`."""
+        return self._lane.submit_yielding(batches, block, progress)
+
+    def release(self) -> None:
+        """Run the waiting jobs: all copies of the capture were issued."""
+        with self._lock:
+            self._open = False
+            jobs = self._jobs
+            self._jobs = []
+            for job, future in jobs:
+                self._lane.run(functools.partial(_run, job, future))
+
+    def in_host_memory(self, tensor: torch.Tensor) -> torch.Tensor:
+        """See :class:`.Lane`."""
+        return self._lane.in_host_memory(tensor)
+
+    def run(self, job: Callable[[], None]) -> Future[None]:
+        """Run ``job`` in the lane's thread, after the copies of the capture."""
+        with self._lock:
+            if not self._open:
+                return self._lane.run(job)
+            future = Outcome[None]()
+            self._jobs.append((job, future))
+            return future
+
+    def close(self) -> None:
+        """See :class:`.Lane`."""
+        self.release()
+        self._lane.close()
+
+
+def _run(job: Callable[[], None], future: Future[None]) -> None:
+    try:
+        job()
+    except BaseException as error:
+        future.set_exception(error)
+        raise
+    future.set_result(None)

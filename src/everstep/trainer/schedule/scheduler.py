@@ -1,0 +1,351 @@
+"""Plan the captures of every step from the steps themselves, follow the plan, and revise it.
+
+The first captures issue everything at the step mark. When two steps have had the same sequence of
+events, their times and the measured link make a plan (:mod:`everstep.plan.schedule.timeline`);
+copies are then issued at the events it names. Unlike Checkflow (section III-B), which solves an ILP
+over a known graph, plans follow from observed steps. A step that takes another course is captured
+at once from the event where it strays; two such steps with the same events make a plan of their
+own. Of several plans, the one is followed whose steps have mostly come after a step like the last
+one. A plan is made again when training waits longer, or shorter, than it predicts. All of this runs
+in the training thread, at step marks; results from the lane's thread are read there."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import statistics
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import PurePath
+
+import torch
+from rich.filesize import decimal
+from torch import nn
+
+from everstep.capture.dispatch import Dispatch, Duplicates
+from everstep.capture.lanes.lane import Lane
+from everstep.capture.step_events import Observed, StepEvents
+from everstep.plan.schedule.timeline import Leaving, StepPlan, plan_departures
+from everstep.seams.messages import say
+from everstep.state.training_state import State
+from everstep.trainer.base.prepared_base import PreparedBase
+from everstep.trainer.schedule.bound_plan import (
+    BoundPlan,
+    CopySource,
+    all_at_mark,
+    allocate_duplicates,
+    copy_sources,
+    plan_units,
+)
+from everstep.trainer.schedule.stats import (
+    ExecutedCapture,
+    ScheduleStats,
+    link_bandwidth,
+    tensor_times,
+)
+
+__all__ = ["Scheduler"]
+
+_PROGRAMS_MAX = 4  # sequences of events with a plan
+_HISTORY = 16  # steps used to predict the next one's events
+_TOLERANCE = 0.1  # of the predicted wait
+_TOLERANCE_S = 2e-3
+_LINK_SAMPLES = 5  # captures whose median bandwidth counts
+_ANNOUNCED_MAX = 8  # plans that are announced
+
+
+class _PlannedDispatch(Dispatch):
+    """Dispatch of the copies of one capture, with its plan and layout."""
+
+    bound_plan: BoundPlan
+    prepared: PreparedBase
+
+
+class Scheduler:
+    """Plan and issue the captures of one Checkpointer.
+
+    Args:
+        run: run folder, for messages.
+        state: state to capture.
+        lane: makes the copies.
+
+    Attributes:
+        captures: number of captures.
+        held_step: step of the newest complete capture; None before the first.
+    """
+
+    def __init__(self, run: PurePath, state: State, lane: Lane) -> None:
+        self._run = run
+        self._state = state
+        self._lane = lane
+        self._pid = os.getpid()
+        self._events = StepEvents(self._reached, self._strayed)
+        self._prepared: PreparedBase | None = None
+        self._tensors: Mapping[str, torch.Tensor] | None = None
+        self._sources: tuple[CopySource, ...] = ()
+        self._bound_plan = BoundPlan(())
+        self._plans_by_events: dict[tuple[int, ...], BoundPlan] = {}  # by sequence of events
+        self._seen_once: dict[tuple[int, ...], Observed] = {}  # by sequence of events, newest last
+        self._recent_events: deque[tuple[int, ...]] = deque(maxlen=_HISTORY)
+        self._link_samples: deque[float] = deque(maxlen=_LINK_SAMPLES)
+        self._waited_s: deque[float] = deque(maxlen=64)
+        self._dispatch: Dispatch | None = None  # of the step in progress
+        self._open: list[Dispatch] = []  # with copies that may be in progress
+        self._last_executed: ExecutedCapture | None = None
+        self._plan_count = self._strayed_steps = self._followed_steps = 0
+        self.captures = 0
+        self.held_step: int | None = None
+
+    def end_step(self) -> None:
+        """Issue the remaining copies of the last capture, and learn from the step that has
+        ended."""
+        observed = self._events.end()
+        self.flush()
+        self._dispatch = None
+        if observed is not None:
+            self._learn(observed)
+
+    def flush(self) -> None:
+        """Issue all remaining copies."""
+        for dispatch in self._open:
+            dispatch.flush()
+
+    def dispatch(
+        self,
+        prepared: PreparedBase,
+        tensors: Mapping[str, torch.Tensor],
+        block: torch.Tensor,
+        over: Callable[[], None],
+    ) -> Dispatch:
+        """Return the copies of a capture; :meth:`begin` starts them.
+
+        Args:
+            prepared: layout of the base.
+            tensors: live tensors, by entry name.
+            block: destination.
+            over: called when all copies were issued.
+        """
+        self._follow(prepared, tensors)
+        bound_plan = self._bound_plan
+        dispatch = _PlannedDispatch(
+            self._lane, block, bound_plan.units, bound_plan.duplicates, over
+        )
+        dispatch.bound_plan = bound_plan
+        dispatch.prepared = prepared
+        self._dispatch = dispatch
+        self._open = [*(older for older in self._open if not older.complete), dispatch]
+        self.captures += 1
+        return dispatch
+
+    def begin(self, dispatch: Dispatch) -> None:
+        """Follow the step from now on, and issue the copies planned for the step mark."""
+        self._events.begin(self._bound_plan.keys, self._bound_plan.issuing_events)
+        dispatch.reach(0)
+
+    def gate(self, optimizer: str | None, timeout_s: float) -> tuple[float, list[Dispatch]]:
+        """Block an update until it cannot tear any capture (I1; Checkflow, Eq. 8).
+
+        Args:
+            optimizer: key of the optimizer about to update; None if anything may be updated.
+            timeout_s: timeout of each capture, in seconds.
+
+        Returns:
+            The time waited, in seconds, and the captures not copied within ``timeout_s``.
+        """
+        event = None if optimizer is None else self._events.update(optimizer)
+        start_s = time.perf_counter()
+        late = [one for one in self._open if not one.admit(optimizer, timeout_s)]
+        wait_s = time.perf_counter() - start_s
+        self._events.waited(event, wait_s)
+        return wait_s, late
+
+    def complete(self, dispatch: Dispatch, step: int) -> None:
+        """Note that a capture is complete and the keeper was notified; in the lane's thread."""
+        assert isinstance(dispatch, _PlannedDispatch)
+        self._last_executed = executed = ExecutedCapture.of(
+            dispatch, dispatch.bound_plan, dispatch.prepared
+        )
+        if (link := link_bandwidth(executed)) is not None:
+            self._link_samples.append(link)
+        self.held_step = step
+
+    def close(self) -> None:
+        """Remove all hooks."""
+        self._events.close()
+        self._dispatch = None
+        self._open = []
+
+    def stats(self) -> ScheduleStats:
+        """Return the current statistics."""
+        plan = self._bound_plan.plan
+        duplicates = sum(p.duplicates.size_bytes for p in self._plans_by_events.values())
+        return ScheduleStats(
+            captures=self.captures,
+            held_step=self.held_step,
+            plans=self._plan_count,
+            strayed_steps=self._strayed_steps,
+            followed_steps=self._followed_steps,
+            link_bytes_per_s=self._link_bytes_per_s,
+            needed_bytes_per_s=None if plan is None else plan.needed_bytes_per_s,
+            step_s=None if plan is None else plan.step_s,
+            predicted_wait_s=None if plan is None else plan.wait_s,
+            waited_s=tuple(self._waited_s),
+            duplicated_bytes=duplicates,
+            tensors={} if self._last_executed is None else tensor_times(self._last_executed),
+        )
+
+    # --- What the events bring ----------------------------------------------------------
+
+    def _reached(self, event: int) -> None:
+        dispatch = self._dispatch
+        if dispatch is not None and os.getpid() == self._pid:
+            dispatch.reach(event)
+
+    def _strayed(self) -> None:
+        dispatch = self._dispatch
+        if dispatch is not None and os.getpid() == self._pid:
+            dispatch.flush()
+
+    # --- Learning -----------------------------------------------------------------------
+
+    def _learn(self, observed: Observed) -> None:
+        bound_plan = self._bound_plan
+        keys = observed.keys
+        self._recent_events.append(keys)
+        if bound_plan.plan is not None and keys == bound_plan.keys:
+            self._compare(bound_plan, bound_plan.plan, observed)
+        else:
+            self._strayed_steps += bound_plan.plan is not None
+            before = self._seen_once.pop(keys, None)
+            if keys in self._plans_by_events:
+                pass  # it has a plan, but another one was predicted
+            elif before is not None and self._link_bytes_per_s is not None:
+                why = "steps also have another sequence of events" if self._plans_by_events else ""
+                self._make_plan([before, observed], why)
+            else:
+                self._seen_once[keys] = observed
+                if len(self._seen_once) > _PROGRAMS_MAX:
+                    del self._seen_once[next(iter(self._seen_once))]
+        self._bound_plan = self._plans_by_events.get(self._predicted_events(), self._bound_plan)
+
+    def _predicted_events(self) -> tuple[int, ...]:
+        """Return the most likely sequence of events of the next step, among those that have
+        a plan."""
+        last = self._recent_events[-1]
+        recent = list(self._recent_events)
+        then = Counter(
+            after
+            for before, after in itertools.pairwise(recent)
+            if before == last and after in self._plans_by_events
+        )
+        return then.most_common(1)[0][0] if then else last
+
+    def _compare(self, bound_plan: BoundPlan, plan: StepPlan, observed: Observed) -> None:
+        """Compare the waits of a step with the prediction; make the plan again after several
+        misses."""
+        self._followed_steps += 1
+        self._waited_s.append(observed.wait_s)
+        off_s = abs(observed.wait_s - plan.wait_s)
+        if off_s <= max(_TOLERANCE * plan.wait_s, _TOLERANCE_S):
+            bound_plan.misses = []
+            return
+        bound_plan.misses.append(observed)
+        if len(bound_plan.misses) >= bound_plan.misses_max:
+            waited_s = statistics.median(step.wait_s for step in bound_plan.misses)
+            self._make_plan(bound_plan.misses, f"steps wait {waited_s * 1e3:.1f} ms for copies")
+            # Waits that cannot be predicted must not cause a new plan again and again.
+            self._plans_by_events[bound_plan.keys].misses_max = 2 * bound_plan.misses_max
+
+    @property
+    def _link_bytes_per_s(self) -> float | None:
+        return statistics.median(self._link_samples) if self._link_samples else None
+
+    def _make_plan(self, steps: Sequence[Observed], why: str) -> None:
+        link = self._link_bytes_per_s
+        assert link is not None
+        last = steps[-1]
+        seconds = _typical([step.seconds for step in steps])
+        events = len(last.keys)
+        leaving = [
+            Leaving(
+                source.batch.end - source.batch.begin,
+                last.updates.get(source.owner, events),
+                source.divisible,
+            )
+            for source in self._sources
+        ]
+        self._waited_s.clear()
+        plan = plan_departures(seconds, leaving, link)
+        duplicates = Duplicates({})
+        speed = float("inf")
+        if plan.duplicated_bytes:
+            units, _, sizes = plan_units(plan, self._sources)
+            found = allocate_duplicates(sizes)
+            if found is None:
+                why = f"{why}; the device has no memory for duplicates".removeprefix("; ")
+                plan = plan_departures(seconds, leaving, link, duplicates=False)
+            else:
+                duplicates, speed = found
+                plan = plan_departures(seconds, leaving, link, duplicate_bytes_per_s=speed)
+        units, planned_s, _ = plan_units(plan, self._sources)
+        self._plan_count += 1
+        issuing_events = frozenset(unit.event for unit in units if unit.event)
+        if len(self._plans_by_events) >= _PROGRAMS_MAX and last.keys not in self._plans_by_events:
+            del self._plans_by_events[next(iter(self._plans_by_events))]
+        self._plans_by_events[last.keys] = BoundPlan(
+            units, plan, last.keys, last.updates, planned_s, duplicates, issuing_events
+        )
+        self._announce(plan, why)
+
+    def _announce(self, plan: StepPlan, why: str) -> None:
+        if self._plan_count > _ANNOUNCED_MAX:
+            return
+        because = f" ({why})" if why else ""
+        waits = "no step waits for them"
+        if plan.wait_s > _TOLERANCE_S:
+            waits = (
+                f"each step waits {plan.wait_s * 1e3:.1f} ms for them; a link of "
+                f"{decimal(round(min(plan.needed_bytes_per_s, 1e18)))}/s would do"
+            )
+        say(
+            f"everstep: {self._run}: plan {self._plan_count} of captures{because}: a step of "
+            f"{plan.step_s * 1e3:.1f} ms, copies at {decimal(round(plan.link_bytes_per_s))}/s, "
+            f"{decimal(plan.duplicated_bytes)} duplicated; as predicted {waits}"
+        )
+
+    # --- Binding plans to tensors -------------------------------------------------------
+
+    def _follow(self, prepared: PreparedBase, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Bind the plans to replaced tensors; drop the plans if the layout has changed."""
+        if prepared is self._prepared and tensors is self._tensors:
+            return
+        if prepared is not self._prepared:
+            roots = [value for value in self._state.values.values() if isinstance(value, nn.Module)]
+            self._events.watch(roots, self._state.optimizers)
+        before = self._sources
+        self._sources = tuple(copy_sources(prepared, tensors))
+        same = prepared is self._prepared and [source.place for source in before] == [
+            source.place for source in self._sources
+        ]
+        self._prepared = prepared
+        self._tensors = tensors
+        for bound_plan in self._plans_by_events.values() if same else ():
+            assert bound_plan.plan is not None
+            bound_plan.units, bound_plan.planned_s, _ = plan_units(bound_plan.plan, self._sources)
+        if not same or self._bound_plan.plan is None:
+            updates = self._bound_plan.updates
+            self._plans_by_events = {}
+            self._seen_once = {}
+            self._recent_events.clear()
+            self._bound_plan = BoundPlan(all_at_mark(self._sources, updates), updates=updates)
+
+
+def _typical(steps: Sequence[Sequence[float]]) -> list[float]:
+    """Return the median of each interval, scaled so that they add up to the median step.
+
+    On a busy machine delays fall into different intervals, so the medians alone add up to less."""
+    medians = [statistics.median(values) for values in zip(*steps, strict=True)]
+    total_s = statistics.median(sum(step) for step in steps)
+    sum_s = sum(medians)
+    return [s * total_s / sum_s for s in medians] if sum_s else medians

@@ -1,0 +1,163 @@
+"""Allow one call at a time: a step mark, base or resume never begins in the middle of
+another one."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import sys
+import threading
+import time
+from collections.abc import Callable
+from types import FrameType
+from typing import Any, TypeVar, cast
+
+from everstep.capture.update_hooks import in_thread
+from everstep.errors import StateError
+
+__all__ = ["CallGuard", "exclusive", "refuse_reentry"]
+
+_POLL_S = 1e-3
+_LAST_CALL_S = 10.0
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+
+class CallGuard:
+    """Call in progress, of a training thread, a signal handler or another thread.
+
+    A call lasts while its frame is on the stack of its thread, so an interrupt at any moment cannot
+    leave a call that never ends.
+
+    Args:
+        timeout_s: timeout of a call that waits for one in another thread, in seconds.
+    """
+
+    def __init__(self, timeout_s: float) -> None:
+        self._timeout_s = timeout_s
+        self._now: tuple[str, int, FrameType] | None = None
+        self._ends_in: int | None = None
+
+    def begin(self, name: str, frame: FrameType) -> None:
+        """Begin a call.
+
+        Raises:
+            StateError: another call is in progress, in this thread or for too long in another one;
+                or the interpreter is shutting down.
+        """
+        me = threading.get_ident()
+        since_s = time.monotonic()
+        while (now := self._now) is not None and in_thread(now[2], now[1]):
+            if now[1] == me:
+                raise _within(name, now[0])
+            if time.monotonic() - since_s > self._timeout_s:
+                raise self._waited(f"{name}()", now[0])
+            time.sleep(_POLL_S)
+        self._now = (name, me, frame)
+        # Checked last: the thread that shuts down sets the flag first, then waits for calls.
+        if self.over:
+            self._now = None
+            raise _over(name)
+
+    def refuse_within(self, name: str) -> None:
+        """Refuse a call that waits for the result of another one from inside that one.
+
+        Raises:
+            StateError: the call below it on the stack would be waited for for ever; or the
+                interpreter is shutting down.
+        """
+        if self.over:
+            raise _over(name)
+        now = self._now
+        if now is not None and now[1] == threading.get_ident() and in_thread(now[2], now[1]):
+            raise _within(name, now[0])
+
+    def end(self) -> None:
+        """End the call."""
+        self._now = None
+
+    @property
+    def over(self) -> bool:
+        """Return True if the interpreter is shutting down, in another thread."""
+        return self._ends_in is not None and self._ends_in != threading.get_ident()
+
+    def last(self) -> None:
+        """Refuse further calls from other threads: the interpreter is shutting down in this one.
+        Wait shortly for the call in progress."""
+        self._ends_in = threading.get_ident()
+        with contextlib.suppress(StateError):
+            self.wait_for_others("the end of the interpreter", min(self._timeout_s, _LAST_CALL_S))
+
+    def wait_for_others(self, who: str, timeout_s: float | None = None) -> None:
+        """Wait until no other thread is in a call.
+
+        Args:
+            who: the waiting call, for messages.
+            timeout_s: timeout in seconds; None for the default.
+
+        Raises:
+            StateError: timeout.
+        """
+        timeout_s = timeout_s or self._timeout_s
+        since_s = time.monotonic()
+        while (now := self._now) is not None and now[1] != threading.get_ident():
+            if not in_thread(now[2], now[1]):
+                return
+            if time.monotonic() - since_s > timeout_s:
+                raise self._waited(who, now[0])
+            time.sleep(_POLL_S)
+
+    def _waited(self, who: str, other: str) -> StateError:
+        return StateError(
+            f"{who} waited {self._timeout_s:g} s for {other}() in another thread",
+            hint="that call hangs or takes long: save from the training loop, or with async",
+        )
+
+
+def _within(name: str, outer: str) -> StateError:
+    return StateError(
+        f"{name}() was called inside {outer}(), perhaps in a signal handler or in on_failure=",
+        hint="set a flag there and call it from the training loop, or use preempt=",
+    )
+
+
+def _over(name: str) -> StateError:
+    return StateError(
+        f"{name}() was called while the interpreter is shutting down, which waits for earlier "
+        "bases only",
+        hint="let the main thread join() the training thread, or call close() before it ends",
+    )
+
+
+def exclusive(name: str) -> Callable[[_Function], _Function]:
+    """Decorate a method that must not run during another call; the object has a :class:`CallGuard`
+    in ``_calls``."""
+
+    def decorate(function: _Function) -> _Function:
+        @functools.wraps(function)
+        def call(self: Any, *args: Any, **options: Any) -> Any:
+            calls: CallGuard = self._calls
+            calls.begin(name, sys._getframe())
+            try:
+                return function(self, *args, **options)
+            finally:
+                calls.end()
+
+        return cast("_Function", call)
+
+    return decorate
+
+
+def refuse_reentry(name: str) -> Callable[[_Function], _Function]:
+    """Decorate a method that waits for the results of exclusive calls, and must not run
+    inside one."""
+
+    def decorate(function: _Function) -> _Function:
+        @functools.wraps(function)
+        def call(self: Any, *args: Any, **options: Any) -> Any:
+            self._calls.refuse_within(name)
+            return function(self, *args, **options)
+
+        return cast("_Function", call)
+
+    return decorate
