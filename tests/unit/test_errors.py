@@ -24,10 +24,10 @@ THREAD = KeeperOptions(process=False)
         (errno.ENOTDIR, "StorageError", "a file is in the place of a directory"),
         (errno.ENOENT, "StorageError", "it was deleted, moved or unmounted while in use"),
         (errno.ENAMETOOLONG, "StorageError", "a shorter path"),
-        (errno.ELOOP, "StorageError", "links on the way lead in a circle"),
+        (errno.ELOOP, "StorageError", "a cycle of links"),
         (errno.EIO, "StorageError", "check the disk"),
-        (errno.ENOSPC, "OutOfSpaceError", "free some space"),
-        (errno.EDQUOT, "OutOfSpaceError", "free some space"),
+        (errno.ENOSPC, "OutOfSpaceError", "free disk space"),
+        (errno.EDQUOT, "OutOfSpaceError", "free disk space"),
         (errno.EFBIG, "OutOfSpaceError", "ulimit -f"),
         (errno.EROFS, "PermissionDeniedError", "file system is read-only"),
         (errno.EACCES, "PermissionDeniedError", "that this user may write"),
@@ -54,7 +54,7 @@ def test_a_run_that_is_deleted_under_a_training(run_folder: Path) -> None:
     with pytest.raises(StorageError) as caught:
         ckpt.step()
         ckpt.wait()
-    assert "deleted or moved" in str(caught.value.hint)
+    assert "deleted, moved or unmounted" in str(caught.value.hint)
     reason = "could not write the base: No such file or directory"
     assert caught.value.message == f"{reason}: the run folder {run_folder} does not exist any more"
     ckpt.close()
@@ -106,7 +106,9 @@ def test_a_run_folder_that_is_a_link_to_nothing(tmp_path: Path) -> None:
         assert "or unmounted" in str(caught.value.hint)
 
 
-@pytest.mark.parametrize(("name", "hint"), [("a" * 300, "a shorter path"), ("loop/x", "circle")])
+@pytest.mark.parametrize(
+    ("name", "hint"), [("a" * 300, "a shorter path"), ("loop/x", "cycle of links")]
+)
 def test_paths_that_cannot_be_followed(name: str, hint: str, tmp_path: Path) -> None:
     (tmp_path / "loop").symlink_to(tmp_path / "loop")
     with pytest.raises(StorageError) as caught:

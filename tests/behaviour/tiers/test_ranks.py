@@ -140,7 +140,7 @@ def test_a_base_that_retention_deletes_meanwhile_is_not_copied(
     tier = MemoryTier()
     folder = runs[1] / BASE.format(2)
     job = Job(runs, tier, before=lambda rank: shutil.rmtree(folder))
-    with pytest.raises(StorageError, match="rank 1 could not copy its part"):
+    with pytest.raises(StorageError, match="rank 1 could not copy its files"):
         job.copy()
     assert not usable(tier)
     assert [rank for rank, _ in job.posted] == [1], "whose disk it is says so, too"
@@ -179,7 +179,7 @@ def test_what_another_rank_is_at_is_not_swept_away(apart: list[Path], tmp_path: 
     job.followers[1].copy_own_files(manifest)
     before = names_in(tier)
     job.leader._retention._read_back.verified.add(BaseId(1, 2))
-    job.leader._retention.all_are_past(BaseId(1, 2))
+    job.leader._retention.all_ranks_past(BaseId(1, 2))
     job.leader.retain()
     assert names_in(tier) == before
     job.copy()
@@ -193,7 +193,7 @@ def test_a_damaged_part_is_not_copied(apart: list[Path], tmp_path: Path) -> None
     data[-1] ^= 1
     shard.write_bytes(data)
     tier = MemoryTier()
-    with pytest.raises(StorageError, match="rank 1 could not copy its part"):
+    with pytest.raises(StorageError, match="rank 1 could not copy its files"):
         Job(runs, tier).copy()
     assert not usable(tier)
 
@@ -358,7 +358,7 @@ def test_a_follower_waits_for_rank_0_as_long_as_it_may_be_asked(apart: list[Path
     assert not follower.busy, "it was copied before this rank's own keeper heard of it"
     follower.base_durable(BaseId(1, 4))
     assert follower.busy
-    job.leader._settle(BaseId(1, 4))
+    job.leader._send_settled(BaseId(1, 4))
     assert not follower.busy
     follower.base_durable(BaseId(1, 5))
     job.dead.add(0)

@@ -570,7 +570,7 @@ def test_a_log_that_is_none_cannot_be_copied() -> None:
         ([TierOptions("/place", log="whole")], None),
         ([], PeerOptions(log="adaptive")),
     ):
-        with pytest.raises(OptionError, match="keeps none"):
+        with pytest.raises(OptionError, match="this method has no log"):
             validate_tiers(tiers, 1, peers)
         validate_tiers(tiers, 1, peers, logs=True)
 

@@ -305,7 +305,7 @@ def test_a_url_with_credentials_is_refused_without_repeating_them(url: str) -> N
 def test_what_is_no_store_is_refused(url: str) -> None:
     with pytest.raises(OptionError) as caught:
         ObjectTier(url)
-    assert caught.value.hint == "a URL like s3://bucket/prefix"
+    assert caught.value.hint == "use a URL like s3://bucket/prefix"
 
 
 def test_a_scheme_that_is_no_store_is_named_and_nothing_else_of_its_url() -> None:
@@ -316,7 +316,7 @@ def test_a_scheme_that_is_no_store_is_named_and_nothing_else_of_its_url() -> Non
 
 def test_a_place_is_a_url_or_an_absolute_path() -> None:
     for where in ("", "relative/path", "a\0b"):
-        with pytest.raises(OptionError, match="no place for a copy"):
+        with pytest.raises(OptionError, match="not a valid place for copies"):
             open_tier(where, PosixFileSystem())
     assert open_tier("/mnt/shared/run", PosixFileSystem()).traits.kind == "disk"
 
