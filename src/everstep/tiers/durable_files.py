@@ -62,7 +62,7 @@ def storage_errors(
         hint = "check the disk or the network file system (dmesg, df, mount)"
         if error.errno in _NO_SPACE:
             kind = OutOfSpaceError
-            hint = "free disk space, or keep fewer bases (keep=, everstep rm)"
+            hint = "free some space, or keep fewer bases (keep=, everstep rm)"
             if error.errno == errno.EFBIG:
                 hint = (
                     "the limit for file sizes is reached: raise it (ulimit -f); a running keeper "

@@ -126,7 +126,7 @@ class SegmentWriter:
                 rank=identity.rank,
                 tier="disk",
                 path=self._run,
-                hint="free disk space, or keep fewer bases (keep=, everstep rm)",
+                hint="free some space, or keep fewer bases (keep=, everstep rm)",
             )
 
     def _write(
