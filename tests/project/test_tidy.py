@@ -401,9 +401,9 @@ def test_print_that_may_fail(name: str, source: str) -> None:
     [
         (
             "everstep.trainer.session.components",
-            "from everstep.seams.messages import say\nsay('print')",
+            "from everstep.seams.stderr import say\nsay('print')",
         ),
-        ("everstep.seams.messages", "print(text, file=stream)"),
+        ("everstep.seams.stderr", "print(text, file=stream)"),
         ("everstep.cli.ls", "print(1)"),
         ("everstep.demo.show", "print(1)"),
         ("everstep_bench.drill.show", "print(1)"),

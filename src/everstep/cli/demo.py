@@ -8,8 +8,8 @@ from typing import Annotated
 
 import typer
 
-from everstep.cli.common._common import ExitCode, JsonFlag, emit
-from everstep.cli.common._paths import looked_at
+from everstep.cli.common.common import ExitCode, JsonFlag, emit
+from everstep.cli.common.paths import looked_at
 
 __all__ = ["demo"]
 

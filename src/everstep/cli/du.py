@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from rich.console import Console
 
-from everstep.cli.common._common import (
+from everstep.cli.common.common import (
     RUN_ARGUMENT,
     JsonFlag,
     console,

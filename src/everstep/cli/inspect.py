@@ -14,8 +14,8 @@ import typer
 from rich.console import Console
 from rich.tree import Tree
 
-from everstep.cli.common._audit import record_as_json
-from everstep.cli.common._common import (
+from everstep.cli.common.audit import record_as_json
+from everstep.cli.common.common import (
     LINE_CHARS_MAX,
     ExitCode,
     JsonFlag,
@@ -29,7 +29,7 @@ from everstep.cli.common._common import (
     select_bases,
     table,
 )
-from everstep.cli.common._log import (
+from everstep.cli.common.log import (
     is_deleted,
     records_in,
     run_log,
@@ -37,7 +37,7 @@ from everstep.cli.common._log import (
     show_records,
     show_segments,
 )
-from everstep.cli.common._paths import absolute, kind_of, refuse_irregular
+from everstep.cli.common.paths import absolute, kind_of, refuse_irregular
 from everstep.cli.ls import ATTEMPTS, STATUS_WORDS, is_gone, is_leaving, look
 from everstep.config.given import nearest
 from everstep.errors import DamageError, EverstepError, FormatError, OptionError, RecoveryError

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
-from everstep.cli.common._audit import AUDIT_WORDS, record_as_json
-from everstep.cli.common._common import (
+from everstep.cli.common.audit import AUDIT_WORDS, record_as_json
+from everstep.cli.common.common import (
     LINE_CHARS_MAX,
     RUN_ARGUMENT,
     ExitCode,
@@ -26,7 +26,7 @@ from everstep.cli.common._common import (
     table,
     when,
 )
-from everstep.cli.common._log import as_json, in_line, is_deleted, run_log
+from everstep.cli.common.log import as_json, in_line, is_deleted, run_log
 from everstep.errors import DamageError, FormatError, NewerFormatError
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
-from everstep.cli.common._common import (
+from everstep.cli.common.common import (
     LINE_CHARS_MAX,
     JsonFlag,
     console,

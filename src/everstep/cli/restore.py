@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from everstep.cli.common._common import (
+from everstep.cli.common.common import (
     RUN_ARGUMENT,
     JsonFlag,
     console,
@@ -25,7 +25,7 @@ from everstep.cli.common._common import (
     open_run,
     reading,
 )
-from everstep.cli.common._paths import absolute, kind_of
+from everstep.cli.common.paths import absolute, kind_of
 from everstep.commit.lineage import BaseId, describe_abandoned
 from everstep.errors import OptionError, StorageError
 

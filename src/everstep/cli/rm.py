@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
-from everstep.cli.common._common import (
+from everstep.cli.common.common import (
     RUN_ARGUMENT,
     JsonFlag,
     console,
@@ -23,7 +23,7 @@ from everstep.cli.common._common import (
     select_bases,
     table,
 )
-from everstep.cli.common._log import run_log, steps_in_words
+from everstep.cli.common.log import run_log, steps_in_words
 from everstep.cli.ls import STATUS_WORDS
 from everstep.cli.verify import check_base
 from everstep.errors import OptionError, StorageError

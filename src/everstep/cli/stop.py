@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
-from everstep.cli.common._common import (
+from everstep.cli.common.common import (
     LINE_CHARS_MAX,
     ExitCode,
     JsonFlag,
@@ -22,7 +22,7 @@ from everstep.cli.common._common import (
     label,
     plain,
 )
-from everstep.cli.common._paths import absolute, kind_of
+from everstep.cli.common.paths import absolute, kind_of
 from everstep.cli.ps import Status, ask_statuses, in_time, keeper_trouble, living_keepers, steps_of
 from everstep.errors import KeeperError, KeeperTimeoutError, OptionError
 

@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
-from everstep.cli.common._audit import (
+from everstep.cli.common.audit import (
     audit_as_json,
     check_replay,
     check_segments,
     record_as_json,
     show_audits,
 )
-from everstep.cli.common._common import (
+from everstep.cli.common.common import (
     LINE_CHARS_MAX,
     RUN_ARGUMENT,
     ExitCode,
@@ -33,7 +33,7 @@ from everstep.cli.common._common import (
     select_bases,
     table,
 )
-from everstep.cli.common._log import count_segments, run_log, segment_as_json
+from everstep.cli.common.log import count_segments, run_log, segment_as_json
 from everstep.cli.ls import STATUS_WORDS, is_leaving, look
 from everstep.errors import EverstepError, NewerFormatError
 

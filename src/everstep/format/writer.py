@@ -21,7 +21,7 @@ from everstep.format.plan import ShardPlan
 from everstep.format.records import FileRecord
 from everstep.seams.failpoints import failpoint
 from everstep.seams.files.filesystem import DIRECT_ALIGNMENT_BYTES, WriteFile
-from everstep.seams.files.moving import is_over
+from everstep.seams.files.stalls import is_over
 from everstep.seams.processes.conditions import Condition, all_over
 from everstep.seams.processes.threads import IoThreads
 from everstep.seams.progress import ProgressSink, silent

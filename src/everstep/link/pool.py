@@ -11,7 +11,7 @@ import torch
 from everstep.arena.allocator import Allocator
 from everstep.arena.memory import PROGRESS_WORDS, Arena
 from everstep.errors import DeadlineError, EverstepError, OutOfSpaceError
-from everstep.seams.files.moving import Standstill
+from everstep.seams.files.stalls import Standstill
 from everstep.seams.processes.conditions import Condition
 
 __all__ = ["Block", "CapturePool"]

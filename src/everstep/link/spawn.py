@@ -29,7 +29,7 @@ from everstep.link.registry import (
 )
 from everstep.link.wire import SEND_TIMEOUT_S, Connection
 from everstep.seams.files.locks import LockedFile, lock_file
-from everstep.seams.messages import say
+from everstep.seams.stderr import say
 from everstep.seams.network.sockets import UnixStream, connect_stream, own_uid
 from everstep.seams.processes.processes import (
     detach_from_parent,

@@ -8,7 +8,7 @@ from typing import Protocol
 
 from everstep.errors import DeadlineError, EverstepError, KeeperError
 from everstep.seams import Clock
-from everstep.seams.files.moving import Standstill
+from everstep.seams.files.stalls import Standstill
 
 __all__ = [
     "ReplicaProgress",

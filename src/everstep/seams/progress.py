@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import IO, TYPE_CHECKING, Literal, Protocol, cast
 
-from everstep.seams.messages import Unfailing, say
+from everstep.seams.stderr import Unfailing, say
 
 if TYPE_CHECKING:
     from rich.progress import Progress

@@ -32,7 +32,7 @@ from everstep.link.pool import CapturePool
 from everstep.link.save import Save, complete
 from everstep.options import LogOptions
 from everstep.seams import ManualClock, PosixFileSystem, Seams
-from everstep.seams.files.moving import Standstill, is_over
+from everstep.seams.files.stalls import Standstill, is_over
 from everstep.trainer.attach.requests import Replies
 from everstep.trainer.log.disk_log import DiskLog
 from tests.support.log.every_step import World

@@ -24,7 +24,7 @@ import everstep.cli
 import everstep.run.scan
 import everstep.run.verify
 from everstep.cli import app, main
-from everstep.cli.common._common import EXIT_STATUS, ExitCode, in_words, plain, status_of, when
+from everstep.cli.common.common import EXIT_STATUS, ExitCode, in_words, plain, status_of, when
 from everstep.errors import (
     DeadlineError,
     EverstepError,

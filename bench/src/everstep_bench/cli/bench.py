@@ -7,9 +7,9 @@ from typing import Annotated
 
 import typer
 
-from everstep.cli.common._common import EverstepGroup, JsonFlag
-from everstep.cli.common._paths import looked_at
-from everstep.cli.common._units import parse_bytes, parse_bytes_per_s, parse_seconds
+from everstep.cli.common.common import EverstepGroup, JsonFlag
+from everstep.cli.common.paths import looked_at
+from everstep.cli.common.units import parse_bytes, parse_bytes_per_s, parse_seconds
 from everstep_bench.cli.common import (
     Arms,
     Batch,
@@ -86,7 +86,7 @@ def tiers(
     and what tiers add to the training thread and to the processors, next to the same training
     without them. Nodes are EMULATED: processes and folders of this machine.
     """
-    from everstep.cli.common._pictures import check_picture
+    from everstep.cli.common.pictures import check_picture
     from everstep_bench.stall.options import parse_params
     from everstep_bench.tiers import show
     from everstep_bench.tiers.options import TiersOptions
@@ -358,7 +358,7 @@ def stall(
     by cause; what training loses by the clock on the wall, next to the same steps without a
     save; how long until the state is durable, and how fast the loop goes meanwhile.
     """
-    from everstep.cli.common._pictures import check_picture, check_target
+    from everstep.cli.common.pictures import check_picture, check_target
     from everstep_bench.stall import timeline
     from everstep_bench.stall.options import (
         StallOptions,

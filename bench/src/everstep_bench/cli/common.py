@@ -9,8 +9,8 @@ from typing import Annotated, Any, Protocol, TypeVar
 import typer
 from rich.console import Console
 
-from everstep.cli.common._common import ExitCode, console, emit
-from everstep.cli.common._paths import looked_at
+from everstep.cli.common.common import ExitCode, console, emit
+from everstep.cli.common.paths import looked_at
 
 __all__ = [
     "Arms",

@@ -7,8 +7,8 @@ from typing import Annotated
 
 import typer
 
-from everstep.cli.common._common import ExitCode, JsonFlag, emit
-from everstep.cli.common._paths import absolute, looked_at
+from everstep.cli.common.common import ExitCode, JsonFlag, emit
+from everstep.cli.common.paths import absolute, looked_at
 
 __all__ = ["drill"]
 

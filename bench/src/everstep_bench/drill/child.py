@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 import everstep
-from everstep.compress.training import Compressor
+from everstep.compress.compressor import Compressor
 from everstep.config.options import LogOptions
 from everstep.errors import EverstepError, OptionError, UnavailableError
 from everstep.seams.processes.processes import PidWatch

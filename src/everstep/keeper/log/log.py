@@ -38,7 +38,7 @@ from everstep.keeper.log.log_writer import SegmentWriter
 from everstep.link.log_records import record_memory_bytes
 from everstep.seams import Seams
 from everstep.seams.failpoints import failpoint
-from everstep.seams.files.moving import is_over
+from everstep.seams.files.stalls import is_over
 from everstep.seams.processes.threads import IoThreads
 from everstep.state.layout.shards import ShardLayout
 

@@ -20,7 +20,7 @@ from everstep.keeper.log.log_room import LogRoom
 from everstep.run.fence import Fence
 from everstep.seams import Seams
 from everstep.seams.failpoints import failpoint
-from everstep.seams.files.moving import MovingFileSystem
+from everstep.seams.files.stalls import MovingFileSystem
 from everstep.seams.progress import silent
 from everstep.state.layout.shards import Body
 from everstep.tiers.disk import (

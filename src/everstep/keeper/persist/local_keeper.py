@@ -42,7 +42,7 @@ from everstep.run.fence import Fence
 from everstep.seams import Seams
 from everstep.seams.failpoints import failpoint
 from everstep.seams.files.filesystem import FileSystem
-from everstep.seams.files.moving import MovingFileSystem
+from everstep.seams.files.stalls import MovingFileSystem
 from everstep.seams.network.mailbox import Mailbox
 from everstep.seams.processes.conditions import Condition
 from everstep.seams.progress import Counted, ProgressSink, progress, silent

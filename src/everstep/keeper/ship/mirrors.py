@@ -22,7 +22,7 @@ from everstep.keeper.ship.rank_mirror import Followed, FollowingMirror, LeadingM
 from everstep.link.job_session import JobSession
 from everstep.link.keeper_stats import KeeperStats
 from everstep.seams import Seams
-from everstep.seams.files.moving import MovingFileSystem
+from everstep.seams.files.stalls import MovingFileSystem
 from everstep.tiers.options import TierOptions
 from everstep.tiers.rate import ObjectRate
 from everstep.tiers.urls import open_tier

@@ -13,7 +13,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import PurePath
 
-from everstep.seams.messages import say
+from everstep.seams.stderr import say
 from everstep.seams.processes.children import yield_to_all
 
 __all__ = ["main"]

@@ -34,7 +34,7 @@ from everstep.run.open_base import OpenBase
 from everstep.run.prefetch import Prefetch
 from everstep.run.scan import BaseFound, Inventory
 from everstep.seams import Seams
-from everstep.seams.messages import say
+from everstep.seams.stderr import say
 from everstep.seams.progress import progress
 from everstep.state.training_state import State
 

@@ -10,7 +10,7 @@ from everstep.errors import DeadlineError, EverstepError, StateError
 from everstep.link.samples import Samples
 from everstep.link.save import Save, complete, fail
 from everstep.seams import Clock
-from everstep.seams.files.moving import Standstill
+from everstep.seams.files.stalls import Standstill
 from everstep.seams.network.sockets import close_descriptors
 
 __all__ = ["ReplicaRequests", "Replies", "base_request_to_wire"]

@@ -11,7 +11,7 @@ from everstep.keeper.log.log_batch import ENDED
 from everstep.link.channel import BackgroundChannel
 from everstep.link.recordable import LogKeeper
 from everstep.link.save import Save
-from everstep.seams.files.moving import Standstill
+from everstep.seams.files.stalls import Standstill
 from everstep.seams.processes.conditions import Condition, is_over
 
 __all__ = ["DiskLog"]

@@ -27,7 +27,7 @@ from everstep.capture.dispatch import Dispatch, Duplicates
 from everstep.capture.lanes.lane import Lane
 from everstep.capture.step_events import Observed, StepEvents
 from everstep.plan.schedule.timeline import Leaving, StepPlan, plan_departures
-from everstep.seams.messages import say
+from everstep.seams.stderr import say
 from everstep.state.training_state import State
 from everstep.trainer.base.prepared_base import PreparedBase
 from everstep.trainer.schedule.bound_plan import (

@@ -28,7 +28,7 @@ from everstep.errors import (
 from everstep.link.channel import BackgroundChannel
 from everstep.link.save import Save
 from everstep.restore.load.nonfinite import nonfinite_parameter
-from everstep.seams.messages import say, say_to
+from everstep.seams.stderr import say, say_to
 from everstep.state.survey.survey import Survey
 from everstep.state.training_state import State
 from everstep.trainer.attach.keeper import Keeper

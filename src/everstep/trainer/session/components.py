@@ -21,7 +21,7 @@ from everstep.link.channel import BackgroundChannel
 from everstep.link.recordable import refuse_optimizers
 from everstep.seams import Seams
 from everstep.seams.clock import Clock
-from everstep.seams.messages import say
+from everstep.seams.stderr import say
 from everstep.state.ranks.ddp import refuse_divergent_updates
 from everstep.state.ranks.log_shares import bytes_logged_elsewhere, parameter_logged_twice
 from everstep.state.survey.survey import Shape, Survey

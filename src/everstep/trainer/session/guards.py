@@ -15,7 +15,7 @@ from everstep.errors import (
     StateError,
     UnavailableError,
 )
-from everstep.seams.messages import say
+from everstep.seams.stderr import say
 
 __all__ = [
     "Closing",

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
-from everstep.cli.common._common import count_of, in_words, label, reading, table
+from everstep.cli.common.common import count_of, in_words, label, reading, table
 from everstep.errors import DamageError
 
 if TYPE_CHECKING:

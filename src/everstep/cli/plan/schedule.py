@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
-from everstep.cli.common._common import ExitCode, JsonFlag, console, emit, in_words
-from everstep.cli.common._paths import absolute, kind_of, looked_at
-from everstep.cli.common._units import parse_bytes_per_s, seconds_in_words
+from everstep.cli.common.common import ExitCode, JsonFlag, console, emit, in_words
+from everstep.cli.common.paths import absolute, kind_of, looked_at
+from everstep.cli.common.units import parse_bytes_per_s, seconds_in_words
 from everstep.errors import EverstepError, OptionError, UnavailableError
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 __all__ = ["schedule"]
 
 _MODULE = "everstep_planned_model"
-_OURS = str(Path(__file__).parents[1])
+_OURS = str(Path(__file__).parents[2])
 
 
 class _Optimizer(str, Enum):
@@ -123,7 +123,7 @@ def schedule(
     else:
         raise OptionError(f"--gpu {gpu}: no data sheet says how fast the link is", hint="--link")
     if picture is not None:
-        from everstep.cli.common._pictures import check_picture
+        from everstep.cli.common.pictures import check_picture
 
         check_picture(picture)
     training = _training(model)
@@ -162,7 +162,7 @@ def schedule(
     }
     document = _document(found, about, mode.value, disk_bytes_per_s)
     if picture is not None and found.schedule is not None:
-        from everstep.cli.common._pictures import draw_memory
+        from everstep.cli.common.pictures import draw_memory
         from everstep.tiers.disk import storage_errors
 
         with storage_errors("draw the picture", picture):

@@ -24,7 +24,7 @@ from rich.table import Table
 from rich.text import Text
 from typer.core import TyperGroup
 
-from everstep.cli.common._paths import absolute, kind_of
+from everstep.cli.common.paths import absolute, kind_of
 from everstep.errors import (
     DeadlineError,
     EverstepError,
