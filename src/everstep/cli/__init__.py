@@ -26,7 +26,7 @@ from typing import Annotated
 
 import typer
 
-from everstep.cli.common.common import EXIT_STATUS, EverstepGroup, ExitCode
+from everstep.cli.common.errors import EXIT_STATUS, EverstepGroup, ExitCode
 from everstep.cli.common.streams import OutputLostError, guarded_output
 from everstep.cli.demo import demo
 from everstep.cli.doctor import doctor

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from everstep.cli.common.common import ExitCode, JsonFlag, emit
+from everstep.cli.common.errors import ExitCode, JsonFlag, emit
 from everstep.cli.common.paths import looked_at
 
 __all__ = ["demo"]

@@ -15,20 +15,7 @@ from rich.console import Console
 from rich.tree import Tree
 
 from everstep.cli.common.audit import record_as_json
-from everstep.cli.common.common import (
-    LINE_CHARS_MAX,
-    ExitCode,
-    JsonFlag,
-    console,
-    count_of,
-    emit,
-    in_words,
-    label,
-    open_run,
-    reading,
-    select_bases,
-    table,
-)
+from everstep.cli.common.errors import ExitCode, JsonFlag, emit
 from everstep.cli.common.log import (
     is_deleted,
     records_in,
@@ -37,7 +24,9 @@ from everstep.cli.common.log import (
     show_records,
     show_segments,
 )
+from everstep.cli.common.output import LINE_CHARS_MAX, console, count_of, in_words, label, table
 from everstep.cli.common.paths import absolute, kind_of, refuse_irregular
+from everstep.cli.common.runs import open_run, reading, select_bases
 from everstep.cli.ls import ATTEMPTS, STATUS_WORDS, is_gone, is_leaving, look
 from everstep.config.given import nearest
 from everstep.errors import DamageError, EverstepError, FormatError, OptionError, RecoveryError

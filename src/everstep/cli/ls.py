@@ -10,23 +10,18 @@ import typer
 from rich.console import Console
 
 from everstep.cli.common.audit import AUDIT_WORDS, record_as_json
-from everstep.cli.common.common import (
+from everstep.cli.common.errors import ExitCode, JsonFlag, emit
+from everstep.cli.common.log import as_json, in_line, is_deleted, run_log
+from everstep.cli.common.output import (
     LINE_CHARS_MAX,
-    RUN_ARGUMENT,
-    ExitCode,
-    JsonFlag,
     console,
     count_of,
-    emit,
-    filesystem_of,
     in_words,
     label,
-    open_run,
-    reading,
     table,
     when,
 )
-from everstep.cli.common.log import as_json, in_line, is_deleted, run_log
+from everstep.cli.common.runs import RUN_ARGUMENT, filesystem_of, open_run, reading
 from everstep.errors import DamageError, FormatError, NewerFormatError
 
 if TYPE_CHECKING:

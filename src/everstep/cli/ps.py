@@ -11,15 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
-from everstep.cli.common.common import (
-    LINE_CHARS_MAX,
-    JsonFlag,
-    console,
-    emit,
-    in_words,
-    label,
-    table,
-)
+from everstep.cli.common.errors import JsonFlag, emit
+from everstep.cli.common.output import LINE_CHARS_MAX, console, in_words, label, table
 from everstep.errors import KeeperError, KeeperTimeoutError, UnavailableError
 
 if TYPE_CHECKING:

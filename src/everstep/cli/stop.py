@@ -12,16 +12,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
-from everstep.cli.common.common import (
-    LINE_CHARS_MAX,
-    ExitCode,
-    JsonFlag,
-    console,
-    count_of,
-    emit,
-    label,
-    plain,
-)
+from everstep.cli.common.errors import ExitCode, JsonFlag, emit
+from everstep.cli.common.output import LINE_CHARS_MAX, console, count_of, label, plain
 from everstep.cli.common.paths import absolute, kind_of
 from everstep.cli.ps import Status, ask_statuses, in_time, keeper_trouble, living_keepers, steps_of
 from everstep.errors import KeeperError, KeeperTimeoutError, OptionError

@@ -17,23 +17,10 @@ from everstep.cli.common.audit import (
     record_as_json,
     show_audits,
 )
-from everstep.cli.common.common import (
-    LINE_CHARS_MAX,
-    RUN_ARGUMENT,
-    ExitCode,
-    JsonFlag,
-    console,
-    count_of,
-    emit,
-    filesystem_of,
-    in_words,
-    label,
-    open_run,
-    reading,
-    select_bases,
-    table,
-)
+from everstep.cli.common.errors import ExitCode, JsonFlag, emit
 from everstep.cli.common.log import count_segments, run_log, segment_as_json
+from everstep.cli.common.output import LINE_CHARS_MAX, console, count_of, in_words, label, table
+from everstep.cli.common.runs import RUN_ARGUMENT, filesystem_of, open_run, reading, select_bases
 from everstep.cli.ls import STATUS_WORDS, is_leaving, look
 from everstep.errors import EverstepError, NewerFormatError
 

@@ -14,7 +14,7 @@ import torch
 
 import everstep
 from everstep.cli import main
-from everstep.cli.common.common import ExitCode
+from everstep.cli.common.errors import ExitCode
 
 pytestmark = pytest.mark.skipif(not os.path.exists("/dev/full"), reason="/dev/full is Linux's")
 

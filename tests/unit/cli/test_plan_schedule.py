@@ -14,7 +14,7 @@ import torch
 from typer.testing import CliRunner, Result
 
 from everstep.cli import app
-from everstep.cli.common.common import ExitCode
+from everstep.cli.common.errors import ExitCode
 from everstep.cli.plan.schedule import _MODULE
 
 

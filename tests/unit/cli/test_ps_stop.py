@@ -17,7 +17,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from everstep.cli.common.common import ExitCode
+from everstep.cli.common.errors import ExitCode
 from everstep.cli.ps import Status, in_time, steps_of
 from everstep.errors import KeeperError
 from everstep.link import registry

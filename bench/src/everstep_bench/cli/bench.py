@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from everstep.cli.common.common import EverstepGroup, JsonFlag
+from everstep.cli.common.errors import EverstepGroup, JsonFlag
 from everstep.cli.common.paths import looked_at
 from everstep.cli.common.units import parse_bytes, parse_bytes_per_s, parse_seconds
 from everstep_bench.cli.common import (

@@ -9,7 +9,8 @@ from typing import Annotated, Any, Protocol, TypeVar
 import typer
 from rich.console import Console
 
-from everstep.cli.common.common import ExitCode, console, emit
+from everstep.cli.common.errors import ExitCode, emit
+from everstep.cli.common.output import console
 from everstep.cli.common.paths import looked_at
 
 __all__ = [

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
-from everstep.cli.common.common import count_of, in_words, label, reading, table
+from everstep.cli.common.output import count_of, in_words, label, table
+from everstep.cli.common.runs import reading
 from everstep.errors import DamageError
 
 if TYPE_CHECKING:

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
-from everstep.cli.common.common import EverstepGroup, JsonFlag, console, emit, table
+from everstep.cli.common.errors import EverstepGroup, JsonFlag, emit
+from everstep.cli.common.output import console, table
 from everstep.cli.common.units import (
     parse_bytes,
     parse_bytes_per_s,

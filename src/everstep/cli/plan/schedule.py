@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
-from everstep.cli.common.common import ExitCode, JsonFlag, console, emit, in_words
+from everstep.cli.common.errors import ExitCode, JsonFlag, emit
+from everstep.cli.common.output import console, in_words
 from everstep.cli.common.paths import absolute, kind_of, looked_at
 from everstep.cli.common.units import parse_bytes_per_s, seconds_in_words
 from everstep.errors import EverstepError, OptionError, UnavailableError

@@ -13,8 +13,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import PurePath
 
-from everstep.seams.stderr import say
 from everstep.seams.processes.children import yield_to_all
+from everstep.seams.stderr import say
 
 __all__ = ["main"]
 

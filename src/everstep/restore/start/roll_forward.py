@@ -34,8 +34,8 @@ from everstep.run.open_base import OpenBase
 from everstep.run.prefetch import Prefetch
 from everstep.run.scan import BaseFound, Inventory
 from everstep.seams import Seams
-from everstep.seams.stderr import say
 from everstep.seams.progress import progress
+from everstep.seams.stderr import say
 from everstep.state.training_state import State
 
 __all__ = ["Loader", "replay", "replayable", "roll_forward"]
