@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from everstep.errors import StateError
-from everstep.seams.driver import leave_out_of_captures
+from everstep.seams.machine import leave_out_of_captures
 
 __all__ = ["ignore_graph_captures", "refuse_graph_capture"]
 

@@ -23,6 +23,7 @@ import msgpack
 
 from everstep import errors
 from everstep.errors import EverstepError, KeeperError, KeeperTimeoutError
+from everstep.seams.clock import Allowance
 from everstep.seams.network.sockets import (
     FDS_MAX,
     Peer,
@@ -32,7 +33,6 @@ from everstep.seams.network.sockets import (
     own_uid,
     stream_pair,
 )
-from everstep.seams.processes.running import Allowance
 
 __all__ = [
     "MESSAGE_BYTES_MAX",

@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import os
 import platform
 from pathlib import Path, PurePath
-
-try:
-    import resource
-except ImportError:  # not a POSIX system; the command line says so before anything else
-    resource = None  # type: ignore[assignment]
 
 __all__ = [
     "file_bytes_max",
     "first_missing",
     "launcher",
     "leads_to",
+    "leave_out_of_captures",
     "machine_name",
     "memory_available_bytes",
     "on_own_device",
@@ -24,6 +21,12 @@ __all__ = [
     "real_path",
     "with_home",
 ]
+
+try:
+    import resource
+except ImportError:  # not a POSIX system; the command line says so before anything else
+    resource = None  # type: ignore[assignment]
+
 
 _CGROUP = Path("/sys/fs/cgroup")
 _CPUINFO = Path("/proc/cpuinfo")
@@ -137,3 +140,18 @@ def _text(path: Path) -> str:
         return path.read_text().strip()
     except OSError:  # not Linux, or not mounted: then the other figures bound
         return ""
+
+
+_DRIVER = "libcuda.so.1"
+_THREAD_LOCAL = 1  # of CUstreamCaptureMode: what other threads capture is no concern of this one
+
+
+def leave_out_of_captures() -> bool:
+    """Tells CUDA that this thread has nothing to do with graphs that other threads capture
+    (``cuThreadExchangeStreamCaptureMode``); whether there is such a call."""
+    try:
+        exchange = ctypes.CDLL(_DRIVER).cuThreadExchangeStreamCaptureMode
+    except (OSError, AttributeError):
+        return False
+    exchange(ctypes.byref(ctypes.c_int(_THREAD_LOCAL)))
+    return True

@@ -25,9 +25,9 @@ from everstep.link.channel import BackgroundChannel
 from everstep.link.pool import CapturePool
 from everstep.link.waiting import ReplicaProgress
 from everstep.seams import ManualClock, SystemClock
-from everstep.seams.processes import running
+from everstep.seams import clock as running
+from everstep.seams.clock import Allowance, RunningTime
 from everstep.seams.processes.conditions import Condition, Outcome, all_over, is_over
-from everstep.seams.processes.running import Allowance, RunningTime
 from everstep.tiers.memory import MemoryTier
 from everstep.tiers.watched import WatchedTier
 from tests.support.events import Capture

@@ -32,7 +32,7 @@ from everstep.restore.start import resume_job
 from everstep.restore.start.resume_job import Meeting, resume_all_ranks
 from everstep.run.scan import scan_run
 from everstep.seams import FileSystem, ManualClock, Seams
-from everstep.seams.network.peers import PeerMailbox
+from everstep.seams.network.mailbox import PeerMailbox
 from everstep.state.training_state import State
 from everstep.trainer.job.job import Job
 from tests.support.ranks.together import (

@@ -42,7 +42,7 @@ from everstep.errors import (
     StateError,
     UnavailableError,
 )
-from everstep.seams import driver as driver_module
+from everstep.seams import machine as driver_module
 from everstep.state.layout.shards import plan_shards
 from everstep.state.values.tensors import tensor_entry
 from tests.support import cuda_world

@@ -15,8 +15,8 @@ import pytest
 
 from everstep.options import validate_options
 from everstep.seams import Seams
-from everstep.seams.network import peers
-from everstep.seams.network.peers import HeldPort, PeerMailbox
+from everstep.seams.network import mailbox as peers
+from everstep.seams.network.mailbox import HeldPort, PeerMailbox
 from everstep.trainer.attach.keepers import Keepers
 
 HOST = "127.0.0.1"

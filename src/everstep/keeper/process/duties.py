@@ -41,7 +41,7 @@ from everstep.link.save import Save
 from everstep.link.wire import error_from_wire, error_to_wire
 from everstep.seams import Seams
 from everstep.seams.failpoints import failpoint
-from everstep.seams.network.peers import PeerMailbox
+from everstep.seams.network.mailbox import PeerMailbox
 
 # Loaded at first use, as most runs do not need them: training waits for a keeper to start.
 if TYPE_CHECKING:

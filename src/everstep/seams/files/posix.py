@@ -8,21 +8,43 @@ file system refuses O_DIRECT (tmpfs, some network file systems) everything is bu
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import errno
 import os
 import signal
 import stat
+import sys
 from pathlib import PurePath
 
-from everstep.seams.files.allocate import allocate
 from everstep.seams.files.filesystem import DIRECT_ALIGNMENT_BYTES, DirEntry, ReadFile, WriteFile
+
+__all__ = [
+    "PosixFileSystem",
+    "allocate",
+]
+
+
+def allocate(fd: int, size_bytes: int) -> int:
+    """Linux's ``fallocate``: blocks for the first ``size_bytes`` of a file.
+
+    Returns:
+        0, or the errno: mostly that this file system cannot (EOPNOTSUPP).
+    """
+    if sys.platform != "linux":
+        return errno.ENOSYS
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.fallocate.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64]
+    while libc.fallocate(fd, 0, 0, size_bytes) != 0:
+        if ctypes.get_errno() != errno.EINTR:
+            return ctypes.get_errno()
+    return 0
+
 
 try:
     import fcntl
 except ImportError:  # not a POSIX system; the command line says so before anything else
     fcntl = None  # type: ignore[assignment]
 
-__all__ = ["PosixFileSystem"]
 
 _O_DIRECT = getattr(os, "O_DIRECT", 0)
 _O_NOFOLLOW = getattr(os, "O_NOFOLLOW", 0)

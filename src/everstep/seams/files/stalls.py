@@ -13,8 +13,8 @@ from concurrent.futures import TimeoutError as FutureTimeout
 from pathlib import PurePath
 from typing import Any, ParamSpec, TypeVar
 
+from everstep.seams.clock import RunningTime
 from everstep.seams.files.filesystem import DirEntry, FileSystem, ReadFile, WriteFile
-from everstep.seams.processes.running import RunningTime
 
 __all__ = ["MovingFileSystem", "Standstill", "is_over"]
 

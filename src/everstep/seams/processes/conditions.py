@@ -18,7 +18,7 @@ from concurrent.futures import CancelledError, Future
 from concurrent.futures import TimeoutError as FutureTimeout
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from everstep.seams.processes.running import Allowance
+from everstep.seams.clock import Allowance
 
 __all__ = ["Condition", "Outcome", "all_over", "is_over"]
 

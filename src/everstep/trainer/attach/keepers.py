@@ -35,7 +35,7 @@ from everstep.link.waiting import ignore_if_lost
 from everstep.restore.fetch.held import KeeperContents
 from everstep.run.fence import Fence
 from everstep.seams import Clock, PosixFileSystem, Seams, SystemClock
-from everstep.seams.network.peers import HeldPort, PeerMailbox
+from everstep.seams.network.mailbox import HeldPort, PeerMailbox
 from everstep.seams.processes.conditions import Outcome
 from everstep.seams.processes.processes import available_cores
 from everstep.state.ranks.rank_info import ONE_RANK, RankInfo

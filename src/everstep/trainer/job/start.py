@@ -42,7 +42,7 @@ from everstep.run.scan import scan_run
 from everstep.seams import Seams
 from everstep.seams.fingerprint import fingerprint
 from everstep.seams.machine import memory_available_bytes
-from everstep.seams.network.peers import PeerMailbox
+from everstep.seams.network.mailbox import PeerMailbox
 from everstep.state.ranks.rank_info import RankInfo
 from everstep.state.training_state import State
 from everstep.tiers.disk import storage_errors
