@@ -27,7 +27,7 @@ from everstep.cli.common.log import (
 from everstep.cli.common.output import LINE_CHARS_MAX, console, count_of, in_words, label, table
 from everstep.cli.common.paths import absolute, kind_of, refuse_irregular
 from everstep.cli.common.runs import open_run, reading, select_bases
-from everstep.cli.ls import ATTEMPTS, STATUS_WORDS, is_gone, is_leaving, look
+from everstep.cli.ls import ATTEMPTS, STATUS_WORDS, base_is_deleted, base_was_superseded, look
 from everstep.config.given import nearest
 from everstep.errors import DamageError, EverstepError, FormatError, OptionError, RecoveryError
 
@@ -190,7 +190,7 @@ def _of_run_now(filesystem: FileSystem, run: str, step: int | None, timeline: in
             )
         found = _of_base(filesystem, choice.base, inventory)
         # A process at work may have deleted one while it was looked at.
-        gone = {base for base in choice.skipped if is_gone(filesystem, inventory, base)}
+        gone = {base for base in choice.skipped if base_is_deleted(filesystem, inventory, base)}
         found.skipped = {b: why for b, why in choice.skipped.items() if b not in gone}
     else:
         chosen = select_bases(inventory, step=step, timeline=timeline)[0]
@@ -220,7 +220,7 @@ def _of_base(filesystem: FileSystem, base: BaseFound, inventory: Inventory) -> _
                 found.headers += [(path.name, header) for _, _, header, path in opened.files]
                 found.records += opened.heads
     except EverstepError:
-        if is_leaving(filesystem, inventory, base):
+        if base_was_superseded(filesystem, inventory, base):
             raise _GoneError(base.path) from None
         raise
     return found

@@ -27,7 +27,7 @@ from everstep.format.header import (
 from everstep.format.records import RECORD_BYTES_MAX, FileRecord
 from everstep.format.writer import CHUNK_BYTES, ChunkRing
 from everstep.seams.files.filesystem import DIRECT_ALIGNMENT_BYTES, FileSystem, ReadFile
-from everstep.seams.processes.conditions import all_over
+from everstep.seams.processes.conditions import wait_all
 from everstep.seams.progress import ProgressSink
 from everstep.state.layout.shards import PIECE_BYTES
 
@@ -223,7 +223,7 @@ class ReadsAhead:
     ) -> None:
         self._left.clear()
         under_way = [future for _, _, future in self._under_way]
-        all_over(under_way, self._timeout_s)
+        wait_all(under_way, self._timeout_s)
         for _, block, future in self._under_way:
             if future.done():  # a hung read may still write into its chunk: never reuse that one
                 self._ring.give(block)

@@ -21,8 +21,8 @@ from everstep.format.plan import ShardPlan
 from everstep.format.records import FileRecord
 from everstep.seams.failpoints import failpoint
 from everstep.seams.files.filesystem import DIRECT_ALIGNMENT_BYTES, WriteFile
-from everstep.seams.files.stalls import is_over
-from everstep.seams.processes.conditions import Condition, all_over
+from everstep.seams.files.stalls import wait_while_active
+from everstep.seams.processes.conditions import Condition, wait_all
 from everstep.seams.processes.threads import IoThreads
 from everstep.seams.progress import ProgressSink, silent
 from everstep.state.layout.shards import Body, Placed, append_objects, at_lsn, pieces
@@ -97,7 +97,7 @@ class ChunkRing:
         def moves() -> object:
             return transfer.running() or [threads.ended for threads in ahead]
 
-        return is_over(transfer, timeout_s, moves)
+        return wait_while_active(transfer, timeout_s, moves)
 
     def close(self) -> None:
         """Ends the threads; transfers under way are finished first."""
@@ -177,7 +177,7 @@ def write_shard(
         _wait(transfers, ring, timeout_s)
     finally:
         # Whatever happened, nobody may still be reading from chunks that are used again.
-        all_over(transfers, timeout_s)
+        wait_all(transfers, timeout_s)
     file.truncate(shard.room_bytes + end)
     file.sync()  # the body is durable before any header vouches for it
     on_body()

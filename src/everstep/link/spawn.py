@@ -38,7 +38,7 @@ from everstep.seams.processes.processes import (
     start_detached,
 )
 from everstep.seams.processes.runtime import RUNTIME_DIR_VARIABLE
-from everstep.seams.stderr import say
+from everstep.seams.stderr import print_line
 
 __all__ = ["LINGER_S", "WRITERS", "SpawnOptions", "begin", "connect", "spawn_keeper"]
 
@@ -314,5 +314,5 @@ def begin(arguments: Sequence[str]) -> SpawnOptions:
             set_affinity(options.cores)
         except (OSError, ValueError) as error:
             # It runs slower without its cores, but it runs.
-            say(f"everstep keeper: {error}")
+            print_line(f"everstep keeper: {error}")
     return options

@@ -9,11 +9,11 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Protocol
 
 __all__ = [
-    "Allowance",
     "Clock",
     "ManualClock",
     "RunningTime",
     "SystemClock",
+    "WaitBudget",
 ]
 
 _LOOK_S = 0.2
@@ -63,7 +63,7 @@ class RunningTime:
             self.now_s()
 
 
-class Allowance:
+class WaitBudget:
     """Time that is left for waiting. It is waited in slices: of a time in which this process stood
     still no more than one of them counts.
 

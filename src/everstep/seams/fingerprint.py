@@ -15,17 +15,17 @@ from torch.optim import Optimizer
 from everstep.seams.machine import processor_model
 
 __all__ = [
-    "Opened",
-    "changeable",
+    "FingerprintWatch",
     "computed_on",
     "cuda_in_use",
+    "describe_threads",
     "device_types",
     "fingerprint",
-    "fingerprint_of_all",
-    "number_settled",
+    "merge_fingerprints",
     "process_name",
-    "threads_given",
-    "uneven",
+    "thread_count_fixed",
+    "threads_disagree",
+    "volatile_settings",
 ]
 
 _computed_on: ContextVar[tuple[str, ...]] = ContextVar("computed_on", default=())
@@ -68,7 +68,7 @@ def fingerprint() -> dict[str, str]:
         "machine": platform.machine(),
         "processor": f"{processor_model()}, {torch.backends.cpu.get_cpu_capability()}",
         "system": platform.system(),
-        "threads": threads_given(torch.get_num_threads()),
+        "threads": describe_threads(torch.get_num_threads()),
     }
     if (denormals := _denormals()) != "kept":
         found["denormals"] = denormals
@@ -85,7 +85,7 @@ def process_name() -> str:
     return f"process {os.getpid()} on {platform.node() or 'a host without a name'}"
 
 
-def changeable() -> tuple[int, bool, bool]:
+def volatile_settings() -> tuple[int, bool, bool]:
     """What of :func:`fingerprint` a program changes while it trains, by one call: torch's threads,
     whether CUDA is in use, and whether this thread flushes denormals (so do some libraries when
     they are imported). Asked with each record, so not whether a device is available, which is a
@@ -94,9 +94,10 @@ def changeable() -> tuple[int, bool, bool]:
     return torch.get_num_threads(), in_use, _SMALLEST_NORMAL * _HALF == 0.0
 
 
-class Opened:
-    """Whether :func:`changeable`, and where updates are computed, is what the record of a timeline
-    says, which is written when that is opened.
+class FingerprintWatch:
+    """Detect settings that changed since the record of the current timeline was written.
+
+    The record holds :func:`fingerprint` as of the moment when the timeline was opened.
 
     Args:
         optimizers: those of the training.
@@ -105,27 +106,27 @@ class Opened:
     def __init__(self, optimizers: Mapping[str, Optimizer]) -> None:
         self._optimizers = optimizers
         self._timeline = 0
-        self._then = changeable()
+        self._then = volatile_settings()
         self._on: tuple[str, ...] = ()
 
     def began(self, timeline: int) -> None:
         """``timeline`` is opened; or a keeper of it comes into service, which is no new record."""
         if timeline != self._timeline:
             self._timeline = timeline
-            self._then = changeable()
+            self._then = volatile_settings()
             self._on = device_types(self._optimizers.values())
 
     @property
     def holds(self) -> bool:
         """Whether all is as it was when the timeline was opened."""
-        now = changeable()
+        now = volatile_settings()
         if now != self._then:
             return False
         in_use = now[1]  # without a GPU parameters lie where they lay
         return not in_use or device_types(self._optimizers.values()) == self._on
 
 
-def fingerprint_of_all(found: Sequence[Mapping[str, str]]) -> dict[str, str]:
+def merge_fingerprints(found: Sequence[Mapping[str, str]]) -> dict[str, str]:
     """That of several processes: where they differ it is that of none of them, so no replay by one
     of them is taken for the same (I9).
 
@@ -137,7 +138,7 @@ def fingerprint_of_all(found: Sequence[Mapping[str, str]]) -> dict[str, str]:
     return {key: ", ".join(each) for key, each in values.items()}
 
 
-def threads_given(asked: int) -> str:
+def describe_threads(asked: int) -> str:
     """The number of threads that work for torch where it asks for so many: OpenMP may give it
     fewer. No number where that is not sure: the environment may have been changed since OpenMP
     has read it."""
@@ -149,13 +150,13 @@ def threads_given(asked: int) -> str:
     return str(asked)
 
 
-def number_settled(found: Mapping[str, str]) -> bool:
+def thread_count_fixed(found: Mapping[str, str]) -> bool:
     """Whether that many threads work for each operator; else not even the same process gives the
     same bits again."""
     return "OMP_DYNAMIC" not in found.get("threads", "")
 
 
-def uneven(found: Mapping[str, str]) -> bool:
+def threads_disagree(found: Mapping[str, str]) -> bool:
     """Whether some of torch's threads flush denormals and others do not: which elements are
     flushed depends on who happens to compute them."""
     return _MIXED in found.get("denormals", "").split(", ")
@@ -168,7 +169,7 @@ def _denormals() -> str:
     one flushes, for a process that has started torch's threads cannot be forked any more and
     compute with several in the child. (Those that were started while denormals were flushed, and
     flush on when this one does not any more, are not seen.)"""
-    if not changeable()[2]:
+    if not volatile_settings()[2]:
         return "kept"
     threads = torch.get_num_threads()
     if _forked and threads > 1:  # maybe from one that had its threads, who are waited for for ever

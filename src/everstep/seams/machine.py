@@ -11,14 +11,14 @@ from pathlib import Path, PurePath
 __all__ = [
     "file_bytes_max",
     "first_missing",
+    "is_local_device",
     "launcher",
-    "leads_to",
-    "leave_out_of_captures",
     "machine_name",
     "memory_available_bytes",
-    "on_own_device",
     "processor_model",
     "real_path",
+    "resolve_path",
+    "use_thread_local_captures",
     "with_home",
 ]
 
@@ -91,7 +91,7 @@ def processor_model() -> str:
     return " ".join(found[key] for key in _CPUINFO_KEYS if key in found) or platform.machine()
 
 
-def leads_to(path: PurePath) -> PurePath:
+def resolve_path(path: PurePath) -> PurePath:
     """Where a path leads here, links followed, whether anything is there or not."""
     return PurePath(os.path.realpath(path))
 
@@ -126,7 +126,7 @@ def first_missing(path: PurePath) -> PurePath | None:
     return found
 
 
-def on_own_device(path: PurePath) -> bool:
+def is_local_device(path: PurePath) -> bool:
     """Whether a path leads to a block device of this machine: no network file system does, and
     some that are no network's do not either (tmpfs, overlay, Btrfs, ZFS)."""
     try:
@@ -146,7 +146,7 @@ _DRIVER = "libcuda.so.1"
 _THREAD_LOCAL = 1  # of CUstreamCaptureMode: what other threads capture is no concern of this one
 
 
-def leave_out_of_captures() -> bool:
+def use_thread_local_captures() -> bool:
     """Tells CUDA that this thread has nothing to do with graphs that other threads capture
     (``cuThreadExchangeStreamCaptureMode``); whether there is such a call."""
     try:

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import IO, TYPE_CHECKING, Literal, Protocol, cast
 
-from everstep.seams.stderr import Unfailing, say
+from everstep.seams.stderr import TolerantStderr, print_line
 
 if TYPE_CHECKING:
     from rich.progress import Progress
@@ -81,7 +81,7 @@ class _Bar:
             columns += [bars.MofNCompleteColumn()]
         columns += [bars.TimeRemainingColumn()]
         # On a pipe without a reader a console of its own would end the process.
-        shown = Console(file=cast("IO[str]", Unfailing()))
+        shown = Console(file=cast("IO[str]", TolerantStderr()))
         drawn = bars.Progress(*columns, console=shown, transient=True)
         drawn.start()
         return drawn
@@ -109,12 +109,12 @@ class _Lines:
             far = f"{now_s - self._start_s:.0f} s"
             if self._total:  # there may be more behind it, of which nobody knew
                 far = f"{min(100, 100 * self._done // self._total)} %"
-            say(f"{self._label}: {far}")
+            print_line(f"{self._label}: {far}")
 
     def close(self) -> None:
         if self._spoke:
             took_s = time.monotonic() - self._start_s
-            say(f"{self._label}: ended after {took_s:.1f} s")
+            print_line(f"{self._label}: ended after {took_s:.1f} s")
 
 
 @contextmanager
@@ -127,7 +127,7 @@ def progress(
         label: what is going on, e.g. ``"resume"``.
         total: units to come; bytes or items. 0: nobody knows how many.
     """
-    shown = _Bar(label, total, unit) if Unfailing().isatty() else _Lines(label, total, unit)
+    shown = _Bar(label, total, unit) if TolerantStderr().isatty() else _Lines(label, total, unit)
     try:
         yield shown
     finally:

@@ -11,17 +11,17 @@ import contextlib
 import sys
 from typing import Any, cast
 
-__all__ = ["Unfailing", "say", "say_to"]
+__all__ = ["TolerantStderr", "print_line", "print_line_to"]
 
 _FAILURES = (OSError, ValueError)  # the latter: it is closed, or has no such character
 
 
-def say(text: str) -> None:
+def print_line(text: str) -> None:
     """Prints a line on standard error, or nothing where that fails."""
-    say_to(sys.stderr, text)
+    print_line_to(sys.stderr, text)
 
 
-def say_to(stream: Any, text: str) -> None:
+def print_line_to(stream: Any, text: str) -> None:
     """Prints a line there, or nothing where that fails.
 
     Args:
@@ -33,7 +33,7 @@ def say_to(stream: Any, text: str) -> None:
             print(text, file=stream, flush=True)
 
 
-class Unfailing:
+class TolerantStderr:
     """Standard error as it is now, for a library that draws on it: nothing of it fails."""
 
     def __init__(self) -> None:

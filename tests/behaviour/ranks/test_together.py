@@ -32,7 +32,7 @@ from everstep.restore.start import resume_job
 from everstep.restore.start.resume_job import Meeting, resume_all_ranks
 from everstep.run.scan import scan_run
 from everstep.seams import FileSystem, ManualClock, Seams
-from everstep.seams.network.mailbox import PeerMailbox
+from everstep.seams.network.mailbox import TcpMailbox
 from everstep.state.training_state import State
 from everstep.trainer.job.job import Job
 from tests.support.ranks.together import (
@@ -261,8 +261,8 @@ def test_what_is_known_of_ranks_without_a_part_is_said(
 
 
 def test_a_rank_that_says_nothing_while_others_agree_is_named(tmp_path: Path) -> None:
-    silent = PeerMailbox("127.0.0.1")
-    mine = PeerMailbox("127.0.0.1")
+    silent = TcpMailbox("127.0.0.1")
+    mine = TcpMailbox("127.0.0.1")
     mine.open("session", 0, [mine.address, silent.address])
     meeting = Meeting("session", 0, ("0", "0"), mine)
     try:
@@ -402,8 +402,8 @@ def test_the_last_answer_of_a_start_gets_to_rank_0(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """However little time a mailbox has to say its last words when it is closed."""
-    close = PeerMailbox.close
-    monkeypatch.setattr(PeerMailbox, "close", lambda self, timeout_s=1.0: close(self, 0.0))
+    close = TcpMailbox.close
+    monkeypatch.setattr(TcpMailbox, "close", lambda self, timeout_s=1.0: close(self, 0.0))
     path = tmp_path / "run"
     for _ in range(3):
         with trainings(path, path, progress_timeout_s=10.0) as ranks:

@@ -539,7 +539,7 @@ def test_descriptors_that_nobody_may_send_with_the_body_are_dropped(
 
 
 def test_peer(pair: Pair) -> None:
-    assert pair[0].peer() == sockets.Peer(os.getpid(), os.geteuid())
+    assert pair[0].peer() == sockets.PeerProcess(os.getpid(), os.geteuid())
 
 
 def test_accept(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from everstep.cli.common.errors import EverstepGroup, JsonFlag
-from everstep.cli.common.paths import looked_at
+from everstep.cli.common.paths import checked_path
 from everstep.cli.common.units import parse_bytes, parse_bytes_per_s, parse_seconds
 from everstep_bench.cli.common import (
     Arms,
@@ -75,7 +75,7 @@ def tiers(
     folder: Folder = None,
     picture: Annotated[
         Path | None,
-        typer.Option(callback=looked_at, help="Draw bytes over steps (needs matplotlib)."),
+        typer.Option(callback=checked_path, help="Draw bytes over steps (needs matplotlib)."),
     ] = None,
     check: Check = False,
     json_output: JsonFlag = False,
@@ -339,15 +339,17 @@ def stall(
     folder: Folder = None,
     picture: Annotated[
         Path | None,
-        typer.Option(callback=looked_at, help="Draw a save of some arms (needs matplotlib)."),
+        typer.Option(callback=checked_path, help="Draw a save of some arms (needs matplotlib)."),
     ] = None,
     curves: Annotated[
         Path | None,
-        typer.Option(callback=looked_at, help="Draw keeper and link over time (needs matplotlib)."),
+        typer.Option(
+            callback=checked_path, help="Draw keeper and link over time (needs matplotlib)."
+        ),
     ] = None,
     trace: Annotated[
         Path | None,
-        typer.Option(callback=looked_at, help="Write all blocks as Chrome trace events."),
+        typer.Option(callback=checked_path, help="Write all blocks as Chrome trace events."),
     ] = None,
     check: Check = False,
     json_output: JsonFlag = False,

@@ -11,7 +11,7 @@ from rich.console import Console
 
 from everstep.cli.common.errors import ExitCode, emit
 from everstep.cli.common.output import console
-from everstep.cli.common.paths import looked_at
+from everstep.cli.common.paths import checked_path
 
 __all__ = [
     "Arms",
@@ -43,7 +43,9 @@ FreeCore = Annotated[
 Folder = Annotated[
     Path | None,
     typer.Option(
-        "--dir", callback=looked_at, help="Where to write [default: here]; nothing is left there."
+        "--dir",
+        callback=checked_path,
+        help="Where to write [default: here]; nothing is left there.",
     ),
 ]
 Check = Annotated[bool, typer.Option(help="Exit with 3 if a target is missed.")]

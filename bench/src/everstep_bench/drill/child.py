@@ -202,7 +202,7 @@ def _train(
         if recovery.step and resumed is not None:
             resumed(training)
     for step in range(first, order["until"] + 1):
-        if drill.gone():
+        if drill.ended():
             raise RuntimeError("the drill is gone: nobody is left to compare the result")
         # Twice: who dies in the checkpointer has taken the step, and has not finished it.
         journal.write("taken", number=step, loss=training.step().hex())

@@ -18,7 +18,7 @@ from rich.console import Console
 
 from everstep.cli.common.errors import ExitCode, JsonFlag, emit
 from everstep.cli.common.output import console, in_words
-from everstep.cli.common.paths import absolute, kind_of, looked_at
+from everstep.cli.common.paths import absolute, checked_path, kind_of
 from everstep.cli.common.units import parse_bytes_per_s, seconds_in_words
 from everstep.errors import EverstepError, OptionError, UnavailableError
 
@@ -97,7 +97,7 @@ def schedule(
     limit_s: Annotated[float, typer.Option(min=1, help="Seconds for --exact.")] = 120.0,
     picture: Annotated[
         Path | None,
-        typer.Option(callback=looked_at, help="Draw memory over the step (needs matplotlib)."),
+        typer.Option(callback=checked_path, help="Draw memory over the step (needs matplotlib)."),
     ] = None,
     json_output: JsonFlag = False,
 ) -> None:

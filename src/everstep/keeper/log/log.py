@@ -38,7 +38,7 @@ from everstep.keeper.log.log_writer import SegmentWriter
 from everstep.link.log_records import record_memory_bytes
 from everstep.seams import Seams
 from everstep.seams.failpoints import failpoint
-from everstep.seams.files.stalls import is_over
+from everstep.seams.files.stalls import wait_while_active
 from everstep.seams.processes.threads import IoThreads
 from everstep.state.layout.shards import ShardLayout
 
@@ -281,7 +281,7 @@ class LogStore:
             DeadlineError: nothing of it was done for ``timeout_s``.
         """
         end = self._threads.submit(lambda: None)
-        if not is_over(end, timeout_s, lambda: self.moves, alive=alive):
+        if not wait_while_active(end, timeout_s, lambda: self.moves, alive=alive):
             raise DeadlineError(
                 f"the log was not written within {timeout_s:g} s: the storage hangs",
                 hint="look at the disk or the network file system (dmesg, df, iostat)",

@@ -20,7 +20,7 @@ from everstep.keeper.log.log_room import LogRoom
 from everstep.run.fence import Fence
 from everstep.seams import Seams
 from everstep.seams.failpoints import failpoint
-from everstep.seams.files.stalls import MovingFileSystem
+from everstep.seams.files.stalls import ObservedFileSystem
 from everstep.seams.progress import silent
 from everstep.state.layout.shards import Body
 from everstep.tiers.disk import (
@@ -60,7 +60,7 @@ class SegmentWriter:
         room: LogRoom | None = None,
     ) -> None:
         self.moves = 0
-        self._filesystem = MovingFileSystem(seams.filesystem, self._moved)
+        self._filesystem = ObservedFileSystem(seams.filesystem, self._moved)
         self._room = room
         self.now_s = seams.clock.monotonic_s
         self._run = run

@@ -22,7 +22,7 @@ from everstep.keeper.ship.rank_mirror import Followed, FollowingMirror, LeadingM
 from everstep.link.job_session import JobSession
 from everstep.link.keeper_stats import KeeperStats
 from everstep.seams import Seams
-from everstep.seams.files.stalls import MovingFileSystem
+from everstep.seams.files.stalls import ObservedFileSystem
 from everstep.tiers.options import TierOptions
 from everstep.tiers.rate import ObjectRate
 from everstep.tiers.urls import open_tier
@@ -74,7 +74,7 @@ class Mirrors:
             options = TierOptions(**one)
             try:
                 moved = partial(self._moved, number)
-                files = MovingFileSystem(seams.filesystem, moved)  # that a directory is on
+                files = ObservedFileSystem(seams.filesystem, moved)  # that a directory is on
                 place = open_tier(options.where, files, clock=seams.clock)
             except EverstepError as error:  # this environment is not that of the trainer
                 post(error)

@@ -47,7 +47,7 @@ class Others(Protocol):
         """Says something; perhaps it is lost."""
         ...
 
-    def is_gone(self, rank: int) -> bool:
+    def is_disconnected(self, rank: int) -> bool:
         """Whether a rank will say nothing any more."""
         ...
 
@@ -216,7 +216,7 @@ class LeadingMirror(_RankMirror):
                     raise self._why_not(current, ())
                 if not current.waits_for:
                     return
-                gone = tuple(r for r in current.waits_for if self._others.is_gone(r))
+                gone = tuple(r for r in current.waits_for if self._others.is_disconnected(r))
                 lost = current.silent or gone
                 if not lost:
                     self._changed.wait(_LOOK_S)
@@ -274,7 +274,7 @@ class FollowingMirror(_RankMirror):
             if self._at_work or self._due:
                 return True
             waited_s = self._clock.monotonic_s() - self._heard_s
-            gone = self._others.is_gone(COORDINATOR) or waited_s > self._silent_s
+            gone = self._others.is_disconnected(COORDINATOR) or waited_s > self._silent_s
             return self._owed is not None and not gone
 
     def base_durable(self, base: BaseId | None = None) -> None:

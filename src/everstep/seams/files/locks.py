@@ -20,7 +20,7 @@ try:
 except ImportError:  # not a POSIX system; the command line says so before anything else
     fcntl = None  # type: ignore[assignment]
 
-__all__ = ["LockedFile", "file_identity", "held_alone", "lock_file", "same_file"]
+__all__ = ["LockedFile", "file_identity", "lock_file", "same_file", "try_lock"]
 
 _LOOK_AGAIN_S = 0.01
 _REPLACED_MAX = 100
@@ -135,7 +135,7 @@ def same_file(fd: int, path: PurePath) -> bool:
         return False
 
 
-def held_alone(fd: int) -> bool:
+def try_lock(fd: int) -> bool:
     """Whether nobody else has a lock on the file that ``fd`` has open; takes it if so."""
     try:
         return _lock(fd, False, 0.0)

@@ -16,14 +16,14 @@ from typing import Any, ParamSpec, TypeVar
 from everstep.seams.clock import RunningTime
 from everstep.seams.files.filesystem import DirEntry, FileSystem, ReadFile, WriteFile
 
-__all__ = ["MovingFileSystem", "Standstill", "is_over"]
+__all__ = ["ObservedFileSystem", "StallTimer", "wait_while_active"]
 
 _LOOK_AGAIN_S = 0.2
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
 
 
-class Standstill:
+class StallTimer:
     """For how long something has not moved, as of the last look.
 
     Args:
@@ -56,7 +56,7 @@ class Standstill:
         return min(_LOOK_AGAIN_S, self.timeout_s)
 
 
-def is_over(
+def wait_while_active(
     future: Future[Any],
     timeout_s: float,
     moves: Callable[[], object],
@@ -71,7 +71,7 @@ def is_over(
         moves: changes with whatever moves.
         alive: called at each look, as long as that is not too long ago.
     """
-    still = Standstill(timeout_s, now_s)
+    still = StallTimer(timeout_s, now_s)
     still.for_s(moves())
     while not future.done():
         with contextlib.suppress(FutureTimeout, CancelledError):
@@ -82,7 +82,7 @@ def is_over(
     return True
 
 
-class MovingFileSystem:
+class ObservedFileSystem:
     """Passes everything on, and tells of each operation that has come back.
 
     Args:

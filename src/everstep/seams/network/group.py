@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from everstep.errors import DeadlineError, StateError
 
-__all__ = ["Group", "TorchGroup", "group_of_job", "keeps_store_over_restarts"]
+__all__ = ["Group", "TorchGroup", "group_of_job", "store_survives_restarts"]
 
 _LOOPBACK = ("localhost", "127.0.0.1", "::1")
 _BYTE = torch.uint8
@@ -132,7 +132,7 @@ class TorchGroup:
             ) from error
 
 
-def keeps_store_over_restarts() -> bool:
+def store_survives_restarts() -> bool:
     """Return whether torchrun may restart the ranks and its agent keeps one store over all
     restarts. gloo looks for the addresses of ranks under the same keys each time, and finds those
     of the ranks that were killed."""

@@ -2,7 +2,7 @@
 
 What implements it promises little, so that nearly anything can: a message arrives once, never,
 late, twice, or after a later one. Those who use it repeat what is not answered, and pass over
-what they know already. :class:`.peers.PeerMailbox` implements it over TCP; tests and the simulated
+what they know already. :class:`.peers.TcpMailbox` implements it over TCP; tests and the simulated
 network of the crash tests have others.
 """
 
@@ -21,9 +21,9 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 
 __all__ = [
-    "HeldPort",
     "Mailbox",
-    "PeerMailbox",
+    "ReservedPort",
+    "TcpMailbox",
 ]
 
 
@@ -47,7 +47,7 @@ class Mailbox(Protocol):
         """The next message, or None when none comes within ``timeout_s``."""
         ...
 
-    def is_gone(self, rank: int) -> bool:
+    def is_disconnected(self, rank: int) -> bool:
         """Whether ``rank`` has been heard, and will not be heard any more."""
         ...
 
@@ -67,7 +67,7 @@ _STRANGERS_MAX = 64  # connections that have not said their session yet
 _STRANGER_S = 10.0  # within which they have to
 
 
-class HeldPort:
+class ReservedPort:
     """A free port that nobody else is given while this exists, whether a mailbox is open there or
     not: who goes on at an address where others look for it finds it free. (Linux: a mailbox may
     be opened beside it. What asks the system for any port, or connects to somewhere, is given
@@ -89,7 +89,7 @@ class HeldPort:
         self._socket.close()
 
 
-class PeerMailbox:
+class TcpMailbox:
     """One rank's mailbox. It hears nothing before :meth:`open`, so that its address can be made
     known first.
 
@@ -160,7 +160,7 @@ class PeerMailbox:
         except queue.Empty:
             return None
 
-    def is_gone(self, rank: int) -> bool:
+    def is_disconnected(self, rank: int) -> bool:
         """Whether ``rank`` has spoken to us, and its mailbox is closed."""
         return self._from.get(rank) == 0
 
@@ -375,7 +375,7 @@ class _Out:
 
 
 _BOTH = selectors.EVENT_READ | selectors.EVENT_WRITE
-_mailboxes: weakref.WeakSet[PeerMailbox] = weakref.WeakSet()
+_mailboxes: weakref.WeakSet[TcpMailbox] = weakref.WeakSet()
 
 
 def _bound(host: str, port: int) -> socket.socket:

@@ -23,7 +23,7 @@ from pathlib import PurePath
 __all__ = [
     "FDS_MAX",
     "SOCKET_PATH_BYTES_MAX",
-    "Peer",
+    "PeerProcess",
     "UnixStream",
     "accept_stream",
     "close_descriptors",
@@ -49,7 +49,7 @@ _CLOSE_ON_EXEC: int = getattr(socket, "MSG_CMSG_CLOEXEC", 0)
 
 
 @dataclass(frozen=True, slots=True)
-class Peer:
+class PeerProcess:
     """The process at the other end of a connection, as the kernel knows it.
 
     Attributes:
@@ -129,13 +129,13 @@ class UnixStream:
             return True
         return _ready(descriptor, select.POLLOUT if write else select.POLLIN, timeout_s)
 
-    def peer(self) -> Peer:
+    def peer(self) -> PeerProcess:
         """Who is at the other end."""
         if not hasattr(socket, "SO_PEERCRED"):
             raise OSError(errno.ENOTSUP, "this system does not tell who is at the other end")
         found = self._socket.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
         pid, uid, _ = _CREDENTIALS.unpack(found)
-        return Peer(pid, uid)
+        return PeerProcess(pid, uid)
 
     def shutdown(self) -> None:
         """Ends both directions; whoever waits, here or there, wakes up."""

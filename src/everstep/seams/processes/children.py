@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from everstep.seams.processes.processes import portable_environment
 
-__all__ = ["Child", "Ended", "yield_to_all"]
+__all__ = ["Child", "Ended", "yield_resources"]
 
 _PR_SET_PDEATHSIG = 1
 _NICEST = 19
@@ -41,7 +41,7 @@ class Ended:
 
 
 class Child:
-    """A Python program beside this process; it must call :func:`yield_to_all` first of all.
+    """A Python program beside this process; it must call :func:`yield_resources` first of all.
 
     The thread that makes one must live as long as it does: to the kernel that thread is the
     parent whose death ends it.
@@ -85,7 +85,7 @@ class Child:
         self._process.kill()
 
 
-def yield_to_all(parent: int) -> None:
+def yield_resources(parent: int) -> None:
     """In the child: ends with its parent; takes processor and disk only when nobody else wants
     them, and is the first to go when memory runs out.
 

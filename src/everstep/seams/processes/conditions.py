@@ -18,9 +18,9 @@ from concurrent.futures import CancelledError, Future
 from concurrent.futures import TimeoutError as FutureTimeout
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from everstep.seams.clock import Allowance
+from everstep.seams.clock import WaitBudget
 
-__all__ = ["Condition", "Outcome", "all_over", "is_over"]
+__all__ = ["Condition", "Outcome", "wait_all", "wait_done"]
 
 _T = TypeVar("_T")
 
@@ -35,7 +35,7 @@ class Condition(threading.Condition):
     def wait_for(self, predicate: Callable[[], _T], timeout: float | None = None) -> _T:
         if timeout is None:
             return super().wait_for(predicate)
-        allowance = Allowance(timeout)
+        allowance = WaitBudget(timeout)
         while not (found := predicate()) and allowance.left_s:
             allowance.spend(self.wait)
         return found
@@ -49,14 +49,14 @@ class Outcome(Future[_T]):
         self._condition: Any = Condition()
 
 
-def is_over(future: Future[Any], timeout_s: float) -> bool:
+def wait_done(future: Future[Any], timeout_s: float) -> bool:
     """Waits until it has ended, well or badly; False: it has not within ``timeout_s``."""
-    return all_over([future], timeout_s)
+    return wait_all([future], timeout_s)
 
 
-def all_over(futures: Iterable[Future[Any]], timeout_s: float) -> bool:
+def wait_all(futures: Iterable[Future[Any]], timeout_s: float) -> bool:
     """The same of all of them together."""
-    allowance = Allowance(timeout_s)
+    allowance = WaitBudget(timeout_s)
     for future in futures:
 
         def wait(slice_s: float, future: Future[Any] = future) -> None:

@@ -25,10 +25,10 @@ __all__ = [
     "configured_cores",
     "descriptors_max",
     "detach_from_parent",
-    "has_open",
+    "has_file_open",
     "open_pidfd",
     "portable_environment",
-    "process_gone",
+    "process_ended",
     "raise_descriptor_limit",
     "set_affinity",
     "start_detached",
@@ -91,7 +91,7 @@ class PidWatch:
         """A descriptor that is readable once the process is gone; None where there is none."""
         return self._fd
 
-    def gone(self, timeout_s: float = 0.0) -> bool:
+    def ended(self, timeout_s: float = 0.0) -> bool:
         """Whether the process has ended, or does so within ``timeout_s``."""
         deadline_s = time.monotonic() + timeout_s
         while not self._gone:
@@ -114,7 +114,7 @@ class PidWatch:
         Raises:
             PermissionError: it belongs to somebody else.
         """
-        if self.gone():
+        if self.ended():
             return False
         try:
             if self._fd is not None:
@@ -139,13 +139,13 @@ class PidWatch:
         self.close()
 
 
-def process_gone(pid: int, timeout_s: float = 0.0) -> bool:
+def process_ended(pid: int, timeout_s: float = 0.0) -> bool:
     """Whether there is no process ``pid``, or it ends within ``timeout_s``."""
     with PidWatch(pid) as watch:
-        return watch.gone(timeout_s)
+        return watch.ended(timeout_s)
 
 
-def has_open(pid: int, path: PurePath, identity: tuple[int, int]) -> bool:
+def has_file_open(pid: int, path: PurePath, identity: tuple[int, int]) -> bool:
     """Whether the process has the file at ``path`` open, as far as one may see.
 
     Args:

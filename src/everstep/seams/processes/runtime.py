@@ -16,7 +16,7 @@ from pathlib import Path, PurePath
 
 from everstep.errors import KeeperError
 
-__all__ = ["RUNTIME_DIR_VARIABLE", "runtime_folder", "still_used"]
+__all__ = ["RUNTIME_DIR_VARIABLE", "refresh_times", "runtime_folder"]
 
 RUNTIME_DIR_VARIABLE = "EVERSTEP_RUNTIME_DIR"
 
@@ -80,7 +80,7 @@ def _refused(path: Path, why: str) -> KeeperError:
     return KeeperError(f"the runtime folder {path} {why}", path=path, hint=_HINT)
 
 
-def still_used(paths: Iterable[PurePath]) -> None:
+def refresh_times(paths: Iterable[PurePath]) -> None:
     """Tells those who clean temporary folders (systemd does, of what was not touched for ten days)
     that files, or folders, are in use. One that is gone is for others to notice."""
     for path in paths:

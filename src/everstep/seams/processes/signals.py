@@ -16,14 +16,14 @@ from typing import Any, NamedTuple
 from everstep.errors import OptionError
 from everstep.seams.clock import Clock
 
-__all__ = ["SAME_S", "Came", "SignalWatch"]
+__all__ = ["SAME_S", "ReceivedSignal", "SignalWatch"]
 
 SAME_S = 2.0
 """Within so long after the first, a signal is the same request: where all processes of a job get
 it, those of a launcher that forwards it get it twice."""
 
 
-class Came(NamedTuple):
+class ReceivedSignal(NamedTuple):
     """A signal that came.
 
     Attributes:
@@ -55,7 +55,7 @@ class SignalWatch:
     """
 
     def __init__(self, names: Iterable[str], clock: Clock, *, grace_s: float) -> None:
-        self.came: Came | None = None
+        self.came: ReceivedSignal | None = None
         self._numbers = [signal.Signals[name] for name in dict.fromkeys(names)]
         self._clock = clock
         self._grace_s = grace_s
@@ -109,7 +109,7 @@ class SignalWatch:
         if os.getpid() != self._pid:
             self._as_before(number, frame)
         elif noted:
-            self.came = came or Came(signal.Signals(number).name, now_s)
+            self.came = came or ReceivedSignal(signal.Signals(number).name, now_s)
             earlier = self._earlier[number]
             # That of SIGINT in any program is Python's own, which nobody has asked for.
             if callable(earlier) and earlier is not signal.default_int_handler:
