@@ -191,7 +191,7 @@ def test_nothing_is_left_out_without_a_word(
     assert values == states[1]
     assert "the log needs one of that class" in found.skipped[0].reason
     (note,) = found.notes
-    assert f"the log leads on to step {STEPS} of timeline 1, but could not be replayed" in note
+    assert f"the log reaches step {STEPS} of timeline 1, but could not be replayed" in note
     assert "the log needs one of that class): steps 2 to 6 must be trained again" in note
 
 
@@ -338,9 +338,9 @@ def test_ranks_leave_nothing_out_without_a_word(
         assert [(one.step, one.replayed) for one in found] == [(4, 0)] * world
         assert "the log needs one of that class" in str(found[0].skipped)
         assert {one.notes for one in found} == {found[0].notes}
-        said = "the log leads on to step 6 of timeline 1, but could not be replayed here (rank(s) 0"
+        said = "the log reaches step 6 of timeline 1, but could not be replayed here (rank(s) 0"
         assert said in found[0].notes[0]
-        assert "could not redo step 5" in found[0].notes[0]
+        assert "could not replay step 5" in found[0].notes[0]
         die(ranks)
 
 

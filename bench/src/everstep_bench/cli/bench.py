@@ -419,7 +419,7 @@ def step(
     batch_steps: Annotated[
         str, typer.Option(help="Steps of the log that are written at a time: 5, or 1,5,20.")
     ] = "5",
-    repeats: Annotated[int, typer.Option(help="CopyRounds.")] = 5,
+    repeats: Annotated[int, typer.Option(help="Rounds.")] = 5,
     kills: Annotated[int, typer.Option(help="SIGKILLs of each arm; 0 leaves them out.")] = 1,
     replay: Annotated[
         bool, typer.Option("--replay/--no-replay", help="Time replay of the log, too.")

@@ -30,7 +30,7 @@ __all__ = [
 _Report = TypeVar("_Report")
 
 Params = Annotated[str, typer.Option(help="Of the model, like 25M or 1G.")]
-Repeats = Annotated[int, typer.Option(help="CopyRounds, or saves, that count; others warm up.")]
+Repeats = Annotated[int, typer.Option(help="Rounds, or saves, that count; others warm up.")]
 Arms = Annotated[str | None, typer.Option(help="Only these, like lazy,checkfreq,torch.save.")]
 Seed = Annotated[int, typer.Option(help="Of weights, data, and the order of arms.")]
 FreeCore = Annotated[

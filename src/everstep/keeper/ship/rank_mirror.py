@@ -133,9 +133,9 @@ class LeadingMirror(_RankMirror):
         """A message about this place has come."""
         with self._changed:
             if self._round is not None and isinstance(message, CopyReply):
-                self._round.told(sender, message.base, message.problem)
+                self._round.on_reply(sender, message.base, message.problem)
             elif self._round is not None:
-                self._round.alive(sender)
+                self._round.on_message(sender)
             self._changed.notify_all()
 
     def _turn(self) -> None:

@@ -2,7 +2,7 @@
 
 One thread of the keeper; training has no part in it. Parts are sent at a stated pace, a few of
 them unanswered at a time; whatever is lost on the way is sent again. What is sent is compared with
-its digests where it arrives. Which base, and when, rank 0 says (:class:`.peers.CopyRounds`).
+its digests where it arrives. Which base, and when, rank 0 says (:class:`.peer_copies.CopyRounds`).
 """
 
 from __future__ import annotations
@@ -295,7 +295,7 @@ class Replicator:
             self._on_at(message)
         elif isinstance(message, PeerRoundReply):
             if self._rounds is not None:
-                self._say(self._rounds.said(sender, message.base, message.state, self._now_s))
+                self._say(self._rounds.on_reply(sender, message.base, message.state, self._now_s))
         else:
             self._on_round(message)
 
