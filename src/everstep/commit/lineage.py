@@ -205,8 +205,8 @@ def fenced_error(
         rank=rank,
         path=path,
         hint="stop this process: nothing that it trains from now on is saved. A run has one "
-        "trainer at a time. Use another run folder for a second training, and everstep.load(path) to read "
-        "a run without taking it over",
+        "trainer at a time. Use another run folder for a second training, and "
+        "everstep.load(path) to read a run without taking it over",
     )
 
 

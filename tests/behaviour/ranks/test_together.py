@@ -123,7 +123,7 @@ def test_a_damaged_first_base_is_no_fresh_start_for_the_others(tmp_path: Path, b
     data[-1] ^= 1
     shard.write_bytes(data)
     with trainings(path, path) as ranks:
-        with pytest.raises(RecoveryError, match="not that of a fresh start any more"):
+        with pytest.raises(RecoveryError, match="no longer that of a fresh start"):
             resume(ranks, 0)
         with pytest.raises(StateError, match="partly overwritten"):
             ranks[1 - bad].train()
