@@ -261,12 +261,12 @@ def _of_file(filesystem: FileSystem, path: PurePath) -> _Found:
 
 def _unvouched(file: Any, path: PurePath) -> ShardHeader:
     """A header that nothing vouches for: bounded, then checked for sense."""
-    from everstep.format.header import HEADER_BYTES_MAX, LENGTH_BYTES, decode_header
+    from everstep.format.header import HEADER_SIZE_BYTES_MAX, LENGTH_BYTES, decode_header
 
     length = bytearray(LENGTH_BYTES)
     file.read_into(memoryview(length), 0)
     room = int.from_bytes(length, "little") + LENGTH_BYTES
-    if not LENGTH_BYTES < room <= min(HEADER_BYTES_MAX, file.size_bytes):
+    if not LENGTH_BYTES < room <= min(HEADER_SIZE_BYTES_MAX, file.size_bytes):
         zeros = "" if any(length) else ": it begins with zeros, so its writing was not finished"
         raise FormatError(f"{path}: not a whole shard{zeros}", path=path)
     data = bytearray(room)

@@ -458,8 +458,8 @@ class Agreement:
         ):
             listed = [f"\n  rank {r}: {why}" for r, one in enumerate(results) for why in one.why]
             text = (
-                f"with strict=False, some ranks would leave out entries of {self._choice.base} that "
-                f"other ranks share and restore, so their replicas would diverge ({differ}):"
+                f"with strict=False, some ranks would leave out entries of {self._choice.base} "
+                f"that other ranks share and restore, so their replicas would diverge ({differ}):"
             )
             return self._lead("unlike", "".join([text, *listed]).encode("utf-8"))
         return self._load() if self._all_can(results) else self._request_offers("offer")
