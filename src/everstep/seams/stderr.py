@@ -1,8 +1,8 @@
-"""Lines on standard error, for whoever watches the training.
+"""Lines on standard error for the person who watches the training.
 
-They are for people, and training is not ended by one that cannot be printed: standard error may be
-on a disk that is full, a pipe that nobody reads any more, a terminal that was hung up, closed, or
-none at all. What it cannot take is dropped; there is nobody to be told.
+Training must not fail because a line cannot be printed: standard error may be a file on a full
+disk, a pipe without a reader, a closed terminal, or absent. Output that cannot be written is
+dropped.
 """
 
 from __future__ import annotations
@@ -13,20 +13,21 @@ from typing import Any, cast
 
 __all__ = ["TolerantStderr", "print_line", "print_line_to"]
 
-_FAILURES = (OSError, ValueError)  # the latter: it is closed, or has no such character
+# ValueError: the stream is closed, or its encoding lacks a character.
+_FAILURES = (OSError, ValueError)
 
 
 def print_line(text: str) -> None:
-    """Prints a line on standard error, or nothing where that fails."""
+    """Print a line on standard error; drop it if that fails."""
     print_line_to(sys.stderr, text)
 
 
 def print_line_to(stream: Any, text: str) -> None:
-    """Prints a line there, or nothing where that fails.
+    """Print a line on ``stream``; drop it if that fails.
 
     Args:
-        stream: None, as standard error is of a process that began without one: nothing is printed.
-            ``print`` itself would take standard output.
+        stream: text stream, or None if the process was started without one. Then nothing is
+            printed; ``print`` would use standard output.
     """
     if stream is not None:
         with contextlib.suppress(*_FAILURES):
@@ -34,30 +35,30 @@ def print_line_to(stream: Any, text: str) -> None:
 
 
 class TolerantStderr:
-    """Standard error as it is now, for a library that draws on it: nothing of it fails."""
+    """Standard error as a stream whose operations never raise, for a library that draws on it."""
 
     def __init__(self) -> None:
-        # A bar that is drawn already has put something of its own in the place of the stream.
+        # A rich progress bar that is already active has replaced sys.stderr by a proxy.
         self._stream: Any = getattr(sys.stderr, "rich_proxied_file", sys.stderr)
         self.encoding = getattr(self._stream, "encoding", None) or "utf-8"
 
     def write(self, text: str, /) -> int:
-        """Writes as much of ``text`` as goes; the caller hears that it was all."""
+        """Write as much of ``text`` as possible and report all of it as written."""
         with contextlib.suppress(AttributeError, *_FAILURES):
             self._stream.write(text)
         return len(text)
 
     def flush(self) -> None:
-        """As of any stream."""
+        """Flush the stream."""
         with contextlib.suppress(AttributeError, *_FAILURES):
             self._stream.flush()
 
     def isatty(self) -> bool:
-        """Whether it is a terminal: none is where there is no stream, or it is closed."""
+        """Return True if the stream is an open terminal."""
         with contextlib.suppress(AttributeError, *_FAILURES):
             return bool(self._stream.isatty())
         return False
 
     def fileno(self) -> int:
-        """As of any stream: whoever asks for it knows that a stream may have none."""
+        """Return the descriptor; raises, like any stream, if there is none."""
         return cast("int", self._stream.fileno())

@@ -1,9 +1,12 @@
-"""Messages between ranks: the seam for the network, where few and small messages go.
+"""Small messages between the ranks of a job: the contract, and its implementation over TCP.
 
-What implements it promises little, so that nearly anything can: a message arrives once, never,
-late, twice, or after a later one. Those who use it repeat what is not answered, and pass over
-what they know already. :class:`.peers.TcpMailbox` implements it over TCP; tests and the simulated
-network of the crash tests have others.
+The contract promises little: a message may arrive once, never, late, twice, or after a later one.
+Users repeat messages that are not answered and ignore repetitions. Tests and the simulated network
+of the crash tests have other implementations.
+
+:class:`TcpMailbox` outlives training. One thread does all its work and never waits for a rank that
+has ended: unsent messages are kept for a while and then dropped. A connection begins with the
+session; those of another start of the job are closed.
 """
 
 from __future__ import annotations
@@ -28,56 +31,59 @@ __all__ = [
 
 
 class Mailbox(Protocol):
-    """One rank's way to the others of its job."""
+    """One rank's connection to the other ranks of its job."""
 
     def open(self, session: str, rank: int, peers: Sequence[tuple[str, int]]) -> None:
-        """From now on this ``rank`` hears those of ``session``, and speaks to them.
+        """Start to exchange messages with the other ranks of ``session``.
 
         Args:
+            session: identifies the start of the job.
+            rank: this rank.
             peers: address of each rank's mailbox.
         """
         ...
 
     def send(self, rank: int, message: bytes) -> None:
-        """Sends a message, sooner or later or never; does not wait and does not raise for a
-        rank that is gone."""
+        """Queue a message; does not wait, and does not raise for a rank that has ended. Delivery is
+        not guaranteed.
+        """
         ...
 
     def receive(self, timeout_s: float) -> bytes | None:
-        """The next message, or None when none comes within ``timeout_s``."""
+        """Return the next message, or None if none arrives within ``timeout_s``."""
         ...
 
     def is_disconnected(self, rank: int) -> bool:
-        """Whether ``rank`` has been heard, and will not be heard any more."""
+        """Return True if ``rank`` was connected once and its mailbox has been closed."""
         ...
 
     def close(self) -> None:
-        """Lets go, when what was sent is on its way, or after a moment."""
+        """Close after sending queued messages, or after a short timeout."""
         ...
 
 
 _LENGTH_BYTES = 4
 _MESSAGE_BYTES_MAX = 64 << 20
 _PIECE_BYTES = 1 << 18
-_KEPT_MAX = 1024  # messages for a rank that cannot be reached
+_KEPT_MAX = 1024  # queued messages for a rank that cannot be reached
 _TRY_AGAIN_S = 0.25
 _CONNECT_S = 5.0
 _LOOK_AGAIN_S = 0.02
-_STRANGERS_MAX = 64  # connections that have not said their session yet
-_STRANGER_S = 10.0  # within which they have to
+_STRANGERS_MAX = 64  # connections that have not sent their session yet
+_STRANGER_S = 10.0  # time in which they have to
 
 
 class ReservedPort:
-    """A free port that nobody else is given while this exists, whether a mailbox is open there or
-    not: who goes on at an address where others look for it finds it free. (Linux: a mailbox may
-    be opened beside it. What asks the system for any port, or connects to somewhere, is given
-    another one.)
-
-    Raises:
-        OSError: the address is not this machine's.
+    """Reserved free port: the system gives it to no other program while this object exists, even
+    when no mailbox is open on it. A mailbox can so be closed and reopened at an address known to
+    others. (On Linux a mailbox may listen on it at the same time. Programs that request any port,
+    or connect out, get another one.)
 
     Attributes:
-        number: of the port.
+        number: port number.
+
+    Raises:
+        OSError: the address is not one of this machine.
     """
 
     def __init__(self, host: str) -> None:
@@ -85,20 +91,20 @@ class ReservedPort:
         self.number: int = self._socket.getsockname()[1]
 
     def close(self) -> None:
-        """Lets it go. Idempotent."""
+        """Release the port. Idempotent."""
         self._socket.close()
 
 
 class TcpMailbox:
-    """One rank's mailbox. It hears nothing before :meth:`open`, so that its address can be made
-    known first.
+    """Mailbox of one rank over TCP. It receives nothing before :meth:`open`, so that its address
+    can be announced first.
 
     Args:
         host: address of this machine that the other ranks can reach.
-        port: 0: any that is free.
+        port: port number; 0: any free one.
 
     Raises:
-        OSError: the address is not this machine's, or is taken.
+        OSError: the address is not one of this machine, or is in use.
     """
 
     def __init__(self, host: str, port: int = 0) -> None:
@@ -126,9 +132,11 @@ class TcpMailbox:
         _mailboxes.add(self)
 
     def open(self, session: str, rank: int, peers: Sequence[tuple[str, int]]) -> None:
-        """From now on this rank hears those of ``session``, and speaks to them.
+        """Start to exchange messages with the other ranks of ``session``.
 
         Args:
+            session: identifies the start of the job.
+            rank: this rank.
             peers: address of each rank's mailbox.
         """
         assert self._thread is None
@@ -144,28 +152,29 @@ class TcpMailbox:
         self._thread.start()
 
     def send(self, rank: int, message: bytes) -> None:
-        """Sends a message, sooner or later or never; does not wait."""
+        """Queue a message; does not wait. Delivery is not guaranteed."""
         with self._lock:
             out = self._out[rank]
             out.waiting.append(_frame(message))
             while len(out.waiting) > _KEPT_MAX:
                 out.waiting.popleft()
-        with contextlib.suppress(OSError):  # it has been woken often enough, or is closed
+        # The pipe may be full, which wakes the thread as well, or closed.
+        with contextlib.suppress(OSError):
             self._wakes.send(b"x")
 
     def receive(self, timeout_s: float) -> bytes | None:
-        """The next message, or None when none comes within ``timeout_s``."""
+        """Return the next message, or None if none arrives within ``timeout_s``."""
         try:
             return self._arrived.get(timeout=timeout_s)
         except queue.Empty:
             return None
 
     def is_disconnected(self, rank: int) -> bool:
-        """Whether ``rank`` has spoken to us, and its mailbox is closed."""
+        """Return True if ``rank`` was connected once and its mailbox has been closed."""
         return self._from.get(rank) == 0
 
     def close(self, timeout_s: float = 1.0) -> None:
-        """Sends what can be sent within ``timeout_s``, and hangs up. Idempotent."""
+        """Send for at most ``timeout_s``, then close all connections. Idempotent."""
         deadline_s = time.monotonic() + timeout_s
         if self._thread is not None:
             while self._unsent() and time.monotonic() < deadline_s:
@@ -178,17 +187,17 @@ class TcpMailbox:
 
     def _unsent(self) -> bool:
         with self._lock:
-            return any(out.waiting or out.sending for out in self._out.values() if out.heard)
+            return any(out.waiting or out.sending for out in self._out.values() if out.reached)
 
     def _hang_up(self) -> None:
-        """Closes what this process has of it."""
+        """Close the sockets of this process."""
         ours = [self._listener, self._woken, self._wakes, *self._in]
         for one in (*ours, *(out.socket for out in self._out.values() if out.socket is not None)):
             one.close()
         if self._selector is not None:
             self._selector.close()
 
-    # The thread.
+    # --- In the mailbox thread ---
 
     def _work(self) -> None:
         assert self._selector is not None
@@ -198,7 +207,7 @@ class TcpMailbox:
                 self._connect_all()
                 for key, events in self._selector.select(_TRY_AGAIN_S):
                     key.data(key.fileobj, events)
-            except OSError:  # of a connection that has just gone
+            except OSError:  # a connection was closed at this moment
                 continue
 
     def _wake(self, _: Any, events: int) -> None:
@@ -214,10 +223,11 @@ class TcpMailbox:
             self._selector.register(connected, selectors.EVENT_READ, self._read)
 
     def _drop_strangers(self) -> None:
-        """Whoever does not say the session in time, or is one of too many who have not, is no rank
-        of ours; a rank that was only slow connects again."""
+        """Close connections that do not send the session in time, or that are too many. They are no
+        ranks of this job; a slow rank connects again.
+        """
         strangers = [one for one, incoming in self._in.items() if incoming.rank is None]
-        # All ranks may connect at once.
+        # All ranks may connect at the same time: allow for them.
         too_many = max(0, len(strangers) - _STRANGERS_MAX - len(self._out))
         now_s = time.monotonic()
         for place, connected in enumerate(strangers):  # the oldest first
@@ -246,7 +256,7 @@ class TcpMailbox:
             self._drop_incoming(connected)
 
     def _parse(self, incoming: _In) -> bool:
-        """Takes whole messages; False: this is none of ours."""
+        """Take complete messages from a connection; return False if it is not of this session."""
         while len(incoming.data) >= _LENGTH_BYTES:
             size = int.from_bytes(incoming.data[:_LENGTH_BYTES], "little")
             if size > (_MESSAGE_BYTES_MAX if incoming.rank is not None else 4096):
@@ -268,9 +278,9 @@ class TcpMailbox:
         assert self._selector is not None
         now_s = time.monotonic()
         for out in self._out.values():
-            if out.socket is None and out.waiting and now_s >= out.not_before_s:
+            if out.socket is None and out.waiting and now_s >= out.retry_at_s:
                 self._connect(out, now_s)
-            elif out.socket is not None and not out.connected and now_s > out.give_up_s:
+            elif out.socket is not None and not out.connected and now_s > out.connect_deadline_s:
                 self._drop(out)
             elif out.socket is not None and out.connected and (out.waiting or out.sending):
                 self._selector.modify(out.socket, _BOTH, out.on_ready)
@@ -283,7 +293,7 @@ class TcpMailbox:
         with contextlib.suppress(OSError):
             out.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         out.connected = False
-        out.give_up_s = now_s + _CONNECT_S
+        out.connect_deadline_s = now_s + _CONNECT_S
         out.on_ready = lambda _, events: self._write(out, events)
         try:
             out.socket.connect(out.address)
@@ -292,7 +302,7 @@ class TcpMailbox:
         except OSError:
             out.socket.close()
             out.socket = None
-            out.not_before_s = now_s + _TRY_AGAIN_S
+            out.retry_at_s = now_s + _TRY_AGAIN_S
             return
         self._selector.register(out.socket, _BOTH, out.on_ready)
 
@@ -303,10 +313,12 @@ class TcpMailbox:
                 if out.socket.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
                     self._drop(out)
                     return
-                out.connected = out.heard = True
+                out.connected = True
+                out.reached = True
                 out.sending = self._hello
             if events & selectors.EVENT_READ and not out.socket.recv(4096):
-                self._drop(out)  # nothing ever comes back but the end
+                # The other side never sends: readable means closed.
+                self._drop(out)
                 return
         except BlockingIOError:
             pass
@@ -334,7 +346,9 @@ class TcpMailbox:
             self._drop(out)
 
     def _drop(self, out: _Out) -> None:
-        """The connection is gone; what was on its way is lost, the rest is tried again."""
+        """Close a broken connection. The message being sent is lost; the others are sent again
+        later.
+        """
         assert self._selector is not None
         if out.socket is not None:
             with contextlib.suppress(KeyError, ValueError):
@@ -343,15 +357,15 @@ class TcpMailbox:
         out.socket = None
         out.sending = b""
         out.connected = False
-        out.heard = False
-        out.not_before_s = time.monotonic() + _TRY_AGAIN_S
+        out.reached = False
+        out.retry_at_s = time.monotonic() + _TRY_AGAIN_S
 
 
 class _In:
-    """A connection that another rank has made, or somebody else.
+    """Incoming connection, from another rank or a stranger.
 
     Attributes:
-        rank: None before the session was said.
+        rank: rank at the other end; None until the session has arrived.
     """
 
     def __init__(self, since_s: float) -> None:
@@ -361,16 +375,17 @@ class _In:
 
 
 class _Out:
-    """A connection to another rank, and what it is to be told."""
+    """Outgoing connection to another rank, and its queue of messages."""
 
     def __init__(self, address: tuple[str, int]) -> None:
         self.address = address
         self.socket: socket.socket | None = None
         self.connected = False
-        self.heard = False
+        self.reached = False
         self.waiting: deque[bytes] = deque()
         self.sending = b""
-        self.not_before_s = self.give_up_s = 0.0
+        self.retry_at_s = 0.0
+        self.connect_deadline_s = 0.0
         self.on_ready: Any = None
 
 
@@ -379,7 +394,7 @@ _mailboxes: weakref.WeakSet[TcpMailbox] = weakref.WeakSet()
 
 
 def _bound(host: str, port: int) -> socket.socket:
-    """A socket at an address of this machine; port 0: any that is free."""
+    """Return a socket bound to an address of this machine; port 0: any free one."""
     found = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
     try:
         found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -395,7 +410,9 @@ def _frame(message: bytes) -> bytes:
 
 
 def _leave_to_parent() -> None:
-    """In a forked child: else the others would not see the end of the parent."""
+    """Close the sockets in a forked child: otherwise other ranks would not notice the end of the
+    parent.
+    """
     for mailbox in list(_mailboxes):
         mailbox._hang_up()
 

@@ -1,12 +1,13 @@
-"""Conditions and futures of which an interrupt leaves no lock taken.
+"""Conditions and futures that never stay locked after an interrupt.
 
-``with threading.Condition():`` runs Python code between taking the lock and entering the block,
-and again between leaving it and letting go. A Ctrl-C in the training thread that arrives there
-leaves the lock taken for ever, and a thread that needs it next hangs. Here ``with`` finds the
-lock's own methods, which are C code: signals are looked for behind them, where the block has
-begun, or is over.
+``with threading.Condition():`` runs Python code between taking the lock and entering the block, and
+again between leaving the block and releasing the lock. A Ctrl-C in the training thread at that
+point leaves the lock taken forever, and the next thread that needs it hangs. Here ``with`` finds
+the lock's own methods, which are C code: signals are handled after them, when the block has begun
+or is over.
 
-Whoever waits here for a stated time waits as long as this process runs (:mod:`.running`).
+Waits with a timeout count only the time during which this process runs
+(:mod:`everstep.seams.clock`).
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ _T = TypeVar("_T")
 
 
 class Condition(threading.Condition):
-    """A condition for which the training thread may wait."""
+    """Condition that the training thread may wait for."""
 
     if not TYPE_CHECKING:
         __enter__ = property(lambda self: self._lock.__enter__)
@@ -42,7 +43,7 @@ class Condition(threading.Condition):
 
 
 class Outcome(Future[_T]):
-    """A future that the training thread may ask."""
+    """Future that the training thread may wait for."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -50,12 +51,14 @@ class Outcome(Future[_T]):
 
 
 def wait_done(future: Future[Any], timeout_s: float) -> bool:
-    """Waits until it has ended, well or badly; False: it has not within ``timeout_s``."""
+    """Wait until the future is done, with a result or an exception; return False after
+    ``timeout_s``.
+    """
     return wait_all([future], timeout_s)
 
 
 def wait_all(futures: Iterable[Future[Any]], timeout_s: float) -> bool:
-    """The same of all of them together."""
+    """Wait until all futures are done; return False after ``timeout_s`` in total."""
     allowance = WaitBudget(timeout_s)
     for future in futures:
 
