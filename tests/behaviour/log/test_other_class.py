@@ -237,7 +237,7 @@ def test_a_base_over_several_steps(run_folder: Path) -> None:
     forget(run_folder)
     found, values = resumed(run_folder, pinned)
     assert found.exact
-    assert "its parts made whole by" in found.evidence
+    assert "its parts completed by replaying" in found.evidence
     assert values == states[found.step]
 
 
@@ -265,7 +265,7 @@ def test_a_log_that_does_not_say_stays_readable(run_folder: Path) -> None:
 def test_without_looking_it_is_called_exact(
     run_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(redo, "class_for", lambda update, kind: (kind, ""))
+    monkeypatch.setattr(redo, "replay_class", lambda update, kind: (kind, ""))
     states = trained(run_folder, pinned)
     found, values = resumed(run_folder, adam)
     assert (found.step, found.exact) == (STEPS, True)

@@ -151,7 +151,7 @@ def test_installed_packages_are_not_put_before_the_standard_library(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("PYTHONPATH", raising=False)
-    place = tmp_path / "site-packages" / "everstep" / "seams" / "processes.py"
+    place = tmp_path / "site-packages" / "everstep" / "seams" / "processes" / "processes.py"
     monkeypatch.setattr(processes, "__file__", str(place))
     assert "PYTHONPATH" not in spawn._environment(keeper_files(KEY))
 
