@@ -579,7 +579,7 @@ def test_training_that_was_elsewhere_is_followed_but_never_exact(
     served: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
-        "everstep.keeper.replica.replica_state.conditions",
+        "everstep.keeper.replica.replica_state.replay_conditions",
         lambda records: (None, "trained on a GPU, replayed on the CPU"),
     )
     world = World()
