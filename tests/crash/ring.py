@@ -151,7 +151,7 @@ class Ring(Story):
             keeper.copies[rank.rank, base] = marker, data
             keeper.shelf.finished(rank.rank, base)
         said = "failed" if why else "whole"
-        self._tell(job, self._rounds.said(rank.rank, base, said, self.now_s))
+        self._tell(job, self._rounds.on_reply(rank.rank, base, said, self.now_s))
         if self._rounds.everywhere == base:
             self.note("peers", f"have {base}")
             self._sound = base

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import everstep
-from everstep.compress.training import Compressor
+from everstep.compress.compressor import Compressor
 from everstep.options import LogOptions
 from tests.gpu.world import NEEDS_CUDA, World, opened
 

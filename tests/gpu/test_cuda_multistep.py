@@ -13,7 +13,7 @@ import torch
 
 import everstep
 from everstep.link.registry import list_keepers
-from everstep.seams.processes.processes import process_gone
+from everstep.seams.processes.processes import process_ended
 from everstep.trainer.multistep.held_gradients import GraphMemory, HeldGradients, own_their_memory
 from tests.gpu.world import DEVICE, NEEDS_CUDA, World, warm_up
 from tests.support.world import TIMEOUT_S, forget
@@ -26,7 +26,7 @@ def no_keeper_stays() -> Iterator[None]:
     yield
     for keeper in list_keepers():
         os.kill(keeper.pid, signal.SIGKILL)
-        assert process_gone(keeper.pid, TIMEOUT_S)
+        assert process_ended(keeper.pid, TIMEOUT_S)
 
 
 @pytest.mark.parametrize("overlap", [0, 1, 3], ids=["gockpt", "gockpt_o", "held for 3"])

@@ -21,7 +21,7 @@ from everstep.capture.lanes.devices import DeviceLane
 from everstep.capture.spot_check import SpotCheck
 from everstep.errors import AuditError, StateError
 from everstep.link.registry import list_keepers
-from everstep.seams.processes.processes import process_gone
+from everstep.seams.processes.processes import process_ended
 from tests.gpu.world import DEVICE, ENVIRONMENT, NEEDS_CUDA, World, opened, restored, warm_up
 from tests.support.keeper_process import finish
 from tests.support.world import TIMEOUT_S
@@ -34,7 +34,7 @@ def no_keeper_stays() -> Iterator[None]:
     yield
     for keeper in list_keepers():
         os.kill(keeper.pid, signal.SIGKILL)
-        assert process_gone(keeper.pid, TIMEOUT_S)
+        assert process_ended(keeper.pid, TIMEOUT_S)
 
 
 @pytest.fixture

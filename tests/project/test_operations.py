@@ -19,7 +19,7 @@ from everstep.errors import KeeperError
 from everstep.link.registry import find_keeper, keeper_files
 from everstep.link.spawn import SpawnOptions, connect, spawn_keeper
 from everstep.options import ANNOUNCING
-from everstep.seams.processes.processes import process_gone
+from everstep.seams.processes.processes import process_ended
 from everstep.seams.processes.runtime import RUNTIME_DIR_VARIABLE, runtime_folder
 from tests.support.documents import masked, run_command, run_program
 from tests.support.logged import invoke
@@ -150,7 +150,7 @@ def test_a_keeper_ends_in_order_behind_each_signal_that_may_be_announced(
     keeper = find_keeper(options.key)
     assert keeper is not None
     os.kill(keeper.pid, signal.Signals[name])
-    assert process_gone(keeper.pid, TIMEOUT_S)
+    assert process_ended(keeper.pid, TIMEOUT_S)
     assert not os.path.exists(files.info)
     assert not os.path.exists(files.socket)
 

@@ -387,7 +387,7 @@ def test_failpoints_that_are_right(source: str) -> None:
     ("name", "source"),
     [
         ("everstep.trainer.session.components", 'print("text", file=sys.stderr)'),
-        ("everstep.checkpointer", "def f(say=print):\n    say(1)"),
+        ("everstep.checkpointer", "def f(say=print):\n    print_line(1)"),
         ("everstep.seams.progress", 'print("text", flush=True)'),
         ("everstep.keeper.__main__", "print()"),
     ],
@@ -401,9 +401,9 @@ def test_print_that_may_fail(name: str, source: str) -> None:
     [
         (
             "everstep.trainer.session.components",
-            "from everstep.seams.messages import say\nsay('print')",
+            "from everstep.seams.stderr import print_line\nsay('print')",
         ),
-        ("everstep.seams.messages", "print(text, file=stream)"),
+        ("everstep.seams.stderr", "print(text, file=stream)"),
         ("everstep.cli.ls", "print(1)"),
         ("everstep.demo.show", "print(1)"),
         ("everstep_bench.drill.show", "print(1)"),

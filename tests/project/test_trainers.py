@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from everstep.seams.processes.processes import process_gone
+from everstep.seams.processes.processes import process_ended
 from tests.support import trainers
 from tests.support.leftovers import MARK, processes_marked
 from tests.support.trainers import end_server, run_trainer, start_trainer
@@ -85,7 +85,7 @@ def test_one_that_hangs_is_killed_and_what_it_said_is_told() -> None:
 def test_all_of_them_end_with_the_tests() -> None:
     trainer = start_trainer("import signal; signal.pause()")
     end_server()
-    assert process_gone(trainer.pid, TIMEOUT_S)
+    assert process_ended(trainer.pid, TIMEOUT_S)
     with pytest.raises(AssertionError, match="is gone"):
         trainer.wait(TIMEOUT_S)
     for pipe in (trainer.stdin, trainer.stdout, trainer.stderr):

@@ -329,7 +329,7 @@ def check_prints(module: Module) -> list[str]:
     ]
 
 
-_MESSAGES = "everstep.seams.messages"
+_MESSAGES = "everstep.seams.stderr"
 
 
 def check_waits(module: Module) -> list[str]:

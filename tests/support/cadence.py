@@ -53,8 +53,8 @@ class Run:
         if self.options.logs:
             disk = DiskLog(self.options, channel=None)  # type: ignore[arg-type]
             disk.start(SimpleNamespace(log_to_disk=self.told.append))  # type: ignore[arg-type]
-            rooms = SimpleNamespace(bytes_max=memory_bytes, taken_bytes=0)
-            self.recorder = SimpleNamespace(stats=RecorderStats(), disk=disk, rooms=rooms)
+            memory = SimpleNamespace(bytes_max=memory_bytes, taken_bytes=0)
+            self.recorder = SimpleNamespace(stats=RecorderStats(), disk=disk, memory=memory)
         parts = self.options, RUN, self.saver, self.keepers, self.recorder, self.clock
         self.cadence = Cadence(*parts, base_bytes=MB, alone=alone, limits=limits)
         self.step = 0

@@ -199,7 +199,7 @@ def end(pid: int) -> None:
     """Kills a process that we have started, and waits until it is gone."""
     with PidWatch(pid) as watch:
         watch.signal(signal.SIGKILL)
-        assert watch.gone(TIMEOUT_S)
+        assert watch.ended(TIMEOUT_S)
 
 
 if __name__ == "__main__":

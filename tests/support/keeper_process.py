@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from everstep.link.registry import list_keepers
-from everstep.seams.processes.processes import process_gone
+from everstep.seams.processes.processes import process_ended
 from tests.support.trainers import Popen, Trainer, finish_trainer, start_trainer
 from tests.support.world import TIMEOUT_S
 
@@ -78,4 +78,4 @@ def finish(process: Popen | Trainer) -> tuple[int, list[dict[str, Any]], str]:
 
 def keepers_gone() -> None:
     for keeper in list_keepers():
-        assert process_gone(keeper.pid, TIMEOUT_S), f"keeper {keeper.pid} stays"
+        assert process_ended(keeper.pid, TIMEOUT_S), f"keeper {keeper.pid} stays"

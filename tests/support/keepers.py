@@ -30,7 +30,7 @@ def end_keepers(folder: Path, timeout_s: float = 20.0) -> None:
             with PidWatch(pid) as watch:
                 if pid in _keepers_of(folder):  # and not another process of that number
                     watch.signal(signal.SIGKILL)
-                watch.gone(deadline_s - time.monotonic())
+                watch.ended(deadline_s - time.monotonic())
     list_keepers()  # clears away the sockets that they have left
 
 

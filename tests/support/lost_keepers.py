@@ -14,7 +14,7 @@ import everstep
 from everstep.errors import KeeperError
 from everstep.link.pool import CapturePool
 from everstep.link.registry import list_keepers
-from everstep.seams.processes.processes import process_gone
+from everstep.seams.processes.processes import process_ended
 from tests.support.following import until
 from tests.support.world import TIMEOUT_S
 
@@ -22,7 +22,7 @@ from tests.support.world import TIMEOUT_S
 def kill_keeper() -> None:
     (keeper,) = list_keepers()
     os.kill(keeper.pid, signal.SIGKILL)
-    assert process_gone(keeper.pid, TIMEOUT_S)
+    assert process_ended(keeper.pid, TIMEOUT_S)
 
 
 def lost_of(pool: CapturePool) -> KeeperError:

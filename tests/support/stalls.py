@@ -9,7 +9,7 @@ import typer
 from rich.console import Console
 from typer.testing import CliRunner
 
-from everstep.cli.common._common import EverstepGroup
+from everstep.cli.common.errors import EverstepGroup
 from everstep_bench.cli.bench import app
 from everstep_bench.persist.machine import Machine
 from everstep_bench.stall import show

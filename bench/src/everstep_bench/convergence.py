@@ -20,7 +20,7 @@ from rich.text import Text
 from torch.nn import functional
 from torch.optim.lr_scheduler import LambdaLR
 
-from everstep.compress.training import Compressor
+from everstep.compress.compressor import Compressor
 from everstep.errors import OptionError
 from everstep.workloads import (
     GPTConfig,

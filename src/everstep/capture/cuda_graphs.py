@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from everstep.errors import StateError
-from everstep.seams.driver import leave_out_of_captures
+from everstep.seams.machine import use_thread_local_captures
 
 __all__ = ["ignore_graph_captures", "refuse_graph_capture"]
 
@@ -30,7 +30,7 @@ def ignore_graph_captures() -> None:
     if getattr(_said, "it", False) or not _cuda.is_initialized():
         return
     _said.it = True
-    leave_out_of_captures()
+    use_thread_local_captures()
 
 
 def refuse_graph_capture() -> None:

@@ -202,10 +202,10 @@ class MarkComparison:
         all_of_them = tuple(tensors.values())
         if which.tobytes() != self._bits or not same_objects(all_of_them, self._tensors):
             bits = np.unpackbits(which)[: len(entries)]
-            looked_at = [name for name, bit in zip(entries, bits, strict=True) if bit]
-            if missing := [name for name in looked_at if name not in tensors]:
+            checked_path = [name for name, bit in zip(entries, bits, strict=True) if bit]
+            if missing := [name for name in checked_path if name not in tensors]:
                 raise FormatError(f"samples of {missing[0]!r}, which the state does not have")
-            chosen = {name: tensors[name] for name in looked_at}
+            chosen = {name: tensors[name] for name in checked_path}
             self._spots = MarkSampler(chosen)
             if self._spots.names != chosen.keys():
                 raise FormatError("samples of tensors in host memory, which these are not")

@@ -26,14 +26,14 @@ from typing import Annotated
 
 import typer
 
-from everstep.cli.common._common import EXIT_STATUS, EverstepGroup, ExitCode
-from everstep.cli.common._output import OutputLostError, guarded_output
+from everstep.cli.common.errors import EXIT_STATUS, EverstepGroup, ExitCode
+from everstep.cli.common.streams import OutputLostError, guarded_output
 from everstep.cli.demo import demo
 from everstep.cli.doctor import doctor
 from everstep.cli.du import du
 from everstep.cli.inspect import inspect
 from everstep.cli.ls import ls
-from everstep.cli.plan import app as _plan
+from everstep.cli.plan.interval import app as _plan
 from everstep.cli.plugins import add_plugged_in
 from everstep.cli.ps import ps
 from everstep.cli.replay import replay

@@ -8,8 +8,8 @@ from typing import Annotated
 
 import typer
 
-from everstep.cli.common._common import ExitCode, JsonFlag, emit
-from everstep.cli.common._paths import looked_at
+from everstep.cli.common.errors import ExitCode, JsonFlag, emit
+from everstep.cli.common.paths import checked_path
 
 __all__ = ["demo"]
 
@@ -24,7 +24,7 @@ def demo(
     run: Annotated[
         Path | None,
         typer.Option(
-            "--run", "--keep", callback=looked_at, help="Keep everything in this new folder."
+            "--run", "--keep", callback=checked_path, help="Keep everything in this new folder."
         ),
     ] = None,
     quick: Annotated[bool, typer.Option("--quick", help="A tiny model and few steps.")] = False,

@@ -26,8 +26,9 @@ from typing import Annotated, Literal
 import typer
 from rich.console import Console
 
-from everstep.cli.common._common import ExitCode, JsonFlag, console, emit, in_words, label, plain
-from everstep.cli.common._paths import absolute, kind_of
+from everstep.cli.common.errors import ExitCode, JsonFlag, emit
+from everstep.cli.common.output import console, in_words, label, plain
+from everstep.cli.common.paths import absolute, kind_of
 from everstep.errors import OptionError
 from everstep.version import is_too_old
 

@@ -9,18 +9,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from rich.console import Console
 
-from everstep.cli.common._common import (
-    RUN_ARGUMENT,
-    JsonFlag,
-    console,
-    count_of,
-    emit,
-    in_words,
-    label,
-    open_run,
-    reading,
-    table,
-)
+from everstep.cli.common.errors import JsonFlag, emit
+from everstep.cli.common.output import console, count_of, in_words, label, table
+from everstep.cli.common.runs import RUN_ARGUMENT, open_run, reading
 from everstep.cli.ls import STATUS_WORDS
 
 if TYPE_CHECKING:

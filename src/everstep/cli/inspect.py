@@ -14,22 +14,9 @@ import typer
 from rich.console import Console
 from rich.tree import Tree
 
-from everstep.cli.common._audit import record_as_json
-from everstep.cli.common._common import (
-    LINE_CHARS_MAX,
-    ExitCode,
-    JsonFlag,
-    console,
-    count_of,
-    emit,
-    in_words,
-    label,
-    open_run,
-    reading,
-    select_bases,
-    table,
-)
-from everstep.cli.common._log import (
+from everstep.cli.common.audit import record_as_json
+from everstep.cli.common.errors import ExitCode, JsonFlag, emit
+from everstep.cli.common.log import (
     is_deleted,
     records_in,
     run_log,
@@ -37,8 +24,10 @@ from everstep.cli.common._log import (
     show_records,
     show_segments,
 )
-from everstep.cli.common._paths import absolute, kind_of, refuse_irregular
-from everstep.cli.ls import ATTEMPTS, STATUS_WORDS, is_gone, is_leaving, look
+from everstep.cli.common.output import LINE_CHARS_MAX, console, count_of, in_words, label, table
+from everstep.cli.common.paths import absolute, kind_of, refuse_irregular
+from everstep.cli.common.runs import open_run, reading, select_bases
+from everstep.cli.ls import ATTEMPTS, STATUS_WORDS, base_is_deleted, base_was_superseded, look
 from everstep.config.given import nearest
 from everstep.errors import DamageError, EverstepError, FormatError, OptionError, RecoveryError
 
@@ -201,7 +190,7 @@ def _of_run_now(filesystem: FileSystem, run: str, step: int | None, timeline: in
             )
         found = _of_base(filesystem, choice.base, inventory)
         # A process at work may have deleted one while it was looked at.
-        gone = {base for base in choice.skipped if is_gone(filesystem, inventory, base)}
+        gone = {base for base in choice.skipped if base_is_deleted(filesystem, inventory, base)}
         found.skipped = {b: why for b, why in choice.skipped.items() if b not in gone}
     else:
         chosen = select_bases(inventory, step=step, timeline=timeline)[0]
@@ -231,7 +220,7 @@ def _of_base(filesystem: FileSystem, base: BaseFound, inventory: Inventory) -> _
                 found.headers += [(path.name, header) for _, _, header, path in opened.files]
                 found.records += opened.heads
     except EverstepError:
-        if is_leaving(filesystem, inventory, base):
+        if base_was_superseded(filesystem, inventory, base):
             raise _GoneError(base.path) from None
         raise
     return found
@@ -272,12 +261,12 @@ def _of_file(filesystem: FileSystem, path: PurePath) -> _Found:
 
 def _unvouched(file: Any, path: PurePath) -> ShardHeader:
     """A header that nothing vouches for: bounded, then checked for sense."""
-    from everstep.format.header import HEADER_BYTES_MAX, LENGTH_BYTES, decode_header
+    from everstep.format.header import HEADER_SIZE_BYTES_MAX, LENGTH_BYTES, decode_header
 
     length = bytearray(LENGTH_BYTES)
     file.read_into(memoryview(length), 0)
     room = int.from_bytes(length, "little") + LENGTH_BYTES
-    if not LENGTH_BYTES < room <= min(HEADER_BYTES_MAX, file.size_bytes):
+    if not LENGTH_BYTES < room <= min(HEADER_SIZE_BYTES_MAX, file.size_bytes):
         zeros = "" if any(length) else ": it begins with zeros, so its writing was not finished"
         raise FormatError(f"{path}: not a whole shard{zeros}", path=path)
     data = bytearray(room)

@@ -9,24 +9,19 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
-from everstep.cli.common._audit import AUDIT_WORDS, record_as_json
-from everstep.cli.common._common import (
+from everstep.cli.common.audit import AUDIT_WORDS, record_as_json
+from everstep.cli.common.errors import ExitCode, JsonFlag, emit
+from everstep.cli.common.log import as_json, describe_reach, is_deleted, run_log
+from everstep.cli.common.output import (
     LINE_CHARS_MAX,
-    RUN_ARGUMENT,
-    ExitCode,
-    JsonFlag,
     console,
     count_of,
-    emit,
-    filesystem_of,
     in_words,
     label,
-    open_run,
-    reading,
     table,
     when,
 )
-from everstep.cli.common._log import as_json, in_line, is_deleted, run_log
+from everstep.cli.common.runs import RUN_ARGUMENT, filesystem_of, open_run, reading
 from everstep.errors import DamageError, FormatError, NewerFormatError
 
 if TYPE_CHECKING:
@@ -39,9 +34,9 @@ __all__ = [
     "ATTEMPTS",
     "STATUS_WORDS",
     "Choice",
+    "base_is_deleted",
+    "base_was_superseded",
     "file_problems",
-    "is_gone",
-    "is_leaving",
     "look",
     "ls",
 ]
@@ -94,7 +89,7 @@ def look(filesystem: FileSystem, run: str) -> tuple[Inventory, Choice]:
             had = choice.had
             continue
         passed = choice.skipped if left and choice.base is None else {}
-        if not passed or not all(is_gone(filesystem, inventory, base) for base in passed):
+        if not passed or not all(base_is_deleted(filesystem, inventory, base) for base in passed):
             break
     return inventory, choice
 
@@ -158,7 +153,7 @@ def file_problems(base: BaseFound) -> list[str]:
     return problems
 
 
-def is_gone(filesystem: FileSystem, inventory: Inventory, base: BaseId) -> bool:
+def base_is_deleted(filesystem: FileSystem, inventory: Inventory, base: BaseId) -> bool:
     """Whether a process at work has deleted a base, or begun to, while it was looked at."""
     from everstep.run.scan import scan_base
 
@@ -170,7 +165,7 @@ def is_gone(filesystem: FileSystem, inventory: Inventory, base: BaseId) -> bool:
         return False
 
 
-def is_leaving(filesystem: FileSystem, inventory: Inventory, base: BaseFound) -> bool:
+def base_was_superseded(filesystem: FileSystem, inventory: Inventory, base: BaseFound) -> bool:
     """Whether a process at work has deleted a base, or gone on with it, while it was read."""
     from everstep.run.scan import scan_base
 
@@ -325,7 +320,7 @@ def _all_notes(
     """What is wrong with each base; nothing is with one that was deleted meanwhile."""
     found = {base.id: _notes(base, choice) for base in inventory.bases}
     return {
-        base: [] if notes and is_gone(filesystem, inventory, base) else notes
+        base: [] if notes and base_is_deleted(filesystem, inventory, base) else notes
         for base, notes in found.items()
     }
 
@@ -367,7 +362,7 @@ def _show(
     _show_timelines(out, inventory, every)
     _show_bases(out, inventory, choice, notes, every)
     for reach in list(reaches.values())[0 if every else -_ROWS_MAX :]:
-        out.print(label(in_line(reach)), soft_wrap=True)
+        out.print(label(describe_reach(reach)), soft_wrap=True)
     prefix = f"{inventory.path}{os.sep}"  # names of files are clear without it
     for problem in problems[:_PROBLEMS_MAX]:
         line = f"problem: {problem.replace(prefix, '')}"

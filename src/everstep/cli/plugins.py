@@ -12,7 +12,7 @@ from typing import Any
 
 import typer
 
-from everstep.cli.common._common import JsonFlag
+from everstep.cli.common.errors import JsonFlag
 from everstep.errors import UnavailableError
 
 __all__ = ["GROUP", "add_plugged_in"]

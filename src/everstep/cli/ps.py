@@ -11,15 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
-from everstep.cli.common._common import (
-    LINE_CHARS_MAX,
-    JsonFlag,
-    console,
-    emit,
-    in_words,
-    label,
-    table,
-)
+from everstep.cli.common.errors import JsonFlag, emit
+from everstep.cli.common.output import LINE_CHARS_MAX, console, in_words, label, table
 from everstep.errors import KeeperError, KeeperTimeoutError, UnavailableError
 
 if TYPE_CHECKING:
@@ -29,10 +22,10 @@ __all__ = [
     "Status",
     "ask_status",
     "ask_statuses",
-    "in_time",
-    "keeper_trouble",
-    "living_keepers",
+    "duration_in_words",
     "ps",
+    "registry_errors",
+    "running_keepers",
     "steps_of",
 ]
 
@@ -121,11 +114,11 @@ def ps(json_output: JsonFlag = False) -> None:
     A keeper is the process beside a training process that makes captured state durable. One
     that does not answer within a second is busy, or hangs; its log may tell.
     """
-    with keeper_trouble():
+    with registry_errors():
         from everstep.seams.processes.runtime import runtime_folder
 
         folder = runtime_folder(create=False)
-        keepers = living_keepers()
+        keepers = running_keepers()
         statuses = ask_statuses(keepers)
     if json_output:
         emit(
@@ -150,7 +143,7 @@ def ps(json_output: JsonFlag = False) -> None:
 
 
 @contextlib.contextmanager
-def keeper_trouble() -> Iterator[None]:
+def registry_errors() -> Iterator[None]:
     """Without the registry of keepers nothing can be said: that is this machine's trouble."""
     try:
         yield
@@ -162,7 +155,7 @@ def keeper_trouble() -> Iterator[None]:
         ) from error
 
 
-def living_keepers() -> list[KeeperInfo]:
+def running_keepers() -> list[KeeperInfo]:
     """The living keepers, by run and rank."""
     from everstep.link.registry import list_keepers
 
@@ -198,7 +191,7 @@ def ask_status(info: KeeperInfo) -> Status | None:
 # --- Showing ----------------------------------------------------------------------------
 
 
-def in_time(seconds: float) -> str:
+def duration_in_words(seconds: float) -> str:
     """A duration for people: ``"35 s"``, ``"9 min"``, ``"2.5 h"``."""
     if seconds < 120:
         return f"{max(0.0, seconds):.0f} s"
@@ -219,8 +212,8 @@ def _doing(status: Status) -> str:
         return f"writing {steps_of(status.writing)}"
     if status.trainer is not None:
         return "waiting for the next base"
-    ends = "" if status.ends_in_s is None else f", ends in {in_time(status.ends_in_s)}"
-    return f"without a trainer for {in_time(status.idle_s)}{ends}"
+    ends = "" if status.ends_in_s is None else f", ends in {duration_in_words(status.ends_in_s)}"
+    return f"without a trainer for {duration_in_words(status.idle_s)}{ends}"
 
 
 def _copies(status: Status) -> str:

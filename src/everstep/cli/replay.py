@@ -9,16 +9,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
-from everstep.cli.common._common import (
-    RUN_ARGUMENT,
-    JsonFlag,
-    console,
-    count_of,
-    emit,
-    label,
-    open_run,
-    table,
-)
+from everstep.cli.common.errors import JsonFlag, emit
+from everstep.cli.common.output import console, count_of, label, table
+from everstep.cli.common.runs import RUN_ARGUMENT, open_run
 from everstep.cli.restore import check_out, given_up, rebuilding, write_run
 from everstep.errors import OptionError
 

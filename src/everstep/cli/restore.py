@@ -13,19 +13,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from everstep.cli.common._common import (
-    RUN_ARGUMENT,
-    JsonFlag,
-    console,
-    count_of,
-    emit,
-    filesystem_of,
-    in_words,
-    label,
-    open_run,
-    reading,
-)
-from everstep.cli.common._paths import absolute, kind_of
+from everstep.cli.common.errors import JsonFlag, emit
+from everstep.cli.common.output import console, count_of, in_words, label
+from everstep.cli.common.paths import absolute, kind_of
+from everstep.cli.common.runs import RUN_ARGUMENT, filesystem_of, open_run, reading
 from everstep.commit.lineage import BaseId, describe_abandoned
 from everstep.errors import OptionError, StorageError
 

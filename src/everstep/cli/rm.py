@@ -10,20 +10,10 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
-from everstep.cli.common._common import (
-    RUN_ARGUMENT,
-    JsonFlag,
-    console,
-    emit,
-    in_words,
-    label,
-    open_run,
-    plain,
-    reading,
-    select_bases,
-    table,
-)
-from everstep.cli.common._log import run_log, steps_in_words
+from everstep.cli.common.errors import JsonFlag, emit
+from everstep.cli.common.log import run_log, steps_in_words
+from everstep.cli.common.output import console, in_words, label, plain, table
+from everstep.cli.common.runs import RUN_ARGUMENT, open_run, reading, select_bases
 from everstep.cli.ls import STATUS_WORDS
 from everstep.cli.verify import check_base
 from everstep.errors import OptionError, StorageError

@@ -12,18 +12,17 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
-from everstep.cli.common._common import (
-    LINE_CHARS_MAX,
-    ExitCode,
-    JsonFlag,
-    console,
-    count_of,
-    emit,
-    label,
-    plain,
+from everstep.cli.common.errors import ExitCode, JsonFlag, emit
+from everstep.cli.common.output import LINE_CHARS_MAX, console, count_of, label, plain
+from everstep.cli.common.paths import absolute, kind_of
+from everstep.cli.ps import (
+    Status,
+    ask_statuses,
+    duration_in_words,
+    registry_errors,
+    running_keepers,
+    steps_of,
 )
-from everstep.cli.common._paths import absolute, kind_of
-from everstep.cli.ps import Status, ask_statuses, in_time, keeper_trouble, living_keepers, steps_of
 from everstep.errors import KeeperError, KeeperTimeoutError, OptionError
 
 if TYPE_CHECKING:
@@ -94,8 +93,8 @@ def stop(
         )
     if not timeout_s >= 0:
         raise OptionError(f"--timeout {timeout_s:g}: seconds, not negative")
-    with keeper_trouble():
-        keepers = living_keepers()
+    with registry_errors():
+        keepers = running_keepers()
         chosen = keepers if every else _chosen(keepers, runs or [], pid)
         stopping = _stop(chosen, now=now, force=force, timeout_s=timeout_s)
     if json_output:
@@ -182,7 +181,7 @@ def _has_log(status: Status | None) -> str | None:
     """Why a keeper is not told: what a process that is gone has logged in memory ends with it."""
     if status is None or status.trainer is not None or status.logged is None:
         return None
-    left = "" if status.ends_in_s is None else f" within {in_time(status.ends_in_s)}"
+    left = "" if status.ends_in_s is None else f" within {duration_in_words(status.ends_in_s)}"
     return (
         f"nothing else has the steps up to {status.logged}, which are in a log in its memory; "
         f"resuming the run{left} takes them over"
@@ -221,7 +220,7 @@ def _wait(stopping: Sequence[_Stopping], timeout_s: float) -> None:
         while waiting:
             left_s = deadline_s - time.monotonic()
             for one in list(waiting):
-                one.watch.gone(min(max(0.0, left_s), _ROUND_S / len(waiting)))
+                one.watch.ended(min(max(0.0, left_s), _ROUND_S / len(waiting)))
                 if _is_gone(one):
                     one.gone = True
                     one.problem = None
@@ -234,7 +233,7 @@ def _wait(stopping: Sequence[_Stopping], timeout_s: float) -> None:
             if left_s <= 0:
                 break
     for one in waiting:
-        one.problem = f"it is still there after {in_time(timeout_s)}"
+        one.problem = f"it is still there after {duration_in_words(timeout_s)}"
         if one.killed:
             one.problem += ", though it was killed: the disk that it writes to hangs"
 
@@ -245,7 +244,7 @@ def _is_gone(one: _Stopping) -> bool:
 
     if find_keeper(one.info.key) == one.info:
         return False
-    one.watch.gone(_EXIT_S)
+    one.watch.ended(_EXIT_S)
     return True
 
 

@@ -10,31 +10,18 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
-from everstep.cli.common._audit import (
+from everstep.cli.common.audit import (
     audit_as_json,
     check_replay,
     check_segments,
     record_as_json,
     show_audits,
 )
-from everstep.cli.common._common import (
-    LINE_CHARS_MAX,
-    RUN_ARGUMENT,
-    ExitCode,
-    JsonFlag,
-    console,
-    count_of,
-    emit,
-    filesystem_of,
-    in_words,
-    label,
-    open_run,
-    reading,
-    select_bases,
-    table,
-)
-from everstep.cli.common._log import count_segments, run_log, segment_as_json
-from everstep.cli.ls import STATUS_WORDS, is_leaving, look
+from everstep.cli.common.errors import ExitCode, JsonFlag, emit
+from everstep.cli.common.log import count_segments, run_log, segment_as_json
+from everstep.cli.common.output import LINE_CHARS_MAX, console, count_of, in_words, label, table
+from everstep.cli.common.runs import RUN_ARGUMENT, filesystem_of, open_run, reading, select_bases
+from everstep.cli.ls import STATUS_WORDS, base_was_superseded, look
 from everstep.errors import EverstepError, NewerFormatError
 
 if TYPE_CHECKING:
@@ -222,7 +209,7 @@ def check_base(
             checked.note = "no manifest yet: resume() would roll it forward"
         if base.status == "condemned":
             checked.note = "being deleted, but all there: resume() takes it where nothing newer is"
-    if checked.damages and is_leaving(filesystem, inventory, base):
+    if checked.damages and base_was_superseded(filesystem, inventory, base):
         return Checked(base, note="deleted by a process at work while it was read")
     return checked
 

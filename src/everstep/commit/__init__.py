@@ -1,18 +1,14 @@
-"""Commit, history and retention: decisions without I/O.
+"""Commit protocol, timelines and retention, as state machines without I/O.
 
-``lineage``      which bases are in the history of a timeline
-``machine``      the life of one base on one rank, from first byte to commit record
-``deletion``     how one base is deleted from one disk
-``retention``    which bases may go; ``reclaim``: what each tier may forget
-``watermark``    the newest base that is durable on all ranks
+The keeper process drives them; the trainer and read-only commands use the pure functions. A driver
+performs an action, reports the resulting event, and gets the next action. Read in this order:
 
-Several ranks (``adr/020``):
-
-``cluster``      which ranks there are, and which of them see the same disk
-``member``       one rank's part in a timeline; ``coordinator``: rank 0's
-                 ``steps``: what these ask for and report
-``messages``     what they tell each other
-``offers``       what each rank can read at a start, and what all should restore;
-                 ``offers_wire``: that as bytes
-``agreement``    how the ranks come to restore the same
+``lineage``      timelines, and the bases in the history of the newest one
+``base_commit``  one base on one rank, from the first byte to the manifest
+``deletion``     deletion of one base from one disk, in two steps (``adr/004``)
+``retention``    choice of the bases to delete, and the watermark that permits it
+``job``          commits and starts of several ranks (``adr/020``)
+``log_reach``    the last step that the logs of all ranks reach from a base
+``copy_round``   rank 0's state while all ranks copy one base to another tier
+``peer_copies``  copies of bases and logs in the memory of another node
 """

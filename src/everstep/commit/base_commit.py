@@ -1,17 +1,17 @@
-"""The life of one base on one rank, as a state machine without I/O.
+"""Commit of one base on one rank, as a state machine without I/O.
 
-A driver performs the action and reports the event; the machine says what comes next. The
-order is the guarantee (I5): files durable, then this rank's marker, then, when *all*
-markers are there, the manifest; and nobody commits who has been fenced off (I11).
+A driver performs each action and reports the resulting event; the machine returns the next action.
+The order is the guarantee (I5): durable files, then this rank's marker, then, once *all* markers
+are durable, the manifest. A fenced process never commits (I11).
 
 ::
 
     start -> CheckFence -> WriteFiles -> WriteMarker -> GatherMarkers* -> CheckFence
           -> WriteManifest -> None (committed)
 
-Of the ranks that share a disk one leads: it writes the manifest there. The others gather until
-they find it; if it does not come, any of them takes the lead (:meth:`BaseCommit.take_over`), as
-the manifest is a pure function of the markers.
+Of the ranks that share a disk, one leads: it writes the manifest there. The others gather until
+they find it. If it does not appear, any of them may take over (:meth:`BaseCommit.take_over`),
+because the manifest is a pure function of the markers.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ __all__ = [
 
 
 class Phase(Enum):
-    """How far the base has come."""
+    """Progress of a commit."""
 
     NEW = "new"
     WRITING = "writing"
@@ -55,7 +55,7 @@ class Phase(Enum):
 
 @dataclass(frozen=True, slots=True)
 class CheckFence:
-    """Look for the newest timeline of the run; answer with :class:`FenceSeen`."""
+    """Look up the newest timeline of the run; answer with :class:`FenceSeen`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,12 +72,12 @@ class WriteMarker:
 
 @dataclass(frozen=True, slots=True)
 class GatherMarkers:
-    """Read the markers that are there; answer with :class:`MarkersSeen`."""
+    """Read the markers that exist; answer with :class:`MarkersSeen`."""
 
 
 @dataclass(frozen=True, slots=True)
 class WriteManifest:
-    """Write the commit record; answer with :class:`ManifestDurable`."""
+    """Write the manifest, which commits the base; answer with :class:`ManifestDurable`."""
 
     manifest: Manifest
 
@@ -94,7 +94,7 @@ class FenceSeen:
 
 @dataclass(frozen=True, slots=True)
 class FilesDurable:
-    """This rank's shards have their final names, durably."""
+    """This rank's shards are durable under their final names."""
 
     files: tuple[FileRecord, ...]
 
@@ -109,7 +109,7 @@ class MarkersSeen:
     """Markers found so far, by rank.
 
     Attributes:
-        committed: the manifest is on this rank's disk, durably, whoever wrote it.
+        committed: the manifest is durable on this rank's disk, whichever rank wrote it.
     """
 
     markers: Mapping[int, Marker]
@@ -118,18 +118,18 @@ class MarkersSeen:
 
 @dataclass(frozen=True, slots=True)
 class ManifestDurable:
-    """The commit record is durable."""
+    """The manifest is durable."""
 
 
 Event = FenceSeen | FilesDurable | MarkerDurable | MarkersSeen | ManifestDurable
 
 
 class BaseCommit:
-    """One rank's part in committing one base.
+    """Commit of one base on one rank.
 
     Args:
-        identity: which shard of which base.
-        leads: whether this rank writes the manifest to its disk.
+        identity: identity of this rank's shards.
+        leads: this rank writes the manifest on its disk.
     """
 
     def __init__(self, identity: ShardIdentity, *, leads: bool = True) -> None:
@@ -140,22 +140,23 @@ class BaseCommit:
 
     @property
     def base(self) -> BaseId:
+        """Base that is committed."""
         return BaseId(self._identity.timeline, self._identity.step)
 
     def take_over(self) -> None:
-        """Whoever should write the manifest does not: from now on this rank may."""
+        """Allow this rank to write the manifest, because the leading rank does not."""
         self._leads = True
 
     def start(self) -> Action:
-        """The first action."""
+        """Return the first action."""
         assert self.phase is Phase.NEW
         return CheckFence()
 
     def on(self, event: Event) -> Action | None:
-        """What to do after ``event``; None when the base is committed.
+        """Return the action that follows ``event``; None when the base is committed.
 
         Raises:
-            FencedError: when a newer timeline exists.
+            FencedError: a newer timeline exists.
         """
         if isinstance(event, FenceSeen):
             return self._on_fence(event.newest)
@@ -171,11 +172,13 @@ class BaseCommit:
         return None
 
     def _on_fence(self, newest: int) -> Action:
+        # Checked before the first byte and again before the manifest: the files of a fenced process
+        # do no harm, but its manifest would add a base to a history that has moved on.
         if newest > self._identity.timeline:
             raise fenced_error(
                 self._identity.timeline,
                 newest,
-                "it may not commit any more",
+                "it can no longer commit bases",
                 step=self._identity.step,
                 rank=self._identity.rank,
             )

@@ -1,14 +1,14 @@
-"""Deleting one base from one disk in two steps, as a state machine without I/O (``adr/004``).
+"""Deletion of one base from one disk in two steps, as a state machine without I/O (``adr/004``).
 
 ::
 
     start -> CheckFence -> Condemn -> CheckFence -> DeleteFiles -> None (deleted)
                                           \\-> Lift -> FencedError
 
-A process that resumes opens its timeline first and looks for the condemned mark second: so
-either it sees the mark and chooses another base, or the deleter sees the new timeline and
-lifts the mark again. With several disks each has its mark and its fence, and the same holds
-on each.
+A process that resumes first opens its timeline and then looks for the condemned manifest. So either
+it sees the condemned manifest and chooses another base, or the deleting process sees the new
+timeline and lifts the condemnation. With several disks, each has its own manifest and fence, and
+this argument holds on each of them.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class Condemn:
-    """Rename the manifest, durably, so that no recovery chooses the base; answer with
-    :class:`Condemned`, or :class:`AlreadyDeleted`."""
+    """Rename the manifest durably so that no recovery chooses the base; answer with
+    :class:`Condemned` or :class:`AlreadyDeleted`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +47,7 @@ class DeleteFiles:
 
 @dataclass(frozen=True, slots=True)
 class Lift:
-    """Give the manifest its name back, durably; answer with :class:`Lifted`."""
+    """Rename the manifest back, durably; answer with :class:`Lifted`."""
 
 
 DeletionAction = CheckFence | Condemn | DeleteFiles | Lift
@@ -55,22 +55,23 @@ DeletionAction = CheckFence | Condemn | DeleteFiles | Lift
 
 @dataclass(frozen=True, slots=True)
 class Condemned:
-    """The mark is durable."""
+    """The renamed manifest is durable."""
 
 
 @dataclass(frozen=True, slots=True)
 class FilesDeleted:
-    """The files are gone."""
+    """The files are removed."""
 
 
 @dataclass(frozen=True, slots=True)
 class Lifted:
-    """The base is whole and there as before."""
+    """The base is complete and committed again."""
 
 
 @dataclass(frozen=True, slots=True)
 class AlreadyDeleted:
-    """Somebody else was deleting it, too; ``newest`` is the newest timeline of the run."""
+    """Another process was deleting the base as well; ``newest`` is the newest timeline of the
+    run."""
 
     newest: int
 
@@ -88,11 +89,11 @@ class _Phase(Enum):
 
 
 class BaseDeletion:
-    """Deletes one base.
+    """Deletion of one base.
 
     Args:
-        timeline: of the process that deletes; None for a person at the command line, whom no
-            timeline fences off.
+        timeline: timeline of the deleting process; None for a user at the command line, who is not
+            fenced off by any timeline.
     """
 
     def __init__(self, base: BaseId, timeline: int | None) -> None:
@@ -102,20 +103,22 @@ class BaseDeletion:
         self._newest = 0
 
     def start(self) -> DeletionAction:
-        """The first action."""
+        """Return the first action."""
         assert self._phase is _Phase.NEW
         return CheckFence()
 
     def on(self, event: DeletionEvent) -> DeletionAction | None:
-        """What to do after ``event``; None when the base is gone.
+        """Return the action that follows ``event``; None when the base is deleted.
 
         Raises:
-            FencedError: a newer timeline has begun; the base is whole and there as before, or
-                the process of that timeline, which saw the mark, has deleted it itself.
+            FencedError: a newer timeline has begun. The base is complete and committed, or the
+            process
+                of that timeline has seen the condemned manifest and deleted the base itself.
         """
         if isinstance(event, FenceSeen):
             return self._on_fence(event.newest)
         if isinstance(event, Condemned):
+            # Look again after the rename: a process that resumed in between may not have seen it.
             self._advance(_Phase.CONDEMNING, _Phase.CONDEMNED)
             return CheckFence()
         if isinstance(event, Lifted):

@@ -1,9 +1,9 @@
-"""Timelines and history: which bases the newest timeline descends from.
+"""Timelines and history: the bases that the newest timeline descends from.
 
-Every process that takes a run over opens a new timeline, which forks from a base of an
-older one (PostgreSQL's timelines). A base of the parent after the fork is not part of the
-new timeline's history: a rewind to step 100 is not undone by the base of step 500 that it
-turned away from, and a late commit of a fenced process is not mistaken for progress.
+Every process that takes a run over opens a new timeline, which forks from a base of an older one
+(as PostgreSQL's timelines do). Bases of the parent after the fork are not in the history of the new
+timeline: a rewind to step 100 is not undone by an abandoned base of step 500, and a late commit of
+a fenced process is not mistaken for progress (``adr/003``).
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True, order=True)
 class BaseId:
-    """Names a base within a run; ordered as they were made along a history."""
+    """Identity of a base within a run; along one history the order is the order of creation."""
 
     timeline: int
     step: int
@@ -43,12 +43,12 @@ class BaseId:
 
 @dataclass(frozen=True, slots=True)
 class Branch:
-    """Where a timeline forked from.
+    """Fork point of a timeline.
 
     Attributes:
-        parent: None for a fresh start.
-        fork_step: last step of the parent that belongs to this timeline's history; None when
-            the timeline's record cannot be read, then all of the parent counts.
+        parent: parent timeline; None for a fresh start.
+        fork_step: last step of the parent in this timeline's history. None if the record of the
+            timeline is damaged; then the entire parent is in the history.
     """
 
     timeline: int
@@ -61,20 +61,22 @@ def branches_of(
     there: Collection[BaseId],
     logged: Collection[int] = (),
 ) -> dict[int, Branch]:
-    """Where each timeline forked from. With a damaged record: from all of the one before it.
+    """Return the fork point of each timeline.
 
-    A timeline without bases whose own base was deleted while it was opened: nobody has trained on
-    it, and it must not hide what is newer. It counts as forked from all of the newest one before
-    it that rests on something.
+    A timeline with a damaged record counts as forked from the end of the timeline before it.
+
+    A timeline without bases whose own base was deleted while it was opened was never trained on and
+    must not hide newer bases. It counts as forked from the end of the newest earlier timeline that
+    has bases or forked from one.
 
     Args:
-        timelines: their records by number; None where the record is damaged.
-        there: bases that are there, or may be.
-        logged: timelines that a log is of: they were trained on, too.
+        timelines: record by timeline number; None where the record is damaged.
+        there: bases that exist, or may exist.
+        logged: timelines with gradient logs; they were trained on as well.
     """
     found: dict[int, Branch] = {}
     used = {base.timeline for base in there} | set(logged)
-    resting: int | None = None  # the newest so far that has bases, or forked from one
+    resting: int | None = None  # newest timeline so far that has bases or forked from a base
     for number in sorted(timelines):
         record = timelines[number]
         if record is None:
@@ -95,7 +97,8 @@ def _is_void(record: TimelineRecord, there: Collection[BaseId], used: Collection
 
 
 def history(newest: int, branches: Mapping[int, Branch]) -> list[tuple[int, int | None]]:
-    """``(timeline, last step that counts)`` from ``newest`` back to its first ancestor."""
+    """Return ``(timeline, last step in the history)`` from ``newest`` back to its first
+    ancestor."""
     found: list[tuple[int, int | None]] = []
     timeline: int | None = newest
     limit: int | None = None
@@ -110,9 +113,10 @@ def history(newest: int, branches: Mapping[int, Branch]) -> list[tuple[int, int 
 
 
 def describe_abandoned(end: BaseId, branches: Mapping[int, Branch]) -> str | None:
-    """Where the newest timeline's history parts from a state that is not in it, in words for
-    whoever has asked for that step; None: it is in it. Another training had that step, and nothing
-    else tells the two apart.
+    """Explain where the newest timeline's history diverged from a state of an abandoned branch.
+
+    The message is for a user who requested that step: another training produced it, and the step
+    number alone does not show that. None if the state is in the history.
 
     Args:
         end: timeline and step of the state.
@@ -123,53 +127,54 @@ def describe_abandoned(end: BaseId, branches: Mapping[int, Branch]) -> str | Non
     limits = dict(path)
     origin = next((item for item in history(end.timeline, branches) if item[0] in limits), None)
     if origin is None:
-        how = f"timeline {path[-1][0]} began from scratch, without it"
+        how = f"timeline {path[-1][0]} started from scratch"
     else:
         common, own = origin
         younger = [timeline for timeline, _ in path if timeline > common]
         left = limits[common]
         steps = [step for step in (own, left) if step is not None]
         where = BaseId(common, min(steps)) if steps else f"timeline {common}"
-        # The two may have parted before the one that left began: then it is that which forked.
+        # The branch of `end` may itself have forked before the point where training left it.
         if left is None or (own is not None and own < left):
-            how = f"it parted at {where}, and training went on without it"
+            how = f"it forked at {where}, and training continued without it"
         else:
-            how = f"timeline {min(younger)} began at {where}, and left it behind"
+            how = f"timeline {min(younger)} started at {where} and abandoned it"
     return (
-        f"{end} is of a branch that was given up: {how}. The history of timeline {path[0][0]}, the "
-        f"newest until now, has no step {end.step} that can be restored"
+        f"{end} is on an abandoned branch: {how}. The history of timeline {path[0][0]}, the newest "
+        f"until now, has no step {end.step} that can be restored"
     )
 
 
 def describe_lost_steps(
     end: BaseId, branches: Mapping[int, Branch], kept: tuple[BaseId, str] | None = None
 ) -> str | None:
-    """What the newest timeline's history has, or has had, behind the newest state that could be
-    restored of it, in words; None: nothing that its log or its forks tell of.
+    """Describe steps of the newest timeline's history that come after the newest restorable state.
+
+    Return None if neither the log nor the forks show such steps.
 
     Args:
-        kept: how far the log leads behind that state, and why this start has not gone there; None:
-            no further.
+        kept: last step that the log reaches after that state, and the reason why this start did
+            not replay it; None if the log reaches no further.
     """
-    said = list[str]()
+    notes = list[str]()
     known = end.step
     if kept is not None and kept[0].step > known:
         last, why = kept
-        said.append(
-            f"the log leads on to {last}, but could not be replayed here ({why}): "
-            f"{_steps(known, last.step)} must be trained again, or resume(step={last.step}) goes "
-            "back there, where it can be"
+        notes.append(
+            f"the log reaches {last}, but could not be replayed here ({why}): "
+            f"{_steps(known, last.step)} must be trained again; resume(step={last.step}) restores "
+            "that step where the log can be replayed"
         )
         known = last.step
     path = history(max(branches, default=end.timeline), branches)
     for (younger, _), (timeline, fork) in pairwise(path):
         if fork is not None and fork > known:
-            said.append(
-                f"timeline {younger} began at {BaseId(timeline, fork)}, and neither a base nor a "
-                f"log leads there any more: {_steps(known, fork)} must be trained again"
+            notes.append(
+                f"timeline {younger} started at {BaseId(timeline, fork)}, which no base or log "
+                f"reaches any more: {_steps(known, fork)} must be trained again"
             )
             break
-    return "; ".join(said) or None
+    return "; ".join(notes) or None
 
 
 def fenced_error(
@@ -182,67 +187,70 @@ def fenced_error(
     rank: int | None = None,
     path: PurePath | None = None,
 ) -> FencedError:
-    """Return the error of a process that another one has fenced off.
+    """Return the error for a process that a newer timeline has fenced off.
 
     Args:
-        timeline: that it writes.
-        newest: that the other one has opened.
-        then: what that means here, in words.
-        who: the other one, where its record says so.
-        step, rank, path: as of all errors.
+        timeline: timeline of this process.
+        newest: timeline that the other process opened.
+        then: consequence for the caller, in words.
+        who: description of the other process, if its record has one.
+        step, rank, path: location, as in all errors.
     """
+    opened_by = f" ({who})" if who else ""
+    consequence = f"; {then}" if then else ""
     return FencedError(
-        f"another process{f' ({who})' if who else ''} has resumed this run: timeline {newest} has "
-        f"taken the run over from timeline {timeline}, which this process writes"
-        f"{f': {then}' if then else ''}",
+        f"another process{opened_by} has resumed this run: timeline {newest} has taken the run "
+        f"over from timeline {timeline}, which this process writes{consequence}",
         step=step,
         rank=rank,
         path=path,
-        hint="this process must end: nothing that it trains from now on is saved. A run has one "
-        "trainer at a time: use another run folder for a second training, and everstep.load(path) "
-        "to read a run without taking it over",
+        hint="stop this process: nothing that it trains from now on is saved. A run has one "
+        "trainer at a time. Use another run folder for a second training, and "
+        "everstep.load(path) to read a run without taking it over",
     )
 
 
 def describe_missing_steps(
     timelines: Mapping[int, TimelineRecord | None], branches: Mapping[int, Branch]
 ) -> str | None:
-    """Why a start that finds nothing to restore must not begin afresh unasked, in words: the newest
-    timeline's history has had steps that a process went on from; None: nothing says so. A process
-    that was killed before its first base was durable has left no such timeline.
+    """Explain why a start that finds nothing to restore must not silently begin at step 0.
+
+    The newest timeline's history contains steps that a process continued from. Return None if
+    nothing shows such steps. A process killed before its first durable base leaves no such
+    timeline.
 
     Args:
-        timelines: their records by number, which say so also where all that they rest on is gone
-            (:func:`branches_of` leaves that out); None where the record is damaged.
+        timelines: record by timeline number; None where it is damaged. Records count even if all
+            bases they refer to are missing (:func:`branches_of` ignores those).
     """
     for number, _ in history(max(branches), branches) if branches else ():
         record = timelines.get(number)
         if record is None and any(other < number for other in timelines):
             return (
-                f"the record of timeline {number} is damaged, which says whether it began at a "
-                "step of an older one, and nothing that could be restored is left in its history"
+                f"the record of timeline {number} is damaged, so it may have started from an older "
+                "timeline, and its history has nothing left to restore"
             )
         if record is not None and record.parent is not None and record.fork_step > 0:
             return (
-                f"the history of this run had step {record.fork_step} (timeline {number} began "
-                f"there, behind timeline {record.parent}), and no base is left that leads there"
+                f"the history of this run had step {record.fork_step} (timeline {number} started "
+                f"there, from timeline {record.parent}), but no base is left from which it can be "
+                "reached"
             )
     return None
 
 
 def describe_unused(left: Iterable[BaseId], branches: Mapping[int, Branch]) -> str | None:
-    """What is to be said of a start that begins afresh, though there is something of a step in the
-    newest timeline's history; None: there is nothing.
+    """Describe incomplete data that a start at step 0 does not use; None if there is none.
 
     Args:
-        left: bases that are not whole, and steps of logs.
+        left: incomplete bases, and last steps of logs.
     """
     there, _ = split_by_history(left, branches)
     if not there:
         return None
     return (
-        f"training starts at step 0: there is something of {there[0]}, and no base that was "
-        "finished, which it could be restored from"
+        f"training starts at step 0: there is incomplete data of {there[0]}, but no complete base "
+        "to restore from"
     )
 
 
@@ -253,10 +261,10 @@ def _steps(after: int, last: int) -> str:
 def split_by_history(
     bases: Iterable[BaseId], branches: Mapping[int, Branch]
 ) -> tuple[list[BaseId], list[BaseId]]:
-    """Sorts bases into those in the newest timeline's history and the others.
+    """Split bases into those in the newest timeline's history and all others.
 
     Returns:
-        Both lists newest first.
+        Both lists, newest first.
     """
     ordered = sorted(bases, reverse=True)
     if not branches:

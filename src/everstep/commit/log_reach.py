@@ -1,10 +1,9 @@
-"""How far the logs of all ranks lead together: decisions without I/O (I4, I7).
+"""Last step that the logs of all ranks reach from a base: decisions without I/O (I4, I7).
 
-Each rank replays its own log, behind its own part of a base. A job can only go on from a step that
-every one of them reaches: where one log ends, or has a hole, that is the end for all. The same goes
-for the logs of ranks that trained in another number, or another layout (``docs/design/ranks.md``):
-the job that
-starts needs those of all of them, whoever can read them.
+Each rank replays its own log on its own files of a base. A job can only continue from a step that
+every log reaches: where one log ends or has a hole, replay ends for all ranks. The same holds for
+logs of another number of ranks or another layout (``docs/design/ranks.md``): the job that starts
+needs the logs of all of those ranks, whichever of its own ranks can read them.
 """
 
 from __future__ import annotations
@@ -32,18 +31,18 @@ __all__ = [
 ]
 
 Path = Sequence[tuple[int, int | None]]
-"""A history, youngest timeline first, with the last step of each that counts."""
+"""A history, newest timeline first, with the last step of each that is in the history."""
 
 
 @dataclass(frozen=True, slots=True)
 class LogRun:
-    """Steps of one rank's log that follow each other without a hole.
+    """Consecutive steps of one rank's log, without a hole.
 
     Attributes:
-        first: the first step.
-        after: updates that follow this one are all there, up to the first step's mark.
-        lsns: at each step: the last update before its mark.
-        shape: digest of what the state consists of, in all of them.
+        first: first step.
+        after: all updates after this one are recorded, up to the mark of the first step.
+        lsns: for each step, the last update before its mark.
+        shape: digest of the state's shape, the same for all steps.
     """
 
     timeline: int
@@ -54,12 +53,16 @@ class LogRun:
 
     @property
     def last(self) -> int:
-        """The last step."""
+        """Last step."""
         return self.first + len(self.lsns) - 1
 
     def follows(self, step: int, lsn: int) -> bool:
-        """Whether ``step`` can be redone on the state of the step before, which has seen update
-        ``lsn`` and those before it, and no other."""
+        """Return True if ``step`` can be replayed on the state after update ``lsn``.
+
+        Args:
+            lsn: last update that the state of the previous step contains; it contains all earlier
+                ones and no later one.
+        """
         at = step - self.first
         if at == 0:
             return self.after <= lsn <= self.lsns[0]
@@ -67,13 +70,13 @@ class LogRun:
 
 
 class LogReader(NamedTuple):
-    """Who reads steps of the log of a rank that trained in another number of them, or another
-    layout.
+    """Assignment of log steps of another number of ranks, or another layout, to a rank that reads
+    them.
 
     Attributes:
-        source: that rank.
-        timeline, first, last: the steps, both ends included.
-        rank: of the job that starts.
+        source: rank that wrote the log.
+        timeline, first, last: the steps, inclusive.
+        rank: rank of the job that starts.
     """
 
     source: int
@@ -85,15 +88,16 @@ class LogReader(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Reach:
-    """The last step that all ranks reach from a base; the base's own where nothing can be redone.
+    """Last step that all ranks reach from a base; the base's own step if nothing can be replayed.
 
     Attributes:
-        lsn: the last update before the mark of that step; of all ranks the same, as of a base.
-        count: steps to be redone.
-        furthest: the last step that any rank could reach from there.
-        shortest: a rank whose log ends here.
-        beyond: the last step of that history in any log, if there are some behind ``furthest``: no
-            rank's log leads over to them, and nothing else was said of why; else 0.
+        lsn: last update before the mark of that step, the same for all ranks.
+        count: number of steps to replay.
+        furthest: last step that any rank could reach.
+        shortest: a rank whose log ends at ``step``.
+        beyond: last step of the history that is in any log after ``furthest``, if no log leads to
+        it
+            and no other reason was reported; else 0.
     """
 
     timeline: int
@@ -113,11 +117,11 @@ class Reach:
 def runs_of(
     marks: Mapping[tuple[int, int], RecordHead], updates: Collection[tuple[int, int]]
 ) -> tuple[LogRun, ...]:
-    """The runs of a log.
+    """Return the runs of a log.
 
     Args:
-        marks: by timeline and step.
-        updates: timeline and LSN of each.
+        marks: heads of step marks by timeline and step.
+        updates: timeline and LSN of each update.
     """
     found: list[LogRun] = []
     lsns: list[int] = []
@@ -151,12 +155,13 @@ def _continues(before: RecordHead, mark: RecordHead, updates: Collection[tuple[i
 
 
 def log_path(branches: Mapping[int, Branch], logged: Collection[int]) -> Path:
-    """The history along which logs are followed: that of the newest timeline that its record puts
-    where it is in the history, or that has a log. It ends where a record cannot be read: what lies
-    before has no known end.
+    """Return the history along which logs are followed.
+
+    It begins at the newest timeline that has a log or whose record gives its fork point. It ends at
+    a timeline whose record cannot be read, because the end of the one before it is unknown.
 
     Args:
-        logged: timelines that some rank's log is of.
+        logged: timelines that some rank has a log of.
     """
     if not branches:
         return ()
@@ -184,11 +189,11 @@ def steps_reached(
     *,
     unusable: Collection[tuple[int, int]] = (),
 ) -> list[tuple[int, int, int]]:
-    """Timeline, step and LSN of each step that one rank's log adds to its part of a base.
+    """Return timeline, step and LSN of each step that one rank's log adds to a base.
 
     Args:
-        lsn: of the rank's own part.
-        unusable: timeline and step of what turned out to be of no use.
+        lsn: LSN of the rank's own files of the base.
+        unusable: timeline and step of records found unusable.
     """
     by_timeline: dict[int, list[LogRun]] = {}
     for run in runs:
@@ -265,7 +270,7 @@ def needed_by(segment: tuple[int, int, int], bases: Collection[BaseId]) -> bool:
 
 
 def timeline_of(step: int, path: Path) -> int | None:
-    """The timeline of a history that has written ``step``: the oldest that had not forked yet."""
+    """Return the timeline of a history that wrote ``step``: the oldest that had not forked yet."""
     for timeline, limit in reversed(path):
         if limit is None or step <= limit:
             return timeline
@@ -273,16 +278,16 @@ def timeline_of(step: int, path: Path) -> int | None:
 
 
 class JobLogs:
-    """The logs of all ranks of a job that starts, along the history of its run.
+    """Logs of all ranks of a starting job, along the history of its run.
 
     Args:
-        runs: by rank: of its own log.
-        records: of all timelines.
-        branches: where each forked from.
-        unusable: rank, timeline and step of what turned out to be of no use.
-        others: by rank: what it can read of the logs of ranks that trained in another number, by
-            the number of that rank then; of this number, too, where timelines are ``relaid``.
-        relaid: timelines whose ranks, as many as start now, had another layout.
+        runs: runs of each rank's own log, by rank.
+        records: records of all timelines.
+        branches: fork point of each timeline.
+        unusable: rank, timeline and step of records found unusable.
+        others: for each rank, the runs it can read of logs of another number of ranks, by the rank
+            number at that time; of this number as well for timelines in ``relaid``.
+        relaid: timelines of the same number of ranks with another layout.
     """
 
     def __init__(
@@ -317,16 +322,18 @@ class JobLogs:
         self._branches, self._path = branches, log_path(branches, self._last)
 
     def ends(self) -> list[BaseId]:
-        """The last step of each timeline that any log has."""
+        """Return the last logged step of each timeline."""
         return [BaseId(*one) for one in self._last.items()]
 
     def reach(self, base: BaseId, manifest: Manifest, until: int | None = None) -> Reach | None:
-        """The last step that all ranks reach from a base, by the logs of the ranks that saved it;
-        None: they were another number than now, or had another layout, and nobody can read any of
-        their logs.
+        """Return the last step that all ranks reach from a base by the logs of the ranks that saved
+        it.
+
+        Return None if those were another number of ranks, or had another layout, and no rank can
+        read their logs.
 
         Args:
-            until: no step behind this one.
+            until: no step after this one.
         """
         lsn = manifest.markers[0].lsn  # that of all
         world = len(manifest.markers)
@@ -342,9 +349,12 @@ class JobLogs:
         return common_reach(logs, base, lsn, self._path, until=until, unusable=unusable)
 
     def readers(self, base: BaseId, manifest: Manifest, reach: Reach) -> tuple[LogReader, ...]:
-        """Who reads which steps up to ``reach``, where another number of ranks has written them, or
-        another layout: each step of each log is read once, mostly by who needs it; none where every
-        rank reads its own."""
+        """Assign the reading of logs of another number of ranks, or another layout, up to
+        ``reach``.
+
+        Each step of each log is read once, preferably by the rank that needs it. Empty if every
+        rank reads its own log.
+        """
         world = len(manifest.markers)
         found = list[LogReader]()
         if self._is_own(base, manifest):
@@ -374,11 +384,12 @@ class JobLogs:
     def best(
         self, bases: Mapping[BaseId, Manifest], step: int | None
     ) -> tuple[BaseId, Reach | None] | None:
-        """The base from which all ranks get furthest, of several the newest; None: there is none.
+        """Return the base from which all ranks get furthest, the newest of several; None if there
+        is none.
 
         Args:
-            bases: that every rank can read, of one history.
-            step: get to this one, and no further.
+            bases: bases of one history that every rank can read.
+            step: reach exactly this step.
         """
         found: list[tuple[BaseId, BaseId, Reach | None]] = []
         for base, manifest in bases.items():
@@ -392,13 +403,15 @@ class JobLogs:
         return base, reach
 
     def refused(self, end: BaseId, manifest: Manifest) -> list[tuple[BaseId, str]]:
-        """Timeline and last step of logs behind what is restored that other ranks have written than
-        its base, or in another layout, and why they are of no use: nothing says which part of a
-        tensor their gradients are of.
+        """Return last steps of logs after the restored step that do not fit its base, and the
+        reasons.
+
+        They were written by another number of ranks, or with another layout, so the slices of
+        tensors that their gradients belong to are unknown.
 
         Args:
-            end: timeline and step that are restored.
-            manifest: of the base.
+            end: restored timeline and step.
+            manifest: manifest of the base.
         """
         world = len(manifest.markers)
         found = list[tuple[BaseId, str]]()
@@ -406,25 +419,27 @@ class JobLogs:
             if timeline < end.timeline or step <= end.step:
                 continue
             if (wrote := self._worlds[timeline]) != world:
-                why = f"log: {wrote} rank(s) wrote it, and {world} the base before it"
+                why = f"log: written by {wrote} rank(s), but the base before it by {world}"
                 found.append((BaseId(timeline, step), why))
             elif manifest.timeline in self._relaid and not (
                 self._shapes[timeline] & self._shapes.get(end.timeline, set())
             ):
-                why = "log: its ranks had another layout than those of the base before it"
+                why = "log: the layout of its ranks is not that of the base before it"
                 found.append((BaseId(timeline, step), why))
         return found
 
     def kept(
         self, end: BaseId, manifest: Manifest, bases: Mapping[BaseId, Manifest]
     ) -> tuple[BaseId, str] | None:
-        """How far the logs lead along the history that could not be replayed by this job, and why
-        it could not; None: no further than what is restored.
+        """Return how far the logs lead beyond the restored step, and why this job cannot replay
+        them.
+
+        Return None if they lead no further.
 
         Args:
-            end: timeline and step that are restored.
-            manifest: of the base.
-            bases: that every rank can read, of that history.
+            end: restored timeline and step.
+            manifest: manifest of the base.
+            bases: bases of the history that every rank can read.
         """
         whole = copy(self)
         whole._unusable = ()
@@ -433,15 +448,18 @@ class JobLogs:
             at = end.step + 1
             ranks = sorted({rank for rank, _, step in self._unusable if step == at})
             who = f"rank(s) {', '.join(map(str, ranks))}" if ranks else "a rank"
-            return reach.end, f"{who} could not redo step {at}, and what was skipped there says why"
+            return (
+                reach.end,
+                f"{who} could not replay step {at}; see Recovery.skipped for the reason",
+            )
         refused = dict(self.refused(end, manifest))
         there, _ = split_by_history(refused, self._branches)
         return (there[0], refused[there[0]]) if there else None
 
     def _is_own(self, base: BaseId, manifest: Manifest) -> bool:
-        """Whether each rank replays behind a base what it has logged itself."""
+        """Return True if each rank replays its own log from this base."""
         return len(manifest.markers) == self._world and base.timeline not in self._relaid
 
     def _of(self, world: int, source: int) -> list[LogRun]:
-        """What anybody can read of the log of one of ``world`` ranks."""
+        """Return all readable runs of one of ``world`` ranks' logs."""
         return [run for _, run in self._others[world].get(source, ())]

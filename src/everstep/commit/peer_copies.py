@@ -1,10 +1,15 @@
-"""Copies of bases in the memory of another node, as state machines without I/O.
+"""Copies of bases and logs in the memory of another node, as state machines without I/O.
 
 Each rank's keeper sends its files of a base to the keeper of the same local rank on the next node
-in a ring of nodes (TierCheck, section 3.1). Rank 0 says which base: all ranks send the same one,
-and the next begins when it is whole with all peers, or has failed (:class:`CopyRounds`). So there
-is always one base that is whole everywhere, once there was one, and a peer lets go of it only when
-a newer one is (section 3.4; I5, I10): :class:`HeldCopies`.
+in a ring of nodes (TierCheck, section 3.1). Rank 0 chooses the base (:class:`CopyRounds`): all
+ranks send the same one, and the next round begins when it is complete with all peers, or has
+failed. So once there was a base that is complete with all peers, there always is one, and a peer
+drops it only when a newer one is complete (section 3.4; I5, I10): :class:`HeldCopies`.
+
+After its bases each rank sends the steps of its log, a few complete steps at a time
+(:class:`.LogRun` describes them), to the keeper that holds its bases. They are dropped when a newer
+base is complete with all peers, and not before: a lost node is restored from its newest base here
+and the steps after it (I4, I5, I10): :class:`HeldLogCopies`.
 """
 
 from __future__ import annotations
@@ -26,21 +31,21 @@ __all__ = [
     "HeldCopies",
     "HeldLogCopies",
     "LogCopy",
-    "merged",
+    "merge_runs",
     "nodes_of",
     "peer_of",
     "run_of",
 ]
 
 NEEDED_MAX = 3
-"""Bases that disks keep because peers have parts of them."""
+"""Number of bases that disks keep because peers hold files of them."""
 
 
 def nodes_of(names: Sequence[str]) -> tuple[tuple[int, ...], ...]:
-    """The ranks of each node, nodes in the order of their first ranks.
+    """Return the ranks of each node, nodes in the order of their first ranks.
 
     Args:
-        names: by rank: what the node is called.
+        names: node name by rank.
     """
     found: dict[str, list[int]] = {}
     for rank, name in enumerate(names):
@@ -49,11 +54,13 @@ def nodes_of(names: Sequence[str]) -> tuple[tuple[int, ...], ...]:
 
 
 def peer_of(names: Sequence[str], rank: int) -> int | None:
-    """The rank whose keeper holds the copies of ``rank``: of the same place on the next node in the
-    ring; where that has fewer ranks, they take turns. None: there is one node only.
+    """Return the rank whose keeper holds the copies of ``rank``; None if there is only one node.
+
+    It is the rank of the same position on the next node in the ring. If that node has fewer ranks,
+    its ranks take turns.
 
     Args:
-        names: by rank: what the node is called.
+        names: node name by rank.
     """
     nodes = nodes_of(names)
     if len(nodes) < 2:
@@ -65,11 +72,11 @@ def peer_of(names: Sequence[str], rank: int) -> int | None:
 
 @dataclass(slots=True)
 class Copy:
-    """One rank's files of a base, held for it.
+    """One rank's files of a base, held for that rank.
 
     Attributes:
-        whole: all of it is there, with its digests.
-        left: training has gone on from an older base since.
+        whole: all bytes are there and match their digests.
+        left: training has since continued from an older base.
     """
 
     source: int
@@ -80,13 +87,13 @@ class Copy:
 
 
 class HeldCopies:
-    """Which copies one peer holds, and which it lets go.
+    """Copies of bases that one peer holds.
 
     Args:
-        bound_bytes: of all copies together, those that are on their way included.
+        bound_bytes: limit for all copies together, including those being received.
 
     Attributes:
-        everywhere: the newest base known to be whole with all peers.
+        everywhere: newest base known to be complete with all peers.
     """
 
     def __init__(self, bound_bytes: int) -> None:
@@ -96,57 +103,57 @@ class HeldCopies:
 
     @property
     def copies(self) -> list[Copy]:
-        """All that is held, by rank and age."""
+        """All copies, ordered by rank and base."""
         return [copy for _, copy in sorted(self._copies.items())]
 
     @property
     def used_bytes(self) -> int:
-        """Memory of all of them."""
+        """Memory of all copies, in bytes."""
         return sum(copy.size_bytes for copy in self._copies.values())
 
     def find(self, source: int, base: BaseId) -> Copy | None:
-        """The copy of a rank's files of a base."""
+        """Return the copy of a rank's files of a base, or None."""
         return self._copies.get((source, base))
 
     def begin(self, source: int, base: BaseId, size_bytes: int) -> tuple[list[Copy], str]:
-        """A rank wants to send its files of a base.
+        """Make space for a rank's files of a base.
 
         Returns:
-            Copies that make room for it, and are gone; and why there is no room, or "".
+            Copies that were dropped for it, and the reason for refusing it; "" if it is accepted.
         """
         mine = [copy for copy in self._copies.values() if copy.source == source]
         guarded = self._guarded(mine)
         if guarded is not None and not guarded.left and base <= guarded.base:
-            return [], f"a newer one is held already, of step {guarded.base.step}"
+            return [], f"a newer copy is already held, of step {guarded.base.step}"
         gone = [copy for copy in mine if copy is not guarded]
         left_bytes = self.used_bytes - sum(copy.size_bytes for copy in gone)
         if left_bytes + size_bytes > self.bound_bytes:
             return [], (
-                f"it takes {size_bytes} bytes, beside {left_bytes} that have to stay, and the "
-                f"bound for copies of other ranks is {self.bound_bytes}"
+                f"it needs {size_bytes} bytes in addition to {left_bytes} that must stay, and the "
+                f"limit for copies of other ranks is {self.bound_bytes}"
             )
         self._remove(gone)
         self._copies[source, base] = Copy(source, base, size_bytes)
         return gone, ""
 
     def finished(self, source: int, base: BaseId) -> None:
-        """All of a copy is there, and its digests are those of its marker."""
+        """Record that a copy is complete and its digests match its marker."""
         self._copies[source, base].whole = True
 
     def drop(self, source: int, base: BaseId) -> None:
-        """A copy is damaged, or will never be whole."""
+        """Drop a copy that is damaged or will never be complete."""
         self._copies.pop((source, base), None)
 
     def passed(self, everywhere: BaseId) -> list[Copy]:
-        """A base is whole with all peers: older ones are not needed any more.
+        """Drop copies older than a base that is complete with all peers.
 
         Returns:
-            Copies that are gone.
+            Copies that were dropped.
         """
         if self.everywhere is not None and everywhere <= self.everywhere:
             return []
         self.everywhere = everywhere
-        # Where this peer has no copy of it, what there is stays: something is better than nothing.
+        # Without a copy of that base, an older complete one stays: it may be the only one left.
         there = {copy.source for copy in self._copies.values() if self._is(copy, everywhere)}
         gone = [
             copy
@@ -158,20 +165,23 @@ class HeldCopies:
     def new_start(
         self, sources: Collection[int], recovered: BaseId | None, spare: BaseId | None = None
     ) -> list[Copy]:
-        """The job was started anew.
+        """Adapt to a new start of the job.
 
         Args:
             sources: ranks that send their files here from now on.
-            recovered: what training goes on from, if that is durable: copies of other ranks'
-                files are not needed then.
-            spare: the same, if it is not durable: what was found whole everywhere.
+            recovered: base that training continues from, if it is durable. Copies of files of ranks
+                that send elsewhere are not needed then.
+            spare: base that training continues from, if it is not durable; it was found complete
+            with
+                all peers.
 
         Returns:
-            Copies that are gone: halves, and those of ranks that send them elsewhere now.
+            Copies that were dropped: incomplete ones, and those of ranks that now send elsewhere.
         """
         if spare is not None:
             self.everywhere = spare
-        if recovered is not None:  # all that is newer is of what training has gone back from
+        if recovered is not None:
+            # Training went back to `recovered`: newer bases are on an abandoned branch.
             for copy in self._copies.values():
                 copy.left = copy.base > recovered
             if self.everywhere is not None and self.everywhere > recovered:
@@ -184,7 +194,7 @@ class HeldCopies:
         return self._remove(gone)
 
     def _guarded(self, mine: Sequence[Copy]) -> Copy | None:
-        """The copy of a rank that has to stay until a newer one is whole everywhere."""
+        """Return the copy of a rank that must stay until a newer one is complete with all peers."""
         whole = sorted((copy for copy in mine if copy.whole), key=lambda copy: copy.base)
         safe = [copy for copy in whole if self._is(copy, self.everywhere)]
         best = safe or [copy for copy in whole if not copy.left] or whole
@@ -201,17 +211,17 @@ class HeldCopies:
 
 
 class CopyRounds:
-    """Rank 0's part: which base all ranks send to their peers.
+    """Rank 0's choice of the base that all ranks send to their peers.
 
     Args:
-        repeat_s: what nobody has answered is said again after so long.
-        late_s: a rank that says nothing for so long ends a round.
+        repeat_s: seconds between repetitions of an unanswered message.
+        late_s: seconds without any message from a rank after which a round ends.
 
     Attributes:
-        base: that is being sent; None between rounds.
-        everywhere: the newest one that is whole with all peers.
-        passed_over: bases that became durable while an older one was still being sent, and that
-            a newer one has overtaken.
+        base: base that is being sent; None between rounds.
+        everywhere: newest base that is complete with all peers.
+        passed_over: number of bases that became durable during a round and were overtaken by a
+            newer one before it ended.
     """
 
     def __init__(self, world: int, *, repeat_s: float = 2.0, late_s: float = 120.0) -> None:
@@ -224,38 +234,43 @@ class CopyRounds:
         self._next: BaseId | None = None
         self._whole: set[int] = set()
         self._unanswered: set[int] = set()
-        self._heard_s = self._said_s = 0.0
+        self._last_reply_s = self._sent_s = 0.0
 
     def needed(self, held: Collection[BaseId] = ()) -> list[BaseId]:
-        """Bases of which a lost node's part is with its peer, or will be: the others need theirs.
-        To be called in any thread; :data:`NEEDED_MAX` at most.
+        """Return bases of which a peer has, or will have, a lost node's files; disks must keep the
+        rest.
+
+        May be called from any thread. At most :data:`NEEDED_MAX` bases.
 
         Args:
-            held: what this rank holds whole for others: before the first base of this start is
-                whole with all peers, one of an earlier start may be.
+            held: bases that this rank holds completely for others. Before the first base of this
+                start is complete with all peers, one of an earlier start may be.
         """
-        following = self._next  # in this order: one becomes the other
+        # Read in this order: another thread may move `_next` to `base` in between, and a base must
+        # not be missing from both.
+        following = self._next
         under_way = self.base
         whole = [self.everywhere] if self.everywhere is not None else sorted(held, reverse=True)
         found = [base for base in (under_way, *whole, following) if base is not None]
         return list(dict.fromkeys(found))[:NEEDED_MAX]
 
     def durable(self, base: BaseId, now_s: float) -> list[Send]:
-        """A base is durable on all ranks."""
+        """Record that a base is durable on all ranks, and begin a round if none is running."""
         if self._next is not None and self._next < base:
             self.passed_over += 1
         self._next = base if self._next is None else max(self._next, base)
         return self._begin(now_s)
 
-    def said(self, rank: int, base: BaseId, state: str, now_s: float) -> list[Send]:
-        """What has become of a rank's part of ``base``."""
+    def on_reply(self, rank: int, base: BaseId, state: str, now_s: float) -> list[Send]:
+        """Record a rank's state of ``base``: ``"whole"``, ``"failed"``, ``"noted"``, or in
+        progress."""
         if state == "noted":
             if base == self.everywhere and self.base is None:
                 self._unanswered.discard(rank)
             return []
         if base != self.base:
-            return []
-        self._heard_s = now_s
+            return []  # about an earlier round
+        self._last_reply_s = now_s
         self._unanswered.discard(rank)
         if state == "failed":
             return self._over(now_s)
@@ -267,10 +282,10 @@ class CopyRounds:
         return self._over(now_s)
 
     def tick(self, now_s: float) -> list[Send]:
-        """Some time has passed: repeats what nobody has answered."""
-        if self.base is not None and now_s - self._heard_s > self._late_s:
+        """Repeat unanswered messages, and end a round that takes too long."""
+        if self.base is not None and now_s - self._last_reply_s > self._late_s:
             return self._over(now_s)
-        if not self._unanswered or now_s - self._said_s < self._repeat_s:
+        if not self._unanswered or now_s - self._sent_s < self._repeat_s:
             return []
         return self._tell(sorted(self._unanswered), now_s)
 
@@ -280,7 +295,7 @@ class CopyRounds:
         self.base = self._next
         self._next = None
         self._whole = set()
-        self._heard_s = now_s
+        self._last_reply_s = now_s
         return self._tell_all(now_s)
 
     def _over(self, now_s: float) -> list[Send]:
@@ -292,17 +307,18 @@ class CopyRounds:
         return self._tell(range(self._world), now_s)
 
     def _tell(self, ranks: Collection[int], now_s: float) -> list[Send]:
-        self._said_s = now_s
+        self._sent_s = now_s
         return [Send(rank, PeerRound(self.base, self.everywhere)) for rank in ranks]
 
 
 @dataclass(frozen=True, slots=True)
 class LogCopy:
-    """Steps of one rank's log, held for it.
+    """Steps of one rank's log, held for that rank.
 
     Attributes:
-        record: digest of the record of their timeline: its number alone does not say which (I7).
-        size_bytes: of the memory that they take.
+        record: digest of the record of their timeline. The number alone does not identify a
+            timeline (I7).
+        size_bytes: memory of the copy.
     """
 
     source: int
@@ -312,15 +328,15 @@ class LogCopy:
 
     @property
     def key(self) -> tuple[int, int, int]:
-        """Names it among all that one peer holds."""
+        """Key of the copy among all that one peer holds."""
         return self.source, self.run.timeline, self.run.first
 
 
 class HeldLogCopies:
-    """Which steps one peer holds, and which it lets go.
+    """Copies of log steps that one peer holds.
 
     Args:
-        bound_bytes: of all of them, those that are on their way included.
+        bound_bytes: limit for all copies together, including those being received.
     """
 
     def __init__(self, bound_bytes: int) -> None:
@@ -329,17 +345,19 @@ class HeldLogCopies:
 
     @property
     def copies(self) -> list[LogCopy]:
-        """All that is held, by rank and age."""
+        """All copies, ordered by rank and age."""
         return [copy for _, copy in sorted(self._copies.items())]
 
     @property
     def used_bytes(self) -> int:
-        """Memory of all of them."""
+        """Memory of all copies, in bytes."""
         return sum(copy.size_bytes for copy in self._copies.values())
 
     def drop_other_timeline(self, source: int, timeline: int, record: str) -> list[LogCopy]:
-        """Lets go of steps of another timeline that has the same number: two starts that saw
-        nothing of each other may both have opened it, and the later one sends."""
+        """Drop and return steps of another timeline that has the same number.
+
+        Two starts that could not see each other may both have opened it; the later one sends.
+        """
         gone = [
             copy
             for copy in self._copies.values()
@@ -348,11 +366,11 @@ class HeldLogCopies:
         return self._remove(gone)
 
     def fits(self, size_bytes: int) -> bool:
-        """Whether so many bytes have room beside what is held."""
+        """Return True if ``size_bytes`` more fit within the limit."""
         return self.used_bytes + size_bytes <= self.bound_bytes
 
     def holds(self, source: int, run: LogRun) -> bool:
-        """Whether one of these steps is held already."""
+        """Return True if at least one of these steps is held already."""
         return any(
             (copy.source, copy.run.timeline) == (source, run.timeline)
             and copy.run.first <= run.last
@@ -361,7 +379,7 @@ class HeldLogCopies:
         )
 
     def take(self, copy: LogCopy) -> None:
-        """Whole steps have arrived, with their digests."""
+        """Store complete steps that match their digests."""
         assert self.fits(copy.size_bytes)
         assert not self.holds(copy.source, copy.run)
         self._copies[copy.key] = copy
@@ -369,15 +387,16 @@ class HeldLogCopies:
     def passed(
         self, everywhere: BaseId, there: Collection[int], sources: Collection[int]
     ) -> list[LogCopy]:
-        """A base is whole with all peers: steps up to it are not needed any more.
+        """Drop steps up to a base that is complete with all peers.
 
         Args:
-            there: ranks whose part of it is held here. Of another one that sends here, and of whom
-                this peer has an older base only, the steps behind that one are all there is.
+            there: ranks whose files of that base are held here. For another rank that sends here,
+            this
+                peer has an older base only, and needs the steps after that base.
             sources: ranks that send here.
 
         Returns:
-            Steps that are gone.
+            Steps that were dropped.
         """
         gone = [
             copy
@@ -394,13 +413,13 @@ class HeldLogCopies:
 
 
 def run_of(heads: Sequence[RecordHead]) -> LogRun:
-    """The steps that these records are, in order, each whole and without a hole (I3, I4).
+    """Return the steps of consecutive records, each step complete (I3, I4).
 
     Raises:
-        FormatError: they are anything else.
+        FormatError: the records are not consecutive complete steps of one state.
     """
     if not heads or heads[-1].kind != "mark":
-        raise FormatError("steps of a log end with a mark, these do not")
+        raise FormatError("the copied steps of a log do not end with a step mark")
     lsns: list[int] = []
     first = heads[0]
     after = lsn = first.lsn - 1 if first.kind == "update" else first.lsn
@@ -409,20 +428,21 @@ def run_of(heads: Sequence[RecordHead]) -> LogRun:
         wanted = lsn + (head.kind == "update")
         step = marks[0].step + len(lsns)
         if (head.timeline, head.lsn, head.step) != (first.timeline, wanted, step):
-            raise FormatError(f"{head} does not follow the record before it")
+            raise FormatError(f"{head} does not continue the record before it")
         lsn = head.lsn
         if head.kind == "mark":
             if head.shape != marks[0].shape:
-                raise FormatError(f"{head} is of a state of another shape")
+                raise FormatError(f"{head} has another state shape than the records before it")
             lsns.append(lsn)
     return LogRun(first.timeline, marks[0].step, after, tuple(lsns), marks[0].shape)
 
 
-def merged(runs: Iterable[LogRun], lent: Iterable[LogRun]) -> tuple[LogRun, ...]:
-    """The runs of a log to which others are added.
+def merge_runs(runs: Iterable[LogRun], lent: Iterable[LogRun]) -> tuple[LogRun, ...]:
+    """Merge the runs of a log with runs from elsewhere.
 
     Args:
-        lent: of the same rank and timelines; where both have a step, that of ``runs`` counts.
+        lent: runs of the same rank and timelines; where both have a step, ``runs`` takes
+            precedence.
     """
     marks: dict[tuple[int, int], RecordHead] = {}
     updates: set[tuple[int, int]] = set()

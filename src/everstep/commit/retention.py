@@ -1,4 +1,15 @@
-"""Which bases may go. Never the last one that is known to be good (I5)."""
+"""Retention: the bases to delete, and the watermark that permits it (I5, I6).
+
+Never delete the last base that is known to be good. The watermark is the newest base that is
+durable on all ranks; everything that deletes goes by it (TierCheck, section 3.4, "watermark-driven
+global reclamation"), because a rank that finished early has no information about the others.
+Bases are compared by (timeline, step), never by the step number alone.
+
+TierCheck deletes older differentials of the durable tier at once in its section 3.4, and keeps them
+for one more base interval in its section 4. everstep does the safer: a new host that has only the
+durable tier can go back one more base and replay from there. The logs of durable tiers are deleted
+by :mod:`everstep.keeper.retain.deletion` and :mod:`everstep.keeper.ship.log_mirror`.
+"""
 
 from __future__ import annotations
 
@@ -18,31 +29,36 @@ __all__ = [
 ]
 
 TIERS = ("memory", "peer", "disk", "copy", "object")
-"""Where bytes live, the cheapest to read first (TierCheck, section 3.3). A copy is one in a
-directory that is not the run folder."""
+"""Tiers in the order of the cost of reading (TierCheck, section 3.3). ``copy`` is a directory other
+than the run folder."""
 
 VOLATILE_TIERS = ("memory", "peer")
-"""Tiers that a power loss empties."""
+"""Tiers that lose their contents in a power loss."""
 
 COPY_TIERS = ("copy", "object")
-"""Tiers that hold copies of what was on the ranks' own disks; all ranks read the same ones."""
+"""Tiers with copies of files from the ranks' own disks; all ranks read the same copies."""
 
 
 def reclaimable_bases(held: Collection[BaseId], watermark: BaseId | None) -> list[BaseId]:
-    """Bases in a volatile tier that may go: those older than the watermark. Durable tiers go by
-    :func:`everstep.commit.retention.plan_retention`."""
+    """Return the bases in a volatile tier that may be dropped: those older than the watermark.
+
+    For durable tiers see :func:`everstep.commit.retention.plan_retention`.
+    """
     return [] if watermark is None else sorted(base for base in held if base < watermark)
 
 
 class Watermark:
-    """One rank's knowledge of the watermark, within one timeline.
+    """Watermark of one timeline, as known to one rank.
+
+    It never decreases: a notification that arrives twice, late or from an older timeline has no
+    effect.
 
     Args:
-        base: what the timeline began with, if that is durable on all ranks.
+        base: base that the timeline started from, if it is durable on all ranks.
 
     Attributes:
-        base: the newest base known to be durable on all ranks.
-        before: the one before it.
+        base: newest base known to be durable on all ranks.
+        before: previous watermark.
     """
 
     def __init__(self, base: BaseId | None = None) -> None:
@@ -50,7 +66,7 @@ class Watermark:
         self.before: BaseId | None = None
 
     def advance(self, base: BaseId) -> bool:
-        """Takes note that ``base`` is durable on all ranks; whether that was news."""
+        """Record that ``base`` is durable on all ranks; return True if that moves the watermark."""
         if self.base is not None and base <= self.base:
             return False
         self.before = self.base
@@ -60,11 +76,11 @@ class Watermark:
 
 @dataclass(frozen=True, slots=True)
 class RetentionPlan:
-    """What retention should do next.
+    """Next work of retention.
 
     Attributes:
         delete: bases to delete, oldest first; empty while ``verify`` is set.
-        verify: a base to read back first, because nothing that would stay has been verified.
+        verify: base to read back first, because no base that would stay has been verified.
     """
 
     delete: tuple[BaseId, ...] = ()
@@ -81,18 +97,19 @@ def plan_retention(
     spared: Collection[BaseId] = (),
     needed: Collection[BaseId] = (),
 ) -> RetentionPlan:
-    """Keeps the ``keep`` newest good bases, those of the current history first.
+    """Keep the ``keep`` newest good bases; bases of the current history take precedence.
 
-    Bases of abandoned branches rank behind all bases of the history, so they go as new ones
-    are committed. Something is deleted only if a base that was read back and verified stays:
-    with ``keep`` bases that takes one read-back every ``keep`` commits.
+    Bases of abandoned branches rank after all bases of the history, so they are deleted as new ones
+    are committed. Bases are deleted only if a base that was read back and verified stays
+    (``adr/005``). With ``keep`` bases that takes one read-back every ``keep`` commits.
 
     Args:
-        keep: at least 1.
-        verified: bases that this process has read back whole.
-        damaged: bases found damaged; they neither count nor are kept once enough good ones are.
-        spared: good ones among them stay, in the place of others; the newest stays beside them.
-        needed: good ones among them stay, beyond ``keep``.
+        keep: number of bases to keep, at least 1.
+        verified: bases that this process has read back without errors.
+        damaged: bases found damaged. They do not count, and are deleted once ``keep`` good bases
+            exist.
+        spared: good bases among these stay in place of others; the newest base stays as well.
+        needed: good bases among these stay in addition to ``keep``.
     """
     good = [base for base in committed if base not in damaged]
     here, elsewhere = split_by_history(good, branches)

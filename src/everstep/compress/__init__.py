@@ -17,6 +17,6 @@ A log of compressed gradients restores a training exactly if the training consum
 
 from __future__ import annotations
 
-from everstep.compress.training import Compressor
+from everstep.compress.compressor import Compressor
 
 __all__ = ["Compressor"]

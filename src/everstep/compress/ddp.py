@@ -9,7 +9,7 @@ consumes and what is logged; it has at most as many elements as all ranks kept t
 Gathered and not all-reduced: a reduction of sparsified but dense tensors would save nothing. A
 rank receives ``world * ratio * (4 + itemsize)`` bytes for each element, against about
 ``2 * itemsize`` for a dense all-reduce: with float32 and a ratio of 1 % this pays up to some 100
-ranks. Beyond that, reduce densely and compress after it (:mod:`everstep.compress.training`).
+ranks. Beyond that, reduce densely and compress after it (:mod:`everstep.compress.compressor`).
 
 Residuals belong to parameters and not to buckets, which DDP lays out anew after its first
 backward. int8 is not offered: the mean of int8 forms is no int8 form.

@@ -1,4 +1,4 @@
-"""MarkComparison of both runs, and of each recovery with the evidence.
+"""Comparison of both runs, and of each recovery with the evidence.
 
 Three witnesses, independent of each other: the bytes of both final checkpoints, read with the
 safetensors library; the live state as each process described it at its end; and every loss computed

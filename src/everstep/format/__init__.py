@@ -1,8 +1,13 @@
-"""The bytes on disk. ``docs/FORMAT.md`` has the same as tables; a test compares the two.
+"""Bytes on disk, as specified in ``docs/FORMAT.md``; a test compares the two.
 
-``names``    what files are called, and back
-``digests``  xxh3-128, of entries, headers and files
-``records``  the small JSON files: run, timeline, marker, manifest
-``header``   the header of a shard, which is an ordinary safetensors file
-``writer``, ``reader``  the body of a shard
+Used in both processes, and by the read-only commands. Read in this order:
+
+``names``    names of files and directories, and their parsing
+``digests``  xxh3-128 of entries, headers and files
+``records``  the small JSON files: run, timeline, marker, manifest, audit
+``header``   header of a shard, which is an ordinary safetensors file
+``plan``     files of a base before they are written
+``writer``   writing of a shard, past the page cache
+``reader``   reading and verification of a shard
+``log``      records of the gradient log, and the segment files that contain them
 """

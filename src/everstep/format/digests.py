@@ -1,9 +1,9 @@
-"""Digests: xxh3-128 of every entry, of the header, and of the file as a whole.
+"""Digests: xxh3-128 of every entry, of the header, and of the entire file (``adr/002``).
 
-The file's digest is the digest of a list of digests: the header's, then each entry's in
-file order. As entries lie without holes, every byte of the file is under exactly one leaf.
-Unlike one digest over all bytes it can be computed although the header is written last,
-in one pass, and by several threads.
+The digest of a file is the digest of a list of digests: the header's, then each entry's in file
+order. Entries lie without holes, so exactly one of these digests covers each byte. Unlike one
+digest over all bytes it can be computed in one pass, by several threads, and although the header is
+written last.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ DIGEST_CHARS = 32
 
 
 def digest(data: bytes | memoryview) -> str:
-    """xxh3-128 of ``data`` as 32 hexadecimal characters."""
+    """Return the xxh3-128 of ``data`` as 32 hexadecimal characters."""
     return xxhash.xxh3_128_hexdigest(data)
 
 
 def digest_of_file(header_digest: str, entry_digests: Iterable[str]) -> str:
-    """The digest of a shard from the digests of its parts, in file order."""
+    """Return the digest of a shard from the digests of its header and entries, in file order."""
     return digest("".join([header_digest, *entry_digests]).encode("ascii"))
 
 
 class Digester:
-    """Digests entries from the bytes of a body that arrive in file order.
+    """Digests of entries, from the bytes of a body in file order.
 
     Args:
-        placed: the entries in file order, without holes.
-        on_entry: called with the index and digest of each entry as it is complete.
+        placed: entries in file order, without holes.
+        on_entry: called with index and digest of each completed entry.
     """
 
     def __init__(
@@ -43,14 +43,14 @@ class Digester:
         self._on_entry = on_entry
         self._placed = list(placed)
         self._next = 0
-        self._left_bytes = 0  # of the entry under way
+        self._left_bytes = 0  # of the current entry
         self._hash = xxhash.xxh3_128()
         self._update = self._hash.update
         self.digests: list[str] = []
         self._begin_entry()
 
     def update(self, data: memoryview) -> None:
-        """Takes the next bytes of the body."""
+        """Add the next bytes of the body."""
         size = data.nbytes
         while size >= self._left_bytes:
             if not size:
@@ -64,14 +64,14 @@ class Digester:
         self._left_bytes -= size
 
     def extend(self, placed: Sequence[Placed]) -> None:
-        """Adds entries behind those that are known already."""
+        """Append entries to the known ones."""
         at_end = self._next == len(self._placed)
         self._placed += placed
         if at_end:
             self._begin_entry()
 
     def _begin_entry(self) -> None:
-        """Sets out on the next entry; one without bytes is finished at once."""
+        """Begin the next entry; entries without bytes are completed at once."""
         while self._next < len(self._placed):
             place = self._placed[self._next]
             self._left_bytes = place.end - place.begin

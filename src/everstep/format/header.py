@@ -1,8 +1,8 @@
-"""The header of a shard: an ordinary safetensors header with everstep's metadata in it.
+"""Header of a shard: an ordinary safetensors header with everstep's metadata.
 
-``8 bytes`` little-endian length N, then N bytes of JSON padded with spaces, such that 8 + N
-is a multiple of 4096. The room is reserved before the body is written, from sizes that are
-known then; the header itself is written last.
+``8 bytes`` little-endian length N, then N bytes of JSON padded with spaces, so that 8 + N is a
+multiple of 4096. The space is reserved before the body is written, from sizes known by then; the
+header itself is written last.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from everstep.state.layout.replica_digest import ReplicaDigest
 from everstep.state.layout.shards import Placed, ShardLayout, at_lsn
 
 __all__ = [
-    "HEADER_BYTES_MAX",
+    "HEADER_SIZE_BYTES_MAX",
     "LENGTH_BYTES",
     "METADATA_KEY",
     "ShardHeader",
@@ -36,22 +36,22 @@ __all__ = [
 
 LENGTH_BYTES = 8
 METADATA_KEY = "everstep"
-HEADER_BYTES_MAX = 100_000_000
+HEADER_SIZE_BYTES_MAX = 100_000_000
 _DIMENSIONS_MAX = 64
 _SIZE_MAX = (1 << 63) - 1
 
 
 @dataclass(frozen=True, slots=True)
 class ShardIdentity:
-    """Which shard of which base a file is.
+    """Identity of a shard: its base, and its rank.
 
     Attributes:
-        behind_mark: it was taken by ``save()``, behind the step mark that the log has of its step:
-            what no optimizer owns may have changed since.
-        common: what its rank has in common with others; of the marker, not of the header.
-        inexact: why it is not exact, in words, where that is known; likewise of the marker.
-        static: the file holds entries that never change: later bases of the run may link to it, so
-            that timeline, step and LSN are those of the base that it was written for.
+        behind_mark: the base was taken by ``save()`` after the log's step mark of its step, so
+            entries without an owner may have changed since the mark.
+        common: digests of entries shared with other ranks; for the marker, not in the header.
+        inexact: reason why the base is not exact, if known; for the marker, not in the header.
+        static: the file holds entries that never change. Later bases may link to it, so timeline,
+            step and LSN are those of the base that it was written for.
     """
 
     run: str
@@ -73,9 +73,9 @@ class ShardHeader:
 
     Attributes:
         placed: entries in file order.
-        digests: one per entry, in the same order.
+        digests: digest of each entry, in the same order.
         aliases: ``other name -> entry name``.
-        room_bytes: offset of the first data byte in the file.
+        room_bytes: size of the header, and file offset of the first data byte.
     """
 
     identity: ShardIdentity
@@ -92,7 +92,7 @@ def encode_header(
     aliases: Mapping[str, str],
     room_bytes: int,
 ) -> bytes:
-    """The header, exactly ``room_bytes`` long."""
+    """Return the header, exactly ``room_bytes`` long."""
     text = _header_json(identity, placed, digests, aliases)
     padding = room_bytes - LENGTH_BYTES - len(text)
     assert padding >= 0, "the reserved room is computed from the same entries"
@@ -105,8 +105,10 @@ def header_size_bytes(
     object_names: Sequence[str],
     aliases: Mapping[str, str],
 ) -> int:
-    """Room to reserve, before digests and the sizes of objects are known; the same for every
-    base of this layout, whatever its step."""
+    """Return the bytes to reserve for the header before digests and sizes of objects are known.
+
+    The same for every base of this layout, at any step.
+    """
     widest = 10 ** len(str(_SIZE_MAX)) - 1
     identity = replace(
         identity, timeline=widest, step=widest, lsn=widest, exact=False, behind_mark=True
@@ -119,16 +121,16 @@ def header_size_bytes(
     guess = [*known, *unknown]
     text = _header_json(identity, guess, ["0" * DIGEST_CHARS] * len(guess), aliases)
     room = -(-(LENGTH_BYTES + len(text)) // DIRECT_ALIGNMENT_BYTES) * DIRECT_ALIGNMENT_BYTES
-    assert room <= HEADER_BYTES_MAX, "shards are split before the header grows this large"
+    assert room <= HEADER_SIZE_BYTES_MAX, "shards are split before the header grows this large"
     return room
 
 
 def decode_header(data: bytes, file_bytes: int, path: PurePath) -> ShardHeader:
-    """Decodes and checks a header whose digest has been verified already.
+    """Decode and check a header whose digest has already been verified.
 
     Raises:
-        FormatError: for anything that is not a header of a file of ``file_bytes`` bytes: holes,
-            overlaps, sizes that do not multiply out, ranges outside of the file.
+        FormatError: the header does not describe a file of ``file_bytes`` bytes: holes, overlaps,
+            sizes that do not match, ranges outside of the file.
     """
     try:
         fields = _load(str(data[LENGTH_BYTES:], "utf-8"))
@@ -139,7 +141,7 @@ def decode_header(data: bytes, file_bytes: int, path: PurePath) -> ShardHeader:
     except FormatError as error:
         raise FormatError(f"{path}: {error.message}", path=path) from error
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise FormatError(f"{path}: not a shard of everstep: {error!r}", path=path) from error
+        raise FormatError(f"{path}: not an everstep shard: {error!r}", path=path) from error
 
 
 def _header_json(
@@ -177,7 +179,7 @@ def _header_json(
 
 
 def _describe(entry: Entry, hex_: str) -> dict[str, Any]:
-    """What safetensors has no field for."""
+    """Return the attributes of an entry that safetensors has no field for."""
     described: dict[str, Any] = {
         "digest": hex_,
         "lsn": entry.lsn,
@@ -201,9 +203,9 @@ def _load(text: str) -> Any:
 
 
 def _without_twins(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """A key that is there twice means one thing to us and another to other readers."""
+    """Refuse duplicate keys: JSON readers differ in the one that they use."""
     found = dict(pairs)
-    _require(len(found) == len(pairs), "a key is there twice")
+    _require(len(found) == len(pairs), "duplicate key")
     return found
 
 
@@ -219,7 +221,7 @@ def _decode(
         raise NewerFormatError(
             f"{path}: written in format {version}; this everstep reads up to {FORMAT_VERSION}",
             path=path,
-            hint="use the everstep that wrote it, or a newer one",
+            hint="use the version of everstep that wrote it, or a newer one",
         )
     _require(isinstance(metadata["exact"], bool), "'exact' is neither true nor false")
     behind_mark = metadata.get("behind_mark", False)
@@ -243,16 +245,16 @@ def _decode(
     for name, value in fields.items():
         begin, end = (_size(offset) for offset in value["data_offsets"])
         entry = _entry(name, value, described[name])
-        _require(end - begin == entry.size_bytes, f"{name}: its range is not its size")
+        _require(end - begin == entry.size_bytes, f"{name}: its range does not match its size")
         found.append((Placed(entry, begin, end), _text(described[name]["digest"])))
     position = 0
     for place, _ in found:
-        _require(place.begin == position, f"{place.entry.name}: a hole or an overlap before it")
+        _require(place.begin == position, f"{place.entry.name}: hole or overlap before it")
         position = place.end
     _require(room_bytes + position == file_bytes, "the entries do not fill the file")
     aliases = {_text(key): _text(value) for key, value in metadata["aliases"].items()}
-    _require(set(aliases.values()) <= set(fields), "an alias of an entry that is not there")
-    _require(not set(aliases) & set(fields), "an alias with the name of an entry")
+    _require(set(aliases.values()) <= set(fields), "alias of a missing entry")
+    _require(not set(aliases) & set(fields), "alias with the name of an entry")
     placed = tuple(p for p, _ in found)
     digests = tuple(d for _, d in found)
     return ShardHeader(identity, placed, digests, aliases, room_bytes)
@@ -262,9 +264,11 @@ def _entry(name: str, value: Mapping[str, Any], described: Mapping[str, Any]) ->
     _require(value["dtype"] in DTYPE_BYTES, f"{name}: unknown dtype")
     shape = _sizes(value["shape"])
     global_shape = _sizes(described["global_shape"])
-    for sizes in (shape, global_shape):  # an empty one may claim much; strides are counted so
+    # A tensor with a dimension of 0 has no bytes, and could claim any other dimensions; strides are
+    # computed from them and must not overflow.
+    for sizes in (shape, global_shape):
         widest = math.prod(size or 1 for size in sizes[1:])
-        _require(widest <= _SIZE_MAX, f"{name}: no tensor is as large as {list(sizes)}")
+        _require(widest <= _SIZE_MAX, f"{name}: impossible shape {list(sizes)}")
     stride = described.get("stride")
     logical = described.get("logical_dtype")
     if logical is not None:
@@ -290,7 +294,7 @@ def _require(condition: bool, problem: str) -> None:
 
 def _size(value: Any) -> int:
     is_size = isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= _SIZE_MAX
-    _require(is_size, f"{value!r:.40} is no size")
+    _require(is_size, f"{value!r:.40} is not a size")
     return int(value)
 
 
@@ -300,5 +304,5 @@ def _sizes(value: Any) -> tuple[int, ...]:
 
 
 def _text(value: Any) -> str:
-    _require(isinstance(value, str), f"{value!r:.40} is no text")
+    _require(isinstance(value, str), f"{value!r:.40} is not a string")
     return str(value)

@@ -1,15 +1,15 @@
-"""The gradient log: records, and the segments that hold some of them on disk.
+"""Records of the gradient log, and the segments that contain them on disk (``adr/011``).
 
-A record is one update (of an optimizer: the gradients that it consumed, and its hyperparameters;
-or a declared one, which a function of the program repeats) or one step mark (everything that no
-update gives, in full). Records are never merged: moments
-depend on the order of the gradients (a sum of gradients is another update for everything but
-plain SGD).
+A record is either one update or one step mark. An update is one call of an optimizer, with the
+gradients that it consumed and its hyperparameters, or a declared one, which a function of the
+program repeats. A step mark contains everything that no update recomputes, in full. Records are
+never merged: moments depend on the order of the gradients, so a sum of gradients is another update
+for everything but plain SGD.
 
-A segment is an ordinary safetensors file. For every record and dtype it has one flat tensor,
-``000007/F32``, with the elements of the record's entries one behind the other, and at the end
-the object ``everstep/log``, which says what the records are. It is read back as a whole, or record
-by record, every byte verified.
+A segment is an ordinary safetensors file. For each record and dtype it has one flat tensor,
+``000007/F32``, with the elements of the record's entries in sequence. The object ``everstep/log``
+at the end is the index of the records. A segment is read completely or record by record; every byte
+is verified.
 """
 
 from __future__ import annotations
@@ -52,29 +52,28 @@ __all__ = [
 
 LOG_OBJECT = "everstep/log"
 NOT_EXACT = (
-    "the log is of a state that was not exact, or of steps with another number of torch's threads, "
-    "use of CUDA, or treatment of denormals, than at the start of their timeline"
+    "the state was not exact when the log was recorded, or torch's number of threads, use of CUDA "
+    "or treatment of denormals had changed since the start of the timeline"
 )
-"""Of records whose head says so."""
+"""Reason for records whose head has ``exact=False``."""
 
 _RECORDS_MAX = 1_000_000
 
 
 @dataclass(frozen=True, slots=True)
 class RecordHead:
-    """Which record it is.
+    """Identity of a record.
 
     Attributes:
         kind: ``"update"``: one call of an optimizer's ``step()``, or a declared update.
-            ``"mark"``: the user's step is over; only here can a recovery end.
-        step: that the mark ends; of an update, the step that it belongs to.
-        lsn: of an update, its own number; of a mark, that of the last update before it.
-        shape: digest of what the state consists of (see :func:`everstep.state.shape_digest`):
-            a log is replayed only onto a state of the same shape.
-        exact: whether replay may be: the state is by its lineage, and torch is used as the
-            timeline's record says.
-        declared: of a declared update, the pattern of the entries that it covers; ``""``
-            of anything else.
+            ``"mark"``: the end of the user's step; recovery ends only here.
+        step: step that the mark ends, or that the update belongs to.
+        lsn: number of the update; for a mark, of the last update before it.
+        shape: digest of the shape of the state (see :func:`everstep.state.shape_digest`): a log is
+            replayed only onto a state of the same shape.
+        exact: replay may be exact: the state is exact by lineage, and torch is used as the
+            timeline's record describes.
+        declared: pattern of the entries that a declared update covers; else ``""``.
     """
 
     kind: Literal["update", "mark"]
@@ -86,9 +85,9 @@ class RecordHead:
     declared: str = ""
 
     def __str__(self) -> str:
-        what = f"update {self.lsn}" if self.kind == "update" else "the mark"
-        what += f" ({self.declared!r})" if self.declared else ""
-        return f"{what} of step {self.step}, timeline {self.timeline}"
+        name = f"update {self.lsn}" if self.kind == "update" else "the mark"
+        name += f" ({self.declared!r})" if self.declared else ""
+        return f"{name} of step {self.step}, timeline {self.timeline}"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -96,13 +95,12 @@ class LogRecord:
     """One record.
 
     Attributes:
-        layout: what lies where in ``data``; widest dtype first, no holes.
+        layout: place of each entry in ``data``; widest dtype first, no holes.
         objects: encoded objects by name.
-        digest: of data and objects, taken when they arrived.
-        path: of the segment that it was read from; None: it was not, and its memory is there
-            in any case.
-        parts: records of the same update from other ranks' logs, by rank, where each rank has
-            recorded a part (``docs/design/ranks.md``).
+        digest: digest of data and objects, computed when they arrived.
+        path: segment that it was read from; None if it is in memory anyway.
+        parts: records of the same update from other ranks' logs, by rank, if each rank has recorded
+            a share of it (``docs/design/ranks.md``).
     """
 
     head: RecordHead
@@ -118,8 +116,10 @@ class LogRecord:
         return self.layout.size_bytes + sum(map(len, self.objects.values()))
 
     def verify(self) -> None:
-        """Raises:
-        DamageError: a bit is not what it was.
+        """Compare the digest.
+
+        Raises:
+            DamageError: data or objects have changed.
         """
         if record_digest(self.data, self.objects) != self.digest:
             where = "" if self.path is None else f"{self.path}: "
@@ -130,10 +130,10 @@ class LogRecord:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RecordIndex:
-    """What the index of a segment says of one record; its data lies elsewhere in the file.
+    """Index entry of one record; its data lies elsewhere in the segment.
 
     Attributes:
-        number: of the record in its segment, which the names of its flat tensors begin with.
+        number: number of the record in its segment; names of its flat tensors begin with it.
     """
 
     number: int
@@ -143,25 +143,25 @@ class RecordIndex:
     digest: str
 
     def record(self, data: memoryview, path: PurePath) -> LogRecord:
-        """The record; nobody has verified it."""
+        """Return the record; its data is not verified."""
         return LogRecord(self.head, self.layout, self.objects, data, self.digest, path)
 
 
 def record_digest(data: memoryview, objects: Mapping[str, bytes]) -> str:
-    """The digest of a record: of the digests of its parts."""
-    parts = [digest(data)]
+    """Return the digest of a record: a digest of the digests of its data and objects."""
+    digests = [digest(data)]
     for name, item in objects.items():
-        parts += [digest(name.encode()), digest(item)]
-    return digest("".join(parts).encode("ascii"))
+        digests += [digest(name.encode()), digest(item)]
+    return digest("".join(digests).encode("ascii"))
 
 
 def plan_segment(
     identity: ShardIdentity, records: Sequence[LogRecord]
 ) -> tuple[ShardPlan, SegmentBody]:
-    """The file of a batch of records, which end with a mark.
+    """Plan the file of a batch of records that ends with a mark.
 
     Args:
-        identity: with the step and the LSN of that mark.
+        identity: identity with step and LSN of that mark.
     """
     sources: dict[str, memoryview] = {}
     entries: list[Entry] = []
@@ -183,10 +183,10 @@ def plan_segment(
 
 
 class SegmentBody:
-    """The body of a segment, gathered from the memory of its records.
+    """Body of a segment, gathered from the memory of its records.
 
     Attributes:
-        index: its object, which says what the records are.
+        index: encoded index of the records.
     """
 
     def __init__(
@@ -200,59 +200,59 @@ class SegmentBody:
         self.index = index
 
     def source(self, name: str) -> bytes:
-        """A copy of an entry."""
+        """Return a copy of the bytes of an entry."""
         return bytes(self._sources[name])
 
     @property
-    def parts(self) -> list[memoryview]:
-        """All of it, piece by piece, as it lies in the file."""
+    def views(self) -> list[memoryview]:
+        """Bytes of all entries, in file order."""
         return [self._sources[place.entry.name] for place in self._placed]
 
     def fill(self, begin: int, chunk: memoryview, seen: Any) -> None:
-        """See :class:`everstep.state.layout.shards.Body`."""
+        """Fill ``chunk``; see :class:`everstep.state.layout.shards.Body`."""
         for place, start, stop in overlaps(self._placed, self._ends, begin, chunk.nbytes):
-            part = chunk[start - begin : stop - begin]
+            target = chunk[start - begin : stop - begin]
             source = self._sources[place.entry.name]
-            part[:] = source[start - place.begin : stop - place.begin]
-            seen(part)
+            target[:] = source[start - place.begin : stop - place.begin]
+            seen(target)
 
     def held(self, begin: int, end: int) -> memoryview | None:
-        """Nothing lies in memory as it lies in the file."""
+        """Return None: no bytes lie in memory as in the file."""
         return None
 
     def objects_bytes(self) -> Mapping[str, int]:
-        """The one object that says what the records are."""
+        """Return the size of the index."""
         return {LOG_OBJECT: len(self.index)}
 
 
 def records_of_segment(
     identity: ShardIdentity, data: Mapping[str, memoryview], path: PurePath
 ) -> list[LogRecord]:
-    """The records of a segment, from its verified entries.
+    """Return the records of a segment, from its verified entries.
 
     Raises:
-        FormatError: they do not fit each other.
+        FormatError: the entries are inconsistent.
     """
     if LOG_OBJECT not in data:
         raise FormatError(f"{path} has no index", path=path)
     found = []
     for one in index_of_segment(identity, data[LOG_OBJECT], path):
-        parts = {
-            name.split("/", 1)[1]: part
-            for name, part in data.items()
+        flat = {
+            name.split("/", 1)[1]: view
+            for name, view in data.items()
             if name.startswith(f"{one.number:06d}/")
         }
-        found.append(one.record(gathered(one.layout, parts, path), path))
+        found.append(one.record(gathered(one.layout, flat, path), path))
     return found
 
 
 def index_of_segment(
     identity: ShardIdentity, data: bytes | memoryview, path: PurePath
 ) -> list[RecordIndex]:
-    """What the records of a segment are, from its verified object ``everstep/log``.
+    """Return the index of a segment, from its verified object ``everstep/log``.
 
     Raises:
-        FormatError: it is none.
+        FormatError: the object is not an index.
     """
     try:
         index = msgpack.unpackb(bytes(data), strict_map_key=False)
@@ -262,24 +262,24 @@ def index_of_segment(
         found = []
         for number, fields in enumerate(index["records"]):
             head = _head(identity.timeline, fields)
-            layout_number, objects, said = _rest(fields)
+            layout_number, objects, record = _rest(fields)
             if head.kind not in ("update", "mark"):
-                raise FormatError(f"{path}: no record of any kind that is known")
-            found.append(RecordIndex(number, head, layouts[layout_number], objects, said))
+                raise FormatError(f"{path}: record of an unknown kind")
+            found.append(RecordIndex(number, head, layouts[layout_number], objects, record))
     except FormatError:
         raise
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
         raise FormatError(f"{path}: not a segment of a log: {error!r}", path=path) from error
     if not found or found[-1].head.kind != "mark":
-        raise FormatError(f"{path}: a segment ends with a step mark, this one does not", path=path)
+        raise FormatError(f"{path}: the segment does not end with a step mark", path=path)
     return found
 
 
 def heads_of(timeline: int, data: bytes, path: PurePath) -> tuple[RecordHead, ...]:
-    """What the records of a segment are, from its object ``everstep/log``.
+    """Return the heads of a segment's records, from its object ``everstep/log``.
 
     Raises:
-        FormatError: it is none.
+        FormatError: the object is not an index.
     """
     try:
         rows = msgpack.unpackb(data, strict_map_key=False)["records"]
@@ -291,10 +291,10 @@ def heads_of(timeline: int, data: bytes, path: PurePath) -> tuple[RecordHead, ..
 def records_of_packed(
     timeline: int, index: bytes, data: memoryview, offsets: Sequence[int], path: PurePath
 ) -> list[LogRecord]:
-    """Records whose data lie at ``offsets`` of ``data``; not verified.
+    """Return records whose data lie at ``offsets`` of ``data``; they are not verified.
 
     Raises:
-        FormatError: ``index`` is not that of so many records, or they lie elsewhere.
+        FormatError: ``index`` has another number of records, or they lie outside of ``data``.
     """
     try:
         fields = msgpack.unpackb(index, strict_map_key=False)
@@ -305,13 +305,13 @@ def records_of_packed(
             layout = layouts[number]
             end = offset + layouts[number].size_bytes
             if not 0 <= offset <= end <= data.nbytes:
-                raise FormatError(f"{path}: a record lies outside of it", path=path)
+                raise FormatError(f"{path}: a record lies outside of the data", path=path)
             head = _head(timeline, row)
             records.append(LogRecord(head, layout, objects, data[offset:end], found))
     except FormatError:
         raise
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
-        raise FormatError(f"{path}: no records of a log: {error!r}", path=path) from error
+        raise FormatError(f"{path}: not records of a log: {error!r}", path=path) from error
     return records
 
 
@@ -319,20 +319,20 @@ def _head(timeline: int, row: Sequence[Any]) -> RecordHead:
     kind, step, lsn, shape, exact = row[:5]
     declared = row[8] if len(row) > 8 else ""
     if len(row) > 9 or not isinstance(declared, str) or (declared and kind != "update"):
-        raise ValueError("no record that is known")
+        raise ValueError("record of an unknown form")
     if not (_is_size(step) and _is_size(lsn) and type(shape) is str and type(exact) is bool):
-        raise ValueError("no record of any step")
+        raise ValueError("record without a valid step")
     return RecordHead(kind, timeline, step, lsn, shape, exact, declared)
 
 
 def _rest(row: Sequence[Any]) -> tuple[int, dict[str, bytes], str]:
-    """The number of its layout, its objects, and its digest."""
-    layout, objects, said = row[5:8]
-    if type(layout) is not int or type(said) is not str or type(objects) is not dict:
-        raise ValueError("no record with a layout, objects, and a digest")
+    """Return layout number, objects and digest of a record."""
+    layout, objects, record = row[5:8]
+    if type(layout) is not int or type(record) is not str or type(objects) is not dict:
+        raise ValueError("record without a layout, objects or digest")
     if any(type(name) is not str or type(data) is not bytes for name, data in objects.items()):
-        raise ValueError("objects that are none")
-    return layout, objects, said
+        raise ValueError("record with invalid objects")
+    return layout, objects, record
 
 
 def _is_size(value: Any) -> bool:
@@ -340,7 +340,7 @@ def _is_size(value: Any) -> bool:
 
 
 def layout_to_index(layout: ShardLayout) -> list[list[Any]]:
-    """A layout of whole entries as plain data."""
+    """Return a layout of entire entries as plain data."""
     return [
         [
             e.name,
@@ -354,10 +354,10 @@ def layout_to_index(layout: ShardLayout) -> list[list[Any]]:
 
 
 def layout_from_index(fields: Sequence[Sequence[Any]]) -> ShardLayout:
-    """The inverse of :func:`layout_to_index`.
+    """Return the inverse of :func:`layout_to_index`.
 
     Raises:
-        FormatError: for what is no layout.
+        FormatError: ``fields`` is not a layout.
     """
     placed = []
     position = 0
@@ -381,30 +381,29 @@ def layout_from_index(fields: Sequence[Sequence[Any]]) -> ShardLayout:
     return ShardLayout(tuple(placed))
 
 
-def gathered(layout: ShardLayout, parts: Mapping[str, memoryview], path: PurePath) -> memoryview:
-    """A record's data from its flat tensors, by dtype.
+def gathered(layout: ShardLayout, flat: Mapping[str, memoryview], path: PurePath) -> memoryview:
+    """Return a record's data from its flat tensors by dtype.
 
     Raises:
-        FormatError: they are not those that it lists.
+        FormatError: the tensors do not match the layout.
     """
     dtypes = [d for d, _ in groupby(p.entry.dtype for p in layout.placed if p.end > p.begin)]
-    if len(parts) == 1 and list(parts) == dtypes and parts[dtypes[0]].nbytes == layout.size_bytes:
-        return parts[dtypes[0]]  # as it lies
-    if sorted(dtypes) != sorted(parts) or layout.size_bytes != sum(
-        p.nbytes for p in parts.values()
-    ):
-        raise FormatError(f"{path}: a record's tensors are not those that it lists", path=path)
-    data = np.empty(layout.size_bytes, np.uint8)  # which other threads are not held up by
+    if len(flat) == 1 and list(flat) == dtypes and flat[dtypes[0]].nbytes == layout.size_bytes:
+        return flat[dtypes[0]]  # already in one piece
+    flat_bytes = sum(view.nbytes for view in flat.values())
+    if sorted(dtypes) != sorted(flat) or layout.size_bytes != flat_bytes:
+        raise FormatError(f"{path}: a record's tensors do not match its index", path=path)
+    data = np.empty(layout.size_bytes, np.uint8)  # numpy copies without the interpreter lock
     position = 0
     for dtype in dtypes:
-        part = np.frombuffer(parts[dtype], np.uint8)
-        data[position : position + part.nbytes] = part
-        position += part.nbytes
+        view = np.frombuffer(flat[dtype], np.uint8)
+        data[position : position + view.nbytes] = view
+        position += view.nbytes
     return data.data
 
 
 def pack_index(records: Sequence[LogRecord]) -> bytes:
-    """What the records are, all but their data."""
+    """Encode the index of records: everything except their data."""
     layouts: list[Any] = []
     numbers: dict[int, int] = {}
     rows = []

@@ -1,7 +1,7 @@
-"""What the files of a run are called, and what a name found on disk means.
+"""Names of the files of a run, and their parsing.
 
-Every number is written with leading zeros, so that names sort as numbers do. A name that
-does not parse is none of ours: it is left alone and never opened.
+Numbers are written with leading zeros, so that names sort as numbers do. A name that does not parse
+is not everstep's: such a file is left alone and never opened.
 """
 
 from __future__ import annotations
@@ -73,15 +73,15 @@ def segment_dir(
     """``RUN/timeline-00002/log/000000001200-000000001205``: steps (1200, 1205]
 
     Args:
-        lossy: of approximate gradients, which lie under ``lossy`` instead: so that nobody who does
-            not know of them takes them for what training has consumed.
+        lossy: segment with approximate gradients. It lies under ``lossy`` instead, so that readers
+            that do not know of them never take them for the gradients that training consumed.
     """
     kind = LOSSY_DIR if lossy else LOG_DIR
     return timeline_dir(run, timeline) / kind / f"{after:012d}-{last:012d}"
 
 
 def shard_name(rank: int, part: int = 0) -> str:
-    """``rank-00000.safetensors``; further parts of a rank are ``rank-00000-00001.safetensors``."""
+    """``rank-00000.safetensors``; further files of a rank are ``rank-00000-00001.safetensors``."""
     return f"rank-{rank:05d}{f'-{part:05d}' if part else ''}.safetensors"
 
 
@@ -91,24 +91,26 @@ def marker_name(rank: int) -> str:
 
 
 def parse_timeline(name: str) -> int | None:
-    """The timeline that a directory is, or None if it is none."""
+    """Return the timeline of a directory name; None if it is not a timeline."""
     return _number(_TIMELINE, name, "timeline-{:05d}")
 
 
 def parse_renamed_timeline(name: str) -> int | None:
-    """Return the timeline whose directory somebody has renamed (``timeline-00001.bak``), or None
-    for a name that has no timeline's within it, or is one."""
+    """Return the timeline whose directory was renamed (``timeline-00001.bak``).
+
+    None for a name that contains no timeline's name, or is one.
+    """
     match = _TIMELINE.search(name)
     return None if match is None or parse_timeline(name) is not None else int(match[1])
 
 
 def parse_base(name: str) -> int | None:
-    """The step of a base directory, or None if it is none."""
+    """Return the step of a base directory; None if it is not one."""
     return _number(_STEP, name, "{:012d}")
 
 
 def parse_segment(name: str) -> tuple[int, int] | None:
-    """``(after, last)``: the steps of a segment of a log, or None if it is none."""
+    """Return ``(after, last)``, the steps of a log segment; None if it is not one."""
     match = _SEGMENT.fullmatch(name)
     if match is None:
         return None
@@ -118,12 +120,12 @@ def parse_segment(name: str) -> tuple[int, int] | None:
 
 
 def parse_marker(name: str) -> int | None:
-    """The rank of a marker, or None if it is none."""
+    """Return the rank of a marker; None if it is not one."""
     return _number(_MARKER, name, "rank-{:05d}.done")
 
 
 def parse_shard(name: str) -> tuple[int, int] | None:
-    """``(rank, part)`` of a shard, or None if it is none."""
+    """Return ``(rank, number)`` of a shard; None if it is not one."""
     match = _SHARD.fullmatch(name)
     if match is None:
         return None
@@ -133,7 +135,7 @@ def parse_shard(name: str) -> tuple[int, int] | None:
 
 
 def parse_rank(name: str) -> int | None:
-    """The rank whose shard or marker it is, or None if it is neither."""
+    """Return the rank of a shard or marker; None if it is neither."""
     shard = parse_shard(name)
     return parse_marker(name) if shard is None else shard[0]
 

@@ -1,4 +1,4 @@
-"""A base before it is written: which files, and what lies where in them."""
+"""Files of a base before they are written, and the place of each entry in them."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ class ShardPlan:
     """One file of a base.
 
     Attributes:
-        layout: its tensors; their LSN is that of the base, but for those in ``lsns``.
+        layout: its tensors; their LSN is that of the base, except for those in ``lsns``.
         aliases: ``other name -> entry name``.
-        room_bytes: reserved for the header.
-        objects_bytes: what the objects behind the tensors will take, about.
-        lsns: number of the last update of each entry that was captured before the base's step.
-        static: its entries were declared to never change (``adr/050``).
+        room_bytes: size reserved for the header.
+        objects_bytes: estimated size of the objects after the tensors.
+        lsns: last update of each entry that was captured before the base's step.
+        static: its entries are declared to never change (``adr/050``).
     """
 
     name: str
@@ -36,11 +36,14 @@ class ShardPlan:
 
     @property
     def size_bytes(self) -> int:
+        """Estimated size of the file."""
         return self.room_bytes + self.layout.size_bytes + self.objects_bytes
 
     def identity_in(self, base: ShardIdentity) -> ShardIdentity:
-        """What the header of this file says of the base. A static file says nothing of one base
-        that would not be true of others that link to it."""
+        """Return the identity for the header of this file.
+
+        A static file must not contain anything that is untrue for other bases that link to it.
+        """
         return replace(base, static=True, behind_mark=False) if self.static else base
 
 
@@ -49,8 +52,8 @@ class BasePlan:
     """All files of this rank.
 
     Attributes:
-        kinds: how entries may change, by name (see :mod:`everstep.state.survey.ownership`), where a
-            capture depends on it; nothing is assumed of the others.
+        kinds: kind of change by entry name (see :mod:`everstep.state.survey.ownership`), if the
+            capture depends on it; nothing is assumed of other entries.
     """
 
     identity: ShardIdentity
@@ -59,11 +62,12 @@ class BasePlan:
 
     @property
     def size_bytes(self) -> int:
+        """Estimated size of all files."""
         return sum(shard.size_bytes for shard in self.shards)
 
     @property
     def objects_in(self) -> ShardPlan:
-        """The file that ends with the objects: the last one that is not static."""
+        """File that ends with the objects: the last one that is not static."""
         return next(shard for shard in reversed(self.shards) if not shard.static)
 
 
@@ -74,13 +78,15 @@ def plan_files(
     objects_bytes: Mapping[str, int],
     static: Collection[str] = (),
 ) -> tuple[ShardPlan, ...]:
-    """Lays entries out in files; objects go to the end of the last one, behind which come the files
-    of static entries: an optimizer does not wait for the copies of these.
+    """Distribute entries over files.
+
+    Objects go to the end of the last file that is not static. Files of static entries follow it,
+    because no optimizer waits for their copies.
 
     Args:
-        identity: of any base of this rank; the files of all bases are laid out alike.
-        objects_bytes: the objects' names and about their sizes.
-        static: names of entries that never change, and get files of their own.
+        identity: identity of any base of this rank; all bases have the same layout.
+        objects_bytes: estimated size of each object, by name.
+        static: names of entries that never change; they get files of their own.
     """
     layouts = plan_shards([entry for entry in entries if entry.name not in static])
     ends_with_objects = len(layouts) - 1
@@ -99,6 +105,8 @@ def plan_files(
             sum(objects.values()),
             static=part > ends_with_objects,
         )
-        about = shard.identity_in(identity), layout.placed, list(objects), mine
-        shards.append(replace(shard, room_bytes=header_size_bytes(*about)))
+        header_bytes = header_size_bytes(
+            shard.identity_in(identity), layout.placed, list(objects), mine
+        )
+        shards.append(replace(shard, room_bytes=header_bytes))
     return tuple(shards)

@@ -1,7 +1,7 @@
-"""Reads shards: header first, checked before anything is allocated, then the body in chunks.
+"""Reading of shards: the header is verified before anything is allocated, then the body in chunks.
 
-Nothing that a file claims is believed before it is compared with the file's real length and
-with the digests in the marker or manifest.
+Nothing in a file is trusted before it is compared with the real length of the file and with the
+digests in the marker or manifest.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from everstep.arena import Block
 from everstep.errors import DamageError, DeadlineError, FormatError, StorageError
 from everstep.format.digests import Digester, digest, digest_of_file
 from everstep.format.header import (
-    HEADER_BYTES_MAX,
+    HEADER_SIZE_BYTES_MAX,
     LENGTH_BYTES,
     ShardHeader,
     decode_header,
@@ -27,7 +27,7 @@ from everstep.format.header import (
 from everstep.format.records import RECORD_BYTES_MAX, FileRecord
 from everstep.format.writer import CHUNK_BYTES, ChunkRing
 from everstep.seams.files.filesystem import DIRECT_ALIGNMENT_BYTES, FileSystem, ReadFile
-from everstep.seams.processes.conditions import all_over
+from everstep.seams.processes.conditions import wait_all
 from everstep.seams.progress import ProgressSink
 from everstep.state.layout.shards import PIECE_BYTES
 
@@ -40,16 +40,16 @@ __all__ = [
     "read_result",
 ]
 
-_READ_BYTES = 2 << 20  # a part of a chunk: 1.2 times faster than whole ones, measured
+_READ_BYTES = 2 << 20  # half a chunk: measured 1.2 times faster than reads of entire chunks
 _READ_AHEAD_CHUNKS = 8
 
 
 def read_record_bytes(filesystem: FileSystem, path: PurePath) -> bytes:
-    """A small file as a whole.
+    """Return the contents of a small file.
 
     Raises:
-        FormatError: when it is too large to be a record.
-        OSError: when it is not there, not a regular file, or cannot be read.
+        FormatError: it is too large for a record.
+        OSError: it is missing, not a regular file, or cannot be read.
     """
     file = filesystem.open(path)
     try:
@@ -63,19 +63,19 @@ def read_record_bytes(filesystem: FileSystem, path: PurePath) -> bytes:
 
 
 def read_header(file: ReadFile, record: FileRecord, path: PurePath) -> ShardHeader:
-    """The header of a shard, verified against its record.
+    """Return the header of a shard, verified against its record.
 
     Raises:
-        DamageError: when length or header are not what the record says.
-        FormatError: when the header describes something impossible.
+        DamageError: length or header do not match the record.
+        FormatError: the header describes an impossible file.
     """
     if file.size_bytes != record.length:
         raise DamageError(
-            f"{path}: {file.size_bytes} bytes, its marker says {record.length}", path=path
+            f"{path}: has {file.size_bytes} bytes, but {record.length} in its marker", path=path
         )
     room = record.header_length
-    if not LENGTH_BYTES < room <= min(HEADER_BYTES_MAX, record.length):
-        raise FormatError(f"{path}: {room} bytes is no possible length of a header", path=path)
+    if not LENGTH_BYTES < room <= min(HEADER_SIZE_BYTES_MAX, record.length):
+        raise FormatError(f"{path}: {room} bytes is not a possible header length", path=path)
     data = bytearray(room)
     got = file.read_into(memoryview(data), 0)
     if got != room or digest(memoryview(data)) != record.header_digest:
@@ -100,21 +100,20 @@ def read_body(
     on_entry: Callable[[int], None] | None = None,
     reads: ReadsAhead | None = None,
 ) -> None:
-    """Reads and verifies entries; a few threads read ahead, the caller's verifies.
+    """Read and verify entries. Threads read ahead; the calling thread verifies.
 
     Args:
-        sink: gets ``(offset in the body, bytes)`` in order; the piece is only
-            valid during the call. It sees bytes before their entry's digest is known: what
-            it made of them is worth nothing if this function raises.
-        on_damage: called for each damaged entry instead of raising at the first.
-        wanted: indices of the entries to read, in ascending order; None: all of them, and the
-            file as a whole.
-        on_entry: called with the index of each entry that has proved to be good.
-        reads: of the same file and entries, under way already; closed in the end.
+        sink: receives ``(offset in the body, bytes)`` in order; the bytes are only valid during the
+            call. They are not verified yet: discard all results if this function raises.
+        on_damage: called for each damaged entry, instead of raising at the first.
+        wanted: indices of the entries to read, ascending; None for all entries, and the digest of
+            the file.
+        on_entry: called with the index of each verified entry.
+        reads: running reads of the same file and entries; closed at the end.
 
     Raises:
-        DamageError: naming the entry whose digest does not match.
-        DeadlineError: when a transfer hangs.
+        DamageError: the digest of the named entry does not match.
+        DeadlineError: a transfer hangs.
     """
 
     chosen = range(len(header.placed)) if wanted is None else wanted
@@ -136,7 +135,7 @@ def read_body(
         elif on_entry is not None:
             on_entry(index)
 
-    # Before an entry is complete, its last bytes have gone to the sink.
+    # The sink gets the last bytes of an entry before the digester completes it and calls `check`.
     digester = Digester([header.placed[index] for index in chosen], check)
     if reads is None:
         reads = ReadsAhead(file, header, record, path, ring, timeout_s=timeout_s, wanted=wanted)
@@ -163,7 +162,7 @@ def read_body(
 
 
 class _Chunk(NamedTuple):
-    """Bytes ``[begin, end)`` of a body, read from ``at`` on, where a page begins."""
+    """Bytes ``[begin, end)`` of a body, read from the page boundary ``at``."""
 
     at: int
     begin: int
@@ -171,9 +170,9 @@ class _Chunk(NamedTuple):
 
 
 class ReadsAhead:
-    """The chunks of a body in their order, read by a few threads ahead of whoever iterates.
+    """Chunks of a body in order, read by threads ahead of the iterating caller.
 
-    To be used in a ``with`` block: when that ends, nothing is under way.
+    Use it in a ``with`` block: after that no read is in progress.
 
     Args:
         wanted: as for :func:`read_body`.
@@ -200,7 +199,7 @@ class ReadsAhead:
         self._under_way: deque[tuple[_Chunk, Block, Future[int]]] = deque()
 
     def start(self) -> None:
-        """Reads as far ahead as it ever does."""
+        """Start reads, up to the maximum number of chunks."""
         while self._left and len(self._under_way) < _READ_AHEAD_CHUNKS:
             ring = self._ring
             first = not self._under_way
@@ -223,9 +222,9 @@ class ReadsAhead:
     ) -> None:
         self._left.clear()
         under_way = [future for _, _, future in self._under_way]
-        all_over(under_way, self._timeout_s)
+        wait_all(under_way, self._timeout_s)
         for _, block, future in self._under_way:
-            if future.done():  # a hung read may still write into its chunk: never reuse that one
+            if future.done():  # a hung read may still write into its chunk: never reuse that chunk
                 self._ring.give(block)
         self._under_way.clear()
 
@@ -233,10 +232,10 @@ class ReadsAhead:
         return self
 
     def __next__(self) -> tuple[_Chunk, Block]:
-        """A chunk, and what holds it, which is the caller's to give back to the ring.
+        """Return a chunk and the block that holds it; the caller gives the block back to the ring.
 
         Raises:
-            DamageError: the file ends before it.
+            DamageError: the file ends before the chunk.
             DeadlineError: the transfer hangs.
         """
         self.start()
@@ -253,7 +252,9 @@ class ReadsAhead:
 
 def _chunks(ranges: Iterable[tuple[int, int]]) -> Iterator[_Chunk]:
     sizes = itertools.chain(
-        itertools.repeat(CHUNK_BYTES, _READ_AHEAD_CHUNKS),  # before anybody can use them
+        itertools.repeat(
+            CHUNK_BYTES, _READ_AHEAD_CHUNKS
+        ),  # the first ones, before the caller waits
         itertools.repeat(_READ_BYTES),
     )
     for first, last in ranges:
@@ -261,14 +262,14 @@ def _chunks(ranges: Iterable[tuple[int, int]]) -> Iterator[_Chunk]:
         while begin < last:
             at = begin - begin % DIRECT_ALIGNMENT_BYTES
             size_bytes = next(sizes)
-            # At the same places, wherever a range begins: ranks share what they read.
+            # Cut at the same offsets wherever a range begins: ranks on a node share their reads.
             end = min(last, at - at % size_bytes + size_bytes)
             yield _Chunk(at, begin, end)
             begin = end
 
 
 def _ranges(header: ShardHeader, wanted: Iterable[int]) -> list[tuple[int, int]]:
-    """Half-open ranges of the body that the wanted entries fill; neighbours are joined."""
+    """Return the half-open ranges of the body of the wanted entries; adjacent ranges are joined."""
     found: list[tuple[int, int]] = []
     for index in wanted:
         place = header.placed[index]
@@ -280,36 +281,36 @@ def _ranges(header: ShardHeader, wanted: Iterable[int]) -> list[tuple[int, int]]
 
 
 def _read(file: ReadFile, block: Block, want: int, offset: int) -> int:
-    # Up to the next page boundary, so that the last chunk, too, goes past the page cache.
+    # Up to the next page boundary, so that the last chunk also bypasses the page cache.
     padded = -(-want // DIRECT_ALIGNMENT_BYTES) * DIRECT_ALIGNMENT_BYTES
     return min(want, file.read_into(block.view[:padded], offset))
 
 
 def read_result(future: Future[int], ring: ChunkRing, timeout_s: float, path: PurePath) -> int:
-    """What a thread has read of the file ``path``.
+    """Return the number of bytes that a thread has read of the file ``path``.
 
     Raises:
-        DeadlineError: it hangs.
-        OSError: it cannot be read.
+        DeadlineError: the read hangs.
+        OSError: the file cannot be read.
     """
     if not ring.is_over(future, timeout_s):
         raise DeadlineError(
             f"{path}: a read took longer than {timeout_s:g} s: the storage hangs",
             path=path,
-            hint="look at the disk or the network file system (dmesg, df, iostat)",
+            hint="check the disk or the network file system (dmesg, df, iostat)",
         )
     return future.result()
 
 
 class CheckedFile:
-    """A shard for whoever copies it: a damaged one is never copied whole.
+    """A shard to be copied, verified while it is read: a damaged file is never copied completely.
 
-    It is read in order. Before the last bytes are handed over all of them have been compared with
-    the digests of the header, and the header with that of the marker; a copy that is whole is
-    therefore one of what was written.
+    It is read in order. All bytes have been compared with the header's digests, and the header with
+    the marker's, before the last bytes are returned. So a complete copy is a copy of the written
+    file.
 
     Args:
-        header: verified against ``record``.
+        header: header, verified against ``record``.
     """
 
     def __init__(
@@ -326,11 +327,11 @@ class CheckedFile:
         return self._record.length
 
     def read_into(self, buffer: memoryview, offset: int) -> int:
-        """The next bytes; from the beginning again if ``offset`` is 0.
+        """Read the next bytes; offset 0 starts again from the beginning.
 
         Raises:
-            DamageError: what was read is not what the digests say.
-            StorageError: it cannot be read.
+            DamageError: the bytes do not match the digests.
+            StorageError: the file cannot be read.
         """
         if offset == 0:
             self._begin()
@@ -343,15 +344,15 @@ class CheckedFile:
                 step=self._header.identity.step,
                 rank=self._header.identity.rank,
                 path=self._path,
-                hint="look at the disk or the network file system (dmesg, df, mount)",
+                hint="check the disk or the network file system (dmesg, df, mount)",
             ) from error
         data = buffer.cast("B")[: min(got, self._record.length - offset)]
         self._at += data.nbytes
         room = self._header.room_bytes
         if len(self._head) < room:
-            part = data[: room - len(self._head)]
-            self._head += part
-            data = data[part.nbytes :]
+            head = data[: room - len(self._head)]
+            self._head += head
+            data = data[head.nbytes :]
         self._digester.update(data)
         if self._at == self._record.length:
             self._check_whole()
@@ -374,7 +375,7 @@ class CheckedFile:
         if digest(memoryview(self._head)) != self._record.header_digest:
             raise self._damage("the header's digest does not match", None)
         if len(self._digester.digests) != len(self._header.digests):
-            raise self._damage("it ends before its last entry", None)
+            raise self._damage("the file ends before its last entry", None)
 
     def _damage(self, problem: str, entry: str | None) -> DamageError:
         return DamageError(

@@ -1,8 +1,12 @@
 """The small JSON files of a run: run, timeline, marker, manifest, audit.
 
-A record is canonical JSON (sorted keys, one space of indentation) whose field ``digest``
-is the xxh3-128 of the same JSON without that field. Decoding accepts exactly the bytes
-that encoding gives, so a flipped bit anywhere, white space included, is noticed.
+A record is canonical JSON (sorted keys, one space of indentation, ASCII) whose field ``digest`` is
+the xxh3-128 of the same JSON without that field. Decoding accepts exactly the bytes that encoding
+produces, so a flipped bit anywhere is detected, white space included.
+
+The canonical form is that of ``json.dumps(fields, sort_keys=True, indent=1, allow_nan=False)`` plus
+a line end. :func:`canonical` is several times faster, because Python's compiled encoder does not
+support indentation; decoding encodes each record again to compare it.
 """
 
 from __future__ import annotations
@@ -40,11 +44,11 @@ _MARGIN = "\n "
 
 
 def rows_of(fields: Mapping[str, Any]) -> dict[str, str]:
-    """Each field as it is written, by name.
+    """Return each field as encoded, by name.
 
     Raises:
-        ValueError: a number is none.
-        RecursionError: it is too deep.
+        ValueError: a number is not finite.
+        RecursionError: the fields are nested too deeply.
     """
     return {
         name: f"{encode_basestring_ascii(name)}: {_encode_value(value, _MARGIN)}"
@@ -53,13 +57,13 @@ def rows_of(fields: Mapping[str, Any]) -> dict[str, str]:
 
 
 def canonical(rows: Mapping[str, str]) -> bytes:
-    """The JSON of the fields with these rows, of which there is at least one."""
+    """Return the JSON of the fields with these rows; there is at least one."""
     body = f",{_MARGIN}".join([rows[name] for name in sorted(rows)])
     return f"{{{_MARGIN}{body}\n}}\n".encode("ascii")
 
 
 def _encode_value(value: Any, margin: str) -> str:
-    """A value, behind whose beginning lines begin with ``margin``."""
+    """Encode a value; lines after its first begin with ``margin``."""
     kind = type(value)
     if kind is str:
         return encode_basestring_ascii(value)
@@ -79,19 +83,21 @@ def _encode_value(value: Any, margin: str) -> str:
 
 RECORD_BYTES_MAX = 64 << 20
 VERDICTS = ("equal", "different", "unchecked")
-"""Of an audit."""
+"""Verdicts of an audit."""
 
 _NUMBER_MAX = (1 << 63) - 1
 _WORLD_MAX = 1 << 20
 _REASON_CHARS_MAX = 2000
 
 
-_RUN_ID = re.compile(r"(?!-)[0-9A-Za-z_.-]{0,64}")  # 32 hexadecimal digits, of those that we make
+# Ids made by everstep have 32 hexadecimal digits. An id becomes an argument of a command and a part
+# of names of sockets, so no other characters are accepted.
+_RUN_ID = re.compile(r"(?!-)[0-9A-Za-z_.-]{0,64}")
 
 
 @dataclass(frozen=True, slots=True)
 class RunRecord:
-    """``run.json``: makes a directory a run."""
+    """``run.json``: marks a directory as a run."""
 
     run: str
     format: int = FORMAT_VERSION
@@ -103,8 +109,8 @@ class RunRecord:
     def decode(cls, data: bytes, path: PurePath) -> RunRecord:
         fields = _decode("run", data, path)
         run = fields.text("run")
-        if not _RUN_ID.fullmatch(run):  # it becomes an argument of a command, and a part of names
-            raise FormatError(f"{path}: no run is called {run[:64]!r}")
+        if not _RUN_ID.fullmatch(run):
+            raise FormatError(f"{path}: {run[:64]!r} is not a valid run id")
         return cls(run, fields.number("format"))
 
 
@@ -113,16 +119,16 @@ class TimelineRecord:
     """``timeline.json``: created exclusively when a process takes the run over; the fence.
 
     Attributes:
-        timeline: its number; a process of a smaller number is fenced off (I11).
-        parent: timeline that it forked from, None for a fresh start.
-        fork_step: step of ``parent`` at which it forked; later bases of the parent are not in
-            this timeline's history.
-        exact: whether everything up to the fork is exact (inherited for ever, I9).
+        timeline: its number; processes of smaller numbers are fenced off (I11).
+        parent: timeline that it forked from; None for a fresh start.
+        fork_step: step of ``parent`` at which it forked; later bases of the parent are not in this
+            timeline's history.
+        exact: everything up to the fork is exact (inherited, I9).
         world: number of ranks.
-        fingerprint: versions and machine, for people and for the exactness matrix.
-        created_unix_s: for people.
-        base: timeline and step of the base that it was restored from, where the fork lies
-            behind it and was reached by replay; written only then.
+        fingerprint: versions and machine, for users and for the exactness matrix.
+        created_unix_s: time of creation, for users.
+        base: timeline and step of the base that was restored, if the fork was reached by replay
+            from it; written only then.
     """
 
     run: str
@@ -170,7 +176,8 @@ class TimelineRecord:
 
 @dataclass(frozen=True, slots=True)
 class FileRecord:
-    """What a marker says of one file: its length, and digests of header and whole."""
+    """Entry of a marker for one file: its length, and digests of its header and of the entire
+    file."""
 
     name: str
     length: int
@@ -184,10 +191,10 @@ class Marker:
     """``rank-00000.done``: this rank's files of this base are durable.
 
     Attributes:
-        step, lsn: the user's step; number of optimizer updates before it.
-        exact: whether the state is exact, by lineage (I9).
-        common: what this rank takes to be common to it and others; they have to do so, too.
-        inexact: why the state is not exact, in words, where that is known; written only then.
+        step, lsn: the user's step, and the number of optimizer updates before it.
+        exact: the state is exact, by lineage (I9).
+        common: digests of entries that this rank shares with others; the others' must be equal.
+        inexact: reason why the state is not exact, if known; written only then.
     """
 
     run: str
@@ -203,7 +210,7 @@ class Marker:
 
     @classmethod
     def of(cls, identity: ShardIdentity, files: tuple[FileRecord, ...]) -> Marker:
-        """Of files whose headers have this identity."""
+        """Return the marker of files whose headers have this identity."""
         return cls(
             run=identity.run,
             timeline=identity.timeline,
@@ -242,7 +249,7 @@ class Manifest:
 
     @property
     def exact(self) -> bool:
-        """Whether the state is: every rank's part of it (I9)."""
+        """True if the files of every rank are exact (I9)."""
         return all(marker.exact for marker in self.markers)
 
     def encode(self) -> bytes:
@@ -263,24 +270,25 @@ class Manifest:
             raise FormatError(f"{path}: the manifest does not list each of {world} ranks once")
         found = cls(markers)
         if found.exact != fields.flag("exact"):
-            raise FormatError(f"{path}: 'exact' is not what it is of all ranks together")
+            raise FormatError(f"{path}: 'exact' contradicts the ranks' entries")
         return found
 
 
 @dataclass(frozen=True, slots=True)
 class AuditRecord:
-    """``audit.json``: what replay onto an older base says of the base that it lies beside (I9).
+    """``audit.json``: comparison of a base with a replay from an older one (I9).
 
     Attributes:
-        timeline, step: of the base.
-        manifest: digest of the base's manifest: the very base that was compared.
+        timeline, step: timeline and step of the base.
+        manifest: digest of the manifest of the compared base.
         before: timeline and step of the older base.
-        verdict: one of :data:`VERDICTS`: each of ``entries`` has the digest that replay gives;
-            ``count`` have not; or nothing can be said, for ``reason``.
-        steps, updates: of the log between the two.
+        verdict: one of :data:`VERDICTS`: each of ``entries`` has the digest of the replay;
+        ``count``
+            have not; or the comparison was impossible, because of ``reason``.
+        steps, updates: number of replayed steps and updates.
         differing: names of the first entries that differ.
         fingerprint: versions and machine of the replay.
-        created_unix_s: for people.
+        created_unix_s: time of creation, for users.
     """
 
     run: str
@@ -309,11 +317,11 @@ class AuditRecord:
         before = fields.pair("before")
         verdict = fields.text("verdict")
         if before is None or verdict not in VERDICTS:
-            raise FormatError(f"{path}: an audit without a base before it, or without a verdict")
+            raise FormatError(f"{path}: audit without an older base, or without a verdict")
         count = fields.number("count")
         differing = fields.names("differing")
         if len(differing) > count or (count and verdict == "equal"):
-            raise FormatError(f"{path}: an audit that contradicts itself")
+            raise FormatError(f"{path}: inconsistent audit")
         return cls(
             fields.text("run"),
             fields.number("timeline"),
@@ -333,15 +341,16 @@ class AuditRecord:
 
 
 def manifest_of(markers: Mapping[int, Marker]) -> Manifest | None:
-    """The manifest that ``markers`` yield, or None while some are missing or disagree."""
+    """Return the manifest of ``markers``; None while some are missing or contradict each other."""
     if not markers:
         return None
     first = next(iter(markers.values()))
     if len(markers) != first.world or sorted(markers) != list(range(first.world)):
         return None
     ordered = tuple(markers[rank] for rank in range(first.world))
-    alike = (replace(marker, exact=first.exact) for marker in ordered)
-    if any(_base_fields(marker) != _base_fields(first) for marker in alike):
+    # Ranks may differ in `exact`; all other fields must be equal.
+    comparable = (replace(marker, exact=first.exact) for marker in ordered)
+    if any(_base_fields(marker) != _base_fields(first) for marker in comparable):
         return None
     if any(marker.rank != rank for rank, marker in enumerate(ordered)):
         return None
@@ -351,7 +360,7 @@ def manifest_of(markers: Mapping[int, Marker]) -> Manifest | None:
 
 
 def _base_fields(marker: Marker) -> dict[str, Any]:
-    """What all ranks of a base have in common, but for ``exact``."""
+    """Return the fields that are equal for all ranks of a base, except ``exact``."""
     return {
         "format": FORMAT_VERSION,
         "run": marker.run,
@@ -393,7 +402,7 @@ def _marker(base: _Fields, rank: _Fields) -> Marker:
             FileRecord(name, length, header_length, item.hex("header_digest"), item.hex("digest"))
         )
     if not files or len({file.name for file in files}) != len(files):
-        raise FormatError(f"{base.path}: rank {number} has no files, or one of them twice")
+        raise FormatError(f"{base.path}: rank {number} has no files, or a duplicate file")
     world = base.number("world", _WORLD_MAX)
     return Marker(
         base.text("run"),
@@ -412,16 +421,18 @@ def _marker(base: _Fields, rank: _Fields) -> Marker:
 def _common(rank: _Fields, number: int, world: int) -> tuple[ReplicaDigest, ...]:
     found = []
     for item in rank.items("common"):
-        about = item.text("ranks"), item.text("section"), item.number("count"), item.hex("digest")
-        found.append(one := ReplicaDigest(*about))
+        one = ReplicaDigest(
+            item.text("ranks"), item.text("section"), item.number("count"), item.hex("digest")
+        )
+        found.append(one)
         try:
             ranks = ranks_of_digest(one)
         except ValueError as error:
-            raise FormatError(f"{rank.path}: {one.ranks!r} are no ranks") from error
+            raise FormatError(f"{rank.path}: {one.ranks!r} is not a list of ranks") from error
         if number not in ranks or max(ranks) >= world:
             raise FormatError(f"{rank.path}: rank {number} of {world} is not among {one.ranks!r}")
     if not found or len({(one.ranks, one.section) for one in found}) != len(found):
-        raise FormatError(f"{rank.path}: nothing is common, or the same twice")
+        raise FormatError(f"{rank.path}: 'common' is empty, or has duplicates")
     return tuple(found)
 
 
@@ -453,19 +464,20 @@ def _decode(kind: str, data: bytes, path: PurePath) -> _Fields:
         raise FormatError(f"{path}: not a record: {error}") from error
     if not genuine:
         raise DamageError(f"{path}: the record's digest does not match its contents", path=path)
-    # After the digest, whose rule no format changes: a flipped bit is not a newer format.
+    # Checked after the digest, which all formats compute in the same way: so a flipped bit is
+    # reported as damage, not as a newer format.
     if version > FORMAT_VERSION:
         raise NewerFormatError(
             f"{path}: written in format {version}; this everstep reads up to {FORMAT_VERSION}",
             path=path,
-            hint="use the everstep that wrote it, or a newer one",
+            hint="use the version of everstep that wrote it, or a newer one",
         )
     return _Fields(found, path)
 
 
 @dataclass(frozen=True, slots=True)
 class _Fields:
-    """Decoded JSON, read with types and bounds: a hostile record raises FormatError."""
+    """Decoded JSON, read with checks of types and bounds; a hostile record raises FormatError."""
 
     fields: Mapping[str, Any]
     path: PurePath
@@ -478,7 +490,7 @@ class _Fields:
     def number(self, name: str, largest: int = _NUMBER_MAX) -> int:
         value = self.value(name)
         if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value <= largest:
-            raise FormatError(f"{self.path}: {name!r} is no whole number in 0..{largest}")
+            raise FormatError(f"{self.path}: {name!r} is not an integer in 0..{largest}")
         return value
 
     def pair(self, name: str) -> tuple[int, int] | None:
@@ -487,13 +499,13 @@ class _Fields:
             return None
         numbers = isinstance(value, list) and len(value) == 2 and all(type(n) is int for n in value)
         if not numbers or not all(0 <= n <= _NUMBER_MAX for n in value):
-            raise FormatError(f"{self.path}: {name!r} is no pair of numbers")
+            raise FormatError(f"{self.path}: {name!r} is not a pair of integers")
         return value[0], value[1]
 
     def real(self, name: str) -> float:
         value = self.value(name)
         if not isinstance(value, (int, float)) or isinstance(value, bool):
-            raise FormatError(f"{self.path}: {name!r} is no number")
+            raise FormatError(f"{self.path}: {name!r} is not a number")
         return value
 
     def flag(self, name: str) -> bool:
@@ -505,29 +517,29 @@ class _Fields:
     def text(self, name: str) -> str:
         value = self.value(name)
         if not isinstance(value, str) or len(value) > 4096:
-            raise FormatError(f"{self.path}: {name!r} is no (short) text")
+            raise FormatError(f"{self.path}: {name!r} is not a string, or too long")
         return value
 
     def hex(self, name: str) -> str:
         value = self.text(name)
         if len(value) != DIGEST_CHARS or value.strip("0123456789abcdef"):
-            raise FormatError(f"{self.path}: {name!r} is no digest")
+            raise FormatError(f"{self.path}: {name!r} is not a digest")
         return value
 
     def texts(self, name: str) -> dict[str, str]:
         value = self.value(name)
         if not isinstance(value, dict) or not all(isinstance(v, str) for v in value.values()):
-            raise FormatError(f"{self.path}: {name!r} is no table of texts")
+            raise FormatError(f"{self.path}: {name!r} is not a mapping to strings")
         return value
 
     def names(self, name: str) -> tuple[str, ...]:
         value = self.value(name)
         if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
-            raise FormatError(f"{self.path}: {name!r} is no list of texts")
+            raise FormatError(f"{self.path}: {name!r} is not a list of strings")
         return tuple(value)
 
     def items(self, name: str) -> list[_Fields]:
         value = self.value(name)
         if not isinstance(value, list) or not all(isinstance(item, dict) for item in value):
-            raise FormatError(f"{self.path}: {name!r} is no list of records")
+            raise FormatError(f"{self.path}: {name!r} is not a list of mappings")
         return [_Fields(item, self.path) for item in value]

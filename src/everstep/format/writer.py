@@ -1,9 +1,9 @@
-"""Writes the body and header of a shard.
+"""Writing of the body and header of a shard.
 
-The calling thread brings the bytes into page-aligned chunks of the *file*, whatever
-entries they cut through, and digests them while they are in the cache; a few threads write
-the chunks past the page cache. The header comes last: until then the file begins with
-zeros and no reader of safetensors accepts it.
+The calling thread brings the bytes into page-aligned chunks of the *file*, whichever entries they
+cut through, and digests them while they are in the processor's cache. A few threads write the
+chunks past the page cache. The header is written last: until then the file begins with zeros, and
+no safetensors reader accepts it.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from everstep.format.plan import ShardPlan
 from everstep.format.records import FileRecord
 from everstep.seams.failpoints import failpoint
 from everstep.seams.files.filesystem import DIRECT_ALIGNMENT_BYTES, WriteFile
-from everstep.seams.files.moving import is_over
-from everstep.seams.processes.conditions import Condition, all_over
+from everstep.seams.files.stalls import wait_while_active
+from everstep.seams.processes.conditions import Condition, wait_all
 from everstep.seams.processes.threads import IoThreads
 from everstep.seams.progress import ProgressSink, silent
 from everstep.state.layout.shards import Body, Placed, append_objects, at_lsn, pieces
@@ -33,37 +33,40 @@ CHUNK_BYTES = 4 << 20
 
 
 _COPIED_MAX = 2
-"""Chunks that are written while the next one is copied. More would leave the cache before the disk
-fetches them, and more threads would take the core of the one that copies: next to six, a fifth less
-of processor time, and up to 1.2 times as fast."""
+"""Chunks that are written while the next one is copied. More chunks would leave the cache before
+the disk fetches them, and more threads would take processor time from the copying thread: compared
+with six, a fifth less processor time, and up to 1.2 times as fast."""
 
 
 class ChunkRing:
-    """Page-aligned chunks that go round between the thread that fills and those that write.
+    """Page-aligned chunks that circulate between the filling thread and the transferring threads.
 
     Args:
-        chunks: number of chunks; one more than there are writers keeps all of them busy.
+        chunks: number of chunks; one more than there are writers keeps all writers busy.
 
     Attributes:
-        threads: that transfer.
-        copied: that write chunks which somebody fills meanwhile.
+        threads: threads for transfers.
+        copied: threads that write chunks while the calling thread fills the next one.
     """
 
     def __init__(self, chunks: int, writers: int) -> None:
-        self._free: list[Block] = []  # the last is used first: it is in the cache
-        self._left = chunks  # that are not made yet
+        self._free: list[Block] = []  # the last one is used first: it is still in the cache
+        self._left = chunks  # not allocated yet
         self._changed = Condition()  # several threads may share the ring
         self.threads = IoThreads(writers, "everstep-io")
         self.copied = IoThreads(min(writers, _COPIED_MAX), "everstep-write")
 
     def try_take(self) -> Block | None:
-        """A chunk that nobody has, if there is one. Whoever holds chunks already takes no more
-        than that: two that wait for each other's would wait for ever."""
+        """Return a free chunk, or None.
+
+        A caller that already holds chunks must use this: two callers that wait for each other's
+        chunks would wait forever.
+        """
         with self._changed:
             return self._take_or_make()
 
     def take(self, timeout_s: float) -> Block:
-        """A free chunk; chunks are made when they are first needed."""
+        """Wait for a free chunk; chunks are allocated when first needed."""
         with self._changed:
             if self._changed.wait_for(lambda: self._free or self._left, timeout_s):
                 block = self._take_or_make()
@@ -71,7 +74,7 @@ class ChunkRing:
                 return block
         raise DeadlineError(
             f"no chunk was transferred within {timeout_s:g} s: the storage hangs",
-            hint="look at the disk or the network file system (dmesg, df, iostat)",
+            hint="check the disk or the network file system (dmesg, df, iostat)",
         )
 
     def _take_or_make(self) -> Block | None:
@@ -83,37 +86,38 @@ class ChunkRing:
         return Block(CHUNK_BYTES, touch=False)
 
     def give(self, block: Block) -> None:
-        """Hands a chunk back."""
+        """Return a chunk to the ring."""
         with self._changed:
             self._free.append(block)
             self._changed.notify()
 
     def is_over(self, transfer: Future[Any], timeout_s: float) -> bool:
-        """Whether a transfer of this ring has ended, well or badly; False: it takes longer than
-        ``timeout_s``. For as long, none of those that it waits behind may take, which are others'
-        perhaps."""
+        """Wait until a transfer has ended, successfully or not; return False after ``timeout_s``.
+
+        The timeout starts again whenever a transfer of another caller ahead of it ends.
+        """
         ahead = self.threads, self.copied
 
         def moves() -> object:
             return transfer.running() or [threads.ended for threads in ahead]
 
-        return is_over(transfer, timeout_s, moves)
+        return wait_while_active(transfer, timeout_s, moves)
 
     def close(self) -> None:
-        """Ends the threads; transfers under way are finished first."""
+        """End the threads; transfers in progress are finished first."""
         self.threads.close()
         self.copied.close()
 
 
 @dataclass(frozen=True, slots=True)
 class Written:
-    """A shard that is durable, but for its name.
+    """A shard that is durable, except for its name.
 
     Attributes:
         record: length and digests, for the marker.
-        header: its first bytes.
-        digests: of each entry, by name.
-        linked: it was there already, and has one more name now.
+        header: bytes of the header.
+        digests: digest of each entry, by name.
+        linked: the file already existed and has got another name.
     """
 
     record: FileRecord
@@ -133,19 +137,19 @@ def write_shard(
     progress: ProgressSink,
     on_body: Callable[[], None] = lambda: None,
 ) -> Written:
-    """Writes a whole shard and makes its bytes (not its name) durable.
+    """Write a complete shard and make its bytes (not its name) durable.
 
-    Whole chunks of tensors go out while later ones are still being captured; then come the
+    Complete chunks of tensors are written while later ones are still being captured. Then come the
     objects, whose sizes are known only now, and the header.
 
     Args:
         file: an empty file, or a recycled one whose header has been invalidated.
-        timeout_s: a single transfer that takes longer counts as hung.
+        timeout_s: time after which a single transfer counts as hung.
         on_body: called when the bytes of the body are durable, before the header.
 
     Raises:
-        OSError: what the file system said.
-        DeadlineError: when a transfer hangs.
+        OSError: error of the file system.
+        DeadlineError: a transfer hangs.
     """
     digester = Digester(shard.layout.placed)
     transfers: list[Future[None]] = []
@@ -167,7 +171,7 @@ def write_shard(
     try:
         whole = shard.layout.size_bytes - shard.layout.size_bytes % CHUNK_BYTES
         send(0, whole)
-        # From here on while the disk still has chunks to write: it need not wait for any of it.
+        # Digests and header are computed here, while the disk still writes earlier chunks.
         layout = at_lsn(shard.layout, identity.lsn, shard.lsns)
         placed = append_objects(layout, body.objects_bytes(), lsn=identity.lsn).placed
         digester.extend(placed[len(layout.placed) :])
@@ -176,10 +180,11 @@ def write_shard(
         written = _written(shard, identity, placed, digester)
         _wait(transfers, ring, timeout_s)
     finally:
-        # Whatever happened, nobody may still be reading from chunks that are used again.
-        all_over(transfers, timeout_s)
+        # On any exit: no thread may still be reading chunks that the ring will reuse.
+        wait_all(transfers, timeout_s)
     file.truncate(shard.room_bytes + end)
-    file.sync()  # the body is durable before any header vouches for it
+    # The body must be durable before the header: after a crash, a valid header means a valid body.
+    file.sync()
     on_body()
     failpoint("save.before_header")
     _write_header(file, written.header)
@@ -190,7 +195,7 @@ def write_shard(
 def digest_shard(
     shard: ShardPlan, identity: ShardIdentity, body: Body, progress: ProgressSink = silent
 ) -> Written:
-    """What :func:`write_shard` would return, without writing anything."""
+    """Return the result of :func:`write_shard` without writing anything."""
     layout = at_lsn(shard.layout, identity.lsn, shard.lsns)
     placed = append_objects(layout, body.objects_bytes(), lsn=identity.lsn).placed
     digester = Digester(placed)
@@ -222,8 +227,11 @@ def _written(
 
 
 def _held(body: Body, begin: int, stop: int, digester: Digester) -> memoryview | None:
-    """Bytes ``[begin, stop)`` of the body where they lie, digested, and up to the next page
-    boundary, where they will be cut off again."""
+    """Digest bytes ``[begin, stop)`` of the body and return them in place.
+
+    The result extends to the next page boundary; the file is truncated later. None if the bytes do
+    not lie in memory as in the file.
+    """
     held = body.held(begin, stop + -(stop - begin) % DIRECT_ALIGNMENT_BYTES)
     if held is not None:
         for piece in pieces(held[: stop - begin]):
@@ -234,7 +242,7 @@ def _held(body: Body, begin: int, stop: int, digester: Digester) -> memoryview |
 def _copied(
     body: Body, begin: int, stop: int, ring: ChunkRing, digester: Digester, timeout_s: float
 ) -> tuple[memoryview, Block]:
-    """The same of bytes that lie elsewhere, and the chunk that holds them."""
+    """Copy such bytes into a chunk of the ring, digest them, and return both."""
     padded = stop - begin + -(stop - begin) % DIRECT_ALIGNMENT_BYTES
     block = ring.take(timeout_s)
     try:
@@ -254,7 +262,7 @@ def _write(file: WriteFile, data: memoryview, offset: int, block: Block, ring: C
 
 
 def _write_header(file: WriteFile, header: bytes) -> None:
-    aligned = Block(len(header), touch=False)  # so that it, too, goes past the page cache
+    aligned = Block(len(header), touch=False)  # aligned memory, to bypass the page cache
     aligned.view[: len(header)] = header
     file.write(aligned.view[: len(header)], 0)
 
@@ -271,6 +279,6 @@ def _wait(transfers: list[Future[None]], ring: ChunkRing, timeout_s: float) -> N
         if not ring.is_over(transfer, timeout_s):
             raise DeadlineError(
                 f"a write took longer than {timeout_s:g} s: the storage hangs",
-                hint="look at the disk or the network file system (dmesg, df, iostat)",
+                hint="check the disk or the network file system (dmesg, df, iostat)",
             )
         transfer.result()

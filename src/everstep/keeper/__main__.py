@@ -55,7 +55,7 @@ def main(arguments: Sequence[str]) -> int:
             found=lambda: registration.is_current,
             again=registration.again,
             leave=registration.release,
-            still_used=registration.still_used,
+            refresh_times=registration.refresh_times,
         )
         # Signals that announce the end of a job (preemption) reach the keeper, too: it persists
         # complete captures first, and then exits.

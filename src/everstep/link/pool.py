@@ -11,7 +11,7 @@ import torch
 from everstep.arena.allocator import Allocator
 from everstep.arena.memory import PROGRESS_WORDS, Arena
 from everstep.errors import DeadlineError, EverstepError, OutOfSpaceError
-from everstep.seams.files.moving import Standstill
+from everstep.seams.files.stalls import StallTimer
 from everstep.seams.processes.conditions import Condition
 
 __all__ = ["Block", "CapturePool"]
@@ -316,7 +316,7 @@ class CapturePool:
                 elif self._in_flight or not self.give_way():
                     return False
 
-        still = Standstill(timeout_s)
+        still = StallTimer(timeout_s)
         look_s = timeout_s if self.moves is None else still.poll_s
         try:
             while not (there := self._changed.wait_for(take, look_s)):

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch.optim import Optimizer
 
+from everstep.compress.compressor import Compressor
 from everstep.compress.lossy import Lossy
 from everstep.compress.quantized import Int8
 from everstep.compress.sparse import Sparse
-from everstep.compress.training import Compressor
 from everstep.errors import EverstepError, OptionError, UnsupportedStateError
 from everstep.format.log import RecordHead
 from everstep.replay.exactness import options_refusal, refusal

@@ -28,12 +28,12 @@ from typing import Any
 import xxhash
 
 from everstep.errors import KeeperError, KeeperTimeoutError
-from everstep.seams.files.locks import LockedFile, file_identity, held_alone, lock_file, same_file
+from everstep.seams.files.locks import LockedFile, file_identity, lock_file, same_file, try_lock
 from everstep.seams.files.posix import PosixFileSystem
-from everstep.seams.machine import leads_to
+from everstep.seams.machine import resolve_path
 from everstep.seams.network.sockets import SOCKET_PATH_BYTES_MAX, listen_at
-from everstep.seams.processes.processes import PidWatch, has_open
-from everstep.seams.processes.runtime import RUNTIME_DIR_VARIABLE, runtime_folder, still_used
+from everstep.seams.processes.processes import PidWatch, has_file_open
+from everstep.seams.processes.runtime import RUNTIME_DIR_VARIABLE, refresh_times, runtime_folder
 
 __all__ = [
     "KeeperFiles",
@@ -271,9 +271,9 @@ class Registration:
             if log is not None:
                 log.put_at(self._prints)
 
-    def still_used(self) -> None:
+    def refresh_times(self) -> None:
         """Refresh the times of the files, so that no cleanup of old files deletes them."""
-        still_used([self.files.folder, self.files.info, self.files.socket, self.files.log])
+        refresh_times([self.files.folder, self.files.info, self.files.socket, self.files.log])
 
     @property
     def is_current(self) -> bool:
@@ -300,7 +300,7 @@ class Registration:
             if self._lock.is_current:
                 _clear_socket(self.files)
                 # Delete the log only if no other process may still write to it.
-                if any(same_file(fd, self.files.log) and held_alone(fd) for fd in (1, 2)):
+                if any(same_file(fd, self.files.log) and try_lock(fd) for fd in (1, 2)):
                     _unlink(self.files.log)
                 self._lock.unlink()
         except OSError:
@@ -382,7 +382,7 @@ def keepers_left_by_a_move(run_id: str) -> list[KeeperInfo]:
 def _is_nowhere(run: str) -> bool:
     """Return True if the folder certainly does not exist."""
     try:
-        return file_identity(leads_to(PurePath(run))) is None
+        return file_identity(resolve_path(PurePath(run))) is None
     except OSError:
         # Not accessible to this user, or its disk is unavailable: unknown, so not moved.
         return False
@@ -391,8 +391,8 @@ def _is_nowhere(run: str) -> bool:
 def _same_folder(run: str, other: PurePath) -> bool:
     """Return True if two paths certainly lead to the same folder."""
     try:
-        there = file_identity(leads_to(PurePath(run)))
-        return there is not None and there == file_identity(leads_to(other))
+        there = file_identity(resolve_path(PurePath(run)))
+        return there is not None and there == file_identity(resolve_path(other))
     except OSError:
         # Not accessible to this user, or its disk is unavailable: unknown, so different.
         return False
@@ -432,9 +432,9 @@ def kill_keeper(info: KeeperInfo) -> bool:
         if find_keeper(info.key) != info:
             return False
         identity = file_identity(files.info)
-        if watch.gone() or identity is None or not has_open(info.pid, files.info, identity):
+        if watch.ended() or identity is None or not has_file_open(info.pid, files.info, identity):
             # A dying process may have closed its files while it still holds the lock: wait.
-            watch.gone(_DYING_S)
+            watch.ended(_DYING_S)
             if find_keeper(info.key) != info:
                 return False
             raise KeeperError(

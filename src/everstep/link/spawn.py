@@ -29,7 +29,6 @@ from everstep.link.registry import (
 )
 from everstep.link.wire import SEND_TIMEOUT_S, Connection
 from everstep.seams.files.locks import LockedFile, lock_file
-from everstep.seams.messages import say
 from everstep.seams.network.sockets import UnixStream, connect_stream, own_uid
 from everstep.seams.processes.processes import (
     detach_from_parent,
@@ -39,6 +38,7 @@ from everstep.seams.processes.processes import (
     start_detached,
 )
 from everstep.seams.processes.runtime import RUNTIME_DIR_VARIABLE
+from everstep.seams.stderr import print_line
 
 __all__ = ["LINGER_S", "WRITERS", "SpawnOptions", "begin", "connect", "spawn_keeper"]
 
@@ -314,5 +314,5 @@ def begin(arguments: Sequence[str]) -> SpawnOptions:
             set_affinity(options.cores)
         except (OSError, ValueError) as error:
             # It runs slower without its cores, but it runs.
-            say(f"everstep keeper: {error}")
+            print_line(f"everstep keeper: {error}")
     return options

@@ -8,7 +8,7 @@ from typing import Protocol
 
 from everstep.errors import DeadlineError, EverstepError, KeeperError
 from everstep.seams import Clock
-from everstep.seams.files.moving import Standstill
+from everstep.seams.files.stalls import StallTimer
 
 __all__ = [
     "ReplicaProgress",
@@ -60,7 +60,7 @@ class ReplicaProgress:
 
     def __init__(self, clock: Clock, timeout_s: float) -> None:
         timeout_s = max(_REPLICA_TIMEOUT_MIN_S, 2 * timeout_s)
-        self._still = Standstill(timeout_s, clock.running_s)
+        self._still = StallTimer(timeout_s, clock.running_s)
 
     def check(self, *progress: object) -> None:
         """Compare the current progress with the last one; call several times a second.

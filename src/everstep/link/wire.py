@@ -23,16 +23,16 @@ import msgpack
 
 from everstep import errors
 from everstep.errors import EverstepError, KeeperError, KeeperTimeoutError
+from everstep.seams.clock import WaitBudget
 from everstep.seams.network.sockets import (
     FDS_MAX,
-    Peer,
+    PeerProcess,
     UnixStream,
     accept_stream,
     close_descriptors,
     own_uid,
     stream_pair,
 )
-from everstep.seams.processes.running import Allowance
 
 __all__ = [
     "MESSAGE_BYTES_MAX",
@@ -157,7 +157,7 @@ class Connection:
         """Return the descriptor, for ``select``; -1 once closed."""
         return self._stream.fileno()
 
-    def peer(self) -> Peer:
+    def peer(self) -> PeerProcess:
         """Return process and user of the other side, from the kernel.
 
         Raises:
@@ -183,7 +183,7 @@ class Connection:
             raise ValueError(f"{len(fds)} descriptors in one message, at most {FDS_MAX}")
         # Encoded first: an invalid message must fail before any byte is sent.
         frame = encode_message(message)
-        left = Allowance(self._send_timeout_s)
+        left = WaitBudget(self._send_timeout_s)
         self._usable()
         # With a timeout: another thread may be blocked in a send to a side that has stopped
         # reading.
@@ -196,7 +196,7 @@ class Connection:
         finally:
             self._send_lock.release()
 
-    def _send(self, frame: bytes, fds: Sequence[int], left: Allowance) -> None:
+    def _send(self, frame: bytes, fds: Sequence[int], left: WaitBudget) -> None:
         rest = memoryview(frame)
         complete = False
         touched = False

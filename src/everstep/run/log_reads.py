@@ -29,7 +29,7 @@ from everstep.format.writer import ChunkRing
 from everstep.run.segments import SegmentFound, open_segment, read_index
 from everstep.seams.files.filesystem import DIRECT_ALIGNMENT_BYTES, FileSystem
 from everstep.seams.machine import memory_available_bytes
-from everstep.seams.processes.conditions import all_over
+from everstep.seams.processes.conditions import wait_all
 
 __all__ = [
     "Key",
@@ -241,7 +241,7 @@ class SegmentReads:
         for future in futures:
             future.cancel()
         # A hanging read may still write later. Its memory stays lent, so it is never reused.
-        all_over(futures, self._timeout_s)
+        wait_all(futures, self._timeout_s)
         for record in self._pending:
             self._release_ahead(record)
         self._pending.clear()

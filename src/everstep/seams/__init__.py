@@ -1,24 +1,19 @@
-"""The seams: everything that touches the world outside the process passes through here.
+"""Access to the world outside the process: files, clocks, shared memory, processes, the network.
 
-``filesystem``  the contract for files and directories
-``posix``       that contract on a real Linux file system
-``moving``      whether what is waited for comes back: what hangs, and what is only slow
-``clock``       time, real and manual
-``running``     time in which this process runs, for deadlines of progress
-``memory``      memory that processes share
-``claims``      what processes that share a file have claimed
-``sockets``, ``locks``, ``processes``, ``runtime``   what a keeper is started and found with
-``mailbox``     the contract for messages between ranks
-``peers``, ``group``   that contract over TCP; what torch.distributed knows of a job
-``machine``, ``fingerprint``   what this machine has; what bits can depend on
-``signals``     those that announce the end of the process
-``threads``     threads for I/O
-``failpoints``  named places at which tests and the demo kill the process
-``messages``, ``progress``   lines on standard error; progress bars on a terminal, lines elsewhere
+No other package opens, renames, syncs or deletes a file (``tests/project/test_tidy.py`` checks it).
+Tests replace these objects, so every operation can be made to fail, to be torn by a crash, or to be
+lost. The package is used in the training process and in the keeper process. Read in this order:
 
-Nothing outside this package opens, renames, syncs or deletes a file; a test reads the
-sources for it, another watches a save at run time. That is what makes crashes
-enumerable: replace the seam, and every operation can fail, tear or be lost.
+``files``        the file-system contract, Linux's implementation, locks, stall detection
+``clock``        wall time, monotonic time, time during which this process runs
+``memory``       memory shared between processes
+``processes``    starting and watching processes; threads, conditions, signals
+``network``      messages between ranks, Unix sockets, ``torch.distributed``
+``machine``      properties of this machine
+``fingerprint``  versions and hardware that bit-exact results depend on
+``gather``       fast reads of scattered elements in host memory
+``failpoints``   named places at which tests and the demo kill the process
+``stderr``, ``progress``  lines and progress bars on standard error
 """
 
 from __future__ import annotations
@@ -49,14 +44,16 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Seams:
-    """The world as one object: what a test replaces when it wants another world.
+    """File system, clock and other external services of a Checkpointer; tests replace them.
 
     Attributes:
-        lane: makes what copies captured state (a ``capture.lane.Lane``, which this package
-            cannot name); None: the engine's own.
-        group: makes the ranks that train together (a ``group.Group``; None: this process trains
-            alone), given after how many seconds a silent one is reported; None: what
-            torch.distributed knows.
+        filesystem: reads and writes files.
+        clock: measures time.
+        lane: makes the copy lane (a ``capture.lanes.lane.Lane``, which this package cannot import);
+            None: the engine chooses.
+        group: makes the group of ranks (a ``network.group.Group``) from a timeout in seconds, or
+            returns None for a process that trains by itself. If this attribute is None, the group
+            comes from torch.distributed.
     """
 
     filesystem: FileSystem = field(default_factory=PosixFileSystem)
@@ -66,10 +63,10 @@ class Seams:
 
     @classmethod
     def parse(cls, value: Seams | None) -> Seams:
-        """Reads what a caller gave; None: the world as it is.
+        """Return the seams passed by a caller, or the real ones for None.
 
         Raises:
-            OptionError: for anything else.
+            OptionError: ``value`` is something else.
         """
         if not isinstance(value, (cls, type(None))):
             raise OptionError(f"seams must be everstep.seams.Seams, not {value!r}")

@@ -1,9 +1,9 @@
 """Named places in the protocol at which a test can make the process fail (after etcd's gofail).
 
-Armed from outside with ``EVERSTEP_FAILPOINTS="name=action[:hit][;name=action...]"``, read
-once at import, or from inside with :func:`arm`. Actions: ``kill`` (SIGKILL to this very
-process), ``raise`` (:class:`FailpointError`). ``hit`` is the visit, counted from 1, at
-which it acts (default 1). An unarmed failpoint costs one lookup in an empty dict.
+Armed from outside with ``EVERSTEP_FAILPOINTS="name=action[:hit][;name=action...]"``, read once at
+import, or from inside with :func:`arm`. Actions: ``kill`` (SIGKILL to this process), ``raise``
+(:class:`FailpointError`). ``hit`` is the visit, counted from 1, at which the action happens
+(default 1). An unarmed failpoint costs one lookup in an empty dict.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from collections.abc import Callable
 __all__ = ["FAILPOINTS", "FailpointError", "arm", "disarm_all", "failpoint"]
 
 FAILPOINTS: dict[str, str] = {
-    "save.before_write": "a base was asked for; nothing of it is on disk",
+    "save.before_write": "a base was requested; nothing of it is on disk",
     "save.before_header": "the body of a shard is written, its header is not",
-    "save.before_rename": "a shard is whole and synced under its temporary name",
+    "save.before_rename": "a shard is complete and synced under its temporary name",
     "save.before_marker": "the shards have their names, this rank's marker is not written",
     "save.before_manifest": "all markers are durable, the manifest is not written",
     "save.after_manifest": "the base is committed, retention has not run",
@@ -26,30 +26,30 @@ FAILPOINTS: dict[str, str] = {
     "retain.before_unlink": "retention is about to delete (or park) a data file",
     "retain.before_segment": "retention is about to delete a segment of the log",
     "capture.before_mark": "trainer: a capture has its memory, nothing is copied",
-    "capture.before_captured": "trainer: all tensors are in the arena, the keeper is not told",
-    "capture.after_captured": "trainer: the keeper has been told that a capture is whole",
-    "keeper.after_begin": "keeper: it knows of a capture, and has not begun to write",
-    "keeper.before_persist": "keeper: it is about to write a capture",
-    "keeper.after_captured": "keeper: a capture is whole, and it has not taken note",
-    "log.before_record": "trainer: a record is in the arena, the keeper is not told",
-    "log.after_record": "trainer: the keeper has been told of a record",
-    "keeper.log_arrived": "keeper: it is told of a record, and has not taken note",
-    "replica.before_apply": "keeper: its replica is about to apply steps that are whole",
+    "capture.before_captured": "trainer: all tensors are in the arena, the keeper is not notified",
+    "capture.after_captured": "trainer: the keeper was notified that a capture is complete",
+    "keeper.after_begin": "keeper: a capture is announced, writing has not begun",
+    "keeper.before_persist": "keeper: a capture is about to be written",
+    "keeper.after_captured": "keeper: a capture is complete, and not yet registered",
+    "log.before_record": "trainer: a record is in the arena, the keeper is not notified",
+    "log.after_record": "trainer: the keeper was notified of a record",
+    "keeper.log_arrived": "keeper: a record has arrived, and is not yet registered",
+    "replica.before_apply": "keeper: its replica is about to apply complete steps",
     "replica.after_apply": "keeper: its replica has applied them",
     "replica.before_persist": "keeper: a base of its replica is about to be written",
-    "window.after_part": "trainer: copies of a part of a base over several steps have begun",
-    "window.before_assemble": "trainer: all parts and updates are there, the keeper is not told",
-    "window.after_assemble": "trainer: the keeper has been told that all parts are there",
-    "rebuild.before": "keeper: it is about to make a base whole",
-    "rebuild.after": "keeper: a base is whole, and it has not taken note",
-    "log.before_rename": "a segment is whole and synced under its temporary name",
+    "window.after_part": "trainer: copies of a part of a multi-step base have begun",
+    "window.before_assemble": "trainer: all parts and updates exist, the keeper is not notified",
+    "window.after_assemble": "trainer: the keeper was notified that all parts are there",
+    "rebuild.before": "keeper: a base is about to be completed from its parts",
+    "rebuild.after": "keeper: a base is complete, and not yet registered",
+    "log.before_rename": "a segment is complete and synced under its temporary name",
     "log.before_marker": "a segment has its name, its marker is not written",
     "log_copy.before_marker": "a segment's file is in another tier, its marker is not",
-    "copy.before_marker": "of several ranks: a rank's files are in a tier, its marker is not",
-    "copy.before_manifest": "of several ranks: all markers are in a tier, the manifest is not",
+    "copy.before_marker": "several ranks: a rank's files are in a tier, its marker is not",
+    "copy.before_manifest": "several ranks: all markers are in a tier, the manifest is not",
     "resume.before_timeline": "the state is loaded, the new timeline is not open",
 }
-"""Every failpoint and what is true there; a test visits each of them."""
+"""Every failpoint with the state of the protocol there; a test visits each of them."""
 
 _armed: dict[str, tuple[Callable[[str], None], int]] = {}
 _hits: dict[str, int] = {}
@@ -61,7 +61,7 @@ class FailpointError(Exception):
 
 
 def failpoint(name: str) -> None:
-    """Acts if the failpoint ``name`` is armed and this is the visit it waits for."""
+    """Run the armed action of ``name`` if this is the visit it waits for."""
     if not _armed:
         return
     with _lock:
@@ -75,10 +75,10 @@ def failpoint(name: str) -> None:
 
 
 def arm(name: str, action: str | Callable[[str], None], hit: int = 1) -> None:
-    """Arms ``name``: at its ``hit``-th visit from now ``action`` happens.
+    """Arm ``name``: at its ``hit``-th visit from now ``action`` runs.
 
     Raises:
-        ValueError: for a name or an action that does not exist.
+        ValueError: unknown name or action.
     """
     if name not in FAILPOINTS:
         raise ValueError(f"no failpoint {name!r}; there are: {', '.join(sorted(FAILPOINTS))}")
@@ -92,7 +92,7 @@ def arm(name: str, action: str | Callable[[str], None], hit: int = 1) -> None:
 
 
 def disarm_all() -> None:
-    """Disarms every failpoint and forgets the visits."""
+    """Disarm every failpoint and reset the visit counts."""
     with _lock:
         _armed.clear()
         _hits.clear()

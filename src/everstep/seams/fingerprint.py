@@ -1,4 +1,4 @@
-"""What bit-for-bit results can depend on, besides the program."""
+"""Fingerprint of the versions, hardware and settings that bit-exact results depend on."""
 
 from __future__ import annotations
 
@@ -15,44 +15,48 @@ from torch.optim import Optimizer
 from everstep.seams.machine import processor_model
 
 __all__ = [
-    "Opened",
-    "changeable",
+    "FingerprintWatch",
     "computed_on",
     "cuda_in_use",
+    "describe_threads",
     "device_types",
     "fingerprint",
-    "fingerprint_of_all",
-    "number_settled",
+    "merge_fingerprints",
     "process_name",
-    "threads_given",
-    "uneven",
+    "thread_count_fixed",
+    "threads_disagree",
+    "volatile_settings",
 ]
 
 _computed_on: ContextVar[tuple[str, ...]] = ContextVar("computed_on", default=())
-_DENORMAL_BITS = 1 << 16  # of a float32; the value itself is flushed before torch fills with it
-_GRAIN_ELEMENTS = 32768  # of at::parallel_for: for so many of each, all of torch's threads work
+# A denormal float32 as bits: as a value it would be flushed before torch fills with it.
+_DENORMAL_BITS = 1 << 16
+# Grain size of at::parallel_for: with this many elements per thread, all threads work.
+_GRAIN_ELEMENTS = 32768
 _MIXED = "mixed"
 _forked = False
-_SMALLEST_NORMAL = sys.float_info.min  # names, or Python multiplies them once
+# Variables, because Python would multiply literals once, at compile time.
+_SMALLEST_NORMAL = sys.float_info.min
 _HALF = 0.5
 
 
 def cuda_in_use() -> bool:
-    """Whether this process has CUDA devices in use; asking does not initialise any."""
-    # In this order: whether any is available takes long to say.
+    """Return True if this process uses CUDA devices; never initialises CUDA."""
+    # In this order: is_available() is slow.
     return bool(torch.cuda.is_initialized()) and torch.cuda.is_available()  # type: ignore[no-untyped-call]
 
 
 def device_types(optimizers: Iterable[Optimizer]) -> tuple[str, ...]:
-    """Where their parameters lie, and so where updates are computed: ``("cpu",)``, say."""
+    """Return the device types of the parameters, where updates are computed, e.g. ``("cpu",)``."""
     parameters = (p for one in optimizers for group in one.param_groups for p in group["params"])
     return tuple(sorted({parameter.device.type for parameter in parameters}))
 
 
 @contextlib.contextmanager
 def computed_on(types: tuple[str, ...]) -> Iterator[None]:
-    """What is taken within is the :func:`fingerprint` of a training that updates there: a process
-    that has a GPU in use may train on the CPU."""
+    """Include ``types``, the devices that compute updates, in :func:`fingerprint` within the block.
+    A process with a GPU in use may train on the CPU.
+    """
     token = _computed_on.set(types)
     try:
         yield
@@ -61,14 +65,14 @@ def computed_on(types: tuple[str, ...]) -> Iterator[None]:
 
 
 def fingerprint() -> dict[str, str]:
-    """Versions and hardware that bit-for-bit results can depend on."""
+    """Return versions and hardware that bit-exact results can depend on."""
     found = {
         "python": platform.python_version(),
         "torch": str(torch.__version__),
         "machine": platform.machine(),
         "processor": f"{processor_model()}, {torch.backends.cpu.get_cpu_capability()}",
         "system": platform.system(),
-        "threads": threads_given(torch.get_num_threads()),
+        "threads": describe_threads(torch.get_num_threads()),
     }
     if (denormals := _denormals()) != "kept":
         found["denormals"] = denormals
@@ -81,66 +85,71 @@ def fingerprint() -> dict[str, str]:
 
 
 def process_name() -> str:
-    """Return what people call this process: its number, and the host that it runs on."""
+    """Return a name of this process for people: its number and host."""
     return f"process {os.getpid()} on {platform.node() or 'a host without a name'}"
 
 
-def changeable() -> tuple[int, bool, bool]:
-    """What of :func:`fingerprint` a program changes while it trains, by one call: torch's threads,
-    whether CUDA is in use, and whether this thread flushes denormals (so do some libraries when
-    they are imported). Asked with each record, so not whether a device is available, which is a
-    call of the driver, nor by way of a tensor."""
+def volatile_settings() -> tuple[int, bool, bool]:
+    """Return the settings that a program may change during training: torch's threads, whether CUDA
+    is in use, whether this thread flushes denormals (some libraries enable that at import). Read
+    with each record, so it neither calls the driver nor creates a tensor.
+    """
     in_use = bool(torch.cuda.is_initialized())  # type: ignore[no-untyped-call]
     return torch.get_num_threads(), in_use, _SMALLEST_NORMAL * _HALF == 0.0
 
 
-class Opened:
-    """Whether :func:`changeable`, and where updates are computed, is what the record of a timeline
-    says, which is written when that is opened.
+class FingerprintWatch:
+    """Detect settings that changed since the record of the current timeline was written.
+
+    The record holds :func:`fingerprint` as of the moment when the timeline was opened.
 
     Args:
-        optimizers: those of the training.
+        optimizers: optimizers of the training, by name.
     """
 
     def __init__(self, optimizers: Mapping[str, Optimizer]) -> None:
         self._optimizers = optimizers
         self._timeline = 0
-        self._then = changeable()
+        self._then = volatile_settings()
         self._on: tuple[str, ...] = ()
 
     def began(self, timeline: int) -> None:
-        """``timeline`` is opened; or a keeper of it comes into service, which is no new record."""
+        """Note that ``timeline`` is open. A later keeper of the same timeline writes no new record,
+        so the settings to compare with stay.
+        """
         if timeline != self._timeline:
             self._timeline = timeline
-            self._then = changeable()
+            self._then = volatile_settings()
             self._on = device_types(self._optimizers.values())
 
     @property
     def holds(self) -> bool:
-        """Whether all is as it was when the timeline was opened."""
-        now = changeable()
+        """Return True if the settings still are those of the record."""
+        now = volatile_settings()
         if now != self._then:
             return False
-        in_use = now[1]  # without a GPU parameters lie where they lay
+        # Without a GPU in use parameters cannot have moved.
+        in_use = now[1]
         return not in_use or device_types(self._optimizers.values()) == self._on
 
 
-def fingerprint_of_all(found: Sequence[Mapping[str, str]]) -> dict[str, str]:
-    """That of several processes: where they differ it is that of none of them, so no replay by one
-    of them is taken for the same (I9).
+def merge_fingerprints(found: Sequence[Mapping[str, str]]) -> dict[str, str]:
+    """Merge the fingerprints of several processes. A differing value becomes a list of all values,
+    which equals the value of no process, so no replay counts as exact (I9).
 
     Args:
-        found: of each.
+        found: one fingerprint per process.
     """
     keys = sorted({key for one in found for key in one})
     values = {key: sorted({one.get(key, "none") for one in found}) for key in keys}
     return {key: ", ".join(each) for key, each in values.items()}
 
 
-def threads_given(asked: int) -> str:
-    """The number of threads that work for torch where it asks for so many: OpenMP may give it
-    fewer. No number where that is not sure: the environment may have been changed since OpenMP
-    has read it."""
+def describe_threads(asked: int) -> str:
+    """Return the number of threads that torch uses if it requests ``asked``. OpenMP may provide
+    fewer, and its environment variables may have been changed after it read them; then the text
+    says so and is not a plain number.
+    """
     if asked > 1 and os.environ.get("OMP_DYNAMIC", "").strip().lower() not in ("", "false", "0"):
         return f"{asked} or fewer, as OMP_DYNAMIC allows"
     limit = os.environ.get("OMP_THREAD_LIMIT", "").strip()
@@ -149,34 +158,40 @@ def threads_given(asked: int) -> str:
     return str(asked)
 
 
-def number_settled(found: Mapping[str, str]) -> bool:
-    """Whether that many threads work for each operator; else not even the same process gives the
-    same bits again."""
+def thread_count_fixed(found: Mapping[str, str]) -> bool:
+    """Return True if every operator uses the same number of threads. Otherwise even the same
+    process may compute other bits when it repeats an operation.
+    """
     return "OMP_DYNAMIC" not in found.get("threads", "")
 
 
-def uneven(found: Mapping[str, str]) -> bool:
-    """Whether some of torch's threads flush denormals and others do not: which elements are
-    flushed depends on who happens to compute them."""
+def threads_disagree(found: Mapping[str, str]) -> bool:
+    """Return True if some of torch's threads flush denormals and others do not: results then depend
+    on the thread that computes an element.
+    """
     return _MIXED in found.get("denormals", "").split(", ")
 
 
 def _denormals() -> str:
-    """Whether ``torch.set_flush_denormal(True)`` is in force: "flushed", "kept" or, where some of
-    torch's threads were there before it was called, "mixed". It is a property of each thread that
-    new ones inherit, so all are asked, by an operator in which each has a part: only where this
-    one flushes, for a process that has started torch's threads cannot be forked any more and
-    compute with several in the child. (Those that were started while denormals were flushed, and
-    flush on when this one does not any more, are not seen.)"""
-    if not changeable()[2]:
+    """Return the effect of ``torch.set_flush_denormal(True)``: "flushed", "kept", or "mixed" if
+    some of torch's threads were started before the call.
+
+    Flushing is a setting of each thread, inherited by new ones, so an operator that uses all
+    threads is run. This happens only if this thread flushes: once a process has started torch's
+    threads, a forked child can no longer compute with several. (Threads started while denormals
+    were flushed keep flushing after this thread stops; they are not detected.)
+    """
+    if not volatile_settings()[2]:
         return "kept"
     threads = torch.get_num_threads()
-    if _forked and threads > 1:  # maybe from one that had its threads, who are waited for for ever
+    # The parent may have started torch's threads: the child has none and would wait forever.
+    if _forked and threads > 1:
         return _MIXED
     count = _GRAIN_ELEMENTS * threads
     bits = torch.full((count,), _DENORMAL_BITS, dtype=torch.int32, device="cpu")
     bits.view(torch.float32).mul_(0.5)
-    kept = int(bits.count_nonzero())  # of integers: a comparison of floats would flush once more
+    # Count as integers: a comparison of floats would flush again.
+    kept = int(bits.count_nonzero())
     return "flushed" if kept == 0 else _MIXED
 
 

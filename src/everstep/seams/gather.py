@@ -1,8 +1,8 @@
-"""Elements that lie here and there in host memory, read in one go.
+"""Fast reads of scattered elements in host memory.
 
-Each tensor is looked at in a few places, and none of these is in a cache: a loop over the
-tensors waits for one place after the other. One indexed read of all memory between the first
-element and the last has many on their way at once, and takes a third of the time.
+The spot check samples a few elements of each tensor, and none of them is in a cache. A loop over
+the tensors waits for one memory access after the other. One indexed read over the whole address
+range keeps many accesses in flight and takes a third of the time.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ _NO_ADDRESSES = np.empty(0, np.int64)
 
 
 class Gather:
-    """Reads the same elements again and again.
+    """Read the same elements repeatedly.
 
     Args:
-        views: arrays over memory that stays where it is as long as this is used; whoever makes
-            them sees to that. All of one integer dtype, of up to 8 bytes.
+        views: arrays of one integer dtype of at most 8 bytes. The caller keeps their memory mapped
+            and in place while this object is used.
     """
 
     def __init__(self, views: Sequence[npt.NDArray[Any]]) -> None:
@@ -32,7 +32,7 @@ class Gather:
 
     @classmethod
     def at(cls, addresses: npt.NDArray[np.int64], kind: np.dtype[Any]) -> Gather:
-        """Reads one element at each of these addresses, under the same conditions."""
+        """Return a reader of one element at each address, under the same conditions."""
         gather = cls.__new__(cls)
         gather._place(addresses, kind)
         return gather
@@ -41,31 +41,32 @@ class Gather:
         self._kind = kind
         width = kind.itemsize
         if width > 1 and (addresses % width).any():
-            # Elements that begin anywhere, byte by byte: NumPy would copy all between.
+            # Unaligned elements are read byte by byte: NumPy would copy the whole range.
             addresses = (addresses[:, None] + np.arange(width)).ravel()
             kind = np.dtype(np.uint8)
             width = 1
         first = int(addresses.min()) if addresses.size else 0
         last = int(addresses.max()) if addresses.size else -width
         self._where = (addresses - first) // width
-        # Memory of whoever else lies in between; nothing of it is touched but the elements.
+        # The range spans memory of other owners, too: only the selected elements are read.
         self._between = _array_at(first, (last - first) // width + 1, kind)
 
     def take(self) -> npt.NDArray[Any]:
-        """The elements as they are now: of all views in order, each in row-major order."""
-        # All are inside; to clip is the mode that does not check that before.
+        """Return the current elements of all views in order, each view in row-major order."""
+        # All positions are valid; mode="clip" skips NumPy's bounds check pass.
         found: npt.NDArray[Any] = self._between.take(self._where, mode="clip").view(self._kind)
         return found
 
 
 class _Memory:
-    """Elements of this process's memory, as NumPy asks for them. (A ctypes array would take a new
-    type for each length: ten times as long.)"""
+    """Range of this process's memory as a NumPy array interface. (A ctypes array would create a
+    type for each length, ten times slower.)
+    """
 
     def __init__(self, address: int, count: int, kind: np.dtype[Any]) -> None:
         self.__array_interface__ = {
             "version": 3,
-            "data": (address, True),  # not to be written to
+            "data": (address, True),  # read-only
             "shape": (count,),
             "typestr": kind.str,
         }
@@ -76,7 +77,7 @@ def _array_at(address: int, count: int, kind: np.dtype[Any]) -> npt.NDArray[Any]
 
 
 def _addresses(view: npt.NDArray[Any]) -> npt.NDArray[np.int64]:
-    """Of all elements of an array."""
+    """Return the addresses of all elements of an array."""
     found = np.full(1, view.__array_interface__["data"][0], np.int64)
     for count, stride in zip(view.shape, view.strides, strict=True):
         found = (found[:, None] + stride * np.arange(count)).ravel()

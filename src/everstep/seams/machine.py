@@ -1,33 +1,37 @@
-"""What this machine has."""
+"""Properties of this machine: memory, limits, names, paths, the CUDA driver."""
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import os
 import platform
 from pathlib import Path, PurePath
+
+__all__ = [
+    "file_bytes_max",
+    "first_missing",
+    "is_local_device",
+    "launcher",
+    "machine_name",
+    "memory_available_bytes",
+    "processor_model",
+    "real_path",
+    "resolve_path",
+    "use_thread_local_captures",
+    "with_home",
+]
 
 try:
     import resource
 except ImportError:  # not a POSIX system; the command line says so before anything else
     resource = None  # type: ignore[assignment]
 
-__all__ = [
-    "file_bytes_max",
-    "first_missing",
-    "launcher",
-    "leads_to",
-    "machine_name",
-    "memory_available_bytes",
-    "on_own_device",
-    "processor_model",
-    "real_path",
-    "with_home",
-]
 
 _CGROUP = Path("/sys/fs/cgroup")
 _CPUINFO = Path("/proc/cpuinfo")
-_CPUINFO_BYTES = 4096  # of the first core; the whole file is long, and slow to come
+# The first core is enough: the whole file is long, and slow to read.
+_CPUINFO_BYTES = 4096
 _CPUINFO_KEYS = (
     *("vendor_id", "cpu family", "model"),
     *("CPU implementer", "CPU architecture", "CPU part"),  # of ARM's
@@ -35,7 +39,9 @@ _CPUINFO_KEYS = (
 
 
 def memory_available_bytes() -> int:
-    """Bytes that this process may still take: the machine's, or its control group's if less."""
+    """Return the bytes that this process may still allocate: the machine's, or its cgroup's if
+    less.
+    """
     found = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
     for line in _text(Path("/proc/meminfo")).splitlines():
         if line.startswith("MemAvailable:"):
@@ -48,8 +54,9 @@ def memory_available_bytes() -> int:
 
 
 def file_bytes_max() -> int | None:
-    """Return the size that a file of this process may have (``ulimit -f``), which counts for
-    shared memory, too; None: there is no limit."""
+    """Return the maximum size of a file of this process (``ulimit -f``), which also limits shared
+    memory; None if there is no limit.
+    """
     if resource is None:
         return None
     soft, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -57,25 +64,29 @@ def file_bytes_max() -> int | None:
 
 
 def with_home(path: str) -> str:
-    """A path with ``~`` at its beginning replaced by the home folder, as a shell does."""
+    """Return ``path`` with a leading ``~`` replaced by the home folder, as a shell does."""
     return os.path.expanduser(path)
 
 
 def machine_name() -> str:
-    """What this machine is called as a thing that fails as a whole: the same in all containers on
-    it, and another one on every other machine."""
+    """Return a name for this machine as a failure domain: the same in all containers on it,
+    different on every other machine.
+    """
     return _text(Path("/proc/sys/kernel/random/boot_id")) or platform.node()
 
 
 def launcher() -> str:
-    """Which of the job's launchers has started this process, where it says so (torchrun does)."""
+    """Return the number of the launcher that started this process (torchrun's ``GROUP_RANK``);
+    empty if unknown.
+    """
     return os.environ.get("GROUP_RANK", "")
 
 
 @functools.cache
 def processor_model() -> str:
-    """Whose processor this is, and which: ``"GenuineIntel 6 143"``; not its speed, nor how many
-    cores there are."""
+    """Return vendor and model of the processor, e.g. ``"GenuineIntel 6 143"``, without speed or
+    number of cores.
+    """
     try:
         with _CPUINFO.open("rb") as file:
             text = file.read(_CPUINFO_BYTES).decode("ascii", "replace")
@@ -88,21 +99,22 @@ def processor_model() -> str:
     return " ".join(found[key] for key in _CPUINFO_KEYS if key in found) or platform.machine()
 
 
-def leads_to(path: PurePath) -> PurePath:
-    """Where a path leads here, links followed, whether anything is there or not."""
+def resolve_path(path: PurePath) -> PurePath:
+    """Return the path with links followed; it need not exist."""
     return PurePath(os.path.realpath(path))
 
 
 def real_path(path: str) -> PurePath:
-    """Where a path that a user has given leads, from the root on: all names of a directory are one.
+    """Return a user's path as an absolute path with links followed, so that each directory has one
+    name.
 
-    Links that lead nowhere are left as they are: what they mean may be a disk that is not mounted,
-    and nothing is to be made in its place.
+    Dangling links are kept as they are: their target may be a disk that is not mounted, and nothing
+    must be created in its place.
 
     Raises:
         FileNotFoundError: it is relative to a working directory that was removed.
     """
-    # The working directory is asked for only where it matters: it may have been removed.
+    # The working directory is read only for relative paths: it may have been removed.
     whole = PurePath(path) if os.path.isabs(path) else PurePath(os.getcwd(), path)
     for at in (whole, *whole.parents):
         if os.path.lexists(at):
@@ -113,8 +125,9 @@ def real_path(path: str) -> PurePath:
 
 
 def first_missing(path: PurePath) -> PurePath | None:
-    """The first directory on the way to ``path`` that is not there, or the link that leads nowhere;
-    None: all are there. It says nothing of ``path`` itself, unless that is such a link."""
+    """Return the first directory on the way to ``path`` that does not exist, or ``path`` itself if
+    it is a dangling link; None if all exist.
+    """
     found = path if os.path.islink(path) and not os.path.exists(path) else None
     for at in path.parents:
         if os.path.exists(at):
@@ -123,9 +136,10 @@ def first_missing(path: PurePath) -> PurePath | None:
     return found
 
 
-def on_own_device(path: PurePath) -> bool:
-    """Whether a path leads to a block device of this machine: no network file system does, and
-    some that are no network's do not either (tmpfs, overlay, Btrfs, ZFS)."""
+def is_local_device(path: PurePath) -> bool:
+    """Return True if a path is on a block device of this machine. False on every network file
+    system, and also on some local ones (tmpfs, overlay, Btrfs, ZFS).
+    """
     try:
         return os.major(os.stat(path).st_dev) != 0
     except OSError:
@@ -135,5 +149,23 @@ def on_own_device(path: PurePath) -> bool:
 def _text(path: Path) -> str:
     try:
         return path.read_text().strip()
-    except OSError:  # not Linux, or not mounted: then the other figures bound
+    except OSError:  # not Linux, or not mounted: the other limits apply
         return ""
+
+
+_DRIVER = "libcuda.so.1"
+# CU_STREAM_CAPTURE_MODE_THREAD_LOCAL: unsafe calls fail only for captures of the same thread.
+_THREAD_LOCAL = 1
+
+
+def use_thread_local_captures() -> bool:
+    """Exclude this thread from CUDA graph captures of other threads
+    (``cuThreadExchangeStreamCaptureMode``, which torch does not expose). Return False if the driver
+    lacks the call.
+    """
+    try:
+        exchange = ctypes.CDLL(_DRIVER).cuThreadExchangeStreamCaptureMode
+    except (OSError, AttributeError):
+        return False
+    exchange(ctypes.byref(ctypes.c_int(_THREAD_LOCAL)))
+    return True

@@ -1,14 +1,14 @@
 """Shared memory of the operating system: a memfd, its mapping, and advice about its pages.
 
-System calls are made through the C library and not with Python's ``mmap``, which
+System calls go through the C library. Python's ``mmap``
 
 - keeps a duplicate of the descriptor, so that a forked child would keep the memory alive,
-- unmaps in a forked child too, where something else may have taken the addresses,
+- unmaps in a forked child too, where the addresses may be in use for something else,
 - holds the interpreter lock during ``madvise``, which takes a second for some GiB,
 - has no ``memfd_create`` where Python was built against an old C library (conda).
 
-Not ``/dev/shm``: containers limit it to 64 MB, writing past that is a SIGBUS, and its names
-outlive crashes. Not ``multiprocessing.shared_memory``, whose tracker unlinks at exit.
+``/dev/shm`` is not used: containers limit it to 64 MB, writing past that is a SIGBUS, and its names
+outlive crashes. Neither is ``multiprocessing.shared_memory``, whose tracker unlinks at exit.
 """
 
 from __future__ import annotations
@@ -47,8 +47,9 @@ __all__ = [
 
 PAGE_BYTES = mmap.PAGESIZE
 
-_BLOCK_BYTES = 512  # in which stat() counts
-_SLICE_BYTES = 256 << 20  # per call, so that signals are seen in between
+_BLOCK_BYTES = 512  # unit of st_blocks
+# Per system call, so that signals are handled in between.
+_SLICE_BYTES = 256 << 20
 _LINUX = sys.platform == "linux"
 
 # Linux's; Python names some of them only where it was built against a recent C library.
@@ -75,39 +76,42 @@ _NOT_KNOWN = (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP)
 
 
 copy_memory: Callable[[int, int, int], object] = ctypes.memmove
-"""Copies to an address from another so many bytes, in the calling thread; other threads run
-meanwhile. Called as it is: a function around it would keep the interpreter lock longer."""
+"""Copy bytes: target address, source address, size. Releases the interpreter lock; a Python wrapper
+would hold it longer."""
 
 
 def copy_view(target: memoryview, source: memoryview) -> None:
-    """Copies bytes, as many as there are on both sides; other threads run meanwhile, which an
-    assignment of a memoryview would not let them."""
+    """Copy bytes between views of equal size without holding the interpreter lock, as an assignment
+    of a memoryview would.
+    """
     np.copyto(np.frombuffer(target, np.uint8), np.frombuffer(source, np.uint8))
 
 
 def memory_at(address: int, size_bytes: int) -> memoryview:
-    """Memory of this process as it lies. Whoever asks keeps it mapped while the view is used."""
+    """Return a view of this process's memory. The caller keeps it mapped while the view is used."""
     if not size_bytes:
         return memoryview(b"")
     return memoryview((ctypes.c_char * size_bytes).from_address(address)).cast("B")
 
 
 def take_pages(address: int, size_bytes: int) -> None:
-    """Takes the pages of mapped memory now, as far as the system knows how; contents stay. Other
-    threads run meanwhile. What there is no memory for is left to whoever writes there.
+    """Allocate the pages of mapped memory now, as far as the system supports it; contents stay.
+    Releases the interpreter lock. If memory is short, pages are left to be allocated on first
+    write.
 
     Args:
-        address: of a page.
+        address: address of a page.
+        size_bytes: length of the range.
     """
     with contextlib.suppress(OSError):
         _madvise(address, size_bytes, _MADV_POPULATE_WRITE)
 
 
 def sealed_bytes(fd: int) -> int | None:
-    """The size of a memfd that can never change again, whoever else holds it; None if it can.
+    """Return the size of a memfd whose size is sealed; None if any holder can still change it.
 
     Raises:
-        OSError: for what is not a memfd, or not a descriptor.
+        OSError: ``fd`` is no memfd, or no descriptor.
     """
     if fcntl is None or not _LINUX:
         raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
@@ -116,14 +120,15 @@ def sealed_bytes(fd: int) -> int | None:
 
 
 class WritableMemory:
-    """Which memory of this process can be written to, as it was at the first question: of a file
-    that is mapped to be read, say, none can, and who tries is ended."""
+    """Addresses of this process that are writable, as of the first query. Writing elsewhere, e.g.
+    to a file mapped read-only, kills the process.
+    """
 
     def __init__(self) -> None:
         self._spans: list[tuple[int, int]] | None = None
 
     def has(self, address: int) -> bool:
-        """Whether ``address`` can be written to; everywhere, where nothing tells."""
+        """Return True if ``address`` is writable, or if the system does not tell."""
         if not _LINUX:
             return True
         if self._spans is None:
@@ -141,28 +146,29 @@ def _writable_spans() -> Iterator[tuple[int, int]]:
 
 
 class SharedMemory:
-    """One mapping of shared memory, and a descriptor of its own for it.
+    """One mapping of shared memory with its own descriptor.
 
-    Pages come when they are first written to, and read as zeros before that. Huge pages are
-    asked for. The mapping is not part of core dumps, which would write private data to disk.
+    Pages are allocated on first write and read as zeros before that. Huge pages are requested. The
+    mapping is excluded from core dumps, which would write private data to disk.
 
-    The mapping ends when the last array or memoryview of it is gone, so that no view ever
-    points to nothing. Children made by ``os.fork()`` get neither mapping nor descriptor: in
-    them ``lost`` is true, and views that they inherited point to pages that cannot be read.
+    The mapping lasts until the last array or memoryview of it is released, so no view can dangle.
+    Children made by ``os.fork()`` inherit neither mapping nor descriptor: in them ``lost`` is true,
+    and inherited views point to inaccessible pages.
 
     Attributes:
-        address: where it starts; page-aligned.
-        size_bytes: a multiple of the page.
+        address: start of the mapping, page-aligned.
+        size_bytes: length, a multiple of the page size.
 
     Raises:
-        OSError: whatever the system said, by any method.
+        OSError: any method: the error of the operating system.
     """
 
     def __init__(self, size_bytes: int, *, fd: int | None) -> None:
-        """Maps ``fd``, of which it takes a duplicate, or anonymous memory if that is None."""
-        assert size_bytes % PAGE_BYTES == 0, "mappings are whole pages"
+        """Map a duplicate of ``fd``, or anonymous memory if ``fd`` is None."""
+        assert size_bytes % PAGE_BYTES == 0, "mappings are multiples of the page size"
         _check_fits(size_bytes)
-        with _lock:  # no fork between a mapping and the advice not to inherit it
+        # No fork may come between the mapping and MADV_DONTFORK: the child would inherit it.
+        with _lock:
             own = -1 if fd is None else os.dup(fd)
             try:
                 held = _map(size_bytes, own)
@@ -174,15 +180,16 @@ class SharedMemory:
         self._held = held
         self.address = held.address
         self.size_bytes = size_bytes
-        # Not at exit: threads may still copy, and the system unmaps all the same.
+        # Not at exit: threads may still copy, and the system unmaps anyway.
         weakref.finalize(self, _release, held).atexit = False
 
     @classmethod
     def create(cls, name: str, size_bytes: int) -> SharedMemory:
-        """A new memfd, sparse, whose size nobody can change: writing is never a SIGBUS.
+        """Create a sparse memfd with a sealed size, so that writing can never raise SIGBUS.
 
         Args:
-            name: for people who read ``/proc/<pid>/maps``.
+            name: label in ``/proc/<pid>/maps``.
+            size_bytes: length, a multiple of the page size.
         """
         _check_fits(size_bytes)
         with _lock:
@@ -196,19 +203,20 @@ class SharedMemory:
 
     @property
     def fd(self) -> int | None:
-        """The descriptor; None for anonymous memory, and once it is closed."""
+        """Descriptor; None for anonymous memory, and once it is closed."""
         return self._held.fd if self._held.fd >= 0 else None
 
     @property
     def taken_bytes(self) -> int:
-        """Memory that pages have taken so far, of whichever process; of anonymous memory, which
-        nothing tells it of, all of it."""
+        """Memory allocated so far by all processes; for anonymous memory, where the system does not
+        tell, the full size.
+        """
         fd = self.fd
         return self.size_bytes if fd is None else os.fstat(fd).st_blocks * _BLOCK_BYTES
 
     @property
     def lost(self) -> bool:
-        """Whether this process was forked from the one that made the mapping."""
+        """True in a process that was forked from the one that made the mapping."""
         return self._held.lost
 
     @property
@@ -221,11 +229,11 @@ class SharedMemory:
         }
 
     def array(self) -> npt.NDArray[np.uint8]:
-        """All bytes; keeps the mapping alive."""
+        """Return all bytes as an array, which keeps the mapping alive."""
         return np.asarray(self)
 
     def populate(self, offset: int, size_bytes: int) -> None:
-        """Takes the pages of a range now; contents stay. Other threads run meanwhile."""
+        """Allocate the pages of a range now; contents stay. Releases the interpreter lock."""
         if not size_bytes:
             return
         end = offset + size_bytes
@@ -240,10 +248,11 @@ class SharedMemory:
                 self._read_pages(max(at, offset), at + length)
 
     def remove(self, offset: int, size_bytes: int) -> None:
-        """Gives the whole pages of a range back to the system; all of it reads as zeros.
+        """Return the full pages of a range to the system and zero the rest; all of it reads as
+        zeros.
 
-        Where the system cannot (not Linux, or pages locked by ``mlock``), zeros are written
-        and the memory stays taken.
+        If the system cannot (not Linux, or pages locked by ``mlock``), write zeros and keep the
+        memory.
         """
         array = self.array()
         end = offset + size_bytes
@@ -261,13 +270,14 @@ class SharedMemory:
                 array[at : at + length] = 0
 
     def close_fd(self) -> None:
-        """Closes the descriptor; the mapping stays."""
+        """Close the descriptor; the mapping stays."""
         with _lock:
             _close_fd(self._held)
 
     def _read_pages(self, start: int, end: int) -> None:
-        """Reads one byte of each page, which takes pages that are shared. To write what is there
-        would lose what somebody else writes meanwhile: a device that copies there asks nobody."""
+        """Read one byte of each page, which allocates shared pages. Writing back the same bytes
+        would race with concurrent writers, e.g. a device copy.
+        """
         array = self.array()
         pages = array[-(-start // PAGE_BYTES) * PAGE_BYTES : end : PAGE_BYTES]
         np.bitwise_or.reduce(pages, initial=array[start])
@@ -302,7 +312,8 @@ def _failed() -> OSError:
 
 
 def _check_fits(size_bytes: int) -> None:
-    if size_bytes > sys.maxsize:  # or ctypes would cut it off without a word
+    # ctypes would truncate the number silently.
+    if size_bytes > sys.maxsize:
         raise OSError(errno.EFBIG, os.strerror(errno.EFBIG))
 
 
@@ -310,7 +321,8 @@ def _memfd_create(name: str) -> int:
     if not _LINUX or not hasattr(_libc(), "memfd_create"):
         raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
     flags = _MFD_CLOEXEC | _MFD_ALLOW_SEALING
-    # Not executable: some machines allow no other (vm.memfd_noexec); before 6.3 unknown.
+    # Some machines require non-executable memfds (vm.memfd_noexec); before Linux 6.3 the flag is
+    # unknown and refused with EINVAL.
     fd: int = _libc().memfd_create(name.encode(), flags | _MFD_NOEXEC_SEAL)
     if fd < 0 and ctypes.get_errno() == errno.EINVAL:
         fd = _libc().memfd_create(name.encode(), flags)
@@ -340,12 +352,12 @@ def _madvise(address: int, size_bytes: int, advice: int) -> None:
 
 @dataclass(slots=True, eq=False)
 class _Held:
-    """What a :class:`SharedMemory` holds; outlives it until it is given back.
+    """Resources of a :class:`SharedMemory`; they outlive it until they are released.
 
     Attributes:
-        fd: -1 where there is none (any more).
-        inherited: whether forked children have the mapping; Linux can keep it from them.
-        lost: whether this process is such a child.
+        fd: descriptor; -1 if there is none or it is closed.
+        inherited: True if forked children inherit the mapping; Linux can prevent that.
+        lost: True if this process is such a child.
     """
 
     address: int
@@ -355,7 +367,7 @@ class _Held:
     lost: bool = False
 
 
-# Reentrant: the garbage collector may release one mapping while another is made.
+# Reentrant: the garbage collector may release one mapping while another is being made.
 _lock = threading.RLock()
 _mappings: dict[int, _Held] = {}
 
@@ -375,9 +387,10 @@ def _map(size_bytes: int, fd: int) -> _Held:
 
 
 def _release(held: _Held) -> None:
-    """Unmaps, once nothing refers to the mapping any more."""
+    """Unmap, once nothing refers to the mapping any more."""
     with _lock:
-        if held.lost:  # a child: the addresses may be somebody else's by now
+        # In a forked child the addresses may belong to another mapping by now.
+        if held.lost:
             return
         del _mappings[held.address]
         _close_fd(held)
@@ -392,10 +405,10 @@ def _close_fd(held: _Held) -> None:
 
 
 def _lose_all() -> None:
-    """In a forked child: closes descriptors, and fences the addresses off.
+    """In a forked child: close descriptors and make the addresses inaccessible.
 
-    Without the fence other memory of the child would come to lie there, and a view that it
-    inherited would read and write that.
+    Otherwise other memory of the child could be mapped there, and an inherited view would read and
+    write it.
     """
     try:
         for held in _mappings.values():
@@ -410,16 +423,18 @@ def _lose_all() -> None:
 
 def _fence(held: _Held) -> None:
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
-    # What the child did inherit is replaced; a gap is filled unless it is taken already.
+    # An inherited mapping is replaced; a gap is filled unless something is mapped there already.
     flags |= _MAP_FIXED if held.inherited else _MAP_FIXED_NOREPLACE
     with contextlib.suppress(OSError):
         got = _mmap(held.address, held.size_bytes, _PROT_NONE, flags, -1)
-        if got != held.address:  # before Linux 4.17 the address is but a wish
+        # Before Linux 4.17 the address is only a hint.
+        if got != held.address:
             _libc().munmap(got, held.size_bytes)
 
 
 if hasattr(os, "register_at_fork"):
-    # The lock is free in the child: whoever forks waits for it first.
+    # Hold the lock across the fork: otherwise the child could inherit it locked by another thread,
+    # or a mapping that is only half registered.
     os.register_at_fork(
         before=_lock.acquire, after_in_parent=_lock.release, after_in_child=_lose_all
     )

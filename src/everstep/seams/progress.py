@@ -1,7 +1,7 @@
-"""Progress for everything that may take more than a second.
+"""Progress of work that may take longer than a second.
 
-On a terminal a bar (rich), elsewhere a plain line after a second and then every few; both on
-standard error. What cannot be shown is not: the work goes on.
+On a terminal: a rich progress bar. Elsewhere: a line after one second, then every three seconds.
+Both go to standard error; failures to display never interrupt the work.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import IO, TYPE_CHECKING, Literal, Protocol, cast
 
-from everstep.seams.messages import Unfailing, say
+from everstep.seams.stderr import TolerantStderr, print_line
 
 if TYPE_CHECKING:
     from rich.progress import Progress
@@ -24,10 +24,10 @@ _LINE_EVERY_S = 3.0
 
 
 class ProgressSink(Protocol):
-    """Where work reports how far it has come."""
+    """Receiver of progress reports."""
 
     def advance(self, amount: int) -> None:
-        """``amount`` more units (bytes or items) are done."""
+        """Report ``amount`` more units (bytes or items) as done."""
         ...
 
 
@@ -37,7 +37,7 @@ class _Silent:
 
 
 class Counted:
-    """Shows nothing, and knows how far it is."""
+    """Count progress without displaying it."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -47,7 +47,7 @@ class Counted:
 
 
 silent: ProgressSink = _Silent()
-"""For callers that show nothing."""
+"""Sink for callers that display nothing."""
 
 
 class _Bar:
@@ -68,7 +68,7 @@ class _Bar:
             self._bar.update(self._task, completed=self._done)
 
     def _draw(self) -> Progress:
-        # A keeper, which shows nothing, starts without loading these.
+        # Imported late: a keeper displays nothing, and should start without rich.
         from rich import progress as bars
         from rich.console import Console
 
@@ -80,8 +80,8 @@ class _Bar:
         else:
             columns += [bars.MofNCompleteColumn()]
         columns += [bars.TimeRemainingColumn()]
-        # On a pipe without a reader a console of its own would end the process.
-        shown = Console(file=cast("IO[str]", Unfailing()))
+        # rich's own console would end the process if standard error is a pipe without a reader.
+        shown = Console(file=cast("IO[str]", TolerantStderr()))
         drawn = bars.Progress(*columns, console=shown, transient=True)
         drawn.start()
         return drawn
@@ -107,27 +107,29 @@ class _Lines:
             self._last_s = now_s
             self._spoke = True
             far = f"{now_s - self._start_s:.0f} s"
-            if self._total:  # there may be more behind it, of which nobody knew
+            # The total may have been too low: never show more than 100 %.
+            if self._total:
                 far = f"{min(100, 100 * self._done // self._total)} %"
-            say(f"{self._label}: {far}")
+            print_line(f"{self._label}: {far}")
 
     def close(self) -> None:
         if self._spoke:
             took_s = time.monotonic() - self._start_s
-            say(f"{self._label}: ended after {took_s:.1f} s")
+            print_line(f"{self._label}: ended after {took_s:.1f} s")
 
 
 @contextmanager
 def progress(
     label: str, total: int, unit: Literal["bytes", "items"] = "bytes"
 ) -> Iterator[ProgressSink]:
-    """Shows the progress of the work in the ``with`` block.
+    """Display the progress of the work in the ``with`` block.
 
     Args:
-        label: what is going on, e.g. ``"resume"``.
-        total: units to come; bytes or items. 0: nobody knows how many.
+        label: name of the work, e.g. ``"resume"``.
+        total: expected units, bytes or items; 0 if unknown.
+        unit: kind of the units.
     """
-    shown = _Bar(label, total, unit) if Unfailing().isatty() else _Lines(label, total, unit)
+    shown = _Bar(label, total, unit) if TolerantStderr().isatty() else _Lines(label, total, unit)
     try:
         yield shown
     finally:

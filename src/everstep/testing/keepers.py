@@ -122,7 +122,7 @@ def _is_starting(key: str) -> bool:
 def _wait_for_end(keeper: KeeperInfo) -> None:
     """Wait for the end of the process, whose files are removed already, or which was killed."""
     with PidWatch(keeper.pid) as watch:
-        if not watch.gone(_KILLED_S):
+        if not watch.ended(_KILLED_S):
             raise KeeperTimeoutError(
                 f"the keeper process {keeper.pid} of {keeper.run} still exists {_KILLED_S:g} s "
                 "after it was stopped or killed",

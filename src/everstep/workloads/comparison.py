@@ -1,4 +1,4 @@
-"""MarkComparison of a training that was killed with an undisturbed one: live states and losses."""
+"""Comparison of a training that was killed with an undisturbed one: live states and losses."""
 
 from __future__ import annotations
 

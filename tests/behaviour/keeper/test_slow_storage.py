@@ -32,7 +32,7 @@ from everstep.link.pool import CapturePool
 from everstep.link.save import Save, complete
 from everstep.options import LogOptions
 from everstep.seams import ManualClock, PosixFileSystem, Seams
-from everstep.seams.files.moving import Standstill, is_over
+from everstep.seams.files.stalls import StallTimer, wait_while_active
 from everstep.trainer.attach.requests import Replies
 from everstep.trainer.log.disk_log import DiskLog
 from tests.support.log.every_step import World
@@ -409,7 +409,7 @@ class Moving:
 
 def test_what_stands_still_is_noticed_from_where_it_did() -> None:
     clock = ManualClock()
-    still = Standstill(10.0, clock.monotonic_s)
+    still = StallTimer(10.0, clock.monotonic_s)
     for at in range(5):
         assert not still.is_over(at)
         clock.advance(9.0)
@@ -424,12 +424,12 @@ def test_what_stands_still_is_noticed_from_where_it_did() -> None:
 def test_an_end_is_waited_for_as_long_as_something_moves() -> None:
     end, looked = Future[int](), list[int]()
     moving = Moving(9, lambda: end.set_result(7))
-    assert is_over(end, SHORT_S, moving, alive=lambda: looked.append(moving.at))
+    assert wait_while_active(end, SHORT_S, moving, alive=lambda: looked.append(moving.at))
     assert looked
-    assert not is_over(Future[int](), SHORT_S, Moving(5))
+    assert not wait_while_active(Future[int](), SHORT_S, Moving(5))
     failed = Future[int]()
     failed.set_exception(TimeoutError("of a server"))
-    assert is_over(failed, SHORT_S, Moving(0))
+    assert wait_while_active(failed, SHORT_S, Moving(0))
 
 
 @pytest.fixture

@@ -25,9 +25,9 @@ from everstep.link.channel import BackgroundChannel
 from everstep.link.pool import CapturePool
 from everstep.link.waiting import ReplicaProgress
 from everstep.seams import ManualClock, SystemClock
-from everstep.seams.processes import running
-from everstep.seams.processes.conditions import Condition, Outcome, all_over, is_over
-from everstep.seams.processes.running import Allowance, RunningTime
+from everstep.seams import clock as clock_module
+from everstep.seams.clock import RunningTime, WaitBudget
+from everstep.seams.processes.conditions import Condition, Outcome, wait_all, wait_done
 from everstep.tiers.memory import MemoryTier
 from everstep.tiers.watched import WatchedTier
 from tests.support.events import Capture
@@ -63,7 +63,7 @@ class Waits:
         self.then: Callable[[], object] | None = None
         self._stood = False
         time_of = SimpleNamespace(monotonic=self.clock.monotonic_s)
-        monkeypatch.setattr(running, "time", time_of)
+        monkeypatch.setattr(clock_module, "time", time_of)
         monkeypatch.setattr(threading, "_time", self.clock.monotonic_s)
         monkeypatch.setattr(Condition, "wait", self._wait)
 
@@ -114,15 +114,15 @@ def test_a_thread_looks_for_whoever_does_not() -> None:
     assert set(threading.enumerate()) <= before
 
 
-@pytest.mark.parametrize("looked_at", [False, True])
-def test_a_pause_is_no_hanging_storage(looked_at: bool) -> None:
+@pytest.mark.parametrize("checked_path", [False, True])
+def test_a_pause_is_no_hanging_storage(checked_path: bool) -> None:
     manual = ManualClock()
-    clock = LookedAt(manual) if looked_at else manual
+    clock = LookedAt(manual) if checked_path else manual
     channel = BackgroundChannel("raise", clock, progress_timeout_s=TIMEOUT_OF_PROGRESS_S)
     work = channel.begin("writing the base of step 2", 2)
 
     def stands_still() -> None:
-        manual.advance(HOUR_S) if looked_at else manual.stand_still(HOUR_S)
+        manual.advance(HOUR_S) if checked_path else manual.stand_still(HOUR_S)
 
     def goes_on(seconds: float) -> None:
         clock.goes_on(seconds) if isinstance(clock, LookedAt) else manual.advance(seconds)
@@ -264,18 +264,18 @@ def test_all_of_several_share_the_time(waits: Waits) -> None:
     first, second = Outcome[None](), Outcome[None]()
     second.cancel()
     waits.then = lambda: first.set_exception(OSError("broken"))
-    assert all_over([first, second], TIMEOUT_OF_PROGRESS_S)
+    assert wait_all([first, second], TIMEOUT_OF_PROGRESS_S)
     with pytest.raises(CancelledError):
         second.result(0)
-    assert not all_over([Outcome(), Outcome()], TIMEOUT_OF_PROGRESS_S)
+    assert not wait_all([Outcome(), Outcome()], TIMEOUT_OF_PROGRESS_S)
     waits.told_in_time()
 
 
 def test_no_time_is_no_wait() -> None:
-    assert not is_over(Outcome(), 0.0)
-    assert not is_over(Outcome(), -1.0)
+    assert not wait_done(Outcome(), 0.0)
+    assert not wait_done(Outcome(), -1.0)
     assert Condition().wait_for(lambda: 7, 0.0) == 7
-    assert Allowance(-1.0).left_s == 0.0
+    assert WaitBudget(-1.0).left_s == 0.0
 
 
 def test_training_is_told_of_a_disk_that_hangs_though_it_does_not_look(run_folder: Path) -> None:
@@ -298,7 +298,7 @@ CHILD = """
 import sys, threading
 from everstep.link.channel import BackgroundChannel
 from everstep.seams import SystemClock
-from everstep.seams.processes.conditions import Outcome, is_over
+from everstep.seams.processes.conditions import Outcome, wait_done
 
 clock, future = SystemClock(), Outcome()
 channel = BackgroundChannel("raise", clock, progress_timeout_s=float(sys.argv[1]))
@@ -311,7 +311,7 @@ with clock.ticking():
     channel.begin("writing the base of step 2", 2)
     threading.Thread(target=writes).start()
     print("ready", flush=True)
-    print(is_over(future, float(sys.argv[1])))
+    print(wait_done(future, float(sys.argv[1])))
     channel.check()
 """
 

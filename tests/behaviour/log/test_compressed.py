@@ -11,7 +11,7 @@ import torch
 from rich.filesize import decimal
 
 import everstep
-from everstep.compress.training import Compressor
+from everstep.compress.compressor import Compressor
 from everstep.errors import OptionError
 from tests.support.log.every_step import World, opened, run_steps
 from tests.support.serving import Bench, die, serving

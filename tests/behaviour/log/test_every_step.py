@@ -350,11 +350,11 @@ def test_a_step_does_not_wait_for_memory_of_bases(
     run_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """But for the first base, which is waited for: nothing else leads to its step."""
-    stepped, in_time, threads = threading.Event(), [], []
+    stepped, duration_in_words, threads = threading.Event(), [], []
 
     def warm(pool: CapturePool, size_bytes: int) -> None:
         threads.append(threading.current_thread())
-        in_time.append(stepped.wait(TIMEOUT_S))
+        duration_in_words.append(stepped.wait(TIMEOUT_S))
 
     monkeypatch.setattr(CapturePool, "warm", warm)
     world = World()
@@ -364,12 +364,12 @@ def test_a_step_does_not_wait_for_memory_of_bases(
         run_steps(ckpt, world, 3)
         ckpt.wait()
         stepped.clear()
-        in_time.clear()
+        duration_in_words.clear()
         run_steps(ckpt, world, 1)
         stepped.set()
         ckpt.wait()
-    assert in_time
-    assert all(in_time)
+    assert duration_in_words
+    assert all(duration_in_words)
     assert threading.current_thread() not in threads
 
 

@@ -174,8 +174,13 @@ def test_a_log_that_hangs_is_said_to(served: Bench) -> None:
     log = served.server._duties.logs._current
     assert log is not None
     gate = Gate()
+<<<<<<< HEAD
     log._thread.submit(gate.wait_at)
     with pytest.raises(DeadlineError, match=r"no progress in writing the log for 0.05 s"):
+=======
+    log._threads.submit(gate.wait_at)
+    with pytest.raises(DeadlineError, match=r"the log was not written within 0.05 s"):
+>>>>>>> origin/main
         log.settle(0.05)
     gate.open()
     log.settle(TIMEOUT_S)
@@ -196,8 +201,10 @@ def test_gradients_are_zeroed_only_when_they_are_copied(
         applied = Recorder.applied
 
         def ungated(self: Recorder, key: str) -> None:
-            if self._under is not None:
-                monkeypatch.setattr(self._under.transfer, "gate", lambda end, timeout_s: True)
+            if self._pending_update is not None:
+                monkeypatch.setattr(
+                    self._pending_update.transfer, "gate", lambda end, timeout_s: True
+                )
             applied(self, key)
 
         monkeypatch.setattr(Recorder, "applied", ungated)

@@ -49,16 +49,20 @@ def parent_of(run: Path, timeline: int) -> tuple[int | None, int]:
 @pytest.mark.parametrize(
     ("end", "tree", "how"),
     [
-        ((1, 8), [(1, None, 0), (2, 1, 4)], "timeline 2 began at step 4 of timeline 1, and left"),
+        ((1, 8), [(1, None, 0), (2, 1, 4)], "timeline 2 started at step 4 of timeline 1, and left"),
         (
             (1, 8),
             [(1, None, 0), (2, 1, 4), (3, 2, 6)],
-            "timeline 2 began at step 4 of timeline 1, and left",
+            "timeline 2 started at step 4 of timeline 1, and left",
         ),
-        ((2, 8), [(1, None, 0), (2, 1, 4), (3, 1, 2)], "timeline 3 began at step 2 of timeline 1"),
-        ((2, 8), [(1, None, 0), (2, 1, 4), (3, 1, 6)], "it parted at step 4 of timeline 1, and"),
-        ((2, 8), [(1, None, 0), (2, 1, 4), (3, 1, None)], "it parted at step 4 of timeline 1, and"),
-        ((1, 8), [(1, None, 0), (2, None, 0), (3, 2, 1)], "timeline 2 began from scratch"),
+        (
+            (2, 8),
+            [(1, None, 0), (2, 1, 4), (3, 1, 2)],
+            "timeline 3 started at step 2 of timeline 1",
+        ),
+        ((2, 8), [(1, None, 0), (2, 1, 4), (3, 1, 6)], "it forked at step 4 of timeline 1, and"),
+        ((2, 8), [(1, None, 0), (2, 1, 4), (3, 1, None)], "it forked at step 4 of timeline 1, and"),
+        ((1, 8), [(1, None, 0), (2, None, 0), (3, 2, 1)], "timeline 2 started from scratch"),
     ],
 )
 def test_where_they_have_parted(
@@ -66,7 +70,7 @@ def test_where_they_have_parted(
 ) -> None:
     said = describe_abandoned(BaseId(*end), branches(*tree))
     assert said is not None
-    assert f"step 8 of timeline {end[0]} is of a branch that was given up: {how}" in said
+    assert f"step 8 of timeline {end[0]} is on an abandoned branch: {how}" in said
     assert f"The history of timeline {tree[-1][0]}, the newest until now, has no step 8" in said
 
 
@@ -81,7 +85,7 @@ def test_what_is_of_the_history_is_not_called_given_up(
 
 def test_what_the_history_had_behind_a_state() -> None:
     tree = branches((1, None, 0), (2, 1, 8), (3, 2, 12), (4, 3, 20))
-    assert "timeline 4 began at step 20 of timeline 3" in str(
+    assert "timeline 4 started at step 20 of timeline 3" in str(
         describe_lost_steps(BaseId(3, 15), tree)
     )
     assert "steps 16 to 20 must be" in str(describe_lost_steps(BaseId(3, 15), tree))
@@ -97,9 +101,9 @@ def test_what_the_log_has_all_the_same_is_not_called_gone(reaches: int, lost: st
     end = BaseId(3 if reaches <= 20 else 4, reaches)
     said = str(describe_lost_steps(BaseId(3, 15), tree, (end, "it is of another class")))
     own = "step 16 must" if reaches == 16 else f"steps 16 to {reaches} must"
-    assert f"the log leads on to {end}, but could not be replayed here (it is of another" in said
-    assert f"): {own} be trained again, or resume(step={reaches}) goes back there" in said
-    assert ("neither a base nor a log leads there any more" in said) == bool(lost)
+    assert f"the log reaches {end}, but could not be replayed here (it is of another" in said
+    assert f"): {own} be trained again; resume(step={reaches}) restores that step" in said
+    assert ("which no base or log reaches any more" in said) == bool(lost)
     assert lost in said
     assert describe_lost_steps(BaseId(4, 23), tree, (BaseId(4, 23), "")) is None
 
@@ -119,8 +123,8 @@ def test_a_base_of_a_branch_that_was_given_up(
         recovery, value = look(run_folder, step=8)
     assert (value, parent_of(run_folder, recovery.timeline)) == (8, (1, 8))
     (note,) = recovery.notes
-    assert "step 8 of timeline 1 is of a branch that was given up" in note
-    assert "timeline 2 began at step 4 of timeline 1" in note
+    assert "step 8 of timeline 1 is on an abandoned branch" in note
+    assert "timeline 2 started at step 4 of timeline 1" in note
     assert note in caplog.messages
     assert recovery.exact, "as it was"
     recovery, value = look(run_folder)
@@ -135,7 +139,7 @@ def test_where_the_one_of_the_history_is_damaged_the_other_is_not_taken_for_it(
     flip(shard(run_folder, 6, 2), 4096 + 500)
     recovery, value = look(run_folder, step=6)
     assert value == 6
-    assert "step 6 of timeline 1 is of a branch that was given up" in str(recovery.notes)
+    assert "step 6 of timeline 1 is on an abandoned branch" in str(recovery.notes)
     assert "is damaged" in str(recovery.skipped)
 
 
@@ -151,8 +155,8 @@ def test_a_step_that_only_the_log_of_another_branch_has(run_folder: Path) -> Non
         assert world.snapshot() == states[5]
         recovery = ckpt.rewind(8)
     assert recovery.step == 8
-    assert "step 8 of timeline 1 is of a branch that was given up" in str(recovery.notes)
-    assert "began at step 3 of timeline 1" in str(recovery.notes)
+    assert "step 8 of timeline 1 is on an abandoned branch" in str(recovery.notes)
+    assert "started at step 3 of timeline 1" in str(recovery.notes)
 
 
 def test_a_timeline_that_came_to_nothing_does_not_choose_the_branch(run_folder: Path) -> None:
@@ -186,7 +190,7 @@ def test_a_log_in_memory_that_a_resume_has_gone_through(run_folder: Path, proces
         assert [bool(one.notes) for one in found] == [False, not process, False]
         if process:
             return
-        assert "timeline 2 began at step 8 of timeline 1" in found[1].notes[0]
+        assert "timeline 2 started at step 8 of timeline 1" in found[1].notes[0]
         assert "steps 2 to 8 must be trained again" in found[1].notes[0]
         with pytest.raises(RecoveryError, match="step 8"):
             ckpt.rewind(8)
@@ -204,7 +208,7 @@ def test_several_ranks_say_it_alike(tmp_path: Path, caplog: pytest.LogCaptureFix
         found = resume(ranks, 8)
     assert [(one.step, one.exact) for one in found] == [(8, True)] * 2
     assert found[0].notes == found[1].notes
-    assert "timeline 2 began at step 4 of timeline 1, and left it behind" in found[0].notes[0]
+    assert "timeline 2 started at step 4 of timeline 1, and abandoned it" in found[0].notes[0]
     assert caplog.messages.count(found[0].notes[0]) == 1, "rank 0 says it"
 
 
@@ -217,7 +221,7 @@ def test_commands_say_it(run_folder: Path, tmp_path: Path) -> None:
     about: tuple[Any, ...] = ("restore", run_folder, "--step")
     assert document(*about, 6, "--out", tmp_path / "a")["given_up"] is None
     said = document(*about, 8, "--out", tmp_path / "b")["given_up"]
-    assert "timeline 2 began at step 4 of timeline 1" in said
+    assert "timeline 2 started at step 4 of timeline 1" in said
     meant = document(*about, 8, "--timeline", 1, "--out", tmp_path / "c")
     assert (meant["timeline"], meant["given_up"]) == (1, None)
     shown = invoke(*about, 8, "--out", tmp_path / "d")

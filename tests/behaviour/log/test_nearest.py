@@ -128,7 +128,7 @@ def test_what_is_damaged_where_it_is_nearest_is_read_where_it_is_whole(
     monkeypatch: pytest.MonkeyPatch, near: str, steps: tuple[int, ...], batch_steps: int
 ) -> None:
     """Only the replay notices: everything that is read of it before is whole."""
-    monkeypatch.setattr("everstep.restore.redo.redo.update_of", lambda record: None)
+    monkeypatch.setattr("everstep.restore.redo.redo.update_from_record", lambda record: None)
     disk, copy = Copying(batch_steps=2), Copying(batch_steps=batch_steps)
     for one in (disk, copy):
         one.train(*range(1, 7))
@@ -148,7 +148,7 @@ def test_what_is_damaged_where_it_is_nearest_is_read_where_it_is_whole(
     log = LogFound.of(here, there, mine, **about)  # type: ignore[arg-type]
     try:
         found = _replayed(log, here, ring)
-        lent = log.twin().records_of(1, 2, here, ring, 20.0)
+        lent = log.clone().records_of(1, 2, here, ring, 20.0)
     finally:
         log.close()
         ring.close()
@@ -196,7 +196,7 @@ def test_nothing_else_stands_in_for_a_record(
     monkeypatch: pytest.MonkeyPatch, other: str, fault: str
 ) -> None:
     """A lossy one of the same step, for one: all bits of it are what they were."""
-    monkeypatch.setattr("everstep.restore.redo.redo.update_of", lambda record: None)
+    monkeypatch.setattr("everstep.restore.redo.redo.update_from_record", lambda record: None)
     disk = Copying(_Unreadable(), batch_steps=1)
     copy = Copying(_Unreadable(), batch_steps=1, lossy=lossy if other == "lossy" else None)
     for one in (disk, copy):

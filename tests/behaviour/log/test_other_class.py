@@ -191,7 +191,7 @@ def test_nothing_is_left_out_without_a_word(
     assert values == states[1]
     assert "the log needs one of that class" in found.skipped[0].reason
     (note,) = found.notes
-    assert f"the log leads on to step {STEPS} of timeline 1, but could not be replayed" in note
+    assert f"the log reaches step {STEPS} of timeline 1, but could not be replayed" in note
     assert "the log needs one of that class): steps 2 to 6 must be trained again" in note
 
 
@@ -237,7 +237,7 @@ def test_a_base_over_several_steps(run_folder: Path) -> None:
     forget(run_folder)
     found, values = resumed(run_folder, pinned)
     assert found.exact
-    assert "its parts made whole by" in found.evidence
+    assert "its parts completed by replaying" in found.evidence
     assert values == states[found.step]
 
 
@@ -265,7 +265,7 @@ def test_a_log_that_does_not_say_stays_readable(run_folder: Path) -> None:
 def test_without_looking_it_is_called_exact(
     run_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(redo, "class_for", lambda update, kind: (kind, ""))
+    monkeypatch.setattr(redo, "replay_class", lambda update, kind: (kind, ""))
     states = trained(run_folder, pinned)
     found, values = resumed(run_folder, adam)
     assert (found.step, found.exact) == (STEPS, True)
@@ -338,9 +338,9 @@ def test_ranks_leave_nothing_out_without_a_word(
         assert [(one.step, one.replayed) for one in found] == [(4, 0)] * world
         assert "the log needs one of that class" in str(found[0].skipped)
         assert {one.notes for one in found} == {found[0].notes}
-        said = "the log leads on to step 6 of timeline 1, but could not be replayed here (rank(s) 0"
+        said = "the log reaches step 6 of timeline 1, but could not be replayed here (rank(s) 0"
         assert said in found[0].notes[0]
-        assert "could not redo step 5" in found[0].notes[0]
+        assert "could not replay step 5" in found[0].notes[0]
         die(ranks)
 
 

@@ -134,7 +134,7 @@ SPOILS: dict[str, tuple[Spoil, int, str]] = {
     "a segment is lost": (lambda run: shutil.rmtree(segments_of(run)[2].path), 4, "has no mark"),
     "a flipped bit": (flipped, 4, "its digest does not match"),
     "a bit flipped before it was written": (rewritten(altered), 4, "update 5 of step 5"),
-    "a torn tail": (torn, 4, "its marker says"),
+    "a torn tail": (torn, 4, "in its marker"),
     "steps swapped": (rewritten(lambda r: [*r[2:], *r[:2]]), 4, "out of order"),
     "an update twice": (rewritten(lambda r: [r[0], *r]), 4, "out of order"),
     "a mark before its update": (rewritten(lambda r: [r[1], r[0], *r[2:]]), 4, "out of order"),

@@ -485,7 +485,7 @@ def test_interrupted_while_copying(
         for _ in range(12):
             ckpt.step()
             with monkeypatch.context() as patched:
-                for name in ("mark", "in_host_memory"):
+                for name in ("copy_now", "in_host_memory"):
                     patched.setattr(lane_module.CpuLane, name, interrupted)
                 with pytest.raises(KeyboardInterrupt):
                     ckpt.save()

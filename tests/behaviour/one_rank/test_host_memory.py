@@ -407,7 +407,7 @@ def test_a_state_beyond_the_limit_of_file_sizes_is_refused_with_the_numbers(
 ) -> None:
     file_limit(2 * MB)
     state = {"model": nn.Linear(1, MB, bias=False)}
-    said = r"takes \d{7} bytes .* file sizes \(ulimit -f\) of 2097152 bytes leaves 2031616"
+    said = r"needs \d{7} bytes .* file sizes \(ulimit -f\) of 2097152 bytes leaves 2031616"
     with pytest.raises(OutOfSpaceError, match=said) as caught:
         everstep.Checkpointer(run_folder, state)
     assert "ulimit -f unlimited" in str(caught.value.hint)

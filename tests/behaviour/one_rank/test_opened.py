@@ -13,7 +13,7 @@ from torch import nn
 
 import everstep
 from everstep.seams import fingerprint as module
-from everstep.seams.fingerprint import Opened, changeable
+from everstep.seams.fingerprint import FingerprintWatch, volatile_settings
 from everstep.trainer.session import start as starts
 from tests.support.serving import Bench, die, serving
 from tests.support.world import forget
@@ -92,22 +92,22 @@ def test_denormals_that_are_flushed_behind_the_resume(method: str, served: Bench
 
 def test_a_keeper_that_comes_into_service_is_no_new_record() -> None:
     torch.set_num_threads(1)
-    opened = Opened({})
+    opened = FingerprintWatch({})
     opened.began(3)
     torch.set_num_threads(2)
     opened.began(3)
     assert not opened.holds
     opened.began(4)
     assert opened.holds
-    assert changeable()[0] == 2
+    assert volatile_settings()[0] == 2
 
 
 def test_parameters_that_move_where_a_gpu_is_in_use(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its use begins no more: the program has it in use already."""
     in_use, where = [True], [("cpu",)]
-    monkeypatch.setattr(module, "changeable", lambda: (1, in_use[0], False))
+    monkeypatch.setattr(module, "volatile_settings", lambda: (1, in_use[0], False))
     monkeypatch.setattr(module, "device_types", lambda optimizers: where[0])
-    opened = Opened({})
+    opened = FingerprintWatch({})
     opened.began(1)
     assert opened.holds
     where[0] = ("cuda",)

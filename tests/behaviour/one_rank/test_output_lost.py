@@ -17,8 +17,8 @@ import torch
 from everstep.options import Every
 from everstep.seams import ManualClock
 from everstep.seams import progress as progress_module
-from everstep.seams.messages import Unfailing, say, say_to
 from everstep.seams.progress import progress
+from everstep.seams.stderr import TolerantStderr, print_line, print_line_to
 from everstep.trainer.session.cadence import FIRST_STEPS
 from tests.support.world import HookedFileSystem, opened
 
@@ -89,16 +89,16 @@ def test_a_line_that_cannot_be_printed(
 ) -> None:
     monkeypatch.setattr(sys, "stderr", lost)
     for _ in range(3):  # what a stream holds back fails with the next one
-        say("everstep: a line")
-        say_to(lost, "everstep: a line")
+        print_line("everstep: a line")
+        print_line_to(lost, "everstep: a line")
     assert capsys.readouterr().out == "", "without standard error, print() takes the other"
 
 
 def test_a_character_that_the_stream_does_not_have(monkeypatch: pytest.MonkeyPatch) -> None:
     stream = io.TextIOWrapper(io.BytesIO(), "ascii")
     monkeypatch.setattr(sys, "stderr", stream)
-    say("everstep: runs/année")
-    say("everstep: runs/year")
+    print_line("everstep: runs/année")
+    print_line("everstep: runs/year")
     assert stream.buffer.getvalue() == b"everstep: runs/year\n"  # type: ignore[attr-defined]
 
 
@@ -175,7 +175,7 @@ def test_a_bar_on_a_terminal_that_was_hung_up(
     with progress("save", 2048) as bar:
         bar.advance(512)
         terminal.works = False
-        say("everstep: a line above the bar")
+        print_line("everstep: a line above the bar")
         bar.advance(512)
         with progress("within", 10, "items") as inner:
             inner.advance(1)
@@ -187,8 +187,8 @@ def test_a_bar_on_a_terminal_that_was_hung_up(
 @pytest.mark.parametrize("make", [closed, none])
 def test_no_stream_is_no_terminal(make: Callable[[], Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stderr", make())
-    assert not Unfailing().isatty()
-    assert Unfailing().write("text") == 4
-    Unfailing().flush()
+    assert not TolerantStderr().isatty()
+    assert TolerantStderr().write("text") == 4
+    TolerantStderr().flush()
     with progress("save", 1) as bar:
         bar.advance(1)

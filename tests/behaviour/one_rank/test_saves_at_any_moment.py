@@ -231,7 +231,7 @@ def test_in_the_middle_of_another_call(
             return call
 
         cadence = ckpt._cadence
-        name = {"step": "stepped", "save": "taken", "resume": "began"}[outer]
+        name = {"step": "step_ended", "save": "base_started", "resume": "resumed"}[outer]
         world.update()
         with monkeypatch.context() as patched:
             patched.setattr(cadence, name, within(getattr(cadence, name)))

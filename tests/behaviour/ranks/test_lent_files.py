@@ -209,7 +209,7 @@ def test_a_file_that_cannot_be_read_where_it_is_holds_nobody_up(
 ) -> None:
     paths = folders(tmp_path, shared=False)
     saved_by(*paths, steps=(2, 2))
-    opened = peers.LentFiles
+    opened = peers.ServedFiles
 
     class Gone(opened):  # type: ignore[misc,valid-type]
         def __init__(self, opens: Any, base: BaseId, marker: Any) -> None:

@@ -70,7 +70,7 @@ def test_a_log_that_ends_earlier_is_the_end_for_all(tmp_path: Path) -> None:
     lose(path, 1, 7)
     found = resumed((path, path), 6, replayed=2)
     for one in found:
-        assert "rank 1 gets no further; others have up to 7" in str(one.skipped)
+        assert "the log of rank 1 ends before; others reach 7" in str(one.skipped)
 
 
 def test_a_rank_whose_log_is_gone_takes_all_back_to_the_base(tmp_path: Path) -> None:
@@ -258,7 +258,7 @@ def test_where_no_log_leads_on_it_is_said_what_is_of_no_use(tmp_path: Path) -> N
         lose(path, rank, 6)
     for found in resumed((path, path), 5, replayed=1):
         assert [(one.timeline, one.step) for one in found.skipped] == [(1, 6)]
-        assert "no rank gets to step 6" in found.skipped[0].reason
+        assert "no rank reaches step 6" in found.skipped[0].reason
         assert "up to step 7 is of no use" in found.skipped[0].reason
 
 

@@ -122,7 +122,7 @@ def test_without_the_programs(run_folder: Path) -> None:
 def test_without_looking_it_comes_back_wrong(
     run_folder: Path, two_programs: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(redo, "logs_less", lambda mark, *, than: False)
+    monkeypatch.setattr(redo, "mark_holds_less", lambda mark, *, than: False)
     world = Counting(seed=9)
     with opened(run_folder, world, static=STATIC) as ckpt:
         assert ckpt.resume().exact

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from everstep.cli.common._common import ExitCode
+from everstep.cli.common.errors import ExitCode
 from everstep.errors import EverstepError, RecoveryError, StateError
 from everstep.format.names import (
     BASE_DIR,

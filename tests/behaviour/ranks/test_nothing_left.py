@@ -25,7 +25,7 @@ from tests.support.ranks.together import train as train_all
 from tests.support.resuming import look, train_on
 from tests.support.world import HookedFileSystem, base_folder, flip, inventory_of, opened
 
-HAD = r"the history of this run had step 4 \(timeline 2 began there, behind timeline 1\)"
+HAD = r"the history of this run had step 4 \(timeline 2 started there, from timeline 1\)"
 
 
 @pytest.fixture
@@ -110,7 +110,7 @@ def test_a_base_that_the_history_has_turned_away_from_is_named(run_folder: Path)
         with pytest.raises(RecoveryError, match=HAD) as caught:
             ckpt.resume()
         assert "step 8, timeline 1: not in the history of the newest" in str(caught.value)
-        assert "resume(step=8) goes on from step 8 of timeline 1" in str(caught.value)
+        assert "resume(step=8) continues from step 8 of timeline 1" in str(caught.value)
         assert ckpt.resume(8).step == 8
     logged.forget(run_folder)
 
@@ -172,7 +172,7 @@ def test_a_log_that_no_base_leads_to(run_folder: Path, caplog: pytest.LogCapture
     ):
         recovery = ckpt.resume()
     assert (recovery.step, recovery.source) == (0, "fresh")
-    assert "there is something of step 6 of timeline 1, and no base" in str(recovery.notes)
+    assert "there is incomplete data of step 6 of timeline 1" in str(recovery.notes)
     assert recovery.notes[0] in caplog.messages
 
 
@@ -244,7 +244,7 @@ def test_what_hosts_did_without_a_disk_gives_nothing_up_that_is_on_it() -> None:
     stranger = Offer(1, "disk 1", "run", 4, fresh, {})
     with pytest.raises(RecoveryError, match="not in the history of the newest timeline") as caught:
         choose([known, stranger])
-    assert "resume(step=10) goes on from step 10 of timeline 1" in str(caught.value)
+    assert "resume(step=10) continues from step 10 of timeline 1" in str(caught.value)
 
 
 # --- In words ---------------------------------------------------------------------------

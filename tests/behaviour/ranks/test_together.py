@@ -32,9 +32,12 @@ from everstep.restore.start import resume_job
 from everstep.restore.start.resume_job import Meeting, resume_all_ranks
 from everstep.run.scan import scan_run
 from everstep.seams import FileSystem, ManualClock, Seams
-from everstep.seams.network.peers import PeerMailbox
+from everstep.seams.network.mailbox import TcpMailbox
+from everstep.state.ranks.rank_info import RankInfo
 from everstep.state.training_state import State
 from everstep.trainer.job.job import Job
+from everstep.trainer.job.run_folder import SharedRun
+from everstep.trainer.job.start import JobStart
 from tests.support.ranks.together import (
     FS,
     RankTraining,
@@ -123,7 +126,7 @@ def test_a_damaged_first_base_is_no_fresh_start_for_the_others(tmp_path: Path, b
     data[-1] ^= 1
     shard.write_bytes(data)
     with trainings(path, path) as ranks:
-        with pytest.raises(RecoveryError, match="not that of a fresh start any more"):
+        with pytest.raises(RecoveryError, match="no longer that of a fresh start"):
             resume(ranks, 0)
         with pytest.raises(StateError, match="partly overwritten"):
             ranks[1 - bad].train()
@@ -261,8 +264,8 @@ def test_what_is_known_of_ranks_without_a_part_is_said(
 
 
 def test_a_rank_that_says_nothing_while_others_agree_is_named(tmp_path: Path) -> None:
-    silent = PeerMailbox("127.0.0.1")
-    mine = PeerMailbox("127.0.0.1")
+    silent = TcpMailbox("127.0.0.1")
+    mine = TcpMailbox("127.0.0.1")
     mine.open("session", 0, [mine.address, silent.address])
     meeting = Meeting("session", 0, ("0", "0"), mine)
     try:
@@ -339,7 +342,7 @@ def test_a_rank_that_fails_says_why_to_all_others(
         (lambda ckpt: ckpt._keepers, "open"),
         (lambda ckpt: ckpt._keepers, "recall_leftovers"),
         (lambda ckpt: ckpt._keepers, "listen"),
-        (lambda ckpt: ckpt._starter._job, "_open_mailbox"),
+        (lambda ckpt: JobStart, "_open_mailbox"),
         (lambda ckpt: ckpt._state, "is_shared"),
     ],
     ids=["keeper", "what it has left", "its mailbox", "own mailbox", "state"],
@@ -354,7 +357,11 @@ def test_a_rank_that_fails_before_they_meet_says_why_to_all_others(
 ) -> None:
     path, found = tmp_path / "run", dict[int, Exception]()
 
-    def fails(*args: object, **options: object) -> None:
+    open_mailbox = JobStart._open_mailbox
+
+    def fails(*args: object, **options: object) -> object:
+        if args and isinstance(args[0], JobStart) and args[0]._info.rank != bad:
+            return open_mailbox(args[0])  # all ranks of this test share the class
         raise KeeperError("no space is left")
 
     def begins(one: RankTraining) -> None:
@@ -393,17 +400,20 @@ def test_a_rank_that_dies_while_what_was_replayed_is_handed_on_is_no_error_of_to
         rank, world, host = 1, 2, "127.0.0.1"
 
     with pytest.raises(DeadlineError, match="closed by peer") as caught:
-        Job(Alone(), 1.0)._together(Torn({"steps": 1}).gather, "hand it on")
+        start = JobStart(
+            "127.0.0.1", lambda what, data: [], RankInfo(1, 2), SharedRun(), timeout_s=1.0
+        )
+        start._collectively(Torn({"steps": 1}).gather, "hand it on")
     assert caught.value.rank == 1
-    assert "others" in str(caught.value)
+    assert "output of the other ranks" in str(caught.value)
 
 
 def test_the_last_answer_of_a_start_gets_to_rank_0(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """However little time a mailbox has to say its last words when it is closed."""
-    close = PeerMailbox.close
-    monkeypatch.setattr(PeerMailbox, "close", lambda self, timeout_s=1.0: close(self, 0.0))
+    close = TcpMailbox.close
+    monkeypatch.setattr(TcpMailbox, "close", lambda self, timeout_s=1.0: close(self, 0.0))
     path = tmp_path / "run"
     for _ in range(3):
         with trainings(path, path, progress_timeout_s=10.0) as ranks:

@@ -380,7 +380,7 @@ class Keeper:
     def send(self, rank: int, message: Any) -> None:
         self._keepers[rank].on_copy(self.rank, message)
 
-    def is_gone(self, rank: int) -> bool:
+    def is_disconnected(self, rank: int) -> bool:
         return False
 
 

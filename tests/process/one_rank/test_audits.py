@@ -21,7 +21,7 @@ from everstep.format.records import AuditRecord
 from everstep.link.registry import list_keepers
 from everstep.options import LogOptions
 from everstep.seams.processes.children import Child
-from everstep.seams.processes.processes import process_gone
+from everstep.seams.processes.processes import process_ended
 from everstep.trainer.log import untracked_writes as untold
 from tests.support.logged import AT_ONCE, World, train
 from tests.support.world import TIMEOUT_S, files_below, forget
@@ -30,13 +30,13 @@ AUDIT_TIMEOUT_S = 4 * TIMEOUT_S
 
 WAITS = """
 import argparse, os, signal, sys
-from everstep.seams.processes.children import yield_to_all
+from everstep.seams.processes.children import yield_resources
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--parent", type=int)
 parser.add_argument("--out")
 options = parser.parse_args()
-yield_to_all(options.parent)
+yield_resources(options.parent)
 score = open("/proc/self/oom_score_adj").read().strip()
 policy = os.sched_getscheduler(0) == os.SCHED_IDLE
 print(os.getpid(), os.nice(0), policy, score, os.environ["CUDA_VISIBLE_DEVICES"] == "", flush=True)
@@ -74,14 +74,14 @@ def test_it_yields_to_all_and_dies_with_its_parent(waits: Path) -> None:
         assert parent.stdout is not None
         pid, nice, idle, score, no_devices = parent.stdout.readline().split()
         assert (nice, idle, score, no_devices) == ("19", "True", "1000", "True")
-        assert not process_gone(int(pid))
+        assert not process_ended(int(pid))
     finally:
         parent.kill()
         parent.communicate()
     try:
-        assert process_gone(int(pid), TIMEOUT_S), "it lives on without its parent"
+        assert process_ended(int(pid), TIMEOUT_S), "it lives on without its parent"
     finally:
-        if not process_gone(int(pid)):
+        if not process_ended(int(pid)):
             os.kill(int(pid), signal.SIGKILL)
 
 
@@ -97,7 +97,7 @@ def test_it_is_killed_when_its_time_is_over(waits: Path) -> None:
     ended = child.wait(0.0)
     assert ended.late
     assert ended.status == -signal.SIGKILL
-    assert process_gone(child.pid, TIMEOUT_S)
+    assert process_ended(child.pid, TIMEOUT_S)
     child.kill()  # again, and too late
 
 
@@ -135,7 +135,7 @@ def at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def keepers_gone() -> None:
     for keeper in list_keepers():
-        assert process_gone(keeper.pid, TIMEOUT_S), f"keeper {keeper.pid} stays"
+        assert process_ended(keeper.pid, TIMEOUT_S), f"keeper {keeper.pid} stays"
 
 
 def trained(

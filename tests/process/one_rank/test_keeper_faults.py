@@ -33,7 +33,7 @@ from everstep.options import Budget
 from everstep.restore.load.load import check_contents
 from everstep.run.verify import verify_base
 from everstep.seams import PosixFileSystem, SystemClock
-from everstep.seams.processes.processes import PidWatch, process_gone
+from everstep.seams.processes.processes import PidWatch, process_ended
 from everstep.seams.progress import silent
 from tests.support.following import until
 from tests.support.keeper_process import PRELUDE, finish, start
@@ -291,16 +291,16 @@ def test_a_child_that_outlives_the_trainer_does_not_hold_the_keeper(run_folder: 
                 assert process.wait(TIMEOUT_S) == -signal.SIGKILL
                 assert list(arenas()) == [keeper.pid]
                 start_s = time.monotonic()
-            assert watch.gone(TIMEOUT_S)
+            assert watch.ended(TIMEOUT_S)
             took_s = time.monotonic() - start_s
             assert took_s >= 1.0, "it does not wait for its trainer to come back"
             assert took_s < TIMEOUT_S / 2
-            assert not other.gone(), "this test shows nothing"
+            assert not other.ended(), "this test shows nothing"
         assert list_keepers() == []
         assert arenas() == {}
     finally:
         process.communicate()  # its input ends: the child goes
-    assert process_gone(child, TIMEOUT_S)
+    assert process_ended(child, TIMEOUT_S)
     assert check_bases(run_folder) == 1
 
 
@@ -366,7 +366,7 @@ def test_a_keeper_notices_the_death_of_its_trainer_within_a_second(run_folder: P
         with PidWatch(keeper.pid) as watch:
             os.kill(trainer, signal.SIGKILL)
             start_s = time.monotonic()
-            assert watch.gone(TIMEOUT_S)
+            assert watch.ended(TIMEOUT_S)
             took_s.append(time.monotonic() - start_s)
         process.communicate()
     assert min(took_s) < NOTICED_S, took_s

@@ -128,7 +128,7 @@ def test_a_base_that_only_the_keeper_has(tmp_path: Path) -> None:
 @pytest.mark.thinned(2)
 @pytest.mark.parametrize("method", ["logged", "async"])
 def test_a_process_that_trains_notices_nothing(tmp_path: Path, method: str) -> None:
-    """SampledLine at twenty times while it trains; each look gives the state of some step, in every
+    """Looked at twenty times while it trains; each look gives the state of some step, in every
     bit. It ends as one that nobody looked at."""
     run, steps = tmp_path / "run", 20
     about = (str(run), method, "3", str(steps), "steps")

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 import everstep
-from everstep.seams.processes.processes import process_gone
+from everstep.seams.processes.processes import process_ended
 from everstep.trainer.attach.remote import RemoteKeeper
 from tests.support.scheduled import Loop
 from tests.support.trainers import run_trainer, whole_lines
@@ -158,7 +158,7 @@ def test_the_keeper_is_killed(run_folder: Path) -> None:
                 keeper = ckpt._keepers.current
                 assert isinstance(keeper, RemoteKeeper)
                 os.kill(keeper.pid, signal.SIGKILL)
-                assert process_gone(keeper.pid, TIMEOUT_S)
+                assert process_ended(keeper.pid, TIMEOUT_S)
                 keeper._reader.join(TIMEOUT_S)
                 with pytest.warns(RuntimeWarning, match="is gone"):
                     ckpt.step()

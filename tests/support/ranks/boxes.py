@@ -56,7 +56,7 @@ class Box:
         except queue.Empty:
             return None
 
-    def is_gone(self, rank: int) -> bool:
+    def is_disconnected(self, rank: int) -> bool:
         return False
 
     def close(self) -> None: ...

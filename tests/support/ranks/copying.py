@@ -63,7 +63,7 @@ class _Others:
     def send(self, rank: int, message: CopyMessage) -> None:
         self._job.deliver(self._rank, rank, message)
 
-    def is_gone(self, rank: int) -> bool:
+    def is_disconnected(self, rank: int) -> bool:
         return rank in self._job.dead
 
 

@@ -10,7 +10,7 @@ import pytest
 from typer.testing import CliRunner
 
 from everstep.cli import app
-from everstep.cli.common._common import ExitCode
+from everstep.cli.common.errors import ExitCode
 from everstep_bench.schedule import executed
 from everstep_bench.schedule.executed import ExecutedOptions, ExecutedRow, run_executed
 

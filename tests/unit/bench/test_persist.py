@@ -19,7 +19,7 @@ import typer
 from rich.console import Console
 from typer.testing import CliRunner
 
-from everstep.cli.common._common import EverstepGroup
+from everstep.cli.common.errors import EverstepGroup
 from everstep.errors import (
     EverstepError,
     OptionError,

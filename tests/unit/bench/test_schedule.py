@@ -9,7 +9,7 @@ import pytest
 from typer.testing import CliRunner
 
 from everstep.cli import app
-from everstep.cli.common._common import ExitCode
+from everstep.cli.common.errors import ExitCode
 from everstep.plan.schedule.devices import device
 from everstep.plan.schedule.planned import every_steps
 from everstep.workloads.published import PUBLISHED

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from everstep.cli.common._pictures import check_target
+from everstep.cli.common.pictures import check_target
 from everstep.errors import (
     OptionError,
 )

@@ -197,7 +197,7 @@ def test_a_pending_save_fails_with_its_future() -> None:
         Pending().wait(timeout_s=0.0)
 
 
-# --- CopyRounds -----------------------------------------------------------------------------
+# --- Rounds ---------------------------------------------------------------------------------
 
 
 class Steps:
@@ -543,10 +543,10 @@ def test_an_arm_is_closed_when_its_keeper_has_ended(
     told: list[Any] = []
     arm._checkpointer = SimpleNamespace(close=lambda: told.append("close"))
     monkeypatch.setattr(arm, "processes", lambda: [77])
-    monkeypatch.setattr(running, "process_gone", lambda pid, _: told.append(pid) or True)
+    monkeypatch.setattr(running, "process_ended", lambda pid, _: told.append(pid) or True)
     arm.close()
     assert told == ["close", 77]
-    monkeypatch.setattr(running, "process_gone", lambda *_: False)
+    monkeypatch.setattr(running, "process_ended", lambda *_: False)
     with pytest.raises(KeeperTimeoutError, match="process 77"):
         arm.close()
 

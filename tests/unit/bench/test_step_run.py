@@ -175,7 +175,7 @@ def test_what_a_replica_keeps_up_with(tmp_path: Path) -> None:
     assert all(parameter.grad is None for parameter in loop.training.model.parameters())
 
 
-# --- CopyRounds -----------------------------------------------------------------------------
+# --- Rounds ---------------------------------------------------------------------------------
 
 
 class Arm(StepArm):

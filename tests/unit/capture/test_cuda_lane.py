@@ -42,7 +42,7 @@ from everstep.errors import (
     StateError,
     UnavailableError,
 )
-from everstep.seams import driver as driver_module
+from everstep.seams import machine
 from everstep.state.layout.shards import plan_shards
 from everstep.state.values.tensors import tensor_entry
 from tests.support import cuda_world
@@ -1100,7 +1100,7 @@ def test_threads_of_the_engine_are_left_out_of_what_others_capture(
         thread.start()
         thread.join(TIMEOUT_S)
 
-    monkeypatch.setattr(driver_module.ctypes, "CDLL", Driver)
+    monkeypatch.setattr(machine.ctypes, "CDLL", Driver)
     cuda.initialized = False
     in_a_thread("before there is a device")
     cuda.initialized = True
@@ -1111,7 +1111,7 @@ def test_threads_of_the_engine_are_left_out_of_what_others_capture(
     def none(name: str) -> Any:
         raise OSError(f"{name}: cannot open shared object file")
 
-    monkeypatch.setattr(driver_module.ctypes, "CDLL", none)
+    monkeypatch.setattr(machine.ctypes, "CDLL", none)
     in_a_thread("where there is no driver of that name")
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 import everstep.run.segments
-from everstep.cli.common._log import steps_in_words
+from everstep.cli.common.log import steps_in_words
 from everstep.run.chain import path_of
 from tests.support.logged import (
     World,

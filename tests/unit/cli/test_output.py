@@ -14,7 +14,7 @@ import torch
 
 import everstep
 from everstep.cli import main
-from everstep.cli.common._common import ExitCode
+from everstep.cli.common.errors import ExitCode
 
 pytestmark = pytest.mark.skipif(not os.path.exists("/dev/full"), reason="/dev/full is Linux's")
 
@@ -115,7 +115,7 @@ def test_nothing_takes_the_place_of_a_closed_stream(tmp_path: Path) -> None:
     """A file that is opened next would get its number, and all that a library prints."""
     code = (
         "import sys, os\n"
-        "from everstep.cli.common._output import guarded_output\n"
+        "from everstep.cli.common.streams import guarded_output\n"
         "with guarded_output():\n"
         f"    file = open({str(tmp_path / 'file')!r}, 'w')\n"
         "    assert file.fileno() > 2, file.fileno()\n"

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import everstep
-from everstep.cli.common._common import ExitCode
+from everstep.cli.common.errors import ExitCode
 from tests.support.logged import document, invoke
 
 LONG = "a" * 300

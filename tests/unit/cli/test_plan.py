@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner, Result
 
 from everstep.cli import app
-from everstep.cli.common._common import ExitCode
-from everstep.cli.common._units import (
+from everstep.cli.common.errors import ExitCode
+from everstep.cli.common.units import (
     parse_bytes,
     parse_bytes_per_s,
     parse_seconds,

@@ -14,8 +14,8 @@ import torch
 from typer.testing import CliRunner, Result
 
 from everstep.cli import app
-from everstep.cli.common._common import ExitCode
-from everstep.cli.schedule import _MODULE
+from everstep.cli.common.errors import ExitCode
+from everstep.cli.plan.schedule import _MODULE
 
 
 def run(*words: str, columns: int = 200) -> Result:

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 import everstep_bench
 from everstep import __version__
 from everstep.cli import plugins
-from everstep.cli.common._common import EverstepGroup, ExitCode
+from everstep.cli.common.errors import EverstepGroup, ExitCode
 
 
 def app_with(monkeypatch: pytest.MonkeyPatch, *entries: EntryPoint) -> typer.Typer:

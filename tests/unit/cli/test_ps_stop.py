@@ -17,8 +17,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from everstep.cli.common._common import ExitCode
-from everstep.cli.ps import Status, in_time, steps_of
+from everstep.cli.common.errors import ExitCode
+from everstep.cli.ps import Status, duration_in_words, steps_of
 from everstep.errors import KeeperError
 from everstep.link import registry
 from everstep.link.registry import Registration, find_keeper, list_keepers
@@ -168,7 +168,7 @@ def test_any_message_is_a_status_that_can_be_shown_or_none(changes: dict[str, An
 
 
 def test_words() -> None:
-    assert [in_time(s) for s in (-1.0, 0.4, 119.4, 120.0, 7199.0, 9000.0)] == [
+    assert [duration_in_words(s) for s in (-1.0, 0.4, 119.4, 120.0, 7199.0, 9000.0)] == [
         "0 s",
         "0 s",
         "119 s",

@@ -24,7 +24,8 @@ import everstep.cli
 import everstep.run.scan
 import everstep.run.verify
 from everstep.cli import app, main
-from everstep.cli.common._common import EXIT_STATUS, ExitCode, in_words, plain, status_of, when
+from everstep.cli.common.errors import EXIT_STATUS, ExitCode, status_of
+from everstep.cli.common.output import in_words, plain, when
 from everstep.errors import (
     DeadlineError,
     EverstepError,

@@ -158,7 +158,7 @@ def test_what_only_some_leave_out_is_restored_by_none(loss: float, other: tuple[
     ends = ranks.run()
     assert all(isinstance(end, Refuse) and end.unlike for end in ends.values())
     assert ends[0].reason == ends[1].reason
-    assert "some ranks leave out of step 20 of timeline 1 what others" in ends[0].reason
+    assert "some ranks would leave out entries of step 20 of timeline 1" in ends[0].reason
     assert "rank 1: model/a: not in the checkpoint" in ends[0].reason
     assert {type(action) for _, action in ranks.done} == {TakeInventory, Compare}
 

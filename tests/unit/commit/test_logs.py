@@ -103,7 +103,9 @@ def test_all_go_to_the_newest_step_that_each_of_them_reaches() -> None:
     assert choice.base == BaseId(1, 10)
     assert choice.reach is not None
     assert (choice.reach.step, choice.reach.lsn, choice.reach.count) == (13, 13, 3)
-    assert choice.skipped == ((BaseId(1, 14), "log: rank 1 gets no further; others have up to 15"),)
+    assert choice.skipped == (
+        (BaseId(1, 14), "log: the log of rank 1 ends before; others reach 15"),
+    )
 
 
 def test_a_hole_in_all_of_them_is_said() -> None:
@@ -116,8 +118,8 @@ def test_a_hole_in_all_of_them_is_said() -> None:
     assert end(choice) == 12
     ((at, why),) = choice.skipped
     assert at == BaseId(1, 13)
-    assert why.startswith("log: no rank gets to step 13: the state had changed there")
-    assert why.endswith("what they have up to step 14 is of no use")
+    assert why.startswith("log: no rank reaches step 13: the state changed there")
+    assert why.endswith("records up to step 14 cannot be used")
     assert chosen(behind(5), behind(5)).skipped == ()
     assert chosen(*made, step=12).skipped == (), "as it was asked for"
 
@@ -125,7 +127,7 @@ def test_a_hole_in_all_of_them_is_said() -> None:
 def test_a_rank_without_a_log_takes_all_back_to_the_base() -> None:
     choice = chosen(behind(5), Log())
     assert (choice.end, choice.reach) == (BaseId(1, 10), None)
-    assert "rank 1 gets no further" in choice.skipped[0][1]
+    assert "the log of rank 1 ends before" in choice.skipped[0][1]
 
 
 def test_a_hole_ends_the_log_before_it() -> None:
@@ -217,7 +219,7 @@ def test_of_a_log_that_lies_in_two_places_each_step_has_a_reader() -> None:
 def test_a_hole_in_one_of_them_is_the_end_for_all_and_is_said() -> None:
     choice = of_others({0: behind(3), 1: behind(1)}, {2: behind(3)})
     assert choice.end == BaseId(1, 11)
-    why = "log: rank 1 of 3 that wrote it gets no further; others have up to 13"
+    why = "log: the log of rank 1 of 3 that wrote it ends before; others reach 13"
     assert (BaseId(1, 12), why) in choice.skipped
 
 
@@ -275,7 +277,7 @@ def test_behind_a_base_of_other_ranks_a_log_is_refused_and_that_is_said() -> Non
     ]
     choice = choose(offers)
     assert choice.end == BaseId(1, 13)
-    why = "log: 2 rank(s) wrote it, and 3 the base before it"
+    why = "log: written by 2 rank(s), but the base before it by 3"
     assert (BaseId(2, 15), why) in choice.skipped
 
 

@@ -210,7 +210,7 @@ def test_the_newest_base_that_was_whole_everywhere_is_never_lost(data: st.DataOb
         oracle.check()
 
 
-# --- CopyRounds -----------------------------------------------------------------------------
+# --- Rounds ---------------------------------------------------------------------------------
 
 
 def told(sends: Iterable[Send]) -> dict[int, Message]:
@@ -221,10 +221,13 @@ def test_all_ranks_send_the_same_base_and_the_next_when_it_is_whole_everywhere()
     rounds = CopyRounds(2)
     assert told(rounds.durable(A, 0.0)) == {0: PeerRound(A, None), 1: PeerRound(A, None)}
     assert not rounds.durable(B, 1.0)
-    assert not rounds.said(0, A, "whole", 2.0)
+    assert not rounds.on_reply(0, A, "whole", 2.0)
     assert rounds.everywhere is None, "one rank's copy is not all ranks'"
-    assert told(rounds.said(1, A, "whole", 3.0)) == {0: PeerRound(B, A), 1: PeerRound(B, A)}
-    assert told(rounds.said(1, B, "failed", 4.0)) == {0: PeerRound(None, A), 1: PeerRound(None, A)}
+    assert told(rounds.on_reply(1, A, "whole", 3.0)) == {0: PeerRound(B, A), 1: PeerRound(B, A)}
+    assert told(rounds.on_reply(1, B, "failed", 4.0)) == {
+        0: PeerRound(None, A),
+        1: PeerRound(None, A),
+    }
     assert rounds.everywhere == A
 
 
@@ -232,7 +235,7 @@ def test_news_of_another_base_count_for_nothing() -> None:
     rounds = CopyRounds(2)
     rounds.durable(B, 0.0)
     for rank in (0, 1):
-        assert not rounds.said(rank, A, "whole", 1.0)
+        assert not rounds.on_reply(rank, A, "whole", 1.0)
     assert rounds.everywhere is None
 
 
@@ -242,29 +245,29 @@ def test_the_newest_base_overtakes_those_that_wait() -> None:
     rounds.durable(B, 1.0)
     rounds.durable(C, 2.0)
     assert rounds.passed_over == 1
-    assert told(rounds.said(0, A, "whole", 3.0)) == {0: PeerRound(C, A)}
+    assert told(rounds.on_reply(0, A, "whole", 3.0)) == {0: PeerRound(C, A)}
 
 
 def test_what_is_not_answered_is_said_again() -> None:
     rounds = CopyRounds(2, repeat_s=2.0)
     rounds.durable(A, 0.0)
-    rounds.said(0, A, "sending", 1.0)
+    rounds.on_reply(0, A, "sending", 1.0)
     assert not rounds.tick(1.5)
     assert told(rounds.tick(2.5)) == {1: PeerRound(A, None)}
-    rounds.said(1, A, "sending", 3.0)
+    rounds.on_reply(1, A, "sending", 3.0)
     assert not rounds.tick(10.0)
-    rounds.said(0, A, "whole", 11.0)
-    rounds.said(1, A, "whole", 11.0)
-    rounds.said(0, A, "noted", 11.5)
+    rounds.on_reply(0, A, "whole", 11.0)
+    rounds.on_reply(1, A, "whole", 11.0)
+    rounds.on_reply(0, A, "noted", 11.5)
     assert told(rounds.tick(14.0)) == {1: PeerRound(None, A)}
-    rounds.said(1, A, "noted", 15.0)
+    rounds.on_reply(1, A, "noted", 15.0)
     assert not rounds.tick(60.0)
 
 
 def test_a_rank_that_says_nothing_ends_the_round() -> None:
     rounds = CopyRounds(2, late_s=30.0)
     rounds.durable(A, 0.0)
-    rounds.said(0, A, "whole", 1.0)
+    rounds.on_reply(0, A, "whole", 1.0)
     rounds.durable(B, 5.0)
     rounds.tick(30.0)
     assert rounds.base == A

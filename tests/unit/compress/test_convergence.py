@@ -25,7 +25,7 @@ import pytest
 import torch
 from torch.optim.lr_scheduler import LambdaLR
 
-from everstep.compress.training import Compressor
+from everstep.compress.compressor import Compressor
 from everstep.workloads import (
     GPTConfig,
     TrainingConfig,

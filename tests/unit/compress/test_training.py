@@ -19,11 +19,11 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.optim import Optimizer
 
+from everstep.compress.compressor import Compressor
 from everstep.compress.feedback import ErrorFeedback
 from everstep.compress.forms import KINDS, adaptive, compression
 from everstep.compress.quantized import Int8
 from everstep.compress.sparse import Sparse
-from everstep.compress.training import Compressor
 from everstep.errors import MismatchError, OptionError, StateError
 from everstep.workloads.training import Training
 from tests.support.world import assert_same, opened

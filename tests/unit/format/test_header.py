@@ -223,7 +223,7 @@ def test_a_key_that_is_there_twice(where: str) -> None:
         "description": text.replace('\\"lsn\\": 0', '\\"lsn\\": 9, \\"lsn\\": 0'),
     }[where]
     assert twice != text
-    with pytest.raises(FormatError, match="there twice"):
+    with pytest.raises(FormatError, match="duplicate key"):
         decode_header(raw(twice.encode()), size, PATH)
 
 
@@ -253,5 +253,5 @@ def test_shapes_that_no_tensor_can_have(shape: list[int]) -> None:
     """Strides are counted in 63 bits, of empty tensors, too."""
     with pytest.raises(RuntimeError, match="overflow"):
         torch.empty(shape, device="cpu")
-    with pytest.raises(FormatError, match="no tensor is as large as"):
+    with pytest.raises(FormatError, match="impossible shape"):
         decode(*empty_entry(shape))

@@ -409,7 +409,7 @@ def test_header_lengths_that_cannot_be(length: int, tmp_path: Path) -> None:
             file.truncate(1 << 40)
         size = 1 << 40
     shard.record = FileRecord(record.name, size, length, record.header_digest, record.digest)
-    with pytest.raises(FormatError, match="no possible length"):
+    with pytest.raises(FormatError, match="not a possible header length"):
         shard.read()
     shard.ring.close()
 

@@ -16,7 +16,7 @@ from everstep.commit.job.messages import (
 )
 from everstep.commit.lineage import BaseId
 from everstep.commit.log_reach import LogRun
-from everstep.commit.peer_copies import HeldLogCopies, LogCopy, merged, run_of
+from everstep.commit.peer_copies import HeldLogCopies, LogCopy, merge_runs, run_of
 from everstep.errors import DamageError, EverstepError, FormatError
 from everstep.format.log import RecordHead
 from everstep.keeper.held.peer_log_store import PeerLogStore
@@ -77,11 +77,11 @@ def test_anything_else_is_refused(wrong: list[RecordHead]) -> None:
 
 def test_what_a_peer_has_fills_what_a_log_lacks() -> None:
     own, lent = run_of(heads(6, 7)), run_of(heads(3, 4, 5))
-    assert merged([own], [lent]) == (run_of(heads(3, 4, 5, 6, 7)),)
-    assert merged([], [lent]) == (lent,)
-    assert merged([own], [run_of(heads(3, 4))]) == (run_of(heads(3, 4)), own), "5 is missing"
+    assert merge_runs([own], [lent]) == (run_of(heads(3, 4, 5, 6, 7)),)
+    assert merge_runs([], [lent]) == (lent,)
+    assert merge_runs([own], [run_of(heads(3, 4))]) == (run_of(heads(3, 4)), own), "5 is missing"
     other = dataclasses.replace(own, shape="other")
-    assert merged([own], [other]) == (own,), "what a rank has itself counts"
+    assert merge_runs([own], [other]) == (own,), "what a rank has itself counts"
 
 
 def copy(source: int, *steps: int, size: int = 10, record: str = "r") -> LogCopy:

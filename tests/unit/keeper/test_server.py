@@ -581,7 +581,9 @@ def test_whoever_has_started_it_finds_it_there(run_folder: Path) -> None:
 def test_its_files_are_kept_from_whoever_cleans_up(run_folder: Path) -> None:
     """Of those it was found by nobody any more, and the log in its memory was lost."""
     clock, hours = ManualClock(), list[float]()
-    with bench(run_folder, clock=clock, still_used=lambda: hours.append(clock.monotonic_s())) as b:
+    with bench(
+        run_folder, clock=clock, refresh_times=lambda: hours.append(clock.monotonic_s())
+    ) as b:
         b.trainer()
         for _ in range(5):
             clock.advance(1800.0)

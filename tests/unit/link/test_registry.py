@@ -33,7 +33,7 @@ from everstep.link.spawn import SpawnOptions
 from everstep.seams.files import locks
 from everstep.seams.files.locks import lock_file
 from everstep.seams.processes import processes
-from everstep.seams.processes.processes import PidWatch, has_open, open_pidfd, process_gone
+from everstep.seams.processes.processes import PidWatch, has_file_open, open_pidfd, process_ended
 from everstep.seams.processes.runtime import runtime_folder
 from tests.support.fakekeeper import TIMEOUT_S, info_of, running
 
@@ -366,7 +366,7 @@ def test_a_file_that_is_deleted_while_it_is_being_locked(
 
 def test_a_file_that_is_always_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(locks, "_lock", lambda *_: (tmp_path / "file").unlink() or True)
-    with pytest.raises(OSError, match="replaced again and again"):
+    with pytest.raises(OSError, match="keeps being replaced"):
         lock_file(tmp_path / "file")
 
 
@@ -542,35 +542,35 @@ def test_watching_a_process() -> None:
     process = subprocess.Popen(["sleep", "60"])
     try:
         with PidWatch(process.pid) as watch:
-            assert not watch.gone()
-            assert not watch.gone(0.05)
+            assert not watch.ended()
+            assert not watch.ended(0.05)
             assert watch.signal(signal.SIGKILL)
-            assert watch.gone(TIMEOUT_S)  # it is a zombie: nobody has asked for its status
-            assert watch.gone()
+            assert watch.ended(TIMEOUT_S)  # it is a zombie: nobody has asked for its status
+            assert watch.ended()
             assert not watch.signal(signal.SIGKILL)
     finally:
         process.kill()
         process.wait(TIMEOUT_S)
-    assert process_gone(process.pid)
+    assert process_ended(process.pid)
     with PidWatch(process.pid) as watch:
-        assert watch.gone()
+        assert watch.ended()
         assert watch.fileno() is None
-    assert not process_gone(os.getpid())
+    assert not process_ended(os.getpid())
 
 
 def test_a_number_that_another_process_has_now(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(processes, "open_pidfd", lambda pid: None)
     with PidWatch(os.getpid()) as watch:
-        assert not watch.gone()
+        assert not watch.ended()
         monkeypatch.setattr(processes, "_start_time", lambda pid: "later")
-        assert watch.gone()
+        assert watch.ended()
 
 
 @pytest.mark.parametrize("pid", [0, -1, 1 << 22])
 def test_numbers_that_no_process_has(pid: int) -> None:
     with pytest.raises(ProcessLookupError):
         open_pidfd(pid)
-    assert process_gone(pid)
+    assert process_ended(pid)
     with PidWatch(pid) as watch:
         assert not watch.signal(signal.SIGKILL)
 
@@ -580,11 +580,11 @@ def test_who_has_a_file_open(tmp_path: Path) -> None:
     for file in (path, other):
         file.touch()
     identity = (path.stat().st_dev, path.stat().st_ino)
-    assert not has_open(os.getpid(), path, identity)
+    assert not has_file_open(os.getpid(), path, identity)
     with path.open(), other.open():
-        assert has_open(os.getpid(), path, identity)
-        assert not has_open(os.getpid(), other, identity)
-    assert not has_open(1 << 22, path, identity)
+        assert has_file_open(os.getpid(), path, identity)
+        assert not has_file_open(os.getpid(), other, identity)
+    assert not has_file_open(1 << 22, path, identity)
 
 
 def test_affinity() -> None:
@@ -613,10 +613,10 @@ def test_its_files_look_as_if_they_were_in_use(folder: Path) -> None:
         there = [Path(path) for path in (files.folder, files.info, files.socket, files.log)]
         for path in there:
             os.utime(path, (1.0, 1.0))
-        registration.still_used()
+        registration.refresh_times()
         assert all(path.stat().st_mtime > 1e9 for path in there)
         assert registration.is_current
         assert find_keeper(INFO.key) == INFO
         Path(files.log).unlink()
-        registration.still_used()  # what is gone is for others to notice
+        registration.refresh_times()  # what is gone is for others to notice
         listener.close()

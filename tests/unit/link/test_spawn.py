@@ -26,7 +26,7 @@ from everstep.link.registry import Registration, find_keeper, keeper_files, list
 from everstep.link.spawn import SpawnOptions, connect, spawn_keeper
 from everstep.seams.files.locks import lock_file
 from everstep.seams.processes import processes
-from everstep.seams.processes.processes import PidWatch, available_cores, process_gone
+from everstep.seams.processes.processes import PidWatch, available_cores, process_ended
 from tests.support.fakekeeper import (
     PROGRAM,
     STATUS,
@@ -126,7 +126,7 @@ def test_a_keeper_is_on_its_own(
         signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
         os.close(open_one)
     assert found["parent"] != os.getpid()
-    assert process_gone(found["session"])  # its leader was the process in between
+    assert process_ended(found["session"])  # its leader was the process in between
     assert found["group"] == found["session"] not in (os.getsid(0), os.getpgrp())
     assert found["cwd"] == "/"
     given = {name: path for name, path in found["descriptors"].items() if int(name) <= 2}
@@ -151,7 +151,7 @@ def test_installed_packages_are_not_put_before_the_standard_library(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("PYTHONPATH", raising=False)
-    place = tmp_path / "site-packages" / "everstep" / "seams" / "processes.py"
+    place = tmp_path / "site-packages" / "everstep" / "seams" / "processes" / "processes.py"
     monkeypatch.setattr(processes, "__file__", str(place))
     assert "PYTHONPATH" not in spawn._environment(keeper_files(KEY))
 
@@ -429,7 +429,7 @@ def test_a_killed_keeper_is_not_waited_for() -> None:
         assert info is not None
         with PidWatch(info.pid) as watch:
             watch.signal(signal.SIGKILL)
-            assert watch.gone(TIMEOUT_S)
+            assert watch.ended(TIMEOUT_S)
     start_s = time.monotonic()
     with pytest.raises(KeeperError, match="the keeper has ended"):
         connect(KEY, timeout_s=10 * TIMEOUT_S)

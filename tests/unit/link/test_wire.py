@@ -502,7 +502,7 @@ def test_too_many_descriptors_are_refused_and_none_stays_open(
 ) -> None:
     bare, connection = raw
     socket.send_fds(bare, [encode_message({"kind": "many"})], [0] * (FDS_MAX + 1))
-    with pytest.raises(KeeperError, match="descriptors were lost on the way"):
+    with pytest.raises(KeeperError, match="received descriptors were dropped"):
         connection.receive(TIMEOUT_S)
 
 
@@ -539,7 +539,7 @@ def test_descriptors_that_nobody_may_send_with_the_body_are_dropped(
 
 
 def test_peer(pair: Pair) -> None:
-    assert pair[0].peer() == sockets.Peer(os.getpid(), os.geteuid())
+    assert pair[0].peer() == sockets.PeerProcess(os.getpid(), os.geteuid())
 
 
 def test_accept(tmp_path: Path) -> None:

@@ -619,7 +619,7 @@ def test_the_one_that_was_taken_over_is_told_so(without_log: Path) -> None:
     assert isinstance(error, everstep.errors.FencedError)
     assert "another process" in said
     assert "has resumed this run: timeline 3 has taken the run over from timeline 2" in said
-    assert "this process must end" in said
+    assert "stop this process" in said
     assert "has resumed this run" in str(warned[0].message)
 
 

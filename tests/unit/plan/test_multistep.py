@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from everstep.cli import app
-from everstep.cli.common._common import ExitCode
+from everstep.cli.common.errors import ExitCode
 from everstep.errors import OptionError
 from everstep.plan.multistep import Pipeline, lower_bound_s, overlap
 from everstep.plan.multistep_cut import (

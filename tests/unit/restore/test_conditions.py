@@ -20,11 +20,11 @@ from everstep.restore.offline.rebuild import replay_conditions
 from everstep.restore.redo.conditions import fingerprint_difference
 from everstep.seams import fingerprint as module
 from everstep.seams.fingerprint import (
-    changeable,
     computed_on,
     device_types,
     fingerprint,
-    fingerprint_of_all,
+    merge_fingerprints,
+    volatile_settings,
 )
 from tests.support.logged import World, opened, train
 from tests.support.world import TIMEOUT_S
@@ -155,7 +155,7 @@ def test_denormals_that_some_threads_flush_and_others_keep() -> None:
     said = "trained with denormals flushed by some of torch's threads and kept by others: call "
     assert fingerprint_difference([mixed]).startswith(said)
     assert replay_conditions([mixed]) == (None, fingerprint_difference([mixed]))
-    of_all = fingerprint_of_all([mixed.fingerprint, HERE.fingerprint])
+    of_all = merge_fingerprints([mixed.fingerprint, HERE.fingerprint])
     assert fingerprint_difference([replace(mixed, fingerprint=of_all)]).startswith(said)
 
 
@@ -284,8 +284,8 @@ def test_a_resume_on_a_processor_with_other_vector_code(
 
 def test_cuda_that_comes_into_use_is_a_change(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without a call of the driver: it is asked with each record."""
-    before = changeable()
+    before = volatile_settings()
     assert before == (torch.get_num_threads(), False, False)
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: pytest.fail("the driver is asked"))
-    assert changeable() == (torch.get_num_threads(), True, False)
+    assert volatile_settings() == (torch.get_num_threads(), True, False)

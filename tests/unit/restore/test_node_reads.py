@@ -298,7 +298,7 @@ def test_who_shares_memory_is_told_apart(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_the_ranks_of_a_job_read_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """From the making of a Checkpointer to what they restore; and nothing is left behind."""
-    monkeypatch.setattr("everstep.trainer.job.run_folder.on_own_device", lambda path: False)
+    monkeypatch.setattr("everstep.trainer.job.run_folder.is_local_device", lambda path: False)
     monkeypatch.setattr("everstep.trainer.job.start.needs_on_disk", lambda *about: all_ranks)
     shared: list[bool] = []
     begin, close = NodeReads.begin, NodeWindow.close
@@ -338,14 +338,14 @@ def test_a_job_knows_whether_its_disk_is_the_nodes_own(
     monkeypatch.setattr(NodeStart, "__init__", spy)
     for own in (True, False):
         monkeypatch.setattr(
-            "everstep.trainer.job.run_folder.on_own_device", lambda path, own=own: own
+            "everstep.trainer.job.run_folder.is_local_device", lambda path, own=own: own
         )
         with trainings(tmp_path / str(own), tmp_path / str(own), seams=rank_seams(2)) as both:
             on_all(*(one.ckpt.resume for one in both))
         assert found == [(own, 2)] * 2
         found.clear()
     # The ranks of two nodes see one folder: it is a network's.
-    monkeypatch.setattr("everstep.trainer.job.run_folder.on_own_device", lambda path: True)
+    monkeypatch.setattr("everstep.trainer.job.run_folder.is_local_device", lambda path: True)
     for memories, local in ((("a", "b"), False), (("a", "a"), True)):
         shared = SharedRun(disks=("0", "0"), memories=memories)
         assert shared.is_local(tmp_path, 0) is local

@@ -53,7 +53,7 @@ class Box:
         self._clock.advance(timeout_s)
         return None
 
-    def is_gone(self, rank: int) -> bool:
+    def is_disconnected(self, rank: int) -> bool:
         return rank in self.gone
 
     def close(self) -> None: ...

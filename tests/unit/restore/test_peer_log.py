@@ -156,10 +156,10 @@ def test_a_second_loss_before_a_base_is_with_all_peers_again(second: int) -> Non
         return
     assert (choice.base, choice.reach, choice.end) == (A, None, A)
     (why,) = [why for _, why in choice.skipped]
-    assert why == "log: rank 1 gets no further; others have up to 16"
+    assert why == "log: the log of rank 1 ends before; others reach 16"
 
 
-# --- FetchProgress ---------------------------------------------------------------------------
+# --- Fetching --------------------------------------------------------------------------------
 
 
 def brought(

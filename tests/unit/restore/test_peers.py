@@ -106,7 +106,7 @@ def test_a_wanted_step_is_what_counts() -> None:
     assert fetch_plan(offers, copies, own, 15)[0] == {}, "the agreement says that there is none"
 
 
-# --- FetchProgress ---------------------------------------------------------------------------
+# --- Fetching --------------------------------------------------------------------------------
 
 
 def fetched(

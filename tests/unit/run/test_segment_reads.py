@@ -132,7 +132,7 @@ def test_what_is_taken_for_replay_is_verified(
 ) -> None:
     """Reading does not look at the bytes: what decodes them must."""
     records = written(tmp_path, ring, 1000)
-    monkeypatch.setattr("everstep.restore.redo.redo.update_of", lambda record: None)
+    monkeypatch.setattr("everstep.restore.redo.redo.update_from_record", lambda record: None)
     (segment,) = segments_of(tmp_path)
     path = Path(segment.path) / "rank-00000.safetensors"
     data = bytearray(path.read_bytes())

@@ -252,7 +252,7 @@ def test_a_pattern_that_matches_nothing() -> None:
 @pytest.mark.parametrize("pattern", ["model/emb.weight", "model/head.*", "adam/*", "critic/bias"])
 def test_a_pattern_may_not_claim_what_an_optimizer_owns(option: str, pattern: str) -> None:
     with pytest.raises(
-        OptionError, match=f"said to be {option}, but it is updated by (optimizer|adam)"
+        OptionError, match=f"declared as {option}, but it is updated by (optimizer|adam)"
     ):
         State(world(), **{option: [pattern]})
 
@@ -260,7 +260,7 @@ def test_a_pattern_may_not_claim_what_an_optimizer_owns(option: str, pattern: st
 def test_not_even_what_two_of_them_own() -> None:
     model = nn.Linear(2, 2)
     values = {key: torch.optim.SGD(model.parameters(), lr=0.1) for key in ("one", "two")}
-    with pytest.raises(OptionError, match="static, but it is updated by one and two"):
+    with pytest.raises(OptionError, match="declared as static, but it is updated by one and two"):
         State({"m": model, **values}, static=["m/bias"])
 
 
@@ -270,7 +270,9 @@ def test_what_a_pattern_claims_later_is_refused_then() -> None:
     state = State({"m": model, "o": optimizer, "exp": torch.ones(1)}, static=["*exp*"])
     stepped(optimizer)
     for _ in range(2):
-        with pytest.raises(StateError, match="exp_avg is declared static, but it is updated by o"):
+        with pytest.raises(
+            StateError, match="exp_avg is declared as static, but it is updated by o"
+        ):
             state.survey()
     optimizer.state.clear()
     assert state.survey().shape.owners["exp"] == Owner("static")

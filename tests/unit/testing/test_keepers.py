@@ -19,7 +19,7 @@ from everstep.link.spawn import SpawnOptions, connect, spawn_keeper
 from everstep.run.folder import open_run_folder
 from everstep.seams.files.locks import lock_file
 from everstep.seams.files.posix import PosixFileSystem
-from everstep.seams.processes.processes import process_gone
+from everstep.seams.processes.processes import process_ended
 from everstep.seams.processes.runtime import runtime_folder
 from everstep.testing import keepers
 from everstep.testing.keepers import end_keeper, held_step
@@ -96,9 +96,9 @@ class TestEnd:
             spawn_keeper(other)
             pid, other_pid = pid_of(options), pid_of(other)
             end_keeper(Path(options.run))
-            assert process_gone(pid), "it has returned too early"
+            assert process_ended(pid), "it has returned too early"
             assert killed == []
-            assert not process_gone(other_pid)
+            assert not process_ended(other_pid)
 
     def test_one_that_is_starting_is_waited_for(
         self, options: SpawnOptions, monkeypatch: pytest.MonkeyPatch
@@ -110,7 +110,7 @@ class TestEnd:
         seen: list[object] = []
 
         def pause(wait_s: float) -> None:
-            process_gone(os.getpid(), wait_s)
+            process_ended(os.getpid(), wait_s)
             if next(rounds) == 3:
                 seen.append(find_keeper(options.key))
                 gate.release()  # now it can register

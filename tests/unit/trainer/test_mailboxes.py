@@ -15,8 +15,8 @@ import pytest
 
 from everstep.options import validate_options
 from everstep.seams import Seams
-from everstep.seams.network import peers
-from everstep.seams.network.peers import HeldPort, PeerMailbox
+from everstep.seams.network import mailbox
+from everstep.seams.network.mailbox import ReservedPort, TcpMailbox
 from everstep.trainer.attach.keepers import Keepers
 
 HOST = "127.0.0.1"
@@ -24,20 +24,20 @@ DEADLINE_S = 20.0
 
 
 @pytest.fixture
-def boxes() -> Iterator[list[PeerMailbox]]:
-    found = [PeerMailbox(HOST) for _ in range(3)]
+def boxes() -> Iterator[list[TcpMailbox]]:
+    found = [TcpMailbox(HOST) for _ in range(3)]
     yield found
     for box in found:
         box.close()
 
 
-def opened(boxes: list[PeerMailbox], *sessions: str) -> list[PeerMailbox]:
+def opened(boxes: list[TcpMailbox], *sessions: str) -> list[TcpMailbox]:
     for rank, session in enumerate(sessions):
         boxes[rank].open(session, rank, [box.address for box in boxes])
     return boxes
 
 
-def test_messages_arrive_in_order_and_whole(boxes: list[PeerMailbox]) -> None:
+def test_messages_arrive_in_order_and_whole(boxes: list[TcpMailbox]) -> None:
     opened(boxes, "s", "s")
     sent = [bytes([n]) * size for n, size in enumerate((0, 1, 5_000_000, 3))]
     for message in sent:
@@ -46,14 +46,14 @@ def test_messages_arrive_in_order_and_whole(boxes: list[PeerMailbox]) -> None:
     assert boxes[1].receive(0.0) is None
 
 
-def test_what_is_sent_before_the_other_listens_is_not_lost(boxes: list[PeerMailbox]) -> None:
+def test_what_is_sent_before_the_other_listens_is_not_lost(boxes: list[TcpMailbox]) -> None:
     opened(boxes, "s")
     boxes[0].send(1, b"early")
     boxes[1].open("s", 1, [box.address for box in boxes])
     assert boxes[1].receive(DEADLINE_S) == b"early"
 
 
-def test_another_session_is_not_heard(boxes: list[PeerMailbox]) -> None:
+def test_another_session_is_not_heard(boxes: list[TcpMailbox]) -> None:
     opened(boxes, "new", "new", "old")
     boxes[2].send(0, b"from the last start")
     boxes[1].send(0, b"from this one")
@@ -62,7 +62,7 @@ def test_another_session_is_not_heard(boxes: list[PeerMailbox]) -> None:
     assert boxes[0].receive(0.2) is None
 
 
-def test_nonsense_ends_the_connection_it_came_on(boxes: list[PeerMailbox]) -> None:
+def test_nonsense_ends_the_connection_it_came_on(boxes: list[TcpMailbox]) -> None:
     opened(boxes, "s", "s")
     for nonsense in (b"\xff" * 64, b"\x02\x00\x00\x00ab", b"GET / HTTP/1.0\r\n\r\n"):
         with socket.create_connection(boxes[0].address, DEADLINE_S) as stranger:
@@ -74,21 +74,21 @@ def test_nonsense_ends_the_connection_it_came_on(boxes: list[PeerMailbox]) -> No
     assert boxes[0].receive(DEADLINE_S) == b"well"
 
 
-def test_nobody_waits_for_a_rank_that_is_gone(boxes: list[PeerMailbox]) -> None:
+def test_nobody_waits_for_a_rank_that_is_gone(boxes: list[TcpMailbox]) -> None:
     opened(boxes, "s", "s", "s")
     boxes[1].send(0, b"last")
     assert boxes[0].receive(DEADLINE_S) == b"last"
-    assert not boxes[0].is_gone(1)
+    assert not boxes[0].is_disconnected(1)
     boxes[1].close()
-    until(lambda: boxes[0].is_gone(1))
+    until(lambda: boxes[0].is_disconnected(1))
     for _ in range(2000):
         boxes[0].send(1, b"into the void")
     boxes[0].send(2, b"to those who are there")
     assert boxes[2].receive(DEADLINE_S) == b"to those who are there"
-    assert not boxes[0].is_gone(2)
+    assert not boxes[0].is_disconnected(2)
 
 
-def test_a_rank_that_reads_nothing_holds_nobody_up(boxes: list[PeerMailbox]) -> None:
+def test_a_rank_that_reads_nothing_holds_nobody_up(boxes: list[TcpMailbox]) -> None:
     """It is there, and takes no bytes: who sends does not wait, others hear what they are told, and
     only so much is kept for it."""
     opened(boxes, "s", "never", "s")
@@ -97,22 +97,22 @@ def test_a_rank_that_reads_nothing_holds_nobody_up(boxes: list[PeerMailbox]) -> 
     assert boxes[1]._thread is not None
     boxes[1]._thread.join(DEADLINE_S)
     began_s = time.monotonic()
-    for _ in range(peers._KEPT_MAX + 100):
+    for _ in range(mailbox._KEPT_MAX + 100):
         boxes[0].send(1, b"x" * 20_000)
     boxes[0].send(2, b"and you")
     assert boxes[2].receive(DEADLINE_S) == b"and you"
     assert time.monotonic() - began_s < DEADLINE_S / 4
-    assert len(boxes[0]._out[1].waiting) <= peers._KEPT_MAX
+    assert len(boxes[0]._out[1].waiting) <= mailbox._KEPT_MAX
     boxes[0].close(0.0)
     boxes[0]._out[1].heard = False  # nor is it waited for once more
 
 
-def test_a_rank_that_comes_back_at_its_address_is_heard(boxes: list[PeerMailbox]) -> None:
+def test_a_rank_that_comes_back_at_its_address_is_heard(boxes: list[TcpMailbox]) -> None:
     opened(boxes, "s", "s")
     boxes[0].send(1, b"one")
     assert boxes[1].receive(DEADLINE_S) == b"one"
     boxes[1].close()
-    again = boxes[1] = PeerMailbox(*boxes[1].address)
+    again = boxes[1] = TcpMailbox(*boxes[1].address)
     again.open("s", 1, [box.address for box in boxes])
     found = None
     deadline_s = time.monotonic() + DEADLINE_S
@@ -122,12 +122,12 @@ def test_a_rank_that_comes_back_at_its_address_is_heard(boxes: list[PeerMailbox]
     assert found == b"two"
 
 
-def test_a_port_that_is_held_is_nobody_elses(boxes: list[PeerMailbox]) -> None:
+def test_a_port_that_is_held_is_nobody_elses(boxes: list[TcpMailbox]) -> None:
     """A keeper opens its mailbox there, dies, and its successor finds the port free. Otherwise
     whoever asks for any port may be given it meanwhile, by accident."""
-    held = HeldPort(HOST)
+    held = ReservedPort(HOST)
     for _ in range(2):
-        PeerMailbox(HOST, held.number).close()
+        TcpMailbox(HOST, held.number).close()
     with socket.socket() as stranger, pytest.raises(OSError, match="in use"):
         stranger.bind((HOST, held.number))
     held.close()
@@ -141,7 +141,7 @@ def test_a_keepers_port_is_held_until_it_is_let_go(tmp_path: Path) -> None:
 
     class Remote:
         def listen(self, host: str, port: int, timeout_s: float) -> int:
-            PeerMailbox(host, port).close()  # its keeper is gone at once
+            TcpMailbox(host, port).close()  # its keeper is gone at once
             return port
 
         def close(self, *, stay: bool = False) -> None: ...
@@ -164,22 +164,22 @@ def test_a_keepers_port_is_held_until_it_is_let_go(tmp_path: Path) -> None:
 
 
 def test_whoever_never_says_the_session_is_let_go(
-    boxes: list[PeerMailbox], monkeypatch: pytest.MonkeyPatch
+    boxes: list[TcpMailbox], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     opened(boxes, "s", "s")
     boxes[1].send(0, b"well")
     assert boxes[0].receive(DEADLINE_S) == b"well"
-    monkeypatch.setattr(peers, "_STRANGER_S", 0.1)
+    monkeypatch.setattr(mailbox, "_STRANGER_S", 0.1)
     with socket.create_connection(boxes[0].address, DEADLINE_S) as silent:
         silent.settimeout(DEADLINE_S)
         assert silent.recv(1) == b""
     boxes[1].send(0, b"a rank may be silent for as long as it likes")
     assert boxes[0].receive(DEADLINE_S)
-    assert not boxes[0].is_gone(1)
+    assert not boxes[0].is_disconnected(1)
 
 
-def test_strangers_are_few(boxes: list[PeerMailbox], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(peers, "_STRANGERS_MAX", 2)
+def test_strangers_are_few(boxes: list[TcpMailbox], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mailbox, "_STRANGERS_MAX", 2)
     opened(boxes, "s", "s", "s")
     strangers = []
     try:
@@ -197,7 +197,7 @@ def test_strangers_are_few(boxes: list[PeerMailbox], monkeypatch: pytest.MonkeyP
             one.close()
 
 
-def test_a_forked_child_leaves_the_connections_to_its_parent(boxes: list[PeerMailbox]) -> None:
+def test_a_forked_child_leaves_the_connections_to_its_parent(boxes: list[TcpMailbox]) -> None:
     opened(boxes, "s", "s")
     boxes[0].send(1, b"hello")
     assert boxes[1].receive(DEADLINE_S) == b"hello"
@@ -211,7 +211,7 @@ def test_a_forked_child_leaves_the_connections_to_its_parent(boxes: list[PeerMai
     try:
         os.read(ready[0], 1)
         boxes[0].close()
-        until(lambda: boxes[1].is_gone(0))
+        until(lambda: boxes[1].is_disconnected(0))
     finally:
         os.close(wait[1])
         os.waitpid(child, 0)

@@ -7,9 +7,9 @@ from typing import Annotated
 
 import typer
 
-from everstep.cli.common._common import EverstepGroup, JsonFlag
-from everstep.cli.common._paths import looked_at
-from everstep.cli.common._units import parse_bytes, parse_bytes_per_s, parse_seconds
+from everstep.cli.common.errors import EverstepGroup, JsonFlag
+from everstep.cli.common.paths import checked_path
+from everstep.cli.common.units import parse_bytes, parse_bytes_per_s, parse_seconds
 from everstep_bench.cli.common import (
     Arms,
     Batch,
@@ -75,7 +75,7 @@ def tiers(
     folder: Folder = None,
     picture: Annotated[
         Path | None,
-        typer.Option(callback=looked_at, help="Draw bytes over steps (needs matplotlib)."),
+        typer.Option(callback=checked_path, help="Draw bytes over steps (needs matplotlib)."),
     ] = None,
     check: Check = False,
     json_output: JsonFlag = False,
@@ -86,7 +86,7 @@ def tiers(
     and what tiers add to the training thread and to the processors, next to the same training
     without them. Nodes are EMULATED: processes and folders of this machine.
     """
-    from everstep.cli.common._pictures import check_picture
+    from everstep.cli.common.pictures import check_picture
     from everstep_bench.stall.options import parse_params
     from everstep_bench.tiers import show
     from everstep_bench.tiers.options import TiersOptions
@@ -339,15 +339,17 @@ def stall(
     folder: Folder = None,
     picture: Annotated[
         Path | None,
-        typer.Option(callback=looked_at, help="Draw a save of some arms (needs matplotlib)."),
+        typer.Option(callback=checked_path, help="Draw a save of some arms (needs matplotlib)."),
     ] = None,
     curves: Annotated[
         Path | None,
-        typer.Option(callback=looked_at, help="Draw keeper and link over time (needs matplotlib)."),
+        typer.Option(
+            callback=checked_path, help="Draw keeper and link over time (needs matplotlib)."
+        ),
     ] = None,
     trace: Annotated[
         Path | None,
-        typer.Option(callback=looked_at, help="Write all blocks as Chrome trace events."),
+        typer.Option(callback=checked_path, help="Write all blocks as Chrome trace events."),
     ] = None,
     check: Check = False,
     json_output: JsonFlag = False,
@@ -358,7 +360,7 @@ def stall(
     by cause; what training loses by the clock on the wall, next to the same steps without a
     save; how long until the state is durable, and how fast the loop goes meanwhile.
     """
-    from everstep.cli.common._pictures import check_picture, check_target
+    from everstep.cli.common.pictures import check_picture, check_target
     from everstep_bench.stall import timeline
     from everstep_bench.stall.options import (
         StallOptions,
@@ -417,7 +419,7 @@ def step(
     batch_steps: Annotated[
         str, typer.Option(help="Steps of the log that are written at a time: 5, or 1,5,20.")
     ] = "5",
-    repeats: Annotated[int, typer.Option(help="CopyRounds.")] = 5,
+    repeats: Annotated[int, typer.Option(help="Rounds.")] = 5,
     kills: Annotated[int, typer.Option(help="SIGKILLs of each arm; 0 leaves them out.")] = 1,
     replay: Annotated[
         bool, typer.Option("--replay/--no-replay", help="Time replay of the log, too.")

@@ -9,8 +9,9 @@ from typing import Annotated, Any, Protocol, TypeVar
 import typer
 from rich.console import Console
 
-from everstep.cli.common._common import ExitCode, console, emit
-from everstep.cli.common._paths import looked_at
+from everstep.cli.common.errors import ExitCode, emit
+from everstep.cli.common.output import console
+from everstep.cli.common.paths import checked_path
 
 __all__ = [
     "Arms",
@@ -29,7 +30,7 @@ __all__ = [
 _Report = TypeVar("_Report")
 
 Params = Annotated[str, typer.Option(help="Of the model, like 25M or 1G.")]
-Repeats = Annotated[int, typer.Option(help="CopyRounds, or saves, that count; others warm up.")]
+Repeats = Annotated[int, typer.Option(help="Rounds, or saves, that count; others warm up.")]
 Arms = Annotated[str | None, typer.Option(help="Only these, like lazy,checkfreq,torch.save.")]
 Seed = Annotated[int, typer.Option(help="Of weights, data, and the order of arms.")]
 FreeCore = Annotated[
@@ -42,7 +43,9 @@ FreeCore = Annotated[
 Folder = Annotated[
     Path | None,
     typer.Option(
-        "--dir", callback=looked_at, help="Where to write [default: here]; nothing is left there."
+        "--dir",
+        callback=checked_path,
+        help="Where to write [default: here]; nothing is left there.",
     ),
 ]
 Check = Annotated[bool, typer.Option(help="Exit with 3 if a target is missed.")]

@@ -7,8 +7,8 @@ from typing import Annotated
 
 import typer
 
-from everstep.cli.common._common import ExitCode, JsonFlag, emit
-from everstep.cli.common._paths import absolute, looked_at
+from everstep.cli.common.errors import ExitCode, JsonFlag, emit
+from everstep.cli.common.paths import absolute, checked_path
 
 __all__ = ["drill"]
 
@@ -87,7 +87,9 @@ def drill(
     folder: Annotated[
         Path | None,
         typer.Option(
-            "--dir", callback=looked_at, help="Keep orders, journals and logs in this new folder."
+            "--dir",
+            callback=checked_path,
+            help="Keep orders, journals and logs in this new folder.",
         ),
     ] = None,
     json_output: JsonFlag = False,

@@ -15,7 +15,7 @@ from typing import Any
 
 from everstep.errors import DeadlineError, EverstepError
 from everstep.link.registry import kill_keeper, list_keepers
-from everstep.seams.processes.processes import process_gone
+from everstep.seams.processes.processes import process_ended
 from everstep.testing.keepers import end_keeper
 from everstep_bench.crash.child import Order
 from everstep_bench.crash.options import CrashOptions
@@ -247,5 +247,5 @@ def _kill_keepers(run: Path) -> None:
     """Kill the keepers, and with them the bases in their memory."""
     name = str(run.resolve())
     for info in list_keepers():
-        if info.run == name and kill_keeper(info) and not process_gone(info.pid, _GONE_S):
+        if info.run == name and kill_keeper(info) and not process_ended(info.pid, _GONE_S):
             raise EverstepError(f"the keeper (process {info.pid}) of {run} goes on")

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 import everstep
-from everstep.compress.training import Compressor
+from everstep.compress.compressor import Compressor
 from everstep.config.options import LogOptions
 from everstep.errors import EverstepError, OptionError, UnavailableError
 from everstep.seams.processes.processes import PidWatch
@@ -202,7 +202,7 @@ def _train(
         if recovery.step and resumed is not None:
             resumed(training)
     for step in range(first, order["until"] + 1):
-        if drill.gone():
+        if drill.ended():
             raise RuntimeError("the drill is gone: nobody is left to compare the result")
         # Twice: who dies in the checkpointer has taken the step, and has not finished it.
         journal.write("taken", number=step, loss=training.step().hex())

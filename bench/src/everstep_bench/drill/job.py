@@ -251,7 +251,7 @@ class Start:
         try:
             deadline_s = time.monotonic() + timeout_s
             while len(knew_s) < len(watches) and time.monotonic() < deadline_s:
-                gone = {rank for rank, watch in watches.items() if watch.gone()}
+                gone = {rank for rank, watch in watches.items() if watch.ended()}
                 self.poll()
                 for rank in watches:
                     lost = self.found(rank, "lost")

@@ -187,7 +187,7 @@ class Drill:
         watches = [PidWatch(pid) for pid in (start.pid(victim), *keepers)]
         try:
             # Whoever dies there takes its agent along: an end that is none of ours is found here.
-            while not any(watch.gone() for watch in watches):
+            while not any(watch.ended() for watch in watches):
                 start.poll()
                 if start.step(victim) >= plan.at_step + plan.every:
                     raise DrillError(

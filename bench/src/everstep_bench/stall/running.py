@@ -11,7 +11,7 @@ from everstep.checkpointer import Checkpointer
 from everstep.errors import KeeperTimeoutError
 from everstep.link.registry import list_keepers
 from everstep.link.save import Save
-from everstep.seams.processes.processes import process_gone
+from everstep.seams.processes.processes import process_ended
 
 __all__ = ["LINGER_S", "close_run", "keepers_of", "quiet", "take_due"]
 
@@ -34,7 +34,7 @@ def close_run(checkpointer: Checkpointer, keepers: list[int], name: str) -> None
     with quiet():
         checkpointer.close()
     for pid in keepers:
-        if not process_gone(pid, LINGER_S):
+        if not process_ended(pid, LINGER_S):
             raise KeeperTimeoutError(f"the keeper (process {pid}) of {name} goes on")
 
 

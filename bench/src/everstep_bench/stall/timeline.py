@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from everstep.cli.common._pictures import check_picture
+from everstep.cli.common.pictures import check_picture
 from everstep.errors import PermissionDeniedError, UnavailableError
 from everstep_bench.stall.figures import Block, Interval, Row
 from everstep_bench.stall.loop import Span, Step

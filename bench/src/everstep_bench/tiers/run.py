@@ -15,7 +15,7 @@ from typing import Any
 from everstep.arena.memory import CONTROL_BYTES
 from everstep.errors import DeadlineError, EverstepError, OptionError
 from everstep.link.registry import kill_keeper, list_keepers
-from everstep.seams.processes.processes import process_gone
+from everstep.seams.processes.processes import process_ended
 from everstep.workloads.processes import interruptible
 from everstep_bench.persist.machine import look_at
 from everstep_bench.persist.show import Display
@@ -200,7 +200,7 @@ def _next(process: Popen[bytes], event: str, step: int | None = None) -> Any:
 def _await_keepers(keepers: Sequence[int], sampler: Sampler, step: int) -> None:
     """End them after the last copy."""
     deadline_s = time.monotonic() + TIMEOUT_S
-    while not all(process_gone(keeper, 0.0) for keeper in keepers):
+    while not all(process_ended(keeper, 0.0) for keeper in keepers):
         if time.monotonic() > deadline_s:
             raise DeadlineError(f"a keeper has not ended within {TIMEOUT_S:g} s")
         sampler.look(step)

@@ -45,7 +45,7 @@ from everstep.capture.lanes.batches import Batch, Runs
 from everstep.capture.lanes.lane import CpuLane, CpuTransfer, Progress, Take, Transfer
 from everstep.capture.lanes.pinned import PinnedAhead, PinnedMemory
 from everstep.errors import OutOfSpaceError
-from everstep.seams.processes.conditions import Outcome, is_over
+from everstep.seams.processes.conditions import Outcome, wait_done
 from everstep.seams.processes.threads import IoThreads
 from everstep.state.values.tensors import byte_view
 
@@ -547,7 +547,7 @@ def _done(issued: Issued, timeout_s: float | None) -> bool:
     """Waits until it is, or has failed."""
     if timeout_s is None:
         return bool(wait([issued]).done)
-    return issued.done() or is_over(issued, timeout_s)
+    return issued.done() or wait_done(issued, timeout_s)
 
 
 def _device(tensor: torch.Tensor) -> torch.device:

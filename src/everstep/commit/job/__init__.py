@@ -1,6 +1,13 @@
-"""Agreement between the ranks of a job: state machines and their messages, without I/O.
+"""Protocols between the ranks of a job, as state machines and messages without I/O (``adr/020``).
 
-``agreement`` chooses what to restore at a start from the ranks' ``offers``; ``coordinator`` (rank
-0) and ``member`` (every rank) commit bases of a timeline together; ``messages`` has what they
-exchange.
+They run in the keepers (commits) and in the trainers (agreement at a start). Read in this order:
+
+``cluster``      ranks, and which of them share a disk
+``messages``     messages between ranks, and their encoding
+``actions``      actions, events and reports of the commit protocol
+``member``       commits of one rank in a timeline
+``coordinator``  rank 0: watermark and retention for all ranks
+``offers``       inventories of the ranks at a start, and the choice of what to restore
+``offer_codec``  their encoding
+``agreement``    start of a job: all ranks restore the same state
 """

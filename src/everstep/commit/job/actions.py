@@ -1,6 +1,6 @@
-"""What a rank of a timeline is asked to do, what comes of it, and what it reports.
+"""Actions, events and reports of :mod:`everstep.commit.job.member`.
 
-The actions and events of :mod:`everstep.commit.job.member`, besides those of commits and deletions.
+Those of commits and deletions are in their own modules.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class Pace:
-    """How long a rank waits.
+    """Intervals and timeouts of a rank.
 
     Attributes:
-        repeat_s: until it says again what was not answered.
-        take_over_s: for a manifest, until it asks for the markers itself.
-        late_s: for a manifest, until it reports which ranks are missing.
+        repeat_s: seconds between repetitions of an unanswered message.
+        take_over_s: seconds without a manifest after which a rank requests the markers itself.
+        late_s: seconds without a manifest after which a rank reports the missing ranks.
     """
 
     repeat_s: float = 1.0
@@ -52,12 +52,13 @@ class Pace:
     late_s: float = 120.0
 
 
-# What a driver is asked to do besides what commits and deletions ask for, and its answers.
+# Actions of a driver, besides those of commits and deletions, and the events that answer them.
 
 
 @dataclass(frozen=True, slots=True)
 class Withdraw:
-    """Remove this rank's marker of the base, durably, then its files; answer :class:`Withdrawn`."""
+    """Remove this rank's marker of the base durably, then its files; answer with
+    :class:`Withdrawn`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,10 +68,10 @@ class ReadBack:
 
 @dataclass(frozen=True, slots=True)
 class LookAtBases:
-    """Which bases are committed on this rank's disk? Answer with :class:`BasesSeen`.
+    """List the bases committed on this rank's disk; answer with :class:`BasesSeen`.
 
     Attributes:
-        damaged: bases that nothing can be replayed from, as far as is known.
+        damaged: bases known to be damaged, from which nothing can be replayed.
     """
 
     damaged: tuple[BaseId, ...] = ()
@@ -78,14 +79,14 @@ class LookAtBases:
 
 @dataclass(frozen=True, slots=True)
 class Delete:
-    """A part of the deletion of the base."""
+    """One action of the deletion of the base."""
 
     action: DeletionAction
 
 
 @dataclass(frozen=True, slots=True)
 class Perform:
-    """Do something about a base, then report what came of it with :meth:`Member.done`."""
+    """Perform an action for a base, then report its event with :meth:`Member.done`."""
 
     base: BaseId
     action: CommitAction | Delete | Withdraw | ReadBack | LookAtBases
@@ -93,16 +94,16 @@ class Perform:
 
 @dataclass(frozen=True, slots=True)
 class Withdrawn:
-    """This rank's marker of the base is not there, durably."""
+    """This rank's marker of the base is durably absent."""
 
 
 @dataclass(frozen=True, slots=True)
 class ReadBackDone:
-    """What is wrong with this rank's files, or nothing.
+    """Result of a read-back; an empty ``problem`` means that the files are intact.
 
     Attributes:
-        newest: timeline of the run, looked for after reading where there is a problem: a newer
-            one may rightly have deleted the base.
+        newest: newest timeline of the run, looked up after reading if there is a problem: a newer
+            timeline may rightly have deleted the base.
     """
 
     problem: str = ""
@@ -111,10 +112,10 @@ class ReadBackDone:
 
 @dataclass(frozen=True, slots=True)
 class BasesSeen:
-    """What is committed on this rank's disk, and where timelines forked.
+    """Bases committed on this rank's disk, and the forks of timelines.
 
     Attributes:
-        needed: bases without which a step that the logs there promise could not be replayed.
+        needed: bases without which a logged step on this disk could not be replayed.
     """
 
     committed: tuple[BaseId, ...]
@@ -135,14 +136,14 @@ class Send:
 
 @dataclass(frozen=True, slots=True)
 class BaseDurable:
-    """``base`` is committed: on this rank's disk, and with it the files of every rank."""
+    """``base`` is committed on this rank's disk, so the files of every rank are durable."""
 
     base: BaseId
 
 
 @dataclass(frozen=True, slots=True)
 class GaveUp:
-    """``base`` will not exist, because of a rank that could not write its files."""
+    """``base`` will not exist, because a rank could not write its files."""
 
     base: BaseId
     reason: str
@@ -150,7 +151,7 @@ class GaveUp:
 
 @dataclass(frozen=True, slots=True)
 class BaseLate:
-    """``base`` waits for the markers of the ``missing`` ranks; to be reported."""
+    """``base`` still waits for the markers of the ``missing`` ranks; report it."""
 
     base: BaseId
     missing: tuple[int, ...]
@@ -158,7 +159,7 @@ class BaseLate:
 
 @dataclass(frozen=True, slots=True)
 class BaseDamaged:
-    """``base`` was committed, and ``rank`` finds it damaged; to be reported."""
+    """``base`` was committed, and ``rank`` found it damaged; report it."""
 
     base: BaseId
     rank: int
@@ -167,7 +168,7 @@ class BaseDamaged:
 
 @dataclass(frozen=True, slots=True)
 class WatermarkMoved:
-    """From now on everything older than ``base`` may be reclaimed, tier by tier
+    """Everything older than ``base`` may be reclaimed in each tier
     (:mod:`everstep.commit.retention`)."""
 
     base: BaseId
@@ -176,7 +177,7 @@ class WatermarkMoved:
 
 @dataclass(frozen=True, slots=True)
 class Fenced:
-    """A newer timeline has begun: this rank neither commits nor deletes any more."""
+    """A newer timeline has begun: this rank no longer commits or deletes."""
 
     error: FencedError
 

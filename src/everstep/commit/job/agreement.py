@@ -1,19 +1,19 @@
-"""How the ranks of a job that starts agree on what to restore, as a state machine without I/O.
+"""Agreement of the ranks of a starting job on the state to restore, as a state machine without I/O.
 
-Rank 0 leads all ranks through the same steps, one after the other; nobody is in the next one
-before all are done with this one::
+Rank 0 leads all ranks through the same phases; no rank enters the next one before all have
+completed this one::
 
-    offer     take inventory, say what can be read
-    compare   only where parts may be left out: say which, of what rank 0 chose from all offers
-    restore   load what rank 0 chose (what is damaged: choose again)
-    open      open the new timeline on every disk: from now on older processes are fenced off
-    confirm   take inventory once more: is the choice still there, and still the newest?
+    offer     take inventory and send it
+    compare   only with strict=False: report entries that the choice would leave out
+    restore   load the choice of rank 0 (after damage: choose again)
+    open      open the new timeline on every disk, which fences off older processes
+    confirm   take inventory again: does the choice still exist, and is it still the newest?
               (``adr/004``; if not, choose again, with one more timeline)
     go        train
 
-Messages may be lost, late, doubled and in any order: commands are numbered, repeated until they
-are answered, and done once. A rank that dies is the launcher's business: it starts the job anew,
-as another session, and nothing that this one has done is in the way.
+Messages may be lost, late, duplicated and reordered: commands are numbered, repeated until they are
+answered, and carried out once. If a rank dies, the launcher restarts the job as another session;
+nothing that this session has done is in the way.
 """
 
 from __future__ import annotations
@@ -63,11 +63,11 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class TakeInventory:
-    """Look at what this rank can read; answer with :class:`InventorySeen`.
+    """List all bases and logs that this rank can read; answer with :class:`InventorySeen`.
 
     Attributes:
-        relaid: also at the logs of as many ranks as there are now, as at those of another number.
-        partly: say also what manifests list and is not there.
+        relaid: include logs of the same number of ranks with another layout.
+        partly: include markers that manifests list but whose files are missing.
     """
 
     relaid: bool = False
@@ -76,7 +76,7 @@ class TakeInventory:
 
 @dataclass(frozen=True, slots=True)
 class Compare:
-    """Compare ``choice.base`` with the live state, and touch nothing; answer with
+    """Compare ``choice.base`` with the live state without changing it; answer with
     :class:`Compared`."""
 
     choice: Choice
@@ -84,7 +84,7 @@ class Compare:
 
 @dataclass(frozen=True, slots=True)
 class Restore:
-    """Load what this rank needs of ``choice.base`` (nothing on a fresh start), check its digests,
+    """Load this rank's entries of ``choice.base`` (none on a fresh start), verify their digests,
     and replay this rank's log up to ``choice.reach``; answer with :class:`Restored`."""
 
     choice: Choice
@@ -92,9 +92,11 @@ class Restore:
 
 @dataclass(frozen=True, slots=True)
 class OpenTimeline:
-    """Create, on this rank's disk and durably: the record of the run, those of the timelines of
-    ``choice`` that are missing there, its manifests where they are missing, and last, exclusively,
-    ``record``, the fence. Answer with :class:`Opened`."""
+    """Create ``record`` on this rank's disk, durably; answer with :class:`Opened`.
+
+    First come the run's record, and the records and manifests of ``choice`` that are missing there.
+    Last, exclusively, comes ``record``, the fence.
+    """
 
     record: TimelineRecord
     choice: Choice
@@ -105,7 +107,7 @@ class Go:
     """All ranks have restored ``choice`` and opened ``timeline``: train.
 
     Attributes:
-        exact: what all of them have restored is bit for bit what training had.
+        exact: all ranks have restored the state of training bit for bit.
     """
 
     timeline: int
@@ -115,10 +117,10 @@ class Go:
 
 @dataclass(frozen=True, slots=True)
 class Refuse:
-    """There is nothing that all ranks can restore, or what was asked for is not there.
+    """There is nothing that all ranks can restore, or the requested step does not exist.
 
     Attributes:
-        unlike: they can, but some of them would leave out what others would not.
+        unlike: a state exists, but some ranks would leave out entries that others restore.
     """
 
     reason: str
@@ -127,7 +129,7 @@ class Refuse:
 
 @dataclass(frozen=True, slots=True)
 class RanksSilent:
-    """Rank 0 waits for the answers of ``ranks`` in ``phase``; to be reported."""
+    """Rank 0 waits for the answers of ``ranks`` in ``phase``; report it."""
 
     phase: str
     ranks: tuple[int, ...]
@@ -135,19 +137,20 @@ class RanksSilent:
 
 @dataclass(frozen=True, slots=True)
 class InventorySeen:
-    """What this rank can read."""
+    """Inventory of this rank."""
 
     offer: Offer
 
 
 @dataclass(frozen=True, slots=True)
 class Compared:
-    """What this rank would leave out.
+    """Entries that this rank would leave out.
 
     Attributes:
-        damaged, unusable: as of :class:`Restored`.
-        common: of what it has in common with others: the same on all of these, or none restores.
-        why: in words.
+        damaged, unusable: as in :class:`Restored`.
+        common: digests of those that it shares with other ranks. They must be equal on all of those
+            ranks, or the start is refused.
+        why: descriptions.
     """
 
     damaged: tuple[tuple[int, Source], ...] = ()
@@ -158,13 +161,13 @@ class Compared:
 
 @dataclass(frozen=True, slots=True)
 class Restored:
-    """The state is that of the step that was chosen; or not.
+    """Result of a restore.
 
     Attributes:
-        damaged: files that are damaged: of which rank, and where.
-        unusable: timeline and step at which this rank's log turned out to be of no use.
-        exact: it is bit for bit what training had.
-        relaid: the log behind the base is of another layout than this rank has now.
+        damaged: damaged files: owner and source.
+        unusable: timeline and step at which this rank's log proved unusable.
+        exact: the state is that of training, bit for bit.
+        relaid: the log after the base has another layout than this rank.
     """
 
     damaged: tuple[tuple[int, Source], ...] = ()
@@ -175,8 +178,7 @@ class Restored:
 
 @dataclass(frozen=True, slots=True)
 class Opened:
-    """Whether the timeline is this session's on this rank's disk; else its number was taken by
-    another start of the job."""
+    """Result of opening the timeline; ``ours`` is False if another start has taken its number."""
 
     ours: bool
 
@@ -203,16 +205,16 @@ RecordOf = Callable[[Choice, int], TimelineRecord]
 
 
 class Agreement:
-    """One rank's part in the start of a job.
+    """One rank in the start of a job.
 
     Args:
-        rank, world: of the job that starts.
-        record_of: for rank 0: makes the record of the new timeline.
-        step, needs, fetch: of :func:`everstep.commit.job.offers.choose`.
-        trained: the ranks' state is not that of a fresh start.
-        compares: parts of the state may be left out.
-        repeat_s: until what was not answered is said again.
-        silent_s: until ranks that do not answer are reported.
+        rank, world: rank and number of ranks of the starting job.
+        record_of: makes the record of the new timeline; used on rank 0.
+        step, needs, fetch: as for :func:`everstep.commit.job.offers.choose`.
+        trained: the ranks' live state is not that of a fresh start.
+        compares: entries of the state may be left out (``strict=False``).
+        repeat_s: seconds between repetitions of an unanswered command.
+        silent_s: seconds without an answer after which silent ranks are reported.
     """
 
     def __init__(
@@ -238,11 +240,11 @@ class Agreement:
         self._fetch = fetch
         self._repeat_s = repeat_s
         self._silent_s = silent_s
-        # What every rank knows: the command under way, and the answer to the last one.
+        # State of every rank: the command in progress, and the answer to it.
         self._at = 0
         self._phase = ""
         self._answer: Answer | None = None
-        # What rank 0 knows.
+        # State of rank 0.
         self._command: Command | None = None
         self._answers: dict[int, bytes] = {}
         self._choice: Choice | None = None
@@ -250,22 +252,22 @@ class Agreement:
         self._unusable: set[tuple[BaseId, int, Source]] = set()
         self._unusable_log: set[tuple[int, int, int]] = set()  # rank, timeline, step
         self._relaid: set[int] = set()  # timelines: their ranks had another layout
-        self._partly = False  # nothing else is left
+        self._partly = False  # last resort: bases with files of some ranks only
         self._exact = True
         self._trained = trained
         self._compares = compares
-        self._loaded = False  # ranks were told to load a base: so their state is not, either
+        self._loaded = False  # ranks may have loaded a base: the state is no longer a fresh one
         self._opened: set[int] = set()
         self._taken = 0
         self._rounds = 0
         self._refusal = ""
-        self._asked_s: float | None = None
+        self._sent_s: float | None = None
         self._repeated_s = 0.0
-        self._told_silent = False
+        self._reported_silent = False
 
     @property
     def waits_for(self) -> tuple[int, ...]:
-        """The ranks that have to say something next; none: nobody waits for this one either."""
+        """Ranks whose message is expected next; empty if this rank waits for none."""
         if self.rank != COORDINATOR:
             return () if self.over else (COORDINATOR,)
         if self._command is None:
@@ -273,11 +275,11 @@ class Agreement:
         return tuple(rank for rank in range(self.world) if rank not in self._answers)
 
     def start(self) -> list[AgreementOut]:
-        """Rank 0 begins; the others wait for it."""
-        return self._ask("offer") if self.rank == COORDINATOR else []
+        """Begin on rank 0; the other ranks wait for its first command."""
+        return self._request_offers("offer") if self.rank == COORDINATOR else []
 
     def receive(self, sender: int, message: Message) -> list[AgreementOut]:
-        """A message of this session has come from ``sender``."""
+        """Process a message of this session."""
         if isinstance(message, Command) and sender == COORDINATOR:
             return self._obey(message)
         if isinstance(message, Answer) and self.rank == COORDINATOR:
@@ -285,37 +287,39 @@ class Agreement:
         return []
 
     def done(self, event: AgreementEvent) -> list[AgreementOut]:
-        """What an action has led to."""
+        """Process the event that answers an action."""
         if isinstance(event, InventorySeen):
-            return self._say(encode_offer(event.offer))
+            return self._answer_command(encode_offer(event.offer))
         if isinstance(event, Compared):
-            about = event.damaged, event.unusable, event.common, event.why
-            return self._say(encode_compared(*about))
+            return self._answer_command(
+                encode_compared(event.damaged, event.unusable, event.common, event.why)
+            )
         if isinstance(event, Restored):
-            return self._say(
+            return self._answer_command(
                 encode_restored(event.damaged, event.unusable, event.exact, event.relaid)
             )
-        return self._say(b"ours" if event.ours else b"")
+        return self._answer_command(b"ours" if event.ours else b"")
 
     def tick(self, now_s: float) -> list[AgreementOut]:
-        """Some time has passed: rank 0 repeats what was not answered."""
+        """Advance the clock: rank 0 repeats unanswered commands and reports silent ranks."""
         if self._command is None:
             return []
         silent = tuple(rank for rank in range(self.world) if rank not in self._answers)
-        if self._asked_s is None:
-            self._asked_s = self._repeated_s = now_s
+        if self._sent_s is None:
+            self._sent_s = self._repeated_s = now_s
         out: list[AgreementOut] = []
         if now_s - self._repeated_s >= self._repeat_s:
             self._repeated_s = now_s
             out += [Send(rank, self._command) for rank in silent if rank != self.rank]
-        if silent and now_s - self._asked_s >= self._silent_s and not self._told_silent:
-            self._told_silent = True
+        if silent and now_s - self._sent_s >= self._silent_s and not self._reported_silent:
+            self._reported_silent = True
             out.append(RanksSilent(self._command.phase, silent))
         return out
 
     # Every rank.
 
     def _obey(self, command: Command) -> list[AgreementOut]:
+        # A late or repeated command is never carried out twice; only its answer is sent again.
         if command.number < self._at:
             return []
         if command.number == self._at:
@@ -324,8 +328,8 @@ class Agreement:
         self._phase = command.phase
         self._answer = None
         if command.phase in ("offer", "confirm"):
-            asked = command.payload.split()
-            return [TakeInventory(_RELAID in asked, _PARTLY in asked)]
+            flags = command.payload.split()
+            return [TakeInventory(_RELAID in flags, _PARTLY in flags)]
         if command.phase == "compare":
             return [Compare(decode_choice(command.payload))]
         if command.phase == "restore":
@@ -334,14 +338,14 @@ class Agreement:
             choice, record = _split(command.payload)
             return [OpenTimeline(record, choice)]
         self.over = True
-        said = self._say(b"")
+        said = self._answer_command(b"")
         if command.phase == "go":
             choice, record = _split(command.payload)
             return [Go(record.timeline, choice, record.exact), *said]
         reason = command.payload.decode("utf-8", "replace")
         return [Refuse(reason, command.phase == "unlike"), *said]
 
-    def _say(self, payload: bytes) -> list[AgreementOut]:
+    def _answer_command(self, payload: bytes) -> list[AgreementOut]:
         self._answer = Answer(self._at, payload)
         if self.rank == COORDINATOR:
             return self._on_answer(self.rank, self._answer)
@@ -349,17 +353,17 @@ class Agreement:
 
     # Rank 0.
 
-    def _ask(self, phase: str) -> list[AgreementOut]:
-        """Asks all ranks what they can read."""
-        asked = (_RELAID if self._relaid else b"", _PARTLY if self._partly else b"")
-        return self._lead(phase, b" ".join(asked).strip())
+    def _request_offers(self, phase: str) -> list[AgreementOut]:
+        """Ask all ranks for their inventories."""
+        flags = (_RELAID if self._relaid else b"", _PARTLY if self._partly else b"")
+        return self._lead(phase, b" ".join(flags).strip())
 
     def _lead(self, phase: str, payload: bytes) -> list[AgreementOut]:
-        """Begins the next step on all ranks."""
+        """Begin the next phase on all ranks."""
         self._command = Command(self._at + 1, phase, payload)
         self._answers = {}
-        self._asked_s = None
-        self._told_silent = False
+        self._sent_s = None
+        self._reported_silent = False
         others = [rank for rank in range(self.world) if rank != self.rank]
         tell: list[AgreementOut] = [Send(rank, self._command) for rank in others]
         return tell + self._obey(self._command)
@@ -384,7 +388,7 @@ class Agreement:
             return self._on_opened(answers)
         if phase == "confirm":
             return self._on_confirmed(answers)
-        self._command = None  # all ranks know
+        self._command = None  # all ranks have acknowledged the result
         return []
 
     def _choose(self, answers: Collection[bytes]) -> list[AgreementOut]:
@@ -392,20 +396,22 @@ class Agreement:
         try:
             if self._rounds > _ROUNDS_MAX:
                 raise RecoveryError(
-                    "another process keeps deleting the bases that this job chooses, or all of "
+                    "another process repeatedly deletes the bases that this job chooses, or all of "
                     "them are damaged",
-                    hint="end the other process that works on this run; everstep verify",
+                    hint="stop the other process that uses this run, and check the bases with "
+                    "everstep verify",
                 )
             self._choice = self._decide(answers)
         except RecoveryError as error:
             # Inventories are not taken at the same moment: while an older start of the job still
-            # commits, what one rank saw another could not see yet. Twice the same is the truth.
+            # commits, one rank may see a base that another could not see yet. So ask once more, and
+            # refuse only if the same result comes twice.
             again = str(error) == self._refusal
             if self._rounds > _ROUNDS_MAX or (again and self._partly):
                 return self._lead("refuse", str(error).encode("utf-8"))
-            self._partly = self._partly or again  # replicas that are left are the last resort
+            self._partly = self._partly or again  # replicas on other ranks are the last resort
             self._refusal = str(error)
-            return self._ask("offer")
+            return self._request_offers("offer")
         compares = self._compares and self._choice.base is not None
         return self._lead("compare", encode_choice(self._choice)) if compares else self._load()
 
@@ -431,43 +437,46 @@ class Agreement:
         if choice.base is None and self._loaded:
             damaged = ", ".join(sorted({str(base) for base, _, _ in self._unusable}))
             raise RecoveryError(
-                f"{damaged or 'what was chosen'} cannot be restored on every rank, and ranks have "
-                "loaded some of it: their state is not that of a fresh start any more",
-                hint="everstep rm removes it; then start the program anew, with resume(step=0)",
+                f"{damaged or 'the chosen base'} cannot be restored on every rank, and some ranks "
+                "have already loaded data of it, so their state is no longer that of a fresh start",
+                hint="remove the base with everstep rm, then restart the program with "
+                "resume(step=0)",
             )
         return replace(choice, timeline=max(choice.timeline, self._taken + 1))
 
     def _without_ours(self, offer: Offer) -> Offer:
-        """Timelines that this very start has opened are no history."""
+        """Remove the timelines that this start itself has opened: they are not history."""
         timelines = {n: r for n, r in offer.timelines.items() if n not in self._opened}
         return replace(offer, timelines=timelines)
 
     def _on_compared(self, answers: Collection[bytes]) -> list[AgreementOut]:
         assert self._choice is not None
-        told = [Compared(*decode_compared(answer)) for answer in answers]
-        damaged = any(one.damaged for one in told)
+        results = [Compared(*decode_compared(answer)) for answer in answers]
+        damaged = any(one.damaged for one in results)
         if not damaged and (
-            differ := describe_mismatch({r: one.common for r, one in enumerate(told)})
+            differ := describe_mismatch({r: one.common for r, one in enumerate(results)})
         ):
-            listed = [f"\n  rank {r}: {why}" for r, one in enumerate(told) for why in one.why]
+            listed = [f"\n  rank {r}: {why}" for r, one in enumerate(results) for why in one.why]
             text = (
-                f"with strict=False some ranks leave out of {self._choice.base} what others, that "
-                f"have it in common with them, restore: their replicas would part ({differ}):"
+                f"with strict=False, some ranks would leave out entries of {self._choice.base} "
+                f"that other ranks share and restore, so their replicas would diverge ({differ}):"
             )
             return self._lead("unlike", "".join([text, *listed]).encode("utf-8"))
-        return self._load() if self._all_can(told) else self._ask("offer")
+        return self._load() if self._all_can(results) else self._request_offers("offer")
 
-    def _all_can(self, told: Sequence[Compared | Restored], *, relaid: bool = False) -> bool:
-        """Whether nothing is in the way of the choice; what is, is not chosen again.
+    def _all_can(self, results: Sequence[Compared | Restored], *, relaid: bool = False) -> bool:
+        """Return True if no rank reported damage; what is damaged is excluded from the next choice.
 
         Args:
-            relaid: the log is of another layout: what is unusable of it shows when it is replayed
-            as
-                it was written.
+            relaid: the log has another layout. Its unusable records are found again when it is
+            replayed in
+                the layout in which it was written.
         """
         assert self._choice is not None
-        damaged = {found for one in told for found in one.damaged}
-        log = {(rank, *one.unusable) for rank, one in enumerate(told) if one.unusable is not None}
+        damaged = {found for one in results for found in one.damaged}
+        log = {
+            (rank, *one.unusable) for rank, one in enumerate(results) if one.unusable is not None
+        }
         if not damaged and not log and not relaid:
             return True
         assert self._choice.base is not None
@@ -480,10 +489,10 @@ class Agreement:
 
     def _on_restored(self, answers: Collection[bytes]) -> list[AgreementOut]:
         assert self._choice is not None
-        told = [Restored(*decode_restored(answer)) for answer in answers]
-        if not self._all_can(told, relaid=any(one.relaid for one in told)):
-            return self._ask("offer")
-        self._exact = all(one.exact for one in told)
+        results = [Restored(*decode_restored(answer)) for answer in answers]
+        if not self._all_can(results, relaid=any(one.relaid for one in results)):
+            return self._request_offers("offer")
+        self._exact = all(one.exact for one in results)
         return self._open(self._choice)
 
     def _open(self, choice: Choice) -> list[AgreementOut]:
@@ -495,30 +504,30 @@ class Agreement:
         assert self._choice is not None
         number = self._choice.timeline
         self._taken = max(self._taken, number)
-        if not all(answers):  # taken on some disk: the next number, on all of them
+        if not all(answers):  # taken on some disk: use the next number on all disks
             return self._open(replace(self._choice, timeline=number + 1))
         self._opened.add(number)
-        return self._ask("confirm")
+        return self._request_offers("confirm")
 
     def _on_confirmed(self, answers: Collection[bytes]) -> list[AgreementOut]:
-        """Nobody else can commit or delete now: the choice must be what it would be now."""
+        """Go if the choice is still the best: no other process can commit or delete any more."""
         assert self._choice is not None
         try:
             now = self._decide(answers)
         except RecoveryError:
-            return self._ask("offer")
+            return self._request_offers("offer")
         if now.base != self._choice.base or now.manifest != self._choice.manifest:
-            return self._ask("offer")
+            return self._request_offers("offer")
         if now.end != self._choice.end:
-            return self._ask("offer")
+            return self._request_offers("offer")
         if any(number not in self._opened for number in _newer(answers, self._choice.timeline)):
-            return self._ask("offer")
+            return self._request_offers("offer")
         assert self._record is not None
         return self._lead("go", _join(self._choice, self._record))
 
 
 def _newer(answers: Collection[bytes], timeline: int) -> set[int]:
-    """Timelines newer than ``timeline``: another start of the job has overtaken this one."""
+    """Return timelines newer than ``timeline``: another start of the job has overtaken this one."""
     return {n for answer in answers for n in decode_offer(answer).timelines if n > timeline}
 
 

@@ -1,4 +1,4 @@
-"""Which ranks there are, and which of them see the same disk."""
+"""Ranks of a job, and the disks they share."""
 
 from __future__ import annotations
 
@@ -7,19 +7,18 @@ from dataclasses import dataclass
 __all__ = ["COORDINATOR", "Cluster"]
 
 COORDINATOR = 0
-"""The rank that asks, collects and tells; whatever it decides, others can decide without it."""
+"""The rank that sends requests and collects replies. Its decisions are functions of the replies."""
 
 
 @dataclass(frozen=True, slots=True)
 class Cluster:
-    """The ranks of a job, and their disks.
+    """Ranks of a job and their disks.
 
-    A folder that all ranks share and disks of the nodes' own are the same thing seen from
-    here: of the ranks that see the same disk, the first leads: it writes the manifest there and
-    deletes there.
+    A folder shared by all ranks and disks local to each node are treated alike: of the ranks that
+    see the same disk, the first leads. It writes the manifest there and deletes there.
 
     Attributes:
-        disks: by rank: a name of the disk that it writes to.
+        disks: name of the disk that each rank writes to, by rank.
     """
 
     disks: tuple[str, ...]
@@ -29,17 +28,18 @@ class Cluster:
 
     @property
     def world(self) -> int:
+        """Number of ranks."""
         return len(self.disks)
 
     def leader_of(self, rank: int) -> int:
-        """The rank that leads on the disk of ``rank``."""
+        """Return the rank that leads on the disk of ``rank``."""
         return self.disks.index(self.disks[rank])
 
     @property
     def leaders(self) -> tuple[int, ...]:
-        """One rank for each disk, in order."""
+        """Leading rank of each disk, in order."""
         return tuple(rank for rank in range(self.world) if self.leader_of(rank) == rank)
 
     def others(self, rank: int) -> tuple[int, ...]:
-        """All ranks but ``rank``."""
+        """Return all ranks but ``rank``."""
         return tuple(other for other in range(self.world) if other != rank)

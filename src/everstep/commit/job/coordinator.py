@@ -1,13 +1,13 @@
-"""Rank 0's part in a timeline of several ranks, as a state machine without I/O.
+"""Rank 0 in a timeline of several ranks, as a state machine without I/O.
 
-Besides its own bases, it
+In addition to committing its own bases, it
 
-1. tells every rank of a manifest, until every disk has it; then the watermark moves;
-2. asks what the disks hold, and plans retention over all of it;
+1. sends each manifest to all ranks until every disk has it; then the watermark moves;
+2. collects the bases on all disks and plans retention over all of them;
 3. has a base read back by all ranks before anything is deleted (``adr/005``);
-4. tells what may go, until no disk holds it any more.
+4. sends the list of bases to delete until no disk holds them.
 
-What it knows is gone with it, and nothing is lost: each disk says what it holds, and the next
+Its state is lost with the process, without harm: each disk reports its own contents, and the next
 start of the job begins at 1.
 """
 
@@ -46,11 +46,11 @@ class Coordinator(Member):
     """Rank 0 of a timeline.
 
     Args:
-        keep: bases to keep, at least 1.
-        recovered: what the timeline began with; durable on all ranks.
-        unread: not all of it was read from their disks, and so nothing rests on it.
-        unreadable: bases that have a manifest, and that the ranks cannot read all of.
-        spared: bases that stay on the disks, however old: asked before each deletion.
+        keep: number of bases to keep, at least 1.
+        recovered: base that the timeline started from; durable on all ranks.
+        unread: not all of it was read from the disks, so it does not count as verified.
+        unreadable: bases with a manifest that the ranks cannot read completely.
+        spared: returns bases that stay on the disks at any age; called before each deletion.
     """
 
     def __init__(
@@ -71,10 +71,10 @@ class Coordinator(Member):
         self._spared = spared
         self.verified: set[BaseId] = set() if recovered is None or unread else {recovered}
         self.damaged: set[BaseId] = set(unreadable)
-        self._kept: dict[BaseId, set[int]] = {}  # by leader
-        self._told: dict[BaseId, Manifest] = {}
-        self._knows: set[int] = {COORDINATOR}  # ranks that know of the watermark
-        self._held: dict[int, tuple[BaseId, ...]] = {}  # by leader, since the last telling
+        self._acknowledged: dict[BaseId, set[int]] = {}  # leaders that have the manifest
+        self._sent: dict[BaseId, Manifest] = {}  # manifests that some disk may not have yet
+        self._knows: set[int] = {COORDINATOR}  # ranks that acknowledged the watermark
+        self._held: dict[int, tuple[BaseId, ...]] = {}  # by leader, since the last notification
         self._needed: dict[int, tuple[BaseId, ...]] = {}  # likewise
         self._branches: Mapping[int, Branch] = {}
         self._to_delete: tuple[BaseId, ...] = ()
@@ -84,22 +84,22 @@ class Coordinator(Member):
 
     @property
     def is_settled(self) -> bool:
-        """Whether nothing is being told, read back or deleted: no rank is waited for."""
+        """True if no notification, read-back or deletion is pending on any rank."""
         return not self._deletions and not self.awaited
 
     @property
     def awaited(self) -> set[int]:
-        """Ranks that have not answered what they were told or asked; this one is among them."""
+        """Ranks with a pending acknowledgement or reply, including this one."""
         leaders = set(self.cluster.leaders)
         found = {rank for rank in leaders if self._owes(rank)}
-        for kept in self._kept.values():
-            found |= leaders - kept
+        for acknowledged in self._acknowledged.values():
+            found |= leaders - acknowledged
         if self._reading is not None:
             found |= set(range(self.cluster.world)) - self._read.keys()
         return found
 
     def receive(self, sender: int, message: Message) -> list[Out]:
-        """A message of this session has come from ``sender``."""
+        """Process a message of this session."""
         if self.fenced:
             return []
         if isinstance(message, ManifestAck):
@@ -111,32 +111,32 @@ class Coordinator(Member):
         return super().receive(sender, message)
 
     def tick(self, now_s: float) -> list[Out]:
-        """Some time has passed: repeats what may have been lost, takes over, reports."""
+        """Advance the clock: repeat messages that may be lost, take over, report late ranks."""
         out = super().tick(now_s)
         if self.fenced or now_s - self._repeated_s < self.pace.repeat_s:
             return out
         self._repeated_s = now_s
-        for base, kept in self._kept.items():
-            missing = [rank for rank in self.cluster.leaders if rank not in kept]
-            out += [Send(rank, ManifestNotice(self._told[base])) for rank in missing]
+        for base, acknowledged in self._acknowledged.items():
+            missing = [rank for rank in self.cluster.leaders if rank not in acknowledged]
+            out += [Send(rank, ManifestNotice(self._sent[base])) for rank in missing]
         if self._reading is not None:
             missing = [r for r in self.cluster.others(self.rank) if r not in self._read]
             out += [Send(rank, ReadBackRequest(self._reading)) for rank in missing]
         if self.watermark.base is not None and self._reading is None:
             silent = set(range(self.cluster.world)) - self._knows
             silent |= {rank for rank in self.cluster.leaders if self._owes(rank)}
-            out += [Send(rank, self._told_now()) for rank in sorted(silent - {self.rank})]
+            out += [Send(rank, self._watermark_notice()) for rank in sorted(silent - {self.rank})]
         return out
 
-    def _told_now(self) -> WatermarkNotice:
+    def _watermark_notice(self) -> WatermarkNotice:
         assert self.watermark.base is not None
         return WatermarkNotice(self.watermark.base, self._to_delete, tuple(sorted(self.damaged)))
 
     def _owes(self, leader: int) -> bool:
-        """Whether what is known of a disk is not what was asked for."""
+        """Return True if the last inventory of a disk is missing or still lists bases to delete."""
         held = self._held.get(leader)
         if held is None:
-            return self.rank in self._held  # it was asked
+            return self.rank in self._held  # the notification was sent; no reply yet
         return any(base in held for base in self._to_delete)
 
     # The watermark.
@@ -144,23 +144,25 @@ class Coordinator(Member):
     def _tell_committed(self, base: BaseId, manifest: Manifest) -> list[Out]:
         if self.watermark.base is not None and base <= self.watermark.base:
             return []
-        self._told[base] = manifest
-        self._kept.setdefault(base, set()).add(self.rank)
+        self._sent[base] = manifest
+        self._acknowledged.setdefault(base, set()).add(self.rank)
         others = self.cluster.others(self.rank)
         tell: list[Out] = [Send(rank, ManifestNotice(manifest)) for rank in others]
         return tell + self._moved(base)
 
     def _on_kept(self, sender: int, base: BaseId) -> list[Out]:
-        if base not in self._kept:
+        if base not in self._acknowledged:
             return []
-        self._kept[base].add(sender)
+        self._acknowledged[base].add(sender)
         return self._moved(base)
 
     def _moved(self, base: BaseId) -> list[Out]:
-        if not self._kept[base].issuperset(self.cluster.leaders):
+        # The watermark moves only when the manifest is on every disk: a rank that starts alone
+        # afterwards finds the base, so older ones may be deleted.
+        if not self._acknowledged[base].issuperset(self.cluster.leaders):
             return []
-        for done in [other for other in self._kept if other <= base]:
-            del self._kept[done], self._told[done]
+        for done in [other for other in self._acknowledged if other <= base]:
+            del self._acknowledged[done], self._sent[done]
         out = self._advance(base)
         self._knows = {self.rank}
         self._held = {}
@@ -169,9 +171,9 @@ class Coordinator(Member):
         return out + self._tell_watermark()
 
     def _tell_watermark(self) -> list[Out]:
-        told = self._told_now()
-        out: list[Out] = [Send(rank, told) for rank in self.cluster.others(self.rank)]
-        self._of_no_use = told.damaged
+        notice = self._watermark_notice()
+        out: list[Out] = [Send(rank, notice) for rank in self.cluster.others(self.rank)]
+        self._damaged_elsewhere = notice.damaged
         return out + self._delete(self._to_delete)
 
     def _on_bases(self, seen: BasesSeen) -> list[Out]:
@@ -222,7 +224,9 @@ class Coordinator(Member):
 
     def _read_back(self, base: BaseId) -> list[Out]:
         if base.timeline != self.timeline:
-            return []  # not written by these ranks: they cannot say; nothing is deleted then
+            # Written by ranks of an earlier start, which may have been others: no rank of this one
+            # can vouch for its files, so nothing is deleted until a new base is verified.
+            return []
         self._reading = base
         self._read = {}
         others = self.cluster.others(self.rank)
@@ -243,7 +247,7 @@ class Coordinator(Member):
         (self.damaged if found else self.verified).add(base)
         if not found:
             return self._plan()
-        # What the logs need was said without knowing of it: each disk is asked once more.
+        # The disks computed the bases needed by logs before this damage was known: ask them again.
         self._held = {}
         self._to_delete = ()
         return [*(BaseDamaged(base, rank, text) for rank, text in found), *self._tell_watermark()]

@@ -1,14 +1,14 @@
-"""One rank's part in a timeline of several ranks, as a state machine without I/O.
+"""One rank in a timeline of several ranks, as a state machine without I/O.
 
-It takes a base of this rank through :class:`~everstep.commit.base_commit.BaseCommit`, sees to it
-that every disk gets the manifest, and follows the watermark. Whoever drives it performs each
-:class:`Perform` and reports with :meth:`Member.done`, sends what it asks to be sent, hands over
-what arrives, and calls :meth:`Member.tick` every now and then. Messages may be lost, late, doubled
-and in any order; nothing but files counts as durable.
+It takes each base of this rank through :class:`~everstep.commit.base_commit.BaseCommit`, brings the
+manifest to every disk, and follows the watermark. Its driver performs each :class:`Perform` and
+reports the event with :meth:`Member.done`, sends each :class:`Send`, passes received messages to
+:meth:`Member.receive`, and calls :meth:`Member.tick` regularly. Messages may be lost, late,
+duplicated and reordered; only files count as durable.
 
-Rank 0 asks and tells (:mod:`everstep.commit.job.coordinator`). If it is gone, any rank asks for the
-markers itself and writes the manifest to its own disk: what was captured becomes durable
-without rank 0, and only reclamation waits for the next start of the job.
+Rank 0 coordinates (:mod:`everstep.commit.job.coordinator`). If it is lost, any rank requests the
+markers itself and writes the manifest to its own disk: captured bases become durable without rank
+0, and only reclamation waits for the next start of the job.
 """
 
 from __future__ import annotations
@@ -75,27 +75,27 @@ __all__ = [
 
 @dataclass(slots=True)
 class _InFlight:
-    """The base that is being committed."""
+    """State of the base that is being committed."""
 
     commit: BaseCommit
     markers: dict[int, Marker] = field(default_factory=dict)
     own: Marker | None = None
-    waiting: bool = False  # for markers or manifest; nothing of it is being done
+    waiting: bool = False  # for markers or manifest; no action is in progress
     since_s: float | None = None
     repeated_s: float = 0.0
-    told_late: bool = False
-    moved_s: dict[int, float] = field(default_factory=dict)  # a rank's disk, last, as it said
+    reported_late: bool = False
+    progress_s: dict[int, float] = field(default_factory=dict)  # last progress of a rank's disk
     given_up: str | None = None
 
 
 class Member:
-    """One rank's part in the commits of one timeline.
+    """Commits of one rank in one timeline.
 
     Args:
-        timeline: the one that was opened; every message is of its session, or not handed over.
-        recovered: what the timeline began with; durable on all ranks.
-        kept: of a member that takes the place of one that is lost: this rank's markers of bases of
-            the timeline that are on disk. Others may still wait for them.
+        timeline: timeline of this session; messages of other sessions are never passed in.
+        recovered: base that the timeline started from; durable on all ranks.
+        kept: markers of this rank in this timeline that are on disk, if this member replaces a lost
+            one. Other ranks may still wait for them.
     """
 
     def __init__(
@@ -124,20 +124,22 @@ class Member:
         self._manifests: dict[BaseId, Manifest] = {}
         self._given_up: dict[BaseId, str] = {}
         self._deletions: list[BaseDeletion] = []
-        self._of_no_use: tuple[BaseId, ...] = ()  # that ranks cannot read
-        self._moving = set[int]()  # ranks whose disks have moved since the last tick
+        self._damaged_elsewhere: tuple[BaseId, ...] = ()  # bases that ranks cannot read
+        self._moving = set[int]()  # ranks whose disks made progress since the last tick
 
     @property
     def watermark_pending(self) -> bool:
-        """Whether a base is committed here of which the watermark is still to be told: whoever
-        tells it asks then what this rank's disk holds."""
+        """True if a base is committed here that is newer than the watermark.
+
+        The notification of the watermark also asks for the bases on this rank's disk.
+        """
         newest = max(self._manifests, default=None)
         return newest is not None and (self.watermark.base is None or self.watermark.base < newest)
 
-    # What drivers call.
+    # Called by the driver.
 
     def persist(self, identity: ShardIdentity) -> list[Out]:
-        """A base of this rank has been captured: its turn comes when the one before is over."""
+        """Queue a captured base of this rank; bases are committed one after the other."""
         if self.fenced:
             return []
         self._begun.add(BaseId(identity.timeline, identity.step))
@@ -145,7 +147,7 @@ class Member:
         return [*self._refuse_early(), *self._begin()]
 
     def drop(self, base: BaseId, reason: str) -> list[Out]:
-        """A base whose turn has not come will not be written after all."""
+        """Drop a queued base that will not be written after all."""
         left = [
             one for one in self._queue if (one.timeline, one.step) != (base.timeline, base.step)
         ]
@@ -155,20 +157,20 @@ class Member:
         return self._refuse(base, reason)
 
     def refuse(self, base: BaseId, reason: str) -> list[Out]:
-        """A base that was lost with this member's predecessor, before it had a marker."""
+        """Refuse a base that was lost with this member's predecessor before it had a marker."""
         if self.fenced or base in self._begun:
             return []
         return self._refuse(base, reason)
 
     def end_captures(self, reason: str) -> list[Out]:
-        """Nothing more will be captured here: what only others have begun will not exist."""
+        """Refuse all bases that only other ranks have begun: nothing more is captured here."""
         if self.fenced:
             return []
         self._ended = reason
         return self._refuse_early()
 
     def done(self, base: BaseId, event: Event) -> list[Out]:
-        """What an action has led to."""
+        """Process the event that answers an action."""
         if self.fenced:
             return []
         try:
@@ -177,26 +179,30 @@ class Member:
             return self.fence_off(error)
 
     def fence_off(self, error: FencedError) -> list[Out]:
-        """Whoever carries out has found that a newer timeline has taken the run over."""
+        """Stop, because the driver has found a newer timeline."""
         if self.fenced:
             return []
         self.fenced = error
         return [Fenced(error)]
 
     def failed(self, base: BaseId, reason: str) -> list[Out]:
-        """Files or marker of ``base`` could not be written, and none of them is left: the marker
-        is not there, durably. What cannot be withdrawn is not reported here: others wait then,
-        and say for whom."""
+        """Give up a base whose files or marker could not be written.
+
+        To be called only when the marker is durably absent. If a marker cannot be withdrawn, do not
+        call
+        this: the other ranks then wait, and report this rank as late.
+        """
         flight = self._flight
         if self.fenced or flight is None or flight.commit.base != base:
             return []
-        tell: list[Out] = [
-            Send(rank, GiveUpNotice(base, reason)) for rank in self.cluster.others(self.rank)
+        others = self.cluster.others(self.rank)
+        return [
+            *(Send(rank, GiveUpNotice(base, reason)) for rank in others),
+            *self._give_up(base, reason),
         ]
-        return tell + self._give_up(base, reason)
 
     def receive(self, sender: int, message: Message) -> list[Out]:
-        """A message of this session has come from ``sender``."""
+        """Process a message of this session."""
         if self.fenced:
             return []
         if isinstance(message, MarkerNotice):
@@ -216,13 +222,14 @@ class Member:
         return []
 
     def tick(self, now_s: float) -> list[Out]:
-        """Some time has passed: repeats what may have been lost, takes over, reports."""
+        """Advance the clock: repeat messages that may be lost, take over, report late ranks."""
         flight = self._flight
-        (moving, self._moving) = (self._moving, set())
+        moving = self._moving
+        self._moving = set()
         if self.fenced or flight is None or not flight.waiting:
             return []
         base = flight.commit.base
-        flight.moved_s |= dict.fromkeys(moving, now_s)
+        flight.progress_s |= dict.fromkeys(moving, now_s)
         if flight.since_s is None:
             flight.since_s = flight.repeated_s = now_s
             return []
@@ -231,14 +238,15 @@ class Member:
         if now_s - flight.repeated_s >= self.pace.repeat_s:
             flight.repeated_s = now_s
             out += self._repeat(flight, taking_over=waited_s >= self.pace.take_over_s)
-        if waited_s >= self.pace.late_s and not flight.told_late:
+        if waited_s >= self.pace.late_s and not flight.reported_late:
             late_s = now_s - self.pace.late_s
             missing = tuple(r for r in range(self.cluster.world) if r not in flight.markers)
-            silent = tuple(r for r in missing if flight.moved_s.get(r, late_s) <= late_s)
-            # Where none is missing, the manifest is: of those who lead one moves at a time.
-            leads = max(flight.moved_s.get(r, late_s) for r in self.cluster.leaders) > late_s
-            flight.told_late = bool(silent) or not (missing or leads)
-            out += [BaseLate(base, silent)] if flight.told_late else []
+            # A slow disk that still completes operations is not late (DiskProgress).
+            silent = tuple(r for r in missing if flight.progress_s.get(r, late_s) <= late_s)
+            # If no marker is missing, the manifest is: then one leader at a time makes progress.
+            leads = max(flight.progress_s.get(r, late_s) for r in self.cluster.leaders) > late_s
+            flight.reported_late = bool(silent) or not (missing or leads)
+            out += [BaseLate(base, silent)] if flight.reported_late else []
         return out
 
     # Commits.
@@ -255,11 +263,7 @@ class Member:
 
     def _done(self, base: BaseId, event: Event) -> list[Out]:
         if isinstance(event, ReadBackDone):
-            if event.newest > self.timeline:
-                gone = f"{base} is gone"
-                about = self.timeline, event.newest, gone
-                raise fenced_error(*about, step=base.step, rank=self.rank)
-            return self._on_read_back(base, event.problem)
+            return self._on_read_back_done(base, event)
         if isinstance(event, BasesSeen):
             return self._on_bases(event)
         if isinstance(event, DeletionEvent):
@@ -269,9 +273,26 @@ class Member:
         flight = self._flight
         if flight is None or flight.commit.base != base:
             return []
+        return self._continue_commit(flight, event)
+
+    def _on_read_back_done(self, base: BaseId, event: ReadBackDone) -> list[Out]:
+        # A newer timeline may have deleted the base: that is no damage.
+        if event.newest > self.timeline:
+            raise fenced_error(
+                self.timeline,
+                event.newest,
+                f"{base} was deleted",
+                step=base.step,
+                rank=self.rank,
+            )
+        return self._on_read_back(base, event.problem)
+
+    def _continue_commit(self, flight: _InFlight, event: Event) -> list[Out]:
+        base = flight.commit.base
         if isinstance(event, Withdrawn):
             return self._give_up(base, flight.given_up or "")
         if flight.given_up is not None:
+            # Another rank gave the base up while an action was in progress here.
             return [Perform(base, Withdraw())]
         if isinstance(event, MarkersSeen):
             flight.markers |= event.markers
@@ -280,17 +301,18 @@ class Member:
         if isinstance(event, MarkerDurable):
             assert flight.own is not None
             flight.markers[self.rank] = flight.own
-        return self._go_on(flight, flight.commit.on(event), told=isinstance(event, MarkerDurable))
+        new_marker = isinstance(event, MarkerDurable)
+        return self._go_on(flight, flight.commit.on(event), new_marker=new_marker)
 
     def _go_on(
-        self, flight: _InFlight, action: CommitAction | None, *, told: bool = False
+        self, flight: _InFlight, action: CommitAction | None, *, new_marker: bool = False
     ) -> list[Out]:
         if action is None:
             return self._committed(flight)
         flight.waiting = isinstance(action, GatherMarkers)
         if (
             flight.waiting
-            and not told
+            and not new_marker
             and (why := describe_disagreement(self.cluster.world, flight.markers))
         ):
             return self._end(flight, why)
@@ -299,17 +321,20 @@ class Member:
                 flight.own = action.marker
             return [Perform(flight.commit.base, action)]
         out: list[Out] = []
-        if told and flight.own is not None:  # rank 0's goes to those who may take over
+        if new_marker and flight.own is not None:
+            # Rank 0 collects the markers; its own goes to the ranks that may take over.
             to = self.cluster.leaders if self.rank == COORDINATOR else (COORDINATOR,)
             out += [Send(rank, MarkerNotice(flight.own)) for rank in to if rank != self.rank]
-        if told:  # those who share this disk may be done
+        if new_marker:  # ranks that share this disk may already have written the manifest
             flight.waiting = False
             out.append(Perform(flight.commit.base, action))
         return out
 
     def _end(self, flight: _InFlight, why: str) -> list[Out]:
-        """A base whose markers are all there, and are none of a base: nobody can commit it, so it
-        is told before this rank's marker is gone."""
+        """Give up a base whose markers are all there and contradict each other.
+
+        No rank can commit it, so the others are notified before this rank's marker is removed.
+        """
         flight.waiting = False
         flight.given_up = why
         base = flight.commit.base
@@ -320,7 +345,7 @@ class Member:
         ]
 
     def _feed(self, flight: _InFlight) -> list[Out]:
-        """Markers have come by message."""
+        """Continue after markers have arrived by message."""
         flight.waiting = False
         return self._go_on(flight, flight.commit.on(MarkersSeen(flight.markers)))
 
@@ -335,7 +360,7 @@ class Member:
         return [BaseDurable(base), *self._tell_committed(base, manifest), *self._begin()]
 
     def _tell_committed(self, base: BaseId, manifest: Manifest) -> list[Out]:
-        """To rank 0, which goes on with the watermark."""
+        """Acknowledge the manifest to rank 0, which moves the watermark."""
         return [Send(COORDINATOR, ManifestAck(base))] if self.leads else []
 
     def _repeat(self, flight: _InFlight, *, taking_over: bool) -> list[Out]:
@@ -381,14 +406,16 @@ class Member:
         return []
 
     def _never(self, base: BaseId) -> str:
-        """Why this rank will never begin a base that another one has begun; "" if it may, or
-        has. There is no marker of it here, so nobody can have committed it."""
+        """Return why this rank will never begin a base that another rank has begun, or "".
+
+        There is no marker of such a base here, so no rank can have committed it.
+        """
         if base.timeline != self.timeline or base in self._begun:
             return ""
         newest = max(self._begun, default=None)
         if newest is not None and base < newest:
             return (
-                f"rank {self.rank} has taken a base of step {newest.step}, and none of {base.step}"
+                f"rank {self.rank} captured a base of step {newest.step}, but none of {base.step}"
             )
         return self._ended
 
@@ -435,7 +462,7 @@ class Member:
             return []
         flight.given_up = message.reason
         if not flight.waiting:
-            return []  # when what is being done is done
+            return []  # withdrawn when the current action has ended
         flight.waiting = False
         return [Perform(message.base, Withdraw())]
 
@@ -451,7 +478,7 @@ class Member:
 
     def _on_watermark(self, message: WatermarkNotice) -> list[Out]:
         out = self._advance(message.base)
-        self._of_no_use = message.damaged
+        self._damaged_elsewhere = message.damaged
         if self.leads:
             return out + self._delete(message.delete)
         return [*out, *self._keep_watermark(BasesSeen((), {}))]
@@ -462,15 +489,17 @@ class Member:
         return [WatermarkMoved(base, self.watermark.before)]
 
     def _delete(self, bases: tuple[BaseId, ...]) -> list[Out]:
-        """Deletes from this rank's disk what rank 0 says, but never what is not older than the
-        watermark, whoever says so; then looks at what is left."""
+        """Delete bases from this rank's disk at rank 0's request, then list the remaining ones.
+
+        Bases not older than the watermark are never deleted, whoever requests it.
+        """
         watermark = self.watermark.base
         assert watermark is not None
         if self._deletions:
             return []
         self._deletions = [BaseDeletion(b, self.timeline) for b in bases if b < watermark]
         if not self._deletions:
-            return [Perform(watermark, LookAtBases(self._of_no_use))]
+            return [Perform(watermark, LookAtBases(self._damaged_elsewhere))]
         return self._go_on_deleting(self._deletions[0], self._deletions[0].start())
 
     def _go_on_deleting(self, deletion: BaseDeletion, action: DeletionAction | None) -> list[Out]:
@@ -480,7 +509,7 @@ class Member:
         if self._deletions:
             return self._go_on_deleting(self._deletions[0], self._deletions[0].start())
         assert self.watermark.base is not None
-        return [Perform(self.watermark.base, LookAtBases(self._of_no_use))]
+        return [Perform(self.watermark.base, LookAtBases(self._damaged_elsewhere))]
 
     def _on_bases(self, seen: BasesSeen) -> list[Out]:
         return self._keep_watermark(seen)
@@ -492,8 +521,7 @@ class Member:
 
 
 def describe_disagreement(world: int, markers: Mapping[int, Marker]) -> str:
-    """Why all markers together are those of no base, and never will be; "" if they are, or
-    some are missing."""
+    """Return why complete markers cannot form a base; "" if they do, or if some are missing."""
     if len(markers) < world or manifest_of(markers) is not None:
         return ""
     by_lsn: dict[int, list[int]] = {}
@@ -501,9 +529,10 @@ def describe_disagreement(world: int, markers: Mapping[int, Marker]) -> str:
         by_lsn.setdefault(marker.lsn, []).append(rank)
     if why := describe_mismatch({rank: marker.common for rank, marker in markers.items()}):
         return (
-            f"the ranks differ in what they have in common ({why}), so each leaves to others "
-            "what these do not write; give every rank the same state (the DDP wrapper or the "
-            "module in it, on all of them), and freeze and train the same layers on each"
+            f"the ranks disagree on the state they have in common ({why}), so each relies on "
+            "others to write entries that they do not write; give every rank the same state (the "
+            "DDP wrapper on all ranks, or its module on all ranks), and freeze and train the same "
+            "layers on each"
         )
     if len(by_lsn) == 1:
         return "the markers of the ranks contradict each other"
@@ -511,6 +540,6 @@ def describe_disagreement(world: int, markers: Mapping[int, Marker]) -> str:
         f"rank(s) {' '.join(map(str, ranks))}: {lsn}" for lsn, ranks in sorted(by_lsn.items())
     )
     return (
-        f"the ranks have counted different numbers of optimizer updates ({counted}); each of "
-        "them has to make as many in a step as the others, or leave out as many"
+        f"the ranks have counted different numbers of optimizer updates ({counted}); every rank "
+        "must make, or skip, the same number of updates in each step"
     )

@@ -1,8 +1,8 @@
-"""What ranks tell each other, and how that is written as bytes.
+"""Messages between ranks, and their encoding.
 
 Every message carries the session: the one start of the job that it belongs to. A process of an
-earlier start that wakes up speaks to nobody: what it says is not of this session (I11).
-Markers and manifests travel in the bytes that they have on disk, with their digests.
+earlier start that wakes up has no effect, because its messages are of another session (I11).
+Markers and manifests are sent as the bytes they have on disk, with their digests.
 """
 
 from __future__ import annotations
@@ -70,14 +70,14 @@ class MarkerNotice:
 
 @dataclass(frozen=True, slots=True)
 class MarkersRequest:
-    """The manifest of ``base`` does not come: who has a marker, or the manifest?"""
+    """The manifest of ``base`` is overdue: send your marker, or the manifest."""
 
     base: BaseId
 
 
 @dataclass(frozen=True, slots=True)
 class ManifestNotice:
-    """All markers are durable: every disk is to have this manifest."""
+    """All markers are durable: every disk must have this manifest."""
 
     manifest: Manifest
 
@@ -91,7 +91,7 @@ class ManifestAck:
 
 @dataclass(frozen=True, slots=True)
 class GiveUpNotice:
-    """The sender has no files of ``base`` and never will: the base will not exist."""
+    """The sender has no files of ``base`` and never will, so the base will not exist."""
 
     base: BaseId
     reason: str
@@ -99,19 +99,20 @@ class GiveUpNotice:
 
 @dataclass(frozen=True, slots=True)
 class DiskProgress:
-    """The sender's disk is slow, perhaps, and does not hang: an operation has come back."""
+    """The sender's disk is slow, but does not hang: an operation has completed."""
 
 
 @dataclass(frozen=True, slots=True)
 class ReadBackRequest:
-    """Read your files of ``base`` back: something is to be deleted, and nothing is verified."""
+    """Read your files of ``base`` back: bases are to be deleted, and none that stays is
+    verified."""
 
     base: BaseId
 
 
 @dataclass(frozen=True, slots=True)
 class ReadBackReply:
-    """Whether the sender's files of ``base`` are what they should be; empty: they are."""
+    """Result of the read-back of the sender's files of ``base``; empty if they are intact."""
 
     base: BaseId
     problem: str
@@ -119,10 +120,10 @@ class ReadBackReply:
 
 @dataclass(frozen=True, slots=True)
 class WatermarkNotice:
-    """``base`` is durable on all ranks; ``delete`` is no longer needed.
+    """``base`` is durable on all ranks; the bases in ``delete`` are no longer needed.
 
     Attributes:
-        damaged: bases of which a rank cannot read its files: nothing is replayed from there.
+        damaged: bases that some rank cannot read; nothing is replayed from them.
     """
 
     base: BaseId
@@ -132,8 +133,12 @@ class WatermarkNotice:
 
 @dataclass(frozen=True, slots=True)
 class WatermarkAck:
-    """The sender knows of the watermark ``base``; its disk, if it leads there, holds ``held``, of
-    which the logs there need ``needed``, however old they are."""
+    """The sender knows the watermark ``base``.
+
+    Attributes:
+        held: bases on the sender's disk, if it leads there.
+        needed: those that the logs on that disk need, at any age.
+    """
 
     base: BaseId
     held: tuple[BaseId, ...]
@@ -142,10 +147,10 @@ class WatermarkAck:
 
 @dataclass(frozen=True, slots=True)
 class CopyRequest:
-    """Copy your part of the base with this manifest to ``place``.
+    """Copy your files of the base with this manifest to ``place``.
 
     Attributes:
-        place: which of the job's places that keep copies.
+        place: index of the tier among the job's tiers for copies.
     """
 
     place: int
@@ -154,14 +159,14 @@ class CopyRequest:
 
 @dataclass(frozen=True, slots=True)
 class CopyProgress:
-    """The sender is at work for ``place``, or ready to be."""
+    """The sender is copying to ``place``, or ready to."""
 
     place: int
 
 
 @dataclass(frozen=True, slots=True)
 class CopyReply:
-    """The sender's part of ``base`` is in ``place``, its marker last; or why it is not."""
+    """The sender's files of ``base`` are in ``place``, its marker last; or the problem."""
 
     place: int
     base: BaseId
@@ -170,7 +175,7 @@ class CopyReply:
 
 @dataclass(frozen=True, slots=True)
 class CopySettled:
-    """Nobody is going to be asked for a part of ``base``, or of an older one, any more."""
+    """No rank will be asked for its files of ``base``, or of an older base, any more."""
 
     place: int
     base: BaseId
@@ -178,7 +183,7 @@ class CopySettled:
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """Of an agreement: step ``number`` of it begins."""
+    """Step ``number`` of an agreement begins."""
 
     number: int
     phase: str
@@ -187,7 +192,7 @@ class Command:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """Of an agreement: the sender has done step ``number``."""
+    """The sender has completed step ``number`` of an agreement."""
 
     number: int
     payload: bytes
@@ -195,7 +200,7 @@ class Answer:
 
 @dataclass(frozen=True, slots=True)
 class StartFailed:
-    """At a start: ``rank`` has raised an error, and does not go on."""
+    """``rank`` has failed during a start and does not continue."""
 
     rank: int
     reason: str
@@ -203,8 +208,12 @@ class StartFailed:
 
 @dataclass(frozen=True, slots=True)
 class PeerRound:
-    """Of copies in peers' memory: all ranks send their parts of ``base`` now (None: of none), and
-    ``everywhere`` is whole with all peers."""
+    """State of the copies in peers' memory, from rank 0.
+
+    Attributes:
+        base: all ranks send their files of this base now; None between rounds.
+        everywhere: newest base that is complete with all peers.
+    """
 
     base: BaseId | None
     everywhere: BaseId | None
@@ -212,8 +221,13 @@ class PeerRound:
 
 @dataclass(frozen=True, slots=True)
 class PeerRoundReply:
-    """What has become of the sender's part of ``base``: ``"whole"``, ``"failed"``, or, of one that
-    is everywhere, ``"noted"``."""
+    """State of the copy of the sender's files of ``base``.
+
+    Attributes:
+        state: ``"whole"``, ``"failed"``, ``"sending"``; ``"noted"`` for one that is complete with
+        all
+            peers.
+    """
 
     base: BaseId
     state: str
@@ -221,8 +235,11 @@ class PeerRoundReply:
 
 @dataclass(frozen=True, slots=True)
 class PeerCopyBegin:
-    """The sender is going to send its files of a base; ``record`` is that of the timeline of the
-    base, as it is on the sender's disk."""
+    """The sender is about to send its files of a base.
+
+    Attributes:
+        record: record of the base's timeline, as it is on the sender's disk.
+    """
 
     marker: Marker
     record: bytes
@@ -230,7 +247,7 @@ class PeerCopyBegin:
 
 @dataclass(frozen=True, slots=True)
 class PeerCopyChunk:
-    """Bytes of the sender's files of ``base``, counted through all of them."""
+    """Bytes of the sender's files of ``base``; ``offset`` counts through all files."""
 
     base: BaseId
     offset: int
@@ -239,11 +256,12 @@ class PeerCopyChunk:
 
 @dataclass(frozen=True, slots=True)
 class PeerCopyAck:
-    """How much of its part of ``base`` the sender of the message holds for its receiver.
+    """Progress of the copy of the receiver's files of ``base`` that the sender holds.
 
     Attributes:
-        whole: all of it, with the digests that the marker has.
-        problem: why there will be no more of it; empty: go on.
+        received_bytes: number of bytes received so far.
+        whole: all bytes are there and match the digests of the marker.
+        problem: reason why no more will be accepted; empty to continue.
     """
 
     base: BaseId
@@ -254,14 +272,14 @@ class PeerCopyAck:
 
 @dataclass(frozen=True, slots=True)
 class PeerLogBegin:
-    """The sender is going to send steps of its log
+    """The sender is about to send steps of its log
     (:func:`everstep.restore.fetch.peer_log.pack_steps`).
 
     Attributes:
         timeline, first, last: the steps.
-        record: that of the timeline, as it is on the sender's disk.
-        index_bytes: of the ``size_bytes``, at the end, those that say what the records are.
-        index_digest: of these; each record has a digest of its own.
+        record: record of the timeline, as it is on the sender's disk.
+        index_bytes: size of the index of the records, at the end of the ``size_bytes``.
+        index_digest: digest of the index; each record has a digest of its own.
     """
 
     timeline: int
@@ -285,11 +303,11 @@ class PeerLogChunk:
 
 @dataclass(frozen=True, slots=True)
 class PeerLogAck:
-    """How much of such steps the sender of the message holds for its receiver.
+    """Progress of the copy of the receiver's steps that the sender holds.
 
     Attributes:
-        state: ``"more"`` is waited for; ``"whole"``: all are there, with their digests; ``"full"``:
-            there is no room before steps are let go; ``"refused"``, for ``problem``.
+        state: ``"more"``: send the next chunk; ``"whole"``: complete and verified; ``"full"``: no
+            space until steps are dropped; ``"refused"``: see ``problem``.
     """
 
     timeline: int
@@ -304,7 +322,7 @@ class ChunkRequest:
     """At a start: send these bytes of the copy of ``base`` that is held for ``rank``.
 
     Attributes:
-        log: of the steps of its log that begin with that timeline and step, and of no base.
+        log: the copy of log steps that begins with that timeline and step, instead of a base.
     """
 
     base: BaseId
@@ -327,7 +345,7 @@ class ChunkReply:
 
 @dataclass(frozen=True, slots=True)
 class FetchProgress:
-    """At a start: the sender is there; ``done``: it has fetched what it needs in this ``round``."""
+    """At a start: the sender is alive. ``done``: it has fetched all it needs in this ``round``."""
 
     round: int
     done: bool
@@ -343,10 +361,10 @@ PeerMessage = (
     | PeerLogChunk
     | PeerLogAck
 )
-"""Between keepers, of copies in peers' memory."""
+"""Messages between keepers about copies in peers' memory."""
 
 CopyMessage = CopyRequest | CopyProgress | CopyReply | CopySettled
-"""Between keepers, of copies in other tiers."""
+"""Messages between keepers about copies in other tiers."""
 
 Message = (
     MarkerNotice
@@ -372,10 +390,10 @@ Message = (
 
 @dataclass(frozen=True, slots=True)
 class Envelope:
-    """A message, and who sent it.
+    """A message with its sender.
 
     Attributes:
-        session: names one start of the job; no other start has the same.
+        session: unique id of one start of the job.
     """
 
     session: str
@@ -384,26 +402,26 @@ class Envelope:
 
 
 def plain_base(base: BaseId) -> list[int]:
-    """A base as plain data."""
+    """Return a base as plain data."""
     return [base.timeline, base.step]
 
 
 def to_base(value: Any) -> BaseId:
-    """The base that ``value`` was made of.
+    """Return the base encoded by :func:`plain_base`.
 
     Raises:
-        ValueError, TypeError: it is something else.
+        ValueError, TypeError: ``value`` is not a base.
     """
     timeline, step = value
     if type(timeline) is not int or type(step) is not int or min(timeline, step) < 0:
-        raise ValueError(f"{value!r} is no base")
+        raise ValueError(f"{value!r} is not a base")
     return BaseId(timeline, step)
 
 
 def _typed(kind: type) -> Callable[[Any], Any]:
     def check(value: Any) -> Any:
         if type(value) is not kind:
-            raise TypeError(f"{value!r} is no {kind.__name__}")
+            raise TypeError(f"{value!r} is not of type {kind.__name__}")
         return value
 
     return check
@@ -428,7 +446,7 @@ _MANIFEST = (lambda manifest: manifest.encode(), lambda value: Manifest.decode(v
 
 _Fields = dict[str, tuple[Callable[[Any], Any], Callable[[Any], Any]]]
 _STEPS: _Fields = {"timeline": _NUMBER, "first": _NUMBER}
-_PART: _Fields = {"base": _BASE, "rank": _NUMBER, "offset": _NUMBER}
+_CHUNK: _Fields = {"base": _BASE, "rank": _NUMBER, "offset": _NUMBER}
 _FIELDS: dict[type, _Fields] = {
     MarkerNotice: {"marker": _MARKER},
     MarkersRequest: {"base": _BASE},
@@ -462,8 +480,8 @@ _FIELDS: dict[type, _Fields] = {
     },
     PeerLogChunk: {**_STEPS, "offset": _NUMBER, "data": _BYTES},
     PeerLogAck: {**_STEPS, "received_bytes": _NUMBER, "state": _TEXT, "problem": _TEXT},
-    ChunkRequest: {**_PART, "size_bytes": _NUMBER, "log": _FLAG},
-    ChunkReply: {**_PART, "data": _BYTES, "log": _FLAG},
+    ChunkRequest: {**_CHUNK, "size_bytes": _NUMBER, "log": _FLAG},
+    ChunkReply: {**_CHUNK, "data": _BYTES, "log": _FLAG},
     FetchProgress: {"round": _NUMBER, "done": _FLAG},
 }
 # The names on the wire stay when a class is renamed: keepers of an older version may be running.
@@ -497,7 +515,7 @@ _KINDS = {name: kind for kind, name in _NAMES.items()}
 
 
 def encode_message(envelope: Envelope) -> bytes:
-    """The bytes of a message."""
+    """Return the bytes of a message."""
     message = envelope.message
     fields = _FIELDS[type(message)]
     values = [pack(getattr(message, name)) for name, (pack, _) in fields.items()]
@@ -507,10 +525,10 @@ def encode_message(envelope: Envelope) -> bytes:
 
 
 def decode_message(data: bytes) -> Envelope:
-    """The message that ``data`` is.
+    """Decode a message.
 
     Raises:
-        FormatError: it is none.
+        FormatError: ``data`` is not a message.
     """
     try:
         session, sender, name, values = msgpack.unpackb(data, raw=False)
@@ -520,15 +538,15 @@ def decode_message(data: bytes) -> Envelope:
         return Envelope(_TEXT[1](session), _NUMBER[1](sender), message)
     except EverstepError:
         raise
-    except Exception as error:  # of msgpack, or of a shape that is not ours
+    except Exception as error:  # hostile or foreign bytes fail anywhere in msgpack or in a decoder
         raise FormatError(f"not a message between ranks: {error!r}") from error
 
 
 def accept(data: bytes, session: str) -> Envelope | None:
-    """The message that ``data`` is, or None: it is of another start of the job.
+    """Decode a message; return None if it belongs to another start of the job.
 
     Raises:
-        FormatError: it is no message.
+        FormatError: ``data`` is not a message.
     """
     envelope = decode_message(data)
     return envelope if envelope.session == session else None

@@ -1,4 +1,4 @@
-"""Offers and choices as bytes: records as they are on disk, the rest as MessagePack."""
+"""Encoding of offers and choices: records as on disk, everything else as MessagePack."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ _Compared = tuple[
 
 
 def encode_offer(offer: Offer) -> bytes:
-    """The bytes of an offer."""
+    """Return the bytes of an offer."""
     bases = [
         [
             plain_base(base),
@@ -61,16 +61,16 @@ def encode_offer(offer: Offer) -> bytes:
 
 
 def decode_offer(data: bytes) -> Offer:
-    """The offer that ``data`` is.
+    """Decode an offer.
 
     Raises:
-        FormatError: it is none.
+        FormatError: ``data`` is not an offer.
     """
     return _unpack(data, _offer)
 
 
 def encode_choice(choice: Choice) -> bytes:
-    """The bytes of a choice."""
+    """Return the bytes of a choice."""
     sources = [[rank, _plain_sources(found)] for rank, found in choice.sources.items()]
     return _pack(
         [
@@ -94,10 +94,10 @@ def encode_choice(choice: Choice) -> bytes:
 
 
 def decode_choice(data: bytes) -> Choice:
-    """The choice that ``data`` is.
+    """Decode a choice.
 
     Raises:
-        FormatError: it is none.
+        FormatError: ``data`` is not a choice.
     """
     return _unpack(data, _choice)
 
@@ -108,23 +108,23 @@ def encode_restored(
     exact: bool,
     relaid: bool = False,
 ) -> bytes:
-    """Bytes for what has become of a rank's state.
+    """Encode the result of a rank's restore.
 
     Args:
-        damaged: files: of which rank, and where.
-        unusable: timeline and step of its log at which that turned out to be of no use.
-        exact: what it has restored is exact.
-        relaid: the log is of another layout than this rank has.
+        damaged: damaged files: owner and source.
+        unusable: timeline and step at which this rank's log proved unusable.
+        exact: the restored state is exact.
+        relaid: the log has another layout than this rank.
     """
     files = [[rank, source.cost, source.rank] for rank, source in damaged]
     return _pack([files, unusable, exact, relaid])
 
 
 def decode_restored(data: bytes) -> _Restored:
-    """What :func:`encode_restored` wrote.
+    """Decode the result of :func:`encode_restored`.
 
     Raises:
-        FormatError: it is something else.
+        FormatError: ``data`` is something else.
     """
 
     def make(found: Any) -> _Restored:
@@ -140,22 +140,22 @@ def encode_compared(
     common: Iterable[ReplicaDigest],
     why: Iterable[str],
 ) -> bytes:
-    """Bytes for what a rank would leave out of a base.
+    """Encode what a rank would leave out of a base.
 
     Args:
-        damaged, unusable: as of :func:`encode_restored`.
-        common: of what it has in common with others.
-        why: in words.
+        damaged, unusable: as for :func:`encode_restored`.
+        common: digests of the entries that the rank shares with others.
+        why: descriptions.
     """
     files = [[rank, source.cost, source.rank] for rank, source in damaged]
     return _pack([files, unusable, [[*astuple(one)] for one in common], list(why)])
 
 
 def decode_compared(data: bytes) -> _Compared:
-    """What :func:`encode_compared` wrote.
+    """Decode the result of :func:`encode_compared`.
 
     Raises:
-        FormatError: it is something else.
+        FormatError: ``data`` is something else.
     """
 
     def make(found: Any) -> _Compared:
@@ -192,18 +192,18 @@ def _offer(found: Any) -> Offer:
 
 
 def run_to_wire(run: LogRun) -> list[Any]:
-    """Steps of a log as plain data."""
+    """Return steps of a log as plain data."""
     return [run.timeline, run.first, run.after, list(run.lsns), run.shape]
 
 
 def run_from_wire(timeline: Any, first: Any, after: Any, lsns: Any, shape: Any) -> LogRun:
-    """The inverse of :func:`run_to_wire`.
+    """Return the inverse of :func:`run_to_wire`.
 
     Raises:
-        ValueError, TypeError: it is something else.
+        ValueError, TypeError: the arguments are something else.
     """
     if not lsns:
-        raise ValueError("a log of no steps")
+        raise ValueError("a log without steps")
     return LogRun(int(timeline), int(first), int(after), tuple(map(int, lsns)), str(shape))
 
 
@@ -216,7 +216,7 @@ def _base_offer(pieces: Any, manifest: Any, listed: Any) -> BaseOffer:
     for data, tiers in pieces:
         marker = Marker.decode(data, _WIRE)
         if not set(tiers) <= set(TIERS):
-            raise ValueError(f"{tiers!r} are no tiers")
+            raise ValueError(f"{tiers!r} are not tiers")
         found[marker.rank] = Piece(marker, tuple(tiers))
     others = tuple(Marker.decode(data, _WIRE) for data in listed)
     return BaseOffer(found, None if manifest is None else str(manifest), others)
@@ -258,5 +258,5 @@ def _unpack(data: bytes, make: Callable[[Any], _T]) -> _T:
         return make(msgpack.unpackb(data, raw=False))
     except EverstepError:
         raise
-    except Exception as error:  # of msgpack, or of a shape that is not ours
-        raise FormatError(f"not what ranks tell each other at a start: {error!r}") from error
+    except Exception as error:  # hostile or foreign bytes fail anywhere in msgpack or in a decoder
+        raise FormatError(f"not a message of a start: {error!r}") from error

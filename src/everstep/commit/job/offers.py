@@ -1,18 +1,19 @@
-"""What each rank can read when a job starts, and what all of them should restore (I7).
+"""Inventories of the ranks of a starting job, and the choice of what all ranks restore (I7).
 
-Ranks agree on the newest recovery point that *every* rank can read all of, along the history of
-the newest timeline that any of them knows: the newest element of the intersection. TierCheck
-(section 3.3) takes the minimum over the ranks of the newest version of each, which some rank may
-not hold any more, and tells versions by the number of the step, which two timelines may both have.
+The ranks agree on the newest recovery point that *every* rank can read completely, along the
+history of the newest timeline that any rank knows: the newest element of the intersection.
+TierCheck (section 3.3) takes the minimum over the ranks of each rank's newest version. Some rank
+may no longer hold that version; and TierCheck tells versions apart by step number, which two
+timelines may share.
 
-A decision is a pure function of the offers, as a manifest is of the markers: whoever has all
-offers decides the same.
+A choice is a pure function of the offers: each rank that has all offers makes the same choice.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 from everstep.commit.lineage import (
     BaseId,
@@ -39,7 +40,6 @@ __all__ = [
     "Source",
     "all_ranks",
     "choose",
-    "given_up",
     "may_start_fresh",
     "merge_timelines",
     "recovery_hint",
@@ -49,11 +49,11 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """The files of one rank of a base, as some rank can read them.
+    """One rank's files of a base, as some rank can read them.
 
     Attributes:
-        marker: whose, and what they have to be.
-        tiers: where they are, of :data:`everstep.commit.retention.TIERS`.
+        marker: marker with owner, names and digests of the files.
+        tiers: tiers where they are, of :data:`everstep.commit.retention.TIERS`.
     """
 
     marker: Marker
@@ -62,13 +62,12 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class BaseOffer:
-    """What one rank can read of a base.
+    """Files of a base that one rank can read.
 
     Attributes:
-        pieces: by the rank that wrote them.
-        manifest: digest of its manifest, where there is one.
-        listed: markers that this manifest has of files that are not here; only where ranks are
-            asked for them.
+        pieces: files by the rank that wrote them.
+        manifest: digest of the manifest, if there is one.
+        listed: markers in that manifest whose files are missing here; only if they were requested.
     """
 
     pieces: Mapping[int, Piece]
@@ -78,20 +77,19 @@ class BaseOffer:
 
 @dataclass(frozen=True, slots=True)
 class Offer:
-    """All that one rank can read.
+    """Inventory of one rank: all bases and logs that it can read.
 
     Attributes:
-        rank: of the job that starts.
-        disk: name of the disk that it writes to.
-        run: id of the run on it; None on an empty disk.
-        next_timeline: the smallest number that nobody has taken there.
-        timelines: their records; None where one is damaged.
-        bases: those that have a manifest, and those that have markers.
-        lost: bases of which there is something that cannot be read.
+        rank: rank in the job that starts.
+        disk: name of the disk that the rank writes to.
+        run: id of the run on that disk; None on an empty disk.
+        next_timeline: smallest free timeline number there.
+        timelines: records by timeline number; None where a record is damaged.
+        bases: bases that have a manifest or markers.
+        lost: bases with records that cannot be read.
         log: this rank's own log, in its keeper's memory and on its disk.
-        others: of the logs of ranks that trained in another number than this job has, those that
-            this rank would read, by the number of that rank then; where it was asked to, also of
-            as many as it has, in another layout.
+        others: logs of another number of ranks that this rank would read, by the rank number at
+            that time; if requested, also logs of the same number of ranks with another layout.
     """
 
     rank: int
@@ -106,7 +104,7 @@ class Offer:
 
     @property
     def logs(self) -> Iterator[LogRun]:
-        """All of them."""
+        """All runs of all logs."""
         yield from self.log
         for runs in self.others.values():
             yield from runs
@@ -114,11 +112,11 @@ class Offer:
 
 @dataclass(frozen=True, slots=True, order=True)
 class Source:
-    """A place to read a piece from; the cheapest sorts first.
+    """Place to read a piece from; the cheapest sorts first.
 
     Attributes:
-        cost: place of ``tier`` in :data:`everstep.commit.retention.TIERS`.
-        rank: of the job that starts: the one that can read it there.
+        cost: index of the tier in :data:`everstep.commit.retention.TIERS`.
+        rank: rank of the starting job that can read it there.
     """
 
     cost: int
@@ -126,31 +124,32 @@ class Source:
 
     @property
     def tier(self) -> str:
+        """Name of the tier."""
         return TIERS[self.cost]
 
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """What to restore.
+    """State to restore, and the data needed to restore it.
 
     Attributes:
-        base: None: there is nothing, training starts afresh.
-        manifest: of that base.
-        sources: for each rank of the base, where its files are, the cheapest first.
-        complete: manifests of all bases that are whole on the disks, to be on every disk.
-        timelines: records of the history, to be on every disk.
-        run: id of the run; None where nobody has one.
-        timeline: the number to open.
-        skipped: ``(base, why)`` of what is newer, or was asked for.
-        unreadable: bases that have a manifest, and that the ranks cannot read all of.
-        durable: every piece of the base is in a tier that survives a power loss.
-        elsewhere: bases that the ranks can read all of only with what copies hold: no disk may
-            count on them.
-        reach: the step that every rank replays to behind the base; None: the base itself.
-        readers: where another number of ranks has written the log up to there: who reads what.
-        partly: of some ranks no files are left, or not where they are needed: what they had in
-            common with others is taken from those.
-        note: what is to be said of where it lies in the history, in words; "": nothing.
+        base: None if there is nothing to restore and training starts at step 0.
+        manifest: manifest of the base.
+        sources: sources of each saved rank's files, the cheapest first.
+        complete: manifests of all bases that are complete on the disks; each disk gets them.
+        timelines: records of the history; each disk gets them.
+        run: id of the run; None if no disk has one.
+        timeline: number of the timeline to open.
+        skipped: ``(base, reason)`` for newer or requested bases that are not used.
+        unreadable: bases with a manifest that the ranks cannot read completely.
+        durable: each piece of the base is in a tier that survives a power loss.
+        elsewhere: bases that are readable only with copies in other tiers; no disk may rely on
+        them.
+        reach: step that every rank replays to from the base; None for the base itself.
+        readers: assignment of log steps to ranks, if the log is of another number of ranks.
+        partly: files of some ranks are lost or out of reach; what they shared with other ranks is
+            read from those.
+        note: message about the place of the state in the history; "" if there is none.
     """
 
     base: BaseId | None
@@ -171,22 +170,22 @@ class Choice:
 
     @property
     def end(self) -> BaseId | None:
-        """Timeline and step that are restored."""
+        """Timeline and step to restore."""
         return self.base if self.reach is None else self.reach.end
 
 
 Needs = Callable[[int, Manifest], Collection[int]]
-"""Which ranks' files of a base a rank of the job that starts needs."""
+"""Returns the ranks whose files of a base a rank of the starting job needs."""
 
 
 def all_ranks(rank: int, manifest: Manifest) -> Collection[int]:
-    """The default: every rank needs all files, as after a change of the layout."""
+    """Return all ranks: the default, as after a change of the layout."""
     return range(len(manifest.markers))
 
 
 @dataclass(slots=True)
 class _Base:
-    """What is known of one base, over all offers."""
+    """Everything known of one base, over all offers."""
 
     pieces: dict[int, dict[str, list[tuple[Source, int]]]] = field(default_factory=dict)
     markers: dict[int, dict[str, Marker]] = field(default_factory=dict)
@@ -195,7 +194,7 @@ class _Base:
     why: str = ""
 
     def without_copies(self) -> _Base:
-        """What is left of it if copies in other tiers are not counted."""
+        """Return the same base without the copies in other tiers."""
         left = {
             rank: {
                 key: [found for found in sources if found[0].tier not in COPY_TIERS]
@@ -217,112 +216,201 @@ def choose(
     relaid: Collection[int] = (),
     partly: bool = False,
 ) -> Choice:
-    """The newest recovery point that every rank can read.
+    """Choose the newest recovery point that every rank can read.
 
     Args:
-        offers: one of each rank of the job.
-        step: the newest of this step, those of the history first, by base and log or by a base
-            alone, then bases of any timeline; 0 with no such base: start afresh.
-        needs: what a rank has to read of a base.
-        fetch: ranks hand each other what they can read.
-        unusable: pieces that turned out to be damaged: base, its rank, where.
-        unusable_log: of logs what turned out to be of no use: rank, timeline and step.
-        relaid: timelines whose ranks, as many as start now, had another layout.
-        partly: where nothing else is left, a base of which each rank can read the files of some.
+        offers: one offer of each rank of the job.
+        step: restore this step, by base and log or by a base alone; bases of the history take
+            precedence over those of other timelines. 0 without such a base: start at step 0.
+        needs: returns the ranks whose files of a base a rank must read.
+        fetch: ranks can read files through one another.
+        unusable: pieces found damaged: base, its rank, source.
+        unusable_log: records of logs found unusable: rank, timeline and step.
+        relaid: timelines of the same number of ranks with another layout.
+        partly: as a last resort, accept a base of which each rank can read the files of some ranks.
 
     Raises:
-        RecoveryError: there are bases, or have been, and none can be read by all; there is none of
-            ``step``; the disks are of several runs, or have been written apart from each other.
+        RecoveryError: bases exist, or existed, but none is readable by all ranks; there is none of
+            ``step``; the disks belong to several runs, or were written independently of each other.
     """
     assert sorted(offer.rank for offer in offers) == list(range(len(offers)))
-    run = _run_of(offers)
-    records, apart = merge_timelines(offers)
-    bases = _bases_of(offers, apart, set(unusable))
-    readable: dict[BaseId, Manifest] = {}
-    for one, known in bases.items():
-        found = _manifest(known)
-        if found is not None and _all_can_read(known, found, offers, needs, fetch):
-            readable[one] = found
-    lost = {base for offer in offers for base in offer.lost}
-    # Not those that are half deleted: where a timeline forked from one, all of its parent counts.
-    whole = {base for base, known in bases.items() if len(known.markers) == _world(known)}
-    logged = {r.timeline for o in offers for r in o.logs if (o.rank, r.timeline) not in apart}
-    branches = branches_of(records, whole | lost, logged)
-    here, elsewhere = split_by_history(readable, branches)
-    logs = _logs_of(offers, apart, records, branches, unusable_log, relaid)
-    best = logs.best({base: readable[base] for base in here}, step)
-    others = [base for base in elsewhere if step is not None and base.step == step]
-    chosen = [best] if best is not None else [(base, None) for base in others[:1]]
-    left: dict[BaseId, Manifest] = {}
-    if partly and not chosen:
-        left = _left_of(bases, offers)
-        there = branches_of(records, whole | lost | left.keys(), logged)
-        found_here, _ = split_by_history(left, there)
-        chosen = [(base, None) for base in found_here if step in (None, base.step)][:1]
-    note = None
-    if not chosen:
-        good = whole | lost | {base for base, known in bases.items() if known.manifests}
-        good -= given_up(good, branches, offers)
-        had = None if good else describe_missing_steps(records, branches)
+    candidates = _Candidates(offers, needs, fetch, unusable, unusable_log, relaid)
+    pick = candidates.pick(step)
+    if pick is None and partly:
+        pick = candidates.pick_partly(step)
+    note = candidates.fresh_note(step) if pick is None else candidates.note(pick, step)
+    return candidates.choice(pick, step, note or "")
+
+
+class _Pick(NamedTuple):
+    """Base that was picked, its manifest, and how far the logs reach from it."""
+
+    base: BaseId
+    manifest: Manifest
+    reach: Reach | None = None
+
+    @property
+    def end(self) -> BaseId:
+        """Timeline and step to restore."""
+        return self.base if self.reach is None else self.reach.end
+
+
+class _Candidates:
+    """Bases and logs of all offers, along the history of the run.
+
+    Args: as of :func:`choose`.
+    """
+
+    def __init__(
+        self,
+        offers: Sequence[Offer],
+        needs: Needs,
+        fetch: bool,
+        unusable: Collection[tuple[BaseId, int, Source]],
+        unusable_log: Collection[tuple[int, int, int]],
+        relaid: Collection[int],
+    ) -> None:
+        self._offers = offers
+        self._needs = needs
+        self._fetch = fetch
+        self._run = _run_of(offers)
+        self._records, foreign = merge_timelines(offers)
+        self._bases = _bases_of(offers, foreign, set(unusable))
+        self._readable: dict[BaseId, Manifest] = {}
+        for base, known in self._bases.items():
+            manifest = _manifest(known)
+            if manifest is not None and self._all_can_read(known, manifest):
+                self._readable[base] = manifest
+        lost = {base for offer in offers for base in offer.lost}
+        # Half-deleted bases do not count: a timeline that forked from one keeps all of its parent.
+        whole = {base for base, known in self._bases.items() if len(known.markers) == _world(known)}
+        self._lost = lost
+        self._existing = whole | lost
+        self._logged = {
+            run.timeline
+            for offer in offers
+            for run in offer.logs
+            if (offer.rank, run.timeline) not in foreign
+        }
+        self._branches = branches_of(self._records, self._existing, self._logged)
+        self._here, self._elsewhere = split_by_history(self._readable, self._branches)
+        self._logs = _logs_of(offers, foreign, self._records, self._branches, unusable_log, relaid)
+
+    def pick(self, step: int | None) -> _Pick | None:
+        """Return the best base that every rank can read."""
+        best = self._logs.best({base: self._readable[base] for base in self._here}, step)
+        if best is not None:
+            base, reach = best
+            return _Pick(base, self._readable[base], reach)
+        # A step that was asked for may also be of an abandoned branch.
+        for base in self._elsewhere:
+            if step is not None and base.step == step:
+                return _Pick(base, self._readable[base])
+        return None
+
+    def pick_partly(self, step: int | None) -> _Pick | None:
+        """Return the newest base of which every rank can read some files: the last resort."""
+        left = _left_of(self._bases, self._offers)
+        branches = branches_of(self._records, self._existing | left.keys(), self._logged)
+        here, _ = split_by_history(left, branches)
+        return next((_Pick(base, left[base]) for base in here if step in (None, base.step)), None)
+
+    def fresh_note(self, step: int | None) -> str | None:
+        """Return the note of a start at step 0.
+
+        Raises:
+            RecoveryError: the job may not start at step 0.
+        """
+        good = self._existing | {base for base, known in self._bases.items() if known.manifests}
+        good -= _abandoned(good, self._branches, self._offers)
+        had = None if good else describe_missing_steps(self._records, self._branches)
         if not may_start_fresh(step, good, had):
-            why = {base: known.why or _why(base, readable) for base, known in bases.items()}
-            raise unreadable_error(step, why, lost, here + elsewhere, len(offers), had)
-        if step is None:
-            note = describe_unused([*bases, *logs.ends()], branches)
-    base, reach = chosen[0] if chosen else (None, None)
-    manifest = None if base is None else {**left, **readable}[base]
-    newer = [other for other in bases if base is None or other > base]
-    leads = reach is not None and reach.count > 0
-    end = base if reach is None else reach.end
-    if end is not None and step is not None:
-        note = describe_abandoned(end, branches)
-    if step is None and end is not None and manifest is not None:
-        kept = logs.kept(end, manifest, {base: readable[base] for base in here})
-        note = describe_lost_steps(end, branches, kept)
-    return Choice(
-        base,
-        manifest,
-        {} if base is None or manifest is None else _sources(bases[base], manifest),
-        tuple(readable[other] for other in sorted(readable) if _is_on_disks(bases[other])),
-        tuple(record for _, record in sorted(records.items()) if record is not None),
-        run,
-        max(offer.next_timeline for offer in offers),
-        (
-            *((other, bases[other].why or _why(other, readable)) for other in sorted(newer)),
-            *(logs.refused(end, manifest) if end and manifest else ()),
-            *_cut_off(manifest, reach, step, len(offers)),
-        ),
-        tuple(sorted(b for b in bases if b not in readable and bases[b].manifests)),
-        base is not None and base in readable and _is_durable(bases[base]),
-        tuple(
-            other
-            for other in sorted(readable)
-            if not _all_can_read(
-                bases[other].without_copies(), readable[other], offers, needs, fetch
-            )
-        ),
-        reach if leads else None,
-        logs.readers(base, manifest, reach) if leads and base and manifest and reach else (),
-        base is not None and base not in readable,
-        note or "",
-    )
+            why = {base: self._reason(base) for base in self._bases}
+            readable = self._here + self._elsewhere
+            raise unreadable_error(step, why, self._lost, readable, len(self._offers), had)
+        if step is not None:
+            return None
+        return describe_unused([*self._bases, *self._logs.ends()], self._branches)
+
+    def note(self, pick: _Pick, step: int | None) -> str | None:
+        """Return the note about the place of the picked state in the history."""
+        if step is not None:
+            return describe_abandoned(pick.end, self._branches)
+        here = {base: self._readable[base] for base in self._here}
+        kept = self._logs.kept(pick.end, pick.manifest, here)
+        return describe_lost_steps(pick.end, self._branches, kept)
+
+    def choice(self, pick: _Pick | None, step: int | None, note: str) -> Choice:
+        """Return the choice, with all that the ranks need to carry it out."""
+        readable = sorted(self._readable)
+        choice = Choice(
+            base=None,
+            manifest=None,
+            sources={},
+            complete=tuple(self._readable[b] for b in readable if _is_on_disks(self._bases[b])),
+            timelines=tuple(r for _, r in sorted(self._records.items()) if r is not None),
+            run=self._run,
+            timeline=max(offer.next_timeline for offer in self._offers),
+            skipped=self._skipped(pick, step),
+            unreadable=tuple(
+                sorted(b for b, known in self._bases.items() if self._is_unreadable(b, known))
+            ),
+            elsewhere=tuple(b for b in readable if not self._readable_without_copies(b)),
+            note=note,
+        )
+        if pick is None:
+            return choice
+        reach = pick.reach if pick.reach is not None and pick.reach.count > 0 else None
+        known = self._bases[pick.base]
+        whole = pick.base in self._readable
+        return replace(
+            choice,
+            base=pick.base,
+            manifest=pick.manifest,
+            sources=_sources(known, pick.manifest),
+            durable=whole and _is_durable(known),
+            reach=reach,
+            readers=() if reach is None else self._logs.readers(pick.base, pick.manifest, reach),
+            partly=not whole,
+        )
+
+    def _skipped(self, pick: _Pick | None, step: int | None) -> tuple[tuple[BaseId, str], ...]:
+        """Return newer bases and log steps that are not used, with the reasons."""
+        newer = sorted(base for base in self._bases if pick is None or base > pick.base)
+        skipped = [(base, self._reason(base)) for base in newer]
+        if pick is not None:
+            skipped += self._logs.refused(pick.end, pick.manifest)
+            skipped += _cut_off(pick.manifest, pick.reach, step, len(self._offers))
+        return tuple(skipped)
+
+    def _reason(self, base: BaseId) -> str:
+        return self._bases[base].why or _why(base, self._readable)
+
+    def _is_unreadable(self, base: BaseId, known: _Base) -> bool:
+        return base not in self._readable and bool(known.manifests)
+
+    def _readable_without_copies(self, base: BaseId) -> bool:
+        return self._all_can_read(self._bases[base].without_copies(), self._readable[base])
+
+    def _all_can_read(self, known: _Base, manifest: Manifest) -> bool:
+        return _all_can_read(known, manifest, self._offers, self._needs, self._fetch)
 
 
 def _logs_of(
     offers: Sequence[Offer],
-    apart: Collection[tuple[int, int]],
+    foreign: Collection[tuple[int, int]],
     records: Mapping[int, TimelineRecord | None],
     branches: Mapping[int, Branch],
     unusable: Collection[tuple[int, int, int]],
     relaid: Collection[int],
 ) -> JobLogs:
-    """All logs, without what belongs to no timeline."""
+    """Return all logs, without those that belong to no timeline of the job."""
     own: list[list[LogRun]] = []
     others: list[dict[int, list[LogRun]]] = []
     for offer in sorted(offers, key=lambda offer: offer.rank):
 
         def fit(runs: Iterable[LogRun], rank: int = offer.rank) -> list[LogRun]:
-            return [run for run in runs if (rank, run.timeline) not in apart]
+            return [run for run in runs if (rank, run.timeline) not in foreign]
 
         own.append(fit(offer.log))
         others.append({source: fit(runs) for source, runs in offer.others.items()})
@@ -342,13 +430,13 @@ def _run_of(offers: Sequence[Offer]) -> str | None:
 
 def _bases_of(
     offers: Sequence[Offer],
-    apart: Collection[tuple[int, int]],
+    foreign: Collection[tuple[int, int]],
     unusable: Collection[tuple[BaseId, int, Source]],
 ) -> dict[BaseId, _Base]:
     found: dict[BaseId, _Base] = {}
     for offer in offers:
         for base, one in offer.bases.items():
-            if (offer.rank, base.timeline) in apart:
+            if (offer.rank, base.timeline) in foreign:
                 continue
             known = found.setdefault(base, _Base())
             if one.manifest is not None:
@@ -361,7 +449,7 @@ def _bases_of(
                     source = Source(TIERS.index(tier), offer.rank)
                     if (base, rank, source) in unusable:
                         known.why = (
-                            f"the files of rank {rank} are damaged, or do not fit those of others"
+                            f"the files of rank {rank} are damaged, or inconsistent with others"
                         )
                         continue
                     places = known.pieces.setdefault(rank, {})
@@ -370,8 +458,10 @@ def _bases_of(
 
 
 def _manifest(known: _Base) -> Manifest | None:
-    """The manifest of a base, or None where files are missing or the ranks contradict each
-    other: what two attempts have left is not mixed."""
+    """Return the manifest of a base; None if files are missing or the ranks contradict each other.
+
+    Files of two attempts to write a base are never mixed.
+    """
     readable = {rank: known.markers[rank] for rank in known.pieces}
     if any(len(markers) > 1 for markers in known.markers.values()) or len(known.manifests) > 1:
         known.why = "the disks contradict each other"
@@ -380,13 +470,13 @@ def _manifest(known: _Base) -> Manifest | None:
     if manifest is None:
         known.why = known.why or _missing(known)
     elif known.manifests and known.manifests != {digest(manifest.encode())}:
-        known.why = "its files are not those that its manifest lists"
+        known.why = "its files do not match its manifest"
         return None
     return manifest
 
 
 def _left_of(bases: Mapping[BaseId, _Base], offers: Sequence[Offer]) -> dict[BaseId, Manifest]:
-    """Committed bases of which each rank can read something."""
+    """Return committed bases of which each rank can read some files."""
     found = {}
     for base, known in bases.items():
         if any(len(markers) > 1 for markers in known.markers.values()):
@@ -411,7 +501,7 @@ def _missing(known: _Base) -> str:
         return "no rank's files can be read"
     missing = sorted(set(range(world)) - known.pieces.keys())
     if not missing:
-        return "its ranks' markers are not of the same updates"
+        return "the markers of its ranks are of different updates"
     return "the files of rank " + ", ".join(map(str, missing[:8])) + " are missing"
 
 
@@ -428,7 +518,7 @@ def _all_can_read(
 
 
 def _is_on_disks(known: _Base) -> bool:
-    """Whether every piece is on a rank's own disk."""
+    """Return True if each piece is on a rank's own disk."""
     return all(
         any(source.tier == "disk" for found in places.values() for source, _ in found)
         for places in known.pieces.values()
@@ -459,23 +549,23 @@ def _why(base: BaseId, readable: Collection[BaseId]) -> str:
 def _cut_off(
     manifest: Manifest | None, reach: Reach | None, step: int | None, world: int
 ) -> Iterable[tuple[BaseId, str]]:
-    """What the logs of some ranks have, and not those of all.
+    """Report steps that some ranks' logs have, but not all.
 
     Args:
-        manifest: of the base.
-        world: ranks that start.
+        manifest: manifest of the base.
+        world: number of ranks that start.
     """
     if manifest is None or reach is None or step is not None:
         return
     before = len(manifest.markers)
     whose = "" if before == world else f" of {before} that wrote it"
     if reach.furthest > reach.step:
-        why = f"rank {reach.shortest}{whose} gets no further; others have up to {reach.furthest}"
+        why = f"the log of rank {reach.shortest}{whose} ends before; others reach {reach.furthest}"
     elif reach.beyond:
         why = (
-            f"no rank{whose} gets to step {reach.step + 1}: the state had changed there, or it was "
+            f"no rank{whose} reaches step {reach.step + 1}: the state changed there, or the step "
+            f"was not recorded; records up to step {reach.beyond} cannot be used"
         )
-        why += f"not recorded, and what they have up to step {reach.beyond} is of no use"
     else:
         return
     yield BaseId(reach.timeline, reach.step + 1), f"log: {why}"
@@ -485,25 +575,28 @@ _FROM_SCRATCH = "resume(step=0) starts from scratch"
 
 
 def recovery_hint(elsewhere: Sequence[BaseId] = ()) -> str:
-    """What to do where a run has had steps, and no base of them is left.
+    """Return the hint for a run that had steps but has no readable base of its history.
 
     Args:
-        elsewhere: bases that its history has turned away from, the newest first.
+        elsewhere: readable bases of abandoned branches, newest first.
     """
     if elsewhere:
         first = elsewhere[0]
-        return f"resume(step={first.step}) goes on from {first}; {_FROM_SCRATCH}"
+        return f"resume(step={first.step}) continues from {first}; {_FROM_SCRATCH}"
     return (
-        "bring back what was deleted (of a copy that was made while training went on: copy once "
-        f"more), or the tiers= that have copies; {_FROM_SCRATCH}"
+        "restore the deleted files (if the run folder was copied during training, copy it again), "
+        f"or add the tiers= that have copies; {_FROM_SCRATCH}"
     )
 
 
-def given_up(
+def _abandoned(
     bases: Iterable[BaseId], branches: Mapping[int, Branch], offers: Sequence[Offer]
 ) -> set[BaseId]:
-    """Which of some bases the newest timeline has turned away from, by a start that every rank that
-    has something of them took part in: what hosts did without them gives nothing up."""
+    """Return the bases that the newest timeline abandoned, in a start with all ranks that hold
+    them.
+
+    A start of other hosts alone does not abandon bases.
+    """
     _, elsewhere = split_by_history(bases, branches)
 
     def knows(offer: Offer, base: BaseId) -> bool:
@@ -514,11 +607,11 @@ def given_up(
 
 
 def may_start_fresh(step: int | None, good: Collection[BaseId], had: str | None) -> bool:
-    """Whether starting afresh throws nothing away, or is what was asked for.
+    """Return True if starting at step 0 discards nothing, or was requested.
 
     Args:
-        step: that was asked for.
-        good: bases that are, or may have been, whole, and were not given up.
+        step: requested step.
+        good: bases that are, or may be, complete and were not abandoned.
         had: see :func:`everstep.commit.lineage.describe_missing_steps`.
     """
     return step == 0 if step is not None else not good and had is None
@@ -532,20 +625,20 @@ def unreadable_error(
     world: int,
     had: str | None,
 ) -> RecoveryError:
-    """What is said where a job may not start afresh.
+    """Return the error for a job that may not start at step 0.
 
     Args:
-        why: of bases that there are: why they cannot be used.
-        lost: bases of which there is something that cannot be read.
-        readable: those that can, of any timeline.
-        had: what the history has had, where there is no base of it.
+        why: reason by base, for existing bases that cannot be used.
+        lost: bases with unreadable records.
+        readable: readable bases of any timeline.
+        had: description of steps in the history whose bases are missing.
     """
     can_read = "can be read" if world == 1 else "every rank can read"
     if step is not None:
         return RecoveryError(
             f"there is no base of step {step} that {can_read}",
             step=step,
-            hint="bases there are: " + (", ".join(map(str, readable[:20])) or "none"),
+            hint="existing bases: " + (", ".join(map(str, readable[:20])) or "none"),
         )
     reasons = [f"  {base}: {reason}" for base, reason in sorted(why.items(), reverse=True)]
     reasons += [f"  {base}: its records are damaged" for base in sorted(set(lost) - why.keys())]
@@ -559,16 +652,16 @@ def unreadable_error(
 def merge_timelines(
     offers: Sequence[Offer],
 ) -> tuple[dict[int, TimelineRecord | None], set[tuple[int, int]]]:
-    """The timelines that there are, and ``(rank, timeline)`` of what belongs to none of them.
+    """Return the timeline records of all ranks, and ``(rank, timeline)`` of foreign ones.
 
-    Two starts that saw none of each other's disks may both have opened a timeline of the same
-    number. One that has neither bases nor a log was never trained on and does not count.
+    Two starts that could not see each other's disks may both have opened a timeline of the same
+    number. A timeline with neither bases nor a log was never trained on and does not count.
 
     Raises:
-        RecoveryError: both were trained on: nobody but a person can say which one is meant.
+        RecoveryError: both were trained on; only the user can decide between them.
     """
     records: dict[int, TimelineRecord | None] = {}
-    apart: set[tuple[int, int]] = set()
+    foreign: set[tuple[int, int]] = set()
     for number in sorted({number for offer in offers for number in offer.timelines}):
         kinds: dict[bytes, tuple[TimelineRecord, list[int]]] = {}
         for offer in offers:
@@ -583,17 +676,18 @@ def merge_timelines(
         if len(used) > 1:
             ranks = " and ".join(str(kinds[key][1]) for key in sorted(used))
             raise RecoveryError(
-                f"timeline {number} was opened by two starts of the job that knew nothing of each "
-                f"other, and both trained on: the disks of ranks {ranks} differ",
-                hint="start with the hosts of one of them only, and empty the others' run folders",
+                f"timeline {number} was opened by two starts of the job that could not see each "
+                f"other, and both trained: the disks of ranks {ranks} differ",
+                hint="start only with the hosts of one of them, and empty the run folders of the "
+                "others",
             )
         wins = next(iter(used), None) or (min(kinds) if kinds else None)
         records[number] = None if wins is None else kinds[wins][0]
-        apart |= {(r, number) for key in kinds if key != wins for r in kinds[key][1]}
-    return records, apart
+        foreign |= {(r, number) for key in kinds if key != wins for r in kinds[key][1]}
+    return records, foreign
 
 
 def _trained_on(offer: Offer, timeline: int) -> bool:
-    """Whether a rank has anything of a timeline but its record."""
+    """Return True if a rank has a base or log of a timeline."""
     logged = any(run.timeline == timeline for run in offer.logs)
     return logged or any(base.timeline == timeline for base in offer.bases)

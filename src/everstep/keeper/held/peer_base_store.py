@@ -103,7 +103,7 @@ class PeerBaseStore:
         recovered: BaseId | None,
         spare: BaseId | None = None,
     ) -> None:
-        """Prepare for a new start of the job; see :meth:`.peers.HeldCopies.new_start`."""
+        """Prepare for a new start of the job; see :meth:`.peer_copies.HeldCopies.new_start`."""
         with self._lock:
             self._shelf.bound_bytes = bound_bytes
             self._free(self._shelf.new_start(sources, recovered, spare))

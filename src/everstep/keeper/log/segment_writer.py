@@ -20,7 +20,7 @@ from everstep.keeper.log.disk_space import LogSpace
 from everstep.run.fence import Fence
 from everstep.seams import Seams
 from everstep.seams.failpoints import failpoint
-from everstep.seams.files.moving import MovingFileSystem
+from everstep.seams.files.stalls import ObservedFileSystem
 from everstep.seams.progress import silent
 from everstep.state.layout.shards import Body
 from everstep.tiers.durable_files import (
@@ -61,8 +61,13 @@ class SegmentWriter:
         space: LogSpace | None = None,
     ) -> None:
         self.moves = 0
+<<<<<<< HEAD:src/everstep/keeper/log/segment_writer.py
         self._filesystem = MovingFileSystem(seams.filesystem, self._moved)
         self._space = space
+=======
+        self._filesystem = ObservedFileSystem(seams.filesystem, self._moved)
+        self._room = room
+>>>>>>> origin/main:src/everstep/keeper/log/log_writer.py
         self.now_s = seams.clock.monotonic_s
         self._run = run
         self._identity = identity

@@ -42,7 +42,7 @@ from everstep.run.fence import Fence
 from everstep.seams import Seams
 from everstep.seams.failpoints import failpoint
 from everstep.seams.files.filesystem import FileSystem
-from everstep.seams.files.moving import MovingFileSystem
+from everstep.seams.files.stalls import ObservedFileSystem
 from everstep.seams.network.mailbox import Mailbox
 from everstep.seams.processes.conditions import Condition
 from everstep.seams.progress import Counted, ProgressSink, progress, silent
@@ -113,7 +113,7 @@ class LocalKeeper:
         self._commits: RankCommits | None = None
         # Every disk operation of bases and retention is counted, so that slow storage is not taken
         # for hung.
-        filesystem: FileSystem = MovingFileSystem(seams.filesystem, self._operation_done)
+        filesystem: FileSystem = ObservedFileSystem(seams.filesystem, self._operation_done)
         self._filesystem = filesystem
         seams = dataclasses.replace(seams, filesystem=filesystem)
         self._clock = seams.clock

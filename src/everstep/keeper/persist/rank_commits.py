@@ -366,14 +366,14 @@ class RankCommits:
         """Return True if a rank that is waited for has ended: the next start does the remaining
         work."""
         awaited = self._member.awaited if isinstance(self._member, Coordinator) else ()
-        return any(self._mailbox.is_gone(rank) for rank in awaited if rank != COORDINATOR)
+        return any(self._mailbox.is_disconnected(rank) for rank in awaited if rank != COORDINATOR)
 
     def _is_dispensable(self) -> bool:
         """Return True if no other rank still needs an answer from this one."""
         if self._job_session.rank == COORDINATOR:
             return self._is_settled()
         may_delete = self._member.watermark.before is not None or self._member.watermark_pending
-        return self._mailbox.is_gone(COORDINATOR) or not may_delete
+        return self._mailbox.is_disconnected(COORDINATOR) or not may_delete
 
     # --- The thread ---
 
@@ -417,9 +417,9 @@ class RankCommits:
             return
         self._absorb(self._member.receive(envelope.sender, envelope.message))
 
-    def is_gone(self, rank: int) -> bool:
+    def is_disconnected(self, rank: int) -> bool:
         """Return True if the keeper of a rank was connected and has ended."""
-        return self._mailbox.is_gone(rank)
+        return self._mailbox.is_disconnected(rank)
 
     def send(self, rank: int, message: Message) -> None:
         """Send a message to the keeper of another rank, without waiting; from any thread."""
@@ -533,7 +533,7 @@ class RankCommits:
             work = self._works.get(out.base)
             if work is not None and work.error is None:
                 work.durable = isinstance(out, BaseDurable)
-                work.error = outcome_error(out, self._run, self._timeout_s, self.is_gone)
+                work.error = outcome_error(out, self._run, self._timeout_s, self.is_disconnected)
         elif isinstance(out, Fenced):
             _log.warning("%s", out.error)
         self._changed.notify_all()
@@ -608,13 +608,13 @@ def outcome_error(
     out: BaseDurable | GaveUp | BaseLate,
     run: PurePath,
     timeout_s: float,
-    is_gone: Callable[[int], bool] = lambda rank: False,
+    is_disconnected: Callable[[int], bool] = lambda rank: False,
 ) -> EverstepError | None:
     """Return the error for a base that is not durable; None if it is.
 
     Args:
         timeout_s: seconds that other ranks had to write their shards.
-        is_gone: returns True for a rank whose keeper was connected and has ended.
+        is_disconnected: returns True for a rank whose keeper was connected and has ended.
     """
     where: dict[str, Any] = {"step": out.base.step, "path": run}
     if isinstance(out, GaveUp):
@@ -625,7 +625,7 @@ def outcome_error(
         )
     if isinstance(out, BaseLate):
         silent = _numbers(out.missing) or "that lead on a disk"
-        ended = [rank for rank in out.missing if is_gone(rank)]
+        ended = [rank for rank in out.missing if is_disconnected(rank)]
         left = f"; the keeper(s) of rank(s) {_numbers(ended)} have ended" if ended else ""
         return DeadlineError(
             f"rank(s) {silent} have not written their shards of the base of step "

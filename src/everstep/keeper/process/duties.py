@@ -41,7 +41,7 @@ from everstep.link.save import Save
 from everstep.link.wire import error_from_wire, error_to_wire
 from everstep.seams import Seams
 from everstep.seams.failpoints import failpoint
-from everstep.seams.network.peers import PeerMailbox
+from everstep.seams.network.mailbox import TcpMailbox
 
 # Loaded at first use, as most runs do not need them: training waits for a keeper to start.
 if TYPE_CHECKING:
@@ -90,8 +90,13 @@ class Duties:
         self.rebuilds = Rebuilds(seams.filesystem, run, self.newest_capture)
         self.auditor: Auditor | AuditedElsewhere | None = None
         self.mirrors: Mirrors | None = None
+<<<<<<< HEAD
         self.peers = PeerCopies(seams.filesystem, run, self.newest_capture)
         self.mailbox: PeerMailbox | None = None
+=======
+        self.peers = Peers(seams.filesystem, run, self.newest_capture)
+        self.mailbox: TcpMailbox | None = None
+>>>>>>> origin/main
         self.timeline = self._bases_durable = 0
         self._arena: Arena | None = None
         self.timeout_s = timeout_s
@@ -231,7 +236,7 @@ class Duties:
         if self.keeper is not None:
             self.keeper.free_port(message["port"])
         try:
-            self.mailbox = PeerMailbox(message["host"], message["port"])
+            self.mailbox = TcpMailbox(message["host"], message["port"])
             reply["port"] = self.mailbox.address[1]
         except OSError as error:
             reply["error"] = error_to_wire(mailbox_error(message["host"], message["port"], error))

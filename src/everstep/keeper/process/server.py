@@ -75,7 +75,8 @@ class Server:
             taken its place.
         leave: releases the registration; called at the end, before clients that said goodbye are
             disconnected, so that they then find a run without a keeper.
-        still_used: refreshes the registration files, so that no cleanup of old files removes them.
+        refresh_times: refreshes the registration files, so that no cleanup of old files removes
+            them.
     """
 
     def __init__(
@@ -89,14 +90,14 @@ class Server:
         found: Callable[[], bool] = lambda: True,
         again: Callable[[], socket.socket | None] = lambda: None,
         leave: Callable[[], None] = lambda: None,
-        still_used: Callable[[], None] = lambda: None,
+        refresh_times: Callable[[], None] = lambda: None,
         seams: Seams | None = None,
     ) -> None:
         self._listener = listener
         self._found = found
         self._again = again
         self._leave = leave
-        self._still_used = still_used
+        self._still_used = refresh_times
         self._run = run
         self._version = version
         self._linger_s = linger_s
@@ -183,9 +184,13 @@ class Server:
         if now_s - self._used_s >= _USED_EVERY_S:
             self._used_s = now_s
             self._still_used()
+<<<<<<< HEAD
         if trainer is not None and (
             trainer.unreachable or (trainer.watch.pid and trainer.watch.gone())
         ):
+=======
+        if trainer is not None and (trainer.gone or (trainer.watch.pid and trainer.watch.ended())):
+>>>>>>> origin/main
             self._lose_trainer(trainer)
             return
         if now_s >= self._look_s and not self._ending:
@@ -404,7 +409,11 @@ class Server:
         """Send the contents of memory to a process that only reads them."""
         trainer = self._trainer
         # A dead trainer first: its last messages may announce a complete capture.
+<<<<<<< HEAD
         if trainer is not None and (trainer.unreachable or trainer.watch.gone()):
+=======
+        if trainer is not None and (trainer.gone or trainer.watch.ended()):
+>>>>>>> origin/main
             self._lose_trainer(trainer)
             trainer = self._trainer
         if message.get("protocol") != PROTOCOL:
@@ -422,7 +431,7 @@ class Server:
         """
         trainer = self._trainer
         # ``idle``: attach only if no live trainer is attached.
-        busy = message.get("idle") and trainer is not None and not trainer.watch.gone()
+        busy = message.get("idle") and trainer is not None and not trainer.watch.ended()
         if busy or message.get("protocol") != PROTOCOL:
             connection.send(
                 {"kind": "refused", "version": self._version, "protocol": PROTOCOL, "error": None}

@@ -353,7 +353,7 @@ class LogMirror:
         plan, body = plan_segment(identity, records)
         written = digest_shard(plan, identity, body)
         header = bytes(written.header).ljust(plan.room_bytes, b"\0")
-        file = MemoryFile([memoryview(header), *body.parts])
+        file = MemoryFile([memoryview(header), *body.views])
         path = segment_dir(ROOT, identity.timeline, first.step - 1, last.step, lossy=lossy)
         directory = path.relative_to(ROOT).as_posix()
         self._attempted = True

@@ -58,8 +58,13 @@ class OtherKeepers(Protocol):
         """Send a message; it may be lost."""
         ...
 
+<<<<<<< HEAD
     def is_gone(self, rank: int) -> bool:
         """Return True if a rank will send nothing any more."""
+=======
+    def is_disconnected(self, rank: int) -> bool:
+        """Whether a rank will say nothing any more."""
+>>>>>>> origin/main
         ...
 
 
@@ -168,9 +173,9 @@ class LeadingMirror(_RankMirror):
         """Handle a message about this place."""
         with self._changed:
             if self._round is not None and isinstance(message, CopyReply):
-                self._round.told(sender, message.base, message.problem)
+                self._round.on_reply(sender, message.base, message.problem)
             elif self._round is not None:
-                self._round.alive(sender)
+                self._round.on_message(sender)
             self._changed.notify_all()
 
     def _run_once(self) -> None:
@@ -256,8 +261,13 @@ class LeadingMirror(_RankMirror):
                     raise self._failure(current, ())
                 if not current.waits_for:
                     return
+<<<<<<< HEAD
                 ended = tuple(r for r in current.waits_for if self._others.is_gone(r))
                 lost = current.silent or ended
+=======
+                gone = tuple(r for r in current.waits_for if self._others.is_disconnected(r))
+                lost = current.silent or gone
+>>>>>>> origin/main
                 if not lost:
                     self._changed.wait(_POLL_S)
                     continue
@@ -329,10 +339,16 @@ class FollowingMirror(_RankMirror):
                 return False
             if self._at_work or self._due:
                 return True
+<<<<<<< HEAD
             waited_s = self._clock.monotonic_s() - self._last_message_s
             # A keeper that ends must not wait for ever for a rank 0 that has died.
             lost = self._others.is_gone(COORDINATOR) or waited_s > self._silence_timeout_s
             return self._expected is not None and not lost
+=======
+            waited_s = self._clock.monotonic_s() - self._heard_s
+            gone = self._others.is_disconnected(COORDINATOR) or waited_s > self._silent_s
+            return self._owed is not None and not gone
+>>>>>>> origin/main
 
     def base_durable(self, base: BaseId | None = None) -> None:
         """Expect rank 0 to decide whether this new base is copied."""

@@ -24,7 +24,7 @@ from everstep.commit.job.offers import (
 )
 from everstep.commit.lineage import BaseId
 from everstep.commit.log_reach import LogRun
-from everstep.commit.peer_copies import merged
+from everstep.commit.peer_copies import merge_runs
 from everstep.commit.retention import COPY_TIERS
 from everstep.errors import RecoveryError
 from everstep.format.digests import digest
@@ -104,7 +104,7 @@ def with_logs(offers: Sequence[Offer], logs: Sequence[LogOffer]) -> list[Offer]:
         for log in mine:
             if timelines.get(log.run.timeline) is None:
                 timelines[log.run.timeline] = TimelineRecord.decode(log.record, _LOG_WIRE)
-        runs = merged(offer.log, (log.run for log in mine)) if mine else offer.log
+        runs = merge_runs(offer.log, (log.run for log in mine)) if mine else offer.log
         found.append(replace(offer, log=runs, timelines=timelines))
     return found
 

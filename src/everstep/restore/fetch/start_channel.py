@@ -199,7 +199,7 @@ class StartChannel:
         return self._listened_s - self._heard_s[rank]
 
     def _is_gone(self, rank: int) -> bool:
-        return self._meeting.mailbox.is_gone(rank)
+        return self._meeting.mailbox.is_disconnected(rank)
 
     def _last(self, rank: int) -> str:
         if rank not in self._does:

@@ -13,8 +13,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import PurePath
 
-from everstep.seams.messages import say
-from everstep.seams.processes.children import yield_to_all
+from everstep.seams.processes.children import yield_resources
+from everstep.seams.stderr import print_line
 
 __all__ = ["main"]
 
@@ -26,7 +26,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--timeline", required=True, type=int, help="whose history it is about")
     parser.add_argument("--parent", required=True, type=int, help="process that it ends with")
     options = parser.parse_args(list(arguments))
-    yield_to_all(options.parent)
+    yield_resources(options.parent)
 
     from everstep.errors import EverstepError
     from everstep.restore.offline.audit import audit_newest
@@ -39,7 +39,7 @@ def main(arguments: Sequence[str]) -> int:
     except (EverstepError, OSError) as error:
         found = str(error)
     if isinstance(found, str):
-        say(found)
+        print_line(found)
     else:
         sys.stdout.buffer.write(found.encode())
     return 0

@@ -5,7 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 
 from everstep.format.records import TimelineRecord
-from everstep.seams.fingerprint import fingerprint, number_settled, threads_given, uneven
+from everstep.seams.fingerprint import (
+    describe_threads,
+    fingerprint,
+    thread_count_fixed,
+    threads_disagree,
+)
 
 __all__ = ["denormal_mismatch", "fingerprint_difference", "replay_conditions"]
 
@@ -40,7 +45,7 @@ def replay_conditions(records: Iterable[TimelineRecord | None]) -> tuple[int | N
             return None, f"trained on {theirs['parameters']}, replayed on the CPU"
         threads.add(theirs.get("threads", ""))
     (only,) = threads if len(threads) == 1 else ("",)
-    known = only.isdigit() and int(only) > 0 and threads_given(int(only)) == only
+    known = only.isdigit() and int(only) > 0 and describe_threads(int(only)) == only
     return (int(only) if known else None), ""
 
 
@@ -53,7 +58,7 @@ def denormal_mismatch(theirs: Mapping[str, str], mine: Mapping[str, str]) -> str
         mine: of replay.
     """
     for what, found in (("trained", theirs), ("replayed", mine)):
-        if uneven(found):
+        if threads_disagree(found):
             return (
                 f"{what} with denormals flushed by some of torch's threads and kept by others: "
                 "call torch.set_flush_denormal(True) first thing in the program"
@@ -78,6 +83,6 @@ def fingerprint_difference(records: Iterable[TimelineRecord | None]) -> str:
             here = mine.get(key, "none")
             if theirs != here:
                 return f"trained with {key} {theirs}, replayed with {here}"
-        if not number_settled(record.fingerprint):
+        if not thread_count_fixed(record.fingerprint):
             return f"trained with threads {record.fingerprint['threads']}"
     return ""

@@ -219,5 +219,5 @@ class UnknownClassError(ReplayError):
             path=path,
             hint="declare that class here, too (everstep.replay.exactness.declare): it replays its "
             "log then; or resume() once with an optimizer of that class, and save(); or "
-            f"resume(strict=False) to go on from step {before}",
+            f"resume(strict=False) to continue from step {before}",
         )

@@ -187,7 +187,7 @@ def _logged_slice(
 
 
 class ReshardedSamples:
-    """MarkComparison of this rank's tensors with the samples in marks of other ranks
+    """Comparison of this rank's tensors with the samples in marks of other ranks
     (:mod:`everstep.capture.mark_samples`).
 
     Args:

@@ -22,7 +22,7 @@ from everstep.restore.start.resume import Resumed, not_finite
 from everstep.run.audits import audit_of, describe_audit
 from everstep.run.candidates import Skipped
 from everstep.run.scan import Inventory
-from everstep.seams.fingerprint import fingerprint, fingerprint_of_all, process_name
+from everstep.seams.fingerprint import fingerprint, merge_fingerprints, process_name
 from everstep.state.training_state import State
 
 __all__ = [
@@ -134,7 +134,7 @@ def record_of(
         unix_s: current time.
     """
     assert choice.run is not None, "every disk has the record of the run by now"
-    known = fingerprint_of_all(meeting.fingerprints or (fingerprint(),))
+    known = merge_fingerprints(meeting.fingerprints or (fingerprint(),))
     return TimelineRecord(
         run=choice.run,
         timeline=number,

@@ -215,7 +215,7 @@ def resume(
                 exact=exact,
             )
             opened.add(timeline)
-            # SampledLine at once more after the timeline exists: only now older processes can no
+            # Looked at once more after the timeline exists: only now older processes can no
             # longer commit or delete.
             if fresh or _unchanged(seams, inventory, found, step, opened, held, known):
                 problems = tuple(f"{path}: {problem}" for path, problem in inventory.problems)

@@ -34,8 +34,8 @@ from everstep.run.open_base import OpenBase
 from everstep.run.prefetch import Prefetch
 from everstep.run.scan import BaseFound, Inventory
 from everstep.seams import Seams
-from everstep.seams.messages import say
 from everstep.seams.progress import progress
+from everstep.seams.stderr import print_line
 from everstep.state.training_state import State
 
 __all__ = ["Loader", "replay", "replayable", "roll_forward"]
@@ -206,7 +206,7 @@ def roll_forward(
             timeline, at = chain.steps[min(restored.replayed, len(chain.steps) - 1)]
             why = f"log: cannot be replayed: {error.message}"
             skipped.append(Skipped(timeline, at, why))
-            say(f"everstep: {inventory.path}: step {at}: {why}")
+            print_line(f"everstep: {inventory.path}: step {at}: {why}")
             steps = () if together else chain.steps[: restored.replayed]
             chain = replace(chain, steps=steps)
     restored = _load(inventory, base, loader)

@@ -1,8 +1,8 @@
-"""Claims on numbers, which the processes of one machine make on a file that they share.
+"""Claims on numbers, shared by the processes of one machine through locks on bytes of a file.
 
-A claim is a lock on one byte of that file. It belongs to an open file description, not to a
-process: several ranks in one process exclude each other, too, and the kernel lifts it when the
-last descriptor is closed, however its owner ends. Nobody ever waits here.
+A claim is a lock on one byte. It belongs to an open file description, not to a process: several
+ranks in one process exclude each other too, and the kernel releases it when the last descriptor is
+closed, however the owner ends. No call ever waits.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import threading
 
 try:
     import fcntl
-except ImportError:  # not a POSIX system; the command line says so before anything else
+except ImportError:  # not a POSIX system; the command line refuses it first
     fcntl = None  # type: ignore[assignment]
 
 __all__ = ["Claims", "descriptor_of", "namespaces"]
@@ -24,11 +24,11 @@ _FLOCK = struct.Struct("hhqqi4x")  # struct flock of 64-bit Linux
 
 
 def descriptor_of(pid: int, fd: int) -> int:
-    """A descriptor, with a description of its own, of what a process of this user has open.
+    """Open a file of another process of this user, with a file description of its own.
 
     Raises:
-        OSError: there is no such process or file here, this one may not look at it, or this
-            system has no locks for :class:`Claims`.
+        OSError: the process or file does not exist or is not accessible, or this system lacks the
+            locks of :class:`Claims`.
     """
     if not hasattr(fcntl, "F_OFD_SETLK"):
         raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
@@ -36,9 +36,9 @@ def descriptor_of(pid: int, fd: int) -> int:
 
 
 def namespaces() -> str:
-    """Which processes and networks this process sees; "" where that is not known.
+    """Return the PID and network namespaces of this process; "" if unknown.
 
-    Two processes of one machine can open each other's descriptors if they say the same.
+    Two processes of one machine can open each other's descriptors if their values are equal.
     """
     try:
         return " ".join(os.readlink(f"/proc/self/ns/{kind}") for kind in ("pid", "net"))
@@ -47,10 +47,10 @@ def namespaces() -> str:
 
 
 class Claims:
-    """What this process has claimed.
+    """Numbers claimed by this process.
 
     Args:
-        fd: of the file, from :func:`descriptor_of`; closed by :meth:`close`.
+        fd: descriptor from :func:`descriptor_of`; closed by :meth:`close`.
     """
 
     def __init__(self, fd: int) -> None:
@@ -59,8 +59,10 @@ class Claims:
         self._lock = threading.Lock()
 
     def take(self, number: int) -> bool:
-        """Claims a number; false if anybody has it, another thread of this process included, or
-        the system has no more locks."""
+        """Claim a number. Return False if another process or thread has it, or if the system is out
+        of locks.
+        """
+        # Threads of this process share the file description: the kernel would grant each the byte.
         with self._lock:
             if number in self._mine or self._fd < 0:
                 return False
@@ -72,7 +74,7 @@ class Claims:
             return True
 
     def give(self, number: int) -> None:
-        """Lets go of a number."""
+        """Release a number."""
         with self._lock:
             self._mine.discard(number)
             if self._fd >= 0:
@@ -80,7 +82,7 @@ class Claims:
                     fcntl.fcntl(self._fd, fcntl.F_OFD_SETLK, _flock(fcntl.F_UNLCK, number))
 
     def taken(self, number: int) -> bool:
-        """Whether somebody else has a number."""
+        """Return True if another owner has claimed a number."""
         with self._lock:
             if self._fd < 0:
                 return False
@@ -91,7 +93,7 @@ class Claims:
         return bool(_FLOCK.unpack(found)[0] != fcntl.F_UNLCK)
 
     def close(self) -> None:
-        """Lets go of everything. Idempotent."""
+        """Release all numbers. Idempotent."""
         with self._lock:
             fd = self._fd
             self._fd = -1

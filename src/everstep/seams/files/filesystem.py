@@ -1,13 +1,12 @@
-"""The contract for files and directories: all that everstep asks of a file system.
+"""Contract for files and directories: every operation that everstep uses.
 
-Paths are pure (``PurePath``): they name, they do not touch. Every method raises ``OSError``
-with the errno that the operating system gave; the callers above turn those into
-:mod:`everstep.errors` with step, rank and hint.
+Paths are pure (``PurePath``): they name files and never access them. Every method raises
+``OSError`` with the errno of the operating system; callers turn it into :mod:`everstep.errors` with
+step, rank and hint.
 
-What durability means here, and what the crash simulator of the tests (``tests/crash/sim``)
-assumes: bytes are durable after :meth:`WriteFile.sync`; a *name* (created, renamed, linked
-or removed) is durable only after :meth:`FileSystem.sync_dir` of its directory. Until then
-any subset may survive a crash.
+Durability, as assumed here and by the crash simulator of the tests (``tests/crash/sim``): bytes are
+durable after :meth:`WriteFile.sync`; a *name* (created, renamed, linked or removed) is durable only
+after :meth:`FileSystem.sync_dir` of its directory. Until then any subset may survive a crash.
 """
 
 from __future__ import annotations
@@ -27,10 +26,10 @@ class DirEntry:
     """One name in a directory; symbolic links are reported as such and never followed.
 
     Attributes:
-        allocated_bytes: room taken on disk, which for a sparse file is less than ``size_bytes``.
-        links: names that the file has.
-        file: of a file with several names: the same number under each, and no other file's in the
-            run folder.
+        allocated_bytes: space taken on disk, less than ``size_bytes`` for a sparse file.
+        links: number of names of the file.
+        file: for a file with several names: a number equal under each of them and unique in the run
+            folder.
     """
 
     name: str
@@ -43,40 +42,42 @@ class DirEntry:
 
 
 class ReadFile(Protocol):
-    """A regular file opened for reading."""
+    """Regular file opened for reading."""
 
     @property
     def size_bytes(self) -> int:
-        """The file's size when it was opened."""
+        """Size of the file when it was opened."""
         ...
 
     def read_into(self, buffer: memoryview, offset: int) -> int:
-        """Fills ``buffer`` from ``offset``; returns the bytes read, short only at the end."""
+        """Fill ``buffer`` from ``offset``; return the bytes read, fewer only at the end of the
+        file.
+        """
         ...
 
     def close(self) -> None: ...
 
 
 class WriteFile(Protocol):
-    """A regular file opened for positioned writing."""
+    """Regular file opened for positioned writing."""
 
     def write(self, data: memoryview, offset: int) -> None:
-        """Writes all of ``data`` at ``offset``. Safe from several threads at once."""
+        """Write all of ``data`` at ``offset``. Thread-safe."""
         ...
 
     def reserve(self, size_bytes: int) -> None:
-        """Takes room for so many bytes now, where the file system can: writing is then faster,
-        and a full disk is noticed before. The file may be longer afterwards.
+        """Allocate space for ``size_bytes`` now, if the file system supports it. Writing is then
+        faster, and a full disk is noticed early. The file may be longer afterwards.
 
         Raises:
-            OSError: ENOSPC or EDQUOT: there is no such room; nothing of it is taken.
+            OSError: ENOSPC or EDQUOT: not enough space; nothing stays allocated.
         """
         ...
 
     def truncate(self, size_bytes: int) -> None: ...
 
     def sync(self) -> None:
-        """Returns when the bytes (not the name) are durable."""
+        """Return when the bytes (not the name) are durable."""
         ...
 
     def close(self) -> None: ...
@@ -86,51 +87,52 @@ class FileSystem(Protocol):
     """Files and directories, private by default: directories 0700, files 0600."""
 
     def create(self, path: PurePath, *, direct: bool = False) -> WriteFile:
-        """Creates a file that must not exist yet.
+        """Create a file that must not exist yet.
 
         Args:
-            direct: bypass the page cache for aligned writes where the file system can.
+            path: path of the file.
+            direct: bypass the page cache for aligned writes if the file system supports it.
         """
         ...
 
     def reuse(self, path: PurePath, *, direct: bool = False) -> WriteFile | None:
-        """Opens an existing file for overwriting if nobody else can be looking at it.
+        """Open an existing file for overwriting if no other process can be reading it.
 
-        Returns None, and changes nothing, when any other process (or this one) has it open
-        or mapped, when it has other hard links, or when that cannot be determined.
+        Return None, and change nothing, if any process (including this one) has it open or mapped,
+        if it has other hard links, or if that cannot be determined.
         """
         ...
 
     def open(self, path: PurePath, *, direct: bool = False) -> ReadFile:
-        """Opens a regular file for reading; refuses symbolic links (ELOOP) and the rest."""
+        """Open a regular file for reading; refuse symbolic links (ELOOP) and special files."""
         ...
 
     def rename(self, source: PurePath, target: PurePath) -> None:
-        """Renames atomically, replacing ``target``."""
+        """Rename atomically, replacing ``target``."""
         ...
 
     def link(self, source: PurePath, target: PurePath) -> None:
-        """Gives a file a second name; FileExistsError if ``target`` exists."""
+        """Give a file a second name; FileExistsError if ``target`` exists."""
         ...
 
     def unlink(self, path: PurePath) -> None: ...
 
     def make_dir(self, path: PurePath) -> None:
-        """Makes one directory; FileExistsError if there is something of that name."""
+        """Make one directory; FileExistsError if the name exists."""
         ...
 
     def remove_dir(self, path: PurePath) -> None:
-        """Removes an empty directory."""
+        """Remove an empty directory."""
         ...
 
     def sync_dir(self, path: PurePath) -> None:
-        """Returns when the names in the directory are durable."""
+        """Return when the names in the directory are durable."""
         ...
 
     def scan(self, path: PurePath) -> list[DirEntry]:
-        """The names in a directory, sorted; FileNotFoundError if it is not there."""
+        """Return the names in a directory, sorted; FileNotFoundError if it does not exist."""
         ...
 
     def free_bytes(self, path: PurePath) -> int:
-        """Bytes that this user may still write on the file system of ``path``."""
+        """Return the bytes that this user may still write on the file system of ``path``."""
         ...

@@ -1,7 +1,7 @@
-"""Files that are locked while their owner lives: ``flock``, which ends with the process.
+"""Files locked during the lifetime of their owner with ``flock``, which ends with the process.
 
-The lock belongs to the file, not to its name. Whoever deletes such a file holds the lock,
-and whoever has got the lock looks whether the name still leads to the file: so two
+The lock belongs to the file, not to its name. A process that deletes such a file holds its lock,
+and a process that has got a lock checks that the name still leads to the locked file. So two
 processes never hold "the same" lock on two files.
 """
 
@@ -17,10 +17,10 @@ from pathlib import PurePath
 
 try:
     import fcntl
-except ImportError:  # not a POSIX system; the command line says so before anything else
+except ImportError:  # not a POSIX system; the command line refuses it first
     fcntl = None  # type: ignore[assignment]
 
-__all__ = ["LockedFile", "file_identity", "held_alone", "lock_file", "same_file"]
+__all__ = ["LockedFile", "file_identity", "lock_file", "same_file", "try_lock"]
 
 _LOOK_AGAIN_S = 0.01
 _REPLACED_MAX = 100
@@ -28,11 +28,11 @@ _WOULD_BLOCK = (errno.EAGAIN, errno.EACCES)
 
 
 class LockedFile:
-    """A regular file that this process holds locked. Made by :func:`lock_file`.
+    """Regular file locked by this process. Made by :func:`lock_file`.
 
     Attributes:
-        fd: its descriptor, close-on-exec.
-        identity: device and inode: tells the file from others of the same name.
+        fd: descriptor, close-on-exec.
+        identity: device and inode, which distinguish the file from others of the same name.
     """
 
     def __init__(self, path: PurePath, fd: int) -> None:
@@ -43,36 +43,36 @@ class LockedFile:
 
     @property
     def is_current(self) -> bool:
-        """Whether the name still leads to this file."""
+        """True if the name still leads to this file."""
         return file_identity(self.path) == self.identity
 
     def replace(self, data: bytes) -> None:
-        """Makes ``data`` all of the contents."""
+        """Replace the contents of the file by ``data``."""
         os.ftruncate(self.fd, 0)
         while data:
             data = data[os.write(self.fd, data) :]
 
     def share(self, timeout_s: float) -> bool:
-        """Turns the lock into a shared one; False if that took too long, or the name is gone.
+        """Convert the lock into a shared one; return False on timeout or if the name was removed.
 
-        The kernel gives the old lock up first: in between another process may come and go.
+        The kernel releases the old lock first: another process may hold the lock in between.
         """
         return _lock(self.fd, True, time.monotonic() + timeout_s) and self.is_current
 
     def put_at(self, fds: Iterable[int]) -> None:
-        """From now on ``fds`` (1 and 2, say) lead here, and hold the lock; closes this object."""
+        """Make ``fds`` (e.g. 1 and 2) refer to the file and hold its lock; close this object."""
         for fd in fds:
             os.dup2(self.fd, fd)
         self.close()
 
     def unlink(self) -> None:
-        """Removes the name, if it leads here."""
+        """Remove the name if it leads to this file."""
         if self.is_current:
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(self.path)
 
     def release(self) -> None:
-        """Unlocks and closes, also for forked children that have inherited the descriptor."""
+        """Unlock and close, also for forked children that have inherited the descriptor."""
         fd = self.fd
         self.fd = -1
         if fd >= 0:
@@ -82,7 +82,7 @@ class LockedFile:
                 os.close(fd)
 
     def close(self) -> None:
-        """Closes only: a process that was given the descriptor goes on holding the lock."""
+        """Close without unlocking: a process that inherited the descriptor keeps the lock."""
         fd = self.fd
         self.fd = -1
         if fd >= 0:
@@ -92,13 +92,15 @@ class LockedFile:
 def lock_file(
     path: PurePath, *, shared: bool = False, create: bool = True, timeout_s: float = 0.0
 ) -> LockedFile | None:
-    """Locks the file at ``path``; None when somebody else holds it until ``timeout_s``.
+    """Lock the file at ``path``; return None if another process holds it until ``timeout_s``.
 
-    Writes through the descriptor go to the end of the file.
+    Writes through the descriptor append.
 
     Args:
-        shared: a lock that several processes can hold together.
-        create: make the file, 0600, if it is not there.
+        path: path of the file.
+        shared: take a lock that several processes can hold.
+        create: create the file with mode 0600 if it does not exist.
+        timeout_s: seconds to wait for the lock.
 
     Raises:
         OSError: FileNotFoundError without ``create``; ELOOP for a symbolic link.
@@ -110,17 +112,20 @@ def lock_file(
             if not _lock(fd, shared, deadline_s):
                 os.close(fd)
                 return None
+            # The file may have been deleted or replaced before the lock was granted: check.
             if file_identity(path) == _identity(os.fstat(fd)):
                 return LockedFile(path, fd)
         except BaseException:
             os.close(fd)
             raise
-        os.close(fd)  # deleted, or replaced by another, before we had the lock
-    raise OSError(errno.EBUSY, "the file is replaced again and again", os.fspath(path))
+        os.close(fd)
+    raise OSError(
+        errno.EBUSY, "the file keeps being replaced while it is being locked", os.fspath(path)
+    )
 
 
 def file_identity(path: PurePath) -> tuple[int, int] | None:
-    """Device and inode of what ``path`` leads to, links not followed; None if nothing is there."""
+    """Return device and inode of ``path``, links not followed; None if it does not exist."""
     try:
         return _identity(os.stat(path, follow_symlinks=False))
     except FileNotFoundError:
@@ -128,15 +133,17 @@ def file_identity(path: PurePath) -> tuple[int, int] | None:
 
 
 def same_file(fd: int, path: PurePath) -> bool:
-    """Whether ``path`` leads to the file that ``fd`` has open."""
+    """Return True if ``path`` leads to the file that ``fd`` has open."""
     try:
         return _identity(os.fstat(fd)) == file_identity(path)
     except OSError:  # no such descriptor
         return False
 
 
-def held_alone(fd: int) -> bool:
-    """Whether nobody else has a lock on the file that ``fd`` has open; takes it if so."""
+def try_lock(fd: int) -> bool:
+    """Take the exclusive lock on the file of ``fd`` without waiting; return False if another
+    process holds a lock.
+    """
     try:
         return _lock(fd, False, 0.0)
     except OSError:
@@ -144,6 +151,7 @@ def held_alone(fd: int) -> bool:
 
 
 def _open(path: PurePath, create: bool) -> int:
+    # O_NONBLOCK: opening a FIFO of this name must not hang.
     flags = os.O_RDWR | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
     fd = os.open(path, flags | (os.O_CREAT if create else 0), 0o600)
     if not stat.S_ISREG(os.fstat(fd).st_mode):
@@ -153,6 +161,7 @@ def _open(path: PurePath, create: bool) -> int:
 
 
 def _lock(fd: int, shared: bool, deadline_s: float) -> bool:
+    # Poll: a blocking flock cannot have a timeout without signals.
     kind = fcntl.LOCK_SH if shared else fcntl.LOCK_EX
     while True:
         try:

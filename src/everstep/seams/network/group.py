@@ -1,5 +1,6 @@
-"""The processes that train together, as ``torch.distributed`` knows them: who they are, and a
-few bytes from each to all. Everything else they say goes through mailboxes."""
+"""Ranks of a job through ``torch.distributed``: their number, and exchanges of a few bytes. All
+other messages between ranks use mailboxes.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ import torch.distributed as dist
 
 from everstep.errors import DeadlineError, StateError
 
-__all__ = ["Group", "TorchGroup", "group_of_job", "keeps_store_over_restarts"]
+__all__ = ["Group", "TorchGroup", "group_of_job", "store_survives_restarts"]
 
 _LOOPBACK = ("localhost", "127.0.0.1", "::1")
 _BYTE = torch.uint8
@@ -30,27 +31,29 @@ class Group(Protocol):
     host: str
 
     def exchange(self, what: str, data: bytes) -> list[bytes]:
-        """What every rank gives, by rank.
+        """Return the data of every rank, by rank.
 
         Args:
-            what: all ranks are doing, for the error.
+            what: activity of all ranks, for the error message.
+            data: bytes of this rank.
 
         Raises:
-            DeadlineError: some rank does not take part.
+            DeadlineError: a rank does not take part.
         """
         ...
 
     def begin_any(self, what: str, mine: bool) -> Callable[[], bool]:
-        """Begins to ask whether any rank says yes, and waits for nobody. What it returns waits for
-        the answer, and raises as :meth:`exchange` does; the next exchange waits for it, too."""
+        """Start a query if any rank answers True, without waiting. The returned function waits for
+        the answer and raises as :meth:`exchange` does; the next exchange waits for it, too.
+        """
         ...
 
 
 class TorchGroup:
-    """The ranks of ``torch.distributed``'s default group, over gloo.
+    """Ranks of ``torch.distributed``'s default group, over gloo.
 
     Args:
-        timeout_s: a rank that does not take part for so long is reported.
+        timeout_s: time after which a rank that does not take part is reported.
 
     Attributes:
         host: address of this machine at which the other ranks can reach it.
@@ -65,7 +68,7 @@ class TorchGroup:
         self.host = _own_address()
         self._timeout = timedelta(seconds=timeout_s)
         what = "make a Checkpointer"
-        if dist.get_backend() == "gloo":  # else nobody can say which rank is silent
+        if dist.get_backend() == "gloo":  # only gloo's barrier names the missing ranks
             self._meet(what, None)
         self._group = self._deadline(
             what, lambda: dist.new_group(backend="gloo", timeout=self._timeout)
@@ -73,31 +76,32 @@ class TorchGroup:
         self._begun: Callable[[], bool] | None = None
 
     def exchange(self, what: str, data: bytes) -> list[bytes]:
-        """What every rank gives, by rank."""
+        """Return the data of every rank, by rank."""
         begun = self._begun
         self._begun = None
         if begun is not None:
-            begun()  # or gloo would take what ranks say here for an answer to that
+            # gloo matches operations by order: finish the pending one first.
+            begun()
         self._meet(what, self._group)
         found: list[bytes] = self._deadline(what, lambda: self._gather(data))
         return found
 
     def begin_any(self, what: str, mine: bool) -> Callable[[], bool]:
-        """Begins to ask whether any rank says yes: a byte, which gloo's own threads hand round."""
+        """Start an all-reduce of one byte (the maximum), which gloo runs in its own threads."""
         answer = torch.tensor([mine], dtype=_BYTE, device="cpu")
         how: dict[str, Any] = {"op": dist.ReduceOp.MAX, "group": self._group, "async_op": True}
         work = self._deadline(what, lambda: dist.all_reduce(answer, **how))
 
-        def heard() -> bool:
+        def wait_for_answer() -> bool:
             self._begun = None
             self._deadline(what, work.wait)
             return bool(answer.item())
 
-        self._begun = heard
-        return heard
+        self._begun = wait_for_answer
+        return wait_for_answer
 
     def _gather(self, data: bytes) -> list[bytes]:
-        """In one round where all of them say little: rounds are what ranks wait for."""
+        """Gather the data of all ranks in one round if it is short: rounds dominate the time."""
         begins = self._round(len(data).to_bytes(_SIZE_BYTES, "little") + data, _ROUND_BYTES)
         sizes = [int.from_bytes(one[:_SIZE_BYTES], "little") for one in begins]
         found = [one[_SIZE_BYTES:] for one in begins]
@@ -108,7 +112,7 @@ class TorchGroup:
         return [one[:size] for one, size in zip(found, sizes, strict=True)]
 
     def _round(self, data: bytes, size_bytes: int) -> list[bytes]:
-        """The first ``size_bytes`` of what each rank gives, filled up where it is less."""
+        """Gather the first ``size_bytes`` of each rank's data, padded with zeros."""
         mine = torch.frombuffer(bytearray(data[:size_bytes].ljust(size_bytes, b"\0")), dtype=_BYTE)
         found = [torch.empty(size_bytes, dtype=_BYTE, device="cpu") for _ in range(self.world)]
         dist.all_gather(found, mine, group=self._group)
@@ -132,37 +136,39 @@ class TorchGroup:
             ) from error
 
 
-def keeps_store_over_restarts() -> bool:
-    """Return whether torchrun may restart the ranks and its agent keeps one store over all
-    restarts. gloo looks for the addresses of ranks under the same keys each time, and finds those
-    of the ranks that were killed."""
+def store_survives_restarts() -> bool:
+    """Return True if torchrun may restart the ranks and its agent keeps one store over all
+    restarts. gloo then looks for the ranks' addresses under the same keys each time and finds those
+    of the killed ranks.
+    """
     left = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")
     kept = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True)
     return kept and left.isdecimal() and int(left) > 0
 
 
 def group_of_job(timeout_s: float) -> Group | None:
-    """The ranks that this process trains with; None: it trains alone.
+    """Return the ranks that train with this process; None if it trains by itself.
 
     Raises:
-        StateError: it was started as one of several, and cannot know the others yet.
-        DeadlineError: some rank does not take part.
+        StateError: it was started as one of several ranks, and torch.distributed is not
+            initialised.
+        DeadlineError: a rank does not take part.
     """
     if dist.is_available() and dist.is_initialized():
         return TorchGroup(timeout_s) if dist.get_world_size() > 1 else None
     world = os.environ.get("WORLD_SIZE", "")
     if world.isdigit() and int(world) > 1:
         raise StateError(
-            f"WORLD_SIZE={world}, and torch.distributed is not initialised: this process cannot "
-            "know the other ranks of its job",
+            f"WORLD_SIZE={world}, but torch.distributed is not initialised: the other ranks of "
+            "this job are unknown",
             hint="call torch.distributed.init_process_group() before making a Checkpointer; or "
-            "unset WORLD_SIZE, if this process trains alone",
+            "unset WORLD_SIZE, if this process trains by itself",
         )
     return None
 
 
 def _own_address() -> str:
-    """Of the interface that leads to the job's rank 0."""
+    """Return the address of the interface that leads to rank 0 of the job."""
     master = os.environ.get("MASTER_ADDR", "127.0.0.1")
     if master in _LOOPBACK:
         return "127.0.0.1"
@@ -171,5 +177,5 @@ def _own_address() -> str:
         with socket.socket(family, kind) as probe:
             probe.connect(address)  # sends nothing
             return str(probe.getsockname()[0])
-    except OSError:  # then gloo has found another way, on this machine
+    except OSError:  # no route: all ranks are on this machine
         return "127.0.0.1"

@@ -1,8 +1,8 @@
-"""Unix stream sockets that pass descriptors, and know who is at the other end.
+"""Unix stream sockets that pass file descriptors and identify the process at the other end.
 
-Everything here is non-blocking: waiting is :meth:`UnixStream.wait`, which has a timeout.
-Children made by ``os.fork()`` (data-loader workers) get no stream of their parent's: else
-the other side would not see the end of the parent as long as a child lives.
+All operations are non-blocking; :meth:`UnixStream.wait` waits with a timeout. Children made by
+``os.fork()`` (data-loader workers) do not keep their parent's streams: otherwise the other side
+would not notice the end of the parent while a child lives.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from pathlib import PurePath
 __all__ = [
     "FDS_MAX",
     "SOCKET_PATH_BYTES_MAX",
-    "Peer",
+    "PeerProcess",
     "UnixStream",
     "accept_stream",
     "close_descriptors",
@@ -34,10 +34,10 @@ __all__ = [
 ]
 
 FDS_MAX = 16
-"""Descriptors that one message can carry."""
+"""Maximum number of descriptors in one message."""
 
 SOCKET_PATH_BYTES_MAX = 107
-"""Of a socket's path; the kernel's field has 108, the last of which is zero."""
+"""Maximum length of a socket's path: the kernel's field has 108 bytes, with a final zero."""
 
 _WAIT_S_MAX = 1000.0
 _BACKLOG = 64
@@ -49,13 +49,13 @@ _CLOSE_ON_EXEC: int = getattr(socket, "MSG_CMSG_CLOEXEC", 0)
 
 
 @dataclass(frozen=True, slots=True)
-class Peer:
-    """The process at the other end of a connection, as the kernel knows it.
+class PeerProcess:
+    """Process at the other end of a connection, as reported by the kernel.
 
     Attributes:
-        pid: of the process that connected or listened; 0 if it is not visible from here
-            (another container).
-        uid: its user then.
+        pid: PID of the process that connected or listened; 0 if not visible from here (another
+            container).
+        uid: its user at that time.
     """
 
     pid: int
@@ -63,13 +63,13 @@ class Peer:
 
 
 class UnixStream:
-    """One connected stream.
+    """Connected stream.
 
     Attributes:
-        lost: whether this process was forked from the one that has the stream.
+        lost: True if this process was forked from the one that has the stream.
 
     Raises:
-        OSError: whatever the system said, by any method.
+        OSError: any method: the error of the operating system.
     """
 
     def __init__(self, connected: socket.socket) -> None:
@@ -79,13 +79,13 @@ class UnixStream:
         _streams.add(self)
 
     def fileno(self) -> int:
-        """The descriptor, for ``select``; -1 once it is closed."""
+        """Return the descriptor, for ``select``; -1 once it is closed."""
         return self._socket.fileno()
 
     def send_some(self, data: memoryview, fds: Sequence[int] = ()) -> int:
-        """Sends what there is room for and returns its size; descriptors go with the first byte.
+        """Send as much of ``data`` as fits and return its size; descriptors go with the first byte.
 
-        Returns 0, and has sent no descriptor, when there is no room.
+        Return 0, with no descriptor sent, if the buffer is full.
         """
         control = []
         if fds:
@@ -96,11 +96,12 @@ class UnixStream:
             return 0
 
     def receive_some(self, size_bytes: int, fds: list[int] | None) -> bytes | None:
-        """What is there, at most ``size_bytes``; ``b""`` at the end; None if nothing is there.
+        """Return received bytes, at most ``size_bytes``; ``b""`` at the end; None if nothing has
+        arrived.
 
         Args:
-            fds: receives the descriptors that came along, all close-on-exec. With None they
-                are discarded.
+            size_bytes: maximum size.
+            fds: list that receives descriptors, all close-on-exec. With None they are discarded.
         """
         try:
             if fds is None:
@@ -118,46 +119,46 @@ class UnixStream:
             fds.clear()
             raise OSError(
                 errno.EMFILE,
-                f"descriptors were lost on the way: more than {FDS_MAX}, or too many open files",
+                f"received descriptors were dropped: more than {FDS_MAX}, or too many open files",
             )
         return data
 
     def wait(self, *, write: bool, timeout_s: float) -> bool:
-        """Waits until something can be received (or sent), or the other side is gone."""
+        """Wait until data can be received (or sent), or the other side has closed."""
         descriptor = self.fileno()
         if descriptor < 0:
             return True
         return _ready(descriptor, select.POLLOUT if write else select.POLLIN, timeout_s)
 
-    def peer(self) -> Peer:
-        """Who is at the other end."""
+    def peer(self) -> PeerProcess:
+        """Return the process at the other end."""
         if not hasattr(socket, "SO_PEERCRED"):
-            raise OSError(errno.ENOTSUP, "this system does not tell who is at the other end")
+            raise OSError(errno.ENOTSUP, "this system cannot identify the process at the other end")
         found = self._socket.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
         pid, uid, _ = _CREDENTIALS.unpack(found)
-        return Peer(pid, uid)
+        return PeerProcess(pid, uid)
 
     def shutdown(self) -> None:
-        """Ends both directions; whoever waits, here or there, wakes up."""
+        """End both directions, which wakes waiting threads on both sides."""
         with contextlib.suppress(OSError):  # it has ended already
             self._socket.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
-        """Closes the descriptor; does not wake other threads, so shut down first."""
+        """Close the descriptor. Does not wake other threads, so shut down first."""
         self._socket.close()
 
 
 def stream_pair() -> tuple[UnixStream, UnixStream]:
-    """Two streams connected with each other, in this process."""
+    """Return two streams connected with each other, in this process."""
     one, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
     return UnixStream(one), UnixStream(other)
 
 
 def listen_at(path: PurePath) -> socket.socket:
-    """Listens at ``path``, which is replaced; for this user only.
+    """Listen at ``path``, replacing it; for this user only.
 
-    The name appears when connections are accepted, not before: made under another name
-    (the suffix becomes ``.tmp``) and renamed.
+    The name appears only when connections are accepted: the socket is made under another name
+    (suffix ``.tmp``) and renamed.
     """
     temporary = path.with_suffix(".tmp")
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -165,6 +166,7 @@ def listen_at(path: PurePath) -> socket.socket:
         with contextlib.suppress(FileNotFoundError):
             os.unlink(temporary)
         listener.bind(os.fspath(temporary))
+        # Before listen and rename: no other user may ever connect.
         os.chmod(temporary, 0o600)
         listener.listen(_BACKLOG)
         listener.setblocking(False)
@@ -178,22 +180,22 @@ def listen_at(path: PurePath) -> socket.socket:
 
 
 def accept_stream(listener: socket.socket, timeout_s: float) -> UnixStream | None:
-    """The next connection; None when there is none within ``timeout_s``."""
+    """Return the next connection; None if there is none within ``timeout_s``."""
     if not _ready(listener.fileno(), select.POLLIN, timeout_s):
         return None
     try:
         connected, _ = listener.accept()
-    except (BlockingIOError, ConnectionAbortedError):  # it has gone again
+    except (BlockingIOError, ConnectionAbortedError):  # closed before it was accepted
         return None
     return UnixStream(connected)
 
 
 def connect_stream(path: PurePath) -> UnixStream:
-    """Connects at once or not at all.
+    """Connect without waiting.
 
     Raises:
-        OSError: FileNotFoundError and ConnectionRefusedError when nobody listens,
-            BlockingIOError when too many connections wait to be accepted.
+        OSError: FileNotFoundError and ConnectionRefusedError if nobody listens, BlockingIOError if
+            the queue of connections is full.
     """
     connected = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
@@ -206,12 +208,12 @@ def connect_stream(path: PurePath) -> UnixStream:
 
 
 def own_uid() -> int:
-    """The user that this process acts for."""
+    """Return the effective user of this process."""
     return os.geteuid()
 
 
 def close_descriptors(fds: Iterable[int]) -> None:
-    """Closes descriptors that were received."""
+    """Close received descriptors."""
     for fd in fds:
         with contextlib.suppress(OSError):
             os.close(fd)
@@ -229,7 +231,7 @@ _streams: weakref.WeakSet[UnixStream] = weakref.WeakSet()
 
 
 def _lose_all() -> None:
-    """In a forked child: closes, without a word to the other side."""
+    """Close all streams in a forked child, without sending anything."""
     for stream in list(_streams):
         stream.lost = True
         with contextlib.suppress(OSError):

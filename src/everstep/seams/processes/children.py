@@ -1,4 +1,4 @@
-"""Child processes for what can wait: they yield to everybody, and never outlive their parent."""
+"""Low-priority child processes for background work; they never outlive their parent."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from everstep.seams.processes.processes import portable_environment
 
-__all__ = ["Child", "Ended", "yield_to_all"]
+__all__ = ["Child", "Ended", "yield_resources"]
 
 _PR_SET_PDEATHSIG = 1
 _NICEST = 19
@@ -24,13 +24,14 @@ _NO_DEVICES = {"CUDA_VISIBLE_DEVICES": ""}
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """How a child has ended.
+    """Outcome of a child process.
 
     Attributes:
-        status: its exit status; negative: minus the signal that ended it.
-        output, words: what it wrote to standard output, and to standard error.
-        cpu_s: processor time that it took.
-        late: whether it was killed because its time was over.
+        status: exit status; negative: minus the signal that ended it.
+        output: bytes of standard output.
+        words: text of standard error.
+        cpu_s: processor time used, in seconds.
+        late: True if it was killed at the timeout.
     """
 
     status: int
@@ -41,16 +42,17 @@ class Ended:
 
 
 class Child:
-    """A Python program beside this process; it must call :func:`yield_to_all` first of all.
+    """Python program run as a child; it must call :func:`yield_resources` first.
 
-    The thread that makes one must live as long as it does: to the kernel that thread is the
-    parent whose death ends it.
+    The thread that creates the child must outlive it: the kernel kills the child at the death of
+    that thread (PR_SET_PDEATHSIG).
 
     Args:
-        module: run as ``python -m module``.
+        module: module to run as ``python -m module``.
+        arguments: further arguments.
 
     Raises:
-        OSError: it cannot be started.
+        OSError: the process cannot be started.
     """
 
     def __init__(self, module: str, arguments: Sequence[str]) -> None:
@@ -68,7 +70,7 @@ class Child:
         self.pid = self._process.pid
 
     def wait(self, timeout_s: float) -> Ended:
-        """Returns when it has ended; it is killed after ``timeout_s``."""
+        """Wait until the child has ended; kill it after ``timeout_s``."""
         late = False
         try:
             output, words = self._process.communicate(timeout=timeout_s)
@@ -76,34 +78,40 @@ class Child:
             late = True
             self.kill()
             output, words = self._process.communicate()
-        said = words.decode(errors="replace").strip()
-        took_s = _children_s() - self._before_s
-        return Ended(self._process.returncode, output, said, took_s, late)
+        return Ended(
+            status=self._process.returncode,
+            output=output,
+            words=words.decode(errors="replace").strip(),
+            cpu_s=_children_s() - self._before_s,
+            late=late,
+        )
 
     def kill(self) -> None:
-        """Ends it at once, if it has not ended yet."""
+        """Kill the child if it is still running."""
         self._process.kill()
 
 
-def yield_to_all(parent: int) -> None:
-    """In the child: ends with its parent; takes processor and disk only when nobody else wants
-    them, and is the first to go when memory runs out.
+def yield_resources(parent: int) -> None:
+    """Call in the child: end with the parent, use processor and disk only when idle, and be the
+    first process to be killed when memory runs out.
 
     Args:
-        parent: number of the process that started this one. If that is gone already, so is this.
+        parent: PID of the process that started this one. If that has ended already, exit.
     """
-    with contextlib.suppress(AttributeError):  # not Linux: it ends with its work
+    with contextlib.suppress(AttributeError):  # not Linux: the child ends with its work
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    # The parent may have died before prctl took effect.
     if os.getppid() != parent:
         os._exit(1)
     os.nice(_NICEST)
-    with contextlib.suppress(AttributeError, OSError):  # SCHED_IDLE: the disk's idle class, too
+    # SCHED_IDLE also puts the process into the disk's idle class.
+    with contextlib.suppress(AttributeError, OSError):
         os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
     with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "wb") as file:
         file.write(_FIRST_TO_GO)
 
 
 def _children_s() -> float:
-    """Processor time of all children that have ended."""
+    """Return the processor time of all ended children."""
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
     return used.ru_utime + used.ru_stime

@@ -1,12 +1,13 @@
-"""Conditions and futures of which an interrupt leaves no lock taken.
+"""Conditions and futures that never stay locked after an interrupt.
 
-``with threading.Condition():`` runs Python code between taking the lock and entering the block,
-and again between leaving it and letting go. A Ctrl-C in the training thread that arrives there
-leaves the lock taken for ever, and a thread that needs it next hangs. Here ``with`` finds the
-lock's own methods, which are C code: signals are looked for behind them, where the block has
-begun, or is over.
+``with threading.Condition():`` runs Python code between taking the lock and entering the block, and
+again between leaving the block and releasing the lock. A Ctrl-C in the training thread at that
+point leaves the lock taken forever, and the next thread that needs it hangs. Here ``with`` finds
+the lock's own methods, which are C code: signals are handled after them, when the block has begun
+or is over.
 
-Whoever waits here for a stated time waits as long as this process runs (:mod:`.running`).
+Waits with a timeout count only the time during which this process runs
+(:mod:`everstep.seams.clock`).
 """
 
 from __future__ import annotations
@@ -18,15 +19,15 @@ from concurrent.futures import CancelledError, Future
 from concurrent.futures import TimeoutError as FutureTimeout
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from everstep.seams.processes.running import Allowance
+from everstep.seams.clock import WaitBudget
 
-__all__ = ["Condition", "Outcome", "all_over", "is_over"]
+__all__ = ["Condition", "Outcome", "wait_all", "wait_done"]
 
 _T = TypeVar("_T")
 
 
 class Condition(threading.Condition):
-    """A condition for which the training thread may wait."""
+    """Condition that the training thread may wait for."""
 
     if not TYPE_CHECKING:
         __enter__ = property(lambda self: self._lock.__enter__)
@@ -35,28 +36,30 @@ class Condition(threading.Condition):
     def wait_for(self, predicate: Callable[[], _T], timeout: float | None = None) -> _T:
         if timeout is None:
             return super().wait_for(predicate)
-        allowance = Allowance(timeout)
+        allowance = WaitBudget(timeout)
         while not (found := predicate()) and allowance.left_s:
             allowance.spend(self.wait)
         return found
 
 
 class Outcome(Future[_T]):
-    """A future that the training thread may ask."""
+    """Future that the training thread may wait for."""
 
     def __init__(self) -> None:
         super().__init__()
         self._condition: Any = Condition()
 
 
-def is_over(future: Future[Any], timeout_s: float) -> bool:
-    """Waits until it has ended, well or badly; False: it has not within ``timeout_s``."""
-    return all_over([future], timeout_s)
+def wait_done(future: Future[Any], timeout_s: float) -> bool:
+    """Wait until the future is done, with a result or an exception; return False after
+    ``timeout_s``.
+    """
+    return wait_all([future], timeout_s)
 
 
-def all_over(futures: Iterable[Future[Any]], timeout_s: float) -> bool:
-    """The same of all of them together."""
-    allowance = Allowance(timeout_s)
+def wait_all(futures: Iterable[Future[Any]], timeout_s: float) -> bool:
+    """Wait until all futures are done; return False after ``timeout_s`` in total."""
+    allowance = WaitBudget(timeout_s)
     for future in futures:
 
         def wait(slice_s: float, future: Future[Any] = future) -> None:

@@ -1,4 +1,4 @@
-"""Processes: starting one that nobody owns, watching one that is nobody's child."""
+"""Start detached processes, watch processes that are not children, limits and processor cores."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from pathlib import Path, PurePath
 
 try:
     import resource
-except ImportError:  # not a POSIX system; the command line says so before anything else
+except ImportError:  # not a POSIX system; the command line refuses it first
     resource = None  # type: ignore[assignment]
 
 __all__ = [
@@ -25,10 +25,10 @@ __all__ = [
     "configured_cores",
     "descriptors_max",
     "detach_from_parent",
-    "has_open",
+    "has_file_open",
     "open_pidfd",
     "portable_environment",
-    "process_gone",
+    "process_ended",
     "raise_descriptor_limit",
     "set_affinity",
     "start_detached",
@@ -42,9 +42,9 @@ _INSTALLED = ("site-packages", "dist-packages")
 
 
 def open_pidfd(pid: int) -> int | None:
-    """A descriptor that becomes readable when the process ends, whoever its parent is.
+    """Return a descriptor that becomes readable when the process ends; it need not be a child.
 
-    Returns None where the kernel has no such thing (before Linux 5.3, some sandboxes).
+    Return None if the kernel has no pidfd (before Linux 5.3, some sandboxes).
 
     Raises:
         ProcessLookupError: there is no such process.
@@ -62,15 +62,15 @@ def open_pidfd(pid: int) -> int | None:
 
 
 class PidWatch:
-    """Follows one process, and never another one that gets its number later.
+    """Watch one process, never a later one with the same number.
 
-    Ended means that it runs no more; it does not matter whether its parent has heard of it.
+    A process counts as ended when it no longer runs, even if its parent has not reaped it yet.
 
     Args:
-        pid: need not be a child. If it does not exist, it counts as gone.
+        pid: PID, not necessarily of a child. A missing process counts as ended.
 
     Attributes:
-        pid: as given.
+        pid: the given PID.
     """
 
     def __init__(self, pid: int) -> None:
@@ -88,16 +88,17 @@ class PidWatch:
             self._gone = self._started is None
 
     def fileno(self) -> int | None:
-        """A descriptor that is readable once the process is gone; None where there is none."""
+        """Return a descriptor that is readable once the process has ended; None if unsupported."""
         return self._fd
 
-    def gone(self, timeout_s: float = 0.0) -> bool:
-        """Whether the process has ended, or does so within ``timeout_s``."""
+    def ended(self, timeout_s: float = 0.0) -> bool:
+        """Return True if the process has ended, or ends within ``timeout_s``."""
         deadline_s = time.monotonic() + timeout_s
         while not self._gone:
             left_s = min(max(0.0, deadline_s - time.monotonic()), _WAIT_S_MAX)
             if self._fd is not None:
-                poller = select.poll()  # not select.select, which takes no descriptor over 1023
+                # Not select.select, which is limited to descriptors below 1024.
+                poller = select.poll()
                 poller.register(self._fd, select.POLLIN)
                 self._gone = bool(poller.poll(math.ceil(1000 * left_s)))
             else:
@@ -109,12 +110,12 @@ class PidWatch:
         return self._gone
 
     def signal(self, number: int) -> bool:
-        """Sends a signal to this very process; False if it is gone.
+        """Send a signal to exactly this process; return False if it has ended.
 
         Raises:
-            PermissionError: it belongs to somebody else.
+            PermissionError: the process belongs to another user.
         """
-        if self.gone():
+        if self.ended():
             return False
         try:
             if self._fd is not None:
@@ -126,7 +127,7 @@ class PidWatch:
         return True
 
     def close(self) -> None:
-        """Ends the watch; the process goes on."""
+        """End the watch; the process continues."""
         fd = self._fd
         self._fd = None
         if fd is not None:
@@ -139,17 +140,19 @@ class PidWatch:
         self.close()
 
 
-def process_gone(pid: int, timeout_s: float = 0.0) -> bool:
-    """Whether there is no process ``pid``, or it ends within ``timeout_s``."""
+def process_ended(pid: int, timeout_s: float = 0.0) -> bool:
+    """Return True if there is no process ``pid``, or it ends within ``timeout_s``."""
     with PidWatch(pid) as watch:
-        return watch.gone(timeout_s)
+        return watch.ended(timeout_s)
 
 
-def has_open(pid: int, path: PurePath, identity: tuple[int, int]) -> bool:
-    """Whether the process has the file at ``path`` open, as far as one may see.
+def has_file_open(pid: int, path: PurePath, identity: tuple[int, int]) -> bool:
+    """Return True if the process visibly has the file at ``path`` open.
 
     Args:
-        identity: the file's device and inode.
+        pid: PID of the process.
+        path: path of the file.
+        identity: device and inode of the file.
     """
     folder = _PROC / str(pid) / "fd"
     try:
@@ -158,7 +161,7 @@ def has_open(pid: int, path: PurePath, identity: tuple[int, int]) -> bool:
         return False
     for name in descriptors:
         with contextlib.suppress(OSError):  # closed meanwhile
-            # Only a file of this name is looked at: a look at one on a hung disk would hang.
+            # Stat only files of this name: stat of a file on a hung disk would hang.
             if PurePath(os.readlink(folder / name)).name != path.name:
                 continue
             info = os.stat(folder / name)
@@ -168,7 +171,7 @@ def has_open(pid: int, path: PurePath, identity: tuple[int, int]) -> bool:
 
 
 def _start_time(pid: int) -> str | None:
-    """When the process started, as the kernel counts; None if it is gone or a zombie."""
+    """Return the start time of a process in kernel ticks; None if it has ended or is a zombie."""
     try:
         fields = (_PROC / str(pid) / "stat").read_bytes().rpartition(b")")[2].split()
     except OSError:
@@ -180,7 +183,7 @@ def _start_time(pid: int) -> str | None:
 
 
 def descriptors_max() -> int | None:
-    """Return how many file descriptors this process may have (``ulimit -n``); None: no limit."""
+    """Return the limit of file descriptors (``ulimit -n``); None: no limit."""
     if resource is None:
         return None
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -202,14 +205,14 @@ def raise_descriptor_limit() -> None:
 def start_detached(
     command: Sequence[str], *, output: int, environment: Mapping[str, str], timeout_s: float
 ) -> int | None:
-    """Starts a program that is nobody's child; it must call :func:`detach_from_parent`.
+    """Start a program that is no child of this process; it must call :func:`detach_from_parent`.
 
-    It gets a session of its own (no signal of our terminal or process group reaches it), ``/``
-    as working directory, no descriptor but 0 (nothing to read), 1 and 2 (``output``).
+    It gets its own session (no signal of this terminal or process group reaches it), ``/`` as
+    working directory, and only descriptors 0 (empty), 1 and 2 (``output``).
 
     Returns:
-        The exit status of the process in between, 0 if all is well; None, and everything
-        is killed again, when it has not detached itself within ``timeout_s``.
+        Exit status of the intermediate process, 0 on success; None if the program has not detached
+            itself within ``timeout_s``: everything is killed then.
     """
     process = subprocess.Popen(
         list(command),
@@ -225,7 +228,8 @@ def start_detached(
         return process.wait(timeout_s)
     except BaseException as error:
         with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)  # its own group, with a child if it has one
+            # The group of its own session, including a detached child.
+            os.killpg(process.pid, signal.SIGKILL)
         process.kill()
         process.wait(_KILLED_TIMEOUT_S)
         if isinstance(error, subprocess.TimeoutExpired):
@@ -234,11 +238,11 @@ def start_detached(
 
 
 def portable_environment() -> dict[str, str]:
-    """The environment for a Python that works elsewhere and must find this very package."""
+    """Return an environment in which a Python in any working directory finds this package."""
     found = dict(os.environ)
     paths = found["PYTHONPATH"].split(os.pathsep) if found.get("PYTHONPATH") else []
-    # A notebook may have put the package on its path itself. A folder of installed packages
-    # is found anyway, and would come before the standard library from here.
+    # A notebook may have put the package on sys.path itself. A site-packages folder is found
+    # anyway, and would shadow the standard library if it were on PYTHONPATH.
     home = Path(__file__).parents[3]
     if home.name not in _INSTALLED and str(home) not in paths:
         paths.insert(0, str(home))
@@ -246,15 +250,15 @@ def portable_environment() -> dict[str, str]:
         paths = [os.path.abspath(path) for path in paths]
     if paths:
         found["PYTHONPATH"] = os.pathsep.join(paths)
-    found.pop("PYTHONINSPECT", None)  # would wait for somebody to type
+    found.pop("PYTHONINSPECT", None)  # would wait for input at the end
     return found
 
 
 def detach_from_parent() -> None:
-    """Goes on in a child of this process; this process ends with status 0.
+    """Continue in a child of this process; this process ends with status 0.
 
-    The parent of the child is then init (or the nearest subreaper). To be called first of
-    all, while there is one thread.
+    The child's parent is then init (or the nearest subreaper). Call it first, while there is only
+    one thread: threads do not survive a fork.
     """
     leads = os.getsid(0) == os.getpid()
     sys.stdout.flush()
@@ -264,7 +268,7 @@ def detach_from_parent() -> None:
     if not leads:  # started by hand: start_detached has made a session before
         os.setsid()
     os.umask(0o077)
-    # What the parent had blocked or ignored is not ours.
+    # Signals that the parent blocked or ignored are inherited: restore the defaults.
     signal.pthread_sigmask(signal.SIG_SETMASK, [])
     for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
         signal.signal(number, signal.SIG_DFL)
@@ -274,14 +278,14 @@ def detach_from_parent() -> None:
 
 
 def available_cores() -> list[int]:
-    """The cores that this process may run on; numbered from 0 where the system does not say."""
+    """Return the cores that this process may run on, or all if the system does not tell."""
     if hasattr(os, "sched_getaffinity"):
         return sorted(os.sched_getaffinity(0))
     return list(range(os.cpu_count() or 1))
 
 
 def configured_cores() -> int:
-    """How many cores this machine may have, those included that are switched off."""
+    """Return the number of cores of this machine, including those switched off."""
     try:
         return max(os.sysconf("SC_NPROCESSORS_CONF"), os.cpu_count() or 1)
     except (ValueError, OSError):
@@ -289,11 +293,11 @@ def configured_cores() -> int:
 
 
 def set_affinity(cores: Iterable[int]) -> list[int]:
-    """Keeps the calling thread, and those that it starts later, on these cores.
+    """Bind the calling thread, and the threads it starts later, to ``cores``.
 
     Returns:
-        Where it may run now: cores that this machine (or container) has not are left out;
-        where the system knows no affinity, nothing changes.
+        Cores it may run on now. Cores that this machine (or container) lacks are left out; on a
+            system without affinity nothing changes.
 
     Raises:
         ValueError: none of them is available.

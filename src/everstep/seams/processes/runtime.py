@@ -1,8 +1,8 @@
-"""The folder for sockets and locks of this user's processes on this machine.
+"""Folder for sockets and locks of this user's processes on this machine.
 
-``$EVERSTEP_RUNTIME_DIR``, else ``$XDG_RUNTIME_DIR/everstep``, else ``everstep-<uid>`` in the
-folder for temporary files. Nobody else may look into it, or have made it for us: who can
-connect to a socket there gets at weights and gradients.
+``$EVERSTEP_RUNTIME_DIR``, else ``$XDG_RUNTIME_DIR/everstep``, else ``everstep-<uid>`` in the folder
+for temporary files. It must belong to this user and be private: anybody who can connect to a socket
+there can read weights and gradients.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pathlib import Path, PurePath
 
 from everstep.errors import KeeperError
 
-__all__ = ["RUNTIME_DIR_VARIABLE", "runtime_folder", "still_used"]
+__all__ = ["RUNTIME_DIR_VARIABLE", "refresh_times", "runtime_folder"]
 
 RUNTIME_DIR_VARIABLE = "EVERSTEP_RUNTIME_DIR"
 
@@ -24,23 +24,25 @@ _HINT = f"set {RUNTIME_DIR_VARIABLE} to a folder of your own, the same for all y
 
 
 def runtime_folder(*, create: bool = True) -> Path:
-    """The folder, which exists and is private if ``create``; else it may be missing.
+    """Return the folder. With ``create`` it is made if it is missing.
 
     Raises:
-        KeeperError: it cannot be made, is a symbolic link, or is not this user's alone.
+        KeeperError: it cannot be made, is a symbolic link, belongs to another user, or is open to
+            others.
     """
     path = _chosen()
     try:
         if create:
             _make(path)
+        # Check owner and mode on a descriptor: the name could be replaced between two calls.
         descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     except FileNotFoundError:
         if create:
-            raise _refused(path, "cannot be made: the folder around it is missing") from None
+            raise _refused(path, "cannot be made: its parent folder is missing") from None
         return path
     except OSError as error:
         if path.is_symlink():
-            raise _refused(path, "is a symbolic link, and is not followed") from None
+            raise _refused(path, "is a symbolic link; it is not followed") from None
         raise _refused(path, f"cannot be used: {error.strerror}") from error
     try:
         info = os.fstat(descriptor)
@@ -52,7 +54,7 @@ def runtime_folder(*, create: bool = True) -> Path:
         raise KeeperError(
             f"the runtime folder {path} is open to other users",
             path=path,
-            hint=f"chmod 700 {path}, if what is in it is yours",
+            hint=f"chmod 700 {path}, if its contents are yours",
         )
     return path
 
@@ -80,9 +82,10 @@ def _refused(path: Path, why: str) -> KeeperError:
     return KeeperError(f"the runtime folder {path} {why}", path=path, hint=_HINT)
 
 
-def still_used(paths: Iterable[PurePath]) -> None:
-    """Tells those who clean temporary folders (systemd does, of what was not touched for ten days)
-    that files, or folders, are in use. One that is gone is for others to notice."""
+def refresh_times(paths: Iterable[PurePath]) -> None:
+    """Update the times of files and folders, so that cleaners of temporary folders (systemd: ten
+    days untouched) keep them. Missing ones are skipped.
+    """
     for path in paths:
         with contextlib.suppress(OSError):
             os.utime(path, follow_symlinks=False)

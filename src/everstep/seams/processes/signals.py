@@ -1,7 +1,7 @@
-"""Signals that ask a process to end: noted, so that its loop can end at a place of its own choice.
+"""Note signals that request the end of the process, so that its loop can end at a safe place.
 
-A handler runs between any two instructions of the main thread, perhaps while that thread holds a
-lock: it notes the signal, lets the handler that was there before do its work, and nothing else.
+A handler runs between any two instructions of the main thread, possibly while that thread holds a
+lock. So it only notes the signal and calls the previous handler.
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ from typing import Any, NamedTuple
 from everstep.errors import OptionError
 from everstep.seams.clock import Clock
 
-__all__ = ["SAME_S", "Came", "SignalWatch"]
+__all__ = ["SAME_S", "ReceivedSignal", "SignalWatch"]
 
 SAME_S = 2.0
-"""Within so long after the first, a signal is the same request: where all processes of a job get
-it, those of a launcher that forwards it get it twice."""
+"""Seconds after the first signal in which a second one counts as the same request. If a signal goes
+to all processes of a job, and the launcher forwards it too, workers get it twice."""
 
 
-class Came(NamedTuple):
-    """A signal that came.
+class ReceivedSignal(NamedTuple):
+    """A received signal.
 
     Attributes:
-        name: ``"SIGTERM"``.
-        at_s: of the monotonic clock.
+        name: name, e.g. ``"SIGTERM"``.
+        at_s: time of the monotonic clock in seconds.
     """
 
     name: str
@@ -36,26 +36,27 @@ class Came(NamedTuple):
 
 
 class SignalWatch:
-    """Notes the first of some signals.
+    """Note the first of several signals.
 
-    A forked process inherits the handlers, but not the duty: there signals do what they did
-    before, and so they do here once this is closed.
+    A forked process inherits the handlers, but there the signals act as before; so they do here
+    once the watch is closed.
 
     Args:
-        names: of signals.
-        grace_s: so long after the first one, others are noted, too; then they do what they did
-            before, since nobody has cared for it.
+        names: names of signals.
+        clock: measures the time between signals.
+        grace_s: period after the first signal in which further ones are only noted. Later ones act
+            as before the watch: the request was ignored.
 
     Attributes:
-        came: the first one; None as long as there is none.
+        came: the first signal; None as long as there is none.
 
     Raises:
-        OptionError: elsewhere than in the main thread, or a handler is in place that could not be
-            put back.
+        OptionError: called outside the main thread, or a signal has a handler that could not be
+            restored.
     """
 
     def __init__(self, names: Iterable[str], clock: Clock, *, grace_s: float) -> None:
-        self.came: Came | None = None
+        self.came: ReceivedSignal | None = None
         self._numbers = [signal.Signals[name] for name in dict.fromkeys(names)]
         self._clock = clock
         self._grace_s = grace_s
@@ -66,36 +67,40 @@ class SignalWatch:
         self._check()
 
     def install(self) -> None:
-        """From now on."""
+        """Install the handlers."""
         for number in self._numbers:
-            self._earlier[number] = signal.getsignal(number)  # first: one may come at once
+            # Before the handler is installed: a signal may arrive at once.
+            self._earlier[number] = signal.getsignal(number)
             signal.signal(number, self._handle)
 
     def _check(self) -> None:
         if threading.current_thread() is not threading.main_thread():
             raise OptionError(
-                "signals can be watched for by the main thread only, and this is "
+                "signals can be watched in the main thread only, and this is "
                 f"{threading.current_thread().name!r}",
                 hint="make the Checkpointer in the main thread, or leave preempt out",
             )
         for number in self._numbers:
             if signal.getsignal(number) is None:
                 raise OptionError(
-                    f"{number.name} has a handler that is not Python's, and could not be put back",
+                    f"{number.name} has a handler that was not installed from Python and could not "
+                    "be restored",
                     hint="leave this signal out",
                 )
 
     def pass_on(self) -> None:
-        """From now on a further signal does what it did before; one that is the same request
-        (:data:`SAME_S`) still does nothing new."""
+        """Let further signals act as before the watch. A repetition of the same request
+        (:data:`SAME_S`) still does nothing.
+        """
         self._passing = True
 
     def close(self) -> None:
-        """Puts the earlier handlers back, where nobody has replaced ours since."""
+        """Restore the previous handlers, unless ours were replaced since."""
         self._passing = True
         self.came = None
         if threading.current_thread() is not threading.main_thread():
-            return  # only that one may; ours does what the earlier ones did
+            # Only the main thread may change handlers; ours acts as the previous ones from now.
+            return
         for number, earlier in self._earlier.items():
             if signal.getsignal(number) == self._handle:
                 signal.signal(number, earlier)
@@ -109,9 +114,9 @@ class SignalWatch:
         if os.getpid() != self._pid:
             self._as_before(number, frame)
         elif noted:
-            self.came = came or Came(signal.Signals(number).name, now_s)
+            self.came = came or ReceivedSignal(signal.Signals(number).name, now_s)
             earlier = self._earlier[number]
-            # That of SIGINT in any program is Python's own, which nobody has asked for.
+            # Python's default SIGINT handler, which raises KeyboardInterrupt, is not the program's.
             if callable(earlier) and earlier is not signal.default_int_handler:
                 earlier(number, frame)
         else:

@@ -1,7 +1,7 @@
-"""Daemon threads for I/O that go on working while the interpreter exits.
+"""Daemon threads for I/O that keep working while the interpreter exits.
 
-``ThreadPoolExecutor`` refuses work as soon as the main thread ends, which is exactly when
-the last base of a script that forgot ``close()`` is still being written.
+``ThreadPoolExecutor`` refuses work as soon as the main thread ends. At that moment the last base of
+a script without ``close()`` is still being written.
 """
 
 from __future__ import annotations
@@ -23,13 +23,16 @@ _Job = tuple["Future[Any]", Callable[..., Any], tuple[Any, ...]]
 
 
 class IoThreads:
-    """A fixed number of threads, started when they are first needed. They end with this object,
-    too: nobody closes what an interrupted start has made. One that was interrupted is made up for
-    by the next: there are as many seats as threads, and whoever finds none ends at once.
+    """Fixed number of threads, started on first use.
+
+    The threads also end when this object is garbage-collected, because nobody closes the objects of
+    an interrupted start. If an interrupt hits the start of the threads, the next call starts the
+    missing ones: each thread takes one of ``count`` slots, and a surplus thread finds none and
+    ends.
 
     Args:
         count: number of threads.
-        name: for people who look at a process.
+        name: prefix of the threads' names.
     """
 
     def __init__(self, count: int, name: str) -> None:
@@ -41,18 +44,18 @@ class IoThreads:
 
     @property
     def ended(self) -> int:
-        """Changes with each job that is over."""
+        """Counter that changes with each finished job."""
         return self._ended[0]
 
     def _begin(self) -> None:
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
-        self._seats = deque(range(self._count))
+        self._slots = deque(range(self._count))
         self._threads: list[threading.Thread] = []
-        self._let_go: weakref.finalize[..., Any] | None = None
+        self._finalizer: weakref.finalize[..., Any] | None = None
         self._started = False
 
     def submit(self, function: Callable[..., _T], *args: Any) -> Future[_T]:
-        """Runs ``function(*args)`` in one of the threads."""
+        """Run ``function(*args)`` in one of the threads."""
         if not self._started:
             self._start()
         future = Outcome[_T]()
@@ -63,13 +66,14 @@ class IoThreads:
         with self._lock:
             if self._started:
                 return
-            if self._let_go is None:
-                self._let_go = weakref.finalize(self, _end, self._jobs, self._count)
-                self._let_go.atexit = False  # what they have to do then, they do
-            for number in list(self._seats):
+            if self._finalizer is None:
+                self._finalizer = weakref.finalize(self, _end, self._jobs, self._count)
+                # At exit the threads must finish their work, not end.
+                self._finalizer.atexit = False
+            for number in list(self._slots):
                 thread = threading.Thread(
                     target=_work,
-                    args=(self._jobs, self._seats, self._ended),
+                    args=(self._jobs, self._slots, self._ended),
                     name=f"{self._name}-{number}",
                     daemon=True,
                 )
@@ -78,14 +82,14 @@ class IoThreads:
             self._started = True
 
     def close(self, timeout_s: float = 5.0) -> None:
-        """Ends the threads after the work that was submitted; a hung one is left behind."""
+        """End the threads after all submitted work; abandon a hung one after ``timeout_s``."""
         with self._lock:
             threads = self._threads
             jobs = self._jobs
-            let_go = self._let_go
+            finalizer = self._finalizer
             self._begin()
-        if let_go is not None:
-            let_go.detach()
+        if finalizer is not None:
+            finalizer.detach()
             _end(jobs, self._count)
         for thread in threads:
             if thread.is_alive():
@@ -93,14 +97,14 @@ class IoThreads:
 
 
 def _end(jobs: queue.SimpleQueue[_Job | None], count: int) -> None:
-    """Ends so many threads, behind what they have to do."""
+    """End ``count`` threads after the work already queued."""
     for _ in range(count):
         jobs.put(None)
 
 
-def _work(jobs: queue.SimpleQueue[_Job | None], seats: deque[int], ended: list[int]) -> None:
+def _work(jobs: queue.SimpleQueue[_Job | None], slots: deque[int], ended: list[int]) -> None:
     try:
-        seats.popleft()
+        slots.popleft()
     except IndexError:
         return
     while (job := jobs.get()) is not None:
@@ -109,7 +113,9 @@ def _work(jobs: queue.SimpleQueue[_Job | None], seats: deque[int], ended: list[i
             continue
         try:
             future.set_result(function(*args))
-        except BaseException as error:  # handed to whoever waits for the future
+        except BaseException as error:  # raised again where the future is read
             future.set_exception(error)
-        ended[0] += 1  # of two at once perhaps one: it has changed all the same
-        del job, future, function, args  # or this thread would keep the last buffer alive
+        # Concurrent increments may be lost: it only has to change.
+        ended[0] += 1
+        # Otherwise this thread would keep the last buffer alive while it waits.
+        del job, future, function, args

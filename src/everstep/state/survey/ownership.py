@@ -387,7 +387,7 @@ def assign_owners(
         optimizers = claims.optimizers(memory.get(name))
         if kinds and optimizers:
             raise error(
-                f"{name} is declared {' and '.join(sorted(kinds))}, but it is "
+                f"{name} is declared as {' and '.join(sorted(kinds))}, but it is "
                 f"updated by {' and '.join(dict.fromkeys(optimizers))}",
                 hint="parameters and state of an optimizer are replayed; make the pattern narrower",
             )

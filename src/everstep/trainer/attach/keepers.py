@@ -35,7 +35,7 @@ from everstep.link.waiting import ignore_if_lost
 from everstep.restore.fetch.held import KeeperContents
 from everstep.run.fence import Fence
 from everstep.seams import Clock, PosixFileSystem, Seams, SystemClock
-from everstep.seams.network.peers import HeldPort, PeerMailbox
+from everstep.seams.network.mailbox import ReservedPort, TcpMailbox
 from everstep.seams.processes.conditions import Outcome
 from everstep.seams.processes.processes import available_cores
 from everstep.state.ranks.rank_info import ONE_RANK, RankInfo
@@ -176,8 +176,8 @@ class Keepers:
         self._job_session: JobSession | None = None
         # Belongs to the timeline, and outlives a keeper.
         self._fence: Fence | None = None
-        self._mailbox: PeerMailbox | None = None
-        self._port: HeldPort | None = None  # of the keeper process's mailbox
+        self._mailbox: TcpMailbox | None = None
+        self._port: ReservedPort | None = None  # of the keeper process's mailbox
         self._remote: RemoteKeeper | None = None
         self._starting: StartingKeeper | None = None
         self._listens_at: tuple[str, int] | None = None  # announced to other ranks
@@ -373,7 +373,7 @@ class Keepers:
         try:
             if self._remote is not None or self._starting is not None:
                 if not port:
-                    self._hold(HeldPort(host))
+                    self._hold(ReservedPort(host))
                     assert self._port is not None
                     port = self._port.number
                 self._listens_at = host, port
@@ -382,12 +382,12 @@ class Keepers:
                 return host, self._remote.listen(host, port, self._options.progress_timeout_s)
             if self._mailbox is not None:
                 self._mailbox.close()
-            self._mailbox = PeerMailbox(host, port)
+            self._mailbox = TcpMailbox(host, port)
         except OSError as error:
             raise mailbox_error(host, port, error) from error
         return self._mailbox.address
 
-    def _hold(self, port: HeldPort | None) -> None:
+    def _hold(self, port: ReservedPort | None) -> None:
         """Reserve a port, and release the previous one."""
         before = self._port
         self._port = port

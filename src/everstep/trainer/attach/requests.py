@@ -10,7 +10,7 @@ from everstep.errors import DeadlineError, EverstepError, StateError
 from everstep.link.samples import Samples
 from everstep.link.save import Save, complete, fail
 from everstep.seams import Clock
-from everstep.seams.files.moving import Standstill
+from everstep.seams.files.stalls import StallTimer
 from everstep.seams.network.sockets import close_descriptors
 
 __all__ = ["ReplicaRequests", "Replies", "base_request_to_wire"]
@@ -176,7 +176,7 @@ class Replies:
             DeadlineError: The keeper makes no progress for ``timeout_s``.
         """
         # Any progress extends the wait: the keeper may write large bases before it replies.
-        still = Standstill(timeout_s, self._clock.running_s)
+        still = StallTimer(timeout_s, self._clock.running_s)
         while not still.is_over((keeper.moves, keeper.log_moves, self._chunks)):
             with self._changed:
                 self._changed.wait_for(

@@ -46,7 +46,7 @@ from everstep.link.save import (
 )
 from everstep.seams import Clock
 from everstep.seams.failpoints import failpoint
-from everstep.seams.processes.conditions import is_over
+from everstep.seams.processes.conditions import wait_done
 from everstep.state.survey.survey import Survey
 from everstep.state.training_state import State
 from everstep.trainer.attach.keeper import Keeper
@@ -305,7 +305,7 @@ class Saver:
             extension.finish_copies()
         self.gate(None)
         timeout_s = self._options.progress_timeout_s
-        if not is_over(self._lane.run(lambda: None), timeout_s):
+        if not wait_done(self._lane.run(lambda: None), timeout_s):
             raise DeadlineError(f"copying the state to host memory has hung for {timeout_s:g} s")
 
     def _take(

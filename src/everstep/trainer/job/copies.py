@@ -13,7 +13,7 @@ from everstep.restore.fetch.copies import RunWithCopies
 from everstep.restore.start.resume import Resumed
 from everstep.run.folder import open_run_folder
 from everstep.seams import Seams
-from everstep.seams.machine import leads_to
+from everstep.seams.machine import resolve_path
 from everstep.tiers.contract import Tier
 from everstep.tiers.options import TierOptions
 from everstep.tiers.urls import open_tier
@@ -67,7 +67,7 @@ def open_places(tiers: Sequence[TierOptions], seams: Seams, run: PurePath) -> li
 
 def _followed(place: PurePath) -> PurePath:
     """Return the target of a path through links; a URL is returned unchanged."""
-    return place if any(":" in name for name in place.parts[:1]) else leads_to(place)
+    return place if any(":" in name for name in place.parts[:1]) else resolve_path(place)
 
 
 def _refuse_overlap(places: list[PurePath]) -> None:

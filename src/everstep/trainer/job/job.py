@@ -26,7 +26,7 @@ from everstep.restore.start.rank_log import RankLog
 from everstep.restore.start.resume import Resumed
 from everstep.run.folder import open_run_folder
 from everstep.seams import Seams
-from everstep.seams.network.group import Group, group_of_job, keeps_store_over_restarts
+from everstep.seams.network.group import Group, group_of_job, store_survives_restarts
 from everstep.state.ranks.ddp import RankLocalParameters
 from everstep.state.ranks.rank_info import ONE_RANK, RankInfo
 from everstep.state.training_state import State
@@ -257,7 +257,7 @@ def join_job(seams: Seams, timeout_s: float) -> Job | None:
         DeadlineError: Not all ranks make a Checkpointer in time.
     """
     group = seams.group(timeout_s) if seams.group is not None else group_of_job(timeout_s)
-    if group is not None and group.rank == COORDINATOR and keeps_store_over_restarts():
+    if group is not None and group.rank == COORDINATOR and store_survives_restarts():
         _log.warning(
             "everstep: torchrun keeps one store over its restarts here (torch 2.13): ranks that "
             "--max-restarts starts again find in it the addresses of those that were killed, and "

@@ -42,7 +42,7 @@ class _EmptyMailbox:
     def receive(self, timeout_s: float) -> bytes | None:
         return None
 
-    def is_gone(self, rank: int) -> bool:
+    def is_disconnected(self, rank: int) -> bool:
         return False
 
     def close(self) -> None: ...

@@ -22,6 +22,7 @@ from everstep.restore.fetch.node_reads import shared_memory_name
 from everstep.restore.fetch.rank_copies import Copies
 from everstep.run.scan import scan_run
 from everstep.seams import Seams
+<<<<<<< HEAD
 from everstep.seams.machine import on_own_device
 from everstep.tiers.durable_files import (
     create_exclusive,
@@ -29,6 +30,10 @@ from everstep.tiers.durable_files import (
     remove_if_there,
     storage_errors,
 )
+=======
+from everstep.seams.machine import is_local_device
+from everstep.tiers.disk import create_exclusive, ensure_dirs, remove_if_there, storage_errors
+>>>>>>> origin/main
 from everstep.tiers.options import PeerOptions, TierOptions
 from everstep.trainer.job.copies import open_places
 from everstep.trainer.job.option_check import (
@@ -84,7 +89,7 @@ class SharedRun:
         """Return True if the folder is on a disk of this node, and not on a network's."""
         pairs = zip(self.memories, self.disks, strict=True)
         seen_from = {memory for memory, disk in pairs if disk == self.disks[rank]}
-        return seen_from == {self.memories[rank]} and on_own_device(run)
+        return seen_from == {self.memories[rank]} and is_local_device(run)
 
 
 def open_shared_run(

@@ -42,7 +42,7 @@ from everstep.run.scan import scan_run
 from everstep.seams import Seams
 from everstep.seams.fingerprint import fingerprint
 from everstep.seams.machine import memory_available_bytes
-from everstep.seams.network.peers import PeerMailbox
+from everstep.seams.network.mailbox import TcpMailbox
 from everstep.state.ranks.rank_info import RankInfo
 from everstep.state.training_state import State
 from everstep.tiers.durable_files import storage_errors
@@ -210,7 +210,7 @@ class JobStart:
         side: RankSide,
         restorer: Restorer | None,
         purpose: str,
-        mailbox: PeerMailbox,
+        mailbox: TcpMailbox,
         node: NodeStart,
     ) -> dict[str, Any]:
         name = uuid.uuid4().hex
@@ -316,9 +316,9 @@ class JobStart:
                 hint="see the output of the other ranks",
             ) from error
 
-    def _open_mailbox(self) -> PeerMailbox:
+    def _open_mailbox(self) -> TcpMailbox:
         try:
-            return PeerMailbox(self._host)
+            return TcpMailbox(self._host)
         except OSError as error:
             raise mailbox_error(self._host, 0, error) from error
 

@@ -11,8 +11,8 @@ from everstep.keeper.log.batch import ENDED
 from everstep.link.channel import BackgroundChannel
 from everstep.link.recordable import LogKeeper
 from everstep.link.save import Save
-from everstep.seams.files.moving import Standstill
-from everstep.seams.processes.conditions import Condition, is_over
+from everstep.seams.files.stalls import StallTimer
+from everstep.seams.processes.conditions import Condition, wait_done
 
 __all__ = ["DiskLog"]
 
@@ -143,12 +143,12 @@ class DiskLog:
             it.
         """
         with self._changed:
-            standstill: Standstill | None = None
+            standstill: StallTimer | None = None
             while self._reached < wanted:
                 keeper = self._keeper
                 if keeper is None or keeper.lost:
                     break
-                standstill = standstill or Standstill(self._timeout_s)
+                standstill = standstill or StallTimer(self._timeout_s)
                 if standstill.is_over(keeper.log_moves):
                     return False
                 self._changed.wait(standstill.poll_s)
@@ -184,11 +184,11 @@ class DiskLog:
             False if the storage has hung. True also if the base has failed or the keeper is lost,
             which the code that writes it reports: then another base is due.
         """
-        standstill = Standstill(self._timeout_s)
+        standstill = StallTimer(self._timeout_s)
         while self._keeper is not None and not base.durable.done():
             if standstill.is_over((self._keeper.moves, self._keeper.log_moves)):
                 return False
-            is_over(base.durable, standstill.poll_s)
+            wait_done(base.durable, standstill.poll_s)
         return True
 
     def stop(self) -> None:

@@ -31,8 +31,8 @@ from everstep.link.recordable import Layouts, LogKeeper, ReplacedTensors, state_
 from everstep.link.save import Save, as_everstep_error
 from everstep.seams import Clock
 from everstep.seams.failpoints import failpoint
-from everstep.seams.fingerprint import Opened
-from everstep.seams.processes.conditions import is_over
+from everstep.seams.fingerprint import FingerprintWatch
+from everstep.seams.processes.conditions import wait_done
 from everstep.state.layout.shards import ShardLayout
 from everstep.state.survey.survey import Survey
 from everstep.state.training_state import State
@@ -112,7 +112,7 @@ class Recorder(SaverExtension):
         self._clock = clock
         self._timeline = 0
         self._exact = True
-        self._opened = Opened(state.optimizers)
+        self._opened = FingerprintWatch(state.optimizers)
         self._step_bytes = 0  # of the records of the step in progress
         self._last_marked_step: int | None = None  # None before the first
         self._last_lsn = -1  # of the last update that was copied
@@ -285,7 +285,7 @@ class Recorder(SaverExtension):
         led = self._leads_here
         if not led and self.memory.target is not None:
             with self._counted():  # a failure is reported by the saver
-                is_over(staged, self._options.progress_timeout_s)
+                wait_done(staged, self._options.progress_timeout_s)
             there = staged.done() and not staged.cancelled() and staged.exception() is None
             self._leads_here = there
             self.reachable_step = save.step if there else self.reachable_step
@@ -379,7 +379,7 @@ class Recorder(SaverExtension):
         # Wait until the keeper has the mark, or a crash could lose more than the step in flight.
         # The lane is short here: only this step's updates are before it, as no update begins while
         # a base is being copied.
-        if is_over(notified, self._options.progress_timeout_s):
+        if wait_done(notified, self._options.progress_timeout_s):
             notified.result()
         else:
             self._add_hole("the keeper did not accept the step mark in time")

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from everstep.compress.training import Compressor
+from everstep.compress.compressor import Compressor
 from everstep.link.recordable import compressors_of, exchanges_of
 from everstep.state.providers.modules import ModuleProvider
 from everstep.state.training_state import State

@@ -31,7 +31,7 @@ from everstep.link.recordable import state_digest
 from everstep.link.save import Save, as_everstep_error, fail, failing_save
 from everstep.seams import Clock
 from everstep.seams.failpoints import failpoint
-from everstep.seams.fingerprint import Opened
+from everstep.seams.fingerprint import FingerprintWatch
 from everstep.state.survey.survey import Shape, Survey
 from everstep.state.training_state import State
 from everstep.trainer.attach.remote import RemoteKeeper
@@ -96,7 +96,7 @@ class MultistepDriver(SaverExtension):
         self._timed: Future[None] | None = None  # done when the first base has measured the link
         self._digest: tuple[object, str] = (None, "")
         self._voids_in_row = 0  # consecutive void windows
-        self._opened = Opened(state.optimizers)
+        self._opened = FingerprintWatch(state.optimizers)
         self.stats = MultistepStats()
         self._partitioner = Partitioner(options, clock, self.stats, partial(device_event, state))
         self._parts = PartCopies(

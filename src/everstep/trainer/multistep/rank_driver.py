@@ -23,7 +23,7 @@ from everstep.link.channel import BackgroundChannel
 from everstep.link.pool import CapturePool
 from everstep.link.save import Save, copy_outcome, fail
 from everstep.seams import Clock
-from everstep.seams.processes.conditions import is_over
+from everstep.seams.processes.conditions import wait_done
 from everstep.state.survey.survey import Survey
 from everstep.state.training_state import State
 from everstep.trainer.base.mark_state import MarkSnapshot
@@ -352,7 +352,7 @@ class RankMultistepDriver(MultistepDriver):
         """End the window after all checks of its copies: other ranks must not rely on a torn
         part."""
         self._updates.held.gate()
-        if not is_over(self._lane.run(lambda: None), self._options.progress_timeout_s):
+        if not wait_done(self._lane.run(lambda: None), self._options.progress_timeout_s):
             late = DeadlineError("copying the state to host memory has hung", step=identity.step)
             window.failed = window.failed or late
         super()._end_at(window, identity)

@@ -27,7 +27,7 @@ from everstep.capture.dispatch import Dispatch, Duplicates
 from everstep.capture.lanes.lane import Lane
 from everstep.capture.step_events import Observed, StepEvents
 from everstep.plan.schedule.timeline import Leaving, StepPlan, plan_departures
-from everstep.seams.messages import say
+from everstep.seams.stderr import print_line
 from everstep.state.training_state import State
 from everstep.trainer.base.prepared_base import PreparedBase
 from everstep.trainer.schedule.bound_plan import (
@@ -308,7 +308,7 @@ class Scheduler:
                 f"each step waits {plan.wait_s * 1e3:.1f} ms for them; a link of "
                 f"{decimal(round(min(plan.needed_bytes_per_s, 1e18)))}/s would do"
             )
-        say(
+        print_line(
             f"everstep: {self._run}: plan {self._plan_count} of captures{because}: a step of "
             f"{plan.step_s * 1e3:.1f} ms, copies at {decimal(round(plan.link_bytes_per_s))}/s, "
             f"{decimal(plan.duplicated_bytes)} duplicated; as predicted {waits}"

@@ -29,7 +29,7 @@ from everstep.plan.interval import Choice, checkfreq_interval, without_log
 from everstep.plan.seldom import seldom
 from everstep.restore.start.resume import Resumed
 from everstep.seams import Clock
-from everstep.seams.messages import say
+from everstep.seams.stderr import print_line
 from everstep.trainer.attach.keepers import Keepers
 from everstep.trainer.base.saver import Saver
 from everstep.trainer.budget.disk import (
@@ -540,7 +540,7 @@ class Cadence:
         self._say(f"the log goes to disk every {took}")
 
     def _say(self, text: str) -> None:
-        say(f"everstep: {self._run}: {text}")
+        print_line(f"everstep: {self._run}: {text}")
 
 
 def _steps(count: int) -> str:

@@ -28,7 +28,7 @@ from everstep.errors import (
 from everstep.link.channel import BackgroundChannel
 from everstep.link.save import Save
 from everstep.restore.load.nonfinite import nonfinite_parameter
-from everstep.seams.messages import say, say_to
+from everstep.seams.stderr import print_line, print_line_to
 from everstep.state.survey.survey import Survey
 from everstep.state.training_state import State
 from everstep.trainer.attach.keeper import Keeper
@@ -199,7 +199,7 @@ def finish_at_exit(
             break
         except EverstepError as error:
             if not saver.is_keeper_loss(error):
-                say_to(shown, f"everstep: a base was lost at exit: {error}")
+                print_line_to(shown, f"everstep: a base was lost at exit: {error}")
             if isinstance(error, DeadlineError):
                 break
     _report_lost_keeper(keeper, shown)
@@ -213,7 +213,7 @@ def _report_log_holder(keeper: Keeper | None, why: str, shown: Any) -> bool:
     """Print which process holds the log after the newest base; return False if none does."""
     if not isinstance(keeper, RemoteKeeper) or keeper.lost is not None:
         return False
-    say_to(
+    print_line_to(
         shown,
         f"everstep: {why}: the steps after the newest base are in the memory of the keeper "
         f"(process {keeper.pid}) for a while; a resume() within that time restores them",
@@ -227,7 +227,7 @@ def _report_lost_keeper(keeper: Keeper, shown: Any) -> None:
         steps = ", ".join(map(str, sorted(keeper.lost_steps)))
         bases = f" (bases of steps {steps})" if steps else ""
         why = f"{keeper.lost.message}; resume() continues from the newest durable base"
-        say_to(shown, f"everstep: data that was not durable{bases} was lost at exit: {why}")
+        print_line_to(shown, f"everstep: data that was not durable{bases} was lost at exit: {why}")
 
 
 def skips_last_base(run: PurePath, step: int, recorder: Recorder | None, state: State) -> bool:
@@ -244,7 +244,7 @@ def skips_last_base(run: PurePath, step: int, recorder: Recorder | None, state: 
         if bad.step is None
         else f"; to keep the state before, call ckpt.rewind({bad.step - 1}) first"
     )
-    say(
+    print_line(
         f"everstep: {run}: no last base of step {step} is taken, as its parameters are not finite "
         f"({bad.message}); to take one, call ckpt.save() before close(){before}"
     )
@@ -269,7 +269,7 @@ def stays_for_log(run: PurePath, step: int, options: Options, keeper: Keeper) ->
     remote = keeper if isinstance(keeper, RemoteKeeper) else None
     stays = remote is not None and remote.lost is None
     if remote is not None and remote.lost is not None and remote.replaced:
-        say(
+        print_line(
             f"everstep: {run}: no last base of step {step} is taken: another process has taken "
             f"over the run, and continues without the steps trained here ({remote.lost.message})"
         )
@@ -278,7 +278,7 @@ def stays_for_log(run: PurePath, step: int, options: Options, keeper: Keeper) ->
     if not stays:
         whose = "this process only" if remote is None else "a keeper that was lost"
         where = f"was in the memory of {whose}, and is lost with it"
-    say(
+    print_line(
         f"everstep: {run}: no last base of step {step} is taken: the state was changed since "
         f"(close() before the change takes one). The log since the newest base {where}"
     )
@@ -387,7 +387,7 @@ def save_memory_base(
     """
     if survey is not None:
         return not take_last_base(survey, take, failed) or bool(failed)
-    say(
+    print_line(
         f"everstep: {run}: no last base is taken: the state was changed since the last step "
         "(close() before the change takes one). The newest base stays in the keeper's memory for a "
         "while: resume within that time"

@@ -21,7 +21,7 @@ from everstep.link.channel import BackgroundChannel
 from everstep.link.recordable import refuse_optimizers
 from everstep.seams import Seams
 from everstep.seams.clock import Clock
-from everstep.seams.messages import say
+from everstep.seams.stderr import print_line
 from everstep.state.ranks.ddp import refuse_divergent_updates
 from everstep.state.ranks.log_shares import bytes_logged_elsewhere, parameter_logged_twice
 from everstep.state.survey.survey import Shape, Survey
@@ -361,11 +361,11 @@ def build_components(
     warn_of_unsaved_residuals(state)
     ranks = state.ranks
     name = str(run) if ranks.world == 1 else f"{run}: rank {ranks.rank} of {ranks.world}"
-    say(_first_notice(options, name, state, plan, gradients))
+    print_line(_first_notice(options, name, state, plan, gradients))
     if on_disk := disk_notice(seams.filesystem, run, options, plan.bounds, limits, ranks):
-        say(f"everstep: {name}: {on_disk}")
+        print_line(f"everstep: {name}: {on_disk}")
     for notice in _further_notices(options, state, plan, components, peers, places):
-        say(f"everstep: {name}: {notice}")
+        print_line(f"everstep: {name}: {notice}")
     return components
 
 

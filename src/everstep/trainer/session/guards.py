@@ -15,7 +15,7 @@ from everstep.errors import (
     StateError,
     UnavailableError,
 )
-from everstep.seams.messages import say
+from everstep.seams.stderr import print_line
 
 __all__ = [
     "Closing",
@@ -131,10 +131,10 @@ def close_earlier(live: Mapping[tuple[PurePath, int], Closing], key: tuple[PureP
         try:
             earlier.close()
         except EverstepError as error:
-            say(f"everstep: the earlier Checkpointer of {run}: {error}")
+            print_line(f"everstep: the earlier Checkpointer of {run}: {error}")
     others = sorted({str(other) for other, _ in list(live)} - {str(run)})
     if len(others) >= _MANY and len(others).bit_count() == 1:  # 4, 8, 16: not at each
-        say(
+        print_line(
             f"everstep: {len(others)} Checkpointers of other runs are open in this process, the "
             f"first of {others[0]}: each holds its state, a keeper and the keeper's memory until "
             "close(); use `with everstep.Checkpointer(...) as ckpt:` to close it after training"

@@ -20,7 +20,7 @@ from everstep.link.channel import BackgroundChannel
 from everstep.link.samples import Samples
 from everstep.link.save import Save, complete
 from everstep.seams import Clock
-from everstep.seams.processes.conditions import all_over, is_over
+from everstep.seams.processes.conditions import wait_all, wait_done
 from everstep.state.survey.survey import Survey
 from everstep.trainer.attach.remote import RemoteKeeper
 from everstep.trainer.base.prepared_base import PreparedBase
@@ -164,7 +164,7 @@ class ReplicaBases:
         Call it before a base is captured by this process: the new base replaces the replica that
         the pending requests are to be served from.
         """
-        all_over([save.durable for save in self._exact], timeout_s)
+        wait_all([save.durable for save in self._exact], timeout_s)
 
     def has_failed(self) -> bool:
         """Return True, once, if the newest request has failed; the next base is then captured.
@@ -221,7 +221,7 @@ class ReplicaBases:
         waiting = [save.durable for save in self._exact if not save.durable.done()]
         if len(waiting) > 1:
             start_s = self._clock.monotonic_s()
-            is_over(waiting[-2], self._timeout_s)
+            wait_done(waiting[-2], self._timeout_s)
             self._saver.stall_s["back_pressure"] += self._clock.monotonic_s() - start_s
 
     def _stopped(self, why: str, for_good: bool) -> None:

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
-from everstep.cli.common._common import JsonFlag, console, emit, in_words, table
-from everstep.cli.common._units import parse_bytes, parse_bytes_per_s, parse_seconds
+from everstep.cli.common.errors import JsonFlag, emit
+from everstep.cli.common.output import console, in_words, table
+from everstep.cli.common.units import parse_bytes, parse_bytes_per_s, parse_seconds
 from everstep.errors import OptionError
 
 if TYPE_CHECKING:

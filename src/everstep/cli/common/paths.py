@@ -12,7 +12,7 @@ from typing import Literal
 
 from everstep.errors import OptionError, PermissionDeniedError, StorageError
 
-__all__ = ["absolute", "kind_of", "looked_at", "refuse_irregular"]
+__all__ = ["absolute", "checked_path", "kind_of", "refuse_irregular"]
 
 _NOT_THERE = (errno.ENOENT, errno.ENOTDIR)
 _NEVER_THERE = {
@@ -75,7 +75,7 @@ def refuse_irregular(path: PurePath) -> None:
         raise OptionError(f"{path} is {what}", path=path, hint="name the file itself")
 
 
-def looked_at(path: Path | None) -> Path | None:
+def checked_path(path: Path | None) -> Path | None:
     """The callback of an option that names a file or a folder: what can never be there is refused
     before anything is done, as :func:`kind_of` says it."""
     if path is not None:

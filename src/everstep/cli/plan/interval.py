@@ -8,15 +8,16 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
-from everstep.cli.common._common import EverstepGroup, JsonFlag, console, emit, table
-from everstep.cli.common._units import (
+from everstep.cli.common.errors import EverstepGroup, JsonFlag, emit
+from everstep.cli.common.output import console, table
+from everstep.cli.common.units import (
     parse_bytes,
     parse_bytes_per_s,
     parse_seconds,
     seconds_in_words,
 )
-from everstep.cli.multistep import multistep
-from everstep.cli.schedule import schedule
+from everstep.cli.plan.multistep import multistep
+from everstep.cli.plan.schedule import schedule
 
 if TYPE_CHECKING:
     from everstep.plan.costs import Costs, Waste

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
-from everstep.cli.common._common import count_of, in_words, label, reading, table
+from everstep.cli.common.output import count_of, in_words, label, table
+from everstep.cli.common.runs import reading
 from everstep.errors import DamageError
 
 if TYPE_CHECKING:
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
 __all__ = [
     "as_json",
     "count_segments",
-    "in_line",
+    "describe_reach",
     "is_deleted",
     "records_in",
     "run_log",
@@ -80,7 +81,7 @@ def _spans_in_words(found: Sequence[tuple[int, int]]) -> str:
     return ("step " if one else "steps ") + ", ".join(words)
 
 
-def in_line(reach: Reach) -> str:
+def describe_reach(reach: Reach) -> str:
     """What the log of one timeline adds, in one line."""
     lossy = count_segments(segment for segment in reach.segments if segment.lossy)
     of_which = f", {lossy} of them lossy" if lossy else ""

@@ -1,7 +1,7 @@
-"""What tells a storage that is slow from one that hangs: whether its operations come back.
+"""Detect storage that hangs: time out when no operation has completed for too long.
 
-No thread can be got out of an operation that never returns. Whoever waits for what it is part of
-looks here whether anything has moved meanwhile.
+A thread cannot be interrupted in a system call that never returns. Callers that wait for its result
+watch here if any operation completes meanwhile.
 """
 
 from __future__ import annotations
@@ -13,23 +13,24 @@ from concurrent.futures import TimeoutError as FutureTimeout
 from pathlib import PurePath
 from typing import Any, ParamSpec, TypeVar
 
+from everstep.seams.clock import RunningTime
 from everstep.seams.files.filesystem import DirEntry, FileSystem, ReadFile, WriteFile
-from everstep.seams.processes.running import RunningTime
 
-__all__ = ["MovingFileSystem", "Standstill", "is_over"]
+__all__ = ["ObservedFileSystem", "StallTimer", "wait_while_active"]
 
 _LOOK_AGAIN_S = 0.2
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
 
 
-class Standstill:
-    """For how long something has not moved, as of the last look.
+class StallTimer:
+    """Time since a progress value last changed.
 
     Args:
-        timeout_s: longer than that is too long.
-        now_s: seconds that this process has run (:mod:`.running`); None: so far as it looks here,
-            several times a second.
+        timeout_s: duration without change that counts as a stall.
+        now_s: clock of the time during which this process runs
+            (:class:`~everstep.seams.clock.RunningTime`); None: a new one, which counts while it is
+            read several times a second.
     """
 
     def __init__(self, timeout_s: float, now_s: Callable[[], float] | None = None) -> None:
@@ -39,7 +40,7 @@ class Standstill:
         self._since_s = self._now_s()
 
     def for_s(self, at: object) -> float:
-        """It is ``at`` that now."""
+        """Note the progress value ``at``; return the seconds since it last changed."""
         now_s = self._now_s()
         if at != self._at:
             self._at = at
@@ -47,16 +48,16 @@ class Standstill:
         return now_s - self._since_s
 
     def is_over(self, at: object) -> bool:
-        """Likewise: whether it was there for too long."""
+        """Note the progress value ``at``; return True if it has not changed for ``timeout_s``."""
         return self.for_s(at) > self.timeout_s
 
     @property
     def poll_s(self) -> float:
-        """How long to wait at most before the next look."""
+        """Maximum time to wait before the next check."""
         return min(_LOOK_AGAIN_S, self.timeout_s)
 
 
-def is_over(
+def wait_while_active(
     future: Future[Any],
     timeout_s: float,
     moves: Callable[[], object],
@@ -64,14 +65,20 @@ def is_over(
     now_s: Callable[[], float] | None = None,
     alive: Callable[[], None] = lambda: None,
 ) -> bool:
-    """Whether ``future`` has ended, well or badly, for which is waited as long as anything moves;
-    False: nothing has for ``timeout_s``.
+    """Wait until ``future`` is done, as long as there is progress.
 
     Args:
-        moves: changes with whatever moves.
-        alive: called at each look, as long as that is not too long ago.
+        future: result to wait for.
+        timeout_s: maximum time without progress.
+        moves: returns a value that changes with any progress.
+        now_s: see :class:`StallTimer`.
+        alive: called at each check before the timeout.
+
+    Returns:
+        True if the future is done, with a result or an exception; False if nothing has progressed
+            for ``timeout_s``.
     """
-    still = Standstill(timeout_s, now_s)
+    still = StallTimer(timeout_s, now_s)
     still.for_s(moves())
     while not future.done():
         with contextlib.suppress(FutureTimeout, CancelledError):
@@ -82,11 +89,12 @@ def is_over(
     return True
 
 
-class MovingFileSystem:
-    """Passes everything on, and tells of each operation that has come back.
+class ObservedFileSystem:
+    """Forward all operations to a file system and report each that has returned.
 
     Args:
-        moved: told of it, in the thread that has asked for the operation.
+        filesystem: performs the operations.
+        moved: called after each operation, in the thread that called it.
     """
 
     def __init__(self, filesystem: FileSystem, moved: Callable[[], None]) -> None:
@@ -94,14 +102,14 @@ class MovingFileSystem:
         self._moved = moved
 
     def create(self, path: PurePath, *, direct: bool = False) -> WriteFile:
-        return _Written(self._do(self._inner.create, path, direct=direct), self._moved)
+        return _ObservedWriteFile(self._do(self._inner.create, path, direct=direct), self._moved)
 
     def reuse(self, path: PurePath, *, direct: bool = False) -> WriteFile | None:
         file = self._do(self._inner.reuse, path, direct=direct)
-        return None if file is None else _Written(file, self._moved)
+        return None if file is None else _ObservedWriteFile(file, self._moved)
 
     def open(self, path: PurePath, *, direct: bool = False) -> ReadFile:
-        return _Read(self._do(self._inner.open, path, direct=direct), self._moved)
+        return _ObservedReadFile(self._do(self._inner.open, path, direct=direct), self._moved)
 
     def rename(self, source: PurePath, target: PurePath) -> None:
         self._do(self._inner.rename, source, target)
@@ -128,31 +136,31 @@ class MovingFileSystem:
         return self._do(self._inner.free_bytes, path)
 
     def _do(self, function: Callable[_P, _T], *args: _P.args, **named: _P.kwargs) -> _T:
-        return _told(self._moved, function, *args, **named)
+        return _observed(self._moved, function, *args, **named)
 
 
-class _Written:
+class _ObservedWriteFile:
     def __init__(self, file: WriteFile, moved: Callable[[], None]) -> None:
         self._file = file
         self._moved = moved
 
     def write(self, data: memoryview, offset: int) -> None:
-        _told(self._moved, self._file.write, data, offset)
+        _observed(self._moved, self._file.write, data, offset)
 
     def reserve(self, size_bytes: int) -> None:
-        _told(self._moved, self._file.reserve, size_bytes)
+        _observed(self._moved, self._file.reserve, size_bytes)
 
     def truncate(self, size_bytes: int) -> None:
-        _told(self._moved, self._file.truncate, size_bytes)
+        _observed(self._moved, self._file.truncate, size_bytes)
 
     def sync(self) -> None:
-        _told(self._moved, self._file.sync)
+        _observed(self._moved, self._file.sync)
 
     def close(self) -> None:
-        _told(self._moved, self._file.close)
+        _observed(self._moved, self._file.close)
 
 
-class _Read:
+class _ObservedReadFile:
     def __init__(self, file: ReadFile, moved: Callable[[], None]) -> None:
         self._file = file
         self._moved = moved
@@ -162,16 +170,17 @@ class _Read:
         return self._file.size_bytes
 
     def read_into(self, buffer: memoryview, offset: int) -> int:
-        return _told(self._moved, self._file.read_into, buffer, offset)
+        return _observed(self._moved, self._file.read_into, buffer, offset)
 
     def close(self) -> None:
-        _told(self._moved, self._file.close)
+        _observed(self._moved, self._file.close)
 
 
-def _told(
+def _observed(
     moved: Callable[[], None], function: Callable[_P, _T], *args: _P.args, **named: _P.kwargs
 ) -> _T:
     try:
         return function(*args, **named)
-    finally:  # one that has failed has come back, too
+    # A failed operation has returned as well.
+    finally:
         moved()

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
-from everstep.cli.common._common import LINE_CHARS_MAX, count_of, label, table
-from everstep.cli.common._log import is_deleted
+from everstep.cli.common.log import is_deleted
+from everstep.cli.common.output import LINE_CHARS_MAX, count_of, label, table
 from everstep.errors import DamageError, FormatError, NewerFormatError
 
 if TYPE_CHECKING:

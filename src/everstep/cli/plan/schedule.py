@@ -16,9 +16,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
-from everstep.cli.common._common import ExitCode, JsonFlag, console, emit, in_words
-from everstep.cli.common._paths import absolute, kind_of, looked_at
-from everstep.cli.common._units import parse_bytes_per_s, seconds_in_words
+from everstep.cli.common.errors import ExitCode, JsonFlag, emit
+from everstep.cli.common.output import console, in_words
+from everstep.cli.common.paths import absolute, checked_path, kind_of
+from everstep.cli.common.units import parse_bytes_per_s, seconds_in_words
 from everstep.errors import EverstepError, OptionError, UnavailableError
 
 if TYPE_CHECKING:
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
 __all__ = ["schedule"]
 
 _MODULE = "everstep_planned_model"
-_OURS = str(Path(__file__).parents[1])
+_OURS = str(Path(__file__).parents[2])
 
 
 class _Optimizer(str, Enum):
@@ -96,7 +97,7 @@ def schedule(
     limit_s: Annotated[float, typer.Option(min=1, help="Seconds for --exact.")] = 120.0,
     picture: Annotated[
         Path | None,
-        typer.Option(callback=looked_at, help="Draw memory over the step (needs matplotlib)."),
+        typer.Option(callback=checked_path, help="Draw memory over the step (needs matplotlib)."),
     ] = None,
     json_output: JsonFlag = False,
 ) -> None:
@@ -123,7 +124,7 @@ def schedule(
     else:
         raise OptionError(f"--gpu {gpu}: no data sheet says how fast the link is", hint="--link")
     if picture is not None:
-        from everstep.cli.common._pictures import check_picture
+        from everstep.cli.common.pictures import check_picture
 
         check_picture(picture)
     training = _training(model)
@@ -162,8 +163,13 @@ def schedule(
     }
     document = _document(found, about, mode.value, disk_bytes_per_s)
     if picture is not None and found.schedule is not None:
+<<<<<<< HEAD:src/everstep/cli/schedule.py
         from everstep.cli.common._pictures import draw_memory
         from everstep.tiers.durable_files import storage_errors
+=======
+        from everstep.cli.common.pictures import draw_memory
+        from everstep.tiers.disk import storage_errors
+>>>>>>> origin/main:src/everstep/cli/plan/schedule.py
 
         with storage_errors("draw the picture", picture):
             draw_memory(found, f"{model}, batch {batch}", picture)

@@ -1,0 +1,151 @@
+"""Exit codes, errors and JSON of the command."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from enum import IntEnum
+from typing import Annotated, Any, NoReturn
+
+import typer
+from typer.core import TyperGroup
+
+from everstep.cli.common.output import LINE_CHARS_MAX, plain
+from everstep.errors import (
+    DeadlineError,
+    EverstepError,
+    ForeignDirectoryError,
+    InfeasibleError,
+    KeeperError,
+    NewerFormatError,
+    OptionError,
+    OutOfSpaceError,
+    PermissionDeniedError,
+    StorageError,
+    UnavailableError,
+    UnreachableError,
+    UnsupportedStateError,
+)
+
+__all__ = ["EXIT_STATUS", "EverstepGroup", "ExitCode", "JsonFlag", "emit", "status_of"]
+
+_JSON_ASKED = "everstep.json"
+_ARGUMENTS = "everstep.arguments"
+# Of the click that typer uses, which may be its own copy.
+_USAGE_ERROR: Any = typer.BadParameter.__base__
+
+
+class ExitCode(IntEnum):
+    """What the command's exit status means, as :data:`EXIT_STATUS` says it in words."""
+
+    OK = 0
+    DIFFERENT = 1
+    USAGE = 2
+    INFEASIBLE = 3
+    ENVIRONMENT = 4
+    INTERRUPTED = 130
+
+
+EXIT_STATUS = (
+    "0 fine, 1 damage or difference found, 2 usage, 3 infeasible or goal not met, "
+    "4 environment, 130 interrupted"
+)
+"""What each exit status means: the words of ``--help`` and the README."""
+
+
+def status_of(error: EverstepError) -> ExitCode:
+    """The exit status that an error ends the command with."""
+    if isinstance(error, (OptionError, ForeignDirectoryError)):
+        return ExitCode.USAGE
+    # What cannot be replayed, or planned, is no damage.
+    if isinstance(error, (InfeasibleError, UnsupportedStateError)):
+        return ExitCode.INFEASIBLE
+    environment = (
+        KeeperError,
+        NewerFormatError,
+        OutOfSpaceError,
+        PermissionDeniedError,
+        UnavailableError,
+        UnreachableError,
+        DeadlineError,
+    )
+    # A StorageError of no finer kind is what the operating system said of a file.
+    if isinstance(error, environment) or type(error) is StorageError:
+        return ExitCode.ENVIRONMENT
+    return ExitCode.DIFFERENT
+
+
+class EverstepGroup(TyperGroup):
+    """Turns what a verb raises on purpose into words and an exit status."""
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        """Lists the verbs, each with the whole first sentence of its help."""
+        verbs = {name: self.get_command(ctx, name) for name in self.list_commands(ctx)}
+        rows = [(name, verb.get_short_help_str(limit=200)) for name, verb in verbs.items() if verb]
+        with formatter.section("Commands"):
+            formatter.write_dl(rows)
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Refuses what no path can be; no shell passes it, but a program may."""
+        for arg in args:
+            if "\0" in arg:
+                ctx.fail(f"'{plain(arg)}' has a NUL in it, which no path and no number has")
+        ctx.meta.setdefault(_ARGUMENTS, list(args))  # all of them: this group is the outermost
+        try:
+            rest: list[str] = super().parse_args(ctx, args)
+        except _USAGE_ERROR as error:
+            _emit_usage(ctx, error)
+            raise
+        return rest
+
+    def invoke(self, ctx: Any) -> Any:
+        """Runs the verb; errors become words (or JSON) and an exit status."""
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt:
+            raise typer.Exit(ExitCode.INTERRUPTED) from None
+        except _USAGE_ERROR as error:
+            _emit_usage(ctx, error)
+            raise
+        except EverstepError as error:
+            _fail(ctx, error)
+
+
+def _fail(ctx: Any, error: EverstepError) -> NoReturn:
+    status = status_of(error)
+    if ctx.meta.get(_JSON_ASKED):
+        emit({**error.fields(), "exit_code": int(status)})
+    else:
+        for line in f"error: {error}".split("\n"):
+            typer.echo(plain(line, LINE_CHARS_MAX), err=True)
+    raise typer.Exit(status) from None
+
+
+def _emit_usage(ctx: Any, error: Any) -> None:
+    """A usage error as the one document, and the end of the command, if one was asked for: what is
+    wrong may come before the verb could read its options."""
+    arguments = ctx.meta.get(_ARGUMENTS, [])
+    if "--" in arguments:
+        arguments = arguments[: arguments.index("--")]
+    if "--json" not in arguments:
+        return
+    document = {"error": "UsageError", "message": error.format_message()}
+    emit({**document, "exit_code": int(ExitCode.USAGE)})
+    raise typer.Exit(ExitCode.USAGE) from None
+
+
+def _remember(ctx: typer.Context, value: bool) -> bool:
+    ctx.meta[_JSON_ASKED] = value
+    return value
+
+
+JsonFlag = Annotated[
+    bool,
+    typer.Option("--json", callback=_remember, help="One JSON document on standard output."),
+]
+"""The option ``--json``: errors, too, come as a document then."""
+
+
+def emit(document: Mapping[str, Any]) -> None:
+    """Writes one JSON document; pure ASCII, so that no name in it can steer a terminal."""
+    print(json.dumps(document, indent=2, ensure_ascii=True), flush=True)

@@ -1,0 +1,82 @@
+"""Text for people: tables, labels, sizes, times; nothing in it can steer a terminal."""
+
+from __future__ import annotations
+
+import datetime
+import os
+import sys
+
+from rich.console import Console
+from rich.filesize import decimal
+from rich.table import Table
+from rich.text import Text
+
+__all__ = ["LINE_CHARS_MAX", "console", "count_of", "in_words", "label", "plain", "table", "when"]
+
+LINE_CHARS_MAX = 4000
+_NAME_CHARS_MAX = 240
+_PIPE_COLUMNS = 10_000  # a program that reads lines must not get folded ones
+
+
+def console() -> Console:
+    """Standard output; as wide as needed where nobody sees its edge."""
+    piped = not sys.stdout.isatty() and "COLUMNS" not in os.environ
+    width = _PIPE_COLUMNS if piped else None
+    return Console(markup=False, highlight=False, emoji=False, soft_wrap=False, width=width)
+
+
+def plain(text: str, chars_max: int = _NAME_CHARS_MAX) -> str:
+    """``text`` without anything that could steer a terminal, and not too long.
+
+    Names come from the folder, which is not trusted: escapes, line ends, marks that turn
+    the direction of writing are spelled out.
+    """
+    if len(text) > chars_max:
+        text = text[: chars_max - 3] + "..."
+    if text.isprintable():
+        return text
+    return "".join(
+        char if char.isprintable() else char.encode("unicode_escape").decode("ascii")
+        for char in text
+    )
+
+
+def label(text: str, style: str = "", chars_max: int = _NAME_CHARS_MAX) -> Text:
+    """``text`` for a table or tree: :func:`plain`, and never read as markup."""
+    return Text(plain(text, chars_max), style=style, overflow="fold")
+
+
+def table(*columns: str, right: tuple[str, ...] = ()) -> Table:
+    """An empty table in the style of all verbs; a pipe gets lines and nothing that is folded.
+
+    Args:
+        right: columns of numbers, which are never folded.
+    """
+    made = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="underline")
+    for column in columns:
+        number = column in right
+        made.add_column(
+            column, justify="right" if number else "left", no_wrap=number, overflow="fold"
+        )
+    return made
+
+
+def in_words(size_bytes: int) -> str:
+    """Return a size for people: ``"1.5 GB"``, in powers of 1000 as in all messages and options."""
+    return decimal(size_bytes) if size_bytes >= 1000 else f"{size_bytes} B"
+
+
+def count_of(count: int, what: str, plural: str | None = None) -> str:
+    """``"1 base"``, ``"3 bases"``."""
+    return f"{count:,} {what if count == 1 else plural or what + 's'}"
+
+
+def when(unix_s: float | None) -> str:
+    """A time for people, in the zone of this machine; ``"?"`` for what is none."""
+    if unix_s is None:
+        return "?"
+    try:
+        moment = datetime.datetime.fromtimestamp(unix_s, datetime.timezone.utc)
+        return moment.astimezone().strftime("%Y-%m-%d %H:%M:%S")
+    except (OverflowError, ValueError, OSError):
+        return "?"
