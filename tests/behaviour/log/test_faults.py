@@ -174,13 +174,8 @@ def test_a_log_that_hangs_is_said_to(served: Bench) -> None:
     log = served.server._duties.logs._current
     assert log is not None
     gate = Gate()
-<<<<<<< HEAD
     log._thread.submit(gate.wait_at)
     with pytest.raises(DeadlineError, match=r"no progress in writing the log for 0.05 s"):
-=======
-    log._threads.submit(gate.wait_at)
-    with pytest.raises(DeadlineError, match=r"the log was not written within 0.05 s"):
->>>>>>> origin/main
         log.settle(0.05)
     gate.open()
     log.settle(TIMEOUT_S)
@@ -210,7 +205,7 @@ def test_gradients_are_zeroed_only_when_they_are_copied(
         monkeypatch.setattr(Recorder, "applied", ungated)
     log, process = LogOptions(to="disk", batch_steps=1), everstep.KeeperOptions(process=False)
     torch.manual_seed(1)
-    model = nn.Linear(300, 300)  # large enough not to be pack_steps
+    model = nn.Linear(300, 300)  # large enough not to be packed
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     state = {"model": model, "optimizer": optimizer}
 

@@ -163,13 +163,8 @@ def schedule(
     }
     document = _document(found, about, mode.value, disk_bytes_per_s)
     if picture is not None and found.schedule is not None:
-<<<<<<< HEAD:src/everstep/cli/schedule.py
-        from everstep.cli.common._pictures import draw_memory
-        from everstep.tiers.durable_files import storage_errors
-=======
         from everstep.cli.common.pictures import draw_memory
-        from everstep.tiers.disk import storage_errors
->>>>>>> origin/main:src/everstep/cli/plan/schedule.py
+        from everstep.tiers.durable_files import storage_errors
 
         with storage_errors("draw the picture", picture):
             draw_memory(found, f"{model}, batch {batch}", picture)

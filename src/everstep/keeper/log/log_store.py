@@ -38,7 +38,7 @@ from everstep.keeper.log.segment_writer import SegmentWriter
 from everstep.link.log_records import record_memory_bytes
 from everstep.seams import Seams
 from everstep.seams.failpoints import failpoint
-from everstep.seams.files.moving import is_over
+from everstep.seams.files.stalls import wait_while_active
 from everstep.seams.processes.threads import IoThreads
 from everstep.state.layout.shards import ShardLayout
 
@@ -316,7 +316,7 @@ class LogStore:
         """
         # One thread, in order: when this empty task ends, all work submitted before has ended.
         end = self._thread.submit(lambda: None)
-        if not is_over(end, timeout_s, lambda: self.moves, alive=alive):
+        if not wait_while_active(end, timeout_s, lambda: self.moves, alive=alive):
             raise DeadlineError(
                 f"no progress in writing the log for {timeout_s:g} s: the storage hangs",
                 hint="check the disk or the network file system (dmesg, df, iostat)",

@@ -61,13 +61,8 @@ class SegmentWriter:
         space: LogSpace | None = None,
     ) -> None:
         self.moves = 0
-<<<<<<< HEAD:src/everstep/keeper/log/segment_writer.py
-        self._filesystem = MovingFileSystem(seams.filesystem, self._moved)
-        self._space = space
-=======
         self._filesystem = ObservedFileSystem(seams.filesystem, self._moved)
-        self._room = room
->>>>>>> origin/main:src/everstep/keeper/log/log_writer.py
+        self._space = space
         self.now_s = seams.clock.monotonic_s
         self._run = run
         self._identity = identity

@@ -90,13 +90,8 @@ class Duties:
         self.rebuilds = Rebuilds(seams.filesystem, run, self.newest_capture)
         self.auditor: Auditor | AuditedElsewhere | None = None
         self.mirrors: Mirrors | None = None
-<<<<<<< HEAD
         self.peers = PeerCopies(seams.filesystem, run, self.newest_capture)
-        self.mailbox: PeerMailbox | None = None
-=======
-        self.peers = Peers(seams.filesystem, run, self.newest_capture)
         self.mailbox: TcpMailbox | None = None
->>>>>>> origin/main
         self.timeline = self._bases_durable = 0
         self._arena: Arena | None = None
         self.timeout_s = timeout_s

@@ -184,13 +184,9 @@ class Server:
         if now_s - self._used_s >= _USED_EVERY_S:
             self._used_s = now_s
             self._still_used()
-<<<<<<< HEAD
         if trainer is not None and (
-            trainer.unreachable or (trainer.watch.pid and trainer.watch.gone())
+            trainer.unreachable or (trainer.watch.pid and trainer.watch.ended())
         ):
-=======
-        if trainer is not None and (trainer.gone or (trainer.watch.pid and trainer.watch.ended())):
->>>>>>> origin/main
             self._lose_trainer(trainer)
             return
         if now_s >= self._look_s and not self._ending:
@@ -409,11 +405,7 @@ class Server:
         """Send the contents of memory to a process that only reads them."""
         trainer = self._trainer
         # A dead trainer first: its last messages may announce a complete capture.
-<<<<<<< HEAD
-        if trainer is not None and (trainer.unreachable or trainer.watch.gone()):
-=======
-        if trainer is not None and (trainer.gone or trainer.watch.ended()):
->>>>>>> origin/main
+        if trainer is not None and (trainer.unreachable or trainer.watch.ended()):
             self._lose_trainer(trainer)
             trainer = self._trainer
         if message.get("protocol") != PROTOCOL:

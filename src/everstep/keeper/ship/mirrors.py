@@ -28,13 +28,8 @@ from everstep.keeper.ship.rank_mirror import (
 )
 from everstep.link.job_session import JobSession
 from everstep.link.keeper_stats import KeeperStats
-<<<<<<< HEAD
 from everstep.seams import Clock, Seams
-from everstep.seams.files.moving import MovingFileSystem
-=======
-from everstep.seams import Seams
 from everstep.seams.files.stalls import ObservedFileSystem
->>>>>>> origin/main
 from everstep.tiers.options import TierOptions
 from everstep.tiers.rate import ObjectRate
 from everstep.tiers.urls import open_tier
@@ -92,18 +87,11 @@ class Mirrors:
         for number, fields in enumerate(places):
             options = TierOptions(**fields)
             # Completed operations on the directory count as progress of its rank mirror.
-            files = MovingFileSystem(seams.filesystem, partial(self._on_operation, number))
+            files = ObservedFileSystem(seams.filesystem, partial(self._on_operation, number))
             try:
-<<<<<<< HEAD
                 opened = open_tier(options.where, files, clock=seams.clock)
             except EverstepError as error:
                 # The trainer opened it, but the keeper's environment may differ (credentials).
-=======
-                moved = partial(self._moved, number)
-                files = ObservedFileSystem(seams.filesystem, moved)  # that a directory is on
-                place = open_tier(options.where, files, clock=seams.clock)
-            except EverstepError as error:  # this environment is not that of the trainer
->>>>>>> origin/main
                 post(error)
                 continue
             tier = WatchedTier(opened, seams.clock)

@@ -1,14 +1,8 @@
 """Send a rank's bases to the memory of its peer, and receive those of other ranks.
 
-<<<<<<< HEAD:src/everstep/keeper/ship/peer_exchange.py
 One thread of the keeper; training is not involved. A base is sent in chunks at a configured pace,
 with a few chunks unacknowledged at a time. Lost messages are sent again. The receiver verifies the
 digests. Rank 0 decides which base is sent when (:class:`everstep.commit.peer_copies.CopyRounds`).
-=======
-One thread of the keeper; training has no part in it. Parts are sent at a stated pace, a few of
-them unanswered at a time; whatever is lost on the way is sent again. What is sent is compared with
-its digests where it arrives. Which base, and when, rank 0 says (:class:`.peer_copies.CopyRounds`).
->>>>>>> origin/main:src/everstep/keeper/ship/replicator.py
 """
 
 from __future__ import annotations
@@ -321,11 +315,9 @@ class PeerExchange:
             self._on_at(message)
         elif isinstance(message, PeerRoundReply):
             if self._rounds is not None:
-<<<<<<< HEAD:src/everstep/keeper/ship/peer_exchange.py
-                self._send_all(self._rounds.said(sender, message.base, message.state, self._now_s))
-=======
-                self._say(self._rounds.on_reply(sender, message.base, message.state, self._now_s))
->>>>>>> origin/main:src/everstep/keeper/ship/replicator.py
+                self._send_all(
+                    self._rounds.on_reply(sender, message.base, message.state, self._now_s)
+                )
         else:
             self._on_round(message)
 

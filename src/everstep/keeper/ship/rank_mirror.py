@@ -58,13 +58,8 @@ class OtherKeepers(Protocol):
         """Send a message; it may be lost."""
         ...
 
-<<<<<<< HEAD
-    def is_gone(self, rank: int) -> bool:
-        """Return True if a rank will send nothing any more."""
-=======
     def is_disconnected(self, rank: int) -> bool:
-        """Whether a rank will say nothing any more."""
->>>>>>> origin/main
+        """Return True if a rank will send nothing any more."""
         ...
 
 
@@ -261,13 +256,8 @@ class LeadingMirror(_RankMirror):
                     raise self._failure(current, ())
                 if not current.waits_for:
                     return
-<<<<<<< HEAD
-                ended = tuple(r for r in current.waits_for if self._others.is_gone(r))
+                ended = tuple(r for r in current.waits_for if self._others.is_disconnected(r))
                 lost = current.silent or ended
-=======
-                gone = tuple(r for r in current.waits_for if self._others.is_disconnected(r))
-                lost = current.silent or gone
->>>>>>> origin/main
                 if not lost:
                     self._changed.wait(_POLL_S)
                     continue
@@ -339,16 +329,10 @@ class FollowingMirror(_RankMirror):
                 return False
             if self._at_work or self._due:
                 return True
-<<<<<<< HEAD
             waited_s = self._clock.monotonic_s() - self._last_message_s
             # A keeper that ends must not wait for ever for a rank 0 that has died.
-            lost = self._others.is_gone(COORDINATOR) or waited_s > self._silence_timeout_s
+            lost = self._others.is_disconnected(COORDINATOR) or waited_s > self._silence_timeout_s
             return self._expected is not None and not lost
-=======
-            waited_s = self._clock.monotonic_s() - self._heard_s
-            gone = self._others.is_disconnected(COORDINATOR) or waited_s > self._silent_s
-            return self._owed is not None and not gone
->>>>>>> origin/main
 
     def base_durable(self, base: BaseId | None = None) -> None:
         """Expect rank 0 to decide whether this new base is copied."""

@@ -22,18 +22,13 @@ from everstep.restore.fetch.node_reads import shared_memory_name
 from everstep.restore.fetch.rank_copies import Copies
 from everstep.run.scan import scan_run
 from everstep.seams import Seams
-<<<<<<< HEAD
-from everstep.seams.machine import on_own_device
+from everstep.seams.machine import is_local_device
 from everstep.tiers.durable_files import (
     create_exclusive,
     ensure_dirs,
     remove_if_there,
     storage_errors,
 )
-=======
-from everstep.seams.machine import is_local_device
-from everstep.tiers.disk import create_exclusive, ensure_dirs, remove_if_there, storage_errors
->>>>>>> origin/main
 from everstep.tiers.options import PeerOptions, TierOptions
 from everstep.trainer.job.copies import open_places
 from everstep.trainer.job.option_check import (
