@@ -1,14 +1,13 @@
 """Cost models and plans: decisions without clocks and without I/O.
 
-``costs``      what a choice of intervals wastes: the model
-``interval``   how often to take a base and to write the log, so that the least is wasted
-``estimator``  the first of these while training runs, from what is measured (``median``)
-``batch``      the second, by what the disk takes
-``multistep``  in how many parts a base is copied
-``trace``      what a step does: ``steps`` (the words), ``recorder`` (who sees it), ``parallel``
-               (what ranks add), ``tracing`` (where it is traced), ``groundtruth`` (is it true)
-``devices``    how long operators take
-``schedule``   when each tensor leaves: ``problem`` (and what a plan violates), ``exact`` and
-               ``literal`` (integer programs), ``planned`` (a plan and what one chooses by)
-``timeline``   the same from what hooks show of a real step
+Used in the training process and by ``everstep plan``. Read in this order:
+
+``costs``          wasted time as a function of the intervals: the model
+``interval``       the intervals of bases and log segments that waste the least
+``estimator``      the interval of bases during training, from measured costs (``median``)
+``seldom``         the longest interval that is nearly as good
+``batch``          steps per log segment, from the speed of the disk
+``multistep``      cost of a base that is captured in several parts
+``multistep_cut``  number and sizes of these parts
+``schedule``       capture plans: when each tensor leaves the device during a step
 """

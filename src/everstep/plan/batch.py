@@ -1,21 +1,17 @@
-"""How many steps of the log go to disk at a time: as few as the disk carries with ease.
+"""Number of steps per log segment: the fewest that the disk sustains.
 
-A write of the log has a price, whatever it holds: a directory, two files, and the syncs that make
-their names and bytes durable. LowDiff (section V-B) batches steps because of that price, and weighs
-it against the steps that are lost with a node (half a batch; :mod:`.costs`). It counts what the
-price costs *training* [g]. A keeper writes beside training, to which that costs nothing that could
-be measured, and with ``g = 0`` the model says one step. What it leaves out then bounds the batch
-from below: the thread that writes has to keep up, and the disk and the core are not the log's
-alone. So a batch is the shortest with which the prices take no more than :data:`PRICE_SHARE` of
-the time that the bytes leave::
+Writing a segment has a fixed cost: a directory, two files, and the syncs that make names and bytes
+durable. LowDiff (section V-B) batches steps because of this cost, and weighs it against the steps
+lost with a node (half a segment; :mod:`.costs`). It counts the cost to *training* [g]. A keeper
+writes in the background, at no measurable cost to training; with ``g = 0`` the model says one step
+per segment. Other limits then apply: the writing thread must keep up, and the disk and the core are
+shared. So a segment has the fewest steps with which the fixed costs take at most
+:data:`PRICE_SHARE` of the time that the bytes leave::
 
     price <= share * b * (t - w)
 
-``b`` steps to a batch, ``t`` seconds of a step, ``w`` seconds in which the records of a step are
-digested and written: their bytes by the bandwidth. Together that is less than all of the time, as
-soon as the bytes alone are, for which no batch is of any help.
-
-Nothing here has a clock or touches a file.
+``b`` steps per segment, ``t`` seconds per step, ``w`` seconds to digest and write the records of
+one step. If the bytes alone take all the time, no segment size helps.
 """
 
 from __future__ import annotations
@@ -29,31 +25,35 @@ from everstep.plan.median import weighted_median
 __all__ = ["LONGEST_S", "PRICE_SHARE", "BatchEstimator", "least_batch"]
 
 PRICE_SHARE = 0.1
-"""Of the time that the bytes of the log leave: what the prices of its writes may take."""
+"""Share of the time not needed for the log's bytes that fixed costs of writes may take."""
 
 LONGEST_S = 60.0
-"""No batch holds more than so many seconds of training, however slow the disk is: at most so much
-(and what is being written) is lost with a node."""
+"""Maximum seconds of training in a segment, however slow the disk is.
 
-_WRITES_MIN = 5  # samples before anything is chosen
+With a node, at most this much and the segment being written are lost.
+"""
+
+# Samples before the size is adapted.
+_WRITES_MIN = 5
 _STEPS_MIN = 8
 _WINDOW = 64  # as in the other estimator
 _HALF_LIFE = 16.0
-_NEAR = 0.25  # a batch whose price is so near to its share stays as it is
+# Tolerance of the share within which the current size stays.
+_NEAR = 0.25
 _LEAST_S = 1e-9
 
 
 def least_batch(
     price_s: float, work_s: float, step_s: float, *, most: int, share: float = PRICE_SHARE
 ) -> int:
-    """The fewest steps ``b`` with ``price_s <= share * b * (step_s - work_s)``; ``most``, where no
-    number up to that will do.
+    """Return the fewest steps ``b`` with ``price_s <= share * b * (step_s - work_s)``, at most
+    ``most``.
 
     Args:
-        price_s: of a write, however much is in it.
-        work_s: of the thread that writes, for each step: digesting and writing its bytes.
-        step_s: of training.
-        most: at least 1.
+        price_s: fixed cost of a write, in seconds.
+        work_s: seconds of the writing thread per step, for digesting and writing its bytes.
+        step_s: seconds of a training step.
+        most: maximum number of steps, at least 1.
     """
     low = 1
     high = most
@@ -67,19 +67,19 @@ def least_batch(
 
 
 class BatchEstimator:
-    """Running estimates of the three costs, and the batch that they lead to.
+    """Running estimates of the three costs, and the segment size that follows from them.
 
-    Each is the median of its newest samples, as in :mod:`.estimator`. The batch in force stays as
-    long as it would be the shortest by a share that differs by no more than a quarter: the noise of
-    a disk is to change nothing.
+    Each estimate is the median of the newest samples, as in :mod:`.estimator`. The current size
+    stays while it is optimal for a share within a quarter of :data:`PRICE_SHARE`, so that noise of
+    the disk changes nothing.
 
     Args:
-        first: steps of a batch until enough was measured.
-        most: steps that a batch may have.
-        bytes_max: that it may have; None: any number. One step may be larger.
+        first: steps per segment until enough was measured.
+        most: maximum steps per segment.
+        bytes_max: maximum bytes per segment; None: no limit. A single step may be larger.
 
     Attributes:
-        steps: of the next batch.
+        steps: steps of the next segment.
 
     Raises:
         OptionError: unless ``1 <= first <= most``.
@@ -97,16 +97,16 @@ class BatchEstimator:
         self._bytes_per_s = deque[float](maxlen=_WINDOW)
 
     def observe_step(self, step_s: float) -> None:
-        """A step of training took so long, whatever it waited for."""
+        """Add the duration of a training step, including its waits."""
         self._step_s.append(_seconds("step_s", step_s))
 
     def observe_write(self, steps: int, size_bytes: int, price_s: float, work_s: float) -> None:
-        """A batch is durable.
+        """Add a durable segment.
 
         Args:
-            size_bytes: of its records.
-            price_s: seconds for all but its bytes.
-            work_s: seconds in which these were digested and written.
+            size_bytes: size of its records.
+            price_s: seconds for everything but its bytes.
+            work_s: seconds for digesting and writing its bytes.
         """
         if steps < 1 or size_bytes < 1:
             raise OptionError(f"no batch: {steps} steps in {size_bytes} bytes")
@@ -117,7 +117,7 @@ class BatchEstimator:
         self._bytes_per_s.append(size_bytes / work_s)
 
     def choose(self) -> int:
-        """Looks at the costs again; the steps of the next batch."""
+        """Evaluate the costs again; return the steps of the next segment."""
         price_s = weighted_median(self._price_s, _HALF_LIFE)
         step_bytes = weighted_median(self._step_bytes, _HALF_LIFE)
         bytes_per_s = weighted_median(self._bytes_per_s, _HALF_LIFE)
@@ -125,7 +125,8 @@ class BatchEstimator:
         enough = len(self._price_s) >= _WRITES_MIN and len(self._step_s) >= _STEPS_MIN
         if not enough or not (price_s and step_bytes and bytes_per_s and step_s):
             return self.steps
-        if step_s <= _LEAST_S:  # of a clock that stands still
+        # A clock that stands still, as in tests.
+        if step_s <= _LEAST_S:
             return self.steps
         most = min(self._most, LONGEST_S / step_s)
         if self._bytes_max is not None:
@@ -142,7 +143,7 @@ class BatchEstimator:
 
 
 def _seconds(name: str, value: float) -> float:
-    """Never quite nothing: it divides."""
+    """Return a duration as a float, at least ``_LEAST_S``, as it is used as a divisor."""
     if not is_number(value) or value < 0:
         raise OptionError(f"{name} must be seconds, not {value!r}")
     return max(_LEAST_S, float(value))

@@ -1,30 +1,29 @@
-"""What checkpointing and recovery cost: LowDiff's model of wasted time, put right.
+"""Cost of checkpointing and recovery: LowDiff's model of wasted time, with corrections.
 
-Training loses time in two ways: to failures (load the newest base, redo what the log holds,
-train again what it does not) and to checkpointing itself. LowDiff section V-C adds both up
-(Eq. 8) for an interval ``i = 1 / f`` between bases and an interval ``b`` between writes of the
-log, one batch of differentials each. Per second of training, with the symbols of
-:class:`Costs`::
+Training loses time in two ways: to failures (load the newest base, replay the log, train again the
+steps that are not in it) and to checkpointing itself. LowDiff section V-C adds both up (Eq. 8) for
+an interval ``i = 1 / f`` between bases and an interval ``b`` between log segments. Per second of
+training, with the symbols of :class:`Costs`::
 
     waste = ( b/2 + R_F + (i/b - 1)/2 * (R_D + r * b/t) ) / M  +  C / i  +  g / b
               |     |     |                                       |         |
-              |     |     redoing half an interval from the log   |         writing the log
+              |     |     replaying half an interval              |         writing the log
               |     loading a base                                writing bases
-              half a batch is lost and trained again
+              half a segment is lost and trained again
 
-Eq. 8 is the case ``r = 0``, ``g = 0``, ``C = S / W``. What is put right:
+Eq. 8 is the case ``r = 0``, ``g = 0``, ``C = S / W``. Corrections:
 
-- ``f`` is in 1/s and ``b`` in *seconds*, though Table I counts iterations; the text swaps
-  "frequency" and "interval". A batch cannot be longer than the interval: ``1 / (f b) >= 1`` is
-  a constraint that Eq. 10 does not know.
-- Eq. 8 leaves out what writing a batch costs, ``g / b``, and with it the reason for batches.
+- ``f`` is in 1/s and ``b`` in *seconds*, though Table I counts iterations; the text confuses
+  "frequency" and "interval". A segment cannot be longer than the interval: ``1 / (f b) >= 1`` is a
+  constraint that Eq. 10 ignores.
+- Eq. 8 omits the cost of writing a segment, ``g / b``, and with it the reason for batching.
 - Eq. 8 merges a whole batch at the cost of one differential, because LowDiff *sums* it. That is
-  right for SGD without momentum only; the moments of Adam depend on the order of gradients.
-  Here every step's record is kept and redone by itself: ``r`` seconds for each, ``R_D`` for the
-  batch around them. :meth:`Costs.summed` gives LowDiff's case.
+  right only for SGD without momentum; Adam's moments depend on the order of gradients. Here each
+  step has a record and is replayed by itself: ``r`` seconds each, and ``R_D`` per segment.
+  :meth:`Costs.summed` returns LowDiff's case.
 
-Like Eq. 8 this is a model of first order: failures while a base is loaded or written are left
-out, so it holds where the waste is a small part of the time. The restart of the job itself
+Like Eq. 8 this is a first-order model: it ignores failures during the loading or writing of a base,
+and so holds where the waste is a small share of the time. The restart of the job itself
 (scheduling, imports, data loading) is the same for all choices and not counted.
 """
 
@@ -47,7 +46,7 @@ __all__ = [
 ]
 
 EQUAL = 1e-12
-"""Values that differ by less, relatively, differ by rounding only."""
+"""Relative difference below which values count as equal."""
 
 # Wide enough for anything real, and products of four stay far from the ends of a float.
 _LEAST = 1e-9
@@ -59,27 +58,26 @@ _MAY_BE_ZERO = ("replay_s", "merge_s", "batch_write_s")
 
 @dataclass(frozen=True, slots=True)
 class Costs:
-    """What checkpointing and recovery cost; the symbols of LowDiff section V-C in brackets.
+    """Cost of checkpointing and recovery; symbols of LowDiff section V-C in brackets.
 
     Attributes:
         state_bytes: size of a base [S].
         write_bytes_per_s: bandwidth at which a base becomes durable [W].
-        replay_s: seconds to redo one step from the log [r; 0 in the paper].
-        mtbf_s: mean time between failures of the whole job [M].
+        replay_s: seconds to replay one step from the log [r; 0 in the paper].
+        mtbf_s: mean time between failures of the whole job, in seconds [M].
         step_s: seconds of a training step [t].
         load_bytes_per_s: bandwidth at which a base is loaded; None: as it is written.
-        merge_s: seconds that recovery spends on each batch, however many steps are in it:
-            opening it, or merging it where batches are summed [R_D].
-        batch_write_s: seconds of training that writing a batch costs, however many steps are
-            in it [g]. What grows with the number of steps is the same for all choices.
-        base_cost_s: seconds of training that a base costs [C]; None: all of its write, as in
-            Eq. 8. It is less where the write hides behind training.
-        accelerators: how many wait when one waits [N]. It scales the waste of a run, and
-            leaves the optimum where it is.
+        merge_s: seconds that recovery spends per segment regardless of its steps: opening it, or
+            merging it where batches are summed [R_D].
+        batch_write_s: seconds of training that writing a segment costs regardless of its steps [g].
+            Costs that grow with the number of steps are the same for all choices.
+        base_cost_s: seconds of training that a base costs [C]; None: its whole write, as in Eq. 8.
+            Less if the write overlaps with training.
+        accelerators: number of accelerators that wait together [N]. It scales the waste of a run
+            and does not change the optimum.
 
     Raises:
-        OptionError: for a value that is no finite number in range, and for replays that take
-            no time at all.
+        OptionError: a value is not a finite number in range, or replay takes no time at all.
     """
 
     state_bytes: float
@@ -122,22 +120,26 @@ class Costs:
         return self.state_bytes / (self.load_bytes_per_s or self.write_bytes_per_s)
 
     def summed(self) -> Costs:
-        """The same if batches were summed, as LowDiff does: redone at the cost of one step."""
+        """Return the costs if batches were summed, as LowDiff does: replayed at the cost of one
+        step.
+        """
         return replace(self, merge_s=self.merge_s + self.replay_s, replay_s=0.0)
 
     def wasted_accelerator_s(self, waste: Waste, run_s: float) -> float:
-        """Accelerator-seconds that a run of ``run_s`` seconds wastes [T_wasted of Eq. 8]."""
+        """Return the accelerator-seconds wasted in a run of ``run_s`` seconds [T_wasted of Eq.
+        8].
+        """
         return self.accelerators * run_s * waste.total
 
 
 @dataclass(frozen=True, slots=True)
 class Waste:
-    """Parts of the run time that are wasted; 0.01 is one percent.
+    """Shares of the run time that are wasted; 0.01 is one percent.
 
     Attributes:
-        lost: steps after the newest batch, trained again [b / 2M].
+        lost: steps after the newest segment, trained again [b / 2M].
         load: loading bases [R_F / M].
-        replay: redoing steps from the log.
+        replay: replaying steps from the log.
         bases: writing bases [C / i].
         batches: writing the log [g / b].
     """
@@ -150,16 +152,17 @@ class Waste:
 
     @property
     def total(self) -> float:
-        """The sum of all parts."""
+        """Sum of all shares."""
         return self.lost + self.load + self.replay + self.bases + self.batches
 
 
 def waste(costs: Costs, interval_s: float, batch_s: float, *, write_cost: bool = True) -> Waste:
-    """What is wasted with a base every ``interval_s`` and a write of the log every ``batch_s``.
+    """Return the waste with a base every ``interval_s`` and a log segment every ``batch_s``
+    seconds.
 
     Args:
-        write_cost: False for the right side of Eq. 8 as printed: writing the log is free, and a
-            base costs its whole write. LowDiff's own figure, divided by ``N T``, is
+        write_cost: False: the right side of Eq. 8 as printed: writing the log is free, and a base
+            costs its whole write. LowDiff's own figure, divided by ``N T``, is
             ``waste(costs.summed(), 1 / f, b, write_cost=False)``.
 
     Raises:
@@ -183,7 +186,7 @@ def waste(costs: Costs, interval_s: float, batch_s: float, *, write_cost: bool =
 
 
 def write_costs(costs: Costs, write_cost: bool) -> tuple[float, float]:
-    """Seconds of training that a base and a batch cost; ``write_cost`` as in :func:`waste`."""
+    """Return the seconds of training that a base and a segment cost; see :func:`waste`."""
     if not write_cost:
         return costs.write_s, 0.0
     base_s = costs.write_s if costs.base_cost_s is None else costs.base_cost_s
@@ -231,5 +234,5 @@ def check_batches(costs: Costs, batch_max: int | None, write_cost: bool) -> None
 
 
 def is_number(value: object) -> bool:
-    """Whether it is a finite number, and no truth value."""
+    """Return True for a finite number; False for booleans."""
     return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)

@@ -1,18 +1,18 @@
-"""How often, while training runs: costs as measured, and a choice that does not flap.
+"""Interval of bases during training, from measured costs.
 
 LowDiff's tuning module "adapts to runtime metrics (failure rate, bandwidth) using stepwise
-adjustments" (section VII-A) without saying how. Here:
+adjustments" (section VII-A) without details. Here:
 
-- Each cost is the median of its newest samples, where older samples weigh less. Single
-  outliers (a stalled disk, a step that compiled something) do not move it.
-- Failures are too few for a median. They are taken as a Poisson process whose rate has a Gamma
+- Each cost is the median of its newest samples, with less weight for older ones. Single outliers (a
+  stalled disk, a step that compiled something) do not change it.
+- Failures are too few for a median. They are modelled as a Poisson process whose rate has a Gamma
   prior: "as if :attr:`FailurePrior.failures` failures had been seen in
-  :attr:`FailurePrior.seconds`". The MTBF is (prior seconds + trained seconds) / (prior failures
-  + failures), sane before the first failure and overruled by evidence.
-- The choice in force stays until the best one would waste clearly less. What is compared is
-  the waste, not the interval: the waste is flat around its minimum, so noise changes nothing.
+  :attr:`FailurePrior.seconds`". The MTBF is (prior seconds + trained seconds) / (prior failures +
+  failures): plausible before the first failure, and overruled by evidence.
+- The current choice stays until the best one would waste clearly less. The waste is compared, not
+  the interval: it is flat around its minimum, so noise changes nothing.
 
-Nothing here has a clock or touches a file. What was learned is plain data.
+The estimates are plain data.
 """
 
 from __future__ import annotations
@@ -37,18 +37,18 @@ _SECONDS_LEAST = 1e-9
 
 @dataclass(frozen=True, slots=True)
 class FailurePrior:
-    """What is believed of failures before any was seen: a Gamma distribution of their rate.
+    """Prior belief about failures: a Gamma distribution of their rate.
 
-    The default is one failure in a day of training, about what is published for large jobs
-    (OPT-175B: 112 failures in 90 days, quoted by LowDiff section I), at the weight of a single
-    failure: a week without one makes the MTBF about a week, 10 in 10 hours make it 3 hours.
+    The default is one failure per day of training, about as published for large jobs (OPT-175B:
+    112 failures in 90 days, quoted by LowDiff section I), with the weight of a single failure: a
+    week without one makes the MTBF about a week, 10 failures in 10 hours make it 3 hours.
 
     Attributes:
-        failures: shape of the distribution, the weight of the belief in failures.
-        seconds: its rate, the seconds of training in which they would have been seen.
+        failures: shape of the distribution: the weight of the prior in failures.
+        seconds: its rate: seconds of training in which these would have occurred.
 
     Raises:
-        OptionError: unless both are more than 0.
+        OptionError: a value is not greater than 0.
     """
 
     failures: float = 1.0
@@ -63,13 +63,13 @@ class FailurePrior:
 
 @dataclass(frozen=True, slots=True)
 class Recommendation:
-    """What to do from now on.
+    """Recommended interval from now on.
 
     Attributes:
-        interval_steps: steps from base to base.
-        waste: what that wastes with the costs as they are now estimated.
-        costs: those costs.
-        changed: whether it differs from what was recommended before.
+        interval_steps: steps between two bases.
+        waste: its waste with the current estimates of the costs.
+        costs: these estimates.
+        changed: True if it differs from the previous recommendation.
     """
 
     interval_steps: int
@@ -79,25 +79,27 @@ class Recommendation:
 
 
 class Estimator:
-    """Running estimates of :class:`~everstep.plan.costs.Costs`, and the choice they lead to.
+    """Running estimates of :class:`~everstep.plan.costs.Costs`, and the choice that follows from
+    them.
 
-    Samples are seconds of this run as it is; times of failures are seconds *of training* since
-    the run began, over all its processes (time in which nothing was trained does not count).
+    Samples are seconds of this run. Times of failures are seconds *of training* since the run
+    began, over all its processes; time without training does not count.
 
     Args:
-        log: whether there is a log to redo steps from; otherwise all since the base is lost.
-        replay_share: the share of a step that redoing it is believed to take, until it was
-            measured; None: there is no recommendation before.
-        window: newest samples of each cost that count.
-        half_life: a sample weighs half as much as one that is so many samples newer.
-        prior: what is believed of failures before any was seen.
-        failure_half_life_s: failures, and training without them, weigh half as much after so
-            many seconds of training; None: they always count in full.
-        margin: another choice is recommended once it saves this share of the waste.
-        accelerators: as in :class:`~everstep.plan.costs.Costs`.
+        log: True if there is a log to replay steps from; otherwise all steps since the base are
+            lost.
+        replay_share: assumed duration of replay as a share of a step until it was measured; None:
+            no recommendation before.
+        window: number of newest samples of each cost that count.
+        half_life: number of newer samples after which a sample's weight is halved.
+        prior: prior belief about failures.
+        failure_half_life_s: seconds of training after which the weight of failures, and of training
+            without them, is halved; None: full weight for ever.
+        margin: another interval is recommended if it saves at least this share of the waste.
+        accelerators: see :class:`~everstep.plan.costs.Costs`.
 
     Raises:
-        OptionError: for an argument out of range.
+        OptionError: an argument is out of range.
     """
 
     def __init__(
@@ -140,16 +142,15 @@ class Estimator:
     # --- What was seen ------------------------------------------------------------------
 
     def observe_step(self, step_s: float) -> None:
-        """A training step took so long, without what a save added to it."""
+        """Add the duration of a training step, without time added by a save."""
         usual = type(step_s) is float and 0 < step_s < math.inf  # at each step: few calls
         self._series["step_s"].append(step_s if usual else _positive("step_s", step_s))
 
     def observe_base(self, size_bytes: float, write_s: float, cost_s: float | None = None) -> None:
-        """A base of ``size_bytes`` became durable in ``write_s``.
+        """Add a base of ``size_bytes`` that became durable in ``write_s`` seconds.
 
         Args:
-            cost_s: seconds of training that it cost; None if that is not known, then a base
-                counts with all of its write.
+            cost_s: seconds of training that it cost; None: unknown, its whole write counts.
         """
         rate = _positive("size_bytes", size_bytes) / _positive("write_s", write_s)
         if cost_s is not None:
@@ -159,23 +160,23 @@ class Estimator:
         self._state_bytes = float(size_bytes)
 
     def observe_load(self, size_bytes: float, load_s: float) -> None:
-        """A base of ``size_bytes`` was loaded in ``load_s``."""
+        """Add a base of ``size_bytes`` that was loaded in ``load_s`` seconds."""
         rate = _positive("size_bytes", size_bytes) / _positive("load_s", load_s)
         self._add("load_bytes_per_s", rate)
 
     def observe_replay(self, steps: int, replay_s: float) -> None:
-        """So many steps were redone from the log in ``replay_s``, reading them included."""
+        """Add a replay of ``steps`` steps from the log in ``replay_s`` seconds, including reads."""
         self._add("replay_s", _positive("replay_s", replay_s) / _positive("steps", steps))
 
     def observe_failure(self, at_s: float) -> None:
-        """Something failed after ``at_s`` seconds of training."""
+        """Add a failure after ``at_s`` seconds of training."""
         self.advance(at_s)
         self._failures += 1
 
     def advance(self, at_s: float) -> None:
-        """Training went on until ``at_s`` seconds of training.
+        """Note that training has reached ``at_s`` seconds.
 
-        A time before the newest one changes nothing: after a failure, steps are trained again.
+        An earlier time changes nothing: after a failure, steps are trained again.
         """
         passed_s = _at_least_0("at_s", at_s) - self._trained_s
         if passed_s <= 0:
@@ -193,22 +194,22 @@ class Estimator:
 
     @property
     def trained_s(self) -> float:
-        """Seconds of training seen so far; where a restarted process goes on counting."""
+        """Seconds of training so far; a restarted process continues from here."""
         return self._trained_s
 
     @property
     def has_steps(self) -> bool:
-        """Whether there was a step: :attr:`step_s` is known, which takes longer to work out."""
+        """True after the first step; cheaper than :attr:`step_s`."""
         return bool(self._series["step_s"])
 
     @property
     def step_s(self) -> float | None:
-        """Seconds of a step; None before there was one."""
+        """Seconds of a step; None before the first."""
         return self._median("step_s")
 
     @property
     def base_cost_s(self) -> float | None:
-        """Seconds of training that a base costs; None before that is known."""
+        """Seconds of training that a base costs; None if unknown."""
         return self._median("base_cost_s")
 
     @property
@@ -218,14 +219,14 @@ class Estimator:
         return (prior.seconds + self._seen_s) / (prior.failures + self._failures)
 
     def costs(self) -> Costs | None:
-        """Costs as estimated; None before there was a step, a base and, where there is a log,
-        a replay or a belief of it.
+        """Return the estimated costs; None until a step, a base and, with a log, a replay were
+        measured.
 
-        As long as no base was loaded, loading counts as fast as writing; that concerns the
-        waste, not the choice. Without a log, steps are trained again: redoing one takes a step.
+        Until a base was loaded, loading counts as fast as writing; that affects the waste, not the
+        choice. Without a log, steps are trained again: replaying one takes a step.
 
         Raises:
-            OptionError: for samples that are beyond all reason.
+            OptionError: samples are out of any reasonable range.
         """
         step_s = self._median("step_s")
         rate = self._median("write_bytes_per_s")
@@ -246,11 +247,11 @@ class Estimator:
         )
 
     def recommend(self) -> Recommendation | None:
-        """How often from now on; None as long as :meth:`costs` are not known.
+        """Return the recommended interval; None as long as :meth:`costs` returns None.
 
         Raises:
-            InfeasibleError: with the costs as measured no choice helps; what was recommended
-                before stays in force.
+            InfeasibleError: no choice helps with the measured costs; the previous recommendation
+                stays.
         """
         costs = self.costs()
         if costs is None:
@@ -277,7 +278,7 @@ class Estimator:
     # --- Saved with the run -------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """What was learned, as plain data (numbers, strings, lists, dicts)."""
+        """Return the estimates as plain data (numbers, strings, lists, dicts)."""
         return {
             "version": _VERSION,
             "series": {name: list(values) for name, values in self._series.items()},
@@ -289,11 +290,10 @@ class Estimator:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Takes over what another estimator has learned; arguments stay those of this one.
+        """Load the estimates of another estimator; arguments of this one stay.
 
         Raises:
-            OptionError: for anything that :meth:`state_dict` does not return; nothing is
-                changed then.
+            OptionError: the data is not from :meth:`state_dict`; nothing was changed.
         """
         try:
             if state["version"] != _VERSION:
@@ -314,8 +314,8 @@ class Estimator:
         except (KeyError, TypeError, ValueError) as error:
             reason = getattr(error, "message", None) or f"{type(error).__name__}: {error}"
             raise OptionError(
-                f"this is no state of an interval estimator: {reason}",
-                hint="what state_dict() returned; or begin without one",
+                f"not the state of an interval estimator: {reason}",
+                hint="pass a result of state_dict(), or start without one",
             ) from error
         self._series = series
         self._held = held

@@ -1,8 +1,8 @@
-"""How often to take a base and to write the log, so that the least time is wasted.
+"""Intervals of bases and log segments that waste the least time.
 
-The model is in :mod:`everstep.plan.costs`. :func:`optimum` finds the best whole numbers of
-steps, exactly; :func:`continuous_optimum` and :func:`closed_form` (LowDiff Eq. 10) are what
-calculus says. :func:`checkfreq_interval` is for saves without a log.
+The model is in :mod:`everstep.plan.costs`. :func:`optimum` finds the best whole numbers of steps
+exactly; :func:`continuous_optimum` and :func:`closed_form` (LowDiff Eq. 10) are the solutions over
+real numbers. :func:`checkfreq_interval` is for saves without a log.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _ROUNDS_NO_MORE = 1_000_000
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """Intervals as real numbers of seconds, and what they waste."""
+    """Intervals in seconds, as real numbers, and their waste."""
 
     interval_s: float
     batch_s: float
@@ -52,11 +52,11 @@ class Point:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """Intervals in whole steps, and what they waste.
+    """Intervals in whole steps, and their waste.
 
     Attributes:
-        interval_steps: steps from base to base, at least 1.
-        batch_steps: steps in each write of the log, 1 to ``interval_steps``.
+        interval_steps: steps between two bases, at least 1.
+        batch_steps: steps per log segment, 1 to ``interval_steps``.
         interval_s, batch_s: the same in seconds.
     """
 
@@ -69,14 +69,14 @@ class Choice:
 
 @dataclass(frozen=True, slots=True)
 class Optimum:
-    """The best choice, next to what formulas say.
+    """The best choice, and the solutions of formulas for comparison.
 
     Attributes:
         choice: the best of all whole numbers of steps.
         continuous: the minimum over real numbers of seconds.
         closed_form: LowDiff Eq. 10, with its waste by Eq. 8 as printed: batches summed, their
             writes free.
-        without_log: the best interval between bases if there were no log.
+        without_log: the best interval between bases without a log.
     """
 
     choice: Choice
@@ -89,11 +89,11 @@ class Optimum:
 
 
 def closed_form(costs: Costs) -> Point:
-    """LowDiff Eq. 10: the minimum of Eq. 8 as printed, batches summed and their writes free.
+    """Return LowDiff Eq. 10: the minimum of Eq. 8 as printed, batches summed and their writes free.
 
-    Where Eq. 10 makes a batch longer than the interval (``R_D > sqrt(2 M S / W)``) it is no
-    answer; the minimum is then where both are ``sqrt(2 M S / W)``, which is Young's formula:
-    the log is of no use.
+    If Eq. 10 makes a segment longer than the interval (``R_D > sqrt(2 M S / W)``), it is no
+    solution; the minimum then has both equal to ``sqrt(2 M S / W)``, Young's formula: the log is
+    useless.
     """
     costs = costs.summed()
     write_s = costs.write_s
@@ -107,12 +107,13 @@ def closed_form(costs: Costs) -> Point:
 
 
 def continuous_optimum(costs: Costs, *, write_cost: bool = True) -> Point:
-    """The minimum of :func:`~everstep.plan.costs.waste` over real ``0 < batch_s <= interval_s``.
+    """Return the minimum of :func:`~everstep.plan.costs.waste` over real ``0 < batch_s <=
+    interval_s``.
 
     The waste is a posynomial (a sum of powers with positive factors), hence convex in the
-    logarithms of both intervals. For each batch the best interval is ``sqrt(2 M C / (R_D / b +
-    r / t))``; what remains is convex in ``log b``, and its derivative is bisected. Where nothing
-    speaks for batches (``R_D = g = 0``) the batch is one step.
+    logarithms of both intervals. For each segment length the best interval is ``sqrt(2 M C / (R_D /
+    b + r / t))``; the remaining function is convex in ``log b``, and its derivative is bisected.
+    Without a reason for batching (``R_D = g = 0``) a segment is one step.
 
     Raises:
         InfeasibleError: replay is slower than training.
@@ -152,19 +153,19 @@ def continuous_optimum(costs: Costs, *, write_cost: bool = True) -> Point:
 
 
 def interval_steps_min(costs: Costs) -> int:
-    """The fewest steps between bases: one is durable before the next begins."""
+    """Return the fewest steps between bases: one must be durable before the next begins."""
     return max(1, _ceil(costs.write_s / costs.step_s))
 
 
 def optimum(costs: Costs, *, batch_max: int | None = None, write_cost: bool = True) -> Optimum:
-    """The best whole numbers of steps, next to what formulas say.
+    """Return the best whole numbers of steps, and the solutions of formulas.
 
     Args:
-        batch_max: most steps that a batch may have, because memory holds no more.
-        write_cost: as in :func:`~everstep.plan.costs.waste`.
+        batch_max: maximum steps per segment, limited by memory.
+        write_cost: see :func:`~everstep.plan.costs.waste`.
 
     Raises:
-        InfeasibleError: as :func:`best_choice` does.
+        InfeasibleError: see :func:`best_choice`.
     """
     return Optimum(
         best_choice(costs, batch_max=batch_max, write_cost=write_cost),
@@ -175,17 +176,17 @@ def optimum(costs: Costs, *, batch_max: int | None = None, write_cost: bool = Tr
 
 
 def best_choice(costs: Costs, *, batch_max: int | None = None, write_cost: bool = True) -> Choice:
-    """The best whole numbers of steps: of all of them, not a rounded formula.
+    """Return the best of all whole numbers of steps.
 
-    Among equals the shortest batch, which loses the fewest steps; then the shortest interval,
-    which is redone the fastest.
+    Among equals, the shortest segment, which loses the fewest steps; then the shortest interval,
+    which is replayed fastest.
 
     Args:
-        batch_max, write_cost: as in :func:`optimum`.
+        batch_max, write_cost: see :func:`optimum`.
 
     Raises:
-        InfeasibleError: loading or writing a base takes longer than the MTBF, replay is slower
-            than training, or no time is left for training.
+        InfeasibleError: loading or writing a base takes longer than the MTBF, replay is slower than
+            training, or no time is left for training.
     """
     if batch_max is not None and (not isinstance(batch_max, int) or batch_max < 1):
         raise OptionError(f"batch_max must be at least one step, not {batch_max!r}")
@@ -212,7 +213,8 @@ def curve(
     batch_max: int | None = None,
     write_cost: bool = True,
 ) -> list[Choice]:
-    """The best batch for each interval; intervals too short to write a base are lengthened.
+    """Return the best segment length for each interval; intervals too short for a base are
+    lengthened.
 
     Raises:
         InfeasibleError: replay is slower than training.
@@ -225,10 +227,10 @@ def curve(
 
 @dataclass(frozen=True, slots=True)
 class _Grid:
-    """The waste of n steps between bases and k steps in a batch, less what is constant.
+    """Waste of ``n`` steps between bases and ``k`` steps per segment, without its constant terms.
 
-    ``a k + e n + d n / k + c / n + h / k``, where ``n >= interval_min``, ``k <= batch_max`` and
-    ``k <= n``.
+    ``a k + e n + d n / k + c / n + h / k``, where ``n >= interval_min``, ``k <= batch_max`` and ``k
+    <= n``.
     """
 
     a: float
@@ -256,11 +258,13 @@ class _Grid:
         return self.a * k + self.e * n + self.d * n / k + self.c / n + self.h / k
 
     def best_interval(self, k: int) -> float:
-        """The best real n for a batch of k."""
+        """Return the best real ``n`` for segments of ``k`` steps."""
         return max(k, self.interval_min, math.sqrt(self.c / (self.e + self.d / k)))
 
     def bound(self, k: int) -> float:
-        """What no n falls below; convex in ``log k``, so it has one minimum."""
+        """Return a lower bound of the waste for ``k``; convex in ``log k``, so it has one
+        minimum.
+        """
         return self.value(self.best_interval(k), k)
 
     def best_batch(self, n: int) -> int:
@@ -270,9 +274,10 @@ class _Grid:
         return k + 1 if better else k
 
     def best(self) -> tuple[int, int]:
-        """The best ``(n, k)``: outwards from where the bound is least, until it exceeds it.
+        """Return the best ``(n, k)``: search outwards from the minimum of the bound until it
+        exceeds the best.
 
-        For one k the value is convex in n, so the best n are next to the best real one.
+        For one ``k`` the waste is convex in ``n``, so the best ``n`` are next to the best real one.
         """
         start = self._start()
         end = self.batch_max
@@ -293,9 +298,9 @@ class _Grid:
         return n, k
 
     def _start(self) -> int:
-        """Where the bound is least: thirds that cannot hold the minimum are cut off.
+        """Return the ``k`` with the least bound, by ternary search.
 
-        Not by differences of neighbours, which drown in rounding where k is large.
+        Differences of neighbours would drown in rounding for large ``k``.
         """
         low = 1
         high = self.batch_max or 2
@@ -325,10 +330,10 @@ def _choice(costs: Costs, n: int, k: int, write_cost: bool) -> Choice:
 
 
 def without_log(costs: Costs, *, write_cost: bool = True) -> Choice:
-    """The best interval between bases if there were no log, in whole steps.
+    """Return the best interval between bases without a log, in whole steps.
 
-    Young's choice (GoCkpt section 3.1): all since the base is lost. Bases are never closer
-    than one write takes, however often something fails.
+    Young's choice (GoCkpt section 3.1): all steps since the base are lost. Bases are never closer
+    than the duration of one write, however frequent failures are.
     """
     costs = replace(costs, batch_write_s=0.0)
     base_s, _ = write_costs(costs, write_cost)
@@ -347,7 +352,7 @@ def _check_replay(costs: Costs) -> None:
     if costs.replay_s >= costs.step_s:
         plain = without_log(costs)
         raise InfeasibleError(
-            f"redoing a step from the log takes {costs.replay_s:.4g} s, and training it "
+            f"replaying a step from the log takes {costs.replay_s:.4g} s, training it "
             f"{costs.step_s:.4g} s: the log gains nothing",
             quantity="replay_s",
             needed=costs.step_s,
@@ -357,7 +362,7 @@ def _check_replay(costs: Costs) -> None:
 
 
 def _mtbf_needed(costs: Costs, batch_max: int | None, write_cost: bool) -> float:
-    """The MTBF with which the best choice wastes all of the time: the longer, the less."""
+    """Return the MTBF at which the best choice wastes all of the time."""
 
     def enough(mtbf_s: float) -> bool:
         return _least(replace(costs, mtbf_s=mtbf_s), batch_max, write_cost).waste.total < 1
@@ -378,20 +383,20 @@ def _mtbf_needed(costs: Costs, batch_max: int | None, write_cost: bool) -> float
 def checkfreq_interval(
     *, step_s: float, stall_s: float, persist_s: float = 0.0, share: float = 0.035
 ) -> int:
-    """The fewest steps between saves that keep their cost within a share of training.
+    """Return the fewest steps between saves that keep their cost within a share of training.
 
-    CheckFreq's rule: saves may slow training down by ``share`` (3.5 %: TierCheck experiment 3
-    quotes it), and one is durable before the next begins. CheckFreq's code starts at the second
-    bound and adds two steps as long as the first is exceeded; here both are solved for.
+    CheckFreq's rule: saves may slow training down by ``share`` (3.5 %; quoted in TierCheck
+    experiment 3), and one must be durable before the next begins. CheckFreq's code starts at the
+    second bound and adds two steps while the first is exceeded; here both are solved for.
 
     Args:
         step_s: seconds of a step without saves.
-        stall_s: seconds for which a save holds training up.
-        persist_s: seconds for which it goes on behind training.
-        share: most that ``stall_s`` may be of the training between two saves.
+        stall_s: seconds for which a save blocks training.
+        persist_s: seconds for which it continues in the background.
+        share: maximum of ``stall_s`` as a share of the training time between two saves.
 
     Raises:
-        OptionError: for a value that is no finite number in range.
+        OptionError: a value is not a finite number in range.
     """
     if not is_number(step_s) or step_s <= 0:
         raise OptionError(f"step_s must be seconds, more than 0, not {step_s!r}")
@@ -404,7 +409,7 @@ def checkfreq_interval(
 
 
 def _ceil(quotient: float) -> int:
-    """The next whole number, unless it is only rounding that exceeds the one before."""
+    """Return the next whole number, ignoring an excess due to rounding."""
     if quotient == math.inf:
         raise OptionError("a step is too short next to what a save takes")
     return math.ceil(quotient * (1 - EQUAL))

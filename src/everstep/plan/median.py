@@ -1,4 +1,4 @@
-"""The median of what was measured lately, in which older samples weigh less."""
+"""Median of recent samples, with less weight for older ones."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ __all__ = ["weighted_median"]
 
 
 def weighted_median(values: Sequence[float], half_life: float) -> float | None:
-    """The weighted median of samples in the order in which they came; None of none.
+    """Return the weighted median of samples in the order of their arrival; None if there are none.
 
-    Single outliers (a stalled disk, a step that compiled something) do not move it.
+    Single outliers (a stalled disk, a step that compiled something) do not change it.
 
     Args:
-        half_life: a sample weighs half as much as one that is so many samples newer.
+        half_life: number of newer samples after which a sample's weight is halved.
     """
     newest = len(values) - 1
     weighted = sorted(

@@ -55,7 +55,7 @@ _DONE = 1e-12  # of a copy that is left over by rounding
 
 
 class _Phase(IntEnum):
-    """Where in a step training waits; later is greater."""
+    """Points of a step at which training waits, in order."""
 
     BACKWARD = 0
     UPDATE = 1
@@ -64,21 +64,21 @@ class _Phase(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Pipeline:
-    """What a step and a copy take.
+    """Durations of a step and of copies.
 
     Attributes:
-        state_s: seconds to copy the whole state alone.
-        gradients_s: seconds to copy the gradients of the whole state alone.
-        forward_s: of a step; nothing that is captured changes.
-        backward_s: the same; the gradients of the step before are overwritten.
-        update_s: of a step; the state changes.
-        part_s: of the training thread's own work for each part.
-        behind_update: gradients that are waited for are copied behind the update that consumes
-            them, too, which is over when they are there, as everstep does it; False: it does not
-            begin before (the paper's).
+        state_s: seconds to copy the whole state, nothing else being copied.
+        gradients_s: seconds to copy the gradients of the whole state, nothing else being copied.
+        forward_s: seconds of forward; captured memory does not change.
+        backward_s: seconds of backward; it overwrites the gradients of the previous step.
+        update_s: seconds of the update; the state changes.
+        part_s: seconds of the training thread's own work per part.
+        behind_update: True: copies of gradients overlap the update that consumes them, which ends
+            after the copies, as in everstep. False: the update waits for the copies, as in the
+            paper.
 
     Raises:
-        OptionError: for what is no number of seconds, or a step that takes no time.
+        OptionError: a value is not a number of seconds, or the step takes no time.
     """
 
     state_s: float
@@ -99,23 +99,23 @@ class Pipeline:
 
     @property
     def step_s(self) -> float:
-        """Of a whole step without a capture."""
+        """Seconds of a step without a capture."""
         return self.forward_s + self.backward_s + self.update_s
 
 
 @dataclass(frozen=True, slots=True)
 class Overlap:
-    """What a base in so many parts costs.
+    """Cost of a base in a number of parts.
 
     Attributes:
-        parts: into which the state is cut; 1 is a lazy base.
-        state_wait_s: that training waits for parts of the state.
-        gradients_wait_s: that it waits for gradients.
-        whole_s: from the beginning until all is in host memory.
-        held_s: most copy seconds of gradients that wait for the link at a time, where a later
-            backward does not overwrite them; device memory is held for so much.
-        gradients_s: copy seconds of all gradients that are copied: host memory for them.
-        work_s: the training thread's own work.
+        parts: number of parts; 1 is a lazy base.
+        state_wait_s: seconds that training waits for parts of the state.
+        gradients_wait_s: seconds that it waits for gradients.
+        whole_s: seconds from the start until all of it is in host memory.
+        held_s: maximum seconds of gradient copies that wait for the link, where no later backward
+            overwrites them; the device holds that much memory.
+        gradients_s: seconds of copies of all copied gradients; the host holds that much memory.
+        work_s: seconds of the training thread's own work.
     """
 
     parts: int
@@ -128,12 +128,12 @@ class Overlap:
 
     @property
     def stall_s(self) -> float:
-        """That training waits for copies: all that the paper counts."""
+        """Seconds that training waits for copies: all that the paper counts."""
         return self.state_wait_s + self.gradients_wait_s
 
     @property
     def lost_s(self) -> float:
-        """That training loses: it waits, and its thread works."""
+        """Seconds that training loses: waits and its own work."""
         return self.stall_s + self.work_s
 
 
@@ -146,7 +146,7 @@ class _Copy:
 
 @dataclass(slots=True)
 class _Link:
-    """One copy at a time, the earliest deadline first."""
+    """A link that carries one copy at a time, the earliest deadline first."""
 
     copies: list[_Copy] = field(default_factory=list)
     now_s: float = 0.0
@@ -161,7 +161,7 @@ class _Link:
         self.held_s = max(self.held_s, waiting_s)
 
     def run(self, seconds: float) -> None:
-        """Training goes on for so long."""
+        """Let training run for some seconds."""
         self.now_s += seconds
         while self.copies and seconds > 0:
             served_s = min(seconds, self.copies[0].left_s)
@@ -171,7 +171,7 @@ class _Link:
                 del self.copies[0]
 
     def wait(self, deadline: tuple[int, _Phase]) -> Iterator[tuple[bool, float]]:
-        """Training waits for what is due: whether for gradients, and for how long."""
+        """Yield the waits for copies that are due: True for gradients, and seconds."""
         while self.copies and self.copies[0].deadline <= deadline:
             due = self.copies[0]
             yield due.gradients, due.left_s
@@ -184,24 +184,24 @@ def overlap(
     held_steps: int | None,
     shares: Sequence[float] | None = None,
 ) -> Overlap:
-    """A base in parts.
+    """Return the cost of a base in parts.
 
     Args:
-        parts: from 1.
-        held_steps: None: the update waits for the gradients (``gockpt``; before it, or at its end:
-            :attr:`Pipeline.behind_update`). 0: the next backward
-            does (``gockpt_o``, gradients that are overwritten in place). From 1: they are kept for
-            so many more steps, in device memory of their own.
-        shares: of the state, and of its gradients, in each part; None: equal ones.
+        parts: number of parts, from 1.
+        held_steps: None: the update waits for the gradients (``gockpt``; see
+            :attr:`Pipeline.behind_update`). 0: the next backward waits (``gockpt_o``; gradients are
+            overwritten in place). From 1: gradients are kept in device memory for this many more
+            steps.
+        shares: share of the state, and of its gradients, in each part; None: equal.
 
     Raises:
-        OptionError: for no parts, or fewer than no steps, or shares of other parts.
+        OptionError: an argument is out of range, or the shares do not fit.
     """
     shares = [1 / parts] * parts if shares is None and parts > 0 else list(shares or ())
     if parts > 0 and (len(shares) != parts or abs(sum(shares) - 1) > 1e-6):
-        raise OptionError(f"shares={shares!r} are not those of {parts} parts")
+        raise OptionError(f"shares={shares!r} are not the shares of {parts} parts")
     if parts < 1 or (held_steps is not None and held_steps < 0):
-        raise OptionError(f"no base has {parts} parts whose gradients are held {held_steps} steps")
+        raise OptionError(f"parts={parts} must be at least 1, held_steps={held_steps} at least 0")
     link = _Link()
     waits_s = {False: 0.0, True: 0.0}
     copied_s = 0.0
@@ -232,12 +232,11 @@ def overlap(
 
 
 def lower_bound_s(pipeline: Pipeline, parts: int) -> float:
-    """No schedule of equal parts that has copied everything by the end of the last of them holds
-    training up less: the work of the link, less the time there is for it. Other parts have other
-    work (:mod:`.multistep_cut`). The training thread's own work is not in it.
+    """Return a lower bound of the stall of a base in equal parts, for any schedule.
 
-    ``max(0, T (1 + r (k - 1) / 2) - k)`` in steps of time one, for a copy of ``T`` of them and
-    gradients of ``r`` of the state.
+    The work of the link minus the time available: ``max(0, T (1 + r (k - 1) / 2) - k)`` in units of
+    one step, for a copy of ``T`` steps and gradients of ``r`` of the state. Other parts have other
+    work (:mod:`.multistep_cut`). The training thread's own work is not included.
     """
     work_s = pipeline.state_s + pipeline.gradients_s * (parts - 1) / 2
     return max(0.0, work_s - parts * pipeline.step_s)

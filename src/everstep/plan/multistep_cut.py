@@ -1,23 +1,23 @@
-"""How large the parts of a base over several steps are: so that each fills its window.
+"""Number and sizes of the parts of a multi-step base: each part fills its window.
 
-Equal parts (GoCkpt section 4.2) leave the link idle in the first windows, in which there are few
-gradients to copy, and make training wait in the last. Here a part is as large as its window leaves
-time for, besides the gradients that are due in it. With gradients of ``r`` of the state, held for
-one step, of which a full copy takes ``T``, the share ``C`` of the state that is captured goes
+Equal parts (GoCkpt section 4.2) leave the link idle in the first windows, which have few gradients
+to copy, and make training wait in the last. Here a part is as large as its window leaves time for,
+next to the gradients that are due in it. With gradients of ``r`` of the state, held for one step,
+of which a full copy takes ``T``, the captured share ``C`` of the state grows by
 
     ``C_i = C_(i-1) (1 - r) + 1 / T``
 
-from step to step while nothing waits, towards ``1 / (r T)``; what is missing then is in the last
-part. No cut waits less: a part that takes the link ``d`` longer than its window makes training wait
-for ``d``, and makes the last part shorter by no more than ``d (1 - r)``. So training waits for
-``T - 1 / r`` steps at least, if that is more than 0, in however many parts; the bound of equal
-parts, which does not ask for how long gradients are held, may be less, or more.
+per step while nothing waits, towards ``1 / (r T)``; the rest is in the last part. No other cut
+waits less: a part that takes the link ``d`` longer than its window makes training wait for ``d``,
+and shortens the last part by at most ``d (1 - r)``. So training waits for at least ``T - 1 / r``
+steps, if that is positive, with any number of parts. The bound for equal parts ignores for how long
+gradients are held; it may be less, or more.
 
-Where updates wait for gradients (``gockpt``) each captured share is waited for in each step to
-come: parts fill the last windows, and no part is captured earlier than ``1 / r`` steps before the
-last, from where on it is cheaper to wait for it. That, too, is the least where the update does not
-begin before. Where gradients are copied behind their update, too, where the next backward
-waits, or gradients are held for more than a step, what is found is no worse than equal parts.
+If updates wait for gradients (``gockpt``), each captured share is waited for in each later step:
+parts fill the last windows, and no part is captured earlier than ``1 / r`` steps before the last,
+from where it is cheaper to wait for it. That is optimal, too, if copies end before the update
+begins. If copies overlap their update, if the next backward waits, or if gradients are held for
+more than a step, the result is no worse than equal parts.
 """
 
 from __future__ import annotations
@@ -45,10 +45,10 @@ _NEAR_S = 1e-6
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """Parts of a size, and what a base in them costs.
+    """Parts of certain sizes, and the cost of a base in them.
 
     Attributes:
-        shares: of the state, in each part.
+        shares: share of the state in each part.
     """
 
     shares: Sequence[float]
@@ -56,22 +56,24 @@ class Cut:
 
 
 def least_wait_s(pipeline: Pipeline) -> float:
-    """What training waits for at least, in however many parts of whatever sizes, where gradients
-    are held for one step: ``T - 1 / r`` steps, or nothing."""
+    """Return the least time that training waits with any number and sizes of parts.
+
+    For gradients held for one step: ``T - 1 / r`` steps, or nothing.
+    """
     if not pipeline.gradients_s:
         return 0.0
     return max(0.0, pipeline.state_s * (1 - pipeline.step_s / pipeline.gradients_s))
 
 
 def best_cut(pipeline: Pipeline, parts: int, held_steps: int | None) -> Cut:
-    """So many parts, as large as they should be; equal ones where others wait longer.
+    """Return the best sizes for this number of parts; equal ones if no others wait less.
 
     Args:
-        parts: from 1.
-        held_steps: as for :func:`.multistep.overlap`.
+        parts: number of parts, from 1.
+        held_steps: see :func:`.multistep.overlap`.
 
     Raises:
-        OptionError: for no parts, or fewer than no steps.
+        OptionError: an argument is out of range.
     """
     even = overlap(pipeline, parts, held_steps)
     equal = Cut((1 / parts,) * parts, even)
@@ -85,29 +87,32 @@ def best_cut(pipeline: Pipeline, parts: int, held_steps: int | None) -> Cut:
 
 
 def best_parts(pipeline: Pipeline, held_steps: int | None, parts_max: int = PARTS_MAX) -> Overlap:
-    """The number of parts to take, see :func:`fewest`; one, a lazy base, is among them."""
+    """Return the best number of parts, see :func:`fewest`; one part is a lazy base."""
     found = [best_cut(pipeline, parts, held_steps).overlap for parts in range(1, parts_max + 1)]
     return found[fewest([item.lost_s for item in found]) - 1]
 
 
 def fewest(losses_s: Sequence[float]) -> int:
-    """The fewest parts that cost training no more than 2 % (and a microsecond) above the least:
-    each part more takes memory for gradients, and the base a step longer.
+    """Return the fewest parts that cost training at most 2 % (and a microsecond) more than the
+    least.
+
+    Each additional part takes memory for gradients, and a step of time.
 
     Args:
-        losses_s: what a base costs in 1, 2, ... parts.
+        losses_s: cost of a base in 1, 2, ... parts.
     """
     enough_s = (1 + _NEAR) * min(losses_s) + _NEAR_S
     return 1 + next(number for number, loss_s in enumerate(losses_s) if loss_s <= enough_s)
 
 
 def fewest_of(lost_s: Callable[[int], float], parts_max: int, part_s: float) -> int:
-    """What :func:`fewest` finds for up to ``parts_max`` parts, asking for no more than it needs: it
-    takes training a tenth of a millisecond for each number of parts.
+    """Return :func:`fewest` for up to ``parts_max`` parts, computing no more costs than necessary.
+
+    Each computation takes training a tenth of a millisecond.
 
     Args:
-        lost_s: what a base costs in so many parts.
-        part_s: of training's own work for each part, which is in that.
+        lost_s: returns the cost of a base in a number of parts.
+        part_s: training's own work per part, which is included in that.
     """
     losses_s: list[float] = []
     enough_s = math.inf
@@ -122,8 +127,7 @@ def fewest_of(lost_s: Callable[[int], float], parts_max: int, part_s: float) -> 
 def filling_shares(
     pipeline: Pipeline, parts: int, held_steps: int | None
 ) -> list[tuple[float, ...]]:
-    """Shares of the state in parts that fill their windows: of several ways the best is to be
-    taken."""
+    """Return candidate shares for parts that fill their windows; the caller takes the best."""
     state_s = pipeline.state_s
     gradients_s = pipeline.gradients_s
     if not state_s:
@@ -140,7 +144,7 @@ def filling_shares(
 
 
 def _late(pipeline: Pipeline, parts: int, worth: int) -> tuple[float, ...]:
-    """The last windows are full."""
+    """Return shares that fill the last windows."""
     window = (pipeline.forward_s + pipeline.backward_s) / pipeline.state_s
     shares = [0.0] * parts
     left = 1.0
@@ -152,11 +156,11 @@ def _late(pipeline: Pipeline, parts: int, worth: int) -> tuple[float, ...]:
 
 
 def _early(pipeline: Pipeline, parts: int, full: int, most: float) -> tuple[float, ...]:
-    """All windows are equally full, and fuller than they must be only if not all fits.
+    """Return shares that fill all windows equally, and only as much as necessary.
 
     Args:
-        full: so many of the last steps may be waited for; before them no more than ``most`` of the
-            state is captured.
+        full: number of last steps that may be waited for; before them at most ``most`` of the state
+            is captured.
     """
     shares = _filled(pipeline, parts, full, most, 1.0)
     least = 0.0
@@ -175,7 +179,9 @@ def _early(pipeline: Pipeline, parts: int, full: int, most: float) -> tuple[floa
 
 
 def _filled(pipeline: Pipeline, parts: int, full: int, most: float, fullness: float) -> list[float]:
-    """Shares with which the link is busy for so much of each window, until there is no more."""
+    """Return shares with which the link is busy for this share of each window, up to the whole
+    state.
+    """
     window_s = fullness * (pipeline.forward_s + pipeline.backward_s)
     captured = 0.0
     shares = []

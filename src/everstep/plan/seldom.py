@@ -1,5 +1,4 @@
-"""Bases as seldom as makes no difference: where they cost next to nothing, the best would be to
-write all the time."""
+"""The longest interval between bases that wastes hardly more than the best one."""
 
 from __future__ import annotations
 
@@ -10,18 +9,18 @@ from everstep.plan.interval import Choice
 __all__ = ["WASTE_OF_NO_ACCOUNT", "seldom"]
 
 WASTE_OF_NO_ACCOUNT = 0.001
-"""Of the time: with ``every="auto"`` bases are not taken more often to waste less than that."""
+"""Share of the time: with ``every="auto"``, waste below this is not reduced by more bases."""
 
 
 def seldom(costs: Costs, best: Choice | Recommendation, *, log: bool) -> tuple[int, float]:
-    """The longest interval that wastes no more than the best one, or no more than
-    :data:`WASTE_OF_NO_ACCOUNT`; in steps, and what it wastes.
+    """Return the longest interval in steps that wastes no more than the best, and its waste.
 
-    Where bases cost training next to nothing, the best is to write all the time, which wears a
-    disk out and takes it away from others, for a gain that nobody would notice.
+    A waste of :data:`WASTE_OF_NO_ACCOUNT` is always accepted. If bases cost training next to
+    nothing, the optimum is to write continuously, which wears out the disk and takes it from others
+    for an unnoticeable gain.
 
     Args:
-        log: there is one; without, all since a base is lost.
+        log: True if there is a log; without one, all steps since a base are lost.
     """
 
     def wasted(steps: int) -> float:

@@ -206,7 +206,7 @@ def test_where_nothing_helps_bases_are_as_often_as_without_a_log(
     run.train(FIRST_STEPS + 3)
     assert run.cadence.interval_steps == without_log(run.costs(replay_s=0.8)).interval_steps
     (said,) = lines(capsys, "a base every")
-    assert "redoing a step from the log takes 0.8 s" in said
+    assert "replaying a step from the log takes 0.8 s" in said
 
 
 def test_a_replica_is_persisted_as_checkfreq_would() -> None:

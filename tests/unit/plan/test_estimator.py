@@ -322,7 +322,7 @@ def test_states_that_are_none_are_refused_whole(wrong: dict[str, Any]) -> None:
     if wrong.get("series"):
         broken["series"] = {**before["series"], **wrong["series"]}
     for state in (broken, {}):
-        with pytest.raises(OptionError, match="no state of an interval estimator"):
+        with pytest.raises(OptionError, match="not the state of an interval estimator"):
             estimator.load_state_dict(state)
         assert estimator.state_dict() == before
 

@@ -1,9 +1,18 @@
 """Capture plans: when each tensor leaves the device during a step (Checkflow, section III).
 
-``trace``     operators of a step and the lifetimes of tensors: ``steps`` (data types),
-``recorder``,
-              ``tracing``, ``parallel``, ``groundtruth``
-``problem``   the plan as an optimization problem; ``exact`` and ``literal`` solve it
-``schedule``  plans found by a heuristic; ``timeline``: plans from the events of a real step
-``devices``   how long operators take
+Read in this order:
+
+``steps``        data types of a traced step: operators, lifetimes of tensors
+``recorder``     record the operators of a step
+``trace``        trace one training step
+``tracing``      devices for tracing: meta, fake tensors, small batches, real ones
+``parallel``     operators that DistributedDataParallel adds
+``scaling``      a gradient scaler for tracing
+``groundtruth``  verify a trace
+``devices``      durations of operators
+``problem``      the plan as an optimization problem; violations of a plan
+``schedule``     plans found by a heuristic, and a lower bound
+``exact``        optimal plans by integer programming (``literal``: the paper's own program)
+``planned``      a plan for a traced step, with its figures
+``timeline``     plans from the events of a real step
 """

@@ -1,7 +1,7 @@
-"""How long operators take on a device, from its data sheet: a roofline.
+"""Durations of operators on a device, from its data sheet: a roofline.
 
 An operator takes as long as its arithmetic at the peak rate or its bytes at the memory's bandwidth,
-whichever is longer. Real ones take longer: plans say that their times are this bound.
+whichever is longer. Real durations are longer; plans state that theirs are this bound.
 """
 
 from __future__ import annotations

@@ -33,7 +33,7 @@ __all__ = ["exact", "has_solver"]
 
 
 def has_solver() -> bool:
-    """Whether PySCIPOpt is installed."""
+    """Return True if PySCIPOpt is installed."""
     return importlib.util.find_spec("pyscipopt") is not None
 
 

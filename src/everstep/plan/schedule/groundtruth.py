@@ -1,9 +1,9 @@
-"""Whether a trace tells the truth: what of the state has really changed, behind every operator.
+"""Verify a trace: find changes of the state that it does not contain.
 
-A step is traced for real, and behind each operator everything that a checkpoint holds is digested.
-Schemas can leave writes out (:mod:`.recorder` has a table of torch's own), and libraries write
-past the dispatcher: a plan would let such a tensor leave too late. For tests, and before a plan
-for a model with operators of its own is believed.
+A real step is traced, and everything that a checkpoint holds is digested after each operator.
+Schemas can omit writes (:mod:`.recorder` has a table of torch's own), and libraries may write
+without the dispatcher: a plan would then let such a tensor leave too late. Used in tests, and
+before a plan for a model with custom operators is trusted.
 """
 
 from __future__ import annotations

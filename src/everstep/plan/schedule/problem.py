@@ -74,26 +74,26 @@ class Problem:
 
     @property
     def size_bytes(self) -> int:
-        """Of a checkpoint."""
+        """Bytes of a checkpoint."""
         return sum(item.size_bytes for item in self.items)
 
     @property
     def step_s(self) -> float:
-        """Of the step."""
+        """Duration of the step, in seconds."""
         return sum(self.seconds)
 
     @property
     def peak_bytes(self) -> int:
-        """Of the step alone."""
+        """Peak memory of the step alone."""
         return max(self.live_bytes)
 
     def capacities(self, mode: Mode) -> list[int]:
-        """Bytes that the link moves behind each operator."""
+        """Return the bytes that the link moves during each operator."""
         found = [int(self.link_bytes_per_s * s) for s in self.seconds]
         return [0, *found[1:]] if mode == "paper" else found
 
     def needed_bytes_per_s(self, mode: Mode) -> float:
-        """The bandwidth that moves all items within the step, were bytes divisible."""
+        """Return the bandwidth that moves all items within the step, if bytes were divisible."""
         usable_s = self.step_s - (self.seconds[0] if mode == "paper" else 0.0)
         return self.size_bytes / usable_s if usable_s else float("inf")
 
@@ -153,7 +153,7 @@ class Schedule:
 
     @property
     def gap(self) -> float:
-        """How far the peak is from the bound, as a share of it."""
+        """Distance of the peak from the bound, as a share of the bound."""
         return self.peak_bytes / self.bound_bytes - 1 if self.bound_bytes else 0.0
 
 
@@ -183,7 +183,7 @@ def problem_of(trace: StepTrace, seconds: Sequence[float], link_bytes_per_s: flo
 
 
 def validate(problem: Problem, plan: Schedule) -> list[str]:
-    """What a plan violates, in words, from the constraints themselves and no solver."""
+    """Return descriptions of violated constraints, checked directly without a solver."""
     found = _unreadable(problem, plan)
     if found:
         return found
@@ -219,7 +219,7 @@ def validate(problem: Problem, plan: Schedule) -> list[str]:
 
 
 def _unreadable(problem: Problem, plan: Schedule) -> list[str]:
-    """Placements of what is not there: no operator, no item, no bytes."""
+    """Return descriptions of placements of missing operators, items or bytes."""
     found = []
     for place in plan.placements:
         chunk = place.chunk
@@ -234,12 +234,12 @@ def _unreadable(problem: Problem, plan: Schedule) -> list[str]:
 
 
 def peak_of(problem: Problem, placements: Sequence[Placement]) -> int:
-    """Most bytes at any operator."""
+    """Return the maximum bytes at any operator."""
     return max(memory_of(problem, placements))
 
 
 def memory_of(problem: Problem, placements: Sequence[Placement]) -> list[int]:
-    """Bytes while each operator runs: the step's own and all snapshots."""
+    """Return the bytes while each operator runs: the step's own and all snapshots."""
     change = [0] * (len(problem.seconds) + 1)
     for place in placements:
         if place.snapshot is not None:

@@ -94,11 +94,11 @@ class Recorder(TorchDispatchMode):
         self._steps: _Steps | None = None
 
     def enter(self, phase: Phase) -> None:
-        """What follows is of this phase."""
+        """Start a phase."""
         self._phase = phase
 
     def begin(self, state: Iterable[tuple[Kind, str, Tensor]]) -> None:
-        """From here on operators are recorded. ``state``: what is there before the step."""
+        """Start recording operators. ``state``: tensors that exist before the step."""
         self._steps = _Steps()
         for kind, name, tensor in state:
             for part in parts_of(tensor):
@@ -117,7 +117,9 @@ class Recorder(TorchDispatchMode):
                     seen.traced.kind = "gradient"
 
     def moved(self, state: Iterable[tuple[Kind, str, Tensor]]) -> list[str]:
-        """What of the state lies elsewhere now, although where it lay is still there, unwritten."""
+        """Return names of state tensors that have moved although their old memory is still there,
+        unwritten.
+        """
         found = []
         for kind, name, tensor in state:
             for part in parts_of(tensor):
@@ -134,7 +136,7 @@ class Recorder(TorchDispatchMode):
             self._record_collective(name, tensors, tensors, ranks, None)
 
     def result(self) -> tuple[tuple[Operator, ...], tuple[Traced, ...]]:
-        """All that was seen, and the end of it."""
+        """Return all operators and tensors, and stop recording."""
         steps = self._recorded()
         last = len(steps.operators) - 1
         for seen in self._live.values():
@@ -238,7 +240,7 @@ class Recorder(TorchDispatchMode):
         return number
 
     def _wait_for(self, tensors: Iterable[Tensor]) -> None:
-        """The end of collectives before the operator that comes now."""
+        """Record the end of collectives that the next operator waits for."""
         steps = self._recorded()
         for tensor in tensors:
             seen = self._live[address_of(tensor)]
@@ -288,7 +290,7 @@ class Recorder(TorchDispatchMode):
         )
 
     def _module(self) -> str:
-        """Whose forward this is; "" of what is in none."""
+        """Return the name of the module whose forward runs; "" outside any forward."""
         if self._phase != "forward":
             return ""
         frame = sys._getframe(2)

@@ -128,11 +128,11 @@ def _too_slow(problem: Problem, needed: float, what: str = "") -> InfeasibleErro
 
 
 def _fits(problem: Problem, written: list[int], capacities: list[int], peak: int) -> bool:
-    """Whether divisible items leave below a peak, each snapshot made one operator ahead.
+    """Return True if divisible items leave below a peak, each snapshot made one operator ahead.
 
     With ``Y_t`` bytes offloaded by the end of operator ``t``, snapshots at ``t`` take
     ``max(Y_{t+1}, W_{t+1}) - Y_{t-1}``, where ``W`` are those that must have been made. Each bound
-    on ``Y_t`` grows with the ones before, so taking the most at each operator is best.
+    on ``Y_t`` grows with the previous ones, so taking the most at each operator is best.
     """
     before = earlier = 0  # Y_{t-1}, Y_{t-2}
     room_before = peak

@@ -86,7 +86,7 @@ class Traced:
 
     @property
     def checkpointed(self) -> bool:
-        """Whether it is part of the state."""
+        """True if it belongs to the state."""
         return self.kind in _CHECKPOINTED
 
 
@@ -121,12 +121,12 @@ class StepTrace:
 
     @property
     def state(self) -> tuple[Traced, ...]:
-        """What a checkpoint holds."""
+        """Tensors of a checkpoint."""
         return tuple(tensor for tensor in self.tensors if tensor.checkpointed)
 
     @property
     def state_bytes(self) -> int:
-        """Of a checkpoint."""
+        """Bytes of a checkpoint."""
         return sum(tensor.size_bytes for tensor in self.state)
 
     def live_bytes(self) -> list[int]:
@@ -144,7 +144,7 @@ class StepTrace:
 
 
 def difference(first: StepTrace, second: StepTrace) -> str | None:
-    """Where two steps part, in words; None if the same plan fits both."""
+    """Describe the first difference of two steps; None if the same plan fits both."""
     pairs = zip_longest(first.operators, second.operators)
     for number, (one, other) in enumerate(pairs):
         if one is None or other is None:

@@ -31,11 +31,12 @@ _STRETCHES = 8
 
 @dataclass(frozen=True, slots=True)
 class Leaving:
-    """What is copied in each step.
+    """A tensor that is copied in each step.
 
     Attributes:
-        update: number of the event that begins its first update; that of all events if none does.
-        divisible: whether a part of it can leave alone.
+        update: number of the event that begins its first update; the number of all events if there
+            is none.
+        divisible: True if slices of it can leave separately.
     """
 
     size_bytes: int
@@ -45,13 +46,13 @@ class Leaving:
 
 @dataclass(frozen=True, slots=True)
 class Departure:
-    """A part of what leaves.
+    """A slice of a tensor that leaves.
 
     Attributes:
-        chunk: which part of which.
-        event: at which its copy is issued.
-        duplicated: just before the update: what is copied is the duplicate.
-        start_s, end_s: of the copy, behind the step mark, as predicted.
+        chunk: the slice.
+        event: event at which its copy is issued.
+        duplicated: True: it is duplicated just before the update, and the duplicate is copied.
+        start_s, end_s: predicted times of the copy after the step mark, in seconds.
     """
 
     chunk: Chunk
@@ -63,18 +64,18 @@ class Departure:
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """When what leaves.
+    """Times at which tensors leave.
 
     Attributes:
         departures: in the order of the link.
-        waits_s: how long training waits at an event, as predicted, by event; without those that
-            do not wait.
-        step_s: of the step itself.
-        duplicated_bytes: of memory on the device.
-        link_bytes_per_s: that it was made for.
-        needed_bytes_per_s: below which training waits in any plan; infinite if no time is left
-            before the first update.
-        problem: what was solved, its last interval before the first update perhaps stretched.
+        waits_s: predicted wait of training by event, in seconds; only events with a wait.
+        step_s: duration of the step itself, in seconds.
+        duplicated_bytes: device memory for duplicates.
+        link_bytes_per_s: bandwidth that was assumed.
+        needed_bytes_per_s: bandwidth below which training waits in any plan; infinite if there is
+            no time before the first update.
+        problem: problem that was solved; its last interval before the first update may be
+            stretched.
         placements: its solution.
     """
 
@@ -89,7 +90,7 @@ class StepPlan:
 
     @property
     def wait_s(self) -> float:
-        """Of the whole step."""
+        """Predicted wait of the whole step, in seconds."""
         return sum(self.waits_s.values())
 
 
@@ -101,13 +102,13 @@ def plan_departures(
     duplicates: bool = True,
     duplicate_bytes_per_s: float = float("inf"),
 ) -> StepPlan:
-    """Plans a step.
+    """Plan a step.
 
     Args:
-        seconds: from each event to the next, and from the last one to the next mark.
-        leaving: nothing of it may be updated by event 0.
-        duplicates: whether there is memory for them; without, updates wait instead.
-        duplicate_bytes_per_s: how fast they are made.
+        seconds: durations from each event to the next, and from the last one to the next mark.
+        leaving: tensors to copy; none may be updated by event 0.
+        duplicates: True if there is memory for duplicates; otherwise updates wait.
+        duplicate_bytes_per_s: speed of making duplicates.
     """
     firsts = _intervals(seconds, {item.update for item in leaving})
     number_of = {event: number for number, event in enumerate(firsts)}
@@ -171,7 +172,7 @@ def place(problem: Problem) -> tuple[list[Placement], int]:
 
 
 def _intervals(seconds: Sequence[float], updates: set[int]) -> list[int]:
-    """First events of intervals: at each update one begins, and about so many more."""
+    """Return the first events of intervals: one at each update, and about ``_INTERVALS`` more."""
     least_s = sum(seconds) / _INTERVALS
     found = [0]
     since_s = 0.0
@@ -272,7 +273,7 @@ def _predict(
     link_bytes_per_s: float,
     duplicate_bytes_per_s: float,
 ) -> tuple[list[tuple[float, float]], list[float]]:
-    """When each copy starts and ends on one queue, and how long each interval's event waits."""
+    """Return start and end of each copy on one queue, and the wait of each interval's event."""
     issued: dict[int, list[int]] = defaultdict(list)
     awaited: dict[int, list[int]] = defaultdict(list)
     duplicated = [0] * (len(lengths) + 1)

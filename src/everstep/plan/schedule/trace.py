@@ -188,7 +188,7 @@ def _update(optimizer: Optimizer, scaler: GradScaler | None) -> None:
 def state_of(
     model: nn.Module, optimizers: Sequence[Optimizer], scaler: GradScaler | None = None
 ) -> Iterator[tuple[Kind, str, Tensor]]:
-    """What a checkpoint holds, and the buffers that none does, as ``"activation"``."""
+    """Yield the tensors of a checkpoint, and non-persistent buffers as ``"activation"``."""
     if isinstance(model, nn.parallel.DistributedDataParallel):
         model = model.module
     names: dict[Tensor, str] = {}

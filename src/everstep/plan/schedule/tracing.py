@@ -307,5 +307,7 @@ class _FakeMode(FakeTensorMode):  # type: ignore[no-untyped-call]
 
 
 def _fake_device() -> str:
-    """Whose autocast is followed: fake tensors of a device need a torch that was built for it."""
+    """Return the device type whose autocast fake tensors follow: "cuda" needs a torch built for
+    it.
+    """
     return "cuda" if torch.cuda.is_available() else "cpu"
