@@ -236,10 +236,11 @@ class Replayer:
         if self._kind not in KINDS or len(devices) != 1 or not _disjoint(self._parameters.values()):
             return None
         self._device = devices.pop()
-        if self._device.type == "cpu":
+        path = _fast_path_kind(self._device)
+        if path == "blocks":
             compiled = functools.partial(compiled_is_exact, self._kind)
             return Blocked(self._optimizer, self._names, threads=threads, compiled=compiled)
-        if self._device.type == "cuda":
+        if path == "slices":
             return Sliced(self._optimizer, self._names, kernel=self._kernel)
         return None
 
@@ -427,6 +428,11 @@ class Replayer:
         momentum = {name for name, values in states if values.get("momentum_buffer") is not None}
         for update in updates:
             checks.check(update, momentum)
+
+
+def _fast_path_kind(device: torch.device) -> str | None:
+    """Return the kind of fast path for a device, None if there is none."""
+    return {"cpu": "blocks", "cuda": "slices"}.get(device.type)
 
 
 def _disjoint(tensors: Iterable[torch.Tensor]) -> bool:
