@@ -200,7 +200,7 @@ def test_an_update_that_never_ends_is_told_of(monkeypatch: pytest.MonkeyPatch) -
     thread = threading.Thread(target=first.step, daemon=True)
     thread.start()
     assert Slow.begun.wait(TIMEOUT_S)
-    with pytest.raises(StateError, match="second waits for the update of first"):
+    with pytest.raises(StateError, match="second waits for an update of first"):
         second.step()
     Slow.goes_on.set()
     thread.join(TIMEOUT_S)
