@@ -725,7 +725,7 @@ def test_a_full_device_is_an_error_that_says_how_much(monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(torch, "cat", full)
     parts = (torch.ones(8, dtype=torch.uint8), torch.ones(9, dtype=torch.uint8))
-    with pytest.raises(OutOfSpaceError, match="the GPU has no 17 bytes left"):
+    with pytest.raises(OutOfSpaceError, match="the GPU has no 17 bytes of free memory"):
         cuda_module._packed(Batch(0, 17, parts))
 
 

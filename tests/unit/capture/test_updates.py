@@ -74,7 +74,7 @@ def test_behind_a_hook_that_comes_later_it_is_the_last_again_in_the_next_step() 
     told: list[str] = []
 
     def consumed(_: str) -> None:
-        told.append("before" if hooks.told else "behind")
+        told.append("before" if hooks.reports else "behind")
 
     hooks = UpdateHooks(lambda key: None, consumed, lambda key: told.append("applied"))
     hooks.watch("o", optimizer)
