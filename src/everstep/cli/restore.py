@@ -175,7 +175,7 @@ def write_run(filesystem: FileSystem, out: PurePath, rebuilt: Rebuilt, ring: Chu
     without a base, and start afresh.
 
     Raises:
-        StorageError: the error of the file system; nothing is left behind.
+        StorageError: the error of the file system; no files remain.
     """
     from everstep.tiers.durable_files import ensure_dirs, storage_errors
 

@@ -314,7 +314,7 @@ def test_a_keeper_that_refuses(run: Path) -> None:
 
 
 def test_a_keeper_that_cannot_be_told(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stop_module, "_TOLD_TIMEOUT_S", 0.1)
+    monkeypatch.setattr(stop_module, "_REQUEST_TIMEOUT_S", 0.1)
     info = info_of(options_of(run))
     registration = Registration.acquire(info.key, info)  # and never listens
     assert registration is not None
