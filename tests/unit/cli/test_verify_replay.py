@@ -156,7 +156,7 @@ def test_what_happens_between_a_step_and_save_is_no_damage(what: str, run_folder
     found = document("verify", run_folder, "--replay")
     assert verdicts(found) == [(1, 4, "equal"), (4, 6, "equal")]
     first, second = found["replay"]
-    assert "behind the end of its step" in first["reason"]
+    assert "after the end of its step" in first["reason"]
     assert first["entries"] < second["entries"]
     kept = shutil.copytree(run_folder, run_folder.with_name("kept"))
     # Without the word of it, it is damage; and what optimizers own is compared in any case.
