@@ -1,10 +1,15 @@
-"""Device to host: lanes carry bytes off the device, base captures say when.
+"""Copies from device to host in the training process: lanes copy, captures decide when.
 
-``batches``  what is copied in one go
-``lane``     the contract of a copy engine, and the thread that plays one for host memory
-``cuda``     side streams; ``pinned``: the host memory that they copy into
-``devices``  which lane copies what; ``emulated``: a slow link, for experiments
-``base``     a base's bytes straight from live tensors (``sync``)
-``updates``  hooks on optimizers: they count updates and hold them back
-``audit``    was what was captured what the step left behind?
+Read in this order:
+
+``lanes``             ordered copies from a device into host memory
+``update_hooks``      hooks on optimizers: count updates, and hold them back until copies are made
+``live_body``         bytes of a base straight from live tensors (``sync``)
+``dispatch``          copies issued at planned events of a step (``schedule``)
+``step_events``       events of a training step, as seen by hooks
+``parts``             parts of a base that is captured over several steps (GoCkpt)
+``spot_check``        comparison of samples of a capture with the live state
+``mark_samples``      samples in step marks of the log, compared during replay
+``version_counters``  detection of writes by torch's version counters
+``cuda_graphs``       coexistence with captures of CUDA graphs
 """

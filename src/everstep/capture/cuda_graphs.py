@@ -1,10 +1,9 @@
-"""CUDA graphs of the user's: captures of them do not see what is copied beside, and none may have
-an update in it.
+"""Coexistence with CUDA graphs that the user captures; none of them may contain an update.
 
-While a graph is captured in torch's default mode, CUDA refuses calls of any other thread that might
-be unsafe (to pin memory, to wait for an event), and the capture fails with them. Ours are not: they
-touch no stream but the engine's. A thread can say so of itself
-(``cuThreadExchangeStreamCaptureMode``), as torch does in the threads of its own that wait for NCCL.
+While a graph is captured in torch's default mode, CUDA refuses potentially unsafe calls of any
+other thread (pinning memory, waiting for an event), and the capture fails. everstep's calls are
+safe: they use only streams of their own. A thread can declare this for itself
+(``cuThreadExchangeStreamCaptureMode``), as torch does in its threads that wait for NCCL.
 """
 
 from __future__ import annotations
@@ -24,9 +23,11 @@ _said = threading.local()
 
 
 def ignore_graph_captures() -> None:
-    """Call in a thread of the engine, before it waits for events or pins memory: once in each, it
-    tells CUDA to leave it out of what other threads capture. Where there is no such call captures
-    fail beside it, as before."""
+    """Exclude the calling thread from graph captures of other threads.
+
+    Call it in a thread of a lane before it waits for events or pins memory; it acts once per
+    thread. If the driver has no such call, captures fail while copies are made.
+    """
     if getattr(_said, "it", False) or not _cuda.is_initialized():
         return
     _said.it = True
@@ -34,7 +35,7 @@ def ignore_graph_captures() -> None:
 
 
 def refuse_graph_capture() -> None:
-    """Call where an update or a save begins, on whatever machine.
+    """Refuse an update or a save inside the capture of a graph; call it on any machine.
 
     Raises:
         StateError: the current stream is being captured into a CUDA graph.
@@ -42,7 +43,7 @@ def refuse_graph_capture() -> None:
     if _cuda.is_initialized() and _cuda.is_current_stream_capturing():
         raise StateError(
             "optimizer.step(), save() or ckpt.step() is being captured into a CUDA graph: its "
-            "replays would change the state without anybody being told",
+            "replays would change the state unnoticed",
             hint="capture forward and backward only, and call optimizer.step() and ckpt.step() "
             "outside of the graph",
         )

@@ -1,14 +1,14 @@
-"""Copies that leave in planned order, at planned events of the step (Checkflow section III).
+"""Copies issued in planned order, at planned events of the step (Checkflow, section III).
 
-A capture is cut into *units*. Each is issued when its event comes, so that the lane's queue never
-holds more than what the plan wants there. Whoever updates waits for the units that hold what it is
-going to change (I1), and for no others: an optimizer of all parameters for all of them, because
-torch calls nobody between the parameters of one ``step()``; optimizers of single parameters, which
-update inside of backward, each for its own. A unit that is planned to leave later is duplicated
-first, into memory that was taken when the plan was made, and the update does not wait for it.
+A capture is cut into *units*. Each is issued at its event, so that the lane's queue never holds
+more than the plan wants there. An update waits for the units that hold the entries it is going to
+change (I1), and for no others: an optimizer of all parameters waits for all of them, because torch
+calls no hook between the parameters of one ``step()``; an optimizer of a single parameter, which
+updates during backward, waits for its own. A unit planned for later than its update is duplicated
+first, into memory taken when the plan was made, and the update does not wait for it.
 
-Whatever happens in a step, no order of events can tear a tensor: what was not issued when its
-update comes is issued then, and waited for.
+No order of events can tear a tensor: a unit not yet issued at its update is issued then, and the
+update waits for it.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ class Unit:
     """Copies that are issued together.
 
     Attributes:
-        event: of the step at which they are.
-        owner: key of the optimizer that updates what they copy; ``""``: none does.
-        batches: in file order.
-        slots: for each batch, where in the memory for duplicates it is duplicated before its
-            update; empty: it leaves as it lies.
+        event: event of the step at which they are issued.
+        owner: key of the optimizer that updates their sources; ``""`` if none does.
+        batches: the copies, in file order.
+        slots: for each batch, offset in the memory for duplicates where it is duplicated before its
+            update; empty if it is copied in place.
     """
 
     event: int
@@ -48,10 +48,10 @@ class Unit:
 
 @dataclass(slots=True)
 class Duplicates:
-    """Memory for what is late, on each device, and who still reads it.
+    """Memory for duplicates on each device, and the transfers that still read it.
 
     Attributes:
-        readers: the transfers that read the slots of a unit, by the number of the unit.
+        readers: transfer that reads the slots of a unit, by the number of the unit.
     """
 
     memory: Mapping[torch.device, torch.Tensor]
@@ -59,25 +59,25 @@ class Duplicates:
 
     @property
     def size_bytes(self) -> int:
-        """On all devices."""
+        """Size on all devices."""
         return sum(memory.numel() for memory in self.memory.values())
 
 
 class Dispatch:
-    """One capture on its way: a transfer whose copies are issued one after the other.
+    """A capture in progress: a transfer whose copies are issued one after the other.
 
     Args:
-        block: that the copies fill, flat ``uint8``.
-        units: in the order of the link.
-        duplicates: memory for those that have slots.
-        over: called once, in whichever thread, when nothing is left to be issued.
+        block: memory that the copies fill, flat ``uint8``.
+        units: units in the order of the link.
+        duplicates: memory for units with slots.
+        over: called once, in any thread, when nothing is left to issue.
 
     Attributes:
-        issued_s: when each unit was issued, on the clock ``now_s``; None: not yet.
-        arrived_s: for each unit, when its batches had arrived.
-        duplicated_bytes: of what was duplicated.
-        complete: nothing is copied any more.
-        copied_s: not known.
+        issued_s: issue time of each unit, on the clock ``now_s``; None until then.
+        arrived_s: for each unit, arrival times of its batches.
+        duplicated_bytes: number of duplicated bytes.
+        complete: all copies are complete.
+        copied_s: not known; None.
     """
 
     copied_s: float | None = None
@@ -97,14 +97,15 @@ class Dispatch:
         self._duplicates = duplicates
         self._over = over
         self._now_s = now_s
-        self._lock = threading.RLock()  # of what is issued; hooks run in threads of autograd, too
+        # Hooks also run in autograd's threads. Reentrant, because a signal handler may flush.
+        self._lock = threading.RLock()
         self._next = 0  # all units before it were issued
-        self._issuing = 0  # units that are being issued, of one thread
+        self._issuing = 0  # units being issued by the thread that holds the lock
         self._of: dict[str | None, list[int]] = {None: list(range(len(units)))}
         for number, unit in enumerate(units):
             self._of.setdefault(unit.owner, []).append(number)
         self._transfers: list[Transfer | None] = [None] * len(units)
-        self._copies: dict[int, tuple[Batch, ...]] = {}  # of units that were duplicated
+        self._copies: dict[int, tuple[Batch, ...]] = {}  # batches of duplicated units
         self._ended = False
         self._error: BaseException | None = None
         self.complete = False
@@ -114,7 +115,7 @@ class Dispatch:
         self.duplicated_bytes = 0
 
     def reach(self, event: int) -> None:
-        """An event of the step has come: what is planned for it, and before it, is issued."""
+        """Issue all units planned for this event of the step, or for an earlier one."""
         with self._lock:
             while not self._ended and self._next < len(self.units):
                 if self.units[self._next].event > event:
@@ -124,13 +125,13 @@ class Dispatch:
                 self._end()
 
     def admit(self, owner: str | None, timeout_s: float) -> bool:
-        """Holds an update back until it can tear nothing.
+        """Hold an update back until it cannot tear any copy.
 
         Args:
-            owner: key of the optimizer; None: anything may change.
+            owner: key of the optimizer; None if anything may change.
 
         Returns:
-            False when one of its copies has taken ``timeout_s`` behind the one before.
+            False if one of its copies has taken ``timeout_s`` after the one before it.
         """
         awaited: list[tuple[Transfer, int]] = []
         if owner is None:
@@ -149,35 +150,35 @@ class Dispatch:
         return all(transfer.gate(end, timeout_s) for transfer, end in awaited)
 
     def flush(self) -> None:
-        """The step does not go as planned, or is over: everything is issued, in planned order."""
+        """Issue everything in planned order: the step deviates from the plan, or is over."""
         if self.units:
             self.reach(max(unit.event for unit in self.units))
         else:
             self.reach(0)
 
     def fail(self, error: BaseException) -> None:
-        """Nothing more is issued: the capture is worth nothing, for this reason."""
+        """Issue nothing more: the capture has failed with this error."""
         with self._lock:
             self._error = self._error or error
             self.complete = self.complete or not any(self._transfers)
             self._end()
 
     def gate(self, end: int, timeout_s: float) -> bool:
-        """As of any transfer. Nothing arrives in file order: that there be a part of it is as much
-        as that there be everything."""
+        """Wait as for any transfer. Units do not arrive in file order, so any part means
+        everything."""
         return end <= 0 or self.admit(None, timeout_s)
 
     def wait(self, timeout_s: float) -> bool:
-        """Waits until all copies are complete; everything has been issued.
+        """Wait until all copies are complete; everything has been issued.
 
         Raises:
-            Exception: what a copy, or issuing one, failed with.
+            Exception: error of a copy, or of issuing one.
         """
         for transfer in self._transfers:
             try:
                 if transfer is not None and not transfer.wait(timeout_s):
                     return False
-            except Exception as error:  # the others may still be under way
+            except Exception as error:  # go on: other transfers may still be in progress
                 self.fail(error)
         self.complete = True
         if self._error is not None:
@@ -188,7 +189,7 @@ class Dispatch:
         if self._ended or self.issued_s[number] is not None:
             self._advance()
             return
-        self._issuing += 1  # a signal handler may flush meanwhile: that is not to end it
+        self._issuing += 1  # a signal handler may flush meanwhile, and must not end the capture
         try:
             self.issued_s[number] = self._now_s()
             batches = self._copies.get(number, self.units[number].batches)
@@ -196,10 +197,10 @@ class Dispatch:
             self._transfers[number] = transfer = self._lane.submit(batches, self._block, arrived)
             if number in self._copies:
                 self._duplicates.readers[number] = transfer
-        except Exception as error:  # in a hook of training, which it must not break
+        except Exception as error:  # runs in a hook of training, which must not fail
             self.fail(error)
             return
-        except BaseException:  # interrupted: nobody could wait for what was begun
+        except BaseException:  # interrupted: no caller could wait for the copies begun
             self.fail(StateError("a capture was interrupted"))
             raise
         finally:
@@ -213,12 +214,12 @@ class Dispatch:
             self._end()
 
     def _duplicate(self, number: int, timeout_s: float) -> None:
-        """Copies a unit within its device, in the order of the current stream."""
+        """Copy a unit within its device, in the order of the current stream."""
         unit = self.units[number]
         reader = self._duplicates.readers.get(number)
         try:
             if reader is not None and not reader.gate(unit.batches[-1].end, timeout_s):
-                self._issue(number)  # the step before still leaves from there
+                self._issue(number)  # the copies of the step before still read this slot
                 return
             copies = []
             for batch, slot in zip(unit.batches, unit.slots, strict=True):

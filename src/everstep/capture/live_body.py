@@ -1,7 +1,7 @@
-"""The body of a base taken straight from live tensors (``sync``).
+"""Body of a base taken straight from live tensors (``sync``).
 
-Each chunk of the file is copied when it is asked for: training stands still until the last
-one is taken, and host memory is a few chunks.
+Each chunk of the file is copied when it is needed. Training stands still until the last one is
+taken, and the host memory needed is a few chunks.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ __all__ = ["LiveBody"]
 
 
 class LiveBody:
-    """The body read from live tensors, which may not change meanwhile.
+    """Body read from live tensors, which must not change meanwhile.
 
     Args:
         layout: the tensors in file order.
         tensors: live tensors by entry name.
-        objects: encoded objects that follow the tensors, by entry name.
+        objects: encoded objects after the tensors, by entry name.
         lane: fetches tensors that are not in host memory.
     """
 
@@ -59,7 +59,8 @@ class LiveBody:
         return self._sizes
 
     def _bytes(self, place: Placed) -> memoryview:
-        """An entry's row-major bytes; the last that had to be made is kept for the next chunk."""
+        """Return an entry's row-major bytes; the last converted tensor is kept for the next
+        chunk."""
         name = place.entry.name
         if name in self._objects:
             return memoryview(self._objects[name])

@@ -1,13 +1,13 @@
-"""A few elements of every tensor that an optimizer replays: in each step mark, and in replay.
+"""Samples of every tensor that an optimizer replays: written to each step mark, compared in replay.
 
-Replay knows nothing of what was written past the optimizers, and version counters do not move for
-all of it (``.data``, NumPy, captured graphs). So each mark of the log holds some elements as
-training had them, and whoever replays the step compares them with what replay gives (I8, I9).
+Replay has no record of writes that bypassed the optimizers, and version counters do not count all
+of them (``.data``, NumPy, captured graphs). So each mark of the log contains some elements as
+training had them, and replay compares them with its own results (I8, I9).
 
-Which elements depends on nothing but shape and step: eight along a tensor's longest dimension, in
-another row or column in each of eight steps; small tensors whole. Indices are logical, so that it
-does not matter how a tensor lies in memory, here or there. Tensors on devices are left out: replay
-is not exact there, and reading them would hold training up.
+The choice of elements depends only on shape and step: eight along a tensor's longest dimension, in
+another row or column in each of eight steps; small tensors are sampled completely. Indices are
+logical, so the memory layout does not matter. Tensors on devices are left out: replay is not exact
+there, and reading them would delay training.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ __all__ = [
 ]
 
 PHASES = 8
-"""So many steps until the same elements are looked at again."""
+"""Number of steps after which the same elements are sampled again."""
 
 _EACH = 8  # elements of a large tensor
 _WHOLE = 16  # elements up to which a tensor is small
@@ -48,17 +48,17 @@ Index = tuple[int | slice | None, ...]
 
 
 class MarkSampler:
-    """Reads the same elements of tensors as everybody else does at that step.
+    """Sampler of the elements that belong to a step.
 
     Args:
-        tensors: by entry name; those that lie on a device, or have no elements, are left out.
+        tensors: tensors by entry name; those on a device, or without elements, are left out.
 
     Attributes:
-        names: of the tensors that are looked at, in order.
+        names: names of the sampled tensors.
     """
 
     def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        self._kept: list[torch.Tensor] = []  # as long as their memory is looked at
+        self._kept: list[torch.Tensor] = []  # references, while their memory is read
         self._arrays: dict[str, list[npt.NDArray[Any]]] = {}
         self._named: dict[str, list[str]] = {}
         self._phases: dict[int, dict[str, Gather]] = {}
@@ -75,11 +75,11 @@ class MarkSampler:
 
     @property
     def intact(self) -> bool:
-        """Whether all tensors lie where they did; a storage may have been resized."""
+        """True if all tensors are still at their addresses; a storage may have been resized."""
         return [tensor.data_ptr() for tensor in self._kept] == self._addresses
 
     def take(self, step: int) -> dict[str, npt.NDArray[Any]]:
-        """The elements as they are now, as integers, by the name of their dtype."""
+        """Return the current elements as integers, by name of their dtype."""
         phase = step % PHASES
         parts = self._phases.get(phase)
         if parts is None:
@@ -96,19 +96,21 @@ class MarkSampler:
         return {dtype: gather.take() for dtype, gather in parts.items()}
 
     def other(self, step: int, values: Mapping[str, npt.NDArray[Any]]) -> str | None:
-        """The name of a tensor that has other elements now than :meth:`take` gave at that step;
-        None if all have the same. One NaN is as good as another.
+        """Return the name of a tensor whose elements differ from those that :meth:`take` gave at a
+        step.
+
+        None if there is none. All NaNs count as equal.
 
         Raises:
             FormatError: ``values`` are of other tensors.
         """
         now = self.take(step)
         if now.keys() != values.keys():
-            raise FormatError("samples of tensors of other dtypes than the state has")
+            raise FormatError("the samples have other dtypes than the tensors of the state")
         for dtype, mine in now.items():
             theirs = values[dtype]
             if mine.shape != theirs.shape or mine.dtype != theirs.dtype:
-                raise FormatError(f"samples of other {dtype} tensors than the state has")
+                raise FormatError(f"the samples are of other {dtype} tensors than the state has")
             differs = mine != theirs
             if not differs.any():
                 continue
@@ -126,7 +128,7 @@ class MarkSampler:
 
 
 def sample_indices(shape: Sequence[int], step: int) -> list[Index]:
-    """Where a tensor with elements is looked at: each index gives one dimension of elements."""
+    """Return the indices of a tensor's samples; each selects one dimension of elements."""
     count = int(np.prod(shape, dtype=np.int64))
     if not shape:
         return [(None,)]
@@ -146,7 +148,7 @@ def sample_indices(shape: Sequence[int], step: int) -> list[Index]:
 
 
 def sampled_bits(spots: MarkSampler, entries: Sequence[str]) -> torch.Tensor:
-    """Which tensors are looked at, for the marks: a bit for each.
+    """Return a bit for each tensor of the state, set if it is sampled, for the marks.
 
     Args:
         entries: names of all tensors of the state, sorted.
@@ -155,17 +157,17 @@ def sampled_bits(spots: MarkSampler, entries: Sequence[str]) -> torch.Tensor:
 
 
 def mark_entries(spots: MarkSampler, which: torch.Tensor, step: int) -> dict[str, torch.Tensor]:
-    """What a mark holds, by the names of its entries.
+    """Return the samples for a mark, by entry name.
 
     Args:
-        which: of :func:`sampled_bits`.
+        which: result of :func:`sampled_bits`.
     """
     found = {SPOT + dtype: torch.from_numpy(values) for dtype, values in spots.take(step).items()}
     return {SPOT + _WHICH: which, **found}
 
 
 class MarkComparison:
-    """Compares states of some tensors with the marks of their steps."""
+    """Comparison of states with the samples in the marks of their steps."""
 
     def __init__(self) -> None:
         self._bits = b""
@@ -179,18 +181,18 @@ class MarkComparison:
         step: int,
         names: Sequence[str] = (),
     ) -> str | None:
-        """The name of an entry of which the state has other elements than the mark of ``step``;
-        None: there is none, or the mark holds no elements.
+        """Return the name of an entry whose elements differ from those in the mark of ``step``.
+
+        None if there is none, or the mark has no samples.
 
         Args:
-            logged: all that the mark holds under :data:`~everstep.state.layout.names.SPOT`.
-            tensors: all of the state, by entry name.
-            names: of all entries of the state when the mark was made, sorted, where it may have
-                others now (a part may show a tensor only while it runs); none: those of
-                ``tensors``.
+            logged: all entries of the mark under :data:`~everstep.state.layout.names.SPOT`.
+            tensors: all tensors of the state, by entry name.
+            names: sorted names of all entries when the mark was made, if they may differ now (a
+                provider may show a tensor only while it runs); empty for those of ``tensors``.
 
         Raises:
-            FormatError: it is the mark of another state.
+            FormatError: the mark is of another state.
         """
         values = {name.removeprefix(SPOT): tensor.numpy() for name, tensor in logged.items()}
         which = values.pop(_WHICH, None)
@@ -198,7 +200,7 @@ class MarkComparison:
             return None
         entries = names or sorted(tensors)
         if which.dtype != np.uint8 or which.size != (len(entries) + 7) // 8:
-            raise FormatError("samples of a state that consists of other tensors")
+            raise FormatError("the samples are of a state with other tensors")
         all_of_them = tuple(tensors.values())
         if which.tobytes() != self._bits or not same_objects(all_of_them, self._tensors):
             bits = np.unpackbits(which)[: len(entries)]
@@ -220,8 +222,10 @@ def _is_looked_at(tensor: torch.Tensor) -> bool:
 
 
 def _array(tensor: torch.Tensor) -> npt.NDArray[Any]:
-    """The memory of a tensor as integers: not by ``Tensor.numpy()``, see
-    :func:`~everstep.state.values.tensors.host_bytes`."""
+    """Return the memory of a tensor as integers.
+
+    Not by ``Tensor.numpy()``, see :func:`~everstep.state.values.tensors.host_bytes`.
+    """
     if tensor.element_size() not in _INTEGERS:
         tensor = torch.view_as_real(tensor)
     whole = tensor.view(_INTEGERS[tensor.element_size()])

@@ -1,9 +1,9 @@
-"""Which part of the state is copied in which step of a base that takes several (GoCkpt 4.2).
+"""Parts of the state for a base that is captured over several steps (GoCkpt, section 4.2).
 
-A *unit* is what must be captured at one step: a parameter, and all the state that its optimizer
-has of it. Parts are runs of units in the order of the state, so that small tensors which lie side
-by side in the file are still copied together. Parts are equal, and no larger than they must be, or
-of sizes that fill their windows (:mod:`everstep.plan.multistep_cut`).
+A *unit* must be captured at one step: a parameter, and all of its optimizer state. Parts are runs
+of units in the order of the state, so that small tensors which are adjacent in the file are copied
+together. Parts are equal, and as small as possible, or sized to fill their windows
+(:mod:`everstep.plan.multistep_cut`).
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ __all__ = ["Unit", "cut_by_shares", "cut_parts"]
 
 @dataclass(frozen=True, slots=True)
 class Unit:
-    """A parameter and its optimizer's state of it; or, without either, entries that never change.
+    """A parameter with its optimizer state; or, without an optimizer, entries that never change.
 
     Attributes:
         optimizer: key of the optimizer that updates it; "" if none does.
-        parameter: its name, as the optimizer knows it.
+        parameter: name of the parameter in that optimizer.
         entries: names of its entries.
-        size_bytes: of these.
-        gradient_bytes: of the parameter's gradient, if it gets any.
+        size_bytes: size of these entries.
+        gradient_bytes: size of the parameter's gradient, if it has one.
     """
 
     optimizer: str
@@ -35,12 +35,11 @@ class Unit:
 
 
 def cut_parts(units: Sequence[Unit], count: int) -> list[list[Unit]]:
-    """Cuts units into at most ``count`` runs, none of them empty, the largest of them as small as
-    it can be.
+    """Cut units into at most ``count`` non-empty runs, the largest as small as possible.
 
     Args:
-        units: in the order of the state.
-        count: from 1.
+        units: units in the order of the state.
+        count: at least 1.
     """
     if not units:
         return [[]]
@@ -54,7 +53,9 @@ def cut_parts(units: Sequence[Unit], count: int) -> list[list[Unit]]:
         else:
             least = middle + 1
     runs = _runs(units, least)
-    while len(runs) < count:  # equals are left over: more, smaller ones do no harm
+    # Units of equal size can give fewer runs than asked for: split the largest until the count
+    # fits.
+    while len(runs) < count:
         large = max((run for run in runs if len(run) > 1), key=_size_bytes)
         at = runs.index(large)
         runs[at : at + 1] = _halves(large)
@@ -62,16 +63,17 @@ def cut_parts(units: Sequence[Unit], count: int) -> list[list[Unit]]:
 
 
 def cut_by_shares(units: Sequence[Unit], shares: Sequence[float]) -> list[list[Unit]]:
-    """Cuts units into runs, none of them empty, that end as close as can be to where parts of
-    these shares would: as many as there are shares, or units if these are fewer.
+    """Cut units into non-empty runs that end as close as possible to the given shares.
+
+    Return as many runs as there are shares, or as units if those are fewer.
 
     Args:
-        units: in the order of the state.
-        shares: of the bytes of all units; their sum is 1.
+        units: units in the order of the state.
+        shares: shares of the bytes of all units; their sum is 1.
     """
     count = min(len(shares), len(units))
     whole = _size_bytes(list(units))
-    ends = [0]  # bytes of all units before each
+    ends = [0]  # bytes of all units before each unit
     for unit in units:
         ends.append(ends[-1] + unit.size_bytes)
     runs: list[list[Unit]] = []
@@ -79,7 +81,7 @@ def cut_by_shares(units: Sequence[Unit], shares: Sequence[float]) -> list[list[U
     wanted = 0.0
     for number in range(count - 1):
         wanted += shares[number] * whole
-        last = len(units) - (count - 1 - number)  # one is left for each of the others
+        last = len(units) - (count - 1 - number)  # leave a unit for each remaining run
         end = min(max(bisect_left(ends, wanted), begin + 1), last)
         if end - 1 > begin and wanted - ends[end - 1] < ends[end] - wanted:
             end -= 1
@@ -89,7 +91,7 @@ def cut_by_shares(units: Sequence[Unit], shares: Sequence[float]) -> list[list[U
 
 
 def _runs(units: Sequence[Unit], size_bytes: int) -> list[list[Unit]]:
-    """As few runs as can be of which none is larger."""
+    """Return the fewest runs of which none is larger than ``size_bytes``."""
     runs: list[list[Unit]] = []
     left = 0
     for unit in units:
@@ -102,7 +104,7 @@ def _runs(units: Sequence[Unit], size_bytes: int) -> list[list[Unit]]:
 
 
 def _halves(run: list[Unit]) -> list[list[Unit]]:
-    """Two runs of which the larger is as small as it can be."""
+    """Cut a run in two, the larger as small as possible."""
     whole = _size_bytes(run)
     first = 0
     best = (float("inf"), 1)

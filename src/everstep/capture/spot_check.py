@@ -1,12 +1,12 @@
-"""Spot checks: was what was captured what the step left behind?
+"""Spot checks: compare a few elements of a capture with the live state at the step mark.
 
-A lazy copy is right only if nobody changes its source before the gate. An optimizer is held
-back by its hooks; a swap of averaged weights for an evaluation, a captured CUDA graph or a
-write through NumPy is not, and tensor version counters do not move for them. So a few
-elements of every tensor are read at the step mark, in one packed copy, and compared with
-what has arrived. A change of whole tensors is found at once; one of a few elements may hide
-between the samples. The comparison of digests between bases finds that only where no update
-comes in between; a version counter, if it went through torch.
+A lazy copy is right only if its source does not change before the gate. Hooks hold optimizers back;
+but a swap of averaged weights for an evaluation, a captured CUDA graph or a write through NumPy has
+no hook and does not move version counters. So a few elements of every tensor are read at the step
+mark, in one packed copy, and compared with the captured bytes. A change of entire tensors is found
+at once; a change of a few elements may fall between the samples. Comparing digests between bases
+finds those only if no update comes in between, and version counters only if they were written by
+torch.
 """
 
 from __future__ import annotations
@@ -35,26 +35,26 @@ __all__ = [
 
 _SAMPLES = 4  # of each tensor
 _SAMPLES_OF_SMALL = 8
-_SMALL_BYTES = 4096  # in a page or two; each place in another takes its time to be found
+_SMALL_BYTES = 4096  # in one or two pages; each further page costs a cache and TLB miss
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
-_Kind = tuple[int, torch.device]  # what one packed copy can hold
+_Kind = tuple[int, torch.device]  # elements of one packed copy
 
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """What the elements were, by width and device."""
+    """Sampled elements, by width and device."""
 
     values: Mapping[_Kind, torch.Tensor]
 
 
 class _SampledLine(NamedTuple):
-    """A tensor that is looked at along a line: all of its elements, or those in one dimension.
+    """A tensor sampled along a line: all of its elements, or those in one dimension.
 
     Attributes:
-        line: one-dimensional, of the same memory, as integers.
-        begin: of the first element in the block, in elements.
-        step: from one to the next there.
+        line: one-dimensional view of the tensor, as integers.
+        begin: position of the first element in the block, in elements.
+        step: distance between elements there, in elements.
     """
 
     name: str
@@ -64,10 +64,10 @@ class _SampledLine(NamedTuple):
 
     @classmethod
     def of(cls, name: str, tensor: torch.Tensor, width: int, begin: int) -> _SampledLine:
-        """Of a tensor that is not conjugated or negated, whose rows begin there, in elements."""
+        """Return the line of a tensor (not conjugated or negated) whose rows begin at ``begin``."""
         if tensor.is_contiguous():
             return cls(name, byte_view(tensor).view(_INTEGERS[width]), begin, 1)
-        # However it lies: along its longest dimension, from the first element on.
+        # In any other memory layout: along its longest dimension, from the first element.
         longest = max(range(tensor.dim()), key=tensor.shape.__getitem__)
         line = tensor.detach()
         apart = math.prod(tensor.shape[longest + 1 :])
@@ -81,14 +81,14 @@ class _SampledLine(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Elements:
-    """Those of one kind.
+    """Sampled elements of one width and device.
 
     Attributes:
-        names: of the tensors.
-        counts: of the elements of each that are looked at.
-        where: these are in the block, in elements, as int64.
-        tensors: as long as their memory is read; of those on a device, views of these elements.
-        gather: reads them in host memory, from these addresses.
+        names: names of the tensors.
+        counts: number of sampled elements of each.
+        where: positions of the elements in the block, in elements, as int64.
+        tensors: tensors kept alive while their memory is read; on a device, views of the elements.
+        gather: reads elements in host memory from ``addresses``.
     """
 
     kind: _Kind
@@ -115,7 +115,7 @@ class _Elements:
         return cls(kind, names, counts, where, few)
 
     def some(self, chosen: Sequence[bool]) -> _Elements:
-        """Those of some of the tensors."""
+        """Return the elements of some of the tensors."""
         which = np.array(chosen, bool)
         elements = which.repeat(self.counts)
         where = torch.from_numpy(self.where.numpy()[elements])
@@ -128,19 +128,19 @@ class _Elements:
         return _Elements(self.kind, names, counts, where, tensors, *gathered)
 
     def take(self) -> torch.Tensor:
-        """As they are now."""
+        """Return the current values."""
         if self.gather is None:
             return torch.cat(list(self.tensors))
         return torch.from_numpy(self.gather.take())
 
 
 class SpotCheck:
-    """Reads the same elements of tensors now and of their copies later.
+    """Reader of the same elements of live tensors now, and of their copies later.
 
     Args:
-        layouts: of each shard, with the offset of its body in the block.
-        tensors: live tensors by entry name; those that are conjugated or negated are left out.
-        chosen: names of the entries to look at.
+        layouts: each shard's layout, with the offset of its body in the block.
+        tensors: live tensors by entry name; conjugated or negated ones are left out.
+        chosen: names of the entries to sample.
     """
 
     def __init__(
@@ -165,7 +165,7 @@ class SpotCheck:
         self._elements = {kind: _Elements.of(kind, looked) for kind, looked in found.items()}
 
     def some(self, names: Container[str]) -> SpotCheck:
-        """That of fewer entries: what was found out about their memory is used again."""
+        """Return a check of fewer entries, reusing the addresses found before."""
         check = SpotCheck((), {}, ())
         for kind, elements in self._elements.items():
             chosen = [name in names for name in elements.names]
@@ -174,12 +174,11 @@ class SpotCheck:
         return check
 
     def take(self) -> Sample:
-        """The elements as they are now; on a device, as they will be at this point of the
-        current stream."""
+        """Sample the elements now; on a device, at this point of the current stream."""
         return Sample({kind: elements.take() for kind, elements in self._elements.items()})
 
     def differing(self, sample: Sample, block: torch.Tensor) -> str | None:
-        """The name of an entry of which ``block`` holds something else than ``sample``."""
+        """Return the name of an entry of which ``block`` differs from ``sample``."""
         for kind, expected in sample.values.items():
             width = kind[0]
             whole = block[: block.numel() // width * width].view(_INTEGERS[width])
@@ -189,21 +188,21 @@ class SpotCheck:
         return None
 
     def packed(self, sample: Sample) -> list[tuple[int, bytes, bytes]]:
-        """A sample for another process: of each width the places in the block, in elements, as
-        int64, and the values."""
+        """Return a sample for another process: per width, positions in the block (int64) and
+        values."""
         found = []
         for kind, values in sample.values.items():
-            where = self._elements[kind].where  # kept as long as it is read
+            where = self._elements[kind].where  # a reference, while its memory is read
             copy = values.cpu()
             found.append((kind[0], bytes(host_bytes(where)), bytes(host_bytes(copy))))
         return found
 
     def entry_at(self, kind: _Kind, index: int) -> str:
-        """The name of the entry that an element of a sample is of.
+        """Return the name of the entry of a sampled element.
 
         Args:
             kind: width in bytes, and device.
-            index: in the values of that kind.
+            index: index in the values of that kind.
         """
         elements = self._elements[kind]
         ends = np.cumsum(elements.counts)
@@ -221,29 +220,32 @@ def _each(numbers: Iterable[int]) -> npt.NDArray[np.int64]:
 def _places(
     lengths: npt.NDArray[np.int64], width: int
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-    """Every how many elements tensors of these lengths are looked at, and how often that is."""
+    """Return the sampling stride and number of samples for tensors of these lengths."""
     least = np.where(lengths * width <= _SMALL_BYTES, _SAMPLES_OF_SMALL, _SAMPLES)
     strides = np.maximum(1, lengths // least)
     return strides, -(-lengths // strides)
 
 
 def _within(counts: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-    """0, 1, ... for each of the counts, one behind the other."""
+    """Return 0, 1, ... for each of the counts, concatenated."""
     ends = np.cumsum(counts)
     found: npt.NDArray[np.int64] = np.arange(ends[-1]) - (ends - counts).repeat(counts)
     return found
 
 
 class Probe:
-    """Takes the same elements of the same entries, survey after survey."""
+    """Samples of the entries that registered functions update, for marks and replay.
+
+    The same elements of the same entries are sampled in survey after survey.
+    """
 
     def __init__(self) -> None:
         self._tensors: tuple[torch.Tensor, ...] = ()
         self._checks: dict[str, SpotCheck] = {}
 
     def take(self, survey: Survey) -> dict[str, torch.Tensor]:
-        """The elements as they are now, packed, by the name of the entry of a mark that holds
-        them: for each pattern, width and device one."""
+        """Return the current values by entry name of the mark: one per pattern, width and
+        device."""
         owners = survey.shape.owners
         covered = [(name, owner.update) for name, owner in owners.items() if owner.update]
         tensors = tuple(survey.tensors[name] for name, _ in covered)
@@ -257,7 +259,7 @@ class Probe:
         }
 
     def entry_at(self, sample: str, index: int) -> str:
-        """The name of the entry that an element of a sample is of."""
+        """Return the name of the entry of a sampled element."""
         pattern, width, device = sample.removeprefix(SAMPLE).rsplit("/", 2)
         return self._checks[pattern].entry_at((int(width), torch.device(device)), index)
 
@@ -277,7 +279,6 @@ def _checks(
 
 
 def _as_it_lies(tensor: torch.Tensor) -> torch.Tensor:
-    """A view whose dimensions come in the order of memory, so that one without gaps is
-    contiguous."""
+    """Return a view with its dimensions in memory order; without gaps it is contiguous."""
     order = sorted(range(tensor.dim()), key=tensor.stride, reverse=True)
     return tensor.permute(order)

@@ -1,12 +1,13 @@
-"""What a training step consists of, as hooks see it: a sequence of events with times.
+"""Events of a training step, as seen by hooks, with times.
 
-Events are: a module with parameters of its own begins (with gradients enabled: an evaluation is
-no part of a step), the gradient of a parameter is there, an optimizer is about to update. Two
-steps with the same sequence can follow the same plan. The hooks are chosen so that they change
-nothing: those of modules' backward would wrap their outputs, which then may no longer be written
-in place, so the progress of backward is seen at the parameters. No dispatch mode, which would
-cost tens of microseconds for each operator. At most so many modules and parameters are watched,
-spread evenly: each event costs some microseconds.
+Events are: a module with parameters of its own begins (with gradients enabled: an evaluation is not
+part of a step), the gradient of a parameter is ready, an optimizer is about to update. Two steps
+with the same sequence of events can follow the same plan.
+
+The hooks change nothing. Backward hooks of modules would wrap their outputs, which could then no
+longer be written in place, so the progress of backward is observed at the parameters. A dispatch
+mode would cost tens of microseconds per operator. A limited number of modules and parameters is
+watched, spread evenly, because each event costs some microseconds.
 """
 
 from __future__ import annotations
@@ -33,14 +34,14 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True, slots=True)
 class Observed:
-    """One step.
+    """Events of one step.
 
     Attributes:
-        keys: what happened, in order; first the step mark.
-        seconds: from each event to the next, and from the last one to the next mark; without what
-            updates waited for copies.
-        waits_s: how long they did, by event.
-        updates: event at which each optimizer, by key, updated first.
+        keys: events in order; the first is the step mark.
+        seconds: time from each event to the next, and from the last one to the next mark, without
+            the time that updates waited for copies.
+        waits_s: that waiting time, by event.
+        updates: event of each optimizer's first update, by key.
     """
 
     keys: tuple[int, ...]
@@ -50,17 +51,17 @@ class Observed:
 
     @property
     def wait_s(self) -> float:
-        """Of all updates."""
+        """Waiting time of all updates."""
         return sum(self.waits_s.values())
 
 
 class StepEvents:
-    """Follows the steps of a training.
+    """Observer of the steps of a training.
 
     Args:
-        reached: called at each event that was asked for, while the step is as expected.
-        strayed: called once in a step, at the first event that is not the expected one.
-        now_s: a monotonic clock.
+        reached: called at each requested event, while the step follows the expected sequence.
+        strayed: called once per step, at the first unexpected event.
+        now_s: monotonic clock.
     """
 
     def __init__(
@@ -74,7 +75,7 @@ class StepEvents:
         self._now_s = now_s
         self._handles: list[Any] = []
         self._numbers: dict[Hashable, int] = {}
-        self._patterns = LRUCache[Hashable, int]()  # likewise of updates
+        self._patterns = LRUCache[Hashable, int]()  # numbers of updates
         self._next = itertools.count()
         self._roots: tuple[nn.Module, ...] = ()
         self._optimizers: Mapping[str, Optimizer] = {}
@@ -84,11 +85,11 @@ class StepEvents:
         self._waits_s: dict[int, float] = {}
         self._updates: dict[str, int] = {}
         self._expected: Sequence[int] = ()
-        self._asked: Collection[int] = ()
+        self._requested: Collection[int] = ()
         self._follows = False
 
     def watch(self, roots: Iterable[nn.Module], optimizers: Mapping[str, Optimizer]) -> None:
-        """From now on the events of these, and of no others."""
+        """Watch these modules and optimizers from now on, and no others."""
         self.close()
         self._roots = tuple(roots)
         self._optimizers = optimizers
@@ -113,23 +114,24 @@ class StepEvents:
             register: Any = parameter.register_post_accumulate_grad_hook
             self._handles.append(register(_GradientHook(self, number)))
 
-    def begin(self, expected: Sequence[int] = (), asked: Collection[int] = ()) -> None:
-        """The step mark: event 0.
+    def begin(self, expected: Sequence[int] = (), requested: Collection[int] = ()) -> None:
+        """Begin a step at its mark, event 0.
 
         Args:
-            expected: the sequence of keys that a plan was made for, if there is one.
-            asked: events of it that ``reached`` is called for.
+            expected: sequence of events that a plan was made for, if there is one.
+            requested: events of it at which ``reached`` is called.
         """
         self._expected = expected
-        self._asked = asked
+        self._requested = requested
         self._follows = bool(expected)
-        self._keys, self._times_s = [self._number("mark")], [self._now_s()]
+        self._keys = [self._number("mark")]
+        self._times_s = [self._now_s()]
         self._waits_s = {}
         self._updates = {}
         self._on = True
 
     def end(self) -> Observed | None:
-        """The next step mark; None if nothing has begun, or nothing has happened."""
+        """End the step at the next mark; None if no step has begun, or it has no events."""
         if not self._on:
             return None
         self._on = False
@@ -142,41 +144,45 @@ class StepEvents:
         return Observed(tuple(self._keys), tuple(seconds), dict(self._waits_s), dict(self._updates))
 
     def update(self, key: str) -> int | None:
-        """An optimizer is about to update; returns the number of the event, if steps are followed.
-        Which parameters have no gradient, and what is being trained, is a part of what it is."""
+        """Record that an optimizer is about to update; return the number of the event, if steps are
+        watched.
+
+        The set of parameters without gradients, and the training mode, are part of the event's
+        identity.
+        """
         if not self._on:
             return None
         parameters = _parameters(self._optimizers[key])
         lacking = tuple(n for n, parameter in enumerate(parameters) if parameter.grad is None)
         modes = tuple(root.training for root in self._roots)
-        what = key, lacking, modes
-        number = self._patterns.get(what)
-        if number is None:  # never one that was another's: plans may still go by that
+        pattern = key, lacking, modes
+        number = self._patterns.get(pattern)
+        if number is None:  # a new number, never a reused one: plans may still refer to that
             number = next(self._next)
-            self._patterns.add(what, number, 1 + len(lacking))
+            self._patterns.add(pattern, number, 1 + len(lacking))
         event = len(self._keys)
         self._updates.setdefault(key, event)
         self._note(number)
         return event
 
     def waited(self, event: int | None, wait_s: float) -> None:
-        """An update has waited for copies; what was asked for at it comes now."""
+        """Record that an update waited for copies, and call ``reached`` for it."""
         if event is None or not self._on:
             return
         self._waits_s[event] = self._waits_s.get(event, 0.0) + wait_s
-        if self._follows and event in self._asked:
+        if self._follows and event in self._requested:
             self._reached(event)
 
-    def happened(self, number: int) -> None:
-        """Told by hooks."""
+    def notify(self, number: int) -> None:
+        """Record an event; called by hooks."""
         if self._on:
             event = len(self._keys)
             self._note(number)
-            if self._follows and event in self._asked:
+            if self._follows and event in self._requested:
                 self._reached(event)
 
     def close(self) -> None:
-        """Takes all hooks away."""
+        """Remove all hooks."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
@@ -192,16 +198,19 @@ class StepEvents:
             self._follows = False
             self._strayed()
 
-    def _number(self, what: Hashable) -> int:
-        number = self._numbers.get(what)
+    def _number(self, source: Hashable) -> int:
+        number = self._numbers.get(source)
         if number is None:
-            number = self._numbers[what] = next(self._next)
+            number = self._numbers[source] = next(self._next)
         return number
 
 
 class _ModuleHook:
-    """Of one module, and not of its copies, which share its hooks: those, and what is pickled,
-    have one that does nothing."""
+    """Hook of one module.
+
+    Copies of the module share its hooks, and must not report events: copied and pickled modules get
+    a hook that does nothing.
+    """
 
     def __init__(self, events: StepEvents, number: int, module: nn.Module) -> None:
         self._events = weakref.ref(events)
@@ -209,11 +218,11 @@ class _ModuleHook:
         self._module = weakref.ref(module)
 
     def __call__(self, module: nn.Module, *_: Any) -> None:
-        if torch.compiler.is_compiling():  # a constant there: nothing of this is compiled
+        if torch.compiler.is_compiling():  # a constant in compiled code: the hook vanishes there
             return
         events = self._events()
         if events is not None and module is self._module() and torch.is_grad_enabled():
-            events.happened(self._number)
+            events.notify(self._number)
 
     def __deepcopy__(self, memo: object) -> Callable[..., None]:
         return _nothing
@@ -232,11 +241,11 @@ class _GradientHook:
             return
         events = self._events()
         if events is not None:
-            events.happened(self._number)
+            events.notify(self._number)
 
 
 def _nothing(*_: Any) -> None:
-    """What copies of a module have instead of a hook."""
+    """Do nothing; hook of copied modules."""
 
 
 def _nothing_hook() -> Callable[..., None]:
@@ -248,6 +257,6 @@ def _parameters(optimizer: Optimizer) -> list[torch.Tensor]:
 
 
 def _spread(found: list[_T]) -> list[_T]:
-    """At most so many of them, spread evenly."""
+    """Return at most ``_WATCHED_MAX`` of them, spread evenly."""
     count = min(len(found), _WATCHED_MAX)
     return [found[number * len(found) // count] for number in range(count)]

@@ -1,7 +1,7 @@
-"""Version counters: who has written to a tensor in place, at least as far as torch tells.
+"""Version counters of tensors: detect writes in place, as far as torch counts them.
 
-They are hints and no proof: they do not move for ``.data`` writes, NumPy, fused kernels and
-collectives. But where one has moved between two updates, something was written (I8).
+They are hints and no proof: ``.data`` writes, NumPy, fused kernels and collectives do not increase
+them. But if one has increased between two updates, something was written (I8).
 """
 
 from __future__ import annotations
@@ -17,13 +17,14 @@ _VERSION = attrgetter("_version")
 
 
 class Versions:
-    """The counters of some tensors.
+    """Version counters of some tensors.
 
     Args:
-        tensors: by name. Those that share their storage with anything else are left out, because
-            they may share the counter as well; so are inference tensors, which have none.
-        beside: all else that might share it, where that is known: a storage of which a part is
-            nobody's (a slice of a larger table) is counted, too. None: anything might.
+        tensors: tensors by name. Tensors that share their storage with anything else are left out,
+            because they may share the counter; so are inference tensors, which have none.
+        beside: all other tensors that might share a counter, if they are known. Then a storage is
+            counted even if a part of it belongs to no tensor (a slice of a larger table). None if
+            anything might.
     """
 
     def __init__(
@@ -34,14 +35,15 @@ class Versions:
         self._tensors = tuple(counted.values())
 
     def now(self) -> list[int]:
-        """The counters."""
+        """Return the counters."""
         return list(map(_VERSION, self._tensors))
 
     def moved(self, since: list[int], but: Collection[str] = ()) -> str | None:
-        """The name of a tensor that was written to since they were so; None if there is none.
+        """Return the name of a tensor written to since the counters were ``since``; None if there
+        is none.
 
         Args:
-            but: names that are of no interest.
+            but: names to ignore.
         """
         now = self.now()
         if now == since:
@@ -54,8 +56,7 @@ class Versions:
 def _counted(
     tensors: Mapping[str, torch.Tensor], beside: Iterable[torch.Tensor] | None
 ) -> dict[str, torch.Tensor]:
-    """Those in whose storage nothing lies but tensors that are among them; or, where it is known
-    what else there is, nothing of that."""
+    """Return tensors whose storage holds no tensors but these, or none of the known others."""
     able = {name: tensor for name, tensor in tensors.items() if _has_counter(tensor)}
     storages = {name: tensor.untyped_storage() for name, tensor in able.items()}
     runs: dict[int, list[tuple[int, int]]] = {}  # of bytes
@@ -75,7 +76,7 @@ def _counted(
 
 
 def storage_of(tensor: torch.Tensor) -> int:
-    """Which storage a tensor lies in, the same for all that do; 0: it has none of its own."""
+    """Return an id of the storage that a tensor lies in; 0 if it has no storage of its own."""
     try:
         return int(tensor.untyped_storage()._cdata)
     except (NotImplementedError, RuntimeError):
@@ -83,7 +84,7 @@ def storage_of(tensor: torch.Tensor) -> int:
 
 
 def _end_of(runs: list[tuple[int, int]]) -> int:
-    """How far these bytes go from the first one without a gap."""
+    """Return the end of the contiguous bytes from the first one."""
     runs.sort()
     end = 0
     for begin, to in runs:
@@ -96,5 +97,5 @@ def _end_of(runs: list[tuple[int, int]]) -> int:
 def _has_counter(tensor: torch.Tensor) -> bool:
     if tensor.is_inference() or not tensor.numel():
         return False
-    alone = tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
-    return alone or tensor.is_contiguous()
+    fills_storage = tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
+    return fills_storage or tensor.is_contiguous()

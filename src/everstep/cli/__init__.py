@@ -1,22 +1,25 @@
 """The command ``everstep``: one module per verb.
 
-``ls``, ``inspect``, ``verify``, ``du``  look at a run and never write into it
-``rm``      deletes one base
-``restore`` writes the state of any logged step into a run of its own
-``replay``  what if the updates of some steps had not been made
-``ps``, ``stop``  the keeper processes of this user
-``doctor``  checks this machine
-``plan``    how often to take a base and to write the log: models, no measurements
-``demo``    trains, gets killed, resumes, compares every bit
+``ls``, ``inspect``, ``verify``, ``du``  read a run and never write into it
+``rm``          deletes one base
+``restore``     writes the state of any logged step into a new run
+``replay``      replays a run without the updates of some steps
+``ps``, ``stop``  list and end the keeper processes of this user
+``doctor``      checks this machine
+``plan``        computes intervals and schedules from models, without measurements
+``demo``        trains, is killed, resumes, compares every bit
+
+``common`` holds shared code: ``errors``, ``output``, ``runs``, ``paths``, ``units``, ``log``,
+``audit``, ``pictures``, ``streams``.
 
 Other distributions add verbs (``plugins``); everstep-bench adds two:
 
 ``drill``   kills hosts that train together, replaces them, compares every bit
-``bench``   measures, next to the disk's limit and to others
+``bench``   measures, next to the disk's limit and to other libraries
 
-Exit status: 0 fine, 1 damage or difference found, 2 usage, 3 infeasible or goal not met,
-4 environment, 130 interrupted. With ``--json`` standard output carries one document, of errors,
-too; none where it was interrupted.
+Exit status: 0 fine, 1 damage or difference found, 2 usage, 3 infeasible or goal not met, 4
+environment, 130 interrupted. With ``--json`` standard output carries one document, also for errors;
+none if the command is interrupted.
 """
 
 from __future__ import annotations
@@ -57,8 +60,8 @@ app = typer.Typer(
 )
 
 
-def _version(asked: bool) -> None:
-    if asked:
+def _version(requested: bool) -> None:
+    if requested:
         from everstep import __version__
 
         typer.echo(f"everstep {__version__}")
@@ -81,7 +84,7 @@ add_plugged_in(app)
 
 
 def main() -> int:
-    """The entry point of the command; returns the exit status."""
+    """Run the command; return the exit status."""
     with guarded_output():
         try:
             status = _run()
@@ -95,7 +98,7 @@ def main() -> int:
 def _run() -> int:
     try:
         app()
-    except KeyboardInterrupt:  # outside of any verb
+    except KeyboardInterrupt:  # outside any verb
         return ExitCode.INTERRUPTED
     except SystemExit as ended:
         return ended.code if isinstance(ended.code, int) else ExitCode.OK

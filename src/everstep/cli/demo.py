@@ -15,12 +15,12 @@ __all__ = ["demo"]
 
 
 def demo(
-    steps: Annotated[int | None, typer.Option(help="Steps of either run (default 120).")] = None,
-    seed: Annotated[int, typer.Option(help="Of weights, data order, dropout and kills.")] = 1234,
+    steps: Annotated[int | None, typer.Option(help="Steps of each run (default 120).")] = None,
+    seed: Annotated[int, typer.Option(help="Seed of weights, data, dropout and kills.")] = 1234,
     every: Annotated[
         int | None, typer.Option(help="Steps between two bases (default 10, quick 5).")
     ] = None,
-    method: Annotated[str, typer.Option(help="How it is made recoverable.")] = "logged",
+    method: Annotated[str, typer.Option(help="Checkpointing method.")] = "logged",
     run: Annotated[
         Path | None,
         typer.Option(
@@ -32,11 +32,10 @@ def demo(
 ) -> None:
     """Trains, gets killed, resumes, compares every bit.
 
-    A small GPT is trained twice from one seed, side by side. One of the runs is killed with
-    SIGKILL four times, twice together with its keeper and twice alone, and has only its
-    checkpoints to go on. At the end every tensor, the optimizer, the random generators, the
-    data order and every loss must be the same, bit for bit. Exit status: 0 if so, 1 if one
-    bit differs.
+    A small GPT is trained twice from one seed, side by side. One of the runs is killed with SIGKILL
+    four times, twice together with its keeper and twice without it, and continues from its
+    checkpoints only. At the end every tensor, the optimizer, the random generators, the data order
+    and every loss must be equal, bit for bit. Exit status: 0 if so, 1 if one bit differs.
     """
     from everstep.demo.plan import demo_plan
     from everstep.demo.show import Display, introduce, present
@@ -52,7 +51,7 @@ def demo(
                 display.event(line)
             report = run_demo(plan, display, folder=run)
     except KeyboardInterrupt:
-        typer.echo("interrupted: children and keeper are ended, temporary files removed", err=True)
+        typer.echo("interrupted: processes ended, temporary files removed", err=True)
         raise
     if json_output:
         emit(report.as_json())

@@ -1,7 +1,7 @@
-"""``everstep doctor``: what this machine and this directory can do, and what to do about it.
+"""``everstep doctor``: check the abilities of this machine and of a directory, with advice.
 
-Looks at the operating system directly, not through the file-system seam: the question is
-what the real one does. It writes a few kilobytes into a folder of its own and removes it.
+It uses the operating system directly, not the file-system seam, because it tests the real system.
+It writes a few kilobytes into its own temporary folder and removes them.
 """
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ class Check:
     """One line of the report.
 
     Attributes:
-        found: what is the case.
-        advice: what to do about it; empty where all is well.
+        found: finding.
+        advice: advice; empty if all is well.
     """
 
     name: str
@@ -65,9 +65,7 @@ class Check:
 
 
 def doctor(
-    directory: Annotated[
-        str, typer.Argument(metavar="[DIR]", help="Where runs are to be kept.")
-    ] = ".",
+    directory: Annotated[str, typer.Argument(metavar="[DIR]", help="Directory for runs.")] = ".",
     json_output: JsonFlag = False,
 ) -> None:
     """Checks this machine and a directory for runs.
@@ -97,16 +95,17 @@ def doctor(
 
 
 def _nearest_directory(asked: Path) -> Path:
-    """``asked``, or the directory in which it would be made.
+    """Return ``asked``, or the existing directory in which it would be made.
 
     Raises:
-        OptionError: it can never be there, or a file is in its place.
-        PermissionDeniedError, StorageError: nobody can tell.
+        OptionError: it can never exist, or a file is in its place.
+        PermissionDeniedError, StorageError: the directory cannot be examined.
     """
     for place in (asked, *asked.parents):
         kind = kind_of(place)
         if kind == "directory":
-            for name in asked.relative_to(place).parts:  # behind what is not there nobody looked
+            # The missing components may be invalid names: check each.
+            for name in asked.relative_to(place).parts:
                 kind_of(place / name)
             return place
         if kind is not None:
@@ -190,7 +189,7 @@ def _memory() -> Check:
     if free_bytes < _MEMORY_FAIL_BYTES:
         return Check("memory", "fail", found, "end other programs, or raise the container's limit")
     if free_bytes < _MEMORY_WARN_BYTES:
-        advice = 'method="async" needs room for a copy of the state; method="sync" for none'
+        advice = 'method="async" needs memory for a copy of the state; method="sync" does not'
         return Check("memory", "warn", found, advice)
     return Check("memory", "ok", found)
 
@@ -200,7 +199,7 @@ def _locked_memory() -> Check:
     try:
         import resource
     except ImportError:
-        return Check(name, "warn", "this platform does not tell")
+        return Check(name, "warn", "unknown on this platform")
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     if soft == resource.RLIM_INFINITY:
         return Check(name, "ok", "no limit")
@@ -217,7 +216,7 @@ def _locked_memory() -> Check:
 
 
 def _memfd() -> Check:
-    """The memory that trainer and keeper share; a sandbox may forbid it."""
+    """Check the memory that trainer and keeper share; a sandbox may forbid it."""
     from everstep.seams.memory import PAGE_BYTES, SharedMemory
 
     name = "memfd_create"
@@ -228,7 +227,7 @@ def _memfd() -> Check:
             "a keeper process needs it: Linux 3.17, glibc 2.27, a sandbox (seccomp) that allows "
             "it; or KeeperOptions(process=False)"
         )
-        # Elsewhere the keeper is a thread anyway; here a start is refused.
+        # On Linux a start would be refused; elsewhere the keeper is a thread anyway.
         verdict: Verdict = "fail" if sys.platform == "linux" else "warn"
         return Check(name, verdict, _why("refused here", error), advice)
     return Check(name, "ok", "works")
@@ -288,18 +287,18 @@ def _file_system(place: Path) -> Check:
     if kind is None:
         return Check(name, "ok", "of unknown kind")
     if kind in _VOLATILE:
-        advice = "it is memory: nothing in it survives a restart of the machine"
+        advice = "it is in memory: files are lost when the machine restarts"
         return Check(name, "warn", kind, advice)
     if kind in _NETWORK or kind.startswith("fuse"):
         return Check(name, "warn", kind, "a network file system: slower, and it may hang")
     if kind == "overlay":
-        advice = "a container's own layer goes with the container: mount a volume for runs"
+        advice = "files of a container's own layer are deleted with it: mount a volume for runs"
         return Check(name, "warn", kind, advice)
     return Check(name, "ok", kind)
 
 
 def _mounted_as(place: Path) -> str | None:
-    """The kind of file system that ``place`` is on; None where the system does not tell."""
+    """Return the type of the file system of ``place``; None if the system does not tell."""
     real = PurePath(os.path.realpath(place))
     best: tuple[int, str] | None = None
     for line in _text(Path("/proc/self/mountinfo")).splitlines():
@@ -308,7 +307,7 @@ def _mounted_as(place: Path) -> str | None:
         if not dash or len(fields) < 5 or not after.split():
             continue
         point = PurePath(re.sub(r"\\([0-7]{3})", lambda m: chr(int(m[1], 8)), fields[4]))
-        # Of several at one point the last one covers the others.
+        # Of several mounts at one point the last one covers the others.
         if real.is_relative_to(point) and (best is None or len(point.parts) >= best[0]):
             best = (len(point.parts), after.split()[0])
     return None if best is None else best[1]
@@ -319,7 +318,7 @@ def _free_space(place: Path) -> Check:
     try:
         info = os.statvfs(place)
     except OSError as error:
-        return Check(name, "fail", _why("cannot be told", error), "look at the mount")
+        return Check(name, "fail", _why("unknown", error), "look at the mount")
     free_bytes = info.f_bavail * info.f_frsize
     found = f"{in_words(free_bytes)} of {in_words(info.f_blocks * info.f_frsize)}"
     if info.f_files and info.f_favail < 1000:
@@ -327,7 +326,7 @@ def _free_space(place: Path) -> Check:
     if free_bytes < _FREE_FAIL_BYTES:
         return Check(name, "fail", found, "free some space, or choose another directory")
     if free_bytes < _FREE_WARN_BYTES:
-        advice = "a run needs room for keep + 1 bases; one base is about the size of the state"
+        advice = "a run needs space for keep + 1 bases; one base is about the size of the state"
         return Check(name, "warn", found, advice)
     return Check(name, "ok", found)
 
@@ -342,7 +341,7 @@ def _permissions(place: Path) -> Check:
 
 
 def _direct(probe: PurePath) -> Check:
-    """Writes a page past the cache and reads it back the same way."""
+    """Write a page past the cache and read it back the same way."""
     refused = Check(
         "O_DIRECT",
         "warn",
@@ -365,13 +364,13 @@ def _direct(probe: PurePath) -> Check:
             return refused
         raise
     if got != _PAGE_BYTES or written[:] != read[:]:
-        advice = "do not keep anything on this file system: it does not return what was written"
+        advice = "do not use this file system: it does not return the data that were written"
         return Check("O_DIRECT", "fail", "a page came back changed", advice)
     return Check("O_DIRECT", "ok", "works")
 
 
 def _recycling(probe: PurePath) -> Check:
-    """Files may be overwritten only when leases tell that nobody else has them open."""
+    """Check that leases reveal other open files: only then may files be overwritten."""
     from everstep.seams import PosixFileSystem
 
     name = "recycling"
@@ -414,7 +413,7 @@ def _links(probe: PurePath) -> Check:
     try:
         os.link(probe / "first", probe / "second")
     except OSError as error:
-        advice = "a crash just while a run is opened may leave a torn record, which is passed over"
+        advice = "a crash while a run is being opened may leave a torn record, which is skipped"
         return Check("hard links", "warn", _why("refused here", error), advice)
     return Check("hard links", "ok", "work")
 

@@ -1,4 +1,4 @@
-"""``everstep du``: what a run takes on disk, and what of it could go."""
+"""``everstep du``: show the disk space of a run, and how much of it is reclaimable."""
 
 from __future__ import annotations
 
@@ -26,8 +26,9 @@ _UNFINISHED = ("incomplete", "condemned")
 
 @dataclass(slots=True)
 class _Sum:
-    """Files added up; directories themselves are not counted, and of a file with several names the
-    bytes only under the first one that was met."""
+    """Sum over files. Directories are not counted; a file with several names counts its bytes
+    once.
+    """
 
     files: int = 0
     size_bytes: int = 0
@@ -47,15 +48,15 @@ class _Sum:
 
 
 @dataclass(slots=True)
-class _Part:
-    """A timeline's folder, or what lies in the run folder itself.
+class _Usage:
+    """Disk usage of a timeline's folder, or of files in the run folder itself.
 
     Attributes:
         bases: files of each base, without temporary ones.
         log: files of segments; ``segments`` of them are finished.
         slots: files of deleted bases, kept to be overwritten.
-        temporary: what a crash, or a process at work, has left half-written.
-        other: files that everstep has not written.
+        temporary: unfinished files of a crashed or running process.
+        other: files that everstep did not write.
     """
 
     bases: list[tuple[BaseFound, _Sum]] = field(default_factory=list)
@@ -67,26 +68,28 @@ class _Part:
     other: _Sum = field(default_factory=_Sum)
 
     @property
-    def whole(self) -> _Sum:
-        total = _total(part for _, part in self.bases)
-        for part in (self.records, self.log, self.slots, self.temporary, self.other):
-            total.add(part)
+    def total(self) -> _Sum:
+        total = _total(usage for _, usage in self.bases)
+        for usage in (self.records, self.log, self.slots, self.temporary, self.other):
+            total.add(usage)
         return total
 
     @property
     def reclaimable(self) -> _Sum:
-        """What the next retention or resume may remove: unfinished bases, slots, temporary."""
-        found = _total(part for base, part in self.bases if base.status in _UNFINISHED)
+        """Files that the next retention or resume may remove: unfinished bases, slots, temporary
+        files.
+        """
+        found = _total(usage for base, usage in self.bases if base.status in _UNFINISHED)
         found.add(self.slots)
         found.add(self.temporary)
         return found
 
 
 def du(run: Annotated[str, RUN_ARGUMENT], json_output: JsonFlag = False) -> None:
-    """Adds up what a run takes on disk.
+    """Adds up the disk space of a run.
 
-    By timeline and base; the log, slots, temporary and foreign files apart. Apparent sizes (what
-    the files hold) and allocated ones (what the disk gives for them). Writes nothing.
+    By timeline and base; log, slots, temporary and foreign files are listed separately. Shows
+    apparent sizes (contents of the files) and allocated ones (blocks on disk). Writes nothing.
     """
     from everstep.seams import PosixFileSystem
 
@@ -104,7 +107,7 @@ def du(run: Annotated[str, RUN_ARGUMENT], json_output: JsonFlag = False) -> None
 # --- Measuring --------------------------------------------------------------------------
 
 
-def _measure(filesystem: FileSystem, inventory: Inventory) -> tuple[_Part, dict[int, _Part]]:
+def _measure(filesystem: FileSystem, inventory: Inventory) -> tuple[_Usage, dict[int, _Usage]]:
     from everstep.format.names import (
         BASE_DIR,
         LOG_DIR,
@@ -115,7 +118,7 @@ def _measure(filesystem: FileSystem, inventory: Inventory) -> tuple[_Part, dict[
         parse_timeline,
     )
 
-    root = _Part()
+    root = _Usage()
     timelines = {}
     met = set[int]()
     for entry in filesystem.scan(inventory.path):
@@ -123,24 +126,24 @@ def _measure(filesystem: FileSystem, inventory: Inventory) -> tuple[_Part, dict[
         if number is None or entry.kind != "dir":
             _add_file(filesystem, root, inventory.path, entry, records=(RUN_RECORD,))
             continue
-        part = timelines[number] = _Part()
+        usage = timelines[number] = _Usage()
         directory = inventory.path / entry.name
         known = {base.path.name: base for base in inventory.bases if base.id.timeline == number}
         for item in _scan(filesystem, directory):
             if item.name == SLOTS_DIR and item.kind == "dir":
-                part.slots = _below(filesystem, directory / item.name)
+                usage.slots = _below(filesystem, directory / item.name)
             elif item.name == BASE_DIR and item.kind == "dir":
-                _add_bases(filesystem, part, directory / item.name, known, met)
+                _add_bases(filesystem, usage, directory / item.name, known, met)
             elif item.name in (LOG_DIR, LOSSY_DIR) and item.kind == "dir":
-                _add_segments(filesystem, part, directory / item.name)
+                _add_segments(filesystem, usage, directory / item.name)
             else:
-                _add_file(filesystem, part, directory, item, records=(TIMELINE_RECORD,))
+                _add_file(filesystem, usage, directory, item, records=(TIMELINE_RECORD,))
     return root, timelines
 
 
 def _add_bases(
     filesystem: FileSystem,
-    part: _Part,
+    usage: _Usage,
     directory: PurePath,
     known: dict[str, BaseFound],
     met: set[int],
@@ -150,47 +153,47 @@ def _add_bases(
     for entry in _scan(filesystem, directory):
         base = known.get(entry.name)
         if base is None or entry.kind != "dir":
-            _add_file(filesystem, part, directory, entry, records=())
+            _add_file(filesystem, usage, directory, entry, records=())
             continue
         whole = _Sum()
         for file in _scan(filesystem, base.path):
             if file.kind == "dir":
-                part.other.add(_below(filesystem, base.path / file.name))
+                usage.other.add(_below(filesystem, base.path / file.name))
             elif file.name.endswith(TEMPORARY_SUFFIX):
-                part.temporary.add(file)
+                usage.temporary.add(file)
             elif file.file in met:
                 whole.files += 1
             else:
                 whole.add(file)
                 met.update([file.file] if file.links > 1 else [])
-        part.bases.append((base, whole))
+        usage.bases.append((base, whole))
 
 
-def _add_segments(filesystem: FileSystem, part: _Part, directory: PurePath) -> None:
+def _add_segments(filesystem: FileSystem, usage: _Usage, directory: PurePath) -> None:
     from everstep.format.names import TEMPORARY_SUFFIX, parse_marker, parse_segment, parse_shard
 
     for entry in _scan(filesystem, directory):
         if parse_segment(entry.name) is None or entry.kind != "dir":
-            _add_file(filesystem, part, directory, entry, records=())
+            _add_file(filesystem, usage, directory, entry, records=())
             continue
         finished = False
         for file in _scan(filesystem, directory / entry.name):
             is_marker = parse_marker(file.name) is not None
             if file.kind == "dir":
-                part.other.add(_below(filesystem, directory / entry.name / file.name))
+                usage.other.add(_below(filesystem, directory / entry.name / file.name))
             elif file.name.endswith(TEMPORARY_SUFFIX):
-                part.temporary.add(file)
+                usage.temporary.add(file)
             elif is_marker or parse_shard(file.name) is not None:
-                part.log.add(file)
+                usage.log.add(file)
             else:
-                part.other.add(file)
+                usage.other.add(file)
             finished = finished or is_marker
-        part.segments += finished
+        usage.segments += finished
 
 
 def _add_file(
     filesystem: FileSystem,
-    part: _Part,
+    usage: _Usage,
     directory: PurePath,
     entry: DirEntry,
     *,
@@ -199,17 +202,17 @@ def _add_file(
     from everstep.format.names import TEMPORARY_SUFFIX
 
     if entry.kind == "dir":
-        part.other.add(_below(filesystem, directory / entry.name))
+        usage.other.add(_below(filesystem, directory / entry.name))
     elif entry.name in records:
-        part.records.add(entry)
+        usage.records.add(entry)
     elif entry.name.endswith(TEMPORARY_SUFFIX):
-        part.temporary.add(entry)
+        usage.temporary.add(entry)
     else:
-        part.other.add(entry)
+        usage.other.add(entry)
 
 
 def _below(filesystem: FileSystem, directory: PurePath) -> _Sum:
-    """All files below ``directory``; links are counted, not followed."""
+    """Sum all files below ``directory``; links are counted, not followed."""
     found = _Sum()
     waiting = [directory]
     while waiting:
@@ -225,14 +228,14 @@ def _below(filesystem: FileSystem, directory: PurePath) -> _Sum:
 def _scan(filesystem: FileSystem, directory: PurePath) -> list[DirEntry]:
     try:
         return filesystem.scan(directory)
-    except FileNotFoundError:  # a process at work has deleted it since
+    except FileNotFoundError:  # deleted by a running process meanwhile
         return []
 
 
-def _total(parts: Iterable[_Sum]) -> _Sum:
+def _total(usages: Iterable[_Sum]) -> _Sum:
     total = _Sum()
-    for part in parts:
-        total.add(part)
+    for usage in usages:
+        total.add(usage)
     return total
 
 
@@ -240,14 +243,14 @@ def _total(parts: Iterable[_Sum]) -> _Sum:
 
 
 def _document(
-    inventory: Inventory, root: _Part, timelines: dict[int, _Part], free_bytes: int
+    inventory: Inventory, root: _Usage, timelines: dict[int, _Usage], free_bytes: int
 ) -> dict[str, Any]:
-    parts = [root, *timelines.values()]
+    usages = [root, *timelines.values()]
     return {
         "path": str(inventory.path),
         "run": inventory.run,
-        **_total(part.whole for part in parts).as_json(),
-        "reclaimable": _total(part.reclaimable for part in parts).as_json(),
+        **_total(usage.total for usage in usages).as_json(),
+        "reclaimable": _total(usage.reclaimable for usage in usages).as_json(),
         "free_bytes": free_bytes,
         "records": root.records.as_json(),
         "temporary": root.temporary.as_json(),
@@ -255,47 +258,47 @@ def _document(
         "timelines": [
             {
                 "timeline": number,
-                **part.whole.as_json(),
+                **usage.total.as_json(),
                 "bases": [
                     {"step": base.id.step, "status": base.status, **whole.as_json()}
-                    for base, whole in part.bases
+                    for base, whole in usage.bases
                 ],
-                "records": part.records.as_json(),
-                "log": {"segments": part.segments, **part.log.as_json()},
-                "slots": part.slots.as_json(),
-                "temporary": part.temporary.as_json(),
-                "other": part.other.as_json(),
+                "records": usage.records.as_json(),
+                "log": {"segments": usage.segments, **usage.log.as_json()},
+                "slots": usage.slots.as_json(),
+                "temporary": usage.temporary.as_json(),
+                "other": usage.other.as_json(),
             }
-            for number, part in timelines.items()
+            for number, usage in timelines.items()
         ],
     }
 
 
-def _show(out: Console, root: _Part, timelines: dict[int, _Part], free_bytes: int) -> None:
+def _show(out: Console, root: _Usage, timelines: dict[int, _Usage], free_bytes: int) -> None:
     made = table("what", "files", "size", "allocated", right=("files", "size", "allocated"))
 
-    def row(what: str, part: _Sum, style: str = "") -> None:
-        sizes = in_words(part.size_bytes), in_words(part.allocated_bytes)
-        made.add_row(label(what), f"{part.files:,}", *sizes, style=style)
+    def row(what: str, usage: _Sum, style: str = "") -> None:
+        sizes = in_words(usage.size_bytes), in_words(usage.allocated_bytes)
+        made.add_row(label(what), f"{usage.files:,}", *sizes, style=style)
 
     left_out = max(0, len(timelines) - _ROWS_MAX)
     if left_out:
         older = list(timelines.values())[:left_out]
-        row(f"{count_of(left_out, 'older timeline')}", _total(part.whole for part in older))
-    for number, part in list(timelines.items())[left_out:]:
-        row(f"timeline {number}", part.whole, "bold")
-        hidden = part.bases[:-_ROWS_MAX]
+        row(f"{count_of(left_out, 'older timeline')}", _total(usage.total for usage in older))
+    for number, usage in list(timelines.items())[left_out:]:
+        row(f"timeline {number}", usage.total, "bold")
+        hidden = usage.bases[:-_ROWS_MAX]
         if hidden:
             row(f"  {count_of(len(hidden), 'older base')}", _total(one for _, one in hidden))
-        for base, whole in part.bases[-_ROWS_MAX:]:
+        for base, whole in usage.bases[-_ROWS_MAX:]:
             status = "" if base.status == "committed" else f", {STATUS_WORDS[base.status]}"
             row(f"  base {base.id.step}{status}", whole)
-        _rows_besides(row, part)
-    row("run folder", root.whole, "bold")
+        _rows_besides(row, usage)
+    row("run folder", root.total, "bold")
     _rows_besides(row, root)
-    parts = [root, *timelines.values()]
-    whole = _total(p.whole for p in parts)
-    spare = _total(p.reclaimable for p in parts)
+    usages = [root, *timelines.values()]
+    whole = _total(p.total for p in usages)
+    spare = _total(p.reclaimable for p in usages)
     row("all", whole, "bold")
     out.print(made)
     out.print(
@@ -304,13 +307,13 @@ def _show(out: Console, root: _Part, timelines: dict[int, _Part], free_bytes: in
     )
 
 
-def _rows_besides(row: Any, part: _Part) -> None:
+def _rows_besides(row: Any, usage: _Usage) -> None:
     for what, found in (
-        ("records", part.records),
-        (f"log, {count_of(part.segments, 'segment')}", part.log),
-        ("slots (to be overwritten)", part.slots),
-        ("temporary", part.temporary),
-        ("other, not ours", part.other),
+        ("records", usage.records),
+        (f"log, {count_of(usage.segments, 'segment')}", usage.log),
+        ("slots (to be overwritten)", usage.slots),
+        ("temporary", usage.temporary),
+        ("other, not written by everstep", usage.other),
     ):
         if found.files:
             row(f"  {what}", found)

@@ -1,4 +1,4 @@
-"""``everstep inspect``: what is in a base, or in one of its files."""
+"""``everstep inspect``: show the contents of a base, or of one of its files."""
 
 from __future__ import annotations
 
@@ -50,11 +50,11 @@ _SEPARATOR = re.compile(r"(?=[/.])")
 
 @dataclass(frozen=True, slots=True)
 class _Row:
-    """One entry, and where its bytes are.
+    """One entry and the place of its bytes.
 
     Attributes:
-        offset: of its first byte in the file.
-        lsn: last update of the base that it is of.
+        offset: offset of its first byte in the file.
+        lsn: last update of its base.
     """
 
     entry: Entry
@@ -69,14 +69,15 @@ class _Row:
 
 @dataclass(slots=True)
 class _Found:
-    """What is inspected.
+    """Inspected base or file.
 
     Attributes:
-        vouched: whether a marker or manifest vouches for the header.
-        segments: of the log of the run, if it is one.
-        records: of the segment, if the file is one, or of what makes the base whole.
-        audit: what the keeper's audit has said of the base.
-        skipped: newer bases that ``resume()`` would pass over, and why, if none was asked for.
+        vouched: True if a marker or manifest vouches for the header.
+        segments: segments of the log, if a run is inspected.
+        records: records of the segment, if the file is one, or of the log of a multi-step base.
+        audit: result of the keeper's audit of the base.
+        skipped: newer bases that ``resume()`` would skip, with the reason, if no base was
+            requested.
     """
 
     path: PurePath
@@ -90,7 +91,7 @@ class _Found:
 
     @property
     def exact(self) -> bool:
-        """Whether the state is: every rank's part of it."""
+        """True if the state of every rank is exact."""
         return all(header.identity.exact for _, header in self.headers)
 
 
@@ -114,10 +115,10 @@ def inspect(
 ) -> None:
     """Shows the entries of a base: names, shapes, dtypes, sizes.
 
-    Of a run: the base that resume() would choose, unless one is named, and the segments of its
-    log. Of a file that is a segment: its records, too. Reads headers only and writes nothing.
-    Exit status 1 if newer bases were passed over, if segments are damaged, or if the keeper's
-    audit of the base has found a difference.
+    For a run: the base that resume() would choose, unless one is given, and the segments of its
+    log. For a segment file: its records, too. Reads headers only and writes nothing. Exit status 1
+    if newer bases are skipped, if segments are damaged, or if the keeper's audit of the base has
+    found a difference.
     """
     from everstep.seams import PosixFileSystem
 
@@ -135,11 +136,11 @@ def inspect(
         emit(_document(found, rows, shown))
     else:
         _show(console(), found, rows, shown, tree)
-    raise typer.Exit(ExitCode.DIFFERENT if _is_spoilt(filesystem, found) else ExitCode.OK)
+    raise typer.Exit(ExitCode.DIFFERENT if _reports_damage(filesystem, found) else ExitCode.OK)
 
 
-def _is_spoilt(filesystem: FileSystem, found: _Found) -> bool:
-    """Whether what is shown tells of damage."""
+def _reports_damage(filesystem: FileSystem, found: _Found) -> bool:
+    """Return True if the output reports damage."""
     if found.skipped or (found.audit is not None and found.audit.verdict == "different"):
         return True
     broken = [segment for segment in found.segments if segment.problem is not None]
@@ -150,22 +151,24 @@ def _is_spoilt(filesystem: FileSystem, found: _Found) -> bool:
 
 
 def _of_run(filesystem: FileSystem, run: str, step: int | None, timeline: int | None) -> _Found:
-    """Looks again where a process at work has deleted the base: it has something newer instead."""
+    """Read a base of a run. Try again if a running process deletes it meanwhile: it has something
+    newer then.
+    """
     for left in reversed(range(ATTEMPTS)):
         try:
             return _of_run_now(filesystem, run, step, timeline)
-        except _GoneError as error:
+        except _DeletedError as error:
             if not left or (step, timeline) != (None, None):
                 raise RecoveryError(
-                    "a process at work has deleted the base while it was looked at",
+                    "a running process deleted the base while it was being read",
                     path=error.path,
                     hint="everstep ls lists what is there; try again",
                 ) from None
     raise AssertionError("unreachable")
 
 
-class _GoneError(Exception):
-    """The base that was chosen is gone, or going."""
+class _DeletedError(Exception):
+    """The chosen base was deleted, or is being deleted."""
 
     def __init__(self, path: PurePath) -> None:
         super().__init__(path)
@@ -189,9 +192,9 @@ def _of_run_now(filesystem: FileSystem, run: str, step: int | None, timeline: in
                 hint="everstep ls lists what is there, --step chooses",
             )
         found = _of_base(filesystem, choice.base, inventory)
-        # A process at work may have deleted one while it was looked at.
-        gone = {base for base in choice.skipped if base_is_deleted(filesystem, inventory, base)}
-        found.skipped = {b: why for b, why in choice.skipped.items() if b not in gone}
+        # A running process may have deleted one meanwhile.
+        deleted = {base for base in choice.skipped if base_is_deleted(filesystem, inventory, base)}
+        found.skipped = {b: why for b, why in choice.skipped.items() if b not in deleted}
     else:
         chosen = select_bases(inventory, step=step, timeline=timeline)[0]
         found = _of_base(filesystem, chosen, inventory)
@@ -221,13 +224,13 @@ def _of_base(filesystem: FileSystem, base: BaseFound, inventory: Inventory) -> _
                 found.records += opened.heads
     except EverstepError:
         if base_was_superseded(filesystem, inventory, base):
-            raise _GoneError(base.path) from None
+            raise _DeletedError(base.path) from None
         raise
     return found
 
 
 def _of_file(filesystem: FileSystem, path: PurePath) -> _Found:
-    """One shard; its marker beside it vouches for its header, if it is there."""
+    """Read one shard; its marker beside it, if present, vouches for its header."""
     from everstep.format.names import marker_name, parse_shard
     from everstep.format.reader import read_header, read_record_bytes
     from everstep.format.records import Marker
@@ -260,7 +263,7 @@ def _of_file(filesystem: FileSystem, path: PurePath) -> _Found:
 
 
 def _unvouched(file: Any, path: PurePath) -> ShardHeader:
-    """A header that nothing vouches for: bounded, then checked for sense."""
+    """Read a header without a marker: its size is bounded first, then its contents are checked."""
     from everstep.format.header import HEADER_SIZE_BYTES_MAX, LENGTH_BYTES, decode_header
 
     length = bytearray(LENGTH_BYTES)
@@ -375,8 +378,8 @@ def _show(out: Console, found: _Found, rows: list[_Row], shown: list[_Row], as_t
 
     first = found.headers[0][1].identity
     for base, reason in found.skipped.items():
-        told = f"passed over {base}: {reason}"
-        out.print(label(told, "yellow", LINE_CHARS_MAX), soft_wrap=True)
+        line = f"passed over {base}: {reason}"
+        out.print(label(line, "yellow", LINE_CHARS_MAX), soft_wrap=True)
     out.print(
         label(
             f"step {first.step} of timeline {first.timeline} (update {first.lsn}): "
@@ -424,7 +427,9 @@ class _Node:
 
 
 def _tree(title: str, rows: list[_Row]) -> Tree:
-    """Entries by path: names are cut at ``/`` and ``.``, steps with one way on are joined."""
+    """Return entries by path: names are cut at ``/`` and ``.``, levels with one child are
+    joined.
+    """
     root = _Node()
     for row in rows:
         node = root

@@ -1,4 +1,4 @@
-"""``everstep ls``: timelines and bases of a run, and which base a resume would choose."""
+"""``everstep ls``: list timelines and bases of a run, and the base that a resume would choose."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ __all__ = [
 _ROWS_MAX = 50
 _PROBLEMS_MAX = 20
 ATTEMPTS = 8
-"""How often a run is looked at again, when a process at work deletes what was found."""
+"""Number of attempts to read a run while a running process deletes bases."""
 
 STATUS_WORDS = {
     "committed": "committed",
@@ -58,13 +58,13 @@ STATUS_WORDS = {
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """What ``resume()`` would do now, as far as records and headers tell.
+    """Decision that ``resume()`` would take now, judged by records and headers.
 
     Attributes:
-        base: the base that it would read; None when there is none that it could use.
-        skipped: why better ones are passed over.
-        reason: why there is none, in words.
-        had: there is none, and the run has had steps, in words.
+        base: base that it would read; None if none is usable.
+        skipped: better bases with the reason why they are skipped.
+        reason: reason why there is none.
+        had: message that the run has had steps, but no base is left.
     """
 
     base: BaseFound | None
@@ -74,8 +74,8 @@ class Choice:
 
 
 def look(filesystem: FileSystem, run: str) -> tuple[Inventory, Choice]:
-    """What is there, and what ``resume()`` would choose. Looks again where a process at work has
-    deleted all that was there: it has something newer instead.
+    """Return the inventory and the choice of ``resume()``. Read again if a running process has
+    deleted everything found: it has something newer then.
 
     Raises:
         UsageError, NewerFormatError: as :func:`.open_run` and ``resume()`` would.
@@ -85,7 +85,7 @@ def look(filesystem: FileSystem, run: str) -> tuple[Inventory, Choice]:
         inventory = open_run(filesystem, run)
         with reading(inventory.path):
             choice = _would_resume(filesystem, inventory)
-        if choice.had not in (None, had):  # twice the same is the truth, as for resume()
+        if choice.had not in (None, had):  # as in resume(): believe it when seen twice
             had = choice.had
             continue
         passed = choice.skipped if left and choice.base is None else {}
@@ -95,7 +95,7 @@ def look(filesystem: FileSystem, run: str) -> tuple[Inventory, Choice]:
 
 
 def _would_resume(filesystem: FileSystem, inventory: Inventory) -> Choice:
-    """The base that ``resume()`` would choose if all data are good; reads headers only.
+    """Return the base that ``resume()`` would choose if all data are good; reads headers only.
 
     Raises:
         NewerFormatError: as ``resume()`` would.
@@ -137,7 +137,7 @@ def _would_resume(filesystem: FileSystem, inventory: Inventory) -> Choice:
 
 
 def file_problems(base: BaseFound) -> list[str]:
-    """What the names and sizes in the directory contradict in the base's records."""
+    """Return contradictions between the files in the directory and the base's records."""
     if base.manifest is None:
         return []
     there = {file.name: file.size_bytes for file in base.files if file.kind == "file"}
@@ -154,7 +154,7 @@ def file_problems(base: BaseFound) -> list[str]:
 
 
 def base_is_deleted(filesystem: FileSystem, inventory: Inventory, base: BaseId) -> bool:
-    """Whether a process at work has deleted a base, or begun to, while it was looked at."""
+    """Return True if a running process has deleted a base meanwhile, or begun to."""
     from everstep.run.scan import scan_base
 
     try:
@@ -166,14 +166,16 @@ def base_is_deleted(filesystem: FileSystem, inventory: Inventory, base: BaseId) 
 
 
 def base_was_superseded(filesystem: FileSystem, inventory: Inventory, base: BaseFound) -> bool:
-    """Whether a process at work has deleted a base, or gone on with it, while it was read."""
+    """Return True if a running process has deleted a base, or continued its deletion, while it was
+    read.
+    """
     from everstep.run.scan import scan_base
 
     try:
         now = scan_base(filesystem, inventory.path, base.id)
         if base.status == "condemned":
             return not now.is_usable
-        # Its manifest goes first: then it is no base that anybody has committed.
+        # Deletion removes the manifest first: then the base is no longer committed.
         return now.status == "condemned" or (base.status == "committed" != now.status)
     except FileNotFoundError:
         return True
@@ -183,16 +185,15 @@ def base_was_superseded(filesystem: FileSystem, inventory: Inventory, base: Base
 
 def ls(
     run: Annotated[str, RUN_ARGUMENT],
-    every: Annotated[bool, typer.Option("--all", help="List all bases, however many.")] = False,
+    every: Annotated[bool, typer.Option("--all", help="List all bases.")] = False,
     json_output: JsonFlag = False,
 ) -> None:
-    """Lists timelines, bases, steps that the log on disk adds, and what resume() would choose.
+    """Lists timelines, bases, steps that the log on disk adds, and the choice of resume().
 
-    Reads records and headers, no data: whether the data are good is for `everstep verify`
-    to say. Exit status 1 if records or headers are damaged, files are missing, or no base is
-    left of a run that has had steps; what is unfinished, or being deleted, is no damage. Nor
-    is it that the log lacks steps between others, which is told: perhaps they were never
-    written. Writes nothing.
+    Reads records and headers, no data: use `everstep verify` to check the data. Exit status 1 if
+    records or headers are damaged, files are missing, or a run that has had steps has no base left.
+    Unfinished bases, and bases being deleted, are no damage. Neither are steps missing in the log,
+    which are reported: perhaps they were never written. Writes nothing.
     """
     filesystem = filesystem_of(run)
     inventory, choice = look(filesystem, run)

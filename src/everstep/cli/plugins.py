@@ -1,8 +1,7 @@
 """Verbs of other distributions, found by their entry points.
 
-A distribution adds a verb to ``everstep`` by an entry point in the group ``everstep.commands``.
-The entry point's name is the verb; its object is a :class:`typer.Typer`, or a function with typer's
-options.
+A distribution adds a verb by an entry point in the group ``everstep.commands``. The entry point's
+name is the verb; its object is a :class:`typer.Typer`, or a function with typer's options.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""``everstep ps``: the keeper processes of this user, and what each of them is doing."""
+"""``everstep ps``: list the keeper processes of this user and their activity."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Status",
-    "ask_status",
-    "ask_statuses",
     "duration_in_words",
     "ps",
     "registry_errors",
+    "request_status",
+    "request_statuses",
     "running_keepers",
     "steps_of",
 ]
@@ -37,19 +37,19 @@ _OPTIONAL = ("trainer", "durable_step", "ends_in_s", "log_step")
 
 @dataclass(frozen=True, slots=True)
 class Status:
-    """What a keeper says of itself.
+    """Status of a keeper, as it reports it.
 
     Attributes:
-        trainer: the training process that is attached; None if there is none.
-        held: steps of which it has a base in memory.
-        writing: steps that it is making durable, or is going to.
-        durable_step: the newest step that it has made durable.
-        idle_s: how long it has been without a trainer.
-        ends_in_s: when it ends by itself; None while a trainer is attached.
-        arena_bytes: shared memory for captured state, copies of other ranks' included.
+        trainer: PID of the attached training process; None if there is none.
+        held: steps whose bases it has in memory.
+        writing: steps that it is writing, or will write.
+        durable_step: newest step that it has made durable.
+        idle_s: seconds without a trainer.
+        ends_in_s: seconds until it ends by itself; None while a trainer is attached.
+        arena_bytes: shared memory for captured state, including copies for other ranks.
         copies: rank and step of each base that it holds for another node.
         logs: rank, and the newest step of its log that it holds.
-        log_step: the newest step of a log that it alone has.
+        log_step: newest step of a log that no other process has.
     """
 
     trainer: int | None
@@ -65,7 +65,7 @@ class Status:
 
     @classmethod
     def of_message(cls, message: Mapping[str, Any]) -> Status | None:
-        """The status in a message; None for any other message."""
+        """Return the status in a message; None for any other message."""
         found: dict[str, Any] = {name: message.get(name) for name in cls.__slots__}
         if message.get("kind") != "status":
             return None
@@ -74,7 +74,7 @@ class Status:
                 return None
             found[name] = tuple(found[name])
         for name in ("copies", "logs"):
-            copies = found[name] or []  # an older keeper says nothing of them
+            copies = found[name] or []  # missing in messages of an older keeper
             if not isinstance(copies, list) or not all(_are_steps(one) for one in copies):
                 return None
             if any(len(one) != 2 for one in copies):
@@ -88,14 +88,14 @@ class Status:
 
     @property
     def unwritten(self) -> list[int]:
-        """Steps that are in its memory and not durable."""
+        """Steps in its memory that are not durable."""
         newest = -1 if self.durable_step is None else self.durable_step
         held = {*self.held, *(() if self.log_step is None else (self.log_step,))}
         return sorted({*self.writing, *(step for step in held if step > newest)})
 
     @property
     def logged(self) -> int | None:
-        """The newest step that nothing but a log in its memory leads to."""
+        """Newest step that only a log in its memory leads to; None if there is none."""
         others = (-1, self.durable_step or -1, *self.held, *self.writing)
         return self.log_step if (self.log_step or -1) > max(others) else None
 
@@ -109,17 +109,17 @@ def _is_number(value: Any) -> bool:
 
 
 def ps(json_output: JsonFlag = False) -> None:
-    """Lists the keepers of this user on this machine, and what they are doing.
+    """Lists the keepers of this user on this machine and their activity.
 
-    A keeper is the process beside a training process that makes captured state durable. One
-    that does not answer within a second is busy, or hangs; its log may tell.
+    A keeper is the process beside a training process that makes captured state durable. One that
+    does not answer within a second is busy, or hangs; see its log.
     """
     with registry_errors():
         from everstep.seams.processes.runtime import runtime_folder
 
         folder = runtime_folder(create=False)
         keepers = running_keepers()
-        statuses = ask_statuses(keepers)
+        statuses = request_statuses(keepers)
     if json_output:
         emit(
             {
@@ -139,12 +139,12 @@ def ps(json_output: JsonFlag = False) -> None:
         _show(console(), str(folder), keepers, statuses)
 
 
-# --- Asking -----------------------------------------------------------------------------
+# --- Requests ---------------------------------------------------------------------------
 
 
 @contextlib.contextmanager
 def registry_errors() -> Iterator[None]:
-    """Without the registry of keepers nothing can be said: that is this machine's trouble."""
+    """Turn errors of the keeper registry into errors of this machine's environment."""
     try:
         yield
     except KeeperTimeoutError:
@@ -156,22 +156,24 @@ def registry_errors() -> Iterator[None]:
 
 
 def running_keepers() -> list[KeeperInfo]:
-    """The living keepers, by run and rank."""
+    """Return the running keepers, by run and rank."""
     from everstep.link.registry import list_keepers
 
     return list_keepers()
 
 
-def ask_statuses(keepers: Sequence[KeeperInfo]) -> list[Status | None]:
-    """What each keeper says, None for those that do not answer; all are asked at once."""
+def request_statuses(keepers: Sequence[KeeperInfo]) -> list[Status | None]:
+    """Request the status of all keepers at once; None for those that do not answer."""
     if not keepers:
         return []
     with ThreadPoolExecutor(min(len(keepers), _ASKED_AT_ONCE)) as pool:
-        return list(pool.map(ask_status, keepers))
+        return list(pool.map(request_status, keepers))
 
 
-def ask_status(info: KeeperInfo) -> Status | None:
-    """What a keeper says; None if it does not answer in time, or not in words that we know."""
+def request_status(info: KeeperInfo) -> Status | None:
+    """Request the status of a keeper; None if it does not answer in time, or answers in an unknown
+    format.
+    """
     from everstep.link.spawn import connect
     from everstep.seams.network.sockets import close_descriptors
 
@@ -192,7 +194,7 @@ def ask_status(info: KeeperInfo) -> Status | None:
 
 
 def duration_in_words(seconds: float) -> str:
-    """A duration for people: ``"35 s"``, ``"9 min"``, ``"2.5 h"``."""
+    """Return a duration for people: ``"35 s"``, ``"9 min"``, ``"2.5 h"``."""
     if seconds < 120:
         return f"{max(0.0, seconds):.0f} s"
     if seconds < 2 * 3600:
@@ -201,7 +203,7 @@ def duration_in_words(seconds: float) -> str:
 
 
 def steps_of(steps: Sequence[int]) -> str:
-    """``"step 3"``, ``"steps 3, 4"``; of many the newest."""
+    """Return steps for people: ``"step 3"``, ``"steps 3, 4"``; only the newest of many."""
     shown = ", ".join(map(str, steps[-_STEPS_MAX:]))
     more = "..., " if len(steps) > _STEPS_MAX else ""
     return f"step{'' if len(steps) == 1 else 's'} {more}{shown}"
@@ -217,14 +219,14 @@ def _doing(status: Status) -> str:
 
 
 def _copies(status: Status) -> str:
-    """``"rank 1: step 20, log to 27; rank 3: step 20"``."""
+    """Describe copies for other ranks: ``"rank 1: step 20, log to 27; rank 3: step 20"``."""
     by_rank: dict[int, list[int]] = {}
     for rank, step in status.copies:
         by_rank.setdefault(rank, []).append(step)
-    told = {rank: steps_of(steps) for rank, steps in by_rank.items()}
+    held = {rank: steps_of(steps) for rank, steps in by_rank.items()}
     for rank, step in status.logs:
-        told[rank] = f"{told[rank]}, log to {step}" if rank in told else f"log to {step}"
-    return "; ".join(f"rank {rank}: {what}" for rank, what in told.items()) or "-"
+        held[rank] = f"{held[rank]}, log to {step}" if rank in held else f"log to {step}"
+    return "; ".join(f"rank {rank}: {text}" for rank, text in held.items()) or "-"
 
 
 def _in_memory(status: Status) -> str:

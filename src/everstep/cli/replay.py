@@ -1,4 +1,4 @@
-"""``everstep replay``: what if the updates of some steps had not been made."""
+"""``everstep replay``: replay a run without the updates of some steps."""
 
 from __future__ import annotations
 
@@ -31,17 +31,23 @@ _CAVEAT = (
 
 def replay(
     run: Annotated[str, RUN_ARGUMENT],
-    to: Annotated[int, typer.Option("--to", help="The step to look at.", show_default=False)],
+    to: Annotated[
+        int, typer.Option("--to", help="Step to compare the states at.", show_default=False)
+    ],
     begin: Annotated[
         int | None,
         typer.Option("--from", help="Begin at the newest base up to this step."),
     ] = None,
     drop: Annotated[
         list[str] | None,
-        typer.Option("--drop", metavar="STEP", help="Leave its updates out; also 104-107."),
+        typer.Option(
+            "--drop",
+            metavar="STEP",
+            help="Leave out the updates of this step; also 104-107.",
+        ),
     ] = None,
     timeline: Annotated[
-        int | None, typer.Option(help="Of the step --to, where several have it.")
+        int | None, typer.Option(help="Timeline of the step --to, if several have it.")
     ] = None,
     out: Annotated[
         str | None,
@@ -49,12 +55,12 @@ def replay(
     ] = None,
     json_output: JsonFlag = False,
 ) -> None:
-    """Replays the log without the updates of some steps, and shows what that changes.
+    """Replays the log without the updates of some steps, and shows the effect.
 
     A counterfactual: the remaining gradients are those that were logged, so the result is never
-    exactly what training would have given, and is marked so. Shows which entries differ from the
-    logged run at --to, and by how much. Writes nothing without --out.
-    Exit status 3 if the optimizer cannot be replayed here.
+    exactly the result of such a training, and is marked as not exact. Shows which entries differ
+    from the logged run at --to, and by how much. Writes nothing without --out. Exit status 3 if the
+    optimizer cannot be replayed here.
     """
     from everstep.restore.offline.rebuild import changes
     from everstep.seams import PosixFileSystem

@@ -1,4 +1,4 @@
-"""``everstep restore``: writes the state of any logged step into a run folder of its own."""
+"""``everstep restore``: write the state of any logged step into a new run folder."""
 
 from __future__ import annotations
 
@@ -33,25 +33,25 @@ _TIMEOUT_S = 120.0
 
 def restore(
     run: Annotated[str, RUN_ARGUMENT],
-    step: Annotated[int, typer.Option(help="The step to restore.", show_default=False)],
+    step: Annotated[int, typer.Option(help="Step to restore.", show_default=False)],
     out: Annotated[
         str,
-        typer.Option(metavar="DIR", help="Folder of the new run; not there yet, or empty."),
+        typer.Option(metavar="DIR", help="Folder of the new run; missing or empty."),
     ],
     timeline: Annotated[
-        int | None, typer.Option(help="Its timeline, where several have the step.")
+        int | None, typer.Option(help="Timeline of the step, if several have it.")
     ] = None,
     json_output: JsonFlag = False,
 ) -> None:
     """Writes the state of a step into a new run folder, from base and log.
 
-    The new run holds one base, which Checkpointer(DIR).resume() loads. Every byte that is read
-    is verified, and what was written is read back. DIR appears whole or not at all. The program
-    that trained is not needed, but its optimizer must be one of torch's (else exit status 3).
+    The new run holds one base, which Checkpointer(DIR).resume() loads. Every byte read is verified,
+    and the written base is read back. DIR appears complete or not at all. The training program is
+    not needed, but its optimizer must be one of torch's (else exit status 3).
 
-    Of several ranks the new run is that of one: tensors are put together of all parts. What each
-    rank had for itself (random generators, statistics of batches) is that of rank 0, which is said,
-    and the state is not exact then. The run folder must have the files of all ranks.
+    A run of several ranks becomes a run of one rank: tensors are assembled from all shards.
+    Per-rank state (random generators, batch statistics) is taken from rank 0; this is reported, and
+    the state is not exact then. The run folder must have the files of all ranks.
     """
     from everstep.seams import PosixFileSystem
 
@@ -109,8 +109,9 @@ def restore(
 
 
 def given_up(inventory: Inventory, rebuilt: Rebuilt, timeline: int | None) -> str | None:
-    """That a state is of no step of the present history, in words; None: it is, or its ``timeline``
-    was asked for."""
+    """Describe a state that belongs to no step of the current history; None if it does, or if its
+    ``timeline`` was requested.
+    """
     if timeline is not None:
         return None
     return describe_abandoned(BaseId(rebuilt.timeline, rebuilt.step), inventory.branches)
@@ -120,7 +121,7 @@ def given_up(inventory: Inventory, rebuilt: Rebuilt, timeline: int | None) -> st
 def rebuilding(
     filesystem: FileSystem, inventory: Inventory
 ) -> Iterator[tuple[Rebuilder, ChunkRing]]:
-    """What builds states of a run, with all cores of this process."""
+    """Make a rebuilder of states of a run, which uses all cores of this process."""
     from everstep.format.writer import ChunkRing
     from everstep.keeper.persist.local_keeper import CHUNKS, WRITERS
     from everstep.restore.offline.rebuild import Rebuilder
@@ -138,11 +139,11 @@ def rebuilding(
 
 
 def check_out(out: str, inventory: Inventory) -> PurePath:
-    """The folder of the new run.
+    """Return the folder of the new run.
 
     Raises:
-        OptionError: it holds something already, or is no place for a run.
-        PermissionDeniedError, StorageError: nobody can tell.
+        OptionError: it is not empty, or cannot hold a run.
+        PermissionDeniedError, StorageError: it cannot be examined.
     """
     if not out or "://" in out:
         raise OptionError(f"--out {out!r} is no folder", hint="a directory on this machine")
@@ -168,13 +169,13 @@ def check_out(out: str, inventory: Inventory) -> PurePath:
 
 
 def write_run(filesystem: FileSystem, out: PurePath, rebuilt: Rebuilt, ring: ChunkRing) -> str:
-    """Writes a run whose one base is ``rebuilt``; returns its id.
+    """Write a run whose only base is ``rebuilt``; return its id.
 
-    It is made beside ``out`` and renamed at the end, so that there is never half a run, which
-    resume() would take for one to begin afresh.
+    It is made beside ``out`` and renamed at the end: resume() would take an incomplete run for one
+    without a base, and start afresh.
 
     Raises:
-        StorageError: with what the file system said; nothing is left behind.
+        StorageError: the error of the file system; no files remain.
     """
     from everstep.tiers.durable_files import ensure_dirs, storage_errors
 

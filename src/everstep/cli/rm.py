@@ -1,4 +1,4 @@
-"""``everstep rm``: deletes one base, but not the last one that is known to be good."""
+"""``everstep rm``: delete one base, but not the last one that is known to be good."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ __all__ = ["rm"]
 
 @dataclass(frozen=True, slots=True)
 class _Plan:
-    """What is about to happen.
+    """Planned deletion.
 
     Attributes:
-        files: those that go.
-        stays: names in the directory that are none of ours.
-        refusal: why it is not done without ``--force``.
+        files: files to delete.
+        stays: names in the directory that everstep did not write.
+        refusal: reason why ``--force`` is needed; None if it is not.
     """
 
     base: BaseFound
@@ -46,7 +46,7 @@ class _Plan:
 
     @property
     def kept_bytes(self) -> int:
-        """Bytes of files that have other names: static entries, in other bases."""
+        """Bytes of files with other names: static entries, in other bases."""
         return sum(file.size_bytes for file in self.files if file.links > 1)
 
     @property
@@ -56,23 +56,24 @@ class _Plan:
 
 def rm(
     run: Annotated[str, RUN_ARGUMENT],
-    step: Annotated[int, typer.Option(help="The base to delete.", show_default=False)],
+    step: Annotated[int, typer.Option(help="Step of the base to delete.", show_default=False)],
     timeline: Annotated[
-        int | None, typer.Option(help="Its timeline, where several have the step.")
+        int | None, typer.Option(help="Timeline of the base, if several have the step.")
     ] = None,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Say what would go; delete nothing.")
+        bool,
+        typer.Option("--dry-run", help="List the files to delete; delete nothing."),
     ] = False,
     force: Annotated[
-        bool, typer.Option("--force", help="Even what is still needed, or unfinished.")
+        bool, typer.Option("--force", help="Delete it even if it is still needed, or unfinished.")
     ] = False,
     json_output: JsonFlag = False,
 ) -> None:
     """Deletes one base, in two steps that any crash survives.
 
-    Refuses, unless forced, to delete the newest base of the current history that is good: to
-    know which one that is, bases are read back, newest first, until one verifies. Refuses
-    likewise where steps of the log can be restored from this base only.
+    Refuses, unless forced, to delete the newest good base of the current history. To find it, bases
+    are read back, newest first, until one verifies. Also refuses if steps of the log can be
+    restored from this base only.
     """
     from everstep.seams import PosixFileSystem
 
@@ -82,7 +83,7 @@ def rm(
     plan = _plan(base, None if force else _refusal(filesystem, inventory, base))
     if plan.refusal is not None and not dry_run:
         raise OptionError(
-            plan.refusal, step=step, path=base.path, hint="--force deletes it all the same"
+            plan.refusal, step=step, path=base.path, hint="--force deletes it nevertheless"
         )
     left: list[str] = []
     if not dry_run:
@@ -140,7 +141,7 @@ def _the_one(inventory: Inventory, step: int, timeline: int | None) -> BaseFound
 
 
 def _refusal(filesystem: FileSystem, inventory: Inventory, base: BaseFound) -> str | None:
-    """Why ``base`` should stay, or None if it may go."""
+    """Return the reason why ``base`` should stay, or None if it may be deleted."""
     newest = max(inventory.timelines, default=0)
     if base.status == "incomplete" and base.id.timeline >= newest:
         return f"{base.id} is unfinished: a process may be writing it right now"
@@ -155,7 +156,7 @@ def _refusal(filesystem: FileSystem, inventory: Inventory, base: BaseFound) -> s
 
 
 def _log_lost(filesystem: FileSystem, inventory: Inventory, base: BaseFound) -> str | None:
-    """Which steps only the log behind ``base`` leads to; None if there are none."""
+    """Describe the steps that the log can restore only from ``base``; None if there are none."""
     log = run_log(filesystem, inventory)
     if log is None or base.id not in log.usable:
         return None
@@ -172,7 +173,7 @@ def _log_lost(filesystem: FileSystem, inventory: Inventory, base: BaseFound) -> 
 
 
 def _newest_good(filesystem: FileSystem, inventory: Inventory) -> BaseFound | None:
-    """The newest base of the current history that verifies, read back now."""
+    """Return the newest base of the current history that verifies, read back now."""
     from everstep.run.candidates import candidates
 
     return _first_good(filesystem, inventory, candidates(inventory).ordered)
@@ -181,8 +182,8 @@ def _newest_good(filesystem: FileSystem, inventory: Inventory) -> BaseFound | No
 def _first_good(
     filesystem: FileSystem, inventory: Inventory, bases: Iterable[BaseFound]
 ) -> BaseFound | None:
-    """The first of some bases that verifies, read back now."""
-    import everstep.restore.load.load  # noqa: F401  # and torch, which is no part of the time of reading
+    """Return the first base that verifies, read back now."""
+    import everstep.restore.load.load  # noqa: F401  # load torch before the progress bar starts
     from everstep.format.writer import ChunkRing
     from everstep.keeper.persist.local_keeper import CHUNKS, WRITERS
     from everstep.seams.progress import progress
@@ -226,18 +227,18 @@ def _plan(base: BaseFound, refusal: str | None) -> _Plan:
 
 
 def _delete(filesystem: FileSystem, inventory: Inventory, base: BaseFound) -> list[str]:
-    """Deletes ``base``; returns the names that are still there."""
+    """Delete ``base``; return the names that remain."""
     from everstep.format.names import MANIFEST
     from everstep.keeper.retain.deletion import delete_base, delete_files
     from everstep.tiers.durable_files import storage_errors, write_durably
 
     with storage_errors("delete the base", base.path, step=base.id.step):
         if base.status == "complete":
-            # Condemning renames the manifest: a base that could be rolled forward gets its own.
+            # Deletion begins by renaming the manifest: a base without one gets it first.
             assert base.manifest is not None
             write_durably(filesystem, base.path / MANIFEST, base.manifest.encode())
         if base.status == "complete" or any(file.name == MANIFEST for file in base.files):
-            # A person at the command line is fenced off by no timeline.
+            # No timeline: a person at the command line may delete from any timeline.
             delete_base(filesystem, inventory.path, base, None, timeline=None)
         else:
             delete_files(filesystem, base, None)
@@ -271,6 +272,6 @@ def _show(out: Console, plan: _Plan, left: list[str], dry_run: bool) -> None:
     stays = list(plan.stays) if dry_run else left
     if stays:
         shown = ", ".join(plain(name, 60) for name in stays[:10])
-        out.print(label(f"not ours, left where it is: {shown}", "yellow"), soft_wrap=True)
+        out.print(label(f"not written by everstep: {shown}", "yellow"), soft_wrap=True)
     if plan.refusal is not None:
         out.print(label(f"it would be refused without --force: {plan.refusal}", "yellow"))

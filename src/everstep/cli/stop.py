@@ -1,4 +1,4 @@
-"""``everstep stop``: ends keeper processes; what they have captured becomes durable first."""
+"""``everstep stop``: end keeper processes after they have made captured state durable."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from everstep.cli.common.output import LINE_CHARS_MAX, console, count_of, label,
 from everstep.cli.common.paths import absolute, kind_of
 from everstep.cli.ps import (
     Status,
-    ask_statuses,
     duration_in_words,
     registry_errors,
+    request_statuses,
     running_keepers,
     steps_of,
 )
@@ -34,18 +34,18 @@ __all__ = ["stop"]
 
 _ROUND_S = 0.1
 _EXIT_S = 5.0  # between giving the key up and the end of the process
-_TOLD_TIMEOUT_S = 2.0
+_REQUEST_TIMEOUT_S = 2.0
 _HINTED_MAX = 5
 
 
 @dataclass(slots=True, eq=False)
 class _Stopping:
-    """One keeper on its way out.
+    """One keeper that is being ended.
 
     Attributes:
-        status: before it was told; None if it did not answer.
-        connection: over which it was told; None if it was killed, or could not be told.
-        problem: why it is still there, in words.
+        status: status before the request; None if it did not answer.
+        connection: connection of the request; None if it was killed, or the request failed.
+        problem: reason why it has not ended.
     """
 
     info: KeeperInfo
@@ -58,7 +58,7 @@ class _Stopping:
 
     @property
     def lost(self) -> list[int] | None:
-        """Steps that were in its memory only when it was killed; None if nobody knows."""
+        """Steps that were only in its memory when it was killed; None if unknown."""
         if not self.killed:
             return []
         return None if self.status is None else self.status.unwritten
@@ -71,7 +71,7 @@ def stop(
     pid: Annotated[int | None, typer.Option("--pid", help="The keeper of this process id.")] = None,
     every: Annotated[bool, typer.Option("--all", help="All keepers of this user.")] = False,
     now: Annotated[
-        bool, typer.Option("--now", help="Kill; what is not durable yet is lost.")
+        bool, typer.Option("--now", help="Kill; state that is not durable yet is lost.")
     ] = False,
     force: Annotated[
         bool, typer.Option("--force", help="Even while a training process is attached.")
@@ -81,16 +81,14 @@ def stop(
     ] = 60.0,
     json_output: JsonFlag = False,
 ) -> None:
-    """Ends keepers; they make durable what they have captured, then they go.
+    """Ends keepers after they have made captured state durable.
 
-    Refuses while a training process is attached, unless forced: training would go on, and
-    start a new keeper. A keeper that alone has the log of a process that is gone stays: whoever
-    resumes the run takes it over. Exit status 3 if a keeper is still there in the end.
+    Refuses while a training process is attached, unless forced: training would continue and start a
+    new keeper. A keeper stays if it alone has the log of an ended process: resuming the run takes
+    it over. Exit status 3 if a keeper is still running in the end.
     """
     if not runs and pid is None and not every:
-        raise OptionError(
-            "which keeper is to be stopped?", hint="name a RUN or --pid, or say --all"
-        )
+        raise OptionError("no keeper given", hint="give a RUN, --pid or --all")
     if not timeout_s >= 0:
         raise OptionError(f"--timeout {timeout_s:g}: seconds, not negative")
     with registry_errors():
@@ -111,7 +109,7 @@ def stop(
 def _chosen(
     keepers: Sequence[KeeperInfo], runs: Sequence[str], pid: int | None
 ) -> list[KeeperInfo]:
-    """The keepers that were named; a run that is there may have none, and that is well."""
+    """Return the requested keepers; an existing run may have none, which is no error."""
     found: list[KeeperInfo] = []
     for run in runs:
         real = absolute(run, real=True)
@@ -142,7 +140,7 @@ def _stop(
 ) -> list[_Stopping]:
     from everstep.seams.processes.processes import PidWatch
 
-    statuses = ask_statuses(chosen)
+    statuses = request_statuses(chosen)
     if not force:
         _refuse_attached(chosen, statuses)
     stopping = [
@@ -156,7 +154,7 @@ def _stop(
             elif (why := _has_log(one.status)) is not None:
                 one.problem = why
             else:
-                _tell(one)
+                _request_end(one)
         _wait(stopping, timeout_s)
     finally:
         for one in stopping:
@@ -171,14 +169,16 @@ def _refuse_attached(chosen: Sequence[KeeperInfo], statuses: Sequence[Status | N
         if status is not None and status.trainer is not None:
             raise OptionError(
                 f"process {status.trainer} is training with the keeper of {info.run}: it would "
-                "go on, and start a new keeper",
+                "continue and start a new keeper",
                 rank=info.rank,
                 hint="end the training; or --force",
             )
 
 
 def _has_log(status: Status | None) -> str | None:
-    """Why a keeper is not told: what a process that is gone has logged in memory ends with it."""
+    """Return the reason not to end a keeper: the log of an ended process that only it holds would
+    be lost.
+    """
     if status is None or status.trainer is not None or status.logged is None:
         return None
     left = "" if status.ends_in_s is None else f" within {duration_in_words(status.ends_in_s)}"
@@ -188,16 +188,17 @@ def _has_log(status: Status | None) -> str | None:
     )
 
 
-def _tell(one: _Stopping) -> None:
+def _request_end(one: _Stopping) -> None:
     from everstep.link.spawn import connect
 
     try:
         one.connection = connect(
-            one.info.key, timeout_s=_TOLD_TIMEOUT_S, send_timeout_s=_TOLD_TIMEOUT_S
+            one.info.key, timeout_s=_REQUEST_TIMEOUT_S, send_timeout_s=_REQUEST_TIMEOUT_S
         )
         one.connection.send({"kind": "stop"})
-    except KeeperError as error:  # it may have ended meanwhile: then that is no problem
-        one.problem = f"it could not be told: {error.message}"
+    # If it has ended meanwhile, _wait() clears the problem.
+    except KeeperError as error:
+        one.problem = f"the request failed: {error.message}"
 
 
 def _kill(one: _Stopping) -> None:
@@ -210,7 +211,7 @@ def _kill(one: _Stopping) -> None:
 
 
 def _wait(stopping: Sequence[_Stopping], timeout_s: float) -> None:
-    """Until all are gone, or time is over, or there is nothing to wait for."""
+    """Wait until all have ended or refused, or until the timeout."""
     from everstep.seams.progress import progress
 
     deadline_s = time.monotonic() + timeout_s
@@ -221,7 +222,7 @@ def _wait(stopping: Sequence[_Stopping], timeout_s: float) -> None:
             left_s = deadline_s - time.monotonic()
             for one in list(waiting):
                 one.watch.ended(min(max(0.0, left_s), _ROUND_S / len(waiting)))
-                if _is_gone(one):
+                if _has_ended(one):
                     one.gone = True
                     one.problem = None
                 elif one.problem is None:
@@ -238,8 +239,10 @@ def _wait(stopping: Sequence[_Stopping], timeout_s: float) -> None:
             one.problem += ", though it was killed: the disk that it writes to hangs"
 
 
-def _is_gone(one: _Stopping) -> bool:
-    """Whether nobody holds the keeper's lock any more; that is its end, and not its number."""
+def _has_ended(one: _Stopping) -> bool:
+    """Return True if the keeper's lock is free. The lock proves its end; its PID may be in use
+    again.
+    """
     from everstep.link.registry import find_keeper
 
     if find_keeper(one.info.key) == one.info:
@@ -249,7 +252,7 @@ def _is_gone(one: _Stopping) -> bool:
 
 
 def _refusal(one: _Stopping) -> str | None:
-    """Why it does not want to end, if it has said so."""
+    """Return the keeper's reason for refusing, if it has sent one."""
     from everstep.link.wire import error_from_wire
     from everstep.seams.network.sockets import close_descriptors
 
@@ -259,7 +262,7 @@ def _refusal(one: _Stopping) -> str | None:
         received = one.connection.receive(0.0)
     except KeeperTimeoutError:
         return None
-    except KeeperError:  # it is about to go
+    except KeeperError:  # the connection closes when it ends
         return None
     if received is None:
         return None
@@ -309,7 +312,7 @@ def _show(out: Console, stopping: Sequence[_Stopping], runs: Sequence[str]) -> N
 
 def _loss(one: _Stopping) -> str:
     if one.lost is None or one.status is None:
-        return "what it had in memory is lost; it did not say what that was"
+        return "the state in its memory is lost; it did not answer which steps that was"
     durable = one.status.durable_step
     newest = "" if durable is None else f"; step {durable} is durable"
     if not one.lost:

@@ -1,4 +1,4 @@
-"""``everstep verify``: reads everything back and names each damage."""
+"""``everstep verify``: read everything back and report each damage."""
 
 from __future__ import annotations
 
@@ -41,12 +41,16 @@ _TIMEOUT_S = 120.0
 
 @dataclass(slots=True)
 class Checked:
-    """What reading one base back has shown.
+    """Result of reading one base back.
 
     Attributes:
-        read: whether its data were read; False where no record says what they should be.
-        usable: whether ``resume()`` could use it; damage to a spare record does not matter.
-        note: what is worth knowing and no damage.
+        base: the base.
+        read: True if its data were read; False if no record describes them.
+        usable: True if ``resume()`` could use it; damage to a redundant record does not matter.
+        entries: number of verified entries.
+        size_bytes: number of verified bytes.
+        damages: all damages found.
+        note: remark that is no damage.
     """
 
     base: BaseFound
@@ -80,18 +84,18 @@ def verify(
     """Reads back every byte and names each damage.
 
     Checks every record, header and entry of all bases, or of one, and all segments of the log
-    against their digests. Exit status 1 if anything is damaged, if the base that was asked for
-    cannot be used, if the log lacks a step that all later ones need (no base lies after it), or if
-    no base is left of a run that has had steps. An unfinished base that a
-    crash has left is reported, but is no damage. One that is being deleted is read as long as
-    nothing of it is gone. Writes nothing.
+    against their digests. Exit status 1 if anything is damaged, if the requested base cannot be
+    used, if the log lacks a step that all later ones need (no base lies after it), or if a run that
+    has had steps has no base left. An unfinished base left by a crash is reported, but is no
+    damage. One that is being deleted is read as long as all its files exist. Writes nothing.
 
-    Says also what the keeper's own audits have found; exit status 1 if one has found a difference.
+    Also reports the results of the keeper's own audits; exit status 1 if one has found a
+    difference.
 
-    With --replay the log between two consecutive bases is replayed on the first, and every
-    entry compared with the second, bit for bit: that finds what was wrong already when it was
-    digested. Exit status 1 also if any differs. A base that could not be compared (the log does
-    not lead to it, say) is "not checked", which is no failure: status 0.
+    With --replay the log between two consecutive bases is replayed on the first, and every entry
+    compared with the second, bit for bit: this finds data that were wrong before they were
+    digested. Exit status 1 also if any differs. A base that cannot be compared (the log does not
+    lead to it, for example) is "not checked", which is no failure: status 0.
     """
     from everstep.format.names import LOG_DIR, timeline_dir
     from everstep.format.writer import ChunkRing
@@ -102,7 +106,7 @@ def verify(
     filesystem = filesystem_of(run)
     inventory = open_run(filesystem, run)
     bases = select_bases(inventory, step=step, timeline=timeline)
-    import everstep.restore.load.load  # noqa: F401  # and torch, which is no part of the time of reading
+    import everstep.restore.load.load  # noqa: F401  # load torch before the time measurement
 
     start_s = time.monotonic()
     if step is not None and not every:
@@ -129,9 +133,9 @@ def verify(
     if log is not None and step is None and timeline is None:
         cut = log.cut_off(inventory) and log.cut_off(open_run(filesystem, run))
         if cut:
-            first, told = cut
+            first, problem = cut
             inventory.problems.append(
-                (timeline_dir(inventory.path, first.timeline) / LOG_DIR, told)
+                (timeline_dir(inventory.path, first.timeline) / LOG_DIR, problem)
             )
     ok = not inventory.problems and all(item.ok for item in checked)
     ok = ok and all(segment.problem is None for segment in segments)
@@ -147,9 +151,9 @@ def verify(
         if replay:
             show_audits(console(), audits)
             if audits and log is None:
-                told = 'hint: a log on disk is what bases are compared with: method="logged", '
+                hint = 'hint: bases are compared by replay of a log on disk: method="logged", '
                 console().print(
-                    label(f'  {told}log=LogOptions(to="disk")', "", LINE_CHARS_MAX), soft_wrap=True
+                    label(f'  {hint}log=LogOptions(to="disk")', "", LINE_CHARS_MAX), soft_wrap=True
                 )
     raise typer.Exit(ExitCode.OK if ok else ExitCode.DIFFERENT)
 
@@ -161,7 +165,7 @@ def check_base(
     ring: ChunkRing,
     progress: ProgressSink,
 ) -> Checked:
-    """Reads one base back, its records included.
+    """Read one base back, including its records.
 
     Raises:
         NewerFormatError: it was written by a newer everstep.
@@ -173,7 +177,7 @@ def check_base(
 
     checked = Checked(base)
     if base.status == "condemned" and not base.is_usable:
-        checked.note = "being deleted: it counts no more"
+        checked.note = "being deleted: it no longer counts"
         return checked
     checked.damages += _record_damages(filesystem, base)
     if base.status == "incomplete":
@@ -215,7 +219,7 @@ def check_base(
 
 
 def _record_damages(filesystem: FileSystem, base: BaseFound) -> list[Damage]:
-    """Damage to manifest and markers, also to those that nobody needs beside the others."""
+    """Return damage to manifest and markers, also to redundant ones."""
     from everstep.format.names import MANIFEST, marker_name, parse_marker
     from everstep.format.reader import read_record_bytes
     from everstep.format.records import Manifest, Marker
@@ -262,7 +266,7 @@ def _record_damages(filesystem: FileSystem, base: BaseFound) -> list[Damage]:
 
 
 def _refuse_unusable(checked: Collection[Checked]) -> None:
-    """A base that was asked for by name and cannot be used is a damage."""
+    """Count a requested base that cannot be used as damage."""
     from everstep.run.verify import Damage
 
     for item in checked:
@@ -372,13 +376,13 @@ def _show(
     if lost := [item.base.id for item in bad]:
         where = "the disk or the store may be failing"
         if all(damage.unfit for item in bad for damage in item.damages):
-            where = "no disk is to blame: give every rank the same state, so that their parts fit"
-        told = f"  hint: resume() passes over what is damaged; {where}"
+            where = "the disk is not to blame: give every rank the same state, so that shards fit"
+        hint = f"  hint: resume() skips damaged bases; {where}"
         if "://" not in str(inventory.path):
-            told += f"; everstep rm {inventory.path} --step {lost[0].step} deletes a damaged base"
-        out.print(label(told, "", LINE_CHARS_MAX), soft_wrap=True)
+            hint += f"; everstep rm {inventory.path} --step {lost[0].step} deletes a damaged base"
+        out.print(label(hint, "", LINE_CHARS_MAX), soft_wrap=True)
 
 
 def _sentence(path: str, problem: str) -> str:
-    """``problem`` with its file named once."""
+    """Return ``problem`` with its file named once."""
     return problem if path in problem else f"{path}: {problem}"

@@ -225,14 +225,16 @@ def common_reach(
     until: int | None = None,
     unusable: Collection[tuple[int, int, int]] = (),
 ) -> Reach:
-    """The last step that every rank reaches from a base, each by its own log; not past a step in
-    which one has made more updates than another, as none of its bases would be whole either.
+    """Return the last step that every rank reaches from a base, each by its own log.
+
+    Replay ends before a step in which one rank has made more updates than another: no base after
+    that step would be complete either.
 
     Args:
-        logs: of each rank.
-        lsn: of the base.
-        until: no step behind this one.
-        unusable: rank, timeline and step of what turned out to be of no use.
+        logs: runs of each rank's log.
+        lsn: LSN of the base.
+        until: no step after this one.
+        unusable: rank, timeline and step of records found unusable.
     """
     chains = []
     for rank, runs in enumerate(logs):
@@ -253,14 +255,14 @@ def common_reach(
 
 
 def _last_of(run: LogRun, path: Path) -> int:
-    """The last step of a run that is in a history; 0: none is."""
+    """Return the last step of a run that is in a history; 0 if there is none."""
     limit = next((end for timeline, end in path if timeline == run.timeline), 0)
     last = run.last if limit is None else min(run.last, limit)
     return last if last >= run.first and timeline_of(last, path) == run.timeline else 0
 
 
 def needed_by(segment: tuple[int, int, int], bases: Collection[BaseId]) -> bool:
-    """Whether a base that is kept may be brought further by a segment.
+    """Return True if replay of a segment may take one of these bases further.
 
     Args:
         segment: timeline, and its steps ``(after, last]``.
@@ -319,7 +321,8 @@ class JobLogs:
         for run in every:
             self._last[run.timeline] = max(self._last.get(run.timeline, 0), run.last)
             self._shapes.setdefault(run.timeline, set()).add(run.shape)
-        self._branches, self._path = branches, log_path(branches, self._last)
+        self._branches = branches
+        self._path = log_path(branches, self._last)
 
     def ends(self) -> list[BaseId]:
         """Return the last logged step of each timeline."""

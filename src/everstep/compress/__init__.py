@@ -1,18 +1,20 @@
-"""Gradients in fewer bytes: for the log, and for training itself.
+"""Smaller gradients: for the gradient log, and for training itself. Runs in the training process.
 
-``floats``     numbers as integers that sort by magnitude
-``scan``       finding the largest elements: numpy, plain torch; ``kernels``: Triton
-``sparse``     ``Sparse``: exact top-k, sampled threshold, all that is not zero
-``quantized``  ``Int8``: eight bits and a scale for each block
-``forms``      the kinds by name; the adaptive choice by size
-``lossy``      copies of gradients that training does not consume
-``feedback``   error feedback: what was left out comes back in the next step
-``training``   ``Compressor``: an optimizer consumes the gradients that are logged
-``ddp``        ``DDPCompression``: ranks exchange compressed gradients
+A log of compressed gradients restores a training exactly if the training consumed the same
+compressed gradients (LowDiff); ``compressor`` and ``ddp`` ensure that. Compressing only the copies
+in the log (TierCheck; ``lossy``) restores an approximation.
 
-A log of compressed gradients restores a training exactly if the training consumed just these
-(LowDiff): ``training`` and ``ddp`` see to that. Compressing only what is logged
-(TierCheck; ``lossy``) restores an approximation.
+Read in this order:
+
+``floats``      numbers as integers that sort by magnitude
+``scan``        search for the largest elements: numpy, plain torch; ``kernels``: Triton
+``sparse``      ``Sparse``: exact top-k, sampled threshold, all nonzero elements
+``quantized``   ``Int8``: eight bits per element and a scale per block
+``forms``       the kinds by name; the adaptive choice by size
+``lossy``       copies of gradients that training does not consume
+``feedback``    error feedback: the compression error is added to the next gradient
+``compressor``  ``Compressor``: the optimizer consumes the logged gradients
+``ddp``         ``DDPCompression``: ranks exchange compressed gradients
 """
 
 from __future__ import annotations

@@ -1,18 +1,18 @@
 """Compressed training in one process: the optimizer consumes the gradient that is logged.
 
 A log of compressed gradients restores training exactly only if training itself consumed them
-(LowDiff section V-A and Algorithm 1). So the gradient is replaced by its compressed form before
-the optimizer sees it, and what compression leaves out is kept for the next step
+(LowDiff section V-A and Algorithm 1). So the gradient is replaced by its compressed form before the
+optimizer sees it, and the compression error is kept for the next step
 (:mod:`everstep.compress.feedback`).
 
-With error feedback the residuals are state of the training, and no log of compressed gradients
-tells them: they are made from the gradients as they were before compression. A state that is
-replayed from such a log has the right parameters and moments; to go on from there as if nothing
-had happened, it needs the residuals of that step too. Without error feedback the log is enough.
+With error feedback the residuals are part of the training state. They depend on the gradients
+before compression, so a log of compressed gradients does not determine them. A state replayed from
+such a log has the right parameters and moments; to continue exactly, training also needs the
+residuals of that step. Without error feedback the log is sufficient.
 
-How much it costs to leave things out depends on the optimizer. With plain SGD and error feedback
-1 % of the gradient trains as all of it does; Adam and momentum lag behind
-(``tests/unit/compress/test_convergence.py`` has figures).
+The cost of compression depends on the optimizer. With plain SGD and error feedback 1 % of the
+gradient trains as well as all of it; Adam and momentum converge more slowly (figures in
+``tests/unit/compress/test_convergence.py``).
 """
 
 from __future__ import annotations
@@ -46,45 +46,44 @@ __all__ = ["Compressor"]
 
 
 class Compressor:
-    """Compresses the gradients of one optimizer, once in each ``step()``, in place.
+    """Compress the gradients of one optimizer in place, once in each ``step()``.
 
-    It hooks itself before the step: after backward, accumulation, unscaling and clipping, which
-    all see whole gradients, and before whatever is hooked on the optimizer later, which sees
-    compressed ones. A closure is followed by it, and may be called once in a step.
+    It registers a step pre-hook: it runs after backward, accumulation, unscaling and clipping,
+    which see full gradients, and before hooks that are registered later, which see compressed ones.
+    With a closure it runs after the closure, which may be called once per step.
 
-    Left as they are, and None in :attr:`last`: gradients of fewer than ``dense_below`` elements,
-    of dtypes that have no compressed form (complex), and in sparse layout. A parameter without a
-    gradient has no part in the step; its residual stays. In a step with any gradient that is not
-    finite nothing is compressed and no residual changes, so that the optimizer, or a scaler's
-    check, sees what is there.
+    Not compressed, and None in :attr:`last`: gradients of fewer than ``dense_below`` elements, of
+    dtypes without a compressed form (complex), and in sparse layout. A parameter without a gradient
+    takes no part in the step; its residual stays. If any gradient of a step is not finite, nothing
+    is compressed and no residual changes, so that the optimizer, or a scaler's check, sees it.
 
     Several processes may each have one after the gradients were averaged: equal gradients give
-    equal forms and residuals. To compress what is sent, see :mod:`everstep.compress.ddp`. Of
-    parameters that are sharded (FSDP2), each rank compresses its own part of each gradient, of
-    those that have ``dense_below`` elements together. Ranks may hold all of their parts alike
-    (HSDP), and not only some: each of them decides by all that it has.
+    equal forms and residuals. To compress the exchange itself, see :mod:`everstep.compress.ddp`.
+    With sharded parameters (FSDP2) each rank compresses its own shard of each gradient that has at
+    least ``dense_below`` elements in total. Ranks may replicate all of their shards (HSDP), but not
+    only some: each of them decides by all shards that it has.
 
-    With a ``GradScaler`` call ``scaler.unscale_(optimizer)`` before ``scaler.step(optimizer)``
-    where the optimizer is fused: it would unscale after compression, and residuals of several
-    scales do not add up. Such a step is refused.
+    With a ``GradScaler`` and a fused optimizer call ``scaler.unscale_(optimizer)`` before
+    ``scaler.step(optimizer)``: the optimizer would unscale after compression, and residuals of
+    several scales do not add up. Such a step is refused.
 
     Args:
-        optimizer: whose gradients are compressed. One whose steps are captured as a CUDA graph
-            is refused at its step.
+        optimizer: optimizer whose gradients are compressed. A step captured as a CUDA graph is
+            refused.
         kind: ``"topk"``, ``"threshold"``, ``"int8"`` or ``"adaptive"``
             (:mod:`everstep.compress.forms`).
-        ratio: the share of elements that sparse forms keep, in (0, 1].
+        ratio: fraction of elements that sparse forms keep, in (0, 1].
         dense_below: gradients with fewer elements stay dense.
-        error_feedback: whether what is left out is added to the next gradient; costs 4 bytes
-            for each element of a compressed gradient (8 for float64).
+        error_feedback: add the compression error to the next gradient; costs 4 bytes for each
+            element of a compressed gradient (8 for float64).
 
     Attributes:
-        last: the form of each gradient of the last step, by ``id(parameter)``; None where it is
-            dense. Its tensors are new in each step.
+        last: form of each gradient of the last step, by ``id(parameter)``; None if it is dense. Its
+            tensors are new in each step.
 
     Raises:
-        OptionError: for options that cannot work, an optimizer that has a Compressor, or one of
-            parameters of which several ranks hold some of the same parts, and not all.
+        OptionError: an option is invalid, the optimizer has a Compressor already, or several ranks
+            hold the same shard of some parameters, but not of all.
     """
 
     @named("Compressor", optimizer=Optimizer, kind=str, dense_below=int, error_feedback=bool)
@@ -103,16 +102,16 @@ class Compressor:
             raise OptionError("the optimizer has a Compressor already", hint="close() that one")
         if dense_below < 0:
             raise OptionError(f"dense_below must be at least 0, not {dense_below}")
-        if why := _why_not_apart(list(_parameters_of(optimizer))):
+        if why := _sharding_problem(list(_parameters_of(optimizer))):
             raise OptionError(
-                f"no Compressor of this optimizer: {why}",
+                f"this optimizer cannot have a Compressor: {why}",
                 hint='shard every parameter along every dimension of the mesh; or method="logged", '
                 "without a Compressor",
             )
         self._feedback = ErrorFeedback(compression(kind, ratio), enabled=error_feedback)
         self._optimizer = optimizer
-        self._judged = 0  # parameters of the optimizer
-        self._spread: dict[torch.Tensor, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._checked_parameters = 0  # parameters of the optimizer
+        self._sharded: dict[torch.Tensor, tuple[torch.Tensor, torch.Tensor]] = {}
         self._dense_below = dense_below
         self._step: FrameType | None = None  # the outermost step() that is running
         self._last: dict[int, tuple[torch.Tensor, Form | None]] = {}
@@ -123,7 +122,7 @@ class Compressor:
 
     @property
     def optimizer(self) -> Optimizer:
-        """Whose gradients are compressed."""
+        """Optimizer whose gradients are compressed."""
         return self._optimizer
 
     @property
@@ -132,8 +131,9 @@ class Compressor:
 
     @property
     def is_last(self) -> bool:
-        """Whether behind it there are only hooks of Checkpointers, which look on: between it and
-        the first of them nobody can change gradients."""
+        """True if only hooks of Checkpointers follow, which change nothing: no other code can
+        change gradients between this hook and the recording.
+        """
         looks_on = False
         for hook in reversed(self._optimizer._optimizer_step_pre_hooks.values()):
             if hook == self._before:
@@ -144,20 +144,20 @@ class Compressor:
         return False
 
     def check(self) -> None:
-        """Looks whether gradients still are what :attr:`last` says, bit for bit.
+        """Check that gradients still equal :attr:`last`, bit for bit.
 
-        For what runs after it, before the optimizer consumes them: a hook that clips in between
-        scales every element, and shows.
+        For code that runs later, before the optimizer consumes the gradients. A hook that clips in
+        between scales every element and is detected.
 
         Raises:
-            StateError: if one is not.
+            StateError: a gradient was changed.
         """
         for number, parameter in enumerate(self._parameters()):
             _, form = self._last.get(id(parameter), (None, None))
             if form is None:
                 continue
             grad = parameter.grad
-            if grad is None or not _is_there(form, flat_of(local_tensor(grad.detach()))):
+            if grad is None or not _matches(form, flat_of(local_tensor(grad.detach()))):
                 raise StateError(
                     f"the gradient of parameter {number} {list(parameter.shape)} was changed "
                     "after it was compressed",
@@ -166,46 +166,46 @@ class Compressor:
 
     @property
     def residual_bytes(self) -> int:
-        """What residuals take, of all parameters that can be compressed."""
+        """Bytes of the residuals of all parameters that can be compressed."""
         parameters = (p for p in self._parameters() if p.requires_grad)
         return self._feedback.size_bytes_for(parameters, self._dense_below)
 
     def state_dict(self) -> dict[str, Any]:
-        """The residuals (live tensors, flat, row-major), by the parameter's number. Those of
-        sharded parameters are sharded as these are, and there from the beginning: a part is only
-        restored into one that is there.
+        """Return the residuals (live tensors, flat, row-major), by the parameter's number.
+        Residuals of sharded parameters are sharded the same way and exist from the start, because a
+        shard can only be restored into an existing tensor.
 
-        They fit any ``kind`` and ``ratio``, which are options and no part of it.
+        They fit any ``kind`` and ``ratio``: these are options and no part of the state.
         """
         residuals = self._feedback.residuals
         parameters = list(self._parameters())
         for parameter in parameters:
-            if is_dtensor(parameter) and self._takes(parameter, local_tensor(parameter)):
+            if is_dtensor(parameter) and self._is_compressed(parameter, local_tensor(parameter)):
                 self._feedback.reserve(parameter, local_tensor(parameter).reshape(-1))
         return {
             "shapes": [list(parameter.shape) for parameter in parameters],
             "residuals": {
-                number: self._as_spread(parameter, residuals[parameter])
+                number: self._sharded_residual(parameter, residuals[parameter])
                 for number, parameter in enumerate(parameters)
                 if parameter in residuals
             },
         }
 
-    def _as_spread(self, parameter: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
-        """A residual as its parameter is spread; the same tensor each time."""
+    def _sharded_residual(self, parameter: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
+        """Return a residual sharded like its parameter; the same tensor each time."""
         if not is_dtensor(parameter):
             return residual
-        known = self._spread.get(parameter)
+        known = self._sharded.get(parameter)
         if known is None or known[0] is not residual:
             made = dtensor_over(parameter, residual.view(local_tensor(parameter).shape))
-            known = self._spread[parameter] = residual, made
+            known = self._sharded[parameter] = residual, made
         return known[1]
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Takes copies of the residuals of ``state``.
+        """Copy the residuals of ``state``.
 
         Raises:
-            MismatchError: for the state of another list of parameters.
+            MismatchError: the state belongs to another list of parameters.
         """
         parameters = list(self._parameters())
         shapes = [list(parameter.shape) for parameter in parameters]
@@ -224,26 +224,26 @@ class Compressor:
         if mismatches:
             listed = "\n".join(f"  {name}: {what}" for name, what in mismatches)
             raise MismatchError(
-                f"residuals of other parameters:\n{listed}", mismatches=tuple(mismatches)
+                f"the residuals belong to other parameters:\n{listed}", mismatches=tuple(mismatches)
             )
         self._feedback.residuals = {
-            parameters[number]: _own_part(parameters[number], residual)
+            parameters[number]: _local_residual(parameters[number], residual)
             for number, residual in state["residuals"].items()
         }
 
     def close(self) -> None:
-        """Lets the optimizer go; residuals stay readable."""
+        """Detach from the optimizer; residuals stay readable."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
         self._last = {}
 
-    def _takes(self, parameter: torch.Tensor, part: torch.Tensor) -> bool:
-        """Whether a gradient is compressed: of a sharded one the parts on all ranks, or none."""
+    def _is_compressed(self, parameter: torch.Tensor, part: torch.Tensor) -> bool:
+        """Return True if a gradient is compressed: of a sharded one all shards are, or none."""
         return can_be_compressed(parameter if is_dtensor(parameter) else part, self._dense_below)
 
     def _parameters(self) -> Iterator[torch.Tensor]:
-        """In the order in which torch numbers them."""
+        """Yield the parameters in torch's order."""
         return _parameters_of(self._optimizer)
 
     def _before(
@@ -251,13 +251,14 @@ class Compressor:
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         caller = sys._getframe(1)
         if self._step is not None and _on_stack(self._step, caller):
-            return None  # a step() within a step(): done already
+            # A step() called within a step(): the gradients are compressed already.
+            return None
         self._step = caller
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
         if closure is None:
             self._compress()
             return None
-        wrapped = self._followed(closure)
+        wrapped = self._wrap_closure(closure)
         if "closure" in kwargs:
             return args, {**kwargs, "closure": wrapped}
         return (args[0], wrapped, *args[2:]), kwargs
@@ -266,7 +267,7 @@ class Compressor:
         if sys._getframe(1) is self._step:
             self._step = None
 
-    def _followed(self, closure: Callable[[], Any]) -> Callable[[], Any]:
+    def _wrap_closure(self, closure: Callable[[], Any]) -> Callable[[], Any]:
         calls = 0
 
         def closure_then_compress() -> Any:
@@ -275,8 +276,8 @@ class Compressor:
             if calls > 1:
                 raise StateError(
                     f"{type(self._optimizer).__name__} calls its closure more than once in a "
-                    "step; compressed gradients of one step do not tell what it did",
-                    hint="do not compress the gradients of such an optimizer",
+                    "step; the compressed gradients of one call do not determine the step",
+                    hint="train without a Compressor with this optimizer",
                 )
             loss = closure()
             self._compress()
@@ -286,15 +287,15 @@ class Compressor:
 
     @torch.no_grad()
     def _compress(self) -> None:
-        self._refuse_what_it_cannot()
-        grads = [(p, _part(p)) for p in self._parameters() if p.grad is not None]
+        self._check_step()
+        grads = [(p, _local_gradient(p)) for p in self._parameters() if p.grad is not None]
         self._last = {id(parameter): (parameter, None) for parameter, _ in grads}
-        _refuse_strange(grads)
+        _check_gradients(grads)
         if not _all_finite([grad for _, grad in grads]):
             return
         for parameter, grad in grads:
-            if grad.numel() and self._takes(parameter, grad):
-                # Several elements in one place cannot be written.
+            if grad.numel() and self._is_compressed(parameter, grad):
+                # An expanded gradient has several elements in one place: it cannot be written.
                 if _is_expanded(grad) and not is_dtensor(parameter):
                     parameter.grad = grad = grad.contiguous()
                 flat = flat_of(grad)
@@ -302,23 +303,23 @@ class Compressor:
                 write_back(form, grad, flat)
                 self._last[id(parameter)] = (parameter, form)
 
-    def _refuse_what_it_cannot(self) -> None:
+    def _check_step(self) -> None:
         parameters = list(self._parameters())
-        if len(parameters) != self._judged:
-            if why := _why_not_apart(parameters):
+        if len(parameters) != self._checked_parameters:
+            if why := _sharding_problem(parameters):
                 raise StateError(f"gradients cannot be compressed: {why}")
-            self._judged = len(parameters)
+            self._checked_parameters = len(parameters)
         if getattr(self._optimizer, "grad_scale", None) is not None:
             raise StateError(
                 "the optimizer would unscale its gradients after they were compressed",
                 hint="call scaler.unscale_(optimizer) before scaler.step(optimizer)",
             )
-        # Initialised, not only available: to ask must not bring CUDA into use.
+        # is_initialized first: the capture query would initialise CUDA.
         capturable: Any = torch.cuda
         if capturable.is_initialized() and capturable.is_current_stream_capturing():
             raise StateError(
                 "gradients cannot be compressed in a step that is captured as a CUDA graph",
-                hint="leave optimizer.step() out of the graph",
+                hint="call optimizer.step() outside the graph",
             )
 
 
@@ -327,54 +328,53 @@ def _parameters_of(optimizer: Optimizer) -> Iterator[torch.Tensor]:
         yield from group["params"]
 
 
-def _why_not_apart(parameters: list[torch.Tensor]) -> str:
-    """Why ranks cannot each compress what they hold of sharded parameters; "" if they can.
+def _sharding_problem(parameters: list[torch.Tensor]) -> str:
+    """Return the reason why ranks cannot each compress their shards; "" if they can.
 
-    What is not finite stops a rank's compression, so ranks that share some parts and not all would
-    part from each other. Those that share all (HSDP) see the same, as under DDP.
+    Non-finite values stop a rank's compression, so ranks that share some shards and not all would
+    diverge. Ranks that share all (HSDP) see the same values, as under DDP.
     """
     sharded = [(one, LocalShard.of(one).placement) for one in parameters if is_dtensor(one)]
     sharded = [(one, placement) for one, placement in sharded if math.prod(placement.mesh) > 1]
-    alike: dict[tuple[Any, ...], torch.Tensor] = {}
+    groups: dict[tuple[Any, ...], torch.Tensor] = {}
     for one, placement in sharded:
         sides = zip(placement.cuts, placement.mesh, strict=True)
         copied = tuple(cut.dim is None and side > 1 for cut, side in sides)
-        alike.setdefault((placement.ranks, placement.mesh, copied), one)
-    if len(alike) > 1:
-        shared = (one for (*_, copied), one in alike.items() if any(copied))
+        groups.setdefault((placement.ranks, placement.mesh, copied), one)
+    if len(groups) > 1:
+        shared = (one for (*_, copied), one in groups.items() if any(copied))
         for one in shared:
-            return (
-                f"several ranks hold the same part of a parameter {list(one.shape)}, and not of all"
-            )
+            shape = list(one.shape)
+            return f"several ranks hold the same shard of a parameter {shape}, but not of all"
     if sharded and len(sharded) < len(parameters):
         return "some of its parameters are sharded over ranks, and some are not"
     return ""
 
 
-def _part(parameter: torch.Tensor) -> Any:
-    """A parameter's gradient; of a sharded one this rank's part, in the same memory."""
+def _local_gradient(parameter: torch.Tensor) -> Any:
+    """Return a parameter's gradient; for a sharded one this rank's shard, in the same memory."""
     grad: Any = parameter.grad
     if not is_dtensor(grad):
         return grad
     if not is_dtensor(parameter) or grad.placements != parameter.placements:  # type: ignore[attr-defined]
         raise StateError(
-            f"the gradient of a parameter {list(parameter.shape)} is not spread over the ranks as "
-            "the parameter is",
+            f"the gradient of a parameter {list(parameter.shape)} is not sharded like "
+            "the parameter",
             hint="gradient.redistribute(placements=parameter.placements) before optimizer.step()",
         )
     return local_tensor(grad)
 
 
-def _own_part(parameter: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
-    """This rank's part of a residual, flat, in memory of its own."""
-    if is_dtensor(parameter) and not is_dtensor(residual):  # another layout has saved it
+def _local_residual(parameter: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
+    """Return a copy of this rank's shard of a residual, flat."""
+    if is_dtensor(parameter) and not is_dtensor(residual):  # saved under another layout
         shape = tuple(parameter.shape)
         whole = Box((0,) * len(shape), shape)
         residual = residual.view(shape)[local_box(parameter).slices_in(whole)]
     return local_tensor(residual).detach().to(parameter.device, copy=True).reshape(-1)
 
 
-def _refuse_strange(grads: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
+def _check_gradients(grads: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
     begins: set[int] = set()
     for parameter, grad in grads:
         if type(grad) is not torch.Tensor:
@@ -385,8 +385,9 @@ def _refuse_strange(grads: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
         if grad.layout == torch.strided and grad.numel():
             if grad.data_ptr() in begins:
                 raise StateError(
-                    f"two parameters have one gradient in memory (one is {list(parameter.shape)})",
-                    hint="give each its own: parameter.grad = parameter.grad.clone()",
+                    "two parameters share the memory of one gradient (one is "
+                    f"{list(parameter.shape)})",
+                    hint="give each its own memory: parameter.grad = parameter.grad.clone()",
                 )
             begins.add(grad.data_ptr())
 
@@ -401,7 +402,7 @@ def _is_expanded(grad: torch.Tensor) -> bool:
     return any(length > 1 and step == 0 for length, step in pairs)
 
 
-def _is_there(form: Form, flat: torch.Tensor) -> bool:
+def _matches(form: Form, flat: torch.Tensor) -> bool:
     if flat.dtype != form.dtype or flat.numel() != form.numel:
         return False
     if not isinstance(form, Sparse):

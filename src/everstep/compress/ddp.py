@@ -1,18 +1,18 @@
-"""Compressed training under DistributedDataParallel: what is exchanged is compressed.
+"""Compressed training under DistributedDataParallel: ranks exchange compressed gradients.
 
 A communication hook. Each rank compresses the gradient of each parameter with its own residual
-(LowDiff section V-A, Algorithm 1, lines 4 and 5), all ranks gather the sparse parts of all, and
-each adds them up in the order of the ranks: so every rank computes the same numbers in the same
-order, and ends with the same bits, whatever the backend does. That mean is what the optimizer
-consumes and what is logged; it has at most as many elements as all ranks kept together.
+(LowDiff section V-A, Algorithm 1, lines 4 and 5), all ranks gather the sparse gradients of all, and
+each adds them up in the order of the ranks. So every rank computes the same numbers in the same
+order and gets the same bits, whatever the backend does. The optimizer consumes this mean and the
+log records it; it has at most as many elements as all ranks kept together.
 
-Gathered and not all-reduced: a reduction of sparsified but dense tensors would save nothing. A
-rank receives ``world * ratio * (4 + itemsize)`` bytes for each element, against about
-``2 * itemsize`` for a dense all-reduce: with float32 and a ratio of 1 % this pays up to some 100
-ranks. Beyond that, reduce densely and compress after it (:mod:`everstep.compress.compressor`).
+An all-gather, not an all-reduce: reducing sparsified but dense tensors would save nothing. A rank
+receives ``world * ratio * (4 + itemsize)`` bytes per element, against about ``2 * itemsize`` for a
+dense all-reduce: with float32 and a ratio of 1 % this pays up to some 100 ranks. Beyond that,
+reduce densely and compress after it (:mod:`everstep.compress.compressor`).
 
-Residuals belong to parameters and not to buckets, which DDP lays out anew after its first
-backward. int8 is not offered: the mean of int8 forms is no int8 form.
+Residuals belong to parameters and not to buckets, because DDP rebuilds the buckets after its first
+backward. int8 is not offered: the mean of int8 forms is not an int8 form.
 
 Usage::
 
@@ -45,19 +45,21 @@ __all__ = ["DDPCompression", "compressed_mean"]
 # torch 2.13 renamed it.
 _all_gather: Any = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 
-_NOT_FINITE = -1  # in place of a count
+_NOT_FINITE = -1  # instead of a count
 _ALIGN_BYTES = 8
 
 
 @dataclass(frozen=True, slots=True)
-class _Part:
-    """One parameter's place in what a rank sends.
+class _Section:
+    """Section of one parameter in a rank's message.
 
     Attributes:
-        grad: its part of the bucket, in its own strides.
-        capacity: how many elements it may keep; None where it is sent dense.
-        begin: of its values; indices of a sparse one stand at the same place.
-        end: one past them.
+        name: name of the parameter.
+        parameter: the parameter.
+        grad: its section of the bucket, in its own strides.
+        capacity: maximum number of kept elements; None if it is sent dense.
+        begin: start of its values; indices of a sparse gradient are at the same place.
+        end: end of its values, exclusive.
     """
 
     name: str
@@ -71,37 +73,38 @@ class _Part:
 class DDPCompression:
     """State of :func:`compressed_mean` on one rank.
 
-    What a rank sends of a parameter follows from its own gradient and residual:
+    Rules for each parameter:
 
-    - A gradient of zeros sends nothing, and its residual waits: DDP hands zeros to the hook for
-      parameters that took no part, and drops the mean of those that took part on no rank. All ranks
-      have residuals of the same parameters, so that no rank's state changes its shape alone.
-    - A gradient that is not finite makes the mean NaN on all ranks, for the optimizer or the
-      scaler to see, and leaves the rank's residual as it was. What other parameters and ranks
-      sent in such a step is lost if the optimizer skips it, as dense gradients would be.
-    - Gradients of fewer than ``dense_below`` elements, or without a compressed form, are sent as
-      they are; the ranks are added up in order here too.
+    - A zero gradient sends nothing, and its residual waits: DDP passes zeros to the hook for
+      parameters that took no part in a step, and drops the mean of parameters that took part on
+      no rank. All ranks have residuals of the same parameters, so the state has the same shape on
+      all of them.
+    - A non-finite gradient makes the mean NaN on all ranks, which the optimizer or the scaler sees,
+      and leaves the rank's residual unchanged. If the optimizer skips such a step, the data of
+      other parameters and ranks are lost, as dense gradients would be.
+    - Gradients of fewer than ``dense_below`` elements, or without a compressed form, are sent
+      dense; the ranks are added up in order here too.
 
-    What comes after the exchange (unscaling, clipping) changes the gradients that the optimizer
-    consumes, but not where they are zero: :meth:`form_of` reads them again, and looks.
+    Operations after the exchange (unscaling, clipping) change the gradients that the optimizer
+    consumes, but not the positions of zeros: :meth:`form_of` reads the gradients again and checks
+    this.
 
     Args:
-        model: the module, wrapped in DDP or not; its parameters' names are the keys of residuals.
+        model: module, wrapped in DDP or not; its parameters' names are the keys of residuals.
         kind: ``"topk"`` or ``"threshold"``.
-        ratio: the share of elements that each rank sends, in (0, 1].
-        dense_below: gradients with fewer elements are sent whole.
-        error_feedback: whether what is left out is added to the rank's next gradient.
+        ratio: fraction of elements that each rank sends, in (0, 1].
+        dense_below: gradients with fewer elements are sent dense.
+        error_feedback: add the compression error to the rank's next gradient.
         loss_scale: with a ``GradScaler``, its ``get_scale``: the hook sees scaled gradients, so
-            residuals are scaled again (exactly, by powers of two) whenever the scale changes.
-        process_group: that of the DDP module; None: the default group.
+            residuals are rescaled (exactly, by powers of two) whenever the scale changes.
+        process_group: process group of the DDP module; None: the default group.
 
     Attributes:
-        last: the mean of each parameter of the buckets exchanged last, by ``id(parameter)``;
-            None where it is dense.
+        last: mean of each parameter in the buckets exchanged last, by ``id(parameter)``; None if it
+            is dense.
 
     Raises:
-        OptionError: for options that cannot work, and for parameters that are complex or beyond
-            int32 indices.
+        OptionError: an option is invalid, or a parameter is complex or too large for int32 indices.
     """
 
     @named("DDPCompression", model=nn.Module, kind=str, dense_below=int, error_feedback=bool)
@@ -119,7 +122,7 @@ class DDPCompression:
         compress = compression(kind, ratio)
         if kind not in ("topk", "threshold"):
             raise OptionError(
-                f"ranks cannot exchange {kind!r}: a mean of int8 forms is none",
+                f"ranks cannot exchange {kind!r}: a mean of int8 forms is not an int8 form",
                 hint="kind='topk' or 'threshold', or a Compressor after a dense all-reduce",
             )
         if dense_below < 0:
@@ -131,7 +134,7 @@ class DDPCompression:
                     f"{name} has {parameter.numel()} elements; the exchange has int32 indices"
                 )
             if parameter.is_complex() and parameter.requires_grad:
-                # torch hands half of a complex gradient to communication hooks.
+                # torch passes half of a complex gradient to communication hooks.
                 raise OptionError(f"{name} is complex; its gradient cannot be exchanged by a hook")
         self.process_group = process_group
         self.last: dict[int, Sparse | None] = {}
@@ -145,10 +148,10 @@ class DDPCompression:
         self._scale = 1.0
 
     def form_of(self, parameter: torch.Tensor) -> Sparse | None:
-        """The form of ``parameter.grad`` as it is now, bit for bit, where the last exchange left it
-        sparse; None where it is no longer: something has written to other places of it.
+        """Return the exact sparse form of the current ``parameter.grad`` if the last exchange left
+        it sparse; None if other positions have been written since.
 
-        Unscaling and clipping, which multiply every element by one number, leave it so.
+        Unscaling and clipping multiply every element by one number, which keeps it sparse.
         """
         form = self.last.get(id(parameter))
         if form is None or parameter.grad is None:
@@ -161,37 +164,39 @@ class DDPCompression:
         return found if nonzero_count(flat) == nonzero_count(found.values) else None
 
     def has(self, parameter: torch.Tensor) -> bool:
-        """Whether it is one of the model's parameters."""
+        """Return True if it is one of the model's parameters."""
         return id(parameter) in self._names
 
     @property
     def residual_bytes(self) -> int:
-        """What residuals take, of all parameters that can be compressed."""
+        """Bytes of the residuals of all parameters that can be compressed."""
         parameters = (p for p in self._parameters.values() if p.requires_grad)
         return self._feedback.size_bytes_for(parameters, self._dense_below)
 
     def state_dict(self) -> dict[str, Any]:
-        """This rank's residuals (live tensors, flat, row-major) by name, and their loss scale."""
+        """Return this rank's residuals (live tensors, flat, row-major) by name, and their loss
+        scale.
+        """
         return {"residuals": dict(self._feedback.residuals), "loss_scale": self._scale}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Takes copies of the residuals of ``state``, which this rank saved.
+        """Copy the residuals of ``state``, which this rank saved.
 
         Raises:
-            MismatchError: for residuals of other parameters.
+            MismatchError: the residuals belong to other parameters.
         """
         mismatches = []
         for name, residual in state["residuals"].items():
             parameter = self._parameters.get(name)
             if parameter is None:
-                mismatches.append((name, "a residual of a parameter that is not in the model"))
+                mismatches.append((name, "the model has no such parameter"))
             elif parameter.numel() != residual.numel():
                 what = f"saved {residual.numel()} elements, live {parameter.numel()}"
                 mismatches.append((name, what))
         if mismatches:
             listed = "\n".join(f"  {name}: {what}" for name, what in mismatches)
             raise MismatchError(
-                f"residuals of another model:\n{listed}", mismatches=tuple(mismatches)
+                f"the residuals belong to another model:\n{listed}", mismatches=tuple(mismatches)
             )
         self._scale = state["loss_scale"]
         self._feedback.residuals = {
@@ -200,7 +205,9 @@ class DDPCompression:
         }
 
     def exchange(self, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
-        """Sends this rank's part of a bucket; the future gives the mean, in the bucket's memory."""
+        """Send this rank's gradients of a bucket; the future gives the mean, in the bucket's
+        memory.
+        """
         buffer: torch.Tensor = bucket.buffer()
         if buffer.layout != torch.strided:
             raise StateError(
@@ -210,16 +217,16 @@ class DDPCompression:
         self._follow_scale()
         group = self.process_group if self.process_group is not None else dist.group.WORLD
         world = dist.get_world_size(group)
-        parts = self._parts(bucket)
-        message = self._message(parts, buffer)
+        sections = self._sections_of(bucket)
+        message = self._message(sections, buffer)
         messages = message.new_empty(world * message.numel())
         work = _all_gather(messages, message, group=group, async_op=True)
 
         def mean(_: Any) -> torch.Tensor:
             with torch.no_grad():
-                rows = [_Row(row, parts, buffer.dtype) for row in messages.view(world, -1)]
-                for number, part in enumerate(parts):
-                    self._take_mean(number, part, rows)
+                rows = [_Row(row, sections, buffer.dtype) for row in messages.view(world, -1)]
+                for number, section in enumerate(sections):
+                    self._take_mean(number, section, rows)
             return buffer
 
         future: torch.futures.Future[torch.Tensor] = work.get_future().then(mean)
@@ -232,15 +239,15 @@ class DDPCompression:
                 residual.mul_(scale / self._scale)
         self._scale = scale
 
-    def _parts(self, bucket: GradBucket) -> list[_Part]:
-        parts = []
+    def _sections_of(self, bucket: GradBucket) -> list[_Section]:
+        sections = []
         begin = 0
         both = [
             (parameter, _in_strides_of(parameter, grad))
             for parameter, grad in zip(bucket.parameters(), bucket.gradients(), strict=True)
         ]
         sparse = [can_be_compressed(grad, self._dense_below) for _, grad in both]
-        # Sparse ones first: then indices and values stand at the same places.
+        # Sparse ones first: then indices and values have the same offsets.
         for wanted in (True, False):
             for (parameter, grad), is_sparse in zip(both, sparse, strict=True):
                 if is_sparse != wanted:
@@ -252,84 +259,88 @@ class DDPCompression:
                 name = self._names.get(id(parameter))
                 if name is None:
                     raise StateError(
-                        f"a parameter {list(parameter.shape)} is not of the model that the state "
-                        "was made for",
+                        f"a parameter of shape {list(parameter.shape)} does not belong to the "
+                        "model that the state was made for",
                         hint="make DDPCompression(model) for the model that it is registered on",
                     )
-                parts.append(_Part(name, parameter, grad, capacity, begin, begin + size))
+                sections.append(_Section(name, parameter, grad, capacity, begin, begin + size))
                 begin += size
-        return parts
+        return sections
 
     @torch.no_grad()
-    def _message(self, parts: Sequence[_Part], buffer: torch.Tensor) -> torch.Tensor:
-        """Counts, indices and values as bytes; as long on every rank, whatever was kept."""
-        message = buffer.new_zeros(_message_bytes(parts, buffer.dtype), dtype=torch.uint8)
-        row = _Row(message, parts, buffer.dtype)
-        flats = [flat_of(part.grad) for part in parts]
+    def _message(self, sections: Sequence[_Section], buffer: torch.Tensor) -> torch.Tensor:
+        """Encode counts, indices and values as bytes; the length is the same on every rank, as
+        all-gather requires.
+        """
+        message = buffer.new_zeros(_message_bytes(sections, buffer.dtype), dtype=torch.uint8)
+        row = _Row(message, sections, buffer.dtype)
+        flats = [flat_of(section.grad) for section in sections]
         largest = largest_magnitudes(flats)
-        for number, (part, flat) in enumerate(zip(parts, flats, strict=True)):
-            if part.capacity is None:
-                row.values[part.begin : part.end] = flat
+        for number, (section, flat) in enumerate(zip(sections, flats, strict=True)):
+            if section.capacity is None:
+                row.values[section.begin : section.end] = flat
                 continue
-            self._feedback.reserve(part.name, flat)
+            self._feedback.reserve(section.name, flat)
             if not math.isfinite(largest[number]):
                 row.counts[number] = _NOT_FINITE
             elif largest[number] > 0:
-                form = self._feedback.take(part.name, flat)
+                form = self._feedback.take(section.name, flat)
                 assert isinstance(form, Sparse)
                 kept = form.indices.numel()
-                assert kept <= part.capacity
+                assert kept <= section.capacity
                 row.counts[number] = kept
-                row.indices[part.begin : part.begin + kept] = form.indices
-                row.values[part.begin : part.begin + kept] = form.values
+                row.indices[section.begin : section.begin + kept] = form.indices
+                row.values[section.begin : section.begin + kept] = form.values
         return message
 
-    def _take_mean(self, number: int, part: _Part, rows: "Sequence[_Row]") -> None:
-        """Replaces a parameter's gradient by the mean of what all ranks sent of it."""
-        dtype = part.grad.dtype
+    def _take_mean(self, number: int, section: _Section, rows: "Sequence[_Row]") -> None:
+        """Replace a parameter's gradient by the mean over all ranks."""
+        dtype = section.grad.dtype
         wide = torch.promote_types(dtype, torch.float32)
-        self.last[id(part.parameter)] = None
-        if part.capacity is None:
-            total = sum(row.values[part.begin : part.end].to(wide) for row in rows)
+        self.last[id(section.parameter)] = None
+        if section.capacity is None:
+            total = sum(row.values[section.begin : section.end].to(wide) for row in rows)
             assert isinstance(total, torch.Tensor)
-            part.grad.copy_(narrowed(total / len(rows), dtype).view(part.grad.shape))
+            section.grad.copy_(narrowed(total / len(rows), dtype).view(section.grad.shape))
             return
         counts = [int(row.counts[number]) for row in rows]
         if min(counts) < 0:
-            part.grad.fill_(torch.nan)
+            section.grad.fill_(torch.nan)
             return
         sent = [
-            (row.indices[part.begin : part.begin + kept], row.values[part.begin :][:kept])
+            (row.indices[section.begin : section.begin + kept], row.values[section.begin :][:kept])
             for row, kept in zip(rows, counts, strict=True)
         ]
         indices = torch.unique(torch.cat([where for where, _ in sent]))
         total = torch.zeros(indices.numel(), dtype=wide, device=indices.device)
-        for where, values in sent:  # in the order of the ranks; none names a place twice
+        # In the order of the ranks, so that every rank gets the same bits. A rank sends each
+        # position once, so the indexed addition loses nothing.
+        for where, values in sent:
             places = torch.searchsorted(indices, where)
             total[places] += values.to(wide)
         form = Sparse(
-            part.grad.numel(), indices, narrowed(total / len(rows), dtype), (indices.numel(),)
+            section.grad.numel(), indices, narrowed(total / len(rows), dtype), (indices.numel(),)
         )
-        part.grad.copy_(form.dense().view(part.grad.shape))
-        self.last[id(part.parameter)] = form
+        section.grad.copy_(form.dense().view(section.grad.shape))
+        self.last[id(section.parameter)] = form
 
 
 def compressed_mean(
     state: DDPCompression, bucket: GradBucket
 ) -> torch.futures.Future[torch.Tensor]:
-    """DDP's communication hook: ``model.register_comm_hook(state, compressed_mean)``.
+    """Communication hook of DDP: ``model.register_comm_hook(state, compressed_mean)``.
 
     Raises:
-        StateError: for gradients in sparse layout.
+        StateError: gradients have sparse layout.
     """
     return state.exchange(bucket)
 
 
 def _in_strides_of(parameter: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
-    """A gradient in a bucket as it is meant.
+    """Return a gradient of a bucket in its real strides.
 
-    DDP lays it out in the parameter's strides where these are dense, but hands it to hooks as
-    if it were in row-major order.
+    DDP lays it out in the parameter's strides if these are dense, but passes it to hooks as if it
+    were in row-major order.
     """
     if _is_dense(parameter):
         return grad.as_strided(parameter.shape, parameter.stride(), grad.storage_offset())
@@ -337,7 +348,7 @@ def _in_strides_of(parameter: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
 
 
 def _is_dense(tensor: torch.Tensor) -> bool:
-    """Whether its elements fill a range of memory, each one place."""
+    """Return True if the elements fill a range of memory, each one place."""
     filled = 1
     sides = zip(tensor.stride(), tensor.shape, strict=True)
     for step, length in sorted(side for side in sides if side[1] != 1):
@@ -350,22 +361,24 @@ def _is_dense(tensor: torch.Tensor) -> bool:
 class _Row:
     """Views of one rank's message."""
 
-    def __init__(self, message: torch.Tensor, parts: Sequence[_Part], dtype: torch.dtype) -> None:
-        counts_end, values_begin, values = _sections(parts)
+    def __init__(
+        self, message: torch.Tensor, sections: Sequence[_Section], dtype: torch.dtype
+    ) -> None:
+        counts_end, values_begin, values = _offsets(sections)
         self.counts = message[:counts_end].view(torch.int32)
         self.indices = message[counts_end:values_begin].view(torch.int32)
         self.values = message[values_begin : values_begin + values * dtype.itemsize].view(dtype)
 
 
-def _sections(parts: Sequence[_Part]) -> tuple[int, int, int]:
-    """Byte offsets of indices and values in a message, and the number of values."""
-    counts_end = _aligned(4 * len(parts))
-    kept = sum(part.capacity or 0 for part in parts)
-    return counts_end, counts_end + _aligned(4 * kept), max(part.end for part in parts)
+def _offsets(sections: Sequence[_Section]) -> tuple[int, int, int]:
+    """Return the byte offsets of indices and values in a message, and the number of values."""
+    counts_end = _aligned(4 * len(sections))
+    kept = sum(section.capacity or 0 for section in sections)
+    return counts_end, counts_end + _aligned(4 * kept), max(section.end for section in sections)
 
 
-def _message_bytes(parts: Sequence[_Part], dtype: torch.dtype) -> int:
-    _, values_begin, values = _sections(parts)
+def _message_bytes(sections: Sequence[_Section], dtype: torch.dtype) -> int:
+    _, values_begin, values = _offsets(sections)
     return values_begin + _aligned(values * dtype.itemsize)
 
 

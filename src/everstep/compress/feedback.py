@@ -1,16 +1,15 @@
-"""Error feedback: what compression leaves out of a gradient is added to the next one.
+"""Error feedback: the error of compressing a gradient is added to the next one.
 
 With ``g`` the gradient, ``e`` the residual and ``C`` the compression::
 
     total = g + e        form = C(total)        e = total - form
 
-Nothing is lost: what training consumes and what stays behind add up to the total, bit for bit.
-A sparse form takes elements whole, so their residual is zero; of an int8 form, and of values
-rounded to a narrower dtype, the rounding error stays, and that is a floating-point number
-itself.
+Nothing is lost: the consumed form and the residual add up to the total, bit for bit. A sparse form
+keeps elements exactly, so their residual is zero; with an int8 form, and with values rounded to a
+narrower dtype, the residual is the rounding error, which is itself a floating-point number.
 
-A residual has the gradient's dtype, but at least float32: added up in bfloat16, what is less
-than 1/256 of the residual would vanish.
+A residual has the gradient's dtype, but at least float32: accumulated in bfloat16, contributions
+below 1/256 of the residual would vanish.
 """
 
 from __future__ import annotations
@@ -26,19 +25,19 @@ from everstep.errors import StateError
 
 __all__ = ["ErrorFeedback", "can_be_compressed", "flat_of", "write_back"]
 
-_HOST_NUMEL = 2**17  # whole blocks of int8 forms
+_HOST_NUMEL = 2**17  # a multiple of the block of int8 forms
 
 
 class ErrorFeedback:
-    """Compresses gradients and keeps the residual of each.
+    """Compress gradients and keep the residual of each.
 
     Args:
-        compress: the compression of a flat tensor.
-        enabled: False: no residuals; what compression leaves out is lost.
+        compress: compresses a flat tensor.
+        enabled: False: no residuals; the compression error is lost.
 
     Attributes:
-        residuals: flat, in row-major order, by whatever the caller calls the parameter; there
-            is one from the first time that a parameter's gradient is compressed.
+        residuals: flat tensors in row-major order, by the caller's key of the parameter; each
+            exists from the first compression of the parameter's gradient.
     """
 
     def __init__(self, compress: Callable[[torch.Tensor], Form], *, enabled: bool) -> None:
@@ -47,22 +46,23 @@ class ErrorFeedback:
         self.residuals: dict[Hashable, torch.Tensor] = {}
 
     def take(self, key: Hashable, flat: torch.Tensor) -> Form:
-        """The form of a gradient and its residual, in the gradient's dtype.
+        """Return the form of a gradient plus its residual, in the gradient's dtype.
 
         Args:
-            key: what the caller calls the parameter.
-            flat: the gradient, finite and in row-major order; it is not changed.
+            key: the caller's key of the parameter.
+            flat: gradient, finite and in row-major order; not modified.
 
         Raises:
-            StateError: if the residual is of another size or on another device.
+            StateError: the residual has another size or device.
         """
         if not self.enabled:
             return self._compress(flat)
         total = self._residual(key, flat)
-        for begin, end in _parts_of(total):
+        for begin, end in _ranges_of(total):
             total[begin:end].add_(flat[begin:end].to(total.dtype))
         form = self._compress(total)
-        if not _is_finite(form):  # the sum of finite numbers: the largest ones saturate
+        # A sum of finite numbers may overflow: let the largest ones saturate.
+        if not _is_finite(form):
             limit = torch.finfo(total.dtype).max
             total.clamp_(-limit, limit)
             form = self._compress(total)
@@ -72,19 +72,19 @@ class ErrorFeedback:
             left = total[positions] - form.values.to(total.dtype)
             total.index_copy_(0, positions, left)
         else:
-            for begin, end in _parts_of(total):
+            for begin, end in _ranges_of(total):
                 total[begin:end].sub_(form.part(begin, end).dense().to(total.dtype))
         return form
 
     def size_bytes_for(self, parameters: Iterable[torch.Tensor], dense_below: int) -> int:
-        """What residuals of the gradients of these parameters take, once all of them are there."""
+        """Return the bytes of the residuals of these parameters, once all of them exist."""
         if not self.enabled:
             return 0
         found = (p for p in parameters if can_be_compressed(p, dense_below))
         return sum(p.numel() * torch.promote_types(p.dtype, torch.float32).itemsize for p in found)
 
     def reserve(self, key: Hashable, flat: torch.Tensor) -> None:
-        """Makes a gradient's residual of zeros, if there is none; errors as for :meth:`take`."""
+        """Create a zero residual for a gradient if there is none; errors as for :meth:`take`."""
         if self.enabled:
             self._residual(key, flat)
 
@@ -98,39 +98,43 @@ class ErrorFeedback:
             raise StateError(
                 f"a gradient of {flat.numel()} elements on {flat.device} has a residual of "
                 f"{residual.numel()} on {residual.device}",
-                hint="compress anew after parameters were resized or moved",
+                hint="make a new Compressor (or DDPCompression) after parameters are resized or "
+                "moved",
             )
         return residual
 
 
 def can_be_compressed(grad: torch.Tensor, dense_below: int) -> bool:
-    """Whether it is strided, of a dtype that has forms, and not so small that it stays dense."""
+    """Return True if a gradient is strided, of a dtype with forms, and has at least ``dense_below``
+    elements.
+    """
     known = grad.layout == torch.strided and grad.dtype in FORMATS
     return known and grad.numel() >= max(1, dense_below)
 
 
 def flat_of(grad: torch.Tensor) -> torch.Tensor:
-    """A strided gradient in row-major order, whatever its strides: a view where that can be."""
+    """Return a strided gradient in row-major order: a view if its strides allow it."""
     return grad.resolve_neg().reshape(-1)
 
 
 def write_back(form: Form, grad: torch.Tensor, flat: torch.Tensor) -> None:
-    """Puts what ``form`` stands for into ``grad``, in place: its strides stay what they are.
+    """Write the dense values of ``form`` into ``grad``, in place; its strides stay.
 
     Args:
-        form: the compressed gradient.
-        grad: the gradient.
-        flat: ``flat_of(grad)``, which is written to.
+        form: compressed gradient.
+        grad: gradient to overwrite.
+        flat: ``flat_of(grad)``, which is overwritten, too.
     """
     form.dense(out=flat)
     if flat.data_ptr() != grad.data_ptr() or not grad.is_contiguous():
         grad.copy_(flat.view(grad.shape))
 
 
-def _parts_of(flat: torch.Tensor) -> Iterator[tuple[int, int]]:
-    """Ranges so small in host memory that what is converted stays in the cache; elsewhere one.
+def _ranges_of(flat: torch.Tensor) -> Iterator[tuple[int, int]]:
+    """Yield ranges small enough that converted values stay in the cache of the host; on a device,
+    one range.
 
-    Operators on two dtypes at once are several times slower than converting first.
+    Operators on two dtypes are several times slower than converting first.
     """
     step = _HOST_NUMEL if flat.device.type == "cpu" else max(1, flat.numel())
     for begin in range(0, flat.numel(), step):

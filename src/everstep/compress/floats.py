@@ -1,9 +1,9 @@
 """Floating-point numbers as integers that sort by magnitude.
 
-Without its sign bit, the pattern of an IEEE number grows with its magnitude: zero, subnormal
-numbers, normal ones, infinity, NaN. This integer is the element's *key*. Comparing keys and not
-values gives NaN and infinity a place (at the top), costs no conversion of bfloat16, and gives
-the same answer on every device.
+Without its sign bit, the bit pattern of an IEEE number grows with its magnitude: zero, subnormal
+numbers, normal ones, infinity, NaN. This integer is the element's *key*. Comparing keys instead of
+values places NaN and infinity at the top, needs no conversion of bfloat16, and gives the same
+result on every device.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class FloatFormat:
-    """The pattern of a floating-point dtype.
+    """Bit pattern of a floating-point dtype.
 
     Attributes:
         unsigned: numpy's unsigned integer of the same width.
         signed: torch's signed integer of the same width.
-        infinity: the key of infinity; whatever is not finite has this key or a greater one.
-        mask: every bit but the sign: ``bits & mask`` is the key.
+        infinity: key of infinity; non-finite elements have this key or a greater one.
+        mask: all bits but the sign: ``bits & mask`` is the key.
     """
 
     unsigned: type[np.unsignedinteger[Any]]
@@ -56,17 +56,17 @@ FORMATS: Final = {
 
 
 def checked_flat(flat: torch.Tensor) -> FloatFormat:
-    """The format of a tensor that can be compressed.
+    """Return the format of a tensor that can be compressed.
 
     Raises:
-        OptionError: if it is not one contiguous row of at least one number of such a dtype.
+        OptionError: it is not contiguous and one-dimensional, is empty, or has another dtype.
     """
     if flat.dtype not in FORMATS:
         known = ", ".join(str(dtype).removeprefix("torch.") for dtype in FORMATS)
         raise OptionError(f"{flat.dtype} cannot be compressed; these can: {known}")
     if flat.layout != torch.strided or flat.dim() != 1 or not flat.is_contiguous():
         raise OptionError(
-            f"a flat contiguous tensor is compressed, not one of shape {list(flat.shape)}",
+            f"only a flat contiguous tensor can be compressed, not one of shape {list(flat.shape)}",
             hint="tensor.reshape(-1)",
         )
     if flat.numel() == 0:
@@ -75,10 +75,10 @@ def checked_flat(flat: torch.Tensor) -> FloatFormat:
 
 
 def kept_count(numel: int, ratio: float) -> int:
-    """How many of ``numel`` elements a sparse form keeps: ``max(1, ceil(ratio numel))``.
+    """Return the number of elements that a sparse form keeps: ``max(1, ceil(ratio numel))``.
 
     Raises:
-        OptionError: for a ratio outside (0, 1].
+        OptionError: the ratio is outside (0, 1].
     """
     if not is_number(ratio) or not 0.0 < ratio <= 1.0:
         raise OptionError(f"ratio must be in (0, 1], not {ratio!r}")
@@ -86,9 +86,10 @@ def kept_count(numel: int, ratio: float) -> int:
 
 
 def narrowed(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """``values`` in another dtype, rounded to nearest; finite ones stay finite (they saturate).
+    """Return ``values`` in another dtype, rounded to nearest; finite values saturate and stay
+    finite.
 
-    What is not finite stays so, and what is too small for ``dtype`` becomes zero.
+    Non-finite values stay, and values too small for ``dtype`` become zero.
     """
     if values.dtype == dtype:
         return values
@@ -101,9 +102,10 @@ def narrowed(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def largest_magnitudes(tensors: Sequence[torch.Tensor]) -> list[float]:
-    """The largest magnitude in each strided tensor of floating-point or complex numbers.
+    """Return the largest magnitude of each strided floating-point or complex tensor.
 
-    NaN where there is one, 0 of no elements. One pass, and one wait for the device.
+    NaN if a tensor contains one, 0 if it is empty. One pass, and one synchronisation with the
+    device.
     """
     found = [_largest_magnitude(tensor) for tensor in tensors]
     if not found:
@@ -117,7 +119,7 @@ def _largest_magnitude(tensor: torch.Tensor) -> torch.Tensor:
         tensor = torch.view_as_real(tensor.resolve_conj())
     if not tensor.numel():
         largest = tensor.new_zeros(())
-    elif tensor.device.type == "cpu":  # ten times quicker than a norm
+    elif tensor.device.type == "cpu":  # ten times as fast as a norm
         low, high = torch.aminmax(tensor)
         largest = torch.maximum(-low, high)
     else:

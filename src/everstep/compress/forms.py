@@ -1,4 +1,4 @@
-"""The kinds of compression by name, as the choices of users and of the gradient log."""
+"""Kinds of compression by name, as users and the gradient log choose them."""
 
 from __future__ import annotations
 

@@ -1,12 +1,12 @@
 """Triton kernels for CUDA: threshold and compaction, int8 and back.
 
-They give the bits that the torch references give. Two passes and no atomics: the first counts
-what each block keeps, a sum over the blocks says where each begins, the second writes. So
-positions ascend whatever order blocks run in. TierCheck section 3.2 fuses both into one pass,
-whose order is another in each run.
+Results are bit-identical to the torch references. Two passes without atomics: the first counts the
+kept elements of each block, a prefix sum gives each block its place, the second pass writes. So
+positions ascend whatever the order of the blocks. TierCheck section 3.2 fuses both into one pass,
+whose order varies between runs.
 
-Numbers are compared as integers (:mod:`everstep.compress.floats`), so bfloat16 is never
-converted on the way to a sparse form. Import this only where triton is installed.
+Numbers are compared as integers (:mod:`everstep.compress.floats`), so bfloat16 is never converted
+for a sparse form. Import this module only where triton is installed.
 """
 
 # mypy: disable-error-code="import-not-found,import-untyped,no-untyped-call"
@@ -30,7 +30,7 @@ _ROWS = 16  # int8 blocks of one program
 
 
 class TritonScan(DeviceScan):
-    """A scan by Triton; what needs no whole pass is left to torch."""
+    """Scan by Triton kernels; operations without a full pass use torch."""
 
     def at_least(self, key: int, most: int) -> Hits | None:
         bits = self.flat.view(self.form.signed)
@@ -52,13 +52,13 @@ class TritonScan(DeviceScan):
 
 
 def quantize(rows: torch.Tensor, values: torch.Tensor, scales: torch.Tensor, limit: float) -> None:
-    """Writes int8 ``values`` (as ``rows``) and float32 ``scales`` (one for each row).
+    """Write int8 ``values`` and float32 ``scales`` of ``rows``.
 
     Args:
-        rows: contiguous, of 16 or 32 bits an element; the number of columns is a power of 2.
+        rows: contiguous, of 16 or 32 bits per element; the number of columns is a power of 2.
         values: int8, in the shape of ``rows``.
-        scales: float32, one for each row.
-        limit: magnitudes beyond it count as it when the scale is made.
+        scales: float32, one per row.
+        limit: larger magnitudes count as ``limit`` when the scale is computed.
     """
     count, columns = rows.shape
     grid = (triton.cdiv(count, _ROWS),)
@@ -67,7 +67,7 @@ def quantize(rows: torch.Tensor, values: torch.Tensor, scales: torch.Tensor, lim
 
 
 def dequantize(values: torch.Tensor, scales: torch.Tensor, out: torch.Tensor) -> None:
-    """Writes ``values * scales`` to ``out``, float32, all as in :func:`quantize`."""
+    """Write ``values * scales`` to ``out``, float32; shapes as in :func:`quantize`."""
     count, columns = values.shape
     grid = (triton.cdiv(count, _ROWS),)
     with torch.cuda.device_of(values):
@@ -108,7 +108,7 @@ def _quantize(rows, values, scales, count, limit, COLUMNS: tl.constexpr, ROWS: t
     scale = tl.where(key >= 0x7F800000, float("nan"), scale)
     usable = scale > 0.0
     quotient = tl.div_rn(x, tl.where(usable, scale, 1.0)[:, None])
-    # Where numbers are 1 apart: to nearest, ties to even, as round() does.
+    # Adding 1.5 * 2**23, where float32 numbers are 1 apart, rounds to nearest, ties to even.
     rounded = (quotient + 12582912.0) - 12582912.0
     q = tl.where(usable[:, None], rounded, 0.0).to(tl.int8)
     tl.store(scales + row, scale, mask=row < count)

@@ -1,15 +1,15 @@
-"""Lossy copies of gradients, which training does not consume: the adaptive log (TierCheck).
+"""Lossy copies of gradients that training does not consume: the adaptive log (TierCheck).
 
-Eight bits for each element of a small tensor; of a large one the largest elements, in float16
-with int32 indices (TierCheck section 3.2). Replay of such copies gives an approximation, and says
-so (:class:`everstep.replay.updates.Update`).
+Eight bits per element for a small tensor; for a large one the largest elements, in float16 with
+int32 indices (TierCheck section 3.2). Replay of such copies gives an approximation, marked as such
+(:class:`everstep.replay.updates.Update`).
 
-The paper's float16 values overflow beyond 65504, and vanish below 2**-25, where gradients of
-large models often are. So values are scaled by a power of two, which costs no bit: the largest
-of a tensor lies just below 2**15, and what is stored is ``value * 2**-exponent``.
+The paper's float16 values overflow beyond 65504 and vanish below 2**-25, where gradients of large
+models often are. So values are scaled by a power of two, which costs no bit: the largest of a
+tensor is just below 2**15, and the stored number is ``value * 2**-exponent``.
 
-What no form stands for is left dense: no elements, NaN or infinity among them, dtypes that have
-no form, and tensors whose form would not be smaller.
+Gradients stay dense if they have no elements, contain NaN or infinity, have a dtype without forms,
+or if the form would not be smaller.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ from everstep.errors import FormatError
 __all__ = ["Lossy", "lossy_copies", "restored_values"]
 
 _TOP_EXPONENT = 15  # scaled magnitudes are below 2**15
-_EXPONENT_MAX = 1100  # of any float64, with room
+_EXPONENT_MAX = 1100  # above the exponent of any float64
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Lossy:
-    """A lossy copy of a gradient.
+    """Lossy copy of a gradient.
 
     Attributes:
-        form: float16 values in a sparse one.
-        dtype: of the gradient.
-        exponent: of the factor that sparse values are to be multiplied by, a power of two.
+        form: compressed values; float16 in a sparse form.
+        dtype: dtype of the gradient.
+        exponent: sparse values are multiplied by 2 to this power when they are read.
     """
 
     form: Form
@@ -50,12 +50,12 @@ class Lossy:
 def lossy_copies(
     gradients: Mapping[int, torch.Tensor], ratio: float, *, int8_below: int = INT8_BELOW
 ) -> dict[int, Lossy]:
-    """Lossy copies of those gradients that have any.
+    """Return lossy copies of the gradients that can be compressed.
 
     Args:
-        gradients: strided, by any number.
-        ratio: the share of a large one that is kept, in (0, 1].
-        int8_below: of fewer elements is a small one.
+        gradients: strided gradients by number.
+        ratio: fraction of a large gradient that is kept, in (0, 1].
+        int8_below: gradients with fewer elements are small.
     """
     known = {
         key: gradient.detach()
@@ -84,22 +84,22 @@ def _copy(gradient: torch.Tensor, largest: float, ratio: float, int8_below: int)
 
 
 def restored_values(values: torch.Tensor, dtype: torch.dtype, exponent: int) -> torch.Tensor:
-    """The values of a sparse form as they are consumed, in ``dtype``.
+    """Return the values of a sparse form as they are consumed, in ``dtype``.
 
     Raises:
-        FormatError: these are not what a lossy copy has.
+        FormatError: dtype or exponent cannot be those of a lossy copy.
     """
     known = values.dtype == torch.float16 and isinstance(exponent, int)
     if not known or not dtype.is_floating_point or abs(exponent) > _EXPONENT_MAX:
-        raise FormatError(f"no lossy gradient: {values.dtype} values, exponent {exponent!r}")
+        raise FormatError(f"not a lossy gradient: {values.dtype} values, exponent {exponent!r}")
     wide = torch.promote_types(dtype, torch.float32)
     scaled = _times_power(values.to(wide), exponent)
-    limit = torch.finfo(wide).max  # the largest one may have been rounded up to a power of two
+    limit = torch.finfo(wide).max  # rounding to float16 may have reached 2**16
     return narrowed(scaled.clamp_(-limit, limit), dtype)
 
 
 def _times_power(values: torch.Tensor, exponent: int) -> torch.Tensor:
-    """``values * 2**exponent``, in two steps: the power alone may be out of the dtype's range."""
+    """Return ``values * 2**exponent``, in two steps: the power alone may overflow."""
     wide = values.to(torch.promote_types(values.dtype, torch.float32))
     half = exponent // 2
     return wide * math.ldexp(1.0, half) * math.ldexp(1.0, exponent - half)

@@ -1,20 +1,19 @@
-"""Eight bits for each element: symmetric integers with one scale for each block.
+"""Eight bits per element: symmetric integers with one scale per block.
 
-TierCheck section 3.2 uses this form for small tensors, whose sparse form would be mostly
-indices. In a block of ``BLOCK_NUMEL`` elements with largest magnitude ``m``::
+TierCheck section 3.2 uses this form for small tensors, whose sparse form would be mostly indices.
+In a block of ``BLOCK_NUMEL`` elements with largest magnitude ``m``::
 
     scale = m / 127        q = round(x / scale)        x is read back as q * scale
 
-rounded to nearest, ties to even, with true divisions: the same bits on every device. The error
-of an element is at most half its block's scale.
+rounded to nearest, ties to even, with true divisions: the same bits on every device. The error of
+an element is at most half its block's scale.
 
 - A block of zeros has scale 0 and reads back as zeros. So does one with ``m < 127 * 2**-126``,
   whose scale would be subnormal, which some devices flush to zero.
-- A block with NaN or infinity in it has scale NaN and reads back as NaN throughout: what is not
-  finite is never made finite.
+- A block with NaN or infinity has scale NaN and reads back as NaN throughout: non-finite values
+  never become finite.
 
-float16, bfloat16 and float32 are computed in float32 and have float32 scales; float64 has its
-own.
+float16, bfloat16 and float32 are computed in float32 and have float32 scales; float64 has its own.
 """
 
 from __future__ import annotations
@@ -40,13 +39,13 @@ _HOST_BLOCKS = 2**10  # at a time, so that temporaries stay in the cache
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Int8:
-    """A flat tensor in eight bits an element.
+    """Flat tensor with eight bits per element.
 
     Attributes:
-        values: int8, one for each element, in [-127, 127].
-        scales: float32 (float64 for such tensors), one for each block; the last block may be
-            shorter than ``BLOCK_NUMEL``.
-        dtype: what :meth:`dense` gives.
+        values: int8, one per element, in [-127, 127].
+        scales: float32 (float64 for float64 tensors), one per block; the last block may be shorter
+            than ``BLOCK_NUMEL``.
+        dtype: dtype of :meth:`dense`.
     """
 
     values: torch.Tensor
@@ -64,21 +63,21 @@ class Int8:
         return self.values.nbytes + self.scales.nbytes
 
     def dense(self, out: torch.Tensor | None = None) -> torch.Tensor:
-        """The flat tensor.
+        """Return the flat tensor.
 
         Args:
-            out: written to and returned, if given: flat, of ``numel`` elements; values are
-                rounded to ``dtype`` first, then to its dtype.
+            out: flat tensor of ``numel`` elements to write to and return; values are rounded to
+                ``dtype`` first, then to its dtype.
 
         Raises:
-            OptionError: for an ``out`` of another size.
+            OptionError: ``out`` has another size.
         """
         if out is None:
             out = torch.empty(self.numel, dtype=self.dtype, device=self.values.device)
         elif out.shape != (self.numel,):
             raise OptionError(f"out has shape {list(out.shape)}, not [{self.numel}]")
         wide = self.scales.dtype
-        # Finite values stay so in a narrower dtype; NaN stays, and infinity is not there.
+        # Finite values must stay finite in a narrower dtype; NaN passes, and infinity cannot occur.
         limit = min(torch.finfo(dtype).max for dtype in (wide, self.dtype, out.dtype))
         kernels = kernels_for(out) if wide == torch.float32 else None
         for target, values, scales in _rows(out, self):
@@ -95,20 +94,20 @@ class Int8:
         return out
 
     def part(self, begin: int, end: int) -> Int8:
-        """Elements ``[begin, end)``, views of this form; ``begin`` is where a block begins."""
+        """Return elements ``[begin, end)`` as views; ``begin`` must be the start of a block."""
         assert begin % BLOCK_NUMEL == 0
         scales = self.scales[begin // BLOCK_NUMEL : -(-end // BLOCK_NUMEL)]
         return Int8(self.values[begin:end], scales, self.dtype)
 
     def to(self, dtype: torch.dtype) -> Int8:
-        """The same form of a tensor of another dtype; :meth:`dense` rounds to it."""
+        """Return the same form of a tensor of another dtype; :meth:`dense` rounds to it."""
         return replace(self, dtype=dtype)
 
     def check(self) -> None:
-        """Looks at the parts of a form that comes from outside.
+        """Check the components of a form from an untrusted source.
 
         Raises:
-            FormatError: if they do not fit each other.
+            FormatError: their dtypes or shapes do not match.
         """
         scales = torch.float64 if self.dtype == torch.float64 else torch.float32
         blocks = -(-self.numel // BLOCK_NUMEL)
@@ -119,17 +118,17 @@ class Int8:
             or self.scales.dtype != scales
             or self.scales.shape != (blocks,)
         ):
-            raise FormatError("an int8 gradient's values and scales do not fit each other")
+            raise FormatError("values and scales of an int8 gradient differ in dtype or shape")
 
 
 def int8(flat: torch.Tensor) -> Int8:
-    """The int8 form of a tensor.
+    """Return the int8 form of a tensor.
 
     Args:
         flat: contiguous, of a dtype in ``FORMATS``, with at least one element.
 
     Raises:
-        OptionError: for what cannot be compressed.
+        OptionError: the tensor cannot be compressed.
     """
     checked_flat(flat)
     wide = torch.promote_types(flat.dtype, torch.float32)
@@ -151,7 +150,7 @@ def int8(flat: torch.Tensor) -> Int8:
 
 
 def _largest_scaled(dtype: torch.dtype) -> float:
-    """A little less than the largest number: 127 times its scale must not round to infinity."""
+    """Return slightly less than the maximum: 127 times its scale must not round to infinity."""
     info = torch.finfo(dtype)
     return info.max * (1 - 8 * info.eps)
 
@@ -159,10 +158,11 @@ def _largest_scaled(dtype: torch.dtype) -> float:
 def _scales(rows: torch.Tensor) -> torch.Tensor:
     info = torch.finfo(rows.dtype)
     form = FORMATS[rows.dtype]
-    # By keys, of which NaN has the greatest; and ten times quicker than a norm.
+    # By keys: NaN has the greatest one. Ten times as fast as a norm.
     largest = (rows.view(form.signed) & form.mask).amax(dim=1).view(rows.dtype)
     limited = largest.clamp(max=_largest_scaled(rows.dtype))
-    # By a tensor: CUDA divides by a number as it multiplies, by the inverse.
+    # Divide by a tensor: CUDA replaces division by a scalar with multiplication by its inverse,
+    # which rounds differently.
     scale = torch.where(largest <= info.max, limited, torch.nan) / limited.new_full((), _LEVELS)
     return torch.where(scale < info.tiny, 0.0, scale)
 
@@ -170,16 +170,19 @@ def _scales(rows: torch.Tensor) -> torch.Tensor:
 def _quantize(rows: torch.Tensor, scales: torch.Tensor, values: torch.Tensor) -> None:
     divisors = torch.where(scales > 0, scales, torch.inf)
     values.copy_((rows / divisors[:, None]).round_())
-    unusable = scales.isnan()  # and which integer NaN becomes is the processor's affair
-    if scales.device.type != "cpu" or bool(unusable.any()):  # no waiting for a device
+    # The conversion of NaN to an integer depends on the processor.
+    unusable = scales.isnan()
+    # On a device always: any() would wait for it.
+    if scales.device.type != "cpu" or bool(unusable.any()):
         values.masked_fill_(unusable[:, None], 0)
 
 
 def _rows(
     flat: torch.Tensor, form: Int8
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
-    """Some whole blocks at a time, one in a row, of the tensor, its values and its scales; then
-    the rest as a shorter row. All at once where the tensor is not in host memory."""
+    """Yield full blocks as rows, some at a time, of the tensor, its values and its scales; then the
+    rest as a shorter row. On a device all full blocks come at once.
+    """
     blocks = flat.numel() // BLOCK_NUMEL
     whole = blocks * BLOCK_NUMEL
     tensor = flat[:whole].view(-1, BLOCK_NUMEL)

@@ -1,11 +1,11 @@
-"""Finding the elements of largest magnitude: one scan over a tensor, on any device.
+"""Search for the elements of largest magnitude: one scan over a tensor, on any device.
 
-All searches are by key (:mod:`everstep.compress.floats`) and all positions ascend, so results
-do not depend on the device, on the number of threads or on the order of execution.
+All searches compare keys (:mod:`everstep.compress.floats`) and all positions ascend, so results do
+not depend on the device, the number of threads or the order of execution.
 
 ``HostScan``    host memory: numpy in blocks that stay in the processor's cache
 ``DeviceScan``  plain torch: every device, and the reference for the others
-``kernels``     Triton, for CUDA (a module of its own, imported where triton is installed)
+``kernels``     Triton, for CUDA (a separate module, imported where triton is installed)
 """
 
 from __future__ import annotations
@@ -36,21 +36,21 @@ __all__ = [
 ]
 
 SAMPLE_NUMEL: Final = 2**16
-"""Elements in a sample: at a ratio of 1 % the threshold is estimated from 655 of them, and the
-number kept has a standard deviation of 4 % of what was asked for."""
+"""Elements in a sample. At a ratio of 1 % the threshold is estimated from 655 of them, and the
+number of kept elements has a standard deviation of 4 %."""
 
 _log = logging.getLogger("everstep")
 
-_BLOCK_BYTES = 2**18  # with its temporaries within a second-level cache
+_BLOCK_BYTES = 2**18  # fits a second-level cache with its temporaries
 _DIGIT_BITS = 16
 
 
 class Hits(NamedTuple):
-    """Elements that were found.
+    """Elements found by a scan.
 
     Attributes:
-        positions: where, int64, ascending.
-        patterns: their bits, in the signed integer of the same width.
+        positions: positions, int64, ascending.
+        patterns: bits of the elements, in the signed integer of the same width.
     """
 
     positions: torch.Tensor
@@ -58,12 +58,12 @@ class Hits(NamedTuple):
 
     @property
     def found(self) -> int:
-        """How many."""
+        """Number of elements."""
         return self.positions.numel()
 
     def where(self, keep: torch.Tensor) -> Hits:
-        """Those for which ``keep`` (bool) is true, or in the order ``keep`` (int64) names them."""
-        if keep.device.type == "cpu":  # numpy picks four times as fast
+        """Return the elements selected by ``keep``: a mask (bool), or their order (int64)."""
+        if keep.device.type == "cpu":  # numpy is four times as fast
             chosen = keep.numpy()
             picked = (part.numpy()[chosen] for part in self)
             return Hits(*(torch.from_numpy(part) for part in picked))
@@ -71,7 +71,7 @@ class Hits(NamedTuple):
 
 
 class DeviceScan:
-    """A scan of one flat tensor by plain torch operators.
+    """Scan of one flat tensor by plain torch operators.
 
     Args:
         flat: contiguous, of a dtype in ``FORMATS``, with at least one element.
@@ -87,32 +87,32 @@ class DeviceScan:
         return self.flat.numel()
 
     def keys(self, patterns: torch.Tensor) -> torch.Tensor:
-        """Keys of elements with these bits, in the same integer."""
+        """Return the keys of elements with these bits, in the same integer dtype."""
         return patterns & self.form.mask
 
     def at(self, positions: torch.Tensor) -> Hits:
-        """The elements at ``positions``."""
+        """Return the elements at ``positions``."""
         return Hits(positions, self.flat.view(self.form.signed)[positions])
 
     def at_least(self, key: int, most: int) -> Hits | None:
-        """All elements with this key or a greater one; None if there are more than ``most``."""
+        """Return all elements with at least this key; None if there are more than ``most``."""
         found = torch.nonzero(self._all_keys() >= key).view(-1)
         return self.at(found) if found.numel() <= most else None
 
     def equal(self, key: int, count: int) -> Hits:
-        """The first ``count`` elements with exactly this key."""
+        """Return the first ``count`` elements with exactly this key."""
         return self.at(torch.nonzero(self._all_keys() == key).view(-1)[:count])
 
     def nonzero_bits(self) -> Hits:
-        """All elements that are not +0.0."""
+        """Return all elements that are not +0.0."""
         return self.at(torch.nonzero(self.flat.view(self.form.signed)).view(-1))
 
     def kth(self, count: int) -> int:
-        """The key such that ``count`` elements have it or a greater one, ties apart."""
+        """Return the ``count``-th greatest key of the tensor."""
         return self.kth_of(self._all_keys(), count)
 
     def kth_of(self, keys: torch.Tensor, count: int) -> int:
-        """The ``count``-th greatest of ``keys``."""
+        """Return the ``count``-th greatest of ``keys``."""
         return int(torch.topk(keys, count, sorted=False).values.min().item())
 
     def _all_keys(self) -> torch.Tensor:
@@ -120,7 +120,7 @@ class DeviceScan:
 
 
 class HostScan(DeviceScan):
-    """A scan of host memory: numpy over blocks, no temporary as large as the tensor."""
+    """Scan of host memory: numpy over blocks, without temporaries as large as the tensor."""
 
     def __init__(self, flat: torch.Tensor, form: FloatFormat) -> None:
         super().__init__(flat, form)
@@ -159,7 +159,7 @@ class HostScan(DeviceScan):
         return found.hits()
 
     def kth(self, count: int) -> int:
-        """Digit by digit, from the top: counts how often each occurs below those found so far."""
+        """Return the ``count``-th greatest key, found digit by digit from the top by counting."""
         prefix = 0
         missing = count
         for shift in range(8 * self._bits.itemsize - _DIGIT_BITS, -1, -_DIGIT_BITS):
@@ -191,7 +191,7 @@ class HostScan(DeviceScan):
 
 
 class _Found:
-    """Hits of block after block; the bits are taken while the block is in the cache."""
+    """Collected hits of all blocks; bits are copied while the block is in the cache."""
 
     def __init__(self, form: FloatFormat) -> None:
         self.count = 0
@@ -212,7 +212,7 @@ class _Found:
 
 
 def scan_of(flat: torch.Tensor, form: FloatFormat) -> DeviceScan:
-    """The quickest scan for where ``flat`` is."""
+    """Return the fastest scan for the device of ``flat``."""
     if flat.device.type == "cpu":
         return HostScan(flat, form)
     kernels = kernels_for(flat)
@@ -223,22 +223,22 @@ def scan_of(flat: torch.Tensor, form: FloatFormat) -> DeviceScan:
 
 
 def sample_positions(numel: int, seed: int, device: torch.device) -> torch.Tensor:
-    """Up to ``SAMPLE_NUMEL`` positions (int64, ascending), one from each of as many strides. Not
-    to be written to.
+    """Return up to ``SAMPLE_NUMEL`` positions (int64, ascending), one per stride. Read-only: it may
+    be cached.
 
-    Where in its stride an element is taken from follows from its number and ``seed`` alone. A
-    fixed offset would look at the same column of every row wherever the stride is a multiple
-    of the row.
+    The position within a stride is a function of its number and ``seed``. A fixed offset would
+    sample the same column of every row if the stride is a multiple of the row.
     """
     if numel <= SAMPLE_NUMEL:
         return torch.arange(numel, device=device)
     if device.type == "cpu":
         return _kept_strides(numel // SAMPLE_NUMEL, SAMPLE_NUMEL, seed)
-    # Not kept: one stream of a device would have to wait for another that has made them.
+    # Not cached: a stream of the device would have to wait for the one that computed them.
     return _strides(numel // SAMPLE_NUMEL, SAMPLE_NUMEL, seed, device)
 
 
-@functools.lru_cache(maxsize=32)  # of as many sizes: models have few, and each takes a while
+# Models have few distinct sizes, and each takes a while to compute.
+@functools.lru_cache(maxsize=32)
 def _kept_strides(stride: int, count: int, seed: int) -> torch.Tensor:
     return _strides(stride, count, seed, torch.device("cpu"))
 
@@ -251,27 +251,29 @@ def _strides(stride: int, count: int, seed: int, device: torch.device) -> torch.
 
 
 def kernels_for(tensor: torch.Tensor) -> ModuleType | None:
-    """The module of Triton kernels, where they can run on ``tensor``."""
+    """Return the module of Triton kernels if they can run on ``tensor``."""
     return _kernels_on(tensor.device) if tensor.is_cuda else None
 
 
 @functools.cache
 def _kernels_on(device: torch.device) -> ModuleType | None:
-    """The module, if triton is installed and what it compiles runs: that takes a C compiler, which
-    many a container has not, and a card that this triton knows."""
+    """Return the module if triton is installed and its compiled kernels work: that takes a C
+    compiler, which many containers lack, and a GPU that this triton supports.
+    """
     if importlib.util.find_spec("triton") is None:
         return None
     try:
         module = importlib.import_module("everstep.compress.kernels")
-        about = torch.arange(-8.0, 9.0, dtype=torch.float32, device=device), FORMATS[torch.float32]
-        reference = DeviceScan(*about)
+        sample = torch.arange(-8.0, 9.0, dtype=torch.float32, device=device)
+        form = FORMATS[torch.float32]
+        reference = DeviceScan(sample, form)
         key = reference.kth(4)
         wanted = reference.at_least(key, 4)
-        found = module.TritonScan(*about).at_least(key, 4)
+        found = module.TritonScan(sample, form).at_least(key, 4)
         if wanted is not None and found is not None and all(map(torch.equal, wanted, found)):
             return module
-        why = "they do not find what torch finds"
-    except Exception as error:  # of a compiler, of a driver
+        why = "their result differs from torch's"
+    except Exception as error:  # of the compiler or the driver
         why = repr(error)
-    _log.warning("everstep: no Triton kernels on %s, plain torch instead: %s", device, why)
+    _log.warning("everstep: Triton kernels do not work on %s, using plain torch: %s", device, why)
     return None

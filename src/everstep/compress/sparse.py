@@ -1,13 +1,13 @@
-"""Sparse forms of a flat tensor: the elements of largest magnitude, and where they are.
+"""Sparse forms of a flat tensor: the elements of largest magnitude, and their positions.
 
-:func:`topk` keeps exactly as many as asked for (LowDiff section II-C: sparsification);
-:func:`sampled_threshold` about as many, in one pass less (TierCheck section 3.2: a threshold
-from a sample, then one pass that extracts what lies above it); :func:`nonzeros` keeps all that
-is not zero and loses nothing.
+:func:`topk` keeps an exact number of elements (LowDiff section II-C: sparsification);
+:func:`sampled_threshold` an approximate number with one pass less (TierCheck section 3.2: a
+threshold from a sample, then one pass that extracts all elements above it); :func:`nonzeros` keeps
+every nonzero element and is lossless.
 
-Both are chosen so that the answer is a function of the tensor's bits alone: elements of equal
-magnitude are taken from the lowest index on, and NaN and infinity, which no threshold may hide
-from the optimizer, are always kept, even where there are more of them than were asked for.
+All results are functions of the tensor's bits alone: elements of equal magnitude are taken from the
+lowest index on. NaN and infinity are always kept, even beyond the requested number, because the
+optimizer must see them.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ CHUNK_NUMEL: Final = 2**31
 """Elements that an int32 index can tell apart; longer tensors are indexed chunk by chunk."""
 
 _MARGIN = 4.0  # standard deviations of the sample between the filter and the exact threshold
-_SLACK = 4  # times as many candidates as asked for: beyond that the sample was misleading
+_SLACK = 4  # with more candidates than this factor the sample was misleading
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -38,11 +38,11 @@ class Sparse:
 
     Attributes:
         numel: elements of the tensor.
-        indices: positions of the kept elements, int32, ascending. Position ``i`` of a tensor
-            with more than ``CHUNK_NUMEL`` elements is ``i % CHUNK_NUMEL``: each chunk counts
-            from 0 (TierCheck section 3.2: oversized tensors are rebased).
-        values: the kept elements, in the dtype of the tensor or in a narrower one (:meth:`to`).
-        counts: how many of them lie in each chunk; one number for most tensors.
+        indices: positions of the kept elements, int32, ascending. Position ``i`` of a tensor with
+            more than ``CHUNK_NUMEL`` elements is ``i % CHUNK_NUMEL``: each chunk counts from 0
+            (TierCheck section 3.2: oversized tensors are rebased).
+        values: kept elements, in the dtype of the tensor or a narrower one (:meth:`to`).
+        counts: number of kept elements per chunk; one number for most tensors.
     """
 
     numel: int
@@ -52,7 +52,9 @@ class Sparse:
 
     @classmethod
     def of(cls, numel: int, positions: torch.Tensor, values: torch.Tensor) -> Sparse:
-        """``values`` at ``positions`` (int64, ascending, none twice) of ``numel`` elements."""
+        """Make a form of ``values`` at ``positions`` (int64, ascending, unique) of ``numel``
+        elements.
+        """
         chunks = max(1, math.ceil(numel / CHUNK_NUMEL))
         if chunks == 1:
             return cls(numel, positions.to(torch.int32), values, (positions.numel(),))
@@ -63,7 +65,7 @@ class Sparse:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the values."""
+        """Dtype of the values."""
         return self.values.dtype
 
     @property
@@ -72,7 +74,7 @@ class Sparse:
         return self.indices.nbytes + self.values.nbytes
 
     def positions(self) -> torch.Tensor:
-        """Where the values are, int64, counted from the tensor's beginning."""
+        """Return the positions of the values, int64, counted from the tensor's beginning."""
         positions = self.indices.to(torch.int64)
         begin = 0
         for chunk, count in enumerate(self.counts):
@@ -82,14 +84,14 @@ class Sparse:
         return positions
 
     def dense(self, out: torch.Tensor | None = None) -> torch.Tensor:
-        """The flat tensor: the values at their places, zero elsewhere.
+        """Return the flat tensor: the values at their positions, zero elsewhere.
 
         Args:
-            out: written to and returned, if given: flat, of ``numel`` elements; values are
-                rounded to its dtype if that is narrower.
+            out: flat tensor of ``numel`` elements to write to and return; values are rounded to its
+                dtype if that is narrower.
 
         Raises:
-            OptionError: for an ``out`` of another size.
+            OptionError: ``out`` has another size.
         """
         if out is None:
             out = torch.empty(self.numel, dtype=self.dtype, device=self.values.device)
@@ -99,7 +101,7 @@ class Sparse:
         return out.index_copy_(0, self.positions(), narrowed(self.values, out.dtype))
 
     def part(self, begin: int, end: int) -> Sparse:
-        """Elements ``[begin, end)``, counted from ``begin``; the values are views of these."""
+        """Return elements ``[begin, end)``, counted from ``begin``; the values are views."""
         first = 0
         positions = []
         values = []
@@ -116,25 +118,25 @@ class Sparse:
         return Sparse.of(end - begin, positions[0], values[0])
 
     def to(self, dtype: torch.dtype) -> Sparse:
-        """The same with values in ``dtype``, rounded to nearest.
+        """Return the same form with values in ``dtype``, rounded to nearest.
 
-        float16 halves the values of float32 and is lossy: finite values beyond 65504 become
-        65504, those below 2**-25 zero. NaN and infinity stay what they are.
+        float16 halves the size of float32 values and is lossy: finite values beyond 65504 become
+        65504, those below 2**-25 zero. NaN and infinity stay.
         """
         return replace(self, values=narrowed(self.values, dtype))
 
     def check(self) -> None:
-        """Looks at every index of a form that comes from outside.
+        """Check every index of a form from an untrusted source.
 
         Raises:
-            FormatError: if :meth:`dense` would write anywhere but where it should.
+            FormatError: :meth:`dense` would write out of bounds or twice to one position.
         """
         chunks = max(1, math.ceil(self.numel / CHUNK_NUMEL))
         kept = self.indices.numel()
         shapes_fit = self.indices.shape == self.values.shape == (kept,)
         counts_fit = len(self.counts) == chunks and min(self.counts) >= 0
         if self.indices.dtype != torch.int32 or self.dtype not in FORMATS or not shapes_fit:
-            raise FormatError("a sparse gradient's indices and values do not fit each other")
+            raise FormatError("indices and values of a sparse gradient differ in dtype or shape")
         if not counts_fit or sum(self.counts) != kept:
             raise FormatError(f"a sparse gradient of {kept} values has counts {self.counts}")
         positions = self.positions()
@@ -147,46 +149,46 @@ class Sparse:
         )
         if not (ascending and inside and bounds_kept):
             raise FormatError(
-                f"a sparse gradient has indices out of order, or outside of {self.numel} elements"
+                f"a sparse gradient has indices out of order, or outside its {self.numel} elements"
             )
 
 
 def topk(flat: torch.Tensor, ratio: float) -> Sparse:
-    """The ``k = max(1, ceil(ratio numel))`` elements of largest magnitude, exactly.
+    """Return the ``k = max(1, ceil(ratio numel))`` elements of largest magnitude, exactly.
 
-    A threshold a little below the exact one, estimated from a sample, leaves few candidates;
-    the exact choice is made among these. Where the sample misleads (few values that differ,
-    nearly all zero), the exact threshold is found by counting digits.
+    A threshold slightly below the exact one, estimated from a sample, leaves few candidates; the
+    exact choice is made among these. If the sample misleads (few distinct values, nearly all zero),
+    the exact threshold is found by counting digits.
 
     Args:
         flat: contiguous, of a dtype in ``FORMATS``, with at least one element.
-        ratio: the share to keep, in (0, 1].
+        ratio: fraction of elements to keep, in (0, 1].
 
     Returns:
-        ``k`` elements; all that are not finite where these are more than ``k``.
+        ``k`` elements; all non-finite ones if there are more than ``k``.
 
     Raises:
-        OptionError: for what cannot be compressed.
+        OptionError: the tensor cannot be compressed.
     """
     scan = scan_of(flat, checked_flat(flat))
     return _sparse(scan, _largest(scan, kept_count(flat.numel(), ratio)))
 
 
 def sampled_threshold(flat: torch.Tensor, ratio: float, *, seed: int = 0) -> Sparse:
-    """About ``k = max(1, ceil(ratio numel))`` elements: all above an estimated threshold.
+    """Return about ``k = max(1, ceil(ratio numel))`` elements: all above an estimated threshold.
 
     Args:
         flat: contiguous, of a dtype in ``FORMATS``, with at least one element.
-        ratio: the share to keep, in (0, 1].
-        seed: chooses other elements for the sample; equal seeds give equal results.
+        ratio: fraction of elements to keep, in (0, 1].
+        seed: selects the elements of the sample; equal seeds give equal results.
 
     Returns:
-        At least ``k / 2`` elements, or all that are not zero where there are fewer; at most
-        ``2 k``, or all that are not finite where there are more. Outside of these bounds the
-        sample was no likeness of the tensor, and :func:`topk` answers instead.
+        At least ``k / 2`` elements, or all nonzero ones if there are fewer; at most ``2 k``, or all
+            non-finite ones if there are more. If the sample was not representative and the result
+            is outside these bounds, the result of :func:`topk`.
 
     Raises:
-        OptionError: for what cannot be compressed.
+        OptionError: the tensor cannot be compressed.
     """
     scan = scan_of(flat, checked_flat(flat))
     count = kept_count(flat.numel(), ratio)
@@ -199,25 +201,26 @@ def sampled_threshold(flat: torch.Tensor, ratio: float, *, seed: int = 0) -> Spa
 
 
 def nonzeros(flat: torch.Tensor) -> Sparse:
-    """Every element that is not +0.0: nothing is lost, whatever made the others zero.
+    """Return every element that is not +0.0: a lossless form.
 
     Raises:
-        OptionError: for what cannot be compressed.
+        OptionError: the tensor cannot be compressed.
     """
     scan = scan_of(flat, checked_flat(flat))
     return _sparse(scan, scan.nonzero_bits())
 
 
 def nonzero_count(flat: torch.Tensor) -> int:
-    """How many elements :func:`nonzeros` keeps."""
+    """Return the number of elements that :func:`nonzeros` keeps."""
     bits = flat.view(FORMATS[flat.dtype].signed)
-    if bits.device.type == "cpu":  # as fast as memory is read: two to three times torch's speed
+    # numpy counts at memory speed, two to three times as fast as torch.
+    if bits.device.type == "cpu":
         return int(np.count_nonzero(bits.numpy()))
     return int(torch.count_nonzero(bits))
 
 
 def _first_at(indices: torch.Tensor, edge: int) -> int:
-    """How many of ascending indices lie below ``edge``, which may be out of int32's range."""
+    """Return the number of ascending indices below ``edge``, which may be out of int32's range."""
     if edge <= 0 or edge >= CHUNK_NUMEL:
         return 0 if edge <= 0 else indices.numel()
     where = torch.tensor(edge, dtype=torch.int32, device=indices.device)
@@ -229,11 +232,12 @@ def _sparse(scan: DeviceScan, hits: Hits) -> Sparse:
 
 
 def _largest(scan: DeviceScan, count: int) -> Hits:
-    """The elements of the ``count`` greatest keys, and all that are not finite."""
+    """Return the elements of the ``count`` greatest keys, and all non-finite elements."""
     candidates = _candidates(scan, count)
     if candidates is None:
         return _by_exact_threshold(scan, count)
-    if candidates.found < count:  # all that is not zero
+    # Fewer candidates are all nonzero elements: fill up with zeros.
+    if candidates.found < count:
         return _merged(candidates, scan.equal(0, count - candidates.found))
     keys = scan.keys(candidates.patterns)
     threshold = scan.kth_of(keys, count)
@@ -246,9 +250,9 @@ def _largest(scan: DeviceScan, count: int) -> Hits:
 
 
 def _candidates(scan: DeviceScan, count: int) -> Hits | None:
-    """A few more than ``count`` elements, with all of the greatest among them.
+    """Return slightly more than ``count`` elements, with all of the greatest among them.
 
-    Fewer than ``count`` only if these are all that are not zero. None without luck.
+    Fewer than ``count`` only if these are all nonzero elements. None if the sample misled.
     """
     rank = count
     if scan.numel > SAMPLE_NUMEL:
@@ -262,10 +266,10 @@ def _candidates(scan: DeviceScan, count: int) -> Hits | None:
 
 
 def _threshold(scan: DeviceScan, rank: int, seed: int) -> int:
-    """The ``rank``-th greatest key of a sample.
+    """Return the ``rank``-th greatest key of a sample.
 
-    At least 1: of zeros only a few of the lowest index are ever wanted. At most infinity's: NaN
-    has greater ones.
+    At least 1: zeros are only ever taken from the lowest index on. At most infinity's key, because
+    NaN has greater ones.
     """
     sample = scan.at(sample_positions(scan.numel, seed, scan.flat.device))
     key = scan.kth_of(scan.keys(sample.patterns), rank)

@@ -1,4 +1,4 @@
-"""What replay refuses: updates that are out of order, or do not fit the state."""
+"""Checks of updates: order, names, shapes and dtypes."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ __all__ = ["Checks", "check_order", "is_widening"]
 
 
 def check_order(updates: Sequence[Update], *, after: int | None, key: str | None) -> None:
-    """Refuses updates that are not of one optimizer, each with a higher LSN than the last.
+    """Refuse updates that are not of one optimizer with ascending LSNs.
 
     Args:
-        updates: to be applied.
-        after: LSN of the update that was applied last; None: of none.
-        key: of the optimizer; None: not known yet.
+        updates: updates to apply.
+        after: LSN of the last applied update; None: there was none.
+        key: key of the optimizer; None: not known yet.
 
     Raises:
-        ReplayError: names the first that is out of order.
+        ReplayError: names the first update that is out of order.
     """
     for update in updates:
         if after is not None and update.lsn <= after:
@@ -41,14 +41,14 @@ def check_order(updates: Sequence[Update], *, after: int | None, key: str | None
 
 @dataclass(frozen=True, slots=True)
 class Checks:
-    """Whether updates fit an optimizer and its parameters.
+    """Checks of updates against an optimizer and its parameters.
 
     Attributes:
         kind: class of the optimizer.
         defaults: its default hyperparameters.
-        names: of parameters, for each group.
+        names: parameter names of each group.
         parameters: by name.
-        relaid: entries that lie otherwise in memory than in training, by parameter.
+        relaid: entries whose memory layout differs from training's, by parameter.
     """
 
     kind: type[Optimizer]
@@ -58,39 +58,42 @@ class Checks:
     relaid: Mapping[str, str]
 
     def check(self, update: Update, momentum: set[str]) -> None:
-        """Refuses an update that does not fit.
+        """Refuse an update that does not fit.
 
         Args:
-            update: to be applied.
-            momentum: names of the parameters that have a momentum by then; what this update
-                gives one is added.
+            update: update to apply.
+            momentum: names of the parameters that have a momentum by then; extended by those that
+                get one
+                in this update.
 
         Raises:
-            ReplayError: says what does not fit.
+            ReplayError: with the reason.
         """
         where = f"update {update.lsn} of {update.optimizer!r}"
         self._check_groups(where, update)
         self._check_scaler(where, update, momentum)
         fused = any(options.get("fused") for options in update.groups)
         for name, gradient in update.gradients.items():
-            if why := self._misfit(name, gradient):
+            if why := self._mismatch(name, gradient):
                 raise ReplayError(f"{where}: {why}")
             if fused and isinstance(gradient, torch.Tensor) and has_gaps(gradient):
-                raise ReplayError(f"{where}: a fused kernel has read the gaps of {name!r}")
-            if fused and name in self.relaid and not self._side_by_side(name, gradient):
                 raise ReplayError(
-                    f"{where}: {self.relaid[name]!r} lies otherwise in memory than in training, "
-                    "and a fused kernel would give its elements each other's gradients",
-                    hint="build the model in the memory format in which it was trained",
+                    f"{where}: a fused kernel read the gaps between elements of {name!r}"
+                )
+            if fused and name in self.relaid and not self._has_same_layout(name, gradient):
+                raise ReplayError(
+                    f"{where}: the memory layout of {self.relaid[name]!r} differs from training's, "
+                    "and a fused kernel would apply gradients to the wrong elements",
+                    hint="build the model in the memory format of training",
                 )
 
     def _check_groups(self, where: str, update: Update) -> None:
         if len(update.groups) != len(self.names):
             raise ReplayError(
                 f"{where} has {len(update.groups)} parameter groups, the base {len(self.names)}",
-                hint="groups that are added in mid-run need a new base",
+                hint="a group that is added during training needs a new base",
             )
-        # Flags came with newer versions of torch, and have its defaults.
+        # Boolean flags may be missing: newer versions of torch added them, with defaults.
         needed = {
             key
             for key, value in self.defaults.items()
@@ -112,7 +115,7 @@ class Checks:
         for names, options in zip(self.names, update.groups, strict=True):
             concerned = [name for name in names if name in update.gradients]
             if given and concerned and not options.get("fused"):
-                raise ReplayError(f"{where}: {' and '.join(given)} of a group that is not fused")
+                raise ReplayError(f"{where}: {' and '.join(given)} for a group that is not fused")
             if self.kind is not SGD or not options.get("momentum"):
                 continue
             lost = [name for name in concerned if name not in momentum]
@@ -120,22 +123,22 @@ class Checks:
                 raise ReplayError(
                     f"{where}: a scaler skipped the first step of fused SGD, after which torch "
                     f"leaves the momentum uninitialised: {', '.join(lost)}",
-                    hint="start a new base after it",
+                    hint="capture a new base after it",
                 )
             momentum.update(concerned)
 
-    def _side_by_side(self, name: str, gradient: Gradient) -> bool:
-        """Whether a gradient lies in memory as its parameter does here."""
+    def _has_same_layout(self, name: str, gradient: Gradient) -> bool:
+        """Return True if a gradient has the memory layout of its parameter."""
         parameter = self.parameters[name]
         if not isinstance(gradient, torch.Tensor):
             return parameter.is_contiguous()
         return same_strides(parameter.shape, parameter.stride(), gradient.stride())
 
-    def _misfit(self, name: str, gradient: Gradient) -> str | None:
-        """Why this cannot be the gradient of that parameter, or None."""
+    def _mismatch(self, name: str, gradient: Gradient) -> str | None:
+        """Return why this cannot be the gradient of that parameter, or None."""
         parameter = self.parameters.get(name)
         if parameter is None:
-            return f"gradient of {name!r}, which is none of its parameters"
+            return f"gradient of {name!r}, which is not one of its parameters"
         if gradient.shape != parameter.shape:
             return (
                 f"gradient of {name!r} has shape {list(gradient.shape)}, "
@@ -150,8 +153,8 @@ class Checks:
 
 
 def is_widening(narrow: torch.dtype, wide: torch.dtype) -> bool:
-    """Whether every value of ``narrow`` is one of ``wide``: a log may leave out low bits that
-    are zero."""
+    """Return True if ``wide`` has every value of ``narrow``: a log may leave out low bits that are
+    zero."""
     if narrow == wide:
         return True
     if narrow.is_complex != wide.is_complex or narrow.is_floating_point != wide.is_floating_point:

@@ -1,4 +1,4 @@
-"""``Replayer``: applies logged updates of one optimizer to named tensors, in place."""
+"""``Replayer``: apply logged updates of one optimizer to named tensors, in place."""
 
 from __future__ import annotations
 
@@ -41,56 +41,61 @@ from everstep.replay.updates import Update
 __all__ = ["BLOCKS_PAY_ELEMENTS", "KERNELS_PAY_ELEMENTS", "Replayer"]
 
 BLOCKS_PAY_ELEMENTS = 32_000_000
-"""Elements times updates from which on blocks are taken. Before the first block the self-test runs
-and the program is compiled: 23 to 30 ms of a core. A state that is in the cache anyway gains next
-to nothing by them; of six updates, 3 million elements take 58 ms whole and 78 in blocks, 6 million
-as long, 12 million 320 and 215 (AdamW, AMD EPYC, torch 2.13). Not measured on a GPU."""
+"""Work, in elements times updates, from which blocks are used. Before the first block the self-test
+runs and the program is compiled: 23 to 30 ms of one core. A state that fits in the cache gains next
+to nothing. Six updates of 3 million elements take 58 ms on complete tensors and 78 ms in blocks, of
+6 million about the same, of 12 million 320 and 215 ms (AdamW, AMD EPYC, torch 2.13). Not measured
+on a GPU."""
 
 KERNELS_PAY_ELEMENTS = 20_000_000_000
-"""Likewise, from which on kernels are tried, unless they were asked for: to compile them takes
-seconds, in which a GPU passes over a state of some billions of elements several times. Not
-measured: no GPU was at hand."""
+"""Work from which kernels are tried, unless ``fast`` is set: compiling them takes seconds, in
+which a
+GPU makes several passes over a state of some billions of elements. Not measured on a GPU."""
 
 
 _NONE: Mapping[str, str] = MappingProxyType({})
 
 
 class Replayer:
-    """Applies updates of one optimizer to named tensors, in place.
+    """Apply updates of one optimizer to named tensors, in place.
 
-    Several ways, chosen for each update, with the same bits:
+    Several methods with the same bits, chosen for each update:
 
-    - the optimizer's own ``step()`` over the logged gradients, on whole tensors;
-    - SGD, Adam and AdamW on the CPU, once their state exists and there is enough to do
-      (:data:`BLOCKS_PAY_ELEMENTS`): torch's functional forms of the same variant, block by
-      block, over all updates of a call (``blocked``);
-    - the same on one CUDA device, in slices of tensors that are laid end to end (``slices``), or,
-      where there is very much to do, by kernels (``kernels``).
+    - the optimizer's own ``step()`` over the logged gradients, on complete tensors;
 
-    To be used by one thread at a time.
+    - SGD, Adam and AdamW on the CPU, once their state exists and the work is large enough
+    (:data:`BLOCKS_PAY_ELEMENTS`): torch's functional forms of the same variant, block by block,
+    over all updates of a call (``blocked``);
+
+    - the same on one CUDA device, in slices of tensors that are joined end to end (``slices``) or,
+    if there is very much work, by kernels (``kernels``).
+
+    For use by one thread at a time.
 
     Args:
         kind: class of the optimizer.
         params: parameter names of each group, in order.
-        tensors: parameters by name; updated in place. Views of shared memory will do.
-        state: ``optimizer.state`` by parameter name; its tensors are updated in place.
-            Empty, or without some parameters, where the optimizer had not made it yet.
+        tensors: parameters by name; updated in place. Views of shared memory are accepted.
+        state: ``optimizer.state`` by parameter name; its tensors are updated in place. Parameters
+            whose
+            state the optimizer had not made yet are absent.
         groups: hyperparameters of each group at the base.
-        threads: Python threads that share the work of the blocked way, each with one of
-            torch's.
+        threads: Python threads that share the work on blocks, each with one of torch's.
         training_threads: number of torch's threads in training, which the bits of large
-            half-precision tensors depend on; None: not known.
-        fast: kernels will do whose last bits are not those of ``step()``; once one was used,
-            nothing is exact any more.
-        relaid: names of tensors that lie otherwise in memory than in training, by the parameter
-            that they are or are the state of.
+            half-precision
+            tensors depend on; None: unknown.
+        fast: allow kernels whose last bits differ from ``step()``; after the first use nothing is
+            exact.
+        relaid: tensors whose memory layout differs from training's, by the parameter that they are
+            or
+            belong to.
 
     Attributes:
-        exact: whether what :meth:`apply` gives is bit for bit what training had. Once False
-            it stays so (I9).
+        exact: the result of :meth:`apply` is bit for bit that of training. Once False, it stays so
+            (I9).
 
     Raises:
-        UnsupportedStateError: this optimizer cannot be replayed; says why.
+        UnsupportedStateError: this optimizer cannot be replayed, with the reason.
         ReplayError: names, tensors, state and groups do not fit together.
     """
 
@@ -116,7 +121,7 @@ class Replayer:
         if len(names) != len(groups):
             raise ReplayError(f"{len(names)} groups of parameters, {len(groups)} of options")
         if doubled := sorted(name for name, times in Counter(flat_names).items() if times > 1):
-            raise ReplayError(f"parameters in more than one place: {doubled}")
+            raise ReplayError(f"parameters listed more than once: {doubled}")
         if missing := [name for name in flat_names if name not in tensors]:
             raise ReplayError(f"no tensors of parameters {missing}")
         if unknown := sorted(set(state).difference(flat_names)):
@@ -124,7 +129,7 @@ class Replayer:
         for name in flat_names:
             if why := tensor_refusal(tensors[name]):
                 raise _unsupported(kind, f"{name}: {why}")
-        # Tensors of their own over the same memory: they have a `grad` of their own, too.
+        # Detached tensors over the same memory, so that each has a `grad` of its own.
         own = {name: tensors[name].detach() for name in flat_names}
         members = [[own[name] for name in group] for group in names]
         for options, group in zip(groups, members, strict=True):
@@ -134,9 +139,8 @@ class Replayer:
         eager = [name for name in flat_names if optimizer.state.get(own[name])]
         if lost := [name for name in eager if not state.get(name)]:
             raise ReplayError(
-                f"{kind.__name__} makes its state when it is built; there is none of {lost}",
-                hint="a base of this optimizer holds it: it is not there from the start only "
-                "where an optimizer makes it in its first step",
+                f"{kind.__name__} makes its state when it is built; the state of {lost} is missing",
+                hint="a base of this optimizer must hold its state",
             )
         optimizer.state.clear()
         for name, values in state.items():
@@ -160,20 +164,20 @@ class Replayer:
         fast: bool = False,
         relaid: Mapping[str, str] = _NONE,
     ) -> Replayer:
-        """Around a live optimizer, which holds the state of the base.
+        """Return a replayer around a live optimizer, which holds the state of the base.
 
-        It and its parameters are updated in place, and so are the hyperparameters of its groups:
-        as in the last update, in the end. No hook runs, neither its own nor global ones;
-        ``grad`` of each parameter is as before.
+        The optimizer and its parameters are updated in place, and so are the hyperparameters of its
+        groups, which end as in the last update. No hook runs, neither its own nor global ones;
+        ``grad`` of each parameter is left as it is.
 
         Args:
             optimizer: the user's.
-            names: of all of its parameters, by ``id(parameter)``.
+            names: names of all its parameters, by ``id(parameter)``.
             threads: as for the constructor; None: as many as torch has.
             fast, relaid: as for the constructor.
 
         Raises:
-            UnsupportedStateError: it cannot be replayed; says why.
+            UnsupportedStateError: the optimizer cannot be replayed, with the reason.
             ReplayError: a parameter has no name.
         """
         if why := refusal(optimizer):
@@ -218,30 +222,31 @@ class Replayer:
         self._relaid = relaid
         self._at_once = self._fast_path(threads)
         self._size = sum(parameter.numel() for parameter in self._parameters.values())
-        self._work = 0  # elements times updates, up to now
+        self._work = 0  # elements times updates so far
         self._key: str | None = None
         self._lsn: int | None = None
         self._broken: str | None = None
         self._judged: set[tuple[str, ...]] = set()
-        self.exact = self._as_it_lies()
+        self.exact = self._layout_exactness()
         self._judge(optimizer.param_groups)
 
     def _fast_path(self, threads: int) -> Blocked | Sliced | None:
-        """What applies several updates at once, where its bits are proven."""
+        """Return the fast path for this device and class, None if there is none."""
         devices = {parameter.device for parameter in self._parameters.values()}
-        if self._kind not in KINDS or len(devices) != 1 or not _apart(self._parameters.values()):
+        if self._kind not in KINDS or len(devices) != 1 or not _disjoint(self._parameters.values()):
             return None
         self._device = devices.pop()
-        way = _way(self._device)
-        if way == "blocks":
+        path = _fast_path_kind(self._device)
+        if path == "blocks":
             compiled = functools.partial(compiled_is_exact, self._kind)
             return Blocked(self._optimizer, self._names, threads=threads, compiled=compiled)
-        if way == "slices":
+        if path == "slices":
             return Sliced(self._optimizer, self._names, kernel=self._kernel)
         return None
 
     def _kernel(self, update: Update, number: int) -> Kernel | None:
-        """What may stand for torch's functions on slices of float32."""
+        """Return a kernel to use instead of torch's functions on slices of float32, None if there
+        is none."""
         if not self._fast and self._work < KERNELS_PAY_ELEMENTS:
             return None
         found = kernel_for(self._kind, update, number, self._device, inexact=self._fast)
@@ -258,39 +263,41 @@ class Replayer:
 
     @property
     def state(self) -> Mapping[str, Mapping[str, Any]]:
-        """``optimizer.state`` by parameter name, with what the optimizer has created."""
+        """``optimizer.state`` by parameter name, including state that the optimizer created."""
         held = self._optimizer.state
         return {name: held[p] for name, p in self._parameters.items() if p in held}
 
     @property
     def lsn(self) -> int | None:
-        """Number of the last update that was applied; None before the first."""
+        """LSN of the last applied update; None before the first."""
         return self._lsn
 
     def apply(self, updates: Sequence[Update]) -> None:
-        """Applies updates in their order; several in one call are faster than one by one.
+        """Apply updates in their order; several in one call are faster than one by one.
 
-        All of them are checked before the first is applied. When one is refused, nothing
-        has changed.
+        All of them are checked before the first is applied. If one is refused, nothing has changed.
 
         Args:
-            updates: of this optimizer, each with a higher LSN than the one before. That none
-                is missing must be known already: see
+            updates: of this optimizer, with ascending LSNs. The caller has checked that none is
+                missing: see
                 :func:`~everstep.replay.updates.check_complete`.
 
         Raises:
-            ReplayError: an update is out of order or does not fit; or one failed half-way,
-                which leaves state that is of no use.
+            ReplayError: an update is out of order or does not fit; or one failed half-way, which
+                leaves the
+                state unusable.
         """
         if self._broken is not None:
             raise ReplayError(
                 f"an earlier update failed half-way: {self._broken}",
-                hint="load the base again and replay from there",
+                hint="load the base again and replay from it",
             )
         updates = list(updates)
         self._check(updates)
         if not updates:
             return
+        # Set before the first change: an interrupt leaves a mixture of steps that no later call may
+        # build on.
         self._broken = f"update {updates[0].lsn} or one of the next {len(updates) - 1}"
         try:
             self._apply(updates)
@@ -298,7 +305,7 @@ class Replayer:
             self._broken = f"{type(error).__name__}: {error}"
             raise ReplayError(
                 f"updates {updates[0].lsn} to {updates[-1].lsn} failed half-way: {self._broken}",
-                hint="load the base again and replay from there",
+                hint="load the base again and replay from it",
             ) from error
         self._broken = None
         self._key = updates[-1].optimizer
@@ -312,7 +319,7 @@ class Replayer:
         self._work += self._size * len(updates)
         waiting: list[Update] = []
 
-        def work_off() -> None:
+        def apply_waiting() -> None:
             if waiting:
                 assert self._at_once is not None
                 self._at_once.run(waiting)
@@ -320,16 +327,17 @@ class Replayer:
                 waiting.clear()
 
         for update in updates:
-            # The blocked way creates no state: what is not there now is not there then.
+            # Fast paths create no state, so the decision for an update does not depend on waiting
+            # ones.
             if self._takes_blocks(update):
                 waiting.append(update)
                 continue
-            work_off()
+            apply_waiting()
             self._step(update)
-        work_off()
+        apply_waiting()
 
     def _step(self, update: Update) -> None:
-        """The optimizer's own step."""
+        """Run the optimizer's own step."""
         before = torch.get_num_threads()
         if self._training_threads is not None:
             torch.set_num_threads(self._training_threads)
@@ -340,7 +348,8 @@ class Replayer:
         self._keep_in_place()
 
     def _keep_in_place(self) -> None:
-        """Some optimizers bind new tensors: puts their values where the caller has the old."""
+        """Copy the values of state tensors that the optimizer replaced into the caller's
+        tensors."""
         moved = []
         for (name, key), given in self._given.items():
             values = self._optimizer.state.get(self._parameters[name], {})
@@ -373,7 +382,7 @@ class Replayer:
         return blocked_is_exact(self._kind, update, number, dtype)
 
     def _judge(self, groups: Sequence[Mapping[str, Any]]) -> None:
-        """Keeps :attr:`exact` true to what is replayed."""
+        """Keep :attr:`exact` true to the updates that are replayed."""
         if not self.exact.exact:
             return
         device_types = sorted({p.device.type for p in self._parameters.values()})
@@ -392,37 +401,42 @@ class Replayer:
                     self.exact = Exactness(False, f"{why}, and those of training are not known")
                     return
 
-    def _as_it_lies(self) -> Exactness:
-        """Whether what lies otherwise than in training has its bits all the same."""
+    def _layout_exactness(self) -> Exactness:
+        """Return the exactness given the tensors whose memory layout differs from training's."""
         for name, entry in self._relaid.items():
             if name in self._parameters and self._parameters[name].dtype in HALVES:
                 return Exactness(
                     False,
-                    f"{entry!r} lies otherwise in memory than in training, and how torch rounds "
-                    "half precision depends on that",
+                    f"the memory layout of {entry!r} differs from training's, and torch's rounding "
+                    "of half precision depends on it",
                 )
         return Exactness(True, "")
 
     def _check(self, updates: Sequence[Update]) -> None:
         members = [p for group in self._optimizer.param_groups for p in group["params"]]
         if list(map(id, members)) != list(map(id, self._parameters.values())):
-            raise ReplayError("the optimizer's parameters are not those that it had")
+            raise ReplayError("the optimizer's parameters have been replaced")
         check_order(updates, after=self._lsn, key=self._key)
-        own = self._parameters, self._relaid
-        checks = Checks(self._kind, self._optimizer.defaults, self._names, *own)
+        checks = Checks(
+            kind=self._kind,
+            defaults=self._optimizer.defaults,
+            names=self._names,
+            parameters=self._parameters,
+            relaid=self._relaid,
+        )
         states = self.state.items()
         momentum = {name for name, values in states if values.get("momentum_buffer") is not None}
         for update in updates:
             checks.check(update, momentum)
 
 
-def _way(device: torch.device) -> str | None:
-    """What applies several updates at once on a device."""
+def _fast_path_kind(device: torch.device) -> str | None:
+    """Return the kind of fast path for a device, None if there is none."""
     return {"cpu": "blocks", "cuda": "slices"}.get(device.type)
 
 
-def _apart(tensors: Iterable[torch.Tensor]) -> bool:
-    """Whether no two lie in the same memory: else what is updated first matters."""
+def _disjoint(tensors: Iterable[torch.Tensor]) -> bool:
+    """Return True if no two tensors share memory; otherwise the order of updates would matter."""
     spans = []
     for tensor in tensors:
         if tensor.numel():

@@ -1,14 +1,16 @@
-"""Which optimizers can be replayed, and where replay gives the very bits of training (I9).
+"""Optimizers that can be replayed, and configurations where replay is bit-exact (I9).
 
-Three questions, apart from each other:
+Three separate questions:
 
-- *May it be logged at all?* :func:`refusal` answers before training starts. An update must be
-  a function of a parameter, its gradient, its state and the hyperparameters, by code that is
-  at hand when it is replayed.
-- *Is the result exact?* :func:`exactness` answers from :data:`MATRIX`; what is not listed there
-  is not exact, however likely it may be.
-- *May tensors be cut up?* :func:`is_elementwise`: Adafactor sums over rows and columns, Muon
-  multiplies matrices; they are replayed on whole tensors only.
+- *May it be logged?* :func:`refusal` answers before training starts. An update must be a function
+of a parameter, its gradient, its state and the hyperparameters, by code that is available at
+replay.
+
+- *Is the result exact?* :func:`exactness` answers from :data:`MATRIX`; a configuration that is not
+listed there is not called exact, however likely it is.
+
+- *May tensors be cut?* :func:`is_elementwise`: Adafactor sums over rows and columns, Muon
+multiplies matrices; they are replayed on complete tensors only.
 """
 
 from __future__ import annotations
@@ -49,12 +51,13 @@ Kind = type[Optimizer]
 
 @dataclass(frozen=True, slots=True)
 class Exactness:
-    """Whether replay gives the bits of training.
+    """Statement whether replay gives the bits of training.
 
     Attributes:
-        exact: it does, as long as the fingerprint (torch, number of its threads, machine) is
+        exact: True if it does, as long as the fingerprint (torch, its number of threads, machine)
+            is
             that of training.
-        why: why not; ``""`` when it does.
+        why: reason if not; ``""`` if it does.
     """
 
     exact: bool
@@ -63,11 +66,11 @@ class Exactness:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One configuration for which replay is bit for bit what training does.
+    """Configuration for which replay is bit-exact.
 
     Attributes:
         optimizer: class of ``torch.optim``.
-        variant: which of torch's implementations runs: ``"for-loop"``, ``"foreach"``, ``"fused"``.
+        variant: torch's implementation: ``"for-loop"``, ``"foreach"``, ``"fused"``.
         device: device type of the parameters, the same in training and replay.
     """
 
@@ -97,7 +100,7 @@ _ELEMENTWISE = dict.fromkeys([*_FOREACH, "SparseAdam"], True) | {
     "Muon": False,
 }
 """The classes of ``torch.optim`` that can be replayed, and whether each element of a parameter
-is updated on its own. Not every torch has all of them."""
+is updated independently of the others. Not every torch has all of them."""
 
 _TORCH: dict[str, Kind] = {
     name: getattr(torch.optim, name) for name in _ELEMENTWISE if hasattr(torch.optim, name)
@@ -110,14 +113,14 @@ _FOREACH_DEVICES = ("cuda", "xpu", "mtia")
 
 
 def kind_name(kind: Kind) -> str:
-    """The name under which a class is found again, e.g. ``"torch.optim.adamw.AdamW"``."""
+    """Return the qualified name of a class, e.g. ``"torch.optim.adamw.AdamW"``."""
     return f"{kind.__module__}.{kind.__qualname__}"
 
 
 def replay_kind(name: str) -> Kind | None:
-    """The optimizer class of this name, if it is one that can be replayed.
+    """Return the optimizer class of this name, None if it cannot be replayed.
 
-    Nothing is imported: names come from files. A class of the user's must be declared first.
+    Nothing is imported, since names come from files. A user's class must be declared first.
 
     Args:
         name: as :func:`kind_name` gives it, or ``"torch.optim.AdamW"``.
@@ -131,15 +134,15 @@ def replay_kind(name: str) -> Kind | None:
 
 
 def declare(kind: Kind, *, elementwise: bool) -> None:
-    """Lets optimizers of a class of one's own be logged and replayed.
+    """Allow optimizers of a user's class to be logged and replayed.
 
-    The class promises that what ``step()`` does to a parameter is a function of the parameter,
-    its gradient, its entry in ``optimizer.state`` and its group's hyperparameters, and nothing
-    else: no random numbers, no closure, no other parameter, no attributes that change.
+    The declaration promises that ``step()`` computes a parameter from the parameter, its gradient,
+    its entry in ``optimizer.state`` and its group's hyperparameters, and nothing else: no random
+    numbers, no closure, no other parameter, no changing attributes.
 
     Args:
         kind: the class. ``kind(groups)`` or ``kind(groups, **hyperparameters)`` must build one.
-        elementwise: whether each element is updated on its own, so that part of a tensor can
+        elementwise: True if each element is updated independently, so that some of a tensor can
             be replayed without the rest.
 
     Raises:
@@ -148,14 +151,12 @@ def declare(kind: Kind, *, elementwise: bool) -> None:
     if not (isinstance(kind, type) and issubclass(kind, Optimizer)):
         raise OptionError(f"{kind!r} is no torch.optim.Optimizer class")
     if _is_torchs(kind):
-        raise OptionError(
-            f"{kind_name(kind)} cannot be declared: what is known of torch's own classes is fixed"
-        )
+        raise OptionError(f"{kind_name(kind)} cannot be declared: torch's own classes are fixed")
     _DECLARED[kind_name(kind)] = (kind, elementwise)
 
 
 def is_elementwise(kind: Kind) -> bool:
-    """Whether each element of a parameter is updated on its own."""
+    """Return True if each element of a parameter is updated independently of the others."""
     if _TORCH.get(kind.__name__) is kind:
         return _ELEMENTWISE[kind.__name__]
     declared = _DECLARED.get(kind_name(kind))
@@ -163,10 +164,10 @@ def is_elementwise(kind: Kind) -> bool:
 
 
 def variant_of(options: Mapping[str, Any], device_type: str) -> str:
-    """Which of torch's implementations a parameter group with these hyperparameters runs.
+    """Return the implementation of torch that a parameter group with these hyperparameters runs.
 
-    torch decides so in each optimizer's function (``torch.optim.adam.adam`` and the like): a
-    flag that is set wins; where none is given, native tensors on accelerators take foreach.
+    torch decides in each optimizer's function (``torch.optim.adam.adam`` and the like): a flag that
+    is set wins; if none is given, native tensors on accelerators take foreach.
     """
     foreach = options.get("foreach")
     fused = options.get("fused")
@@ -187,14 +188,15 @@ def exactness(
     *,
     elementwise_declared: bool = False,
 ) -> Exactness:
-    """Whether replay of this configuration gives the bits of training.
+    """Return whether replay of this configuration gives the bits of training.
 
     Args:
         kind: class of the optimizer.
         groups: hyperparameters of its parameter groups.
-        device_type: of the parameters, in training and in replay.
-        elementwise_declared: the class was declared by its user. It is replayed by its own
-            code, but nothing here has proven it: only an audit can.
+        device_type: device type of the parameters, in training and in replay.
+        elementwise_declared: the class was declared by its user. Its own code replays it, but only
+            an
+            audit can prove exactness.
     """
     name = kind_name(kind)
     if _TORCH.get(kind.__name__) is not kind:
@@ -219,17 +221,17 @@ _SERIAL_ELEMENTS = 32768
 
 
 def thread_dependence(options: Mapping[str, Any], parameters: Iterable[torch.Tensor]) -> str | None:
-    """Why the bits of an update depend on the number of torch's threads, or None.
+    """Return why the bits of an update depend on the number of torch's threads, or None.
 
-    torch gives each thread a stretch of a large CPU tensor. The last elements of a stretch go
-    through scalar code, which rounds bf16 and fp16 at other places than vector code does; for
-    wider types the two agree, but for the sign of a zero that ``lerp`` makes of a negative one,
-    with all of its weight at the other end (Adam with ``beta1 = 0``). Fused kernels share work out
-    in whole vectors.
+    torch gives each thread a range of a large CPU tensor. The last elements of a range go through
+    scalar code, which rounds bf16 and fp16 differently from vector code. For wider types the two
+    agree, except for the sign of a zero that ``lerp`` makes of a negative one when all of its
+    weight is at the other end (Adam with ``beta1 = 0``). Fused kernels share work in complete
+    vectors.
 
     Args:
         options: hyperparameters of a parameter group.
-        parameters: of that group.
+        parameters: parameters of that group.
     """
     if variant_of(options, "cpu") == "fused":
         return None
@@ -248,17 +250,18 @@ def _forgets_at_once(options: Mapping[str, Any]) -> bool:
     return betas is not None and float(betas[0]) == 0.0
 
 
-# --- What cannot be replayed ------------------------------------------------------------
+# --- Refusals ------------------------------------------------------------
 
 
 def refusal(optimizer: Optimizer, *, parts: bool = False) -> str | None:
-    """Why the updates of this optimizer cannot be logged and replayed, or None if they can.
+    """Return why the updates of this optimizer cannot be logged and replayed, or None if they can.
 
-    To be asked before training starts. Sparse gradients show only in training; see
+    For use before training starts. Sparse gradients show only in training; see
     :meth:`~everstep.replay.engine.Replayer.apply`.
 
     Args:
-        parts: of parameters that are spread over ranks, each rank replays its own part.
+        optimizer: optimizer to check.
+        parts: each rank replays its own shards of sharded parameters.
     """
     return next(_refusals(optimizer, parts), None)
 
@@ -269,7 +272,7 @@ def _refusals(optimizer: Optimizer, parts: bool) -> Iterator[str]:
         yield why
         return
     replaced = vars(optimizer).get("step")
-    # Schedulers put a wrapper on the instance that only notes the call.
+    # Schedulers put a wrapper on the instance that only counts calls.
     if replaced is not None and _innermost(replaced) is not _innermost(kind.step):
         yield f"the step() of this {kind.__name__} was replaced by {replaced!r}"
     for group in optimizer.param_groups:
@@ -287,7 +290,7 @@ def _refusals(optimizer: Optimizer, parts: bool) -> Iterator[str]:
 
 
 def kind_refusal(kind: Kind) -> str | None:
-    """Why no optimizer of this class can be replayed, or None."""
+    """Return why no optimizer of this class can be replayed, or None."""
     if _TORCH.get(kind.__name__) is kind or _DECLARED.get(kind_name(kind), (None,))[0] is kind:
         return None
     if kind is torch.optim.LBFGS:
@@ -306,7 +309,7 @@ def kind_refusal(kind: Kind) -> str | None:
 def options_refusal(
     kind: Kind, options: Mapping[str, Any], parameters: Sequence[torch.Tensor]
 ) -> str | None:
-    """Why a parameter group with these hyperparameters cannot be replayed, or None."""
+    """Return why a parameter group with these hyperparameters cannot be replayed, or None."""
     if options.get("differentiable"):
         return "differentiable=True: the update is part of a graph, not a change in place"
     if options.get("capturable"):
@@ -331,7 +334,7 @@ def options_refusal(
 
 
 def tensor_refusal(parameter: torch.Tensor) -> str | None:
-    """Why updates of this parameter cannot be replayed, or None."""
+    """Return why updates of this parameter cannot be replayed, or None."""
     if type(parameter) not in (torch.Tensor, torch.nn.Parameter):
         return f"a {type(parameter).__name__} is not a plain tensor"
     if parameter.layout != torch.strided:
@@ -341,14 +344,14 @@ def tensor_refusal(parameter: torch.Tensor) -> str | None:
 
 @functools.cache
 def _fused_sgd_reads_astray(dtype: torch.dtype) -> bool:
-    """Whether what lies behind a tensor in memory has an influence on its update.
+    """Return True if the memory after a tensor influences its update.
 
-    Found in torch 2.13, whose kernel takes the half-precision momentum for fp32 numbers.
+    Found in torch 2.13, whose kernel reads the half-precision momentum as fp32 numbers.
     """
     results = []
-    for behind in (0.0, 1.0):
+    for neighbour in (0.0, 1.0):
         ones = torch.ones(64, dtype=dtype, device="cpu")
-        memory = torch.cat([ones, torch.full_like(ones, behind)])
+        memory = torch.cat([ones, torch.full_like(ones, neighbour)])
         momentum = memory.clone()
         gradient = ones.clone()
         parameter = ones.clone()

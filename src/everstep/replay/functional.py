@@ -1,7 +1,7 @@
-"""torch's functional forms of SGD, Adam and AdamW, all called in one way.
+"""torch's functional forms of SGD, Adam and AdamW, behind one signature.
 
-They run on any tensors, parts of parameters as well, in the variant (for-loop, foreach,
-fused) that the hyperparameters ask for; ``torch.optim``'s classes call the same functions.
+They run on any tensors, blocks of parameters as well, in the variant (for-loop, foreach, fused)
+that the hyperparameters select; ``torch.optim``'s classes call the same functions.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ Call = Callable[[Tensors, Tensors, Mapping[str, Tensors], Tensors, Mapping[str, 
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """What a functional form of torch wants.
+    """Functional form of an optimizer class.
 
     Attributes:
-        moments: names of the state tensors of a parameter's shape.
-        counts: whether there is a ``step``.
+        moments: returns the names of the state tensors that have the parameter's shape.
+        counts: True if there is a ``step``.
         call: the functional form: parameters, gradients, moments, steps, options, update.
     """
 
@@ -53,10 +53,11 @@ def _call_adam(
 ) -> None:
     beta1, beta2 = options["betas"]
     decoupled = options["decoupled_weight_decay"]
-    alike = len({parameter.dtype for parameter in parameters}) == 1
-    if options["fused"] and alike and isinstance(beta1, float):
-        # As torch.optim.adam._fused_adam does it, but for the sorting by device and dtype,
-        # which takes Python several times as long.
+    same_dtype = len({parameter.dtype for parameter in parameters}) == 1
+    if options["fused"] and same_dtype and isinstance(beta1, float):
+        # As torch.optim.adam._fused_adam does, without its grouping by device and dtype, which
+        # takes
+        # several times as long in Python.
         for step in steps:
             step.add_(1)
         operator: Any = torch._fused_adamw_ if decoupled else torch._fused_adam_
@@ -148,12 +149,12 @@ _FLAGS = {"foreach": None, "fused": None, "maximize": False, "amsgrad": False, "
 
 
 def form_of(kind: type[Optimizer]) -> Form:
-    """The functional form of a class in :data:`KINDS`."""
+    """Return the functional form of a class in :data:`KINDS`."""
     return _FORMS[kind]
 
 
 def options_of(kind: type[Optimizer], update: Update) -> list[Mapping[str, Any]]:
-    """Hyperparameters of each group, with torch's defaults for flags that older versions did
-    not have."""
+    """Return the hyperparameters of each group, with torch's defaults for flags that older versions
+    did not have."""
     decoupled = {"decoupled_weight_decay": kind is AdamW}
     return [{**_FLAGS, **decoupled, **options} for options in update.groups]

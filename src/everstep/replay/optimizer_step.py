@@ -1,4 +1,4 @@
-"""The optimizer's own ``step()``, run over gradients that are handed in, without hooks."""
+"""The optimizer's own ``step()``, run over given gradients and without hooks."""
 
 from __future__ import annotations
 
@@ -57,7 +57,8 @@ _DEFAULT_DTYPE_LOCK = threading.RLock()
 
 
 def makes_state_when_built(kind: type[Optimizer], groups: Sequence[Mapping[str, Any]]) -> bool:
-    """Whether an optimizer of these groups' hyperparameters has state before its first update."""
+    """Return True if an optimizer of these groups' hyperparameters has state before its first
+    update."""
     return bool(groups) and bool(build(kind, [[torch.zeros(1, device="cpu")]], groups[:1]).state)
 
 
@@ -66,7 +67,7 @@ def build(
     parameters: Sequence[Sequence[torch.Tensor]],
     groups: Sequence[Mapping[str, Any]],
 ) -> Optimizer:
-    """A new optimizer over ``parameters`` with the hyperparameters of ``groups``.
+    """Build an optimizer over ``parameters`` with the hyperparameters of ``groups``.
 
     Raises:
         UnsupportedStateError: its class cannot be built from groups.
@@ -96,9 +97,10 @@ def build(
 
 
 def set_options(optimizer: Optimizer, groups: Sequence[Mapping[str, Any]]) -> None:
-    """Gives each group the hyperparameters of ``groups``.
+    """Set the hyperparameters of each group.
 
-    A tensor is written into the one that is there: a scheduler or a captured graph may hold it.
+    The value of a tensor is copied into the existing one, which a scheduler or a captured graph may
+    hold.
     """
     for group, options in zip(optimizer.param_groups, groups, strict=True):
         for key, value in options.items():
@@ -121,7 +123,7 @@ def _put(old: Any, new: Any) -> Any:
 
 
 def _copied(value: Any) -> Any:
-    """The value, with tensors and containers of its own."""
+    """Copy a value, with its tensors and containers."""
     if isinstance(value, torch.Tensor):
         return value.detach().clone()
     if type(value) in (list, tuple):
@@ -132,7 +134,7 @@ def _copied(value: Any) -> Any:
 
 
 def writes_gradients(kind: type[Optimizer], groups: Sequence[Mapping[str, Any]]) -> bool:
-    """Whether ``step()`` may write to the gradients, as far as is known without a scaler.
+    """Return True if ``step()`` may write to the gradients, as far as is known without a scaler.
 
     foreach SGD with Nesterov momentum adds the momentum into them.
     """
@@ -149,10 +151,10 @@ def writes_gradients(kind: type[Optimizer], groups: Sequence[Mapping[str, Any]])
 
 
 def step_over(optimizer: Optimizer, parameters: Mapping[str, torch.Tensor], update: Update) -> None:
-    """Runs ``step()`` once over the gradients of ``update``, which must fit.
+    """Run ``step()`` once over the gradients of ``update``, which must fit.
 
-    ``grad`` of every parameter, hooks, and what a ``GradScaler`` may have left on the
-    optimizer are as before afterwards.
+    ``grad`` of every parameter, hooks, and attributes that a ``GradScaler`` left on the optimizer
+    are restored afterwards.
     """
     # Fused kernels write the unscaled gradients back.
     copies = update.grad_scale is not None or writes_gradients(type(optimizer), update.groups)
@@ -175,7 +177,7 @@ def step_over(optimizer: Optimizer, parameters: Mapping[str, torch.Tensor], upda
 
 
 def _as_consumed(gradient: Gradient, parameter: torch.Tensor, copies: bool) -> torch.Tensor:
-    """A gradient as ``parameter.grad``; another tensor than the logged one if ``copies``."""
+    """Return a gradient for ``parameter.grad``; a copy of the logged one if ``copies``."""
     logged = dense(gradient)
     if logged.layout != torch.strided:  # sparse ones
         found = logged.to(parameter.device, parameter.dtype)
@@ -187,7 +189,7 @@ def _as_consumed(gradient: Gradient, parameter: torch.Tensor, copies: bool) -> t
 
 
 def own_step(kind: type[Optimizer]) -> Callable[..., Any]:
-    """``kind.step`` as it was written: without torch's wrapper that calls the hooks."""
+    """Return ``kind.step`` without torch's wrapper that calls the hooks."""
     step: Any = kind.step
     while getattr(step, "__code__", None) is _HOOKED:
         step = step.__wrapped__
@@ -196,8 +198,8 @@ def own_step(kind: type[Optimizer]) -> Callable[..., Any]:
 
 @contextmanager
 def default_dtype(dtype: torch.dtype | None) -> Iterator[None]:
-    """Within it torch's default dtype is this one (None: whichever it is). It is one of the whole
-    process: one replay at a time, and whatever else runs here has it meanwhile, too."""
+    """Set torch's default dtype for a block; None: leave it. The dtype is global to the process:
+    only one replay runs at a time, and other threads see it meanwhile."""
     if dtype is None:
         yield
         return
@@ -215,13 +217,15 @@ def default_dtype(dtype: torch.dtype | None) -> Iterator[None]:
 
 @contextmanager
 def _without_hooks(optimizer: Optimizer) -> Iterator[Callable[..., Any]]:
-    """Its step, inside which no hook runs, also where a subclass calls ``super().step()``."""
+    """Yield the step function; no hook runs inside it, even if a subclass calls
+    ``super().step()``."""
     kind = type(optimizer)
-    if kind.__module__.startswith("torch.optim."):  # one step, and it was taken out of its wrapper
+    if kind.__module__.startswith("torch.optim."):  # a single step function, already unwrapped
         yield own_step(kind)
         return
     names = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
     held = [getattr(optimizer, name) for name in names]
+    # Global hooks are shared by all optimizers: two replays at a time would restore each other's.
     with _GLOBAL_HOOKS_LOCK:
         held_global = [dict(hooks) for hooks in _GLOBAL_HOOKS]
         try:
@@ -239,7 +243,7 @@ def _without_hooks(optimizer: Optimizer) -> Iterator[Callable[..., Any]]:
 
 @contextmanager
 def _scaler(optimizer: Optimizer, update: Update) -> Iterator[None]:
-    """Hands over what ``GradScaler.step`` hands to a fused optimizer: two attributes."""
+    """Set the two attributes that ``GradScaler.step`` sets on a fused optimizer."""
     own = vars(optimizer)
     names = ("grad_scale", "found_inf")
     held = {name: own.pop(name) for name in names if name in own}

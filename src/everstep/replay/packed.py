@@ -1,8 +1,8 @@
-"""Gradients that training consumed compressed, kept in that form until an update needs them.
+"""Compressed gradients, kept in that form until an update needs them.
 
-A log of compressed gradients is small; made dense, five steps of it would take more memory than
-the parameters and their moments. Here a block of a gradient is made dense in the cache, just
-before the update of that block (LowDiff section IV-C: decompression is part of recovery).
+A log of compressed gradients is small; in dense form, five steps of it would take more memory than
+the parameters and their moments. A block of a gradient is made dense in the cache, just before the
+update of that block (LowDiff section IV-C: decompression is part of recovery).
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ __all__ = ["Gradient", "Packed", "dense"]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Packed:
-    """A compressed gradient; stands for a contiguous tensor.
+    """Compressed gradient; represents a contiguous tensor.
 
     Attributes:
-        form: of the flat tensor, in row-major order. Checked: it may come from outside.
-        shape: of the tensor.
+        form: compressed flat tensor in row-major order; checked, since it may come from outside.
+        shape: shape of the tensor.
     """
 
     form: Sparse | Int8
@@ -32,44 +32,45 @@ class Packed:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the dense tensor."""
+        """dtype of the dense tensor."""
         return self.form.dtype
 
     @property
     def device(self) -> torch.device:
-        """Of the form, and of the dense tensor."""
+        """Device of the form and of the dense tensor."""
         return self.form.values.device
 
     @property
     def layout(self) -> torch.layout:
-        """Of the dense tensor."""
+        """Layout of the dense tensor."""
         return torch.strided
 
     def numel(self) -> int:
-        """Elements of the dense tensor."""
+        """Return the number of elements of the dense tensor."""
         return math.prod(self.shape)
 
     def dense(self) -> torch.Tensor:
-        """The tensor that training consumed, in memory of its own."""
+        """Return the tensor that training consumed, in memory of its own."""
         return self.form.dense().view(self.shape)
 
     def part(self, elements: slice) -> Packed:
-        """Some elements in row-major order, shape ``[n]``; shares memory with this one.
+        """Return a range of elements in row-major order, shape ``[n]``; shares memory with this
+        one.
 
         Args:
-            elements: start and stop, in range; int8 forms begin at a multiple of 256.
+            elements: start and stop, in range; int8 forms must start at a multiple of 256.
         """
         begin = elements.start
         end = elements.stop
         return Packed(self.form.part(begin, end), (end - begin,))
 
     def into(self, out: torch.Tensor) -> torch.Tensor:
-        """Writes the dense tensor to ``out``, flat and of a dtype that is no narrower; returns it
-        in its shape."""
+        """Write the dense tensor to ``out``, flat and of a dtype that is no narrower; return it in
+        its shape."""
         return self.form.dense(out).view(self.shape)
 
     def splits_at(self, elements: int) -> bool:
-        """Whether parts may begin at multiples of so many elements."""
+        """Return True if ranges may start at multiples of this number of elements."""
         return isinstance(self.form, Sparse) or elements % BLOCK_NUMEL == 0
 
 
@@ -77,5 +78,5 @@ Gradient = torch.Tensor | Packed
 
 
 def dense(gradient: Gradient) -> torch.Tensor:
-    """A gradient as the tensor that the optimizer consumed."""
+    """Return a gradient as the tensor that the optimizer consumed."""
     return gradient.dense() if isinstance(gradient, Packed) else gradient.detach()

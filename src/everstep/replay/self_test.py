@@ -1,7 +1,8 @@
-"""The self-tests of blocks, slices and kernels: on this torch, are their bits those of ``step()``?
+"""Self-tests of the fast paths: does this torch give the bits of ``step()`` for them?
 
-What torch computes on a block is not promised anywhere. So before the first use, and once
-per kind of configuration, small random tensors are updated both ways and compared (``trial``).
+torch does not promise the results of its functions on blocks. So before the first use, once for
+each kind of configuration, small random tensors are updated by ``step()`` and by the fast path, and
+compared.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ SMALL: Shapes = {
     _TURNED: (9, 40),
 }
 MIXED: Shapes = {**SMALL, _MIXED: (7, 9)}
-"""With one whose gradients lie in another order than it; small enough for a single block."""
+"""With one parameter whose gradients have another memory order; small enough for a single block."""
 LARGE: Shapes = {"large": (UNFUSED_ELEMENTS + ALIGNMENT_ELEMENTS + 37,)}
 LONG: Shapes = {**SMALL, "long": (2 * 65536 + 37,), "odd": (1003,), "longer": (3 * 65536,)}
 """Longer than the chunks that CUDA's kernels over lists of tensors cut them into."""
@@ -68,16 +69,18 @@ _CLOSE = 3e-5
 _WIDE = (torch.float32, torch.float64, torch.bfloat16)
 
 Results = Sequence[Sequence[torch.Tensor]]
-"""The state that ``step()`` leaves, and that which the other way leaves."""
+"""State after ``step()``, and after the fast path."""
 
 
 class FastPath(NamedTuple):
-    """A way to replay that is not ``step()``.
+    """Method of replay other than ``step()``.
 
     Attributes:
-        name, instead: what it is, and what is done where it is not exact, in words.
-        make: of an optimizer and its names; with tiny blocks or slices, or as large as ever.
-        shapes: of what it is tried on: tiny blocks or not, and which tensors.
+        name: name for messages.
+        instead: method used if this one is not exact, for messages.
+        make: builds it for an optimizer and its names, with tiny blocks or slices or with real
+            ones.
+        shapes: tensors that it is tried on, each with True for tiny blocks.
     """
 
     name: str
@@ -88,15 +91,16 @@ class FastPath(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """What may decide which code of torch runs.
+    """Everything that may decide which code of torch runs.
 
     Attributes:
         kind: one of :data:`~everstep.replay.functional.KINDS`.
-        options: hyperparameters of a group. Their values do not matter: whether they are zero,
-            one, or at most a half.
-        scaled: whether there are a scaler's ``grad_scale`` and ``found_inf``.
-        dtype: of the parameters.
-        device: likewise.
+        options: hyperparameters of a group. Of values it matters only if they are zero, one, or at
+            most
+            a half.
+        scaled: presence of a scaler's ``grad_scale`` and ``found_inf``.
+        dtype: dtype of the parameters.
+        device: device of the parameters.
     """
 
     kind: type[Optimizer]
@@ -107,7 +111,7 @@ class Case:
 
     @property
     def key(self) -> tuple[Any, ...]:
-        """Equal for cases that are alike."""
+        """Equal for equivalent cases."""
         options = tuple(sorted((key, _form(value)) for key, value in self.options.items()))
         kind = self.device.type
         model = torch.cuda.get_device_name(self.device) if kind == "cuda" else kind
@@ -115,7 +119,7 @@ class Case:
 
 
 def _form(value: Any) -> str:
-    """What torch, or a kernel, may choose its code by."""
+    """Return the properties of a value by which torch, or a kernel, may choose its code."""
     if value is None or isinstance(value, bool):
         return str(value)
     if isinstance(value, torch.Tensor):
@@ -128,9 +132,10 @@ def _form(value: Any) -> str:
 
 
 def run_trial(way: FastPath, case: Case) -> list[Results] | None:
-    """What ``step()`` and another way give, for each set of shapes; None: one of them fails."""
+    """Return the results of ``step()`` and of a fast path, for each set of shapes; None if one of
+    them fails."""
     threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # what depends on it is asked elsewhere: ``thread_dependence``
+    torch.set_num_threads(1)  # ``thread_dependence`` covers the number of threads
     try:
         return [_both(way, case, tiny, shapes) for tiny, shapes in way.shapes]
     except Exception as error:  # of torch, or of a compiler
@@ -143,7 +148,8 @@ def run_trial(way: FastPath, case: Case) -> list[Results] | None:
 def _both(way: FastPath, case: Case, tiny: bool, shapes: Shapes) -> Results:
     if case.dtype in HALVES:  # blocks do not take those
         shapes = {name: shape for name, shape in shapes.items() if name != _MIXED}
-    drawn = torch.Generator().manual_seed(0)  # not the generator that training draws from
+    # A generator of its own: training's random numbers must not change.
+    drawn = torch.Generator().manual_seed(0)
     start = _tensors(shapes, case.dtype, drawn)
     updates = list(_updates(case, shapes, drawn))
     results = []
@@ -157,7 +163,7 @@ def _both(way: FastPath, case: Case, tiny: bool, shapes: Shapes) -> Results:
         else:
             path = way.make(optimizer, [list(named)], tiny)
             if not all(path.takes(update) for update in updates[1:]):
-                raise RuntimeError("it does not take such updates")
+                raise RuntimeError("the fast path does not take such updates")
             path.run(updates[1:])
         results.append(_state(optimizer, named))
     return results
@@ -180,9 +186,9 @@ def _updates(case: Case, shapes: Shapes, drawn: torch.Generator) -> Iterator[Upd
 
 
 def _telling(key: str, value: Any) -> Any:
-    """Another value of a hyperparameter, alike by :func:`_form`: one that does not hide how it is
-    rounded, or what it multiplies. A learning rate of a warm-up's first steps would, and so would a
-    factor of 0.999, which leaves any bfloat16 as it is, whether it is rounded to one or not."""
+    """Return another value of a hyperparameter, equivalent by :func:`_form`, that does not hide
+    rounding. A learning rate from the first steps of a warm-up would, and so would a factor of
+    0.999, which leaves any bfloat16 unchanged."""
     if key == "lr" and isinstance(value, torch.Tensor):
         return torch.full_like(value, 0.13)
     if isinstance(value, tuple | list):
@@ -213,7 +219,7 @@ def _state(optimizer: Optimizer, named: Mapping[str, torch.Tensor]) -> Sequence[
 
 
 def same_bits(results: Results) -> bool:
-    """Whether both are equal in every bit."""
+    """Return True if both results are equal in every bit."""
     return all(
         torch.equal(one.view(torch.uint8), other.view(torch.uint8))
         for one, other in zip(*results, strict=True)
@@ -221,7 +227,7 @@ def same_bits(results: Results) -> bool:
 
 
 def nearly_same(results: Results) -> bool:
-    """Whether they differ by no more than roundings of float32 do."""
+    """Return True if the results differ by no more than roundings of float32."""
     return all(
         torch.allclose(one, other, rtol=_CLOSE, atol=_CLOSE)
         for one, other in zip(*results, strict=True)
@@ -256,7 +262,7 @@ _COMPILED = FastPath(
     "compiled passes over blocks",
     "torch's own functions are called",
     functools.partial(_blocks, compiled=True),
-    # Blocks as large as those that they will be, too: an operator may care.
+    # Blocks of the real size as well: operators may choose code by size.
     [(True, MIXED), (False, LARGE)],
 )
 _SLICES = FastPath("slices", _WHOLE, _slices, [(True, SMALL), (False, LONG)])
@@ -265,13 +271,13 @@ _SLICES = FastPath("slices", _WHOLE, _slices, [(True, SMALL), (False, LONG)])
 def blocked_is_exact(
     kind: type[Optimizer], update: Update, number: int, dtype: torch.dtype
 ) -> bool:
-    """Whether the blocked path gives the bits of ``kind.step()`` for updates like this one.
+    """Return True if the blocked path gives the bits of ``kind.step()`` for updates like this one.
 
     Args:
         kind: one of :data:`~everstep.replay.functional.KINDS`.
-        update: says which hyperparameters and which of a scaler's tensors there are.
-        number: of the parameter group.
-        dtype: of the parameters, on the CPU.
+        update: determines the hyperparameters and the presence of a scaler's tensors.
+        number: number of the parameter group.
+        dtype: dtype of the parameters, on the CPU.
     """
     return _proven_for(_BLOCKS, _case(kind, update, number, dtype, _CPU))
 
@@ -279,7 +285,8 @@ def blocked_is_exact(
 def compiled_is_exact(
     kind: type[Optimizer], update: Update, number: int, dtype: torch.dtype
 ) -> bool:
-    """Whether the blocked path does so with programs instead of torch's functions (``passes``).
+    """Return True if the blocked path does so with programs instead of torch's functions
+    (``programs``).
 
     Args:
         kind, update, number, dtype: as for :func:`blocked_is_exact`.
@@ -290,7 +297,7 @@ def compiled_is_exact(
 def sliced_is_exact(
     kind: type[Optimizer], update: Update, number: int, dtype: torch.dtype, device: torch.device
 ) -> bool:
-    """Whether slices (``slices``) give the bits of ``kind.step()`` on a device.
+    """Return True if slices (``slices``) give the bits of ``kind.step()`` on a device.
 
     Args:
         kind, update, number, dtype: as for :func:`blocked_is_exact`.
@@ -302,15 +309,16 @@ def sliced_is_exact(
 def kernel_for(
     kind: type[Optimizer], update: Update, number: int, device: torch.device, *, inexact: bool
 ) -> tuple[Kernel, bool] | None:
-    """A kernel that may take the place of torch's functions on slices of float32.
+    """Return a kernel to use instead of torch's functions on slices of float32.
 
     Args:
         kind, update, number, device: as for :func:`sliced_is_exact`.
-        inexact: one that gives the same numbers but for their last bits will do.
+        inexact: accept a kernel that differs in the last bits.
 
     Returns:
-        The kernel, and whether it gives the bits of ``kind.step()``; None: there is none that does,
-        or, if ``inexact``, that comes close.
+        The kernel, and True if it gives the bits of ``kind.step()``; None if there is no exact one
+        or,
+        if ``inexact``, no close one.
     """
     case = _case(kind, update, number, torch.float32, device)
     key = (inexact, *case.key)
@@ -327,11 +335,11 @@ def _try_kernels(case: Case, inexact: bool) -> tuple[Kernel, bool] | None:
     for kernel in module.flavours(case.kind, variant_of(case.options, case.device.type)):
         calls: list[int] = []
 
-        def noted(*arguments: Any, own: Kernel = kernel, calls: list[int] = calls) -> None:
+        def counted(*arguments: Any, own: Kernel = kernel, calls: list[int] = calls) -> None:
             calls.append(1)
             own(*arguments)
 
-        way = _SLICES._replace(name="kernels", make=functools.partial(_slices, kernel=noted))
+        way = _SLICES._replace(name="kernels", make=functools.partial(_slices, kernel=counted))
         found = run_trial(way, case)
         if found is None or not calls:
             continue
@@ -344,7 +352,7 @@ def _try_kernels(case: Case, inexact: bool) -> tuple[Kernel, bool] | None:
 
 
 def _kernels_on(device: torch.device) -> ModuleType | None:
-    """The module of kernels, where they can run."""
+    """Return the module of kernels, if they can run."""
     if device.type != "cuda" or importlib.util.find_spec("triton") is None:
         return None
     try:

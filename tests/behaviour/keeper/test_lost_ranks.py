@@ -100,7 +100,7 @@ def test_nobody_waits_for_a_base_that_was_due_as_the_keeper_died(
     with trainings(run_folder, run_folder, on_failure=told.append, **about) as ranks:
         resume(ranks)
         train(ranks, 1)
-        kill_before(ranks[1], ranks[1].ckpt._consensus, "ask", monkeypatch)
+        kill_before(ranks[1], ranks[1].ckpt._consensus, "decide", monkeypatch)
         train(ranks, 1)
         on_both(ranks, lambda one: one.ckpt.wait())
         assert LOST in [one.message for one in told]
@@ -109,7 +109,7 @@ def test_nobody_waits_for_a_base_that_was_due_as_the_keeper_died(
     assert committed(run_folder) == {4}
 
 
-@pytest.mark.parametrize("place", ["acquire", "ask"])
+@pytest.mark.parametrize("place", ["acquire", "decide"])
 def test_a_base_of_the_same_step_is_taken_again(
     place: str, run_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -119,9 +119,8 @@ def test_a_base_of_the_same_step_is_taken_again(
         resume(ranks)
         train(ranks, 1)
         ckpt = ranks[1].ckpt
-        kill_before(
-            ranks[1], ckpt._consensus if place == "ask" else ckpt._keepers.pool, place, monkeypatch
-        )
+        owner = ckpt._consensus if place == "decide" else ckpt._keepers.pool
+        kill_before(ranks[1], owner, place, monkeypatch)
         train(ranks, 1)
         assert on_both(ranks, save_and_wait) == [None, None]
         on_both(ranks, lambda one: one.ckpt.close())

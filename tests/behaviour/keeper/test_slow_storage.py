@@ -160,7 +160,7 @@ class Told:
 
     def __init__(self, slow: RankCommits, other: RankCommits) -> None:
         self.sent = self.heard = self.turns = 0
-        send, hear, receive = slow.send, other._member.heard, other._mailbox.receive
+        send, hear, receive = slow.send, other._member.receive, other._mailbox.receive
 
         def sending(rank: int, message: Any) -> None:
             self.sent += type(message).__name__ == "DiskProgress"
@@ -174,7 +174,7 @@ class Told:
             self.turns += 1
             return receive(timeout_s)
 
-        slow.send, other._member.heard = sending, hearing  # type: ignore[method-assign]
+        slow.send, other._member.receive = sending, hearing  # type: ignore[method-assign]
         other._mailbox.receive = receiving  # type: ignore[method-assign]
 
     def wait(self) -> None:
@@ -476,7 +476,7 @@ def test_training_waits_for_a_log_as_long_as_it_moves(moves: bool) -> None:
 
     disk.start(Keeper())  # type: ignore[arg-type]
     disk.marked(1, 1)
-    assert ["not written within" in error.message for error in told] == [True] * (not moves)
+    assert ["was written to disk within" in error.message for error in told] == [True] * (not moves)
 
 
 @pytest.mark.parametrize("moves", [True, False])

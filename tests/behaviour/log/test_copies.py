@@ -328,11 +328,11 @@ def test_a_lossy_log_is_refused_where_replicas_would_part(
         assert bool(who) == bool(parameter_logged_twice(state))
         places = [TierOptions("/copies", log="adaptive")]
         if who:
-            with pytest.raises(OptionError, match="would diverge"):
+            with pytest.raises(OptionError, match="would differ"):
                 _refuse_lossy_replicas(state, None, places)
-            with pytest.raises(OptionError, match="would diverge"):
+            with pytest.raises(OptionError, match="would differ"):
                 _refuse_lossy_replicas(state, PeerOptions(log="adaptive"), [])
-            with pytest.raises(OptionError, match="would diverge"):
+            with pytest.raises(OptionError, match="would differ"):
                 _refuse_lossy_replicas(state, None, [], log="adaptive")
         else:
             _refuse_lossy_replicas(state, None, places)

@@ -521,7 +521,7 @@ def test_a_function_that_fails_in_replay(late: bool, served: Bench) -> None:
     assert other.snapshot() == states[reached]
     (lost,) = recovery.skipped
     assert lost.step == reached + 1
-    assert "'ema/*' failed in the replay of step" in lost.reason
+    assert "'ema/*' failed in replay of step" in lost.reason
     again._release()
 
 

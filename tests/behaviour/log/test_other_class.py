@@ -176,7 +176,7 @@ def test_nothing_is_left_out_without_a_word(
     with pytest.raises(MismatchError) as refused:
         resumed(run_folder, adam, step)
     said = str(refused.value)
-    assert "from step 2 on the log cannot be replayed: 'optimizer' was a " in said
+    assert "the log cannot be replayed from step 2 on: 'optimizer' was a " in said
     assert "Pinned in training, and is a torch.optim.adam.Adam here" in said
     assert "resume() once with an optimizer of that class" in said
     assert "resume(strict=False) to continue from step 1" in said

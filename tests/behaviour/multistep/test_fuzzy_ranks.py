@@ -235,8 +235,8 @@ SPOILT: dict[str, tuple[str, Any, str]] = {
     "another shape": ("spoil", reshaped, "another composition"),
     "a gradient dropped": ("spoil", emptied, "gives another"),
     "another gradient": ("spoil", negated, "gives another"),
-    "torn apart": ("seen", torn, "have not seen the same updates"),
-    "seen already": ("seen", lifted, "which has seen the updates up to"),
+    "torn apart": ("seen", torn, "were captured at different updates"),
+    "seen already": ("seen", lifted, "which was captured after update"),
 }
 
 

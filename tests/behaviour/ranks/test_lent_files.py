@@ -22,7 +22,7 @@ from everstep.restore.fetch.peer_plan import offers_on_disks, prove_timelines, w
 from everstep.restore.fetch.peers import CopyOffer, fetch_plan
 from everstep.restore.fetch.served_files import (
     ServedFiles,
-    _Common,
+    _SharedEntries,
     coverage_from_wire,
     coverage_on_disk,
     coverage_to_wire,
@@ -327,7 +327,7 @@ def test_whose_entries_a_disk_has_is_read_from_headers(tmp_path: Path) -> None:
 
 
 def test_another_ranks_shard_is_nothing_in_common() -> None:
-    common, spread = _Common(), "replicate,shard(0)@2x2:0-3"
+    common, spread = _SharedEntries(), "replicate,shard(0)@2x2:0-3"
     common._count(Placed(Entry("a", "U8", (10,), (20,), (10,), spread), 0, 10), 1, 4)
     assert common.sizes == {1: 10, 3: 10}
     common._count(Placed(Entry.whole("b", "U8", (5,)), 10, 15), 1, 4)

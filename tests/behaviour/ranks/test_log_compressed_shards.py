@@ -160,7 +160,7 @@ def test_a_gradient_is_compressed_on_all_ranks_or_on_none() -> None:
 def test_some_parts_that_several_ranks_hold_alike_are_refused(layout: str) -> None:
     with as_rank(0, 4) as info:
         values = build(layout, info, 3)
-        with pytest.raises(OptionError, match="several ranks hold the same part"):
+        with pytest.raises(OptionError, match="several ranks hold the same shard"):
             Compressor(values["optimizer"])
 
 
@@ -200,7 +200,7 @@ def test_a_gradient_that_is_spread_otherwise_is_refused() -> None:
         parameter.grad = kind.DTensor.from_local(
             local, parameter.device_mesh, [kind.Replicate()], run_check=False
         )
-        with pytest.raises(StateError, match="is not spread over the ranks as"):
+        with pytest.raises(StateError, match="is not sharded like "):
             values["optimizer"].step()
 
 

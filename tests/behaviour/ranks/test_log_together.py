@@ -380,7 +380,7 @@ def test_without_the_files_of_all_ranks_nothing_is_restored(tmp_path: Path) -> N
     until((path, tmp_path / "b"), 3)
     (base,) = bases(path)
     found = document("restore", path, "--step", base, "--out", tmp_path / "new", status=1)
-    assert "the files of rank(s) 1 are not in this folder" in found["message"]
+    assert "the files of rank(s) 1 are missing in this folder" in found["message"]
     assert document("ls", path, status=1)["timelines"][0]["log"]["steps"] == []
 
 

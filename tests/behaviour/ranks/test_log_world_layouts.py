@@ -107,7 +107,7 @@ def test_where_each_disk_has_a_base_of_its_own_they_go_on_from_that(tmp_path: Pa
     paths = folders(tmp_path, False, 2)
     until(paths, 6)
     for one in came_back(paths, 4, 0, apart=True):
-        assert "consumed alike are missing" in str(one.skipped)
+        assert "have in common are missing" in str(one.skipped)
 
 
 def test_where_nobody_can_say_who_had_what_they_go_on_from_the_base(

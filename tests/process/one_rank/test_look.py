@@ -190,11 +190,11 @@ def test_the_files_of_a_process_that_waits_are_as_they_were(tmp_path: Path) -> N
 
 def settled(run: Path) -> None:
     """Returns when the keeper has written everything."""
-    from everstep.cli.ps import ask_status
+    from everstep.cli.ps import request_status
 
     (info,) = [one for one in list_keepers() if one.run == str(run)]
     for _ in range(2000):
-        status = ask_status(info)
+        status = request_status(info)
         if status is not None and not status.writing:
             return
     raise AssertionError("it goes on writing")

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from everstep.cli.ps import ask_statuses
+from everstep.cli.ps import request_statuses
 from everstep.keeper.ship.place import ROOT
 from everstep.link.registry import kill_keeper, list_keepers
 from everstep.run.scan import scan_run
@@ -151,7 +151,7 @@ class Hosts:
 
     def _peers_hold(self, base: int, step: int) -> bool:
         found = self.keepers()
-        statuses = {run: ask_statuses([info])[0] for run, info in found.items()}
+        statuses = {run: request_statuses([info])[0] for run, info in found.items()}
         for host in range(self._world):
             source, status = (host - 1) % self._world, statuses.get(self.run(host))
             wanted = ((source, base),), ((source, step),)

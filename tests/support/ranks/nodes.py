@@ -7,7 +7,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from everstep.cli.ps import Status, ask_statuses
+from everstep.cli.ps import Status, request_statuses
 from everstep.link.registry import kill_keeper, list_keepers
 from tests.support.trainers import Trainer, finish_trainer, start_trainer
 from tests.support.world import TIMEOUT_S
@@ -127,7 +127,7 @@ class Nodes:
 
     def statuses(self) -> dict[int, Status]:
         infos = self.keepers()
-        found = zip(infos, ask_statuses(list(infos.values())), strict=True)
+        found = zip(infos, request_statuses(list(infos.values())), strict=True)
         return {node: status for node, status in found if status is not None}
 
     def copies(self) -> dict[int, tuple[tuple[int, int], ...]]:

@@ -725,7 +725,7 @@ def test_a_full_device_is_an_error_that_says_how_much(monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(torch, "cat", full)
     parts = (torch.ones(8, dtype=torch.uint8), torch.ones(9, dtype=torch.uint8))
-    with pytest.raises(OutOfSpaceError, match="the GPU has no 17 bytes left"):
+    with pytest.raises(OutOfSpaceError, match="the GPU has no 17 bytes of free memory"):
         cuda_module._packed(Batch(0, 17, parts))
 
 
@@ -916,7 +916,7 @@ def test_that_memory_cannot_be_made_ready_is_said_once(
         lane.warm(there, whole, take)
         over = lane.run(lambda: None)
         cuda.run_until(over.done)
-    assert caplog.text.count("memory for copies is not made ready ahead") == 1
+    assert caplog.text.count("memory for copies could not be pinned ahead") == 1
     assert ("no pages" in caplog.text) == (why == "there are no pages")
     assert ("cannot be pinned" in caplog.text) == (why == "the system does not pin it")
     assert lane.ready_bytes(there, whole) == 0

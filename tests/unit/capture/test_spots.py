@@ -123,9 +123,9 @@ def test_a_mark_and_a_state() -> None:
     assert comparison.other(mark, tensors, 5) == "y"
     with pytest.raises(FormatError, match="other tensors"):
         comparison.other(mark, {f"{n}": torch.ones(3) for n in range(20)}, 5)
-    with pytest.raises(FormatError, match="samples of"):
+    with pytest.raises(FormatError, match="samples are of"):
         comparison.other(mark, {name: torch.ones(3) for name in tensors}, 5)
-    with pytest.raises(FormatError, match="samples of"):
+    with pytest.raises(FormatError, match="samples have"):
         comparison.other(mark, {name: torch.ones(20).double() for name in tensors}, 5)
 
 

@@ -74,7 +74,7 @@ def test_behind_a_hook_that_comes_later_it_is_the_last_again_in_the_next_step() 
     told: list[str] = []
 
     def consumed(_: str) -> None:
-        told.append("before" if hooks.told else "behind")
+        told.append("before" if hooks.reports else "behind")
 
     hooks = UpdateHooks(lambda key: None, consumed, lambda key: told.append("applied"))
     hooks.watch("o", optimizer)
@@ -200,7 +200,7 @@ def test_an_update_that_never_ends_is_told_of(monkeypatch: pytest.MonkeyPatch) -
     thread = threading.Thread(target=first.step, daemon=True)
     thread.start()
     assert Slow.begun.wait(TIMEOUT_S)
-    with pytest.raises(StateError, match="second waits for the update of first"):
+    with pytest.raises(StateError, match="second waits for an update of first"):
         second.step()
     Slow.goes_on.set()
     thread.join(TIMEOUT_S)

@@ -101,7 +101,7 @@ def test_a_working_directory_that_is_gone(
     here.rmdir()
     result = invoke(*NAMING[verb](run, "there"))
     assert result.exit_code == ExitCode.USAGE, result.output
-    assert "there is relative to a working directory that is gone" in result.stderr
+    assert "there is relative to a working directory that was removed" in result.stderr
 
 
 def test_links_in_a_circle(run: Path) -> None:

@@ -192,8 +192,8 @@ def test_nothing_is_stopped_that_was_not_named(run: Path) -> None:
     with running(options_of(run)) as process:
         result = invoke("stop")
         assert result.exit_code == ExitCode.USAGE
-        assert "which keeper is to be stopped?" in result.stderr
-        assert "name a RUN or --pid, or say --all" in result.stderr
+        assert "no keeper given" in result.stderr
+        assert "give a RUN, --pid or --all" in result.stderr
         for args in (["--pid", os.getpid()], [run / "missing"], ["--all", "--timeout", "-1"]):
             refused = invoke("stop", *args)
             assert refused.exit_code == ExitCode.USAGE, refused.output
@@ -314,14 +314,14 @@ def test_a_keeper_that_refuses(run: Path) -> None:
 
 
 def test_a_keeper_that_cannot_be_told(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stop_module, "_TOLD_TIMEOUT_S", 0.1)
+    monkeypatch.setattr(stop_module, "_REQUEST_TIMEOUT_S", 0.1)
     info = info_of(options_of(run))
     registration = Registration.acquire(info.key, info)  # and never listens
     assert registration is not None
     monkeypatch.setattr(ps_module, "_ANSWER_S", 0.1)
     result = invoke("stop", run)
     assert result.exit_code == ExitCode.INFEASIBLE
-    assert "it could not be told: no keeper has answered within 0.1 s" in result.stdout
+    assert "the request failed: no keeper has answered within 0.1 s" in result.stdout
     registration.release()
 
 
@@ -358,7 +358,10 @@ def test_now_of_a_keeper_that_hangs(run: Path, monkeypatch: pytest.MonkeyPatch) 
         os.kill(process.pid, signal.SIGSTOP)
         result = invoke("stop", run, "--now")
         assert result.exit_code == 0, result.output
-        assert "what it had in memory is lost; it did not say what that was" in result.stdout
+        assert (
+            "the state in its memory is lost; it did not answer which steps that was"
+            in result.stdout
+        )
         assert process.wait(TIMEOUT_S) == -signal.SIGKILL
 
 

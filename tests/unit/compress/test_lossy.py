@@ -157,5 +157,5 @@ def test_several_at_once_keep_their_numbers() -> None:
     ],
 )
 def test_damaged_forms(values: torch.Tensor, dtype: torch.dtype, exponent: Any) -> None:
-    with pytest.raises(FormatError, match="no lossy gradient"):
+    with pytest.raises(FormatError, match="not a lossy gradient"):
         restored_values(values, dtype, exponent)

@@ -185,7 +185,7 @@ def use(monkeypatch: pytest.MonkeyPatch, flavours: Callable[..., Any]) -> None:
         def __init__(self, *args: Any, **options: Any) -> None:
             super().__init__(*args, **options, elements=BLOCK_NUMEL)
 
-    monkeypatch.setattr(engine, "_way", lambda device: "slices")
+    monkeypatch.setattr(engine, "_fast_path_kind", lambda device: "slices")
     monkeypatch.setattr(engine, "Sliced", TinySliced)
     monkeypatch.setattr(self_test, "_kernels_on", lambda device: SimpleNamespace(flavours=flavours))
     monkeypatch.setattr(self_test, "_kernels", {})

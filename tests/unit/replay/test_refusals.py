@@ -59,7 +59,7 @@ def without_lr(update: Update) -> Update:
 SPOILT: dict[str, tuple[Callable[[Update], Update], str]] = {
     "unknown parameter": (
         lambda u: with_gradient(u, "ghost", torch.zeros(3)),
-        "update 5 of 'optimizer': gradient of 'ghost', which is none of its parameters",
+        "update 5 of 'optimizer': gradient of 'ghost', which is not one of its parameters",
     ),
     "shape": (
         lambda u: with_gradient(u, "bias", torch.zeros(14)),
@@ -90,7 +90,7 @@ SPOILT: dict[str, tuple[Callable[[Update], Update], str]] = {
     "capturable": (lambda u: with_options(u, capturable=True), "capturable=True"),
     "scale without fused": (
         lambda u: replace(with_options(u, fused=False), grad_scale=torch.tensor(2.0)),
-        "grad_scale of a group that is not fused",
+        "grad_scale for a group that is not fused",
     ),
     "scales": (lambda u: replace(u, grad_scale=torch.ones(2)), "grad_scale has 2 elements"),
     "order": (lambda u: replace(u, lsn=4), "update 4 cannot follow update 4"),
@@ -165,7 +165,7 @@ def test_what_does_not_fit_together_is_refused(run: Run) -> None:
     names, base = run.names, run.moments[2]
     for changes, message in [
         ({"params": names[:1]}, "1 groups of parameters, 2 of options"),
-        ({"params": [names[0], names[0]]}, "in more than one place"),
+        ({"params": [names[0], names[0]]}, "listed more than once"),
         ({"tensors": {"bias": base.tensors["bias"]}}, "no tensors of parameters"),
         ({"state": {"ghost": {}}}, "state of parameters that are in no group: .*ghost"),
         ({"threads": 0}, "threads=0"),

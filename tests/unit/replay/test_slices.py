@@ -61,7 +61,7 @@ def ways(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
         taken.append(("step", 1))
         step(*args)
 
-    monkeypatch.setattr(engine, "_way", lambda device: "slices")
+    monkeypatch.setattr(engine, "_fast_path_kind", lambda device: "slices")
     monkeypatch.setattr(engine, "Sliced", NotingSliced)
     monkeypatch.setattr(engine, "step_over", noting_step)
     return taken

@@ -61,7 +61,7 @@ class _Watched:
 @pytest.fixture
 def body(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, bytes]:
     """A file of several parts."""
-    monkeypatch.setattr(files_ahead, "_PART_BYTES", 1000)
+    monkeypatch.setattr(files_ahead, "_CHUNK_BYTES", 1000)
     data = bytes(number * number % 251 for number in range(4321))
     (tmp_path / "file").write_bytes(data)
     return tmp_path / "file", data

@@ -209,7 +209,7 @@ def test_verify_tells_of_steps_after_a_hole_that_no_base_covers(run: Path) -> No
     (Path(segments_of(run)[2].path) / "rank-00000.done").unlink()
     told = verified(run, 1)
     assert "timeline-00001/log" in told
-    assert "up to step 8, is of no use: step 5 has no mark" in told
+    assert "up to step 8, cannot be restored: step 5 has no mark" in told
     assert "1 damage" in told
 
 
@@ -236,7 +236,9 @@ def test_without_a_base_before_it(run: Path) -> None:
     shutil.rmtree(run / "timeline-00001" / "base" / "000000000001")
     with (
         rebuilder_of(run) as rebuilder,
-        pytest.raises(RecoveryError, match="does not lead to step 5: no base before it is left"),
+        pytest.raises(
+            RecoveryError, match="does not lead to step 5: no base before it exists any more"
+        ),
     ):
         rebuilder.state_at(5)
 
@@ -377,7 +379,7 @@ def test_a_mark_that_does_not_fit_the_base(run: Path) -> None:
     rewrite_segment(run, segments_of(run)[2], spoil)
     with rebuilder_of(run) as rebuilder, pytest.raises(RecoveryError) as caught:
         rebuilder.state_at(6)
-    assert "'nobody/knows' is not as in the base" in caught.value.message
+    assert "shape or dtype of 'nobody/knows' differs from the base" in caught.value.message
 
 
 def test_a_damaged_base_is_passed_over_for_an_older_one(tmp_path: Path) -> None:

@@ -206,7 +206,7 @@ def log_from(first: int, last: int) -> PeerLog:
 
 
 def test_steps_come_back_as_they_were(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(peers, "_PART_BYTES", 700)
+    monkeypatch.setattr(peers, "_CHUNK_BYTES", 700)
     logs = [log_from(11, 12), log_from(13, 14)]
     first, second = brought(offers(run(11, 14), None), [[], []], [logs, []])
     assert (first.bases, first.logs, second.bases) == ([], [], [])

@@ -147,7 +147,7 @@ def fetched(
 
 
 def test_bytes_come_back_as_they_were(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(peers, "_PART_BYTES", 700)
+    monkeypatch.setattr(peers, "_CHUNK_BYTES", 700)
     lost = piece(2, B, size_bytes=30_000, world=3)
     offers = [with_world(offer(0, B)), with_world(offer(1, B)), offer(2)]
     found = fetched(offers, [[copy_of(lost)], [], []])
@@ -180,7 +180,7 @@ def with_world(one: Offer) -> Offer:
 
 
 def test_parts_that_are_lost_are_asked_for_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(peers, "_PART_BYTES", 700)
+    monkeypatch.setattr(peers, "_CHUNK_BYTES", 700)
     monkeypatch.setattr(peers, "_AGAIN_S", 0.02)
     seen: list[Message] = []
 
@@ -222,7 +222,7 @@ def test_a_slow_rank_is_not_asked_for_the_same_again_and_again(
     part_s: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each question brings an answer, and those take the time of all that are behind them."""
-    monkeypatch.setattr(peers, "_PART_BYTES", 1000)
+    monkeypatch.setattr(peers, "_CHUNK_BYTES", 1000)
     copy, clock = copy_of(piece(1, A, size_bytes=40_000)), ManualClock()
     link: Any = SlowHolder(clock, bytes(copy.memory), part_s)
     begun_s = clock.monotonic_s()
@@ -257,7 +257,7 @@ def test_a_rank_that_fails_is_not_waited_for() -> None:
 
 
 def test_a_rank_that_says_nothing_is_named() -> None:
-    with pytest.raises(DeadlineError, match=r"rank\(s\) [01] have said nothing"):
+    with pytest.raises(DeadlineError, match=r"rank\(s\) [01] were silent"):
         silent = fetched(
             [offer(0, B), offer(1)],
             [[copy_of(piece(1, B))], []],

@@ -1,5 +1,10 @@
 """Lanes: ordered copies from a device into host memory.
 
-Read ``lane`` first (the contract), then ``batches`` (grouping of tensors into copies), ``cuda`` and
-``pinned`` (side streams and pinned memory), ``emulated`` (a slow link, for experiments).
+They run in the training process, with a thread of their own. Read in this order:
+
+``lane``     contract of a lane, and the lane for tensors in host memory
+``batches``  grouping of tensors into copies
+``cuda``     lane for CUDA devices: side streams, and a thread that enqueues the copies
+``pinned``   pinned host memory that CUDA devices copy into
+``devices``  choice of the lane by the tensors' devices
 """

@@ -1,8 +1,8 @@
-"""What a lane copies in one go: runs of small tensors packed together, large ones in pieces.
+"""Batches: small tensors copied together, large ones in pieces.
 
-A loop over thousands of small tensors costs the interpreter more than the copies cost the
-memory (and, in a thread, takes the interpreter lock away from training), so neighbours are
-packed by one ``torch.cat``.
+A loop over thousands of small tensors costs more interpreter time than the copies themselves (and
+in a thread it takes the interpreter lock away from training). So adjacent tensors are packed by one
+``torch.cat``.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ __all__ = ["Batch", "Chunks", "Runs", "in_chunks", "plan_batches", "run_batch"]
 
 _SMALL_BYTES = 256 << 10
 _PACK_BYTES_MAX = 8 << 20
-_PIECE_BYTES = 32 << 20  # smaller pieces take the interpreter lock more often
+_PIECE_BYTES = 32 << 20  # smaller pieces would take the interpreter lock more often
 _RUN_BYTES = _PIECE_BYTES
 
 
@@ -28,9 +28,8 @@ class Batch(NamedTuple):
     """Bytes ``[begin, end)`` of a block of memory, and the tensors they come from.
 
     Attributes:
-        sources: flat ``uint8`` views, whose bytes follow each other without holes.
-        rearranged: instead of ``sources``, one tensor whose elements do not lie in row-major
-            order.
+        sources: flat ``uint8`` views whose bytes are consecutive, without holes.
+        rearranged: instead of ``sources``, one tensor whose elements are not in row-major order.
     """
 
     begin: int
@@ -46,10 +45,10 @@ def plan_batches(
     *,
     offset: int = 0,
 ) -> list[Batch]:
-    """Batches that copy the ``chosen`` entries to where they lie in the file.
+    """Return batches that copy the ``chosen`` entries to their places in the file.
 
     Args:
-        offset: of the body in the block of memory.
+        offset: offset of the body in the block of memory.
     """
     batches: list[Batch] = []
     packed: list[torch.Tensor] = []
@@ -87,24 +86,25 @@ def plan_batches(
 
 
 def in_chunks(batches: Sequence[Batch], chunk_bytes: int) -> list[Batch]:
-    """The same copies in pieces of at most ``chunk_bytes``: whatever is more urgent waits for one
-    of them, and not for a batch.
+    """Cut batches into chunks of at most ``chunk_bytes``, so that urgent copies wait only for a
+    chunk.
 
-    What lies on a device is left as it is: copies on a stream are not overtaken, however they are
-    cut, and each takes time to enqueue.
+    Batches on a device are not cut: copies on a stream are not overtaken in any case, and each
+    takes time to enqueue.
 
     Args:
-        chunk_bytes: from 1. A row of a tensor whose elements are rearranged is not cut.
+        chunk_bytes: at least 1. Rows of a tensor with rearranged elements are not cut.
     """
     return list(Chunks(batches, chunk_bytes))
 
 
 class Chunks(Sequence[Batch]):
-    """What :func:`in_chunks` gives, cut while somebody goes through it, and each time anew: that is
-    the thread that copies, so that training does not stand still for the cutting.
+    """Batches cut by :func:`in_chunks`, lazily and on each iteration.
+
+    The copying thread does the cutting, so training does not wait for it.
 
     Attributes:
-        whole: the batches that are cut.
+        whole: the uncut batches.
     """
 
     def __init__(self, batches: Sequence[Batch], chunk_bytes: int) -> None:
@@ -112,12 +112,12 @@ class Chunks(Sequence[Batch]):
         self._chunk_bytes = chunk_bytes
 
     def cut_in(self, chunk_bytes: int) -> Chunks:
-        """The same batches in chunks of another size."""
+        """Return the same batches in chunks of another size."""
         return self if chunk_bytes == self._chunk_bytes else Chunks(self.whole, chunk_bytes)
 
     @property
     def end(self) -> int:
-        """Of the last batch; 0 where there is none."""
+        """End of the last batch; 0 if there is none."""
         return self.whole[-1].end if self.whole else 0
 
     def __iter__(self) -> Iterator[Batch]:
@@ -141,20 +141,21 @@ class Chunks(Sequence[Batch]):
 
 
 class Runs(tuple[Batch, ...]):
-    """Batches of which nobody must know at once that one of them is copied.
+    """Batches whose completion need not be reported one by one.
 
-    A thread copies a run of them with hardly anything in between: behind each copy it takes the
-    interpreter lock, and while it holds that to tell how far it is, training stands still.
+    A thread copies a run of them with hardly any work in between. After each copy it would take the
+    interpreter lock, and training stands still while it holds that lock to report progress.
 
     Attributes:
-        split: what a lane has found out about them, kept as long as they are, and no longer.
+        split: data that a lane caches about the batches.
     """
 
     split: object = None
 
     @functools.cached_property
     def runs(self) -> tuple[tuple[Batch, ...], ...]:
-        """All of them in order, in as few runs as their size allows; a large one is alone."""
+        """All batches in order, in as few runs as their size allows; a large batch is a run of its
+        own."""
         runs: list[list[Batch]] = []
         begin = 0
         for batch in self:
@@ -166,18 +167,18 @@ class Runs(tuple[Batch, ...]):
 
 
 def run_batch(batch: Batch, block: torch.Tensor, *, non_blocking: bool = False) -> None:
-    """Copies a batch into ``block`` (flat ``uint8``, in host memory)."""
+    """Copy a batch into ``block`` (flat ``uint8``, in host memory)."""
     target = block[batch.begin : batch.end]
     if batch.rearranged is not None:
         tensor = batch.rearranged
-        if tensor.is_complex():  # stored as pairs: need not begin at a multiple of its size
+        if tensor.is_complex():  # as pairs, which need not begin at a multiple of the complex size
             tensor = torch.view_as_real(tensor.resolve_conj().resolve_neg())
         target.view(tensor.dtype).view(tensor.shape).copy_(tensor, non_blocking=non_blocking)
     elif len(batch.sources) == 1:
         target.copy_(batch.sources[0], non_blocking=non_blocking)
     elif batch.sources[0].device == target.device:
         torch.cat(batch.sources, out=target)
-    else:  # a device that has no lane of its own: torch packs within a device only
+    else:  # a device without a lane of its own; torch.cat works only within one device
         target.copy_(torch.cat(batch.sources), non_blocking=non_blocking)
 
 
@@ -187,7 +188,7 @@ def _lies_on_device(batch: Batch) -> bool:
 
 
 def _pieces(batch: Batch, chunk_bytes: int) -> Iterator[Batch]:
-    """Small tensors stay packed, and large ones are cut."""
+    """Yield pieces of a batch: small tensors stay packed, large ones are cut."""
     packed: list[torch.Tensor] = []
     begin = end = batch.begin
     for source in batch.sources:
@@ -204,7 +205,7 @@ def _pieces(batch: Batch, chunk_bytes: int) -> Iterator[Batch]:
 
 
 def _rows(batch: Batch, tensor: torch.Tensor, chunk_bytes: int) -> Iterator[Batch]:
-    """Runs of indices of the first dimension, whose bytes follow each other in the file."""
+    """Yield runs of rows of the first dimension, which are consecutive in the file."""
     if tensor.dim() == 0:
         yield batch
         return

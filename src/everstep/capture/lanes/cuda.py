@@ -1,30 +1,29 @@
-"""The lane of CUDA devices: copies run on a side stream, and updates wait for them there.
+"""Lane of CUDA devices: copies run on a side stream, and updates wait for them there.
 
-The trainer's thread only says from where on: the side stream waits for what the current stream
-has been given so far (the update that made the state); the current stream waits, at the gate,
-for the copies that it is about to overtake. A thread of its own enqueues the copies, some
-microseconds for each of hundreds, in which the device would have nothing to do between two steps;
-the gate waits for that thread, which mostly is long done. Nobody else waits on the CPU but the
-lane's thread, which sees how far the copies have come (DataStates-LLM section V; DESIGN: I1).
+The training thread only sets the starting point: the side stream waits for the work enqueued on the
+current stream so far (the update that made the state); at the gate, the current stream waits for
+the copies of what it is about to overwrite. A separate thread enqueues the copies, which takes some
+microseconds for each of hundreds, during which the device would be idle between two steps. The gate
+waits for that thread, which has usually finished long before. Only the lane's thread waits on the
+CPU; it follows the progress of the copies (DataStates-LLM, section V; I1; docs/design/capture.md).
 
-Why a thread, and no progress word that the device writes behind its copies. With torch alone
-that would be one more asynchronous copy, of 8 bytes, on the same stream. Streams promise that
-it starts after the copies before it have ended, and CUDA promises that what was copied can be
-seen from the host *once an event or stream was waited for*; it promises nothing to a process
-that polls. Devices may be told to let their writes to host memory overtake each other (PCIe
-relaxed ordering), and a word that arrives before its bytes would make the keeper write, and
-sign, bytes that are not there. ``cuStreamWriteValue64`` does promise it: it puts a fence of
-system scope before the word. torch does not offer it. So the thread waits for an event, which
-makes the bytes visible here, and then sets the word by a store, whose order the arena keeps.
-It sleeps while it waits (``blocking=True``) instead of spinning on a core, and wakes once per
-64 MiB.
+Why a thread, and not a progress word that the device writes after its copies: with torch alone,
+that would be one more asynchronous copy, of 8 bytes, on the same stream. Streams promise that it
+starts after the copies before it have ended, and CUDA promises that copied bytes are visible to the
+host *after waiting for an event or stream*; it promises nothing to a process that polls. Devices
+may be configured to let writes to host memory overtake each other (PCIe relaxed ordering), and a
+word that arrives before its bytes would make the keeper write, and sign, bytes that are not there.
+``cuStreamWriteValue64`` does promise the order, by a fence of system scope before the word, but
+torch does not offer it. So the thread waits for an event, which makes the bytes visible here, and
+then sets the word by a store, whose order the arena keeps. It sleeps while it waits
+(``blocking=True``) instead of spinning on a core, and wakes once per 64 MiB.
 
-What has not been ordered before the current stream is not ordered before the copies either:
-who trains on another stream than the one that is current at ``step()`` and ``save()`` makes
-that one wait first, as for any other use of the parameters.
+Work not ordered before the current stream is not ordered before the copies either: training on
+another stream than the current one at ``step()`` and ``save()`` must make that one wait first, as
+for any other use of the parameters.
 
-The threads here ask to be left out of CUDA graphs that are captured meanwhile
-(:mod:`everstep.capture.cuda_graphs`). What captures an update is refused here.
+The threads here exclude themselves from CUDA graphs that are captured meanwhile
+(:mod:`everstep.capture.cuda_graphs`). The capture of an update is refused here.
 """
 
 from __future__ import annotations
@@ -61,12 +60,18 @@ __all__ = [
 ]
 
 Reached = tuple[int, Any, torch.device]
-"""The end of some batches, the event behind their copies, and where they come from."""
+"""End of a group of batches, event after their copies, and their device."""
 
 
 class Enqueued(NamedTuple):
-    """Copies that run by themselves: events in front of them, by device, and behind them. Or why it
-    is not all of them, and events behind what was begun."""
+    """Copies enqueued on devices.
+
+    Attributes:
+        reached: ends of groups of batches, with the events after them.
+        first: event before the first copy, by device.
+        begun: events after the copies that were begun before an error.
+        error: reason why not all copies were enqueued.
+    """
 
     reached: Sequence[Reached] = ()
     first: Mapping[torch.device, Any] = MappingProxyType({})
@@ -74,18 +79,21 @@ class Enqueued(NamedTuple):
     error: BaseException | None = None
 
     def events(self) -> Iterable[Any]:
-        """Behind all of them."""
+        """Return events after all enqueued copies."""
         return [*(event for _, event, _ in self.reached), *self.begun]
 
     def copied_s(self) -> float | None:
-        """Of the device that took longest; all are over."""
+        """Return the duration of the copies on the slowest device; all must be complete."""
         last = {device: event for _, event, device in self.reached}
         taken_ms = [self.first[device].elapsed_time(event) for device, event in last.items()]
         return max(taken_ms) / 1e3 if taken_ms else None
 
     def failed(self, error: BaseException, begun: Sequence[Any] = ()) -> Enqueued:
-        """The same, with an error: without what its frames hold, which may be much of the memory
-        that there was too little of."""
+        """Return the same with an error.
+
+        The frames of its traceback are dropped, because they may hold much of the memory that was
+        short.
+        """
         found: BaseException | None = error
         while found is not None:
             found.__traceback__ = None
@@ -94,23 +102,23 @@ class Enqueued(NamedTuple):
 
 
 Issued = Future[Enqueued]
-"""What was enqueued, once it is; cancelled, if the call was interrupted before it began."""
+"""Future of the enqueued copies; cancelled if the call was interrupted before it began."""
 
 
 class Issuer:
-    """Enqueues in a thread, one after the other.
+    """Thread that enqueues copies, one capture after the other.
 
     Args:
-        thread: of one thread; closed with this.
+        thread: a pool of one thread; closed with this object.
     """
 
     def __init__(self, thread: IoThreads) -> None:
         self._thread = thread
         self._lock = threading.Lock()
-        self._issued: list[Issued] = []  # perhaps not yet
+        self._issued: list[Issued] = []  # may not be enqueued yet
 
     def issue(self, enqueue: Callable[[], Enqueued]) -> Issued:
-        """Has copies enqueued; ``enqueue`` says what it fails with, and behind which events."""
+        """Enqueue copies in the thread; ``enqueue`` returns its error and events in the result."""
         issued: Issued = Outcome()
 
         def work() -> None:
@@ -118,12 +126,12 @@ class Issuer:
                 return
             try:
                 found = enqueue()
-            except BaseException as error:  # whoever waits for it would do so for ever
+            except BaseException as error:  # a caller may wait for the result without a timeout
                 found = Enqueued().failed(error)
             issued.set_result(found)
 
-        # Known before it begins: whoever gives memory back waits for it, even if this call is
-        # interrupted on its way out.
+        # Listed before it begins: releasing memory waits for it, even if this call is interrupted
+        # before it returns.
         with self._lock:
             self._issued = [*(one for one in self._issued if not one.done()), issued]
         try:
@@ -134,28 +142,30 @@ class Issuer:
         return issued
 
     def under_way(self) -> list[Issued]:
-        """What may not be enqueued yet."""
+        """Return the captures that may not be enqueued yet."""
         with self._lock:
             return [one for one in self._issued if not one.done()]
 
     def close(self) -> None:
-        """Ends the thread, after what was issued."""
+        """End the thread, after all issued work."""
         self._thread.close()
 
 
 _cuda: Any = torch.cuda  # its constructors have no annotations
 
-_EVENT_BYTES = 64 << 20  # between two of them: a millisecond of a fast link
-_DUPLICATES_BYTES_MAX = 256 << 20  # on the devices, while one capture's marks are copied
-_AT_ONCE_BYTES = 256 << 10  # of host memory: copied sooner than another thread would wake up
+_EVENT_BYTES = 64 << 20  # bytes between two events: a millisecond of a fast link
+_DUPLICATES_BYTES_MAX = 256 << 20  # on the devices, in one call of copy_now()
+_AT_ONCE_BYTES = 256 << 10  # of host memory: faster to copy than to wake another thread
 
 _Behind = dict[torch.device, tuple[Any, Any]]
-"""A stream of each device, and the event that it waits for first."""
+"""Side stream of each device, and the event that it waits for first."""
 
 
 class _Split(NamedTuple):
-    """Batches on CUDA devices, and which these are; and those in host memory, which are copied at
-    once, and by the lane's thread."""
+    """Batches on CUDA devices, and batches in host memory.
+
+    Small batches in host memory are copied at once, large ones by the lane's thread.
+    """
 
     ours: Sequence[Batch]
     devices: Sequence[torch.device]
@@ -164,24 +174,28 @@ class _Split(NamedTuple):
 
 
 def moment_on(tensor: torch.Tensor) -> Any:
-    """An event behind what the current stream of its device has been given so far, which tells the
-    time: ``query()``, ``elapsed_time(other)`` in milliseconds. None: it is on no CUDA device."""
+    """Return a timing event after all work enqueued so far on the tensor's device.
+
+    It has ``query()``, and ``elapsed_time(other)`` in milliseconds. None if the tensor is not on a
+    CUDA device.
+    """
     device = _device(tensor)
     return _event(_cuda.current_stream(device)) if device.type == "cuda" else None
 
 
 def on_cuda(tensor: torch.Tensor) -> bool:
-    """Whether the tensor lies in the memory of a CUDA device."""
+    """Return True if the tensor is in the memory of a CUDA device."""
     return _device(tensor).type == "cuda"
 
 
 class CudaLane:
-    """One side stream per device, and one more for copies that yield. Tensors in host memory,
-    which most states have, too (Adam's step counters), are copied by ``host``, whose thread also is
-    the lane's own.
+    """One side stream per device, and one more for yielding copies.
+
+    Tensors in host memory, which most states contain as well (Adam's step counters), are copied by
+    ``host``, whose thread is also this lane's thread.
 
     Args:
-        host: closed with this lane.
+        host: lane of host memory; closed with this lane.
     """
 
     def __init__(self, host: CpuLane) -> None:
@@ -195,7 +209,7 @@ class CudaLane:
     def warm(
         self, tensors: Iterable[torch.Tensor], block: torch.Tensor, take: Take | None = None
     ) -> None:
-        """Pins ``block``, in the lane's thread, which does between two slices what else it has."""
+        """Pin ``block`` in the lane's thread, which does its other work between two slices."""
         first = _first_device(tensors)
         if first is None:  # all of them have been moved back to host memory
             self._host.warm((), block, take)
@@ -209,7 +223,7 @@ class CudaLane:
         return pinned.ready_bytes(block) if pinned is not None and pinned.holds(block) else 0
 
     def leave(self) -> None:
-        """Unpins it, and no longer keeps it mapped."""
+        """Unpin the arena, and no longer keep it mapped."""
         self._ahead.stop()
         pinned = self._pinned
         self._pinned = None
@@ -217,9 +231,11 @@ class CudaLane:
             self.run(pinned.release)
 
     def copy_now(self, batches: Sequence[Batch], block: torch.Tensor) -> None:
-        """Copies from duplicates, made in the order of the current stream: the sources may
-        change. What is too much to be duplicated is copied itself, and the current stream
-        waits until it is."""
+        """Copy via duplicates, made in the order of the current stream, so that the sources may
+        change.
+
+        Tensors beyond the limit for duplicates are copied themselves, and the current stream waits.
+        """
         split = self._split(batches)
         self._host.copy_now(split.small, block)
         self._host.copy_now(split.large, block)
@@ -230,14 +246,14 @@ class CudaLane:
         pinned.pin(block, at_once=True)
         duplicates = []
         others = []
-        room = _DUPLICATES_BYTES_MAX
+        left_bytes = _DUPLICATES_BYTES_MAX
         for batch in split.ours:
             size = batch.end - batch.begin
-            if size <= room:
+            if size <= left_bytes:
                 with contextlib.suppress(OutOfSpaceError):
                     _use(batch, _cuda.current_stream(_device_of(batch)))
                     duplicates.append(Batch(batch.begin, batch.end, (_packed(batch),)))
-                    room -= size
+                    left_bytes -= size
                     continue
             others.append(batch)
         behind = self._behind_current(split.devices)
@@ -252,8 +268,11 @@ class CudaLane:
     def submit_yielding(
         self, batches: Sequence[Batch], block: torch.Tensor, progress: Progress
     ) -> Transfer:
-        """On a side stream of its own: the device takes turns between the two, so what goes first
-        gets half of the link, and not all of it."""
+        """Copy on another side stream.
+
+        The device alternates between the two, so copies that do not yield get half of the link, not
+        all of it.
+        """
         return self._submit(batches, block, progress, yielding=True)
 
     def _submit(
@@ -262,7 +281,8 @@ class CudaLane:
         split = self._split(batches)
         if split.ours:
             refuse_graph_capture()
-        # The marks of this capture, on any device, lie anywhere in the block.
+        # Earlier copies of this capture by copy_now(), on any device, lie anywhere in the block:
+        # progress is reported only after them.
         marks = self._begun()
         issued: Issued | None = None
         if split.ours:
@@ -281,7 +301,9 @@ class CudaLane:
             ignore_graph_captures()
             try:
                 if hosted is not None:
-                    hosted.wait(0.0)  # it was before us in this thread; raises what it failed with
+                    hosted.wait(
+                        0.0
+                    )  # already over: it was queued earlier in this thread; may raise
                 with here:
                     for mark in marks:
                         mark.synchronize()
@@ -308,15 +330,18 @@ class CudaLane:
         return tensor.detach().cpu()
 
     def run(self, job: Callable[[], None]) -> Future[None]:
-        """Behind all copies that were begun, whether or not anybody waits for them; what
-        ``job`` itself fetches from a device comes on the side streams, not behind whatever
-        training has enqueued meanwhile."""
+        """Run ``job`` after all copies begun so far, whether or not a caller waits for them.
+
+        Fetches from a device within ``job`` use the side streams, so they do not wait for work that
+        training has enqueued meanwhile.
+        """
         streams = list(self._streams.values())
         here = self._here()
-        issued = self._issuer.under_way()  # asked first: what is over then is behind `begun`
+        # In this order: captures enqueued before this line are covered by the events of `begun`.
+        issued = self._issuer.under_way()
         begun: list[Any] = []
-        # A device that has failed copies no more, and its transfers say what happened; the job,
-        # which may give memory back, is done all the same.
+        # A failed device makes no more copies, and its transfers raise the error. The job must run
+        # all the same, because it may release memory.
         with contextlib.suppress(RuntimeError):
             begun = self._begun()
 
@@ -340,13 +365,13 @@ class CudaLane:
         return self._host.run(behind)
 
     def close(self) -> None:
-        """Ends the thread, after what is queued; the arena is no longer pinned then."""
+        """End the threads, after all queued work, and unpin the arena."""
         self.leave()
         self._issuer.close()
         self._host.close()
 
     def _pinned_of(self, block: torch.Tensor, device: torch.device) -> PinnedMemory:
-        if self._pinned is not None and not self._pinned.holds(block):  # another keeper's arena
+        if self._pinned is not None and not self._pinned.holds(block):  # arena of a new keeper
             self.leave()
         if self._pinned is None:
             self._pinned = PinnedMemory(block, device)
@@ -372,7 +397,7 @@ class CudaLane:
     def _issue(
         self, batches: Sequence[Batch], block: torch.Tensor, pinned: PinnedMemory, behind: _Behind
     ) -> Issued:
-        """Has the copies enqueued."""
+        """Enqueue the copies in the issuing thread."""
 
         def enqueue() -> Enqueued:
             reached: list[Reached] = []
@@ -380,7 +405,8 @@ class CudaLane:
             found = Enqueued(reached, first)
             ignore_graph_captures()
             try:
-                # In a thread that has named no device, to leave one means to go to the first.
+                # A thread without a current device would switch to the first one on leaving a
+                # device context, and create a context there.
                 with _cuda.device(next(iter(behind))):
                     try:
                         pinned.pin(block)
@@ -390,7 +416,7 @@ class CudaLane:
                         with contextlib.suppress(RuntimeError):
                             begun = [_event(stream) for stream, _ in behind.values()]
                         return found.failed(error, begun)
-            except Exception as error:  # of a device that has failed
+            except Exception as error:  # the device itself has failed
                 return found.failed(error)
             return found
 
@@ -419,7 +445,7 @@ class CudaLane:
     def _behind_current(
         self, devices: Iterable[torch.device], *, yielding: bool = False
     ) -> _Behind:
-        """Side streams, and what they wait for: all that was enqueued on the current ones."""
+        """Return the side streams, with events after all work on the current streams."""
         streams = self._yielding if yielding else self._streams
         found: _Behind = {}
         for device in devices:
@@ -429,28 +455,30 @@ class CudaLane:
         return found
 
     def _here(self) -> contextlib.AbstractContextManager[Any]:
-        """For the lane's thread, whatever it does with events and streams: one of our devices is
-        its current one. In a thread that has named none CUDA makes a context on the first device,
-        which takes some hundred MB of it, and may be another rank's."""
+        """Return a context in which one of this lane's devices is current, for the lane's thread.
+
+        In a thread without a current device, CUDA creates a context on the first device, which
+        takes some hundred MB there; that device may belong to another rank.
+        """
         device = next(iter([*self._streams, *self._yielding]), None)
         return contextlib.nullcontext() if device is None else _cuda.device(device)
 
     def _begun(self) -> list[Any]:
-        """Events behind all copies that were begun."""
+        """Return events after all copies begun so far."""
         return [_event(stream) for stream in [*self._streams.values(), *self._yielding.values()]]
 
     def _hold_back(self, reached: Sequence[Reached]) -> None:
-        """The current streams wait for copies."""
+        """Make the current streams wait for copies."""
         for device, event in {device: event for _, event, device in reached}.items():
             event.wait(_cuda.current_stream(device))
 
 
 class CudaTransfer(CpuTransfer):
-    """Copies on side streams, and in the lane's thread what lies in host memory.
+    """Copies on side streams, and copies of host memory in the lane's thread.
 
     Args:
-        issued: the copies on side streams, in the order of their ends; None: there are none.
-        hosted: the copies in the thread, of the batches ``large``, if there are any.
+        issued: copies on side streams, in the order of their ends; None if there are none.
+        hosted: copies in the thread, of the batches ``large``, if there are any.
     """
 
     def __init__(
@@ -462,8 +490,10 @@ class CudaTransfer(CpuTransfer):
         self._large = large
 
     def gate(self, end: int, timeout_s: float) -> bool:
-        """The current stream of each device waits; the CPU does so only until the copies are
-        enqueued, and for what lies in host memory."""
+        """Make the current stream of each device wait.
+
+        The CPU waits only until the copies are enqueued, and for copies of host memory.
+        """
         if end <= 0:
             return True
         if self._issued is not None and not _done(self._issued, timeout_s):
@@ -487,8 +517,10 @@ class CudaTransfer(CpuTransfer):
 def _runs(
     batches: Iterable[Batch], stream: Any, block: torch.Tensor, pinned: PinnedMemory
 ) -> Iterator[tuple[int, Sequence[torch.Tensor], Sequence[torch.Tensor]]]:
-    """As many copies at a time as there is one event for: where they end, what is copied, and
-    where to. For the side stream, which is the current one."""
+    """Yield groups of copies, one for each event: their end, sources and targets.
+
+    To be called with the side stream as current stream.
+    """
     parts: list[torch.Tensor] = []
     targets: list[torch.Tensor] = []
     since_bytes = end = 0
@@ -519,7 +551,7 @@ def _beside_captures(job: Callable[[], None]) -> None:
 
 
 def _first_device(tensors: Iterable[torch.Tensor]) -> torch.device | None:
-    """That of CUDA which the first of these that is on any is on."""
+    """Return the CUDA device of the first tensor that is on one."""
     devices = (device for tensor in tensors if (device := _device(tensor)).type == "cuda")
     return next(devices, None)
 
@@ -536,15 +568,15 @@ def _use(batch: Batch, stream: Any) -> None:
 
 
 def _enqueued(issued: Issued) -> Enqueued:
-    """What has become of it; nothing, where it was called off."""
+    """Return the result; an empty one if the work was cancelled."""
     return Enqueued() if issued.cancelled() else issued.result()
 
 
-# --- What a test replaces to play a device ----------------------------------------------
+# --- Replaced by tests that emulate a device --------------------------------------------
 
 
 def _done(issued: Issued, timeout_s: float | None) -> bool:
-    """Waits until it is, or has failed."""
+    """Wait until the copies are enqueued, or have failed."""
     if timeout_s is None:
         return bool(wait([issued]).done)
     return issued.done() or wait_done(issued, timeout_s)
@@ -555,38 +587,40 @@ def _device(tensor: torch.Tensor) -> torch.device:
 
 
 def _event(stream: Any) -> Any:
-    """An event behind everything that the stream has been given."""
-    event = _cuda.Event(enable_timing=True, blocking=True)  # who waits for it sleeps
+    """Return an event after all work enqueued on the stream."""
+    event = _cuda.Event(enable_timing=True, blocking=True)  # a waiting thread sleeps
     event.record(stream)
     return event
 
 
 def _packed(batch: Batch) -> torch.Tensor:
-    """The bytes of a batch in memory of their own, on its device.
+    """Return the bytes of a batch in memory of their own, on its device.
 
     Raises:
-        OutOfSpaceError: the device has no room for them.
+        OutOfSpaceError: the device has no memory for them.
     """
     try:
         if batch.rearranged is None:
             return batch.sources[0].clone() if len(batch.sources) == 1 else torch.cat(batch.sources)
-        # Resolved here: a copy to the host that is not waited for would do it too early.
+        # Resolved here: an asynchronous copy to the host would resolve before its data is ready.
         return byte_view(batch.rearranged.resolve_conj().resolve_neg().contiguous())
     except torch.OutOfMemoryError as error:
         raise OutOfSpaceError(
-            f"the GPU has no {batch.end - batch.begin} bytes left to bring tensors into the order "
-            "of the file",
-            hint="leave that much of its memory free",
+            f"the GPU has no {batch.end - batch.begin} bytes of free memory to rearrange tensors "
+            "into the order of the file",
+            hint="leave that much GPU memory free",
         ) from error
 
 
 def _send(sources: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]) -> None:
-    """Copies to pinned host memory, in the order of the current stream. In one call: behind each
-    the interpreter's lock would be wanted back, which training has."""
+    """Copy to pinned host memory, in the order of the current stream.
+
+    One call for all: after each call, the interpreter lock would have to be taken back from
+    training.
+    """
     torch._foreach_copy_(list(targets), list(sources), non_blocking=True)
 
 
 def _used_on(tensor: torch.Tensor, stream: Any) -> None:
-    """Its memory is not to be given to others before the stream is done with it, even if the
-    tensor is freed meanwhile."""
+    """Keep the tensor's memory from reuse until the stream is done with it, even if it is freed."""
     tensor.record_stream(stream)

@@ -1,7 +1,7 @@
-"""The engine's own lane: which one copies is decided by where the tensors are.
+"""Lane that chooses by the devices of the tensors.
 
-Decided when something is to be copied, not at construction: a model may be moved to a device
-after its Checkpointer was made.
+The choice is made at each copy, not at construction, because a model may be moved to a device after
+its Checkpointer was created.
 """
 
 from __future__ import annotations
@@ -19,12 +19,14 @@ __all__ = ["DeviceLane"]
 
 
 class DeviceLane:
-    """The lane of host memory, until the first tensor on a CUDA device is seen: then a
-    :class:`.cuda.CudaLane`, which copies host memory through it. Without such tensors no CUDA
-    function is called.
+    """Lane of host memory until the first tensor on a CUDA device is seen, then a
+    :class:`.cuda.CudaLane`.
+
+    That lane copies host memory through this one's ``host``. Without tensors on CUDA devices no
+    CUDA function is called.
 
     Args:
-        host: closed with this lane.
+        host: lane of host memory; closed with this lane.
     """
 
     def __init__(self, host: CpuLane) -> None:
@@ -66,12 +68,12 @@ class DeviceLane:
         self._lane.close()
 
     def _for_batches(self, batches: Sequence[Batch]) -> Lane:
-        if isinstance(batches, Chunks):  # to go through it is to cut it
+        if isinstance(batches, Chunks):  # iterating over it would cut it
             batches = batches.whole
         if any(seen is batches for seen in self._in_host_memory):
             return self._lane
         lane = self._for(_one_of_each(batches))
-        if lane is self._host and isinstance(batches, tuple):  # which stays what it is
+        if lane is self._host and isinstance(batches, tuple):  # immutable: the result stays valid
             self._in_host_memory = [*self._in_host_memory[-1:], batches]
         return lane
 
@@ -82,6 +84,6 @@ class DeviceLane:
 
 
 def _one_of_each(batches: Sequence[Batch]) -> Iterable[torch.Tensor]:
-    """A tensor of each batch, which are all on one device."""
+    """Yield a tensor of each batch; all tensors of a batch are on one device."""
     for batch in batches:
         yield batch.sources[0] if batch.rearranged is None else batch.rearranged

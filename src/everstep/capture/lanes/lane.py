@@ -1,15 +1,15 @@
-"""Lanes: ordered copies from a device into host memory.
+"""Contract of lanes, and the lane for tensors in host memory.
 
-A lane is one queue: copies start in the order of their submission. A device with a copy
-engine has a lane of its own (a side stream, :mod:`.cuda`); for tensors in host memory a
-thread plays the copy engine, with the same rules of ordering.
+A lane is one queue: copies start in the order of their submission. A device with a copy engine has
+a lane of its own (a side stream, :mod:`.cuda`). For tensors in host memory a thread replaces the
+copy engine, with the same rules of ordering.
 
-Copies that were submitted as yielding are the exception: whatever is submitted later, and is not
-yielding, goes first, between two of their batches.
+Yielding copies are the exception: copies submitted later that do not yield go first, between two of
+their batches.
 
-The rules (I1): what :meth:`Lane.copy_now` was given may change as soon as it returns. What
-:meth:`Lane.submit` was given may not change until :meth:`Transfer.gate` has let its bytes
-through; whoever updates asks the gate first.
+The rules (I1): tensors passed to :meth:`Lane.copy_now` may change when it returns. Tensors passed
+to :meth:`Lane.submit` must not change until :meth:`Transfer.gate` has let their bytes through; each
+update calls the gate first.
 """
 
 from __future__ import annotations
@@ -29,43 +29,46 @@ from everstep.seams.processes.threads import IoThreads
 
 __all__ = ["CpuLane", "CpuTransfer", "Lane", "Progress", "Take", "Transfer"]
 
-_FEW_BYTES = 32 << 10  # for which torch would not use several threads either
+_FEW_BYTES = 32 << 10  # torch would copy these in one thread as well
 
 Progress = Callable[[int], None]
-"""Told that all bytes of a block up to this one are there."""
+"""Called when all bytes of a block up to this position are copied."""
 
 Take = Callable[[int], None]
-"""Takes the pages of so many bytes of a block, from its beginning."""
+"""Touches the pages of this number of bytes of a block, from its beginning."""
 
 
 class Transfer(Protocol):
-    """Copies under way into one block."""
+    """Copies in progress into one block."""
 
     @property
     def complete(self) -> bool:
-        """Nothing is copied any more."""
+        """True if all copies are complete."""
         ...
 
     @property
     def copied_s(self) -> float | None:
-        """How long the copies took, by a device's clock, once they are complete; None: as long as
-        from when they were submitted, or the ones before were complete."""
+        """Duration of the copies by the device's clock, once they are complete.
+
+        None if it is the time since their submission, or since the previous copies completed.
+        """
         ...
 
     def gate(self, end: int, timeout_s: float) -> bool:
-        """Holds back what the caller does next until bytes ``[0, end)`` are copied: in host
-        memory by waiting, on a device by making the current stream wait.
+        """Hold back the caller's next operations until bytes ``[0, end)`` are copied.
+
+        In host memory the call waits; on a device the current stream waits.
 
         Returns:
-            False when they are not after ``timeout_s``.
+            False if they are not copied after ``timeout_s``.
         """
         ...
 
     def wait(self, timeout_s: float) -> bool:
-        """Waits until all copies are complete; False if they are not after ``timeout_s``.
+        """Wait until all copies are complete; return False after ``timeout_s``.
 
         Raises:
-            Exception: what a copy failed with.
+            Exception: error of a copy.
         """
         ...
 
@@ -76,49 +79,47 @@ class Lane(Protocol):
     def warm(
         self, tensors: Iterable[torch.Tensor], block: torch.Tensor, take: Take | None = None
     ) -> None:
-        """Does in the lane's thread what would hold up the first copies of ``tensors`` into
-        ``block``.
+        """Prepare the first copies of ``tensors`` into ``block``, in the lane's thread.
 
         Args:
-            take: called there first: its pages are to be taken.
+            take: called there first, to touch the pages of the block.
         """
         ...
 
     def ready_bytes(self, tensors: Iterable[torch.Tensor], block: torch.Tensor) -> int:
-        """So much of ``block``, from its beginning, is for copies of ``tensors`` what :meth:`warm`
-        makes of it."""
+        """Return the number of bytes of ``block``, from its beginning, that :meth:`warm` has
+        prepared."""
         ...
 
     def leave(self) -> None:
-        """From now on other memory is copied into: lets go of the one so far, behind copies that
-        are under way."""
+        """Release the memory copied into so far, after the copies in progress."""
         ...
 
     def copy_now(self, batches: Sequence[Batch], block: torch.Tensor) -> None:
-        """Copies what may change as soon as this returns."""
+        """Copy tensors that may change as soon as this returns."""
         ...
 
     def submit(self, batches: Sequence[Batch], block: torch.Tensor, progress: Progress) -> Transfer:
-        """Queues copies into ``block`` (flat ``uint8``, in host memory), in order."""
+        """Queue copies into ``block`` (flat ``uint8``, in host memory), in order."""
         ...
 
     def submit_yielding(
         self, batches: Sequence[Batch], block: torch.Tensor, progress: Progress
     ) -> Transfer:
-        """As :meth:`submit`; but what is submitted by that from now on goes first."""
+        """Queue copies as :meth:`submit` does, but let its later copies go first."""
         ...
 
     def in_host_memory(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The tensor itself if it lies in host memory, or a copy of it there."""
+        """Return the tensor itself if it is in host memory, or a copy of it there."""
         ...
 
     def run(self, job: Callable[[], None]) -> Future[None]:
-        """Runs ``job`` in the lane's thread, behind the copies that thread was given, whether or
-        not they yield."""
+        """Run ``job`` in the lane's thread after all copies queued there, yielding ones
+        included."""
         ...
 
     def close(self) -> None:
-        """Ends the thread, after what is queued."""
+        """End the thread, after all queued work."""
         ...
 
 
@@ -126,8 +127,7 @@ class CpuTransfer:
     """Copies made by a thread.
 
     Attributes:
-        awaited: somebody has come to the gate too early: whoever copies tells at once how far
-            it is.
+        awaited: a caller waits at the gate, so the thread reports its progress after each batch.
     """
 
     def __init__(self) -> None:
@@ -143,7 +143,7 @@ class CpuTransfer:
         return self._over
 
     def gate(self, end: int, timeout_s: float) -> bool:
-        if self._copied >= end or self._over:  # mostly: seen without the lock
+        if self._copied >= end or self._over:  # the usual case, without the lock
             return True
         with self._changed:
             self.awaited = True
@@ -157,13 +157,13 @@ class CpuTransfer:
         return over
 
     def advance(self, end: int) -> None:
-        """Told by the thread: bytes up to ``end`` are copied."""
+        """Report from the thread that bytes up to ``end`` are copied."""
         with self._changed:
             self._copied = end
             self._changed.notify_all()
 
     def end(self, error: BaseException | None = None) -> None:
-        """Told by the thread: nothing more will be copied."""
+        """Report from the thread that nothing more will be copied."""
         with self._changed:
             self._error = error
             self._over = True
@@ -171,16 +171,18 @@ class CpuTransfer:
 
 
 class CpuLane:
-    """A thread that copies. Tensors on a device without a lane of its own (MPS, XPU) are fetched by
-    it, too, from the stream of that device that every thread begins with: who trains on another one
-    makes it wait. Marks are copied by the caller."""
+    """Lane that copies in a thread; :meth:`copy_now` copies in the caller's thread.
 
-    _in_runs = True  # a kind of lane that does something at each copy says no
+    It also fetches tensors from devices without a lane of their own (MPS, XPU), on the default
+    stream of the device. Training on another stream must make that stream wait.
+    """
+
+    _in_runs = True  # False in subclasses that do something at each copy
 
     def __init__(self) -> None:
         self._threads = IoThreads(1, "everstep-capture")
         self._ready: deque[Callable[[], None]] = deque()  # copies that do not yield, in order
-        self._issued_s = 0.0  # when what the thread copies was submitted
+        self._issued_s = 0.0  # submission time of the copies in progress
 
     def warm(
         self, tensors: Iterable[torch.Tensor], block: torch.Tensor, take: Take | None = None
@@ -192,7 +194,7 @@ class CpuLane:
         return block.numel()
 
     def leave(self) -> None:
-        """Nothing: nor is it kept here."""
+        """Do nothing: this lane keeps no reference to memory."""
 
     def copy_now(self, batches: Sequence[Batch], block: torch.Tensor) -> None:
         for batch in batches:
@@ -220,7 +222,7 @@ class CpuLane:
         self._ready.append(work)
         try:
             self._threads.submit(lambda: self._in_turn(work))
-        except BaseException:  # an interrupt: nobody waits for it, nor owns the memory any more
+        except BaseException:  # interrupted: no caller waits for the copies or owns their memory
             with contextlib.suppress(ValueError):
                 self._ready.remove(work)
             raise
@@ -243,15 +245,18 @@ class CpuLane:
         return transfer
 
     def _in_turn(self, work: Callable[[], None]) -> None:
-        """Copies whose turn has come, unless they went before others that yield, or were called
-        off; what was submitted before them is made, or was called off half-way."""
+        """Run copies in their turn.
+
+        They may have run already, before yielding copies, or may have been cancelled. All copies
+        submitted before them have run, or were cancelled half-way.
+        """
         if work in self._ready:
             while self._ready.popleft() is not work:
                 pass
             work()
 
     def _let_pass(self) -> None:
-        """Copies that yield are under way: those that do not, and wait, go first."""
+        """Run waiting copies that do not yield, from within copies that do."""
         while self._ready:
             self._ready.popleft()()
 
@@ -262,14 +267,14 @@ class CpuLane:
         return self._threads.submit(job)
 
     def thread(self, name: str) -> IoThreads:
-        """One beside its own, for a lane that is made of this one."""
+        """Return another thread, for a lane built on this one."""
         return IoThreads(1, name)
 
     def close(self) -> None:
         self._threads.close()
 
     def _now(self) -> float:
-        """When copies are submitted, for a kind of lane that asks."""
+        """Return the time of submission, for subclasses that use it."""
         return 0.0
 
     def _copy(self, batch: Batch, block: torch.Tensor) -> None:
@@ -278,9 +283,10 @@ class CpuLane:
     def _copy_run(
         self, run: Sequence[Batch], block: torch.Tensor, transfer: CpuTransfer, tell: Progress
     ) -> None:
-        """Copies a run, and tells nobody of its parts unless somebody waits."""
+        """Copy a run; report progress within it only if a caller waits."""
         target = block.data_ptr()
-        # SampledLine up before the first: in between, each microsecond is one of training's.
+        # Addresses are computed before the first copy: between copies the thread holds the
+        # interpreter lock, and training waits.
         moves = [
             (batch, target + batch.begin, _address(batch), batch.end - batch.begin) for batch in run
         ]
@@ -296,7 +302,8 @@ class CpuLane:
 def _made(
     transfer: CpuTransfer, progress: Progress, copy: Callable[[Progress], None]
 ) -> Callable[[], None]:
-    """Makes copies, and ends their transfer: with what they have failed with, if they have."""
+    """Return a function that makes copies and ends their transfer, with the error if there is
+    one."""
 
     def tell(end: int) -> None:
         progress(end)
@@ -305,7 +312,7 @@ def _made(
     def work() -> None:
         try:
             copy(tell)
-        except BaseException as error:  # handed to whoever waits for it
+        except BaseException as error:  # raised in the thread that waits for the transfer
             transfer.end(error)
         else:
             transfer.end()
@@ -314,8 +321,10 @@ def _made(
 
 
 def _copy_alone(batch: Batch, block: torch.Tensor) -> None:
-    """Copies a batch in this thread: not by ``Tensor.copy_``, if it is one tensor, which would use
-    as many threads as torch has for training."""
+    """Copy a batch in this thread.
+
+    A batch of one tensor is not copied by ``Tensor.copy_``, which would use all of torch's threads.
+    """
     source = _address(batch)
     if source is None:
         run_batch(batch, block)
@@ -324,7 +333,7 @@ def _copy_alone(batch: Batch, block: torch.Tensor) -> None:
 
 
 def _address(batch: Batch) -> int | None:
-    """Where a batch lies that is one tensor in host memory."""
+    """Return the address of a batch of one tensor in host memory; None for other batches."""
     if len(batch.sources) != 1 or not batch.sources[0].is_cpu:
         return None
     return batch.sources[0].data_ptr()

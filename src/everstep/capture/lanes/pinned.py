@@ -1,12 +1,13 @@
-"""Host memory that a device copies into by itself: pinned, range by range.
+"""Pinned host memory, which a device can copy into asynchronously.
 
-A copy into memory that is not pinned holds up whoever asks for it. All of an arena would be
-too much to pin, since pinned pages are taken and stay taken: only what captures use is, at the
-latest the first time they use it, and it stays so until the arena is no longer copied into.
+A copy into memory that is not pinned blocks its caller. Pinning the entire arena would be too much,
+because pinned pages stay allocated. So only the ranges that captures use are pinned, at the latest
+at their first use, and they stay pinned until the arena is no longer copied into.
 
-While memory is being pinned CUDA lets no other thread launch a kernel, and most of that time goes
-into fresh pages (of 460 ms for a GiB on an H200 all but 40). So pages are taken first, and memory
-is pinned in slices of a few milliseconds, between which others come (docs/design/capture.md).
+While memory is being pinned, CUDA lets no other thread launch a kernel, and most of that time is
+spent on fresh pages (of 460 ms for a GiB on an H200 all but 40). So pages are touched first, and
+memory is pinned in slices of a few milliseconds, with pauses for other threads
+(docs/design/capture.md).
 """
 
 from __future__ import annotations
@@ -32,22 +33,23 @@ _log = logging.getLogger("everstep")
 _cuda: Any = torch.cuda  # what it calls has no annotations
 
 _PORTABLE = 1  # cudaHostRegisterPortable: pinned for every device, not for the current one alone
-_SLICE_BYTES = 32 << 20  # at a time, at least; copies are cut where one ends
+_SLICE_BYTES = 32 << 20  # minimum; copies are cut at the ends of slices
 _SLICE_BYTES_MAX = 256 << 20
-_SLICE_S = 4e-3  # that others may have to wait for one
+_SLICE_S = 4e-3  # target for the time that one slice may block other threads
 _PAUSE_S_MAX = 0.05
 
 
 class PinnedMemory:
-    """The pinned ranges of one arena. Any thread may call.
+    """Pinned ranges of one arena. Thread-safe.
 
-    It keeps the arena mapped, since pages stay pinned when they are unmapped: if another
-    arena came to lie at their addresses, copies would go on into pages that nobody sees.
+    It keeps the arena mapped, because pages stay pinned when they are unmapped: if another arena
+    were mapped at the same addresses, copies would still go to the old pages.
 
     Args:
         block: flat ``uint8``, any part of the arena.
-        device: in whose context it is done. Pinned memory is so for all of them, but a thread
-            that names none would make a context on the first, which may be another job's.
+        device: device whose context is used. Pinned memory is pinned for all devices, but a thread
+            without a current device would create a context on the first one, which may belong to
+            another job.
     """
 
     def __init__(self, block: torch.Tensor, device: torch.device) -> None:
@@ -59,17 +61,17 @@ class PinnedMemory:
 
     @property
     def size_bytes(self) -> int:
-        """Bytes that are pinned."""
+        """Number of pinned bytes."""
         return sum(end - begin for begin, end in self._ranges)
 
     def holds(self, block: torch.Tensor) -> bool:
-        """Whether ``block`` is a part of this arena."""
+        """Return True if ``block`` is a part of this arena."""
         return block.untyped_storage().data_ptr() == self._memory.data_ptr()
 
     def ready_bytes(self, block: torch.Tensor) -> int:
-        """So many bytes of ``block``, from its beginning, are pinned."""
+        """Return the number of bytes of ``block``, from its beginning, that are pinned."""
         begin = position = block.data_ptr()
-        ranges = self._ranges.copy()  # who holds the lock may be in the middle of pinning
+        ranges = self._ranges.copy()  # without the lock, which is held during a registration
         index = bisect.bisect_right(ranges, position, key=_first) - 1
         for first, end in ranges[max(0, index) :]:
             if first > position:
@@ -78,23 +80,23 @@ class PinnedMemory:
         return min(position - begin, block.numel())
 
     def pin(self, block: torch.Tensor, *, at_once: bool = False) -> None:
-        """Pins what of ``block`` is not pinned yet, whole pages.
+        """Pin the pages of ``block`` that are not pinned yet.
 
         Args:
-            at_once: the caller is who others would be let in for.
+            at_once: make no pauses; the caller is the thread they would be made for.
 
         Raises:
-            UnavailableError: the system refuses, with the number of bytes and the limit.
+            UnavailableError: the system refuses; with the number of bytes and the limit.
         """
         for taken_s in self.slices(block):
             if not at_once:
                 self.pause(taken_s)
 
     def slices(self, block: torch.Tensor, take: Take | None = None) -> Iterator[float]:
-        """As :meth:`pin`, slice by slice: the seconds that each has kept others waiting.
+        """Pin slice by slice; yield the seconds for which each slice has blocked other threads.
 
         Args:
-            take: takes pages, if somebody counts them.
+            take: touches pages, if they must be accounted for.
         """
         page = mmap.PAGESIZE
         position = block.data_ptr() // page * page
@@ -105,7 +107,7 @@ class PinnedMemory:
                 take(min(upto - block.data_ptr(), block.numel()))
             take_pages(begin, upto - begin)
             with self._lock:
-                if self._unpinned(begin, upto) != found:  # another thread was faster
+                if self._unpinned(begin, upto) != found:  # another thread has pinned some of it
                     continue
                 start_s = time.perf_counter()
                 self._register(begin, upto - begin)
@@ -117,12 +119,14 @@ class PinnedMemory:
             yield taken_s
 
     def pause(self, taken_s: float) -> None:
-        """Lets others in, who have waited for so long."""
+        """Sleep to let threads continue that were blocked for ``taken_s``."""
         time.sleep(min(taken_s, _PAUSE_S_MAX))
 
     def pieces(self, block: torch.Tensor, begin: int, end: int) -> Iterator[tuple[int, int]]:
-        """Cuts bytes ``[begin, end)`` of ``block``, which are pinned, where one registration
-        ends and the next begins: CUDA need not accept a copy that goes over such an edge."""
+        """Cut bytes ``[begin, end)`` of ``block`` at the boundaries of registrations.
+
+        All of them are pinned. CUDA need not accept a copy that crosses such a boundary.
+        """
         address = block.data_ptr()
         with self._lock:
             index = bisect.bisect_right(self._ranges, address + begin, key=_first) - 1
@@ -138,13 +142,13 @@ class PinnedMemory:
         yield begin, end
 
     def _next(self, position: int, end: int) -> tuple[int, int] | None:
-        """The next slice of these addresses to be pinned; None: all of them are."""
+        """Return the next slice to pin between these addresses; None if all are pinned."""
         with self._lock:
             found = self._unpinned(position, end)
         return None if found is None else (found[0], min(found[1], found[0] + self._slice_bytes))
 
     def _unpinned(self, position: int, end: int) -> tuple[int, int] | None:
-        """The first of these addresses that are not pinned, as far as that goes."""
+        """Return the first contiguous range between these addresses that is not pinned."""
         index = bisect.bisect_right(self._ranges, position, key=_first)
         if index and self._ranges[index - 1][1] > position:
             position = self._ranges[index - 1][1]
@@ -156,7 +160,7 @@ class PinnedMemory:
         return (position, end) if position < end else None
 
     def release(self) -> None:
-        """Unpins everything. Nothing may be copied there any more."""
+        """Unpin everything; no more copies may go there."""
         with self._lock, _cuda.device(self._device):
             while self._ranges:
                 _cuda.cudart().cudaHostUnregister(self._ranges.pop()[0])
@@ -167,7 +171,7 @@ class PinnedMemory:
             status = cudart.cudaHostRegister(address, size_bytes, _PORTABLE)
             if int(status) == 0:
                 return
-            # CUDA remembers it for this thread, and training's next kernel would be told of it.
+            # CUDA keeps the error for this thread, and training's next kernel would raise it.
             with contextlib.suppress(RuntimeError):
                 _launch_something()
         raise UnavailableError(
@@ -181,31 +185,30 @@ class PinnedMemory:
 
 
 class PinnedAhead:
-    """Pins memory before it is used, in a thread that has other things to do: between two slices
-    it does them.
+    """Pinning of memory before it is used, in a thread that does its other work between two slices.
 
     Args:
-        run: in that thread, behind what it has to do.
+        run: runs a function in that thread, after its queued work.
     """
 
     def __init__(self, run: Callable[[Callable[[], None]], object]) -> None:
         self._run = run
         self._lock = threading.Lock()
         self._pinned: PinnedMemory | None = None
-        self._under_way: tuple[int, int] | None = None  # where, and how much; the largest
-        self._told = False  # that it fails
+        self._in_progress: tuple[int, int] | None = None  # address and size of the largest block
+        self._warned = False
 
     def make_ready(
         self, pinned: PinnedMemory, block: torch.Tensor, take: Take | None = None
     ) -> None:
-        """Pins ``block``. What it fails with is logged, once."""
-        about = block.data_ptr(), block.numel()
+        """Pin ``block``; log the first failure."""
+        region = block.data_ptr(), block.numel()
         with self._lock:
-            before = self._under_way
+            before = self._in_progress
             self._pinned = pinned
-            if before is not None and before[0] == about[0] and before[1] >= about[1]:
+            if before is not None and before[0] == region[0] and before[1] >= region[1]:
                 return
-            self._under_way = about
+            self._in_progress = region
         slices = pinned.slices(block, take)
 
         def pin() -> None:
@@ -213,33 +216,33 @@ class PinnedAhead:
             try:
                 taken_s = next(slices, None) if self._pinned is pinned else None
             except (EverstepError, RuntimeError) as error:
-                # Who uses that memory all the same is told again; others do without it.
-                if not self._told:
+                # A copy into that memory raises the error again; other copies do not need it.
+                if not self._warned:
                     _log.warning(
-                        "memory for copies is not made ready ahead; training may be held up where "
-                        'it is used first, and parts="auto" takes fewer parts: %s',
+                        "memory for copies could not be pinned ahead; training may stall at its "
+                        'first use, and parts="auto" chooses fewer parts: %s',
                         error,
                     )
-                self._told = True
+                self._warned = True
             with self._lock:
                 goes_on = taken_s is not None and self._pinned is pinned
-                if goes_on:  # not behind stop(): the thread may end behind that, too
+                if goes_on:  # under the lock, so never after stop(), when the thread may have ended
                     self._run(pin)
-                elif self._under_way is about:
-                    self._under_way = None
+                elif self._in_progress is region:
+                    self._in_progress = None
             if goes_on and taken_s is not None:
                 pinned.pause(taken_s)
 
         self._run(pin)
 
     def stop(self) -> None:
-        """Nothing more is pinned, but for the slice that is under way."""
+        """Stop pinning after the current slice."""
         with self._lock:
-            self._pinned = self._under_way = None
+            self._pinned = self._in_progress = None
 
 
 def _next_slice(size_bytes: int, taken_s: float) -> int:
-    """What the next slice should have, after one of ``size_bytes`` has taken so long."""
+    """Return the size of the next slice, after one of ``size_bytes`` took ``taken_s``."""
     if taken_s > _SLICE_S:
         return max(mmap.PAGESIZE, _SLICE_BYTES, size_bytes // 2)
     if taken_s < _SLICE_S / 4:
@@ -252,8 +255,10 @@ def _first(pair: tuple[int, int]) -> int:
 
 
 def _launch_something() -> None:
-    """A kernel, after whose start torch asks CUDA for the last error and so clears it. Not one that
-    only fills memory: CUDA can do that without a kernel."""
+    """Launch a kernel, after which torch reads and clears CUDA's last error.
+
+    Not a kernel that only fills memory: CUDA may do that without one.
+    """
     torch.ones(1, device="cuda").add_(1)
 
 

@@ -1,4 +1,4 @@
-"""What ``everstep verify`` does with the gradient log: reads it back, replays it, compares."""
+"""Verification of the gradient log: read it back, replay it, compare with the bases."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ __all__ = [
 ]
 
 AUDIT_WORDS = {"equal": "audited", "different": "AUDIT FAILED", "unchecked": "not audited"}
-"""What the keeper's audit has said of a base, in two words."""
+"""Result of the keeper's audit of a base, in two words."""
 
 _TIMEOUT_S = 120.0
 _NAMES_MAX = 5
@@ -41,11 +41,11 @@ _NAMES_MAX = 5
 def check_segments(
     filesystem: FileSystem, log: RunLog, ring: ChunkRing, timeline: int | None
 ) -> list[SegmentFound]:
-    """All segments (of one timeline), every byte read and verified; those that are damaged
-    have a ``problem``.
+    """Read and verify every byte of all segments (or those of one timeline); damaged ones get a
+    ``problem``.
 
     Raises:
-        NewerFormatError: one was written by a newer everstep.
+        NewerFormatError: a segment was written by a newer everstep.
         DeadlineError: the storage hangs.
     """
     from everstep.run.segments import read_segment
@@ -79,7 +79,7 @@ def check_replay(
     ring: ChunkRing,
     bases: Collection[BaseId],
 ) -> list[Audit]:
-    """Computes each of ``bases`` anew from the one before it and the log."""
+    """Compute each of ``bases`` from the preceding base and the log, and compare."""
     from everstep.restore.offline.audit import audit, pairs
     from everstep.restore.offline.rebuild import Rebuilder
     from everstep.restore.offline.run_log import RunLog
@@ -92,7 +92,7 @@ def check_replay(
 
 
 def audit_as_json(found: Audit) -> dict[str, Any]:
-    """One comparison as plain data."""
+    """Return one comparison as plain data."""
     return {
         "before": {"timeline": found.before.timeline, "step": found.before.step},
         "after": {"timeline": found.after.timeline, "step": found.after.step},
@@ -106,7 +106,7 @@ def audit_as_json(found: Audit) -> dict[str, Any]:
 
 
 def record_as_json(record: AuditRecord | None) -> dict[str, Any] | None:
-    """What the keeper's audit has said of a base, as plain data."""
+    """Return the result of the keeper's audit of a base as plain data."""
     if record is None:
         return None
     found = dataclasses.asdict(record)
@@ -115,7 +115,7 @@ def record_as_json(record: AuditRecord | None) -> dict[str, Any] | None:
 
 
 def show_audits(out: Console, audits: list[Audit]) -> None:
-    """What replay says of each base, for people."""
+    """Show the result of replay for each base."""
     made = table("replay", "onto base", "updates", "verdict", right=("updates",))
     styles = {"equal": "green", "different": "bold red", "unchecked": "yellow"}
     words = {"equal": "equal, bit for bit", "different": "DIFFERENT", "unchecked": "not checked"}
@@ -132,14 +132,14 @@ def show_audits(out: Console, audits: list[Audit]) -> None:
         if found.verdict == "different":
             out.print(label(_difference(found), "red", LINE_CHARS_MAX), soft_wrap=True)
         elif found.reason:
-            how = "not checked" if found.verdict == "unchecked" else "equal all the same"
+            how = "not checked" if found.verdict == "unchecked" else "equal nevertheless"
             line = f"{found.after}: {how}: {found.reason}"
             out.print(label(line, "yellow", LINE_CHARS_MAX), soft_wrap=True)
     count = {verdict: sum(one.verdict == verdict for one in audits) for verdict in words}
-    told = f"{count['equal']} of {count_of(len(audits), 'base')} equal what replay gives"
-    told += f", {count['different']} different" if count["different"] else ""
-    told += f", {count['unchecked']} not checked" if count["unchecked"] else ""
-    out.print(told if audits else "no base follows another: there is nothing to replay")
+    summary = f"{count['equal']} of {count_of(len(audits), 'base')} equal what replay gives"
+    summary += f", {count['different']} different" if count["different"] else ""
+    summary += f", {count['unchecked']} not checked" if count["unchecked"] else ""
+    out.print(summary if audits else "no base follows another: there is nothing to replay")
 
 
 def _difference(found: Audit) -> str:

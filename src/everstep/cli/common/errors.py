@@ -36,7 +36,7 @@ _USAGE_ERROR: Any = typer.BadParameter.__base__
 
 
 class ExitCode(IntEnum):
-    """What the command's exit status means, as :data:`EXIT_STATUS` says it in words."""
+    """Exit status of the command; :data:`EXIT_STATUS` describes it for people."""
 
     OK = 0
     DIFFERENT = 1
@@ -50,14 +50,14 @@ EXIT_STATUS = (
     "0 fine, 1 damage or difference found, 2 usage, 3 infeasible or goal not met, "
     "4 environment, 130 interrupted"
 )
-"""What each exit status means: the words of ``--help`` and the README."""
+"""Description of the exit statuses in ``--help`` and the README."""
 
 
 def status_of(error: EverstepError) -> ExitCode:
-    """The exit status that an error ends the command with."""
+    """Return the exit status for an error."""
     if isinstance(error, (OptionError, ForeignDirectoryError)):
         return ExitCode.USAGE
-    # What cannot be replayed, or planned, is no damage.
+    # A state that cannot be replayed, or planned, is not damaged.
     if isinstance(error, (InfeasibleError, UnsupportedStateError)):
         return ExitCode.INFEASIBLE
     environment = (
@@ -69,28 +69,29 @@ def status_of(error: EverstepError) -> ExitCode:
         UnreachableError,
         DeadlineError,
     )
-    # A StorageError of no finer kind is what the operating system said of a file.
+    # A plain StorageError is an error of the operating system.
     if isinstance(error, environment) or type(error) is StorageError:
         return ExitCode.ENVIRONMENT
     return ExitCode.DIFFERENT
 
 
 class EverstepGroup(TyperGroup):
-    """Turns what a verb raises on purpose into words and an exit status."""
+    """Command group that turns expected exceptions into messages and exit statuses."""
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
-        """Lists the verbs, each with the whole first sentence of its help."""
+        """List the verbs, each with the full first sentence of its help."""
         verbs = {name: self.get_command(ctx, name) for name in self.list_commands(ctx)}
         rows = [(name, verb.get_short_help_str(limit=200)) for name, verb in verbs.items() if verb]
         with formatter.section("Commands"):
             formatter.write_dl(rows)
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Refuses what no path can be; no shell passes it, but a program may."""
+        """Refuse arguments with NUL characters, which a program may pass, but no shell."""
         for arg in args:
             if "\0" in arg:
-                ctx.fail(f"'{plain(arg)}' has a NUL in it, which no path and no number has")
-        ctx.meta.setdefault(_ARGUMENTS, list(args))  # all of them: this group is the outermost
+                ctx.fail(f"'{plain(arg)}' contains a NUL character")
+        # The outermost group comes first and sees all arguments.
+        ctx.meta.setdefault(_ARGUMENTS, list(args))
         try:
             rest: list[str] = super().parse_args(ctx, args)
         except _USAGE_ERROR as error:
@@ -99,7 +100,7 @@ class EverstepGroup(TyperGroup):
         return rest
 
     def invoke(self, ctx: Any) -> Any:
-        """Runs the verb; errors become words (or JSON) and an exit status."""
+        """Run the verb; turn errors into messages (or JSON) and an exit status."""
         try:
             return super().invoke(ctx)
         except KeyboardInterrupt:
@@ -122,8 +123,9 @@ def _fail(ctx: Any, error: EverstepError) -> NoReturn:
 
 
 def _emit_usage(ctx: Any, error: Any) -> None:
-    """A usage error as the one document, and the end of the command, if one was asked for: what is
-    wrong may come before the verb could read its options."""
+    """Emit a usage error as JSON and exit, if --json was given. The error may be found before the
+    verb's options are parsed, so look at the raw arguments.
+    """
     arguments = ctx.meta.get(_ARGUMENTS, [])
     if "--" in arguments:
         arguments = arguments[: arguments.index("--")]
@@ -143,9 +145,9 @@ JsonFlag = Annotated[
     bool,
     typer.Option("--json", callback=_remember, help="One JSON document on standard output."),
 ]
-"""The option ``--json``: errors, too, come as a document then."""
+"""The option ``--json``: errors are emitted as a document, too."""
 
 
 def emit(document: Mapping[str, Any]) -> None:
-    """Writes one JSON document; pure ASCII, so that no name in it can steer a terminal."""
+    """Print one JSON document; pure ASCII, so that no name in it can control a terminal."""
     print(json.dumps(document, indent=2, ensure_ascii=True), flush=True)

@@ -1,4 +1,4 @@
-"""What verbs say of the gradient log of a run: its segments, and the steps that it adds."""
+"""Describe the gradient log of a run: its segments, and the steps that it adds."""
 
 from __future__ import annotations
 
@@ -38,7 +38,9 @@ _ROWS_MAX = 100
 
 
 def run_log(filesystem: FileSystem, inventory: Inventory) -> RunLog | None:
-    """The log of a run on disk; None, found out at little cost, if there is none."""
+    """Return the log of a run on disk; None if it has no segments, which is checked first at little
+    cost.
+    """
     from everstep.format.names import LOG_DIR, LOSSY_DIR, parse_segment, timeline_dir
 
     def has_segments(timeline: int, kind: str) -> bool:
@@ -60,12 +62,12 @@ def run_log(filesystem: FileSystem, inventory: Inventory) -> RunLog | None:
 
 
 def count_segments(segments: Iterable[SegmentFound]) -> int:
-    """How many there are in the folder: one, where several ranks have written the same steps."""
+    """Return the number of segments in the folder; one if several ranks wrote the same steps."""
     return len({segment.path for segment in segments})
 
 
 def steps_in_words(steps: Iterable[int]) -> str:
-    """``"steps 2 to 10, 14"``; ``"no step"``."""
+    """Return steps for people: ``"steps 2 to 10, 14"``; ``"no step"``."""
     from everstep.restore.offline.run_log import spans
 
     return _spans_in_words(spans(steps))
@@ -82,7 +84,7 @@ def _spans_in_words(found: Sequence[tuple[int, int]]) -> str:
 
 
 def describe_reach(reach: Reach) -> str:
-    """What the log of one timeline adds, in one line."""
+    """Describe in one line the steps that the log of one timeline adds."""
     lossy = count_segments(segment for segment in reach.segments if segment.lossy)
     of_which = f", {lossy} of them lossy" if lossy else ""
     gaps = f"; missing: {_spans_in_words(reach.gaps)}" if reach.gaps else ""
@@ -95,7 +97,7 @@ def describe_reach(reach: Reach) -> str:
 
 
 def as_json(reach: Reach | None) -> dict[str, Any] | None:
-    """The same as plain data; None of a timeline without segments."""
+    """Return the same as plain data; None for a timeline without segments."""
     if reach is None:
         return None
     from everstep.restore.offline.run_log import spans
@@ -112,7 +114,7 @@ def as_json(reach: Reach | None) -> dict[str, Any] | None:
 
 
 def segment_as_json(segment: SegmentFound) -> dict[str, Any]:
-    """One segment as plain data."""
+    """Return one segment as plain data."""
     return {
         "timeline": segment.timeline,
         "first": segment.after + 1,
@@ -126,8 +128,9 @@ def segment_as_json(segment: SegmentFound) -> dict[str, Any]:
 
 
 def is_deleted(filesystem: FileSystem, segment: SegmentFound) -> bool:
-    """Whether a process at work has deleted a segment while it was looked at: its markers go
-    first."""
+    """Return True if a running process has deleted a segment meanwhile: its markers are removed
+    first.
+    """
     from everstep.format.names import parse_marker
 
     try:
@@ -143,7 +146,7 @@ def is_deleted(filesystem: FileSystem, segment: SegmentFound) -> bool:
 
 
 def records_in(file: Any, header: ShardHeader, path: PurePath) -> tuple[RecordHead, ...]:
-    """What the records of a segment are; none of any other file."""
+    """Return the records of a segment file; empty for any other file."""
     from everstep.format.digests import digest
     from everstep.format.log import LOG_OBJECT, heads_of
 
@@ -158,7 +161,7 @@ def records_in(file: Any, header: ShardHeader, path: PurePath) -> tuple[RecordHe
 
 
 def show_segments(out: Console, segments: Sequence[SegmentFound]) -> None:
-    """The segments of a run, one line each."""
+    """Show the segments of a run, one line each."""
     if not segments:
         return
     columns = ("log", "timeline", "records", "size", "note")
@@ -176,7 +179,7 @@ def show_segments(out: Console, segments: Sequence[SegmentFound]) -> None:
 
 
 def show_records(out: Console, records: Sequence[RecordHead]) -> None:
-    """The records of a segment, one line each."""
+    """Show the records of a segment, one line each."""
     if not records:
         return
     made = table("record", "step", "update", right=("step", "update"))

@@ -1,4 +1,6 @@
-"""Text for people: tables, labels, sizes, times; nothing in it can steer a terminal."""
+"""Text for people: tables, labels, sizes, times. Names from a run folder cannot control the
+terminal.
+"""
 
 from __future__ import annotations
 
@@ -19,17 +21,17 @@ _PIPE_COLUMNS = 10_000  # a program that reads lines must not get folded ones
 
 
 def console() -> Console:
-    """Standard output; as wide as needed where nobody sees its edge."""
+    """Return a console on standard output; wide enough for every line if it is a pipe."""
     piped = not sys.stdout.isatty() and "COLUMNS" not in os.environ
     width = _PIPE_COLUMNS if piped else None
     return Console(markup=False, highlight=False, emoji=False, soft_wrap=False, width=width)
 
 
 def plain(text: str, chars_max: int = _NAME_CHARS_MAX) -> str:
-    """``text`` without anything that could steer a terminal, and not too long.
+    """Return ``text`` without terminal control characters, shortened to ``chars_max``.
 
-    Names come from the folder, which is not trusted: escapes, line ends, marks that turn
-    the direction of writing are spelled out.
+    Names come from the run folder, which is not trusted: escapes, line ends and direction marks are
+    spelled out.
     """
     if len(text) > chars_max:
         text = text[: chars_max - 3] + "..."
@@ -42,14 +44,15 @@ def plain(text: str, chars_max: int = _NAME_CHARS_MAX) -> str:
 
 
 def label(text: str, style: str = "", chars_max: int = _NAME_CHARS_MAX) -> Text:
-    """``text`` for a table or tree: :func:`plain`, and never read as markup."""
+    """Return ``text`` for a table or tree: :func:`plain`, and never parsed as markup."""
     return Text(plain(text, chars_max), style=style, overflow="fold")
 
 
 def table(*columns: str, right: tuple[str, ...] = ()) -> Table:
-    """An empty table in the style of all verbs; a pipe gets lines and nothing that is folded.
+    """Return an empty table in the style of all verbs; lines are never folded in a pipe.
 
     Args:
+        columns: titles.
         right: columns of numbers, which are never folded.
     """
     made = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="underline")
@@ -67,12 +70,14 @@ def in_words(size_bytes: int) -> str:
 
 
 def count_of(count: int, what: str, plural: str | None = None) -> str:
-    """``"1 base"``, ``"3 bases"``."""
+    """Return a number with its noun: ``"1 base"``, ``"3 bases"``."""
     return f"{count:,} {what if count == 1 else plural or what + 's'}"
 
 
 def when(unix_s: float | None) -> str:
-    """A time for people, in the zone of this machine; ``"?"`` for what is none."""
+    """Return a time for people, in this machine's time zone; ``"?"`` if it is missing or
+    invalid.
+    """
     if unix_s is None:
         return "?"
     try:

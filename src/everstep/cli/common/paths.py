@@ -1,4 +1,6 @@
-"""Paths as users name them: what is there, or in words why nobody can tell."""
+"""Paths given by users: resolve them and report their kind, or the reason why that is
+impossible.
+"""
 
 from __future__ import annotations
 
@@ -22,35 +24,36 @@ _NEVER_THERE = {
 
 
 def absolute(text: PurePath | str, *, real: bool = False) -> PurePath:
-    """A path from the root on.
+    """Return an absolute path.
 
     Args:
-        real: links are followed.
+        text: path as the user gave it.
+        real: follow links.
 
     Raises:
-        OptionError: it is relative to a directory that is gone.
+        OptionError: it is relative to a removed directory.
     """
     try:
         led = os.path.realpath(text)
         named = os.path.abspath(text)
-        # Behind a link ".." is what the system takes it for, and not the name before.
+        # The system resolves ".." after a link from the link's target, unlike abspath.
         return PurePath(led if real or os.path.realpath(named) != led else named)
     except OSError as error:
         raise OptionError(
-            f"{text} is relative to a working directory that is gone: {error.strerror}",
-            hint="change to a directory that is there, or name the path from / on",
+            f"{text} is relative to a working directory that was removed: {error.strerror}",
+            hint="change to an existing directory, or give an absolute path",
         ) from error
 
 
 def kind_of(path: PurePath) -> Literal["directory", "other"] | None:
-    """What is at a path, links followed; None: nothing. A link that leads nowhere is something.
+    """Return the kind of a path, links followed; None if it does not exist. A dangling link exists.
 
-    Unlike ``os.path.isdir`` it does not call absent what it may not see.
+    Unlike ``os.path.isdir`` it distinguishes missing paths from unreadable ones.
 
     Raises:
-        OptionError: nothing can ever be there.
+        OptionError: the path can never exist.
         PermissionDeniedError: a directory on the way is closed to this user.
-        StorageError: the system says something else.
+        StorageError: any other error of the system.
     """
     with _looking_at(path):
         try:
@@ -63,7 +66,7 @@ def kind_of(path: PurePath) -> Literal["directory", "other"] | None:
 
 
 def refuse_irregular(path: PurePath) -> None:
-    """What is at a path must be a file: none is opened through a link, nor a pipe.
+    """Check that a path is a regular file: links and pipes are not opened.
 
     Raises:
         OptionError: it is something else.
@@ -76,8 +79,9 @@ def refuse_irregular(path: PurePath) -> None:
 
 
 def checked_path(path: Path | None) -> Path | None:
-    """The callback of an option that names a file or a folder: what can never be there is refused
-    before anything is done, as :func:`kind_of` says it."""
+    """Check an option's path before any work is done; a typer callback. Errors are those of
+    :func:`kind_of`.
+    """
     if path is not None:
         kind_of(absolute(path))
     return path

@@ -36,11 +36,11 @@ _NEIGHBOURS_MAX = 1000
 
 @contextlib.contextmanager
 def reading(path: PurePath) -> Iterator[None]:
-    """Turns an ``OSError`` while reading below ``path`` into an error in words."""
+    """Turn an ``OSError`` while reading below ``path`` into an error with a hint."""
     try:
         yield
     except OSError as error:
-        if isinstance(error.__cause__, EverstepError):  # an object store says what is wrong itself
+        if isinstance(error.__cause__, EverstepError):  # an object store's own error
             raise error.__cause__ from None
         if isinstance(error, PermissionError):
             raise PermissionDeniedError(
@@ -56,12 +56,12 @@ def reading(path: PurePath) -> Iterator[None]:
 
 
 def open_run(filesystem: FileSystem, run: str) -> Inventory:
-    """The inventory of the run that a user has named; reads records, no data.
+    """Return the inventory of a run; reads records, no data.
 
     Raises:
-        OptionError: there is no such folder, it is empty, or it is no folder.
-        PermissionDeniedError: nobody can tell, for this user may not look.
-        ForeignDirectoryError: it holds something else.
+        OptionError: there is no such folder, it is empty, or it is a file.
+        PermissionDeniedError: this user may not look.
+        ForeignDirectoryError: the folder holds something else.
         NewerFormatError: it was written by a newer everstep.
     """
     from everstep.run.scan import scan_run
@@ -83,7 +83,8 @@ def open_run(filesystem: FileSystem, run: str) -> Inventory:
             except ForeignDirectoryError as error:
                 hint = _hint(path)
                 raise ForeignDirectoryError(error.message, path=path, hint=hint) from None
-            except FileNotFoundError:  # a process at work deleted a base while we looked
+            # Retention of a running training may have deleted a base meanwhile: look again.
+            except FileNotFoundError:
                 if attempt == _LOOK_AGAIN - 1:
                     raise
     if not inventory.timelines and not inventory.abandoned and inventory.run is None:
@@ -94,11 +95,11 @@ def open_run(filesystem: FileSystem, run: str) -> Inventory:
 
 
 def filesystem_of(run: str) -> FileSystem:
-    """Through which the run that a user has named is read: a folder, or a copy in a store.
+    """Return the file system to read a run with: local, or a copy in a store.
 
     Raises:
-        OptionError: a URL of nothing that is known.
-        UnavailableError: what reads it is not installed.
+        OptionError: the URL is of an unknown kind.
+        UnavailableError: the library that reads it is not installed.
     """
     from everstep.seams import PosixFileSystem
     from everstep.tiers.files import TierFileSystem
@@ -125,10 +126,10 @@ def _open_copy(filesystem: FileSystem, run: str) -> Inventory:
 def select_bases(
     inventory: Inventory, *, step: int | None = None, timeline: int | None = None
 ) -> list[BaseFound]:
-    """The bases that a user has named; those of the current history first, newest first.
+    """Return the selected bases; those of the current history first, newest first.
 
     Raises:
-        OptionError: when a step or timeline was named and there is no such base.
+        OptionError: a step or timeline was given and there is no such base.
     """
     from everstep.commit.lineage import split_by_history
 
@@ -165,7 +166,7 @@ def _no_folder(path: PurePath, kind: str | None) -> OptionError:
 
 
 def _hint(path: PurePath) -> str:
-    """Where the run is that was probably meant: inside, around, or beside ``path``."""
+    """Return a hint at the run that was probably meant: inside, around, or beside ``path``."""
     inside = _runs_in(path)
     if inside:
         more = f", and {len(inside) - 8} more" if len(inside) > 8 else ""

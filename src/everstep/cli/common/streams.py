@@ -1,8 +1,8 @@
-"""Standard output and standard error of the command where they are full, closed, or read by nobody.
+"""Standard output and standard error that are full, closed, or have no reader.
 
-A reader that has gone (``everstep ls run | head``) has what it wanted: the rest is dropped, and the
-exit status stays the verb's. Any other failure is said in one line. What standard error cannot
-take is dropped: there is nobody to be told.
+If the reader of a pipe has ended (``everstep ls run | head``), the rest is dropped and the exit
+status stays the verb's. Any other failure of standard output is reported in one line. Output that
+standard error cannot take is dropped.
 """
 
 from __future__ import annotations
@@ -24,22 +24,22 @@ __all__ = ["OutputLostError", "guarded_output"]
 class OutputLostError(Exception):
     """Standard output could not be written.
 
-    Not an ``OSError``: verbs take those for what the file system says of the run.
+    Not an ``OSError``: verbs interpret those as errors of the run's file system.
     """
 
 
 class _Stream(io.RawIOBase):
-    """Writes to a descriptor until that fails, and from then on nothing.
+    """Write to a descriptor until that fails, and drop everything afterwards.
 
     Args:
-        descriptor: of the other; None if it was closed when the command began.
-        tells: whether the failure is an error.
+        descriptor: descriptor to write to; None if it was closed when the command began.
+        raises: raise an error at the first failure.
     """
 
-    def __init__(self, descriptor: int | None, *, tells: bool) -> None:
+    def __init__(self, descriptor: int | None, *, raises: bool) -> None:
         super().__init__()
         self._descriptor = descriptor
-        self._tells = tells
+        self._raises = raises
         self._lost = False
 
     def writable(self) -> bool:
@@ -54,7 +54,7 @@ class _Stream(io.RawIOBase):
         return self._descriptor
 
     def write(self, data: ReadableBuffer, /) -> int:
-        # Once it has failed all is taken, or whoever closes a buffer would fail once more.
+        # After a failure accept everything: closing the buffer would fail a second time.
         if not self._lost:
             try:
                 if self._descriptor is None:
@@ -62,33 +62,32 @@ class _Stream(io.RawIOBase):
                 return os.write(self._descriptor, data)
             except OSError as error:
                 self._lost = True
-                if self._tells and not isinstance(error, BrokenPipeError):
+                if self._raises and not isinstance(error, BrokenPipeError):
                     raise OutputLostError(
-                        f"could not write standard output: {error.strerror or error}; what was "
-                        "printed is not whole, and what was to be done may be done all the same"
+                        f"could not write standard output: {error.strerror or error}; the "
+                        "printed text is incomplete, although the command itself may have succeeded"
                     ) from error
         return memoryview(data).nbytes
 
 
 @contextlib.contextmanager
 def guarded_output() -> Iterator[None]:
-    """Lets ``sys.stdout`` and ``sys.stderr`` be written as the module says.
+    """Replace ``sys.stdout`` and ``sys.stderr`` by streams that behave as the module describes.
 
-    What cannot be written raises :class:`OutputLostError`, wherever that is noticed; whoever ends
-    the block flushes first.
+    A failed write raises :class:`OutputLostError` at the next flush; flush before the block ends.
     """
     before = sys.stdout, sys.stderr
     if any(stream is None for stream in before):
         _occupy()
-    sys.stdout = _guarded(before[0], tells=True)
-    sys.stderr = _guarded(before[1], tells=False)
+    sys.stdout = _guarded(before[0], raises=True)
+    sys.stderr = _guarded(before[1], raises=False)
     try:
         yield
     finally:
         sys.stdout, sys.stderr = before
 
 
-def _guarded(stream: TextIO | None, *, tells: bool) -> TextIO:
+def _guarded(stream: TextIO | None, *, raises: bool) -> TextIO:
     descriptor = None
     encoding = "utf-8"
     if stream is not None:
@@ -96,18 +95,19 @@ def _guarded(stream: TextIO | None, *, tells: bool) -> TextIO:
             stream.flush()
             descriptor = stream.fileno()
             encoding = stream.encoding
-        except (OSError, ValueError):  # no file, but something of whoever called
+        except (OSError, ValueError):  # an object of the caller, without a descriptor
             if isinstance(stream, io.TextIOWrapper):
                 stream.reconfigure(errors="backslashreplace")
             return stream
-    buffer = io.BufferedWriter(_Stream(descriptor, tells=tells))
-    # What the terminal's encoding has no character for is spelled out, never an error.
+    buffer = io.BufferedWriter(_Stream(descriptor, raises=raises))
+    # Characters missing in the terminal's encoding are escaped, never an error.
     return io.TextIOWrapper(buffer, encoding, "backslashreplace", line_buffering=True)
 
 
 def _occupy() -> None:
-    """Puts nothing where a standard stream is closed: the next file that is opened, of a run
-    perhaps, would get its number, and all that a library prints."""
+    """Open /dev/null on closed standard descriptors. Otherwise the next opened file, perhaps of a
+    run, would get such a number and receive everything that a library prints.
+    """
     while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
         pass
     os.close(descriptor)

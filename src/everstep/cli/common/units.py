@@ -19,35 +19,38 @@ _SECONDS = {"us": 1e-6, "ms": 1e-3, "s": 1.0, "sec": 1.0}
 _SECONDS |= {"min": 60.0, "m": 60.0, "h": 3600.0, "d": 86_400.0}
 _NUMBER = re.compile(r"\s*([0-9]+(?:\.[0-9]*)?(?:[eE][+-]?[0-9]+)?)\s*(\S*)\s*")
 _BITS = re.compile(r"[KMGTP]i?b(ps|/s)?|[kKMGTP]?i?[Bb]its?(ps|/s)?")
-# First letters of words.
+# Prefixes of spelled-out units.
 _SPELLED = {"hr": "h", "hour": "h", "minute": "min", "second": "s", "day": "d"}
 _SPELLED |= {"mil": "ms", "mic": "us", "\N{MICRO SIGN}": "us", "\N{GREEK SMALL LETTER MU}": "us"}
 
 
 def parse_bytes(name: str, text: str) -> float:
-    """Bytes of ``"14GB"`` (powers of 1000), ``"12GiB"`` (of 1024), ``"3000"``.
+    """Parse ``"14GB"`` (powers of 1000), ``"12GiB"`` (of 1024), ``"3000"``; return bytes.
 
     Args:
-        name: of the option, for the error.
+        name: name of the option, for the error.
+        text: text to parse.
 
     Raises:
-        OptionError: for anything else, with the nearest right spelling.
+        OptionError: for anything else, with the closest correct spelling.
     """
     return _parse(name, text, "a size", _BYTES, example="14GB or 12GiB")
 
 
 def parse_bytes_per_s(name: str, text: str) -> float:
-    """Bytes per second of ``"3GB/s"``, ``"500MiB/s"``; else as :func:`parse_bytes`."""
+    """Parse ``"3GB/s"``, ``"500MiB/s"`` as :func:`parse_bytes` does; return bytes per second."""
     return _parse(name, text, "a bandwidth", _RATES, example="3GB/s or 500MiB/s")
 
 
 def parse_seconds(name: str, text: str) -> float:
-    """Seconds of ``"30s"``, ``"5min"``, ``"4h"``, ``"0.2"``; else as :func:`parse_bytes`."""
+    """Parse ``"30s"``, ``"5min"``, ``"4h"``, ``"0.2"`` as :func:`parse_bytes` does; return
+    seconds.
+    """
     return _parse(name, text, "a duration", _SECONDS, example="30s, 5min or 4h")
 
 
 def seconds_in_words(seconds: float) -> str:
-    """A duration for people: ``"14.3 min"``, ``"50 ms"``."""
+    """Return a duration for people: ``"14.3 min"``, ``"50 ms"``."""
     for unit, size in (("d", 86_400.0), ("h", 3600.0), ("min", 60.0), ("s", 1.0), ("ms", 1e-3)):
         if seconds >= size:
             return f"{seconds / size:.3g} {unit}"
@@ -71,7 +74,7 @@ def _parse(name: str, text: str, what: str, units: Mapping[str, float], example:
 
 
 def _meant(number: str, unit: str, units: Mapping[str, float]) -> str | None:
-    """The right spelling of what was probably meant."""
+    """Return the correct spelling of the unit that was probably meant."""
     rate = "/s" if "B/s" in units else ""
     if units is not _SECONDS and _BITS.fullmatch(unit):
         return f"bytes, not bits: 8Gb{rate} is written 1GB{rate}"
@@ -86,5 +89,6 @@ def _meant(number: str, unit: str, units: Mapping[str, float]) -> str | None:
                 return f"did you mean {number}{short}?"
     close = nearest(unit, units) or nearest(unit.lower(), units)
     if close is None or close[0].lower() != unit[0].lower():
-        return None  # another prefix is another size: a guess at that helps nobody
+        # Another prefix is another size: do not guess it.
+        return None
     return f"did you mean {number}{close}?"

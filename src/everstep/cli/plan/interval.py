@@ -1,4 +1,4 @@
-"""``everstep plan``: what to choose, before anything runs."""
+"""``everstep plan interval``: how often to take a base and to write the log; the command group."""
 
 from __future__ import annotations
 
@@ -48,26 +48,27 @@ app.command()(schedule)
 @app.command()
 def interval(
     state_bytes: Annotated[str, typer.Option(help="Size of a base, like 14GB.")],
-    write_bw: Annotated[str, typer.Option(help="Bandwidth of writing it, like 3GB/s.")],
-    replay_s: Annotated[str, typer.Option(help="To redo one step from the log, like 0.2.")],
+    write_bw: Annotated[str, typer.Option(help="Bandwidth of writing a base, like 3GB/s.")],
+    replay_s: Annotated[str, typer.Option(help="Time to replay one step from the log, like 0.2.")],
     mtbf: Annotated[str, typer.Option(help="Mean time between failures, like 4h.")],
-    step_s: Annotated[str, typer.Option(help="Of a training step, like 1.1 or 900ms.")],
+    step_s: Annotated[str, typer.Option(help="Duration of a training step, like 1.1 or 900ms.")],
     load_bw: Annotated[
         str | None, typer.Option(help="Bandwidth of loading a base [default: as writing].")
     ] = None,
     diff_write_s: Annotated[
-        str, typer.Option(help="Of training that one write of the log costs.")
+        str, typer.Option(help="Training time that one write of the log costs.")
     ] = "0",
     merge_s: Annotated[
-        str, typer.Option(help="Of recovery for each write of the log, besides the steps in it.")
+        str, typer.Option(help="Recovery time for each write of the log, besides its steps.")
     ] = "0",
     base_cost_s: Annotated[
-        str | None, typer.Option(help="Of training that a base costs [default: all of its write].")
+        str | None,
+        typer.Option(help="Training time of a base [default: all of its write]."),
     ] = None,
     batch_max: Annotated[
         int | None, typer.Option(min=1, help="Most steps in one write of the log.")
     ] = None,
-    accelerators: Annotated[int, typer.Option(min=1, help="How many the job has.")] = 1,
+    accelerators: Annotated[int, typer.Option(min=1, help="Accelerators of the job.")] = 1,
     summed: Annotated[
         bool, typer.Option("--summed", help="Batches are summed: right for plain SGD only.")
     ] = False,
@@ -75,10 +76,10 @@ def interval(
 ) -> None:
     """How often to take a base and to write the log.
 
-    So that the least time is wasted, on failures and on checkpointing: LowDiff's model with its
-    errors mended (docs/PLANNING.md). Sizes like 14GB or 12GiB, bandwidths like 3GB/s,
-    durations like 30s, 5min, 4h; bare numbers are bytes, bytes/s, seconds. Exit status 3 when
-    no choice helps, with the number that would be needed.
+    Minimises the time wasted on failures and on checkpointing, with LowDiff's model and corrections
+    to it (docs/PLANNING.md). Sizes like 14GB or 12GiB, bandwidths like 3GB/s, durations like 30s,
+    5min, 4h; bare numbers are bytes, bytes/s, seconds. Exit status 3 if no choice helps, with the
+    number that would be needed.
     """
     from everstep.plan.costs import Costs
     from everstep.plan.interval import curve, optimum
@@ -126,7 +127,7 @@ def _document(costs: Costs, found: Optimum, rows: list[Choice]) -> dict[str, Any
 
 
 def _of(place: Choice | Point) -> dict[str, Any]:
-    """Intervals, and their waste with its parts."""
+    """Return intervals, and their waste with its components, as plain data."""
     found = {field.name: getattr(place, field.name) for field in fields(place)}
     found["waste"] = {"total": place.waste.total, **asdict(place.waste)}
     return found

@@ -1,4 +1,4 @@
-"""``everstep plan multistep``: a base over several steps, in how many parts."""
+"""``everstep plan multistep``: the number of parts of a multi-step base."""
 
 from __future__ import annotations
 
@@ -48,11 +48,11 @@ def multistep(
 ) -> None:
     """How long training waits for a base that is copied over several steps.
 
-    In as many parts as steps, cut so that each fills its step (GoCkpt section 4.2, its errors
-    mended: docs/PLANNING.md), next to sync, async and lazy bases. gockpt: the update waits for
-    gradients; gockpt_o: the next backward does; held: gradients are kept for more steps, in device
-    memory of their own. These wait for copies; with --part-ms what the training thread does itself
-    stands beside it, and counts for which number of parts is best.
+    A base is copied in as many parts as steps, cut so that each part fills its step (GoCkpt section
+    4.2 with corrections: docs/PLANNING.md), and compared with sync, async and lazy bases. gockpt:
+    the update waits for gradients; gockpt_o: the next backward does; held: gradients are kept for
+    more steps in additional device memory. These are waits for copies. With --part-ms the work of
+    the training thread is shown beside them, and counts for the best number of parts.
     """
     from everstep.plan.multistep import Pipeline, lower_bound_s
     from everstep.plan.multistep_cut import best_cut
@@ -83,15 +83,15 @@ def multistep(
 
 
 def _step(step_ms: float, update_ms: float, forward_ms: float | None) -> tuple[float, float, float]:
-    """Seconds of forward, backward and update."""
+    """Return seconds of forward, backward and update."""
     step_s = parse_seconds("--step-ms", f"{step_ms}ms")
     if not 0 <= update_ms < step_ms:
-        raise OptionError(f"--update-ms {update_ms:g} is no part of a step of {step_ms:g} ms")
+        raise OptionError(f"--update-ms {update_ms:g} does not fit into a step of {step_ms:g} ms")
     update_s = update_ms / 1e3
     forward_s = (step_s - update_s) / 3 if forward_ms is None else forward_ms / 1e3
     if not 0 <= forward_s <= step_s - update_s:
         raise OptionError(
-            f"--forward-ms {forward_ms:g} is no part of a step of {step_ms:g} ms without its update"
+            f"--forward-ms {forward_ms:g} exceeds a step of {step_ms:g} ms without its update"
         )
     return forward_s, step_s - update_s - forward_s, update_s
 
@@ -116,7 +116,7 @@ def _document(
 
 
 def _best(rows: list[Overlap]) -> int:
-    """As few parts as come near the least that is lost."""
+    """Return the fewest parts whose loss is close to the least."""
     from everstep.plan.multistep_cut import fewest
 
     return fewest([row.lost_s for row in rows])
@@ -133,7 +133,7 @@ def _show(out: Console, found: dict[str, Any], link_bytes_per_s: float) -> None:
     names = {"gockpt": "gockpt", "gockpt_o": "gockpt_o", "held": f"held {steps}"}
     best = found["best"]
     with_work = found["pipeline"]["part_s"] > 0
-    out.print("milliseconds that a base holds training up; > is the best of its column")
+    out.print("milliseconds that training waits for a base; > is the best of its column")
     figures = ("parts", *names.values(), "bound", *(("own work",) if with_work else ()))
     shown = table(*figures, "", right=figures)
     for number, bound_s in enumerate(found["lower_bound_s"], start=1):

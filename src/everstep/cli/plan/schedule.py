@@ -1,4 +1,4 @@
-"""``everstep plan schedule``: when each tensor leaves the device, and what that costs."""
+"""``everstep plan schedule``: when to copy each tensor off the device, and the cost of that."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def schedule(
     ] = _Optimizer.SGD,
     in_backward: Annotated[
         bool,
-        typer.Option("--in-backward", help="Each parameter is updated once its gradient is there."),
+        typer.Option("--in-backward", help="Update each parameter once its gradient is computed."),
     ] = False,
     autocast: Annotated[
         _Half | None, typer.Option(help="The loss is computed under autocast to this type.")
@@ -68,13 +68,13 @@ def schedule(
     ] = False,
     gpu: Annotated[
         str,
-        typer.Option(help="Whose data sheet gives the times of operators; cpu, cuda: measured."),
+        typer.Option(help="GPU whose data sheet gives operator times; cpu, cuda: measured."),
     ] = "rtx3090",
     flops: Annotated[
-        str | None, typer.Option(help="In place of the data sheet's, in float32, like 60e12.")
+        str | None, typer.Option(help="FLOP/s in float32 instead of the data sheet's, like 60e12.")
     ] = None,
     half_flops: Annotated[
-        str | None, typer.Option(help="In 16-bit floats on tensor cores, like 900e12.")
+        str | None, typer.Option(help="FLOP/s in 16-bit floats on tensor cores, like 900e12.")
     ] = None,
     memory: Annotated[
         str | None, typer.Option(help="Bandwidth of the GPU's memory, like 3TB/s.")
@@ -84,10 +84,10 @@ def schedule(
     ] = None,
     ranks: Annotated[
         int | None,
-        typer.Option(min=2, help="So many train under DistributedDataParallel (--network)."),
+        typer.Option(min=2, help="Number of ranks under DistributedDataParallel (with --network)."),
     ] = None,
     network: Annotated[
-        str | None, typer.Option(help="What each rank sends to others, like 25GB/s.")
+        str | None, typer.Option(help="Bandwidth of each rank to the others, like 25GB/s.")
     ] = None,
     disk: Annotated[str, typer.Option(help="Bandwidth of the disk, like 3GB/s.")] = "3GB/s",
     mode: Annotated[
@@ -103,11 +103,11 @@ def schedule(
 ) -> None:
     """When each tensor of a checkpoint of every step leaves the device (Checkflow).
 
-    Traces one training step without a device, and plans its copies so that the peak of memory
-    stays low. Times of operators are the roofline of the GPU's data sheet: real ones take
-    longer, and leave more time for copies. A factory gets the batch size and returns a model
-    and a function that gives its loss. Exit status 3 when the link is too slow, with the
-    bandwidth that would do, or when the step of a model cannot be told from smaller ones.
+    Traces one training step without a device, and plans its copies so that the peak of memory stays
+    low. Operators take the roofline time of the GPU's data sheet; real ones take longer, which
+    leaves more time for copies. A factory gets the batch size and returns a model and a function
+    that computes its loss. Exit status 3 if the link is too slow, with the bandwidth that would be
+    enough, or if the step of a model cannot be extrapolated from smaller ones.
     """
     from everstep.plan.schedule.planned import plan_step
     from everstep.plan.schedule.tracing import trace_of
@@ -130,7 +130,7 @@ def schedule(
     training = _training(model)
     of_a_file = ":" in model
     start_s = time.perf_counter()
-    with _their_words(model) if of_a_file else nullcontext():
+    with _report_user_errors(model) if of_a_file else nullcontext():
         trace = trace_of(
             training,
             batch,
@@ -179,7 +179,9 @@ def schedule(
 def _device(
     name: str, flops: str | None, half_flops: str | None, memory: str | None
 ) -> Device | None:
-    """Of that name, with what is given put in its place; None: measured on this machine."""
+    """Return the device of that name with the given figures replaced; None: measure on this
+    machine.
+    """
     import torch
 
     from everstep.plan.schedule.devices import device
@@ -218,7 +220,7 @@ def _optimizer(which: _Optimizer) -> Optimizers:
 
 
 def _training(model: str) -> Training:
-    """What makes a model and its loss."""
+    """Return the function that makes a model and its loss."""
     path, colon, name = model.rpartition(":")
     if not colon:
         from everstep.workloads.published import published
@@ -230,9 +232,9 @@ def _training(model: str) -> Training:
     if spec is None or spec.loader is None:
         raise OptionError(f"--model {model!r}: {path} is no Python file", hint="FILE.py:factory")
     module = importlib.util.module_from_spec(spec)
-    sys.modules[_MODULE] = module  # dataclasses look there for what their annotations mean
+    sys.modules[_MODULE] = module  # dataclasses resolve annotations there
     sys.path.insert(0, str(Path(path).absolute().parent))  # as python FILE.py does
-    with _their_words(model):
+    with _report_user_errors(model):
         spec.loader.exec_module(module)
     factory: Any = getattr(module, name, None)
     if not callable(factory):
@@ -245,11 +247,12 @@ def _training(model: str) -> Training:
 
 
 @contextmanager
-def _their_words(model: str) -> Iterator[None]:
-    """What a file of somebody else's raises is said, with its line; what is our fault stays one.
+def _report_user_errors(model: str) -> Iterator[None]:
+    """Report exceptions of a user's file as an error with its line; exceptions of our own code
+    pass.
 
     Raises:
-        OptionError: the file, its model or its loss has raised something.
+        OptionError: the file, its model or its loss raised an exception.
     """
     path = str(Path(model.rpartition(":")[0]).absolute())
     try:
@@ -262,8 +265,8 @@ def _their_words(model: str) -> Iterator[None]:
         if frames[-1].filename.startswith(_OURS) and isinstance(error, Exception):
             raise
         where = f", line {theirs[-1].lineno}" if theirs else ""
-        said = f"{type(error).__name__}: {error}".removesuffix(": ")
-        raise OptionError(f"--model {model!r}{where}: {said}") from error
+        text = f"{type(error).__name__}: {error}".removesuffix(": ")
+        raise OptionError(f"--model {model!r}{where}: {text}") from error
 
 
 def _document(
@@ -342,7 +345,7 @@ def _show(out: Console, found: Planned, document: dict[str, Any]) -> None:
     )
     out.print(
         f"persisting each takes {found.disk_bytes_per_s / 1e9:.1f} GB/s of a disk; "
-        f"every {document['persist_every_steps']}. is what it keeps up with"
+        f"it keeps up with one in {document['persist_every_steps']}"
     )
     out.print(
         f"traced on {document['traced_on']} in {seconds_in_words(found.trace_s)}, "

@@ -497,7 +497,8 @@ class Agreement:
 
     def _open(self, choice: Choice) -> list[AgreementOut]:
         record = self._record_of(choice, choice.timeline)
-        self._choice, self._record = choice, replace(record, exact=record.exact and self._exact)
+        self._choice = choice
+        self._record = replace(record, exact=record.exact and self._exact)
         return self._lead("open", _join(choice, self._record))
 
     def _on_opened(self, answers: Collection[bytes]) -> list[AgreementOut]:

@@ -137,7 +137,7 @@ class ReplicaState:
                 self.why = self.why or self._elsewhere
             if not step.mark.head.exact:
                 self.why = self.why or NOT_EXACT
-        self._state.work_off()
+        self._state.apply_waiting()
         self._put_pairs()
         if not self._elsewhere:
             self._state.compare()

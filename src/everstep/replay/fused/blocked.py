@@ -1,12 +1,12 @@
-"""Several updates at once, a block at a time: SGD, Adam and AdamW on the CPU.
+"""Apply several updates at once, block by block: SGD, Adam and AdamW on the CPU.
 
-A whole pass per update reads and writes the state from memory each time. Here a block of it
-stays in the cache for all the updates of a call. torch's own functions run on the blocks, in the
-variant (for-loop, foreach, fused) that the hyperparameters ask for, so that the bits are those
-of a whole pass: each element is updated on its own, and what differs between torch's vector
-code and its scalar code for the last elements of a tensor (fused kernels, half precision)
-stays the same, since blocks begin at multiples of every vector length and do not straddle
-tensors. ``proof`` checks that on the torch that is installed.
+A complete pass for each update reads and writes the state from memory each time. Here a block of it
+stays in the cache for all updates of a call. torch's own functions run on the blocks, in the
+variant (for-loop, foreach, fused) that the hyperparameters select, so the bits are those of a
+complete pass: each element is updated independently, and the choice between torch's vector code and
+its scalar code for the last elements of a tensor (fused kernels, half precision) stays the same,
+since blocks begin at multiples of every vector length and do not straddle tensors. ``self_test``
+checks it on the installed torch.
 """
 
 from __future__ import annotations
@@ -31,12 +31,13 @@ from everstep.replay.updates import Update
 __all__ = ["ALIGNMENT_ELEMENTS", "BLOCK_ELEMENTS", "Blocked"]
 
 BLOCK_ELEMENTS = 512 * 1024
-"""Elements of a block: with fp32 moments 6 MB, which stay in the last-level cache; in smaller ones
-Python's part (some 15 us for each block and update) shows."""
+"""Elements of a block: with fp32 moments 6 MB, which stay in the last-level cache. In smaller
+blocks
+the overhead of Python (some 15 us for each block and update) shows."""
 
 UNFUSED_ELEMENTS = 64 * 1024
-"""Where several passes are taken over a block (for-loop, foreach), at most so many: parameters,
-moments, a gradient and what lies between the passes are 1.3 MB then, in a core's own cache."""
+"""Limit for variants with several passes over a block (for-loop, foreach): parameters, moments, a
+gradient and intermediate results are 1.3 MB then, which fit in a core's own cache."""
 
 ALIGNMENT_ELEMENTS = 64
 """Blocks are multiples of this. torch's CPU loops take two vectors at a time: 32 fp32 or 64
@@ -44,13 +45,13 @@ bf16 elements with AVX-512; fused kernels share work out in cache lines."""
 
 SINGLE = 64
 SINGLE_SHARED = 8
-"""Blocks are so many times larger where nothing is to be kept in the cache: for one thread, for
+"""Factors by which blocks are larger where nothing is kept in the cache: for one thread, for
 several."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Batch:
-    """Several updates, made ready to be cut.
+    """Several updates, prepared for cutting.
 
     Attributes:
         updates: in their order.
@@ -76,7 +77,7 @@ class _Batch:
     def of_group(
         self, number: int
     ) -> Iterator[tuple[Update, Mapping[str, Any], tuple[str, ...], Mapping[str, Gradient]]]:
-        """Update, hyperparameters, names of moments and gradients, one update at a time."""
+        """Yield update, hyperparameters, names of moments, and gradients, one update at a time."""
         for update, options, keys, gradients in zip(
             self.updates, self.options, self.keys, self.gradients, strict=True
         ):
@@ -84,14 +85,14 @@ class _Batch:
 
 
 class Blocked:
-    """Updates the parameters and the state of an optimizer in place, block by block.
+    """Update the parameters and the state of an optimizer in place, block by block.
 
     Args:
         optimizer: holds the state; of a class in :data:`KINDS`. Its ``step`` is not called.
         names: parameter names of each group, in order.
-        threads: Python threads that share the blocks out, each with one thread of torch.
+        threads: Python threads that share the blocks, each with one thread of torch.
         block_elements: a multiple of 64; None: :data:`BLOCK_ELEMENTS`.
-        compiled: whether a program (``passes``) may stand for torch's own functions, given an
+        compiled: returns True if a program (``programs``) may replace torch's functions, given an
             update, the number of a group, and the dtype of its parameters.
     """
 
@@ -121,11 +122,11 @@ class Blocked:
         self._may_compile = compiled
 
     def takes(self, update: Update) -> bool:
-        """Whether this update can be applied to the state as it is now.
+        """Return True if this update can be applied to the present state.
 
-        Not where the optimizer would create state, nor where a gradient lies elsewhere, or one
-        that is large or updates halves in another memory order than its parameter: the optimizer's
-        own step does those.
+        It cannot if the optimizer would create state, if a gradient is on another device, or if a
+        gradient of a large or half-precision parameter has another memory order: the optimizer's
+        own step handles those.
         """
         for members, options in zip(self._names, options_of(self._kind, update), strict=True):
             keys = self._form.moments(options)
@@ -149,8 +150,8 @@ class Blocked:
             return False
         tensors = [parameter, *moments]
         large = parameter.numel() > min(self._block_elements, UNFUSED_ELEMENTS)
-        # Where orders differ, torch takes scalar code, which rounds halves otherwise: what a
-        # program writes in between would have to lie as torch's would.
+        # Where memory orders differ, torch takes scalar code, which rounds halves differently:
+        # intermediate results of a program would need the same layout as torch's.
         if not large and not any(tensor.dtype in HALVES for tensor in tensors):
             return True
         if not isinstance(gradient, Packed):
@@ -162,21 +163,21 @@ class Blocked:
         return all(line(tensor, parameter) is not None for tensor in tensors)
 
     def run(self, updates: Sequence[Update]) -> None:
-        """Applies ``updates``, all of which :meth:`takes` has accepted, in their order."""
+        """Apply ``updates``, all accepted by :meth:`takes`, in their order."""
         elements = self._elements_for(updates)
         batch = self._prepare(updates, elements)
         blocks = deque(cut(self._names, self._parameters, elements))
 
         def work() -> None:
             scratch = Scratch(self._block_elements)
-            rooms = WorkBuffers(elements)
+            buffers = WorkBuffers(elements)
             while True:
                 try:
                     block = blocks.popleft()
                 except IndexError:
                     return
                 if block.group in batch.compiled:
-                    self._run_program(block, batch, scratch, rooms)
+                    self._run_program(block, batch, scratch, buffers)
                 else:
                     self._run_block(block, batch, scratch)
 
@@ -185,8 +186,8 @@ class Blocked:
             self._state(name)["step"].copy_(step)
 
     def _elements_for(self, updates: Sequence[Update]) -> int:
-        """Of a block. One fused update passes over the state once: cutting gains nothing then,
-        but for sharing out."""
+        """Return the size of a block. One fused update passes over the state once: cutting then
+        gains nothing except sharing among threads."""
         update = updates[0]
         if not all(options.get("fused") for one in updates for options in one.groups):
             return min(self._block_elements, UNFUSED_ELEMENTS)
@@ -229,7 +230,7 @@ class Blocked:
         keys: Sequence[Sequence[tuple[str, ...]]],
         number: int,
     ) -> bool:
-        """Whether a program gives the bits of these updates for all blocks of a group."""
+        """Return True if a program gives the bits of these updates for all blocks of a group."""
         members = [n for n in self._names[number] if any(n in one.gradients for one in updates)]
         dtypes = {self._parameters[name].dtype for name in members}
         counts = [0.0]
@@ -253,13 +254,13 @@ class Blocked:
         return self._form.counts and "step" in state
 
     def _lines(self, tensors: Mapping[str, torch.Tensor], elements: int) -> dict[str, torch.Tensor]:
-        """Large ones as flat views, in the memory order of their parameters."""
+        """Return large tensors as flat views, in the memory order of their parameters."""
         found = {}
         for name, tensor in tensors.items():
             found[name] = tensor.detach()
             if tensor.numel() > elements:
                 whole = line(found[name], self._parameters[name])
-                # Of a parameter that has no gradient in these updates, it may have gaps.
+                # A parameter without a gradient in these updates may have gaps.
                 found[name] = found[name] if whole is None else whole
         return found
 
@@ -274,7 +275,7 @@ class Blocked:
         return {**packed, **self._lines(plain, elements)}
 
     def _run_block(self, block: Block, batch: _Batch, scratch: Scratch) -> None:
-        # The same step counts for all blocks of a tensor: each block counts for itself.
+        # All blocks of a tensor start from the same step count: each block counts on a copy.
         steps = {name: batch.steps[name].clone() for name in block.names if name in batch.steps}
         held: tuple[Sequence[str], Sequence[str], Tensors, dict[str, Tensors]] = ((), (), [], {})
         for update, options, keys, gradients in batch.of_group(block.group):
@@ -302,19 +303,20 @@ class Blocked:
             batch.counted.update(steps)
 
     def _run_program(
-        self, block: Block, batch: _Batch, scratch: Scratch, rooms: WorkBuffers
+        self, block: Block, batch: _Batch, scratch: Scratch, buffers: WorkBuffers
     ) -> None:
-        """As :meth:`_run_block`, and as many updates in one call as there are alike."""
+        """Do the work of :meth:`_run_block`, with as many updates in one call as have the same
+        tensors."""
         run = program(self._kind)
         assert run is not None
         counts = {name: float(batch.steps[name]) for name in block.names if name in batch.steps}
         held: tuple[Sequence[str], Sequence[str], Tensors, list[Tensors]] = ((), (), [], [])
         waiting: list[tuple[Tensors, list[Numbers]]] = []
 
-        def work_off() -> None:
+        def run_waiting() -> None:
             if waiting:
                 gradients, known = map(list, zip(*waiting, strict=True))
-                run(held[2], held[3], gradients, known, *rooms.of(held[2][0].dtype))
+                run(held[2], held[3], gradients, known, *buffers.of(held[2][0].dtype))
                 waiting.clear()
 
         for _, options, keys, gradients in batch.of_group(block.group):
@@ -322,7 +324,7 @@ class Blocked:
             if not names:
                 continue
             if held[:2] != (names, keys):
-                work_off()
+                run_waiting()
                 moments = [block.of(batch.moments[key], names) for key in keys]
                 held = (names, keys, block.of(batch.parameters, names), moments)
             for name in names if counts else ():
@@ -332,7 +334,7 @@ class Blocked:
             logged = [block.of_gradient(gradients[name]) for name in names]
             packed = any(isinstance(gradient, Packed) for gradient in logged)
             if packed:
-                work_off()
+                run_waiting()
                 scratch.clear()
             dtype = held[2][0].dtype
             dense = [
@@ -340,16 +342,17 @@ class Blocked:
                 for one in logged
             ]
             waiting.append((dense, [known[count] for count in at]))
-            if packed:  # whose memory the next one is given
-                work_off()
-        work_off()
+            # The scratch memory of a packed gradient is reused for the next one.
+            if packed:
+                run_waiting()
+        run_waiting()
         if block.elements is None or block.elements.start == 0:
             batch.counted.update(
                 {n: torch.tensor(c, dtype=torch.float64, device="cpu") for n, c in counts.items()}
             )
 
     def _state(self, name: str) -> dict[str, Any]:
-        # Not by index: that would create an entry.
+        # Not by index: the state is a defaultdict, which would create an entry.
         found: dict[str, Any] = self._optimizer.state.get(self._parameters[name], {})
         return found
 
@@ -358,7 +361,7 @@ def _in_threads(work: Callable[[], None], threads: int, stop: Callable[[], None]
     """Runs ``work`` in this thread and ``threads - 1`` others, with one torch thread each.
 
     Raises:
-        the first error of any of them; ``stop`` has been called then, so that all end early.
+        BaseException: the first error of any thread, after ``stop`` was called to end all early.
     """
     errors: list[BaseException] = []
 
@@ -371,7 +374,7 @@ def _in_threads(work: Callable[[], None], threads: int, stop: Callable[[], None]
             stop()
 
     before = torch.get_num_threads()
-    torch.set_num_threads(1)  # for this thread, and for those that are started from here on
+    torch.set_num_threads(1)  # for this thread, and for threads started from now on
     others = [threading.Thread(target=guarded, name="replay") for _ in range(threads - 1)]
     try:
         for thread in others:
@@ -379,7 +382,7 @@ def _in_threads(work: Callable[[], None], threads: int, stop: Callable[[], None]
         guarded()
         for thread in others:
             thread.join()
-    except BaseException:  # an interrupt while waiting: nobody may go on writing after this
+    except BaseException:  # an interrupt: no thread may write to the state after this
         stop()
         for thread in others:
             if thread.ident is not None:

@@ -1,4 +1,4 @@
-"""Where tensors are cut into blocks, and the blocks as tensors."""
+"""Cut tensors into blocks."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ __all__ = [
 ]
 
 MAX_TENSORS = 256
-"""Small tensors go together until they fill a block, but not more of them than this, or there
-is nothing to share out among threads."""
+"""Small tensors are grouped until they fill a block, but no more than this, or there is nothing to
+share among threads."""
 
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """Part of one large tensor, or several whole small ones, of one parameter group.
+    """Range of one large tensor, or several complete small ones, of one parameter group.
 
     Attributes:
         group: number of the parameter group.
-        names: of the parameters.
-        elements: half-open range in the memory order of the one large tensor; None: whole.
+        names: names of the parameters.
+        elements: half-open range in the memory order of the large tensor; None: complete tensors.
     """
 
     group: int
@@ -40,13 +40,13 @@ class Block:
     elements: slice | None = None
 
     def of(self, tensors: Mapping[str, torch.Tensor], names: Sequence[str]) -> list[torch.Tensor]:
-        """What of these tensors lies in it."""
+        """Return the elements of these tensors that are in the block."""
         if self.elements is None:
             return [tensors[name] for name in names]
         return [tensors[name][self.elements] for name in names]
 
     def of_gradient(self, gradient: Gradient) -> Gradient:
-        """What of a gradient lies in it."""
+        """Return the elements of a gradient that are in the block."""
         if self.elements is None:
             return gradient
         if isinstance(gradient, Packed):
@@ -57,12 +57,12 @@ class Block:
 def cut(
     groups: Sequence[Sequence[str]], tensors: Mapping[str, torch.Tensor], elements: int
 ) -> Iterator[Block]:
-    """Everything in blocks.
+    """Cut all tensors into blocks.
 
     Args:
         groups: names of tensors.
         tensors: by name.
-        elements: of a block, at most.
+        elements: largest number of elements of a block.
     """
     for number, members in enumerate(groups):
         small: list[str] = []
@@ -84,11 +84,11 @@ def cut(
 
 
 class Scratch:
-    """Memory for the gradients of one block, where they are compressed, must be converted, or may
-    be written to.
+    """Memory for the gradients of one block that are compressed, must be converted, or may be
+    written to.
 
     Args:
-        elements: of a block.
+        elements: number of elements of a block.
     """
 
     def __init__(self, elements: int) -> None:
@@ -97,24 +97,24 @@ class Scratch:
         self._used = 0
 
     def clear(self) -> None:
-        """Forgets the gradients of the last update."""
+        """Release the gradients of the last update."""
         self._used = 0
 
     def gradient(self, logged: Gradient, dtype: torch.dtype, copies: bool) -> torch.Tensor:
-        """``logged`` in ``dtype``, dense; another tensor than that if ``copies``."""
+        """Return ``logged`` in ``dtype``, dense; a copy if ``copies``."""
         if isinstance(logged, Packed):
-            return logged.into(self._room(logged.numel(), dtype))
+            return logged.into(self._buffer(logged.numel(), dtype))
         if logged.dtype == dtype and not copies:
             return logged
         if not logged.is_contiguous():
             return copied(logged, dtype)
-        return self._room(logged.numel(), dtype).view(logged.shape).copy_(logged)
+        return self._buffer(logged.numel(), dtype).view(logged.shape).copy_(logged)
 
-    def _room(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+    def _buffer(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         line = self._lines.get(dtype)
         if line is None:
             line = self._lines[dtype] = torch.empty(self._elements, dtype=dtype, device="cpu")
-        # Fresh memory would be several times slower to write to.
+        # Reused, since fresh memory is several times slower to write to.
         own = line[self._used : self._used + numel]
         self._used += numel
         return own
@@ -123,8 +123,8 @@ class Scratch:
 def copied(
     tensor: torch.Tensor, dtype: torch.dtype, device: torch.device | None = None
 ) -> torch.Tensor:
-    """A copy that lies as the tensor does. torch's own closes gaps, and kernels that find none
-    take another way, by which halves are rounded otherwise."""
+    """Copy a tensor with its strides. torch's own copy closes gaps, and kernels that find none take
+    another path, which rounds halves differently."""
     shape = tensor.shape
     strides = tensor.stride()
     for dim, step in enumerate(strides):
@@ -136,32 +136,33 @@ def copied(
 
 
 def memory_order(tensor: torch.Tensor) -> tuple[int, ...]:
-    """Dimensions from the one with the longest stride to the one with the shortest."""
+    """Return the dimensions from the longest to the shortest stride."""
     dims = range(tensor.dim())
     return tuple(sorted(dims, key=lambda d: (tensor.stride(d), tensor.shape[d] > 1), reverse=True))
 
 
 def line(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor | None:
-    """:func:`flat`, in the memory order of ``like``, a tensor of the same shape."""
+    """Return :func:`flat` in the memory order of ``like``, a tensor of the same shape."""
     if tensor.is_contiguous() and like.is_contiguous():  # mostly, and ten times quicker
         return tensor.reshape(-1)
     return flat(tensor, memory_order(like))
 
 
 def has_gaps(tensor: torch.Tensor) -> bool:
-    """Whether the elements lie apart in memory, or several at one place. Fused kernels read and
-    write as many as there are from the first one on, whatever is between them."""
+    """Return True if elements are not adjacent in memory, or several share one address. Fused
+    kernels read and write as many as there are from the first one on, gaps included."""
     return not tensor.is_contiguous() and flat(tensor, memory_order(tensor)) is None
 
 
 def flat(tensor: torch.Tensor, order: Sequence[int]) -> torch.Tensor | None:
-    """The elements in the order in which they lie in memory, shape ``[n]``, without a copy.
+    """Return the elements in their memory order, shape ``[n]``, without a copy.
 
     Args:
-        order: of dimensions, outermost first.
+        tensor: tensor to flatten.
+        order: dimensions, outermost first.
 
     Returns:
-        None if the tensor has gaps or overlaps, or lies in another order.
+        None if the tensor has gaps or overlaps, or another memory order.
     """
     turned = tensor.permute(tuple(order))
     return turned.reshape(-1) if turned.is_contiguous() else None

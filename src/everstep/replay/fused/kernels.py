@@ -3,14 +3,13 @@
 A slice of the state is read once and written once, however many updates there are; only gradients
 are read for each. Parameters and moments are float32, gradients float32 or narrower.
 
-Each kernel does what torch's operators do one after the other, in float32. Whether it gives
-their bits depends on what a compiler made of them: CUDA's contracts products and sums to fused
-multiply-adds, and one number or its reciprocal may be what is multiplied by. So kernels come in
-several flavours, and ``proof`` tells which of them, if any, gives the bits of a ``step()`` on the
-device that is there. torch's fused kernels compute in another order: no flavour is made for
-them, and what is proven for one is luck.
+Each kernel does the operations of torch's operators in their order, in float32. Its bits depend on
+the compiler: CUDA's contracts products and sums to fused multiply-adds, and a division may become a
+multiplication by the reciprocal. So kernels come in several flavours, and ``self_test`` finds the
+one, if any, that gives the bits of ``step()`` on the device. torch's fused kernels compute in
+another order: no flavour is made for them, and a match is luck.
 
-Import this only where triton is installed.
+Import this only if triton is installed.
 """
 
 # mypy: disable-error-code="import-not-found,import-untyped,no-untyped-call"
@@ -38,11 +37,11 @@ _WIDTHS = {"adam": 8, "sgd": 5}  # numbers of one update
 
 
 def flavours(kind: type[Optimizer], variant: str) -> list[Kernel]:
-    """Kernels of a class of optimizer; always the same objects. The likeliest one first.
+    """Return the kernels of an optimizer class, always the same objects, the likeliest one first.
 
     Args:
         kind: one of :data:`~everstep.replay.functional.KINDS`.
-        variant: of torch's implementations: ``"for-loop"``, ``"foreach"``, ``"fused"``.
+        variant: torch's implementation: ``"for-loop"``, ``"foreach"``, ``"fused"``.
     """
     return [_flavour(kind is SGD, variant == "for-loop", fuses) for fuses in (True, False)]
 
@@ -59,7 +58,7 @@ def _flavour(is_sgd: bool, loops: bool, fuses: bool) -> Kernel:
         if not numel:
             return
         grid = (triton.cdiv(numel, _BLOCK),)
-        # What is fused is written down: a compiler's own choice may be another tomorrow.
+        # Fusion is explicit: the compiler's own choice may change between versions.
         constants: dict[str, Any] = {"FUSES": fuses, "BLOCK": _BLOCK, "enable_fp_fusion": False}
         with torch.cuda.device_of(parameters) if parameters.is_cuda else contextlib.nullcontext():
             if is_sgd:
@@ -79,7 +78,7 @@ def _flavour(is_sgd: bool, loops: bool, fuses: bool) -> Kernel:
 
 @triton.jit
 def _plus(a, b, c, FUSES: tl.constexpr):
-    """``a * b + c``, rounded once or twice."""
+    """Return ``a * b + c``, rounded once or twice."""
     return tl.fma(a, b, c) if FUSES else a * b + c
 
 

@@ -1,12 +1,11 @@
-"""SGD, Adam and AdamW, operator by operator, for several updates in one call.
+"""TorchScript programs of SGD, Adam and AdamW: operator by operator, several updates in one call.
 
-torch's for-loop and foreach variants make several passes over a tensor, each a call from Python.
-On blocks that fit a core's second-level cache a pass takes some 10 us, and threads that give the
-interpreter's lock away and want it back after each of them take no less time together than one
-alone. So the same operators, with the same numbers in the same order, are a program of
-TorchScript's here: it runs without the lock, and into memory that is there already. ``proof``
-checks on the torch that is installed that its bits are those of ``step()``; where they are not, or
-there is no TorchScript, torch's own functions are called.
+torch's for-loop and foreach variants make several passes over a tensor, each a call from Python. On
+blocks that fit a core's second-level cache a pass takes some 10 us, and threads that release and
+reacquire the GIL around each pass are together no faster than one. So the same operators, with the
+same numbers in the same order, are a TorchScript program here: it runs without the GIL, and writes
+to preallocated memory. ``self_test`` checks on the installed torch that its bits are those of
+``step()``; if not, or if there is no TorchScript, torch's own functions are called.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ Program = Callable[
 ]
 
 COUNT_MAX = 2**24
-"""Steps are counted in float32, which has every whole number up to this one."""
+"""Steps are counted in float32, which represents every integer up to this one."""
 
 _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 _OF_SGD = ("lr", "momentum", "dampening", "weight_decay")
@@ -46,7 +45,7 @@ _log = logging.getLogger("everstep")
 
 
 def _widened(gradient: torch.Tensor, parameter: torch.Tensor, wide: torch.Tensor) -> torch.Tensor:
-    """In the dtype of the parameter; where that is a block, in memory that is there."""
+    """Return the gradient in the dtype of the parameter; for a block, in preallocated memory."""
     if gradient.dtype == parameter.dtype:
         return gradient
     if parameter.dim() == 1:
@@ -55,8 +54,8 @@ def _widened(gradient: torch.Tensor, parameter: torch.Tensor, wide: torch.Tensor
 
 
 def _times(tensor: torch.Tensor, factor: float) -> torch.Tensor:
-    """``tensor.mul_(factor)`` as Python calls it. TorchScript's is of another overload, in which
-    torch rounds the factor to the dtype of the tensor: 0.95 is 0.9492 in bfloat16."""
+    """Do ``tensor.mul_(factor)`` as Python calls it. TorchScript's own call takes another overload,
+    which rounds the factor to the tensor's dtype: 0.95 is 0.9492 in bfloat16."""
     one = tensor.unsqueeze(0) if tensor.dim() == 0 else tensor
     return one.mul_(torch.scalar_tensor(factor, dtype=torch.float64, device="cpu"))
 
@@ -93,7 +92,7 @@ def _adam(
 
 
 def _adam_numbers(options: Mapping[str, Any], count: float) -> Numbers:
-    """As ``torch.optim.adam`` computes them; the first says how weights decay."""
+    """Compute the numbers as ``torch.optim.adam`` does; the first encodes how weights decay."""
     rate = options["lr"]
     decay = options["weight_decay"]
     (beta1, beta2) = options["betas"]
@@ -140,7 +139,7 @@ def _sgd(
 
 
 def _sgd_numbers(options: Mapping[str, Any], count: float) -> Numbers:
-    """As ``torch.optim.sgd`` computes them."""
+    """Compute the numbers as ``torch.optim.sgd`` does."""
     return [
         float(options["weight_decay"]),
         float(options["momentum"]),
@@ -153,11 +152,13 @@ def _sgd_numbers(options: Mapping[str, Any], count: float) -> Numbers:
 def describes(
     kind: type[Optimizer], options: Mapping[str, Any], counts: Iterable[float] = ()
 ) -> bool:
-    """Whether :func:`numbers` says all of what an update with these hyperparameters does.
+    """Return True if :func:`numbers` describes everything that an update with these hyperparameters
+    does.
 
     Args:
         kind: one of :data:`~everstep.replay.functional.KINDS`.
-        counts: what the steps of the parameters will be.
+        options: hyperparameters of a group.
+        counts: steps of the parameters after the updates.
     """
     if options["maximize"] or options.get("amsgrad"):
         return False
@@ -177,12 +178,13 @@ def suits(
     dtypes: Iterable[torch.dtype],
     counts: Iterable[float] = (),
 ) -> bool:
-    """Whether there is a program for these hyperparameters, which says nothing of its bits.
+    """Return True if there is a program for these hyperparameters; its bits are checked elsewhere.
 
     Args:
         kind: one of :data:`~everstep.replay.functional.KINDS`.
-        dtypes: of the parameters and their moments.
-        counts: what the steps of the parameters will be.
+        options: hyperparameters of a group.
+        dtypes: dtypes of the parameters and their moments.
+        counts: steps of the parameters after the updates.
     """
     if options["fused"] or not describes(kind, options, counts):
         return False
@@ -192,19 +194,22 @@ def suits(
 
 
 def numbers(kind: type[Optimizer], options: Mapping[str, Any], count: float) -> Numbers:
-    """What the operators of one update are given.
+    """Return the numbers that the operators of one update take.
 
     Args:
+        kind: one of :data:`~everstep.replay.functional.KINDS`.
         options: hyperparameters that :func:`describes` has accepted.
-        count: of the step, this one included.
+        count: step count, including this update.
     """
     return (_sgd_numbers if kind is SGD else _adam_numbers)(options, count)
 
 
 def program(kind: type[Optimizer]) -> Program | None:
-    """Updates tensors in place: parameters; moments by kind, in the order of their names;
-    gradients and numbers for each update; and memory for one block each, for what lies between
-    the operators and for gradients that are of another dtype than parameters. None: there is none.
+    """Return the program of an optimizer class, None if there is none.
+
+    It updates tensors in place. Its arguments are parameters; moments by kind, in the order of
+    their names; gradients and numbers for each update; and two buffers of one block, for
+    intermediate results and for gradients of another dtype than the parameters.
     """
     return _compiled(_sgd if kind is SGD else _adam)
 
@@ -213,7 +218,7 @@ def program(kind: type[Optimizer]) -> Program | None:
 def _compiled(function: Callable[..., None]) -> Program | None:
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # torch would rather have whole models compiled
+            warnings.simplefilter("ignore")  # torch deprecates TorchScript
             jit: Any = torch.jit
             script = jit.script(function)
     except (RuntimeError, OSError, TypeError, AttributeError) as error:
@@ -221,7 +226,7 @@ def _compiled(function: Callable[..., None]) -> Program | None:
         return None
 
     def run(*arguments: Any) -> None:
-        # As written: neither observed nor rewritten, which takes longer than it gains.
+        # No profiling and no rewriting: both take longer than they gain.
         with jit.optimized_execution(False):
             script(*arguments)
 
@@ -229,10 +234,10 @@ def _compiled(function: Callable[..., None]) -> Program | None:
 
 
 class WorkBuffers:
-    """Memory for a program, by dtype; taken once, since fresh memory is slow to write to.
+    """Buffers for a program, by dtype; allocated once, since fresh memory is slow to write to.
 
     Args:
-        elements: of a block.
+        elements: number of elements of a block.
     """
 
     def __init__(self, elements: int) -> None:
@@ -240,7 +245,7 @@ class WorkBuffers:
         self._pairs: dict[torch.dtype, Sequence[torch.Tensor]] = {}
 
     def of(self, dtype: torch.dtype) -> Sequence[torch.Tensor]:
-        """Two lines of a block each."""
+        """Return two buffers of one block each."""
         if dtype not in self._pairs:
             pair = [torch.empty(self._elements, dtype=dtype, device="cpu") for _ in range(2)]
             self._pairs[dtype] = pair

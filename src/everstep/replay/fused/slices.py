@@ -1,15 +1,15 @@
-"""Several updates at once, a slice at a time: SGD, Adam and AdamW on a CUDA device.
+"""Apply several updates at once, slice by slice: SGD, Adam and AdamW on a CUDA device.
 
 On a device a call takes longer to launch than a small tensor takes to update, and gradients come
-from host memory. So tensors that are updated alike are laid end to end and cut into slices as
-large as the device's cache allows; a slice stays there for all the updates of a call, and the
-gradients of the next one are copied meanwhile (``uploads``). torch's own functions run on the
-slices, in the variant (for-loop, foreach, fused) that the hyperparameters ask for; ``proof``
-checks that the bits are those of whole tensors. A kernel that keeps a slice in registers
-(``kernels``) may stand for them.
+from host memory. So tensors with the same updates are joined end to end and cut into slices as
+large as the device's cache allows. A slice stays there for all updates of a call, while the
+gradients of the next one are copied (``uploads``). torch's own functions run on the slices, in the
+variant (for-loop, foreach, fused) that the hyperparameters select; ``self_test`` checks that the
+bits are those of complete tensors. A kernel that keeps a slice in registers (``kernels``) may
+replace them.
 
-Nothing here is of CUDA but the memory that :mod:`everstep.replay.fused.uploads` takes: tests run
-it in host memory. It has not been measured on a device.
+Only :mod:`everstep.replay.fused.uploads` allocates CUDA memory: tests run this module in host
+memory.
 """
 
 from __future__ import annotations
@@ -42,22 +42,25 @@ __all__ = [
 
 ELEMENTS_MIN = 64 * 1024
 ELEMENTS_MAX = 4 * 1024 * 1024
-"""Of a slice. In smaller ones, launching shows; in larger ones, gradients take too much memory."""
+"""Limits of a slice. Smaller ones are dominated by launches; in larger ones gradients take too much
+memory."""
 
-_CACHE_SHARE = 2  # of the cache one half: what streams through it, too, wants room
+_CACHE_SHARE = 2  # half of the cache, since gradients stream through it as well
 _ALIGNED_BYTES = 256
 
 Kernel = Callable[[torch.Tensor, Tensors, Tensors, torch.Tensor], None]
-"""Updates a slice in place: parameters; moments, in the order of their names; the gradients of each
-update, one as far behind the other in memory; and for each a row of
-:func:`~everstep.replay.fused.programs.numbers`, float32. All on the device."""
+"""Function that updates a slice in place. Arguments: parameters; moments, in the order of their
+names;
+gradients of each update, at equal distances in memory; and a row of
+:func:`~everstep.replay.fused.programs.numbers` for each, float32. All on the device."""
 
 
 def slice_elements(device: torch.device, element_bytes: int) -> int:
-    """How many elements of a state the cache of a device holds besides what passes through.
+    """Return how many elements of a state fit in the cache of a device beside streamed gradients.
 
     Args:
-        element_bytes: of parameter, moments and gradient together.
+        device: device of the state.
+        element_bytes: bytes of parameter, moments and gradient together.
     """
     if device.type != "cuda":
         return ELEMENTS_MIN
@@ -68,15 +71,16 @@ def slice_elements(device: torch.device, element_bytes: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class SliceGroup:
-    """Parameters that all updates treat alike.
+    """Parameters that have the same updates.
 
     Attributes:
         group: number of their parameter group.
-        keys: names of the moments that they have and some update needs.
-        dtypes: of their gradients in each update; None: they have none in it.
-        count: of their steps before; None: there is no ``step``.
-        names: of the parameters, in order.
-        kernel, rows: stands for torch's functions; None: nothing does. And its numbers.
+        keys: names of their moments that some update needs.
+        dtypes: dtype of their gradients in each update; None: no gradients in it.
+        count: step count before the updates; None: there is no ``step``.
+        names: names of the parameters, in order.
+        kernel: used instead of torch's functions; None: there is none.
+        rows: numbers for the kernel.
     """
 
     group: int
@@ -89,7 +93,7 @@ class SliceGroup:
 
     @property
     def present(self) -> list[int]:
-        """Updates that have gradients of them."""
+        """Updates that have gradients of these parameters."""
         return [number for number, dtype in enumerate(self.dtypes) if dtype is not None]
 
 
@@ -98,11 +102,12 @@ Piece = tuple[str, slice]
 
 @dataclass(frozen=True, slots=True)
 class Slice:
-    """Some elements of parameters that are alike, end to end.
+    """Ranges of parameters of one group, end to end.
 
     Attributes:
-        pieces: parameters, and which of their elements, in memory order.
-        numel: of all pieces.
+        alike: group of the parameters.
+        pieces: parameters, and ranges of their elements, in memory order.
+        numel: number of elements of all pieces.
     """
 
     alike: SliceGroup
@@ -111,12 +116,12 @@ class Slice:
 
     @property
     def size_bytes(self) -> int:
-        """Of all gradients."""
+        """Bytes of all gradients."""
         places = self.places()
         return int(places[-1][2].stop)
 
     def places(self) -> list[tuple[int, torch.dtype, slice]]:
-        """Where gradients lie in memory: update, dtype, bytes."""
+        """Return the places of gradients in memory: update, dtype, bytes."""
         found = []
         begin = 0
         for number in self.alike.present:
@@ -129,48 +134,51 @@ class Slice:
 
 
 def cut_slices(alike: SliceGroup, numels: Mapping[str, int], elements: int) -> Iterator[Slice]:
-    """In slices; parameters are cut at multiples of :data:`BLOCK_NUMEL` only.
+    """Cut a group into slices; parameters are cut at multiples of :data:`BLOCK_NUMEL` only.
 
     Args:
-        numels: elements of each parameter.
-        elements: of a slice, at most: a multiple of :data:`BLOCK_NUMEL`.
+        alike: group of parameters.
+        numels: number of elements of each parameter.
+        elements: largest size of a slice, a multiple of :data:`BLOCK_NUMEL`.
     """
     pieces: list[Piece] = []
-    room = elements
+    space = elements
     for name in alike.names:
         begin = 0
         numel = numels[name]
         while True:
-            part = numel - begin
-            if part > room:
-                part = room // BLOCK_NUMEL * BLOCK_NUMEL
-            if part or not numel:  # an empty one counts its steps, too
-                pieces.append((name, slice(begin, begin + part)))
-            begin = begin + part
-            room = room - part
+            size = numel - begin
+            if size > space:
+                size = space // BLOCK_NUMEL * BLOCK_NUMEL
+            if size or not numel:  # an empty tensor counts steps as well
+                pieces.append((name, slice(begin, begin + size)))
+            begin = begin + size
+            space = space - size
             if begin == numel:
                 break
-            yield Slice(alike, pieces, elements - room)
+            yield Slice(alike, pieces, elements - space)
             pieces = []
-            room = elements
+            space = elements
     if pieces:
-        yield Slice(alike, pieces, elements - room)
+        yield Slice(alike, pieces, elements - space)
 
 
 UPDATES_MAX = 8
-"""Updates of one pass over the state, at most: their gradients wait in pinned memory."""
+"""Largest number of updates in one pass over the state: their gradients wait in pinned memory."""
 
 
 class Sliced:
-    """Updates the parameters and the state of an optimizer in place, slice by slice.
+    """Update the parameters and the state of an optimizer in place, slice by slice.
 
     Args:
         optimizer: holds the state; of a class in :data:`~everstep.replay.functional.KINDS`. Its
-            ``step`` is not called.
-        names: parameter names of each group, in order; all parameters lie on one device.
-        elements: of a slice, a multiple of 256; None: by the device's cache.
-        kernel: what may stand for torch's own functions, given an update and the number of a
-            group whose parameters and moments are float32; None: nothing.
+            ``step``
+            is not called.
+        names: parameter names of each group, in order; all parameters are on one device.
+        elements: size of a slice, a multiple of 256; None: by the device's cache.
+        kernel: returns a kernel for an update and the number of a group whose parameters and
+            moments are
+            float32, or None.
     """
 
     def __init__(
@@ -195,11 +203,11 @@ class Sliced:
         self._kernel = kernel
 
     def takes(self, update: Update) -> bool:
-        """Whether this update can be applied to the state as it is now.
+        """Return True if this update can be applied to the present state.
 
-        Not where the optimizer would create state, where hyperparameters are tensors (which
-        code torch runs depends on their device), nor where gradients do not lie in host memory,
-        in the memory order of their parameters: the optimizer's own step does those.
+        It cannot if the optimizer would create state, if hyperparameters are tensors (torch chooses
+        its code by their device), or if gradients are not in host memory, in the memory order of
+        their parameters: the optimizer's own step handles those.
         """
         for members, options in zip(self._names, options_of(self._kind, update), strict=True):
             if any(_has_tensors(value) for value in options.values()):
@@ -233,13 +241,13 @@ class Sliced:
         return all(line(tensor, parameter) is not None for tensor in tensors)
 
     def run(self, updates: Sequence[Update]) -> None:
-        """Applies ``updates``, all of which :meth:`takes` has accepted, in their order."""
+        """Apply ``updates``, all accepted by :meth:`takes`, in their order."""
         with torch.no_grad():
             for begin in range(0, len(updates), UPDATES_MAX):
                 self._pass([self._here(one) for one in updates[begin : begin + UPDATES_MAX]])
 
     def _here(self, update: Update) -> Update:
-        """With a scaler's tensors on the device."""
+        """Return the update with a scaler's tensors on the device."""
         device = next(iter(self._parameters.values())).device
         found = {
             name: tensor.to(device)
@@ -264,12 +272,12 @@ class Sliced:
             if number + 1 < len(slices):
                 uploads.send(number + 1, partial(self._fill, slices[number + 1], updates))
             if step is not None:
-                left[id(one.alike)] = step  # of each slice the same
+                left[id(one.alike)] = step  # the same for each slice
         for alike in every:
             for name in alike.names if id(alike) in left else ():
                 self._state(name)["step"].copy_(left[id(alike)])
 
-    # --- What goes together -----------------------------------------------------------------
+    # --- Grouping -----------------------------------------------------------------
 
     def _grouped(
         self, updates: Sequence[Update], options: Sequence[Sequence[Mapping[str, Any]]]
@@ -301,7 +309,8 @@ class Sliced:
         return [self._with_kernel(alike, updates, options) for alike in found.values()]
 
     def _counts(self) -> dict[str, float]:
-        """Steps of the parameters, asked for together: to ask a device means to wait for it."""
+        """Return the step counts of the parameters, read together: each read from a device waits
+        for it."""
         steps: dict[Any, dict[str, torch.Tensor]] = {}
         for name in self._parameters if self._form.counts else ():
             step = self._state(name).get("step")
@@ -366,7 +375,7 @@ class Sliced:
     # --- One slice --------------------------------------------------------------------------
 
     def _fill(self, one: Slice, updates: Sequence[Update], memory: torch.Tensor) -> int:
-        """Writes the gradients of a slice to host memory; returns how many bytes."""
+        """Write the gradients of a slice to host memory; return the number of bytes."""
         for number, dtype, place in one.places():
             out = memory[place].view(dtype)
             begin = 0
@@ -387,7 +396,7 @@ class Sliced:
         updates: Sequence[Update],
         options: Sequence[Sequence[Mapping[str, Any]]],
     ) -> torch.Tensor | None:
-        """Returns the step that all of these parameters have then, if they count any."""
+        """Apply all updates to a slice; return the resulting step count, if there is one."""
         alike = one.alike
         parameters = self._joined(one, lambda name: self._parameters[name])
         moments = {
@@ -421,7 +430,7 @@ class Sliced:
         updates: Sequence[Update],
         options: Sequence[Sequence[Mapping[str, Any]]],
     ) -> None:
-        """torch's own functions. They may write to the gradients, which are nobody else's."""
+        """Call torch's own functions. They may write to the gradients, which nothing else uses."""
         for number, gradient in zip(one.alike.present, gradients, strict=True):
             own = options[number][one.alike.group]
             self._form.call(
@@ -434,21 +443,21 @@ class Sliced:
             )
 
     def _joined(self, one: Slice, of: Callable[[str], torch.Tensor]) -> _Joined:
-        return _Joined([self._line(of(name), name)[part] for name, part in one.pieces])
+        return _Joined([self._line(of(name), name)[elements] for name, elements in one.pieces])
 
     def _line(self, tensor: torch.Tensor, name: str) -> torch.Tensor:
         flat = line(tensor.detach(), self._parameters[name])
-        assert flat is not None  # `takes` has seen to it
+        assert flat is not None  # checked by `takes`
         return flat
 
     def _state(self, name: str) -> dict[str, Any]:
-        # Not by index: that would create an entry.
+        # Not by index: the state is a defaultdict, which would create an entry.
         found: dict[str, Any] = self._optimizer.state.get(self._parameters[name], {})
         return found
 
 
 class _Joined:
-    """Pieces of tensors end to end: the one piece itself, or a copy of several.
+    """Pieces of tensors end to end: the single piece itself, or a copy of several.
 
     Attributes:
         flat: shape ``[n]``.
@@ -459,10 +468,10 @@ class _Joined:
         self.flat = pieces[0] if len(pieces) == 1 else torch.cat(pieces)
 
     def put_back(self) -> None:
-        """Writes a copy to where it is from."""
+        """Write a copy back to its pieces."""
         if len(self._pieces) > 1:
-            parts = torch.split(self.flat, [piece.numel() for piece in self._pieces])
-            torch._foreach_copy_(self._pieces, list(parts))
+            chunks = torch.split(self.flat, [piece.numel() for piece in self._pieces])
+            torch._foreach_copy_(self._pieces, list(chunks))
 
 
 def _has_tensors(value: Any) -> bool:

@@ -1,9 +1,9 @@
-"""Gradients on their way to a device: one slice is copied while the one before it is used.
+"""Copy gradients to a device: one slice is copied while the one before it is used.
 
-Two slots, each of pinned host memory and of device memory, and a side stream. Three waits hold it
-together: the host fills a slot when the copy from it has ended, the copy begins when the updates
-that read the slot have ended, and updates begin behind the copy of their slice. In host memory,
-where there is nothing to copy, updates read what was filled in.
+There are two slots, each of pinned host memory and of device memory, and a side stream. Three waits
+order the work: the host fills a slot after the copy from it has ended; the copy begins after the
+updates that read the slot have ended; updates begin after the copy of their slice. In host memory
+there is nothing to copy: updates read the filled memory.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ class _Slot:
 
     Attributes:
         host: flat ``uint8``, pinned.
-        there: on the device; the same as ``host`` where that is the CPU.
-        sent: behind the copy from ``host`` to ``there``.
-        free: behind the updates that have read ``there``.
+        there: on the device; the same as ``host`` if that is the CPU.
+        sent: event after the copy from ``host`` to ``there``.
+        free: event after the updates that read ``there``.
     """
 
     def __init__(self, device: torch.device, size_bytes: int) -> None:
@@ -40,11 +40,11 @@ class Uploads:
     number ``n`` is released before ``n + 2`` is sent.
 
     Args:
-        device: where they are wanted.
-        size_bytes: of one slice, at most.
+        device: device to copy to.
+        size_bytes: size of the largest slice.
 
     Raises:
-        torch.OutOfMemoryError: twice that are not there.
+        torch.OutOfMemoryError: there is no memory for two slices.
     """
 
     def __init__(self, device: torch.device, size_bytes: int) -> None:
@@ -53,42 +53,48 @@ class Uploads:
         self._side = None
         if device.type == "cuda":
             self._side = _cuda.Stream(device)
-            # Their memory may have been another tensor's, which the current stream still reads.
+            # The allocator may have reused memory that the current stream still reads.
             self._side.wait_stream(_cuda.current_stream(device))
             for slot in self._slots:
                 _used_on(slot.there, self._side)
 
     def send(self, number: int, fill: Callable[[torch.Tensor], int]) -> None:
-        """Starts a slice on its way.
+        """Start the copy of a slice.
 
         Args:
-            fill: writes the bytes of the slice to a flat ``uint8`` tensor, and returns how many.
+            number: number of the slice.
+            fill: writes the bytes of the slice to a flat ``uint8`` tensor, and returns their
+                number.
         """
         slot = self._slots[number % 2]
         if self._side is None:
             fill(slot.host)
             return
+        # The host must not overwrite a slot whose copy is still running.
         slot.sent.synchronize()
         size_bytes = fill(slot.host)
         with _cuda.stream(self._side):
+            # Nor may the copy overwrite memory that earlier updates still read.
             slot.free.wait(self._side)
             _send(slot.host[:size_bytes], slot.there[:size_bytes])
             slot.sent.record(self._side)
 
     def receive(self, number: int) -> torch.Tensor:
-        """The bytes of a slice that was sent, for what the current stream is given from now on."""
+        """Return the bytes of a slice that was sent, for work given to the current stream from now
+        on."""
         slot = self._slots[number % 2]
         if self._side is not None:
+            # Updates must not start before the copy of their slice has ended.
             slot.sent.wait(_cuda.current_stream(self._device))
         return slot.there
 
     def release(self, number: int) -> None:
-        """Nothing reads the slice but what the current stream has been given up to now."""
+        """Mark the slice as read, by the work given to the current stream so far."""
         if self._side is not None:
             self._slots[number % 2].free.record(_cuda.current_stream(self._device))
 
 
-# --- What a test replaces to play a device ----------------------------------------------
+# --- Replaced by tests to emulate a device ----------------------------------------------
 
 
 def _memory(device: torch.device, size_bytes: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -99,10 +105,10 @@ def _memory(device: torch.device, size_bytes: int) -> tuple[torch.Tensor, torch.
 
 
 def _send(source: torch.Tensor, target: torch.Tensor) -> None:
-    """Copies from pinned host memory, in the order of the current stream."""
+    """Copy from pinned host memory, in the order of the current stream."""
     target.copy_(source, non_blocking=True)
 
 
 def _used_on(tensor: torch.Tensor, stream: Any) -> None:
-    """Its memory is not to be given to others before the stream is done with it."""
+    """Keep the memory from being reused before the stream has finished with it."""
     tensor.record_stream(stream)

@@ -1,12 +1,12 @@
-"""A run on disk together with its copies elsewhere, as one file system to resume from.
+"""A run folder together with its copies in tiers, as one file system to resume from.
 
-What is on the disk is read there; what is only in a copy is read from it; a listing shows both. So
-a machine that has lost its disk, and one that never had it, resume by the same code as any
-other, straight from the store into memory.
+Files on the disk are read there; files that exist only in a copy are read from it; a listing shows
+both. So a machine that lost its disk, or never had one, resumes by the same code as any other,
+straight from the store into memory.
 
-Two records are made in every place or not at all, the copies first: that of the run, and those of
-its timelines. They are what keeps two processes apart (I11), also where these two have never had a
-disk in common. Nothing else is written to a copy but a manifest that its markers yield.
+Two records are created in every place or in none, in the copies first: the run record and the
+timeline records. They keep two processes apart (I11), even if these never shared a disk. Nothing
+else is written to a copy except a manifest that follows from its markers.
 """
 
 from __future__ import annotations
@@ -44,19 +44,20 @@ __all__ = ["RunWithCopies", "parallel_reads", "switch_to_copy"]
 
 _EXCLUSIVE = (RUN_RECORD, TIMELINE_RECORD)
 _MARKS = {CONDEMNED, DELETING}
-_LOOKS = 8  # at a time
+_PARALLEL_READS = 8
 
 
 class RunWithCopies:
-    """Implements :class:`everstep.seams.files.filesystem.FileSystem` on a disk and tiers.
+    """File system (:class:`everstep.seams.files.filesystem.FileSystem`) over a disk and tiers.
 
     Args:
-        run: the run folder on ``local``.
-        tiers: the copies; the cheapest is read first.
+        local: file system of the disk.
+        run: run folder on ``local``.
+        tiers: places with copies, in any order.
 
     Attributes:
-        local: the disk alone.
-        tiers: the copies, the cheapest first.
+        local: file system of the disk.
+        tiers: places with copies, cheapest first.
     """
 
     def __init__(self, local: FileSystem, run: PurePath, tiers: Sequence[Tier]) -> None:
@@ -69,15 +70,16 @@ class RunWithCopies:
         self._distrusted: set[PurePath] = set()
 
     def source_of(self, directory: PurePath) -> str | None:
-        """Kind of the tier from which a file of this directory was read; None: it was none."""
+        """Return the kind of the tier from which a file of this directory was read; None if none
+        was."""
         kinds = [t.traits.kind for path, t in self._read_from.items() if path.parent == directory]
         return kinds[0] if kinds else None
 
     def check_run(self, run_id_record: bytes) -> None:
-        """Looks whether the copies are of this run.
+        """Check that the copies belong to this run.
 
         Raises:
-            ForeignDirectoryError: one of them is of another.
+            ForeignDirectoryError: a place holds copies of another run.
         """
         for tier in self.tiers:
             try:
@@ -91,19 +93,20 @@ class RunWithCopies:
                     f"{tier.url} holds copies of another run than {self._run}",
                     tier=tier.traits.kind,
                     path=tier.url,
-                    hint="give each run a place of its own",
+                    hint="use a separate place for each run",
                 )
 
     def check_timelines(self, timelines: Mapping[int, TimelineRecord | None]) -> None:
-        """Looks whether the disk and the copies mean the same timelines. Where a process has gone
-        on without copies, and another from them, both have opened the same number: a base of the
-        one with the log of the other behind it would be a state that nobody has ever had.
+        """Check that the disk and the copies have the same timelines.
+
+        If one process continued without the copies and another one from them, both opened the same
+        number. A base of one with the log of the other would be a state that never existed.
 
         Args:
-            timelines: of the disk and the copies together, the disk's first.
+            timelines: of the disk and the copies together; the disk's take precedence.
 
         Raises:
-            RecoveryError: they have gone different ways.
+            RecoveryError: they have diverged.
         """
         for number, record in timelines.items():
             path = timeline_dir(self._run, number) / TIMELINE_RECORD
@@ -114,17 +117,17 @@ class RunWithCopies:
                     continue
                 if record is not None and theirs != record:
                     raise RecoveryError(
-                        f"timeline {number} of {tier.url} was opened by another process, which "
-                        "has not seen this run's disk: the two go different ways",
+                        f"timeline {number} of {tier.url} was opened by another process, without "
+                        "this run's disk: the copies and the disk have diverged",
                         tier=tier.traits.kind,
                         path=tier.url,
-                        hint="resume from one of the two: leave tiers= out, or give the run an "
-                        "empty folder",
+                        hint="resume from one of them: omit tiers=, or give the run an empty "
+                        "folder",
                     )
 
     def distrust(self, directory: PurePath) -> bool:
-        """From now on files of this directory are read from a copy that has them, for what the
-        disk holds is damaged. False if that is so already, or if there is no copy."""
+        """Read the files of this directory from a copy from now on, since those on the disk are
+        damaged. Return False if that is so already, or if there is no copy."""
         if directory in self._distrusted or not any(copy.scan(directory) for copy in self._copies):
             return False
         self._distrusted.add(directory)
@@ -142,7 +145,9 @@ class RunWithCopies:
                 file = copy.open(path)
                 self._read_from[path] = tier
                 return file
-        return self.local.open(path, direct=direct)  # perhaps raises what it raised
+        return self.local.open(
+            path, direct=direct
+        )  # raises the original error if it is still missing
 
     def scan(self, path: PurePath) -> list[DirEntry]:
         places = [self.local, *(self._copies if self._inside(path) or path == self._run else [])]
@@ -157,7 +162,8 @@ class RunWithCopies:
                 continue
             unmarked |= MANIFEST in entries and not _MARKS & entries.keys()
             found = {**entries, **found}
-        if unmarked:  # it is being deleted in one place, and stays in another
+        # A base that is being deleted in one place but intact in another is usable.
+        if unmarked:
             found = {name: entry for name, entry in found.items() if name not in _MARKS}
         if not found and missing is not None:
             raise missing
@@ -165,6 +171,8 @@ class RunWithCopies:
 
     def link(self, source: PurePath, target: PurePath) -> None:
         if target.name in _EXCLUSIVE and self._inside(target):
+            # Copies first: if the number is taken in one of them, the disk must not get the record
+            # (I11).
             data = read_record_bytes(self.local, source)
             for tier in self.tiers:
                 if not tier.create(self._name(target), data):
@@ -192,13 +200,13 @@ class RunWithCopies:
         name = self._name(target)
         for tier, copy in zip(self.tiers, self._copies, strict=True):
             if not copy.scan(target.parent):
-                continue  # this base is in another tier
+                continue  # the tier does not hold this base
             if not tier.create(name, bytes(staged.data)):
                 raise StorageError(
-                    f"{tier.url}/{name} is not the manifest that the markers beside it yield",
+                    f"{tier.url}/{name} does not match the markers beside it",
                     tier=tier.traits.kind,
                     path=f"{tier.url}/{name}",
-                    hint="another process has written there",
+                    hint="another process wrote there",
                 )
 
     def sync_dir(self, path: PurePath) -> None:
@@ -207,7 +215,8 @@ class RunWithCopies:
         except FileNotFoundError:
             if not self._inside(path):
                 raise
-            if not self.scan(path):  # in a copy it is durable
+            # Objects in a tier are durable once they exist: nothing to sync.
+            if not self.scan(path):
                 raise
 
     def reuse(self, path: PurePath, *, direct: bool = False) -> WriteFile | None:
@@ -226,7 +235,7 @@ class RunWithCopies:
         return self.local.free_bytes(path)
 
     def _lift(self, source: PurePath, target: PurePath) -> None:
-        """Lifts the mark of a base wherever it has one."""
+        """Remove the deletion mark of a base in all places that have it."""
         lifted = [uncondemn_in_tier(tier, self._name(source.parent)) for tier in self.tiers]
         try:
             self.local.rename(source, target)
@@ -242,17 +251,18 @@ class RunWithCopies:
 
 
 def switch_to_copy(filesystem: FileSystem, directory: PurePath) -> bool:
-    """Whether what is damaged on the disk may be read once more, from a copy."""
+    """Read a damaged directory from a copy from now on; return False if there is none to try."""
     return isinstance(filesystem, RunWithCopies) and filesystem.distrust(directory)
 
 
 def parallel_reads(filesystem: FileSystem) -> int:
-    """How many small files to look at in parallel: several where each look waits for a network."""
-    return _LOOKS if isinstance(filesystem, RunWithCopies) else 1
+    """Return how many small files to read in parallel: more than one if each read waits for a
+    network."""
+    return _PARALLEL_READS if isinstance(filesystem, RunWithCopies) else 1
 
 
 class _Staged:
-    """A small file that is to become an object."""
+    """Small file that becomes an object when it is renamed."""
 
     def __init__(self) -> None:
         self.data = bytearray()

@@ -1,4 +1,5 @@
-"""What ranks tell each other at a start that they hold of bases, and what comes of it."""
+"""Messages that list the base copies each rank can serve at a start, and the results of
+fetching."""
 
 from __future__ import annotations
 
@@ -19,12 +20,13 @@ __all__ = ["CopyOffer", "FetchResult", "FetchedBase", "OfferExtras", "unproven_m
 
 @dataclass(frozen=True, slots=True)
 class FetchedBase:
-    """What has come from another node: from the memory there, or from a disk.
+    """Base files fetched from another node.
 
     Attributes:
-        record: of the timeline that it is of.
-        tier: where it was found.
-        disk: it was on the disk of another rank.
+        held: the files in memory.
+        record: timeline record of the base.
+        tier: tier in which they were found.
+        disk: they were on the disk of another rank.
     """
 
     held: HeldBase
@@ -34,23 +36,25 @@ class FetchedBase:
 
     @classmethod
     def of_own(cls, copy: PeerCopy) -> FetchedBase:
-        """What lies in the memory of this rank's own keeper."""
+        """Wrap a copy in the memory of this rank's own keeper."""
         held = HeldBase(copy.marker, files_over(copy.marker, copy.memory), durable=False)
         return cls(held, copy.timeline, "memory")
 
     def is_of(self, inventory: Inventory) -> bool:
-        """Whether its timeline is what this disk has under that number, or it has none (I7)."""
+        """Return True if this disk has the same timeline under that number, or none (I7)."""
         known = inventory.timelines.get(self.record.timeline)
         return known is None or known == self.record
 
 
 @dataclass(frozen=True, slots=True)
 class CopyOffer:
-    """A rank's files of a base that some rank can hand out.
+    """One rank's files of a base that rank ``holder`` can serve.
 
     Attributes:
-        holder: that rank.
-        disk: they are on its disk; otherwise a copy in the memory of its keeper.
+        holder: rank that can serve them.
+        marker: marker of the files.
+        record: timeline record of the base, as bytes.
+        disk: they are on its disk; otherwise in the memory of its keeper.
     """
 
     holder: int
@@ -64,7 +68,7 @@ class CopyOffer:
 
     @property
     def place(self) -> tuple[BaseId, int, bool]:
-        """Names it among all that the holder has."""
+        """Key among everything that the holder has."""
         return self.base, self.marker.rank, False
 
     @property
@@ -73,19 +77,21 @@ class CopyOffer:
 
     @property
     def key(self) -> tuple[int, ...]:
-        """Names it among all of them."""
+        """Key among all offers."""
         front = self.holder, self.marker.rank, self.base.timeline, self.base.step
         return (*front, 2) if self.disk else front
 
 
 @dataclass(frozen=True, slots=True)
 class FetchResult:
-    """What has come to a rank.
+    """Result of fetching on one rank.
 
     Attributes:
-        logs: steps of its own log.
-        proven: of the base in the memory of its own keeper that its disk knows no timeline of:
-            the record of that, where others have proven which one it is.
+        bases: fetched files of bases.
+        logs: fetched steps of its own log.
+        proven: timeline record of the base in its keeper's memory, if its disk has none and other
+            ranks
+            proved it.
     """
 
     bases: list[FetchedBase]
@@ -95,12 +101,13 @@ class FetchResult:
 
 @dataclass(frozen=True, slots=True)
 class OfferExtras:
-    """What a rank can tell beside what it offers, if it is asked.
+    """Information of a rank besides its offer.
 
     Attributes:
-        unproven: the base that its keeper holds, of a timeline that its disk knows nothing of.
-        left: what it can read, with what manifests list and is not there; and whose entries are
-            in what it has. Asked for only where no base can be read by all.
+        unproven: marker of the base that its keeper holds, of a timeline unknown to its disk.
+        left: returns its offer with markers of missing files, and the coverage of its disk. Called
+            only
+            if no base can be read by all ranks.
     """
 
     unproven: Marker | None
@@ -108,7 +115,8 @@ class OfferExtras:
 
 
 def unproven_marker(inventory: Inventory | None, held: HeldBase | None) -> Marker | None:
-    """What a rank's keeper holds, where the disk knows nothing of its timeline."""
+    """Return the marker of the base in a keeper's memory, if its timeline is unknown to the
+    disk."""
     if inventory is None or held is None or held.id.timeline in inventory.timelines:
         return None
     return held.marker

@@ -1,9 +1,9 @@
-"""Files of a place that is far away, on their way to host memory before anybody opens them.
+"""Read-ahead of files from a remote place into host memory.
 
-Where some ranks fetch what they lack from the memory of other nodes, all wait until those have it.
-A rank that will read its part of the base, or steps of its log, from a store needs another link for
-that: so it begins meanwhile, and whoever reads the file gets it from memory, or waits for the part
-that is still to come. What comes is verified by whoever reads it, as ever.
+While some ranks fetch missing files from the memory of other nodes, all ranks wait. A rank that
+will read its share of the base, or steps of its log, from a store uses another link for that: it
+starts meanwhile. Readers of such a file get it from memory, or wait for the chunk that is still
+pending. They verify it as usual.
 """
 
 from __future__ import annotations
@@ -28,35 +28,37 @@ from everstep.tiers.files import ReadingFileSystem
 
 __all__ = ["CopiesAhead", "FilesAhead", "SoleReader"]
 
-_PART_BYTES = CHUNK_BYTES
+_CHUNK_BYTES = CHUNK_BYTES
 _THREADS = 8
 _LOG_BYTES_MAX = 320 << 20
-_SHARE_OF_MEMORY = 8  # of what is available
+_SHARE_OF_MEMORY = 8  # of available memory
 
 SoleReader = Callable[[int, Manifest], bool]
-"""Whether no other rank of this node reads the files of a rank."""
+"""Predicate: no other rank of this node reads the files of a rank."""
 
 
 class CopiesAhead:
-    """What a rank is going to read from copies, on its way: of a base, and of its log behind it.
+    """Read-ahead of a base, and of the log after it, from copies.
 
     Args:
+        run: run folder.
+        rank: this rank.
         needs: which ranks' files a rank reads.
-        apart: what several ranks of a node read together is not read ahead.
+        is_sole_reader: files that several ranks of a node read together are not read ahead.
     """
 
-    def __init__(self, run: PurePath, rank: int, needs: Needs, apart: SoleReader) -> None:
+    def __init__(self, run: PurePath, rank: int, needs: Needs, is_sole_reader: SoleReader) -> None:
         self._run = run
         self._rank = rank
         self._needs = needs
-        self._apart = apart
+        self._is_sole_reader = is_sole_reader
         self._base: BaseId | None = None
         self._ahead: dict[CopyOfRun, FilesAhead] = {}
         self._logs: dict[FileSystem, FilesAhead] = {}
 
     def begin(self, choice: Choice, places: Sequence[CopyOfRun]) -> None:
-        """From now on, what this rank would read of a choice comes from these places, as far as
-        nothing nearer has it."""
+        """Start reading the files of a choice that this rank would read from these places, unless a
+        cheaper place has them."""
         self.close()
         base = choice.base
         manifest = choice.manifest
@@ -68,7 +70,7 @@ class CopiesAhead:
             here = [s.tier for s in choice.sources[marker.rank] if s.rank == self._rank]
             if marker.rank not in wanted or not here or here[0] not in COPY_TIERS:
                 continue
-            if not self._apart(marker.rank, manifest):
+            if not self._is_sole_reader(marker.rank, manifest):
                 continue
             copy = next(copy for copy in places if copy.kind == here[0])
             files = self._ahead.setdefault(copy, FilesAhead(copy.files))
@@ -77,8 +79,8 @@ class CopiesAhead:
                 files.begin(path, record.length)
 
     def begin_log(self, segments: Iterable[SegmentFound]) -> None:
-        """From now on these come, too, in this order: the first 320 MiB of them, or an eighth of
-        the memory that is available; others are read when they are needed.
+        """Start reading segments as well, in this order, up to 320 MiB or an eighth of the
+        available memory; the others are read when they are needed.
 
         Args:
             segments: found in copies; each with its marker.
@@ -98,20 +100,20 @@ class CopiesAhead:
             self._logs[there].begin(segment.path / record.name, record.length)
 
     def files(self, copy: CopyOfRun) -> FileSystem:
-        """Where to read files of bases that are in a copy."""
+        """Return the file system from which to read bases of a copy."""
         return self._ahead.get(copy, copy.files)
 
     def log_files(self, files: FileSystem) -> FileSystem:
-        """Where to read segments that were found in a copy."""
+        """Return the file system from which to read segments of a copy."""
         return self._logs.get(files, files)
 
     def only(self, base: BaseId | None) -> None:
-        """Nothing else than this base is going to be read."""
+        """Stop unless this base is the one being read ahead."""
         if base != self._base:
             self.close()
 
     def close(self) -> None:
-        """Ends what is under way, and lets go of the memory. Idempotent."""
+        """Cancel pending reads and release the memory. Idempotent."""
         ahead = [*self._ahead.values(), *self._logs.values()]
         self._ahead = {}
         self._logs = {}
@@ -121,7 +123,7 @@ class CopiesAhead:
 
 
 class FilesAhead(ReadingFileSystem):
-    """Another file system, to be read only. Takes host memory for each file that was begun.
+    """Read-only view of a file system. Takes host memory for each file being read ahead.
 
     Attributes:
         files: that file system.
@@ -131,49 +133,52 @@ class FilesAhead(ReadingFileSystem):
         self.files = files
         self._threads = IoThreads(_THREADS, "everstep-files-ahead")
         self._stopped = threading.Event()
-        self._begun: dict[PurePath, _Coming] = {}
+        self._begun: dict[PurePath, _PendingFile] = {}
 
     def begin(self, path: PurePath, size_bytes: int) -> None:
-        """From now on a file is on its way; does not wait.
+        """Start reading a file; does not wait.
 
         Args:
-            size_bytes: of the file; if it is not so long, none of it is read ahead.
+            path: path of the file.
+            size_bytes: expected length; a file of another length is not read ahead.
         """
         if path not in self._begun:
-            about = self.files, path, size_bytes, self._threads, self._stopped
-            self._begun[path] = _Coming(*about)
+            self._begun[path] = _PendingFile(
+                self.files, path, size_bytes, self._threads, self._stopped
+            )
 
     def open(self, path: PurePath, *, direct: bool = False) -> ReadFile:
-        """A file; waits until its length is known.
+        """Open a file; wait until its length is known.
 
         Raises:
-            OSError: it cannot be read; for a file that was begun at once, not at a read.
+            OSError: it cannot be read; for a file being read ahead raised here instead of at a
+                read.
         """
-        coming = self._begun.get(path)
-        if coming is None:
+        pending = self._begun.get(path)
+        if pending is None:
             return self.files.open(path, direct=direct)
-        return _File(coming.opened.result(), coming.parts)
+        return _File(pending.opened.result(), pending.chunks)
 
     def scan(self, path: PurePath) -> list[DirEntry]:
         return self.files.scan(path)
 
     def close(self) -> None:
-        """Ends what is under way, and lets go of the memory. Idempotent."""
+        """Cancel pending reads and release the memory. Idempotent."""
         self._stopped.set()
         self._threads.close()
         begun = self._begun
         self._begun = {}
-        for coming in begun.values():
-            if coming.opened.done() and coming.opened.exception() is None:
-                coming.opened.result().close()
+        for pending in begun.values():
+            if pending.opened.done() and pending.opened.exception() is None:
+                pending.opened.result().close()
 
 
-class _Coming:
-    """A file whose parts are being read.
+class _PendingFile:
+    """File whose chunks are being read.
 
     Attributes:
         opened: the file itself.
-        parts: each with its bytes; shorter where the file ends before.
+        chunks: bytes of each chunk; shorter where the file ends early.
     """
 
     def __init__(
@@ -187,43 +192,45 @@ class _Coming:
         self._size_bytes = size_bytes
         self._stopped = stopped
         self._memory = memoryview(bytearray(size_bytes))
-        # First in the queue: the threads that read parts wait for it.
+        # First in the queue: the threads that read chunks wait for it.
         self.opened: Future[ReadFile] = threads.submit(lambda: files.open(path, direct=False))
-        self.parts: list[Future[memoryview]] = [
-            threads.submit(self._read, begin) for begin in range(0, size_bytes, _PART_BYTES)
+        self.chunks: list[Future[memoryview]] = [
+            threads.submit(self._read, begin) for begin in range(0, size_bytes, _CHUNK_BYTES)
         ]
 
     def _read(self, begin: int) -> memoryview:
         file = self.opened.result()
         if self._stopped.is_set() or file.size_bytes != self._size_bytes:
             return memoryview(b"")
-        part = self._memory[begin : begin + _PART_BYTES]
-        return part[: file.read_into(part, begin)]
+        chunk = self._memory[begin : begin + _CHUNK_BYTES]
+        return chunk[: file.read_into(chunk, begin)]
 
 
 class _File:
-    """A file as whoever reads it sees it."""
+    """File as its readers see it."""
 
-    def __init__(self, file: ReadFile, parts: list[Future[memoryview]]) -> None:
+    def __init__(self, file: ReadFile, chunks: list[Future[memoryview]]) -> None:
         self._file = file
-        self._parts = parts
+        self._chunks = chunks
 
     @property
     def size_bytes(self) -> int:
         return self._file.size_bytes
 
     def read_into(self, buffer: memoryview, offset: int) -> int:
-        """As of the file itself; waits for what has not come yet."""
+        """Read from memory; wait for chunks that are pending."""
         got = 0
         while got < buffer.nbytes and offset + got < self._file.size_bytes:
-            number, at = divmod(offset + got, _PART_BYTES)
-            part = self._parts[number].result() if number < len(self._parts) else memoryview(b"")
-            piece = part[at : at + buffer.nbytes - got]
+            number, at = divmod(offset + got, _CHUNK_BYTES)
+            chunk = memoryview(b"")
+            if number < len(self._chunks):
+                chunk = self._chunks[number].result()
+            piece = chunk[at : at + buffer.nbytes - got]
             if not piece.nbytes:
-                break  # shorter than it said: the file itself shows what that means
+                break  # shorter than expected: the read below reports it
             buffer[got : got + piece.nbytes] = piece
             got += piece.nbytes
         return got if got else self._file.read_into(buffer, offset)
 
     def close(self) -> None:
-        """The file stays open for others who read it, until all of it ends."""
+        """Do nothing: other readers use the file until the read-ahead is closed."""

@@ -1,4 +1,4 @@
-"""A base in the memory of a keeper that has outlived its training process."""
+"""Base, log records and copies in the memory of a keeper that outlived its training process."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ _log = logging.getLogger("everstep")
 
 @dataclass(frozen=True, slots=True)
 class HeldBase:
-    """A whole base, mostly in memory; verified while it is read, like one on disk.
+    """Complete base, mostly in memory; verified while it is read, like one on disk.
 
     Attributes:
-        marker: as it is, or would be, on disk.
-        files: its files, with their records.
-        durable: whether it is on disk, too.
+        marker: marker that is, or would be, on disk.
+        files: files, each with its record.
+        durable: the base is on disk as well.
     """
 
     marker: Marker
@@ -41,10 +41,10 @@ class HeldBase:
         return BaseId(self.marker.timeline, self.marker.step)
 
     def open(self) -> OpenBase:
-        """Opens it for reading.
+        """Open the base for reading.
 
         Raises:
-            DamageError, FormatError: for what the headers say.
+            DamageError, FormatError: a header is damaged or invalid.
         """
         opened = OpenBase(self.marker)
         for file, record in self.files:
@@ -57,15 +57,15 @@ class HeldBase:
 
 @dataclass(frozen=True, slots=True)
 class KeeperContents:
-    """What a keeper has in memory.
+    """Contents of a keeper's memory.
 
     Attributes:
-        base: the newest whole one.
-        records: of the log, in the order in which they were made.
-        copies: held for other ranks, and of this one what lives in memory.
-        logs: steps of their logs that are held.
-        served: what ``timeline.json`` was when the keeper came to serve each timeline.
-        missed: it could not be asked, as it serves another process now.
+        base: newest complete base.
+        records: records of the log, in the order in which they were made.
+        copies: copies held for other ranks, and bases of this rank that live in memory only.
+        logs: steps of other ranks' logs.
+        served: bytes of ``timeline.json`` when the keeper began to serve each timeline.
+        missed: True if the keeper could not be queried, since it serves another process now.
     """
 
     base: HeldBase | None = None
@@ -76,9 +76,12 @@ class KeeperContents:
     missed: bool = False
 
     def of_history(self, filesystem: FileSystem, run: PurePath) -> KeeperContents:
-        """Without what is of another history: who puts the folder back as it was once, and goes on
-        from there without this keeper, opens the same timelines again. A base of the one with the
-        log of the other behind it would be a state that nobody has ever had."""
+        """Return the contents without those of another history.
+
+        If the folder was put back to an earlier state and training continued from there without
+        this keeper, the same timeline numbers were opened again. A base of one history with the log
+        of the other would be a state that never existed.
+        """
         others = [
             number
             for number, record in self.served.items()
@@ -88,8 +91,8 @@ class KeeperContents:
             return self
         first = min(others)
         _log.warning(
-            "%s: a keeper has steps from timeline %d on in memory, which another process has "
-            "opened in this folder since: they are left out",
+            "%s: the keeper's steps of timeline %d and later are ignored: another process "
+            "opened that timeline again in this folder",
             run,
             first,
         )
@@ -99,7 +102,7 @@ class KeeperContents:
 
     @property
     def newest(self) -> HeldBase | None:
-        """For a process that trains alone: the newest base, of those that live in memory, too."""
+        """Newest base for a process that trains alone, including bases that live in memory only."""
         copies = [
             HeldBase(copy.marker, files_over(copy.marker, copy.memory), durable=False)
             for copy in self.copies

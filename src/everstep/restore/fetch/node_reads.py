@@ -1,10 +1,9 @@
-"""Files of a base that several ranks of one node need are read once on that node.
+"""Read files that several ranks of a node need once on that node.
 
-Which ranks share a node they say when they start; what each of them needs all can tell
-(:data:`everstep.commit.job.offers.Needs`). So each knows which files it has in common with a
-neighbour,
-and reads those through the memory that they share (:mod:`.node_window`), if it reads them from the
-same place. Headers and what only one rank needs are read as ever.
+At a start each rank announces its node. All ranks can compute which files each of them needs
+(:data:`everstep.commit.job.offers.Needs`), so each knows which files it shares with a neighbour. It
+reads those through shared memory (:mod:`.node_window`), if both read them from the same place.
+Headers and files that one rank needs are read as usual.
 """
 
 from __future__ import annotations
@@ -35,30 +34,33 @@ _WAIT_S_MAX = 5.0
 
 
 def shared_memory_name(node: str) -> str:
-    """What two ranks say alike if they can share memory and are to be of one node; "" if this one
-    cannot. Two launchers on one machine (torchrun's ``GROUP_RANK``) are two nodes.
+    """Return a name that is equal on two ranks if they can share memory and count as one node; ""
+    if this rank cannot share. Two launchers on one machine (torchrun's ``GROUP_RANK``) are two
+    nodes.
 
     Args:
-        node: what is said of the node anyway; perhaps it is an emulated one.
+        node: name of the node, possibly an emulated one.
     """
     seen = namespaces()
     return f"{machine_name()} {seen} {launcher()} {node}" if seen else ""
 
 
 class NodeStart:
-    """The ranks of this node at a start of their job.
+    """Ranks of this node at a start of their job.
 
     Args:
-        names: by rank: what its node is called; "" where it shares with nobody.
-        local: this rank's disk is one of its node: there each rank reads for itself.
-        timeout_s: within which a transfer has to end; of that a quarter at most is for waiting.
+        rank: this rank.
+        names: name of each rank's node, by rank; "" for a rank that does not share.
+        clock: source of time.
+        local: this rank's disk is local to its node: files on it are not shared.
+        timeout_s: time limit of a transfer; at most a quarter of it is spent waiting.
     """
 
     def __init__(
         self, rank: int, names: Sequence[str], clock: Clock, *, local: bool, timeout_s: float
     ) -> None:
-        alike = [other for other, name in enumerate(names) if name and name == names[rank]]
-        self._ranks = alike[:RANKS_MAX]
+        same_node = [other for other, name in enumerate(names) if name and name == names[rank]]
+        self._ranks = same_node[:RANKS_MAX]
         self._rank = rank
         self._clock = clock
         self._local = local
@@ -66,44 +68,53 @@ class NodeStart:
         self._window: NodeWindow | None = None
 
     def offer(self, name: str) -> tuple[int, str] | None:
-        """What this rank tells the others: a descriptor, if it is the one that makes the memory.
+        """Return the descriptor and name to announce, if this rank creates the memory; otherwise
+        None.
 
         Args:
-            name: of this rank at this start; of at most 32 characters.
+            name: name of this start, at most 32 characters.
         """
         if len(self._ranks) < 2 or self._ranks[0] != self._rank:
             return None
         try:
             self._window = NodeWindow.create(name, len(self._ranks), self._clock, self._wait_s)
         except EverstepError as error:
-            _log.debug("each rank of this node reads for itself: %s", error)
+            _log.debug("ranks of this node do not share reads: %s", error)
             return None
         return self._window.fd, name
 
-    def join(self, said: Sequence[Mapping[str, Any]], needs: Needs) -> NodeReads | None:
-        """What all have told; None: this rank reads for itself.
+    def join(self, announced: Sequence[Mapping[str, Any]], needs: Needs) -> NodeReads | None:
+        """Join the memory of the node; None if this rank does not share reads.
 
         Args:
-            said: by rank: ``"pid"``, and ``"window"`` as from :meth:`offer`.
+            announced: by rank: ``"pid"``, and ``"window"`` as from :meth:`offer`.
+            needs: which ranks' files a rank reads.
         """
         if len(self._ranks) < 2 or self._rank not in self._ranks:
             return None
-        first = said[self._ranks[0]]
+        first = announced[self._ranks[0]]
         if first["window"] is None:
             return None
         if self._window is None:
             (fd, name) = first["window"]
             place = self._ranks.index(self._rank)
-            about = name, int(first["pid"]), int(fd), place, len(self._ranks)
             try:
-                self._window = NodeWindow.join(*about, self._clock, self._wait_s)
+                self._window = NodeWindow.join(
+                    name,
+                    int(first["pid"]),
+                    int(fd),
+                    place,
+                    len(self._ranks),
+                    self._clock,
+                    self._wait_s,
+                )
             except EverstepError as error:
-                _log.debug("this rank reads for itself: %s", error)
+                _log.debug("this rank does not share reads: %s", error)
                 return None
         return NodeReads(self._window, self._ranks, needs, local=self._local)
 
     def close(self) -> None:
-        """Lets go of the memory; called when this rank has restored. Idempotent."""
+        """Release the memory, after this rank has restored. Idempotent."""
         if self._window is not None:
             self._window.close()
 
@@ -112,9 +123,10 @@ class NodeReads:
     """One rank's reads through the memory of its node.
 
     Args:
-        ranks: of this node.
+        window: shared memory.
+        ranks: ranks of this node.
         needs: which ranks' files a rank reads.
-        local: what is on this rank's disk is not read through it.
+        local: files on this rank's disk are not shared.
     """
 
     def __init__(
@@ -128,14 +140,14 @@ class NodeReads:
         self._common: set[int] = set()
 
     def wants(self, number: int, manifest: Manifest) -> int:
-        """How many ranks of this node read the files of rank ``number``."""
+        """Return how many ranks of this node read the files of rank ``number``."""
         return sum(number in self._needs(rank, manifest) for rank in self._ranks)
 
     def begin(self, base: BaseFound, places: Mapping[int, Place]) -> bool:
-        """A base is going to be read from these places.
+        """Prepare to read a base from these places.
 
         Returns:
-            Whether any of it may come from other ranks, or go to them.
+            True if some of it may be exchanged with other ranks.
         """
         manifest = base.manifest
         assert manifest is not None
@@ -161,7 +173,7 @@ class NodeReads:
         return True
 
     def share(self, opened: OpenBase, place: Place) -> None:
-        """The files of a rank are read through the memory, if another rank here needs them."""
+        """Read the files of a rank through the memory, if another rank of this node needs them."""
         if opened.marker.rank in self._common:
             opened.shards = [
                 (self._file(file, place, path, header.room_bytes), record, header, path)
@@ -169,7 +181,7 @@ class NodeReads:
             ]
 
     def end(self) -> None:
-        """Nothing more is read of it."""
+        """Announce that this rank reads nothing more of the base."""
         self._window.end()
 
     def _file(self, file: ReadFile, place: Place, path: PurePath, body_at: int) -> ReadFile:
@@ -178,10 +190,10 @@ class NodeReads:
 
 
 class _NodeFile:
-    """A file whose body is read in cells.
+    """File whose body is read in cells.
 
     Args:
-        body_at: where the body begins.
+        body_at: offset of the body.
         first: number of its first cell.
     """
 
@@ -200,31 +212,33 @@ class _NodeFile:
 
     def read_into(self, buffer: memoryview, offset: int) -> int:
         begin = offset - self._body_at
-        # What is not in pages is an object of a few bytes, and this rank's own.
+        # Unaligned reads are of small objects, which no other rank needs.
         if begin < 0 or begin % DIRECT_ALIGNMENT_BYTES or buffer.nbytes % DIRECT_ALIGNMENT_BYTES:
             return self._file.read_into(buffer, offset)
         done = 0
         while done < buffer.nbytes:
             cell, at = divmod(begin + done, CELL_BYTES)
-            part = buffer[done : done + CELL_BYTES - at]
-            there = min(part.nbytes, self.size_bytes - offset - done)
-            if there <= 0:
+            chunk = buffer[done : done + CELL_BYTES - at]
+            available = min(chunk.nbytes, self.size_bytes - offset - done)
+            if available <= 0:
                 break
-            got = self._part(cell, at, part, there, offset + done)
+            got = self._read_chunk(cell, at, chunk, available, offset + done)
             done += got
-            if got < part.nbytes:
+            if got < chunk.nbytes:
                 break
         return done
 
     def close(self) -> None:
         self._file.close()
 
-    def _part(self, cell: int, at: int, part: memoryview, there: int, offset: int) -> int:
+    def _read_chunk(
+        self, cell: int, at: int, chunk: memoryview, available: int, offset: int
+    ) -> int:
         return self._window.take(
             self._first + cell,
             self._source,
             at,
-            part,
-            there,
+            chunk,
+            available,
             lambda buffer: self._file.read_into(buffer, offset),
         )

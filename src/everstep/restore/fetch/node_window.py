@@ -1,23 +1,22 @@
-"""Memory that the ranks of one node share while they load a base: each part of a file that several
-of them need is read by one, and the others take it from here.
+"""Shared memory of the ranks of one node while they load a base: each piece of a file that several
+of them need is read by one of them, and the others copy it from here.
 
 The files of a base are cut into cells, numbered in the order in which every rank reads them. A cell
-has one slot that it can be in: its number modulo the number of slots. Whoever comes first to a cell
-claims the slot, reads, and leaves a copy; whoever comes later takes that. A slot is used anew when
-all ranks are past what it holds. So ranks keep together within the window, and the slowest never
-waits for the others.
+can be in one slot only: its number modulo the number of slots. The first rank to reach a cell
+claims the slot, reads, and leaves a copy; later ranks take the copy. A slot is reused when all
+ranks are past its cell. So ranks stay within the window of each other, and the slowest never waits
+for the others.
 
-Nothing depends on another rank: a claim ends with the process that has it, every wait is bounded,
-and who gives up waiting reads for itself. What is taken is checked by whoever takes it, as bytes of
-the file (:mod:`.loading`).
+Nothing depends on another rank: a claim ends with its process, every wait is bounded, and a rank
+that gives up waiting reads for itself. The receiver verifies copies as bytes of the file.
 
 ============================  =======================================================
 of the arena                  content
 ============================  =======================================================
-words 0 to ``RANKS_MAX``      by place of a rank: before which cell it needs nothing
-the words behind              by slot: number of the cell in it, plus one; 0: none
-data: 64 bytes for each slot  source of the bytes, and which of the cell they are
-data: the next page           name of the start that the memory is for
+words 0 to ``RANKS_MAX``      by place of a rank: first cell that it still needs
+the words after these         by slot: number of the cell in it, plus one; 0: empty
+data: 64 bytes for each slot  source of the bytes, and their range within the cell
+data: the next page           name of the start that the memory belongs to
 data: the rest                slots
 ============================  =======================================================
 """
@@ -44,13 +43,13 @@ __all__ = ["CELL_BYTES", "RANKS_MAX", "SLOTS", "NodeWindow"]
 
 CELL_BYTES = 2 << 20
 SLOTS = 32
-"""More than a rank reads ahead, twice over: it never waits for itself."""
+"""Twice as many as a rank reads ahead, so that it never waits for itself."""
 RANKS_MAX = 64
 
 _CLAIM_OF_SLOT = 1 << 20
-_ATTEMPT = 1 << 40  # cells of one attempt
+_ATTEMPT = 1 << 40  # numbers of cells of one attempt
 _IDLE = (1 << 64) - 1
-_LATE_CELLS = 4  # threads of one rank may overtake each other by so many
+_LATE_CELLS = 4  # threads of one rank may overtake each other by this many
 _SOURCE = struct.Struct("<16sII")
 _SOURCE_STRIDE_BYTES = 64
 _NAME_AT = PAGE_BYTES
@@ -64,16 +63,20 @@ assert SLOTS * _SOURCE_STRIDE_BYTES <= PAGE_BYTES, "all slots are described on o
 
 
 class NodeWindow:
-    """One rank's part in it. Made by :meth:`create` on one rank, and by :meth:`join` on the others.
+    """One rank's view of the window. Made by :meth:`create` on one rank, and by :meth:`join` on the
+    others.
 
     Args:
-        place: of this rank among the ranks of its node.
-        count: of these.
-        wait_s: for which another rank is waited for at most.
+        arena: shared memory.
+        claims: this process's claims on slots and places.
+        place: index of this rank among the ranks of its node.
+        count: number of these ranks.
+        clock: source of time.
+        wait_s: longest wait for another rank.
 
     Attributes:
-        read_bytes: that this rank has read of what is shared.
-        taken_bytes: that it has taken from others.
+        read_bytes: shared bytes that this rank read.
+        taken_bytes: bytes that it took from others.
     """
 
     def __init__(
@@ -88,27 +91,31 @@ class NodeWindow:
         self._slots = (arena.size_bytes - _HEAD_BYTES) // CELL_BYTES
         self._bytes = np.frombuffer(arena.view, np.uint8)
         self._others = self._all_others = frozenset(range(count)) - {place}
-        self._stuck: set[int] = set()  # slots that are waited for no more
+        self._stuck: set[int] = set()  # slots that this rank does not wait for any more
         self._attempt = 0
         self._under_way: list[int] = []
         self._past = 0
         self._lock = threading.Lock()
         self._closed = threading.Event()
         self.read_bytes = self.taken_bytes = 0
-        claims.take(place)  # as long as it has that, the others wait for it
+        # The claim marks this rank as alive: the others wait for it only while it is held.
+        claims.take(place)
 
     @classmethod
     def create(
         cls, name: str, count: int, clock: Clock, wait_s: float, slots: int = SLOTS
     ) -> NodeWindow:
-        """New memory, for the ranks that are told its name.
+        """Create the memory, for the ranks that get its name.
 
         Args:
-            name: of this start of the job, of at most 32 characters.
+            name: name of this start of the job, at most 32 characters.
+            count: number of ranks.
+            clock: source of time.
+            wait_s: longest wait for another rank.
             slots: at most ``SLOTS``.
 
         Raises:
-            EverstepError: this machine does not give any.
+            EverstepError: this machine cannot provide it.
         """
         arena = Arena.create(_HEAD_BYTES + slots * CELL_BYTES)
         assert arena.fd is not None
@@ -119,15 +126,19 @@ class NodeWindow:
     def join(
         cls, name: str, pid: int, fd: int, place: int, count: int, clock: Clock, wait_s: float
     ) -> NodeWindow:
-        """The memory that another rank of this node has made.
+        """Join the memory that another rank of this node created.
 
         Args:
-            name: as it was given to :meth:`create`.
-            pid: of that rank's process.
+            name: as given to :meth:`create`.
+            pid: process of that rank.
             fd: its :attr:`fd`.
+            place: index of this rank among the ranks of its node.
+            count: number of these ranks.
+            clock: source of time.
+            wait_s: longest wait for another rank.
 
         Raises:
-            EverstepError: it is not there, or is another one.
+            EverstepError: it does not exist, or belongs to another start.
         """
         with _explained():
             own = descriptor_of(pid, fd)
@@ -137,32 +148,32 @@ class NodeWindow:
             close_descriptors([own])
         if bytes(arena.view[_NAME_AT : _NAME_AT + _NAME_BYTES]) != _encoded(name):
             arena.close()
-            raise UnavailableError("the memory is that of another start")
+            raise UnavailableError("the memory belongs to another start")
         return cls(arena, _claims(arena), place, count, clock, wait_s)
 
     @property
     def fd(self) -> int:
-        """The descriptor that the others open."""
+        """Descriptor that the other ranks open."""
         assert self._arena.fd is not None
         return self._arena.fd
 
     def begin(self) -> None:
-        """This rank is going to load a base. Cells of an earlier attempt are none of this one's:
-        they may have been damaged."""
+        """Start to load a base. Cells of an earlier attempt are not reused, since they may have
+        been damaged."""
         with self._lock:
             self._attempt += 1
             self._under_way = []
             self._past = 0
             self._others = self._all_others
             self._stuck.clear()
-            self._tell()
+            self._publish()
 
     def end(self) -> None:
-        """This rank needs nothing, until it begins again."""
+        """Announce that this rank needs nothing until it begins again."""
         self._arena.set_progress(self._place, _IDLE)
 
     def close(self) -> None:
-        """Lets go; what is under way ends soon, by reading for itself."""
+        """Release the memory; pending reads end soon, by reading for themselves."""
         self._closed.set()
         self._claims.give(self._place)
         self._claims.close()
@@ -177,15 +188,18 @@ class NodeWindow:
         size_bytes: int,
         read: Callable[[memoryview], int],
     ) -> int:
-        """Fills ``buffer`` with bytes of a cell, from ``begin`` on; returns how many.
+        """Fill ``buffer`` with bytes of a cell; return how many.
 
         Args:
+            cell: number of the cell.
             source: 16 bytes that name the file and the place that it is read from.
-            size_bytes: of the buffer's, how many there are before the file ends.
-            read: does the same, without anybody's help.
+            begin: offset in the cell.
+            buffer: target.
+            size_bytes: bytes of the buffer before the file ends.
+            read: fills a buffer from the file itself.
 
         Raises:
-            OSError: of ``read``.
+            OSError: from ``read``.
         """
         at = self._attempt * _ATTEMPT + cell
         with self._under(cell):
@@ -198,12 +212,12 @@ class NodeWindow:
                 if found is None:
                     return read(buffer)
                 return self._read(at, source, begin, buffer, size_bytes, read)
-            except StateError:  # closed meanwhile
+            except StateError:  # closed concurrently
                 return read(buffer)
 
     def _shared(self, at: int, source: bytes, begin: int, buffer: memoryview) -> bool | None:
-        """Waits for a cell: true when the buffer has what was wanted of it; false when the slot is
-        claimed, and this rank has to read; None where it reads for itself."""
+        """Wait for a cell. Return True if the buffer has its bytes; False if this rank claimed the
+        slot and has to read; None if it reads for itself."""
         slot = at % self._slots
         deadline_s = self._clock.monotonic_s() + self._wait_s
         look_s = _LOOK_S
@@ -211,11 +225,12 @@ class NodeWindow:
             held = self._arena.progress(RANKS_MAX + slot) - 1
             if held == at:
                 return self._copied(slot, source, begin, buffer) or None
-            if held > at:  # the others have gone on
+            if held > at:  # the other ranks are past it
                 return None
-            behind = self._behind(held)
+            waiting = self._ranks_before(held)
             mine = not self._is_anothers(at, look_s)
-            if not behind and mine and self._claims.take(_CLAIM_OF_SLOT + slot):
+            if not waiting and mine and self._claims.take(_CLAIM_OF_SLOT + slot):
+                # Another rank may have filled the slot between the look and the claim.
                 if self._arena.progress(RANKS_MAX + slot) - 1 == held:
                     return False
                 self._claims.give(_CLAIM_OF_SLOT + slot)
@@ -223,22 +238,24 @@ class NodeWindow:
             if slot in self._stuck:
                 return None
             if self._clock.monotonic_s() >= deadline_s:
-                self._others -= behind  # they do not get on, or do not need any of this
-                if not behind:
-                    self._stuck.add(slot)  # nor does whoever reads this one
+                self._others -= waiting  # they are stuck, or need none of this
+                if not waiting:
+                    self._stuck.add(slot)  # its reader is stuck
                 return None
             self._closed.wait(look_s)
             look_s = min(2 * look_s, _LOOK_S_MAX)
         return None
 
     def _copied(self, slot: int, source: bytes, begin: int, buffer: memoryview) -> bool:
-        """Whether the slot had all that was wanted, and went on having it."""
+        """Copy from a slot; return True if it had all wanted bytes and kept them during the
+        copy."""
         word = self._arena.progress(RANKS_MAX + slot)
         named, low, high = _SOURCE.unpack_from(self._arena.view, slot * _SOURCE_STRIDE_BYTES)
         if named != source or not low <= begin <= begin + buffer.nbytes <= high:
             return False
         data = self._data(slot)[begin : begin + buffer.nbytes]
         np.copyto(np.frombuffer(buffer, np.uint8), data)
+        # The slot may have been reused during the copy: the word is compared after it.
         return self._arena.progress(RANKS_MAX + slot) == word
 
     def _read(
@@ -250,17 +267,19 @@ class NodeWindow:
         size_bytes: int,
         read: Callable[[memoryview], int],
     ) -> int:
-        """Reads, and leaves a copy in the slot, which this rank has claimed."""
+        """Read, and leave a copy in the slot that this rank has claimed."""
         slot = at % self._slots
         word = RANKS_MAX + slot
         try:
             got = read(buffer)
             if got >= size_bytes:
+                # Empty while it is written, so that no reader takes a mixture of two cells.
                 self._arena.set_progress(word, 0)
                 data = np.frombuffer(buffer[:size_bytes], np.uint8)
                 np.copyto(self._data(slot)[begin : begin + size_bytes], data)
                 about = slot * _SOURCE_STRIDE_BYTES
                 _SOURCE.pack_into(self._arena.view, about, source, begin, begin + size_bytes)
+                # Published last: data and source are complete before readers see the cell.
                 self._arena.set_progress(word, at + 1)
                 with self._lock:
                     self.read_bytes += size_bytes
@@ -273,45 +292,45 @@ class NodeWindow:
         return self._bytes[first : first + CELL_BYTES]
 
     def _is_anothers(self, at: int, look_s: float) -> bool:
-        """Whether it is another rank's turn: they read by turns, if all are there."""
+        """Return True if it is another rank's turn: ranks read by turns while all are near."""
         turn = at % self._count
         if turn not in self._others or look_s > _TURN_S:
             return False
         return at - at % _ATTEMPT <= self._arena.progress(turn) <= at
 
-    def _behind(self, held: int) -> frozenset[int]:
-        """Places of ranks that may still need the cell ``held``."""
+    def _ranks_before(self, held: int) -> frozenset[int]:
+        """Return the places of ranks that may still need the cell ``held``."""
         if held < 0:
             return frozenset()
         waiting = frozenset(one for one in self._others if self._arena.progress(one) <= held)
-        gone = frozenset(one for one in waiting if not self._claims.taken(one))
-        self._others -= gone
-        return waiting - gone
+        dead = frozenset(one for one in waiting if not self._claims.taken(one))
+        self._others -= dead
+        return waiting - dead
 
     @contextlib.contextmanager
     def _under(self, cell: int) -> Iterator[None]:
-        """Tells the others that this rank still needs a cell, and then that it does not."""
+        """Publish that this rank needs a cell, and afterwards that it does not."""
         with self._lock:
             self._under_way.append(cell)
             self._past = max(self._past, cell)
-            self._tell()
+            self._publish()
         try:
             yield
         finally:
             with self._lock:
-                if cell in self._under_way:  # not of an attempt that was given up
+                if cell in self._under_way:  # it may belong to an abandoned attempt
                     self._under_way.remove(cell)
-                self._tell()
+                self._publish()
 
-    def _tell(self) -> None:
+    def _publish(self) -> None:
         low = min(self._under_way, default=self._past)
         low = max(0, low - min(_LATE_CELLS, self._slots // 4))
-        with contextlib.suppress(StateError):  # closed meanwhile
+        with contextlib.suppress(StateError):  # closed concurrently
             self._arena.set_progress(self._place, self._attempt * _ATTEMPT + low)
 
 
 def _claims(arena: Arena) -> Claims:
-    """Claims of this process on slots and places."""
+    """Return the claims of this process on slots and places."""
     assert arena.fd is not None
     with _explained():
         return Claims(descriptor_of(os.getpid(), arena.fd))

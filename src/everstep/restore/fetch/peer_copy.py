@@ -1,4 +1,4 @@
-"""A copy of one rank's files of a base, held in memory for another node."""
+"""Copy of one rank's files of a base, held in memory for another node."""
 
 from __future__ import annotations
 
@@ -14,17 +14,19 @@ from everstep.tiers.memory import MemoryFile
 
 __all__ = ["PeerCopy", "check_files", "files_over", "size_of"]
 
-_PIECE_BYTES = 1 << 20
+_CHUNK_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
 class PeerCopy:
-    """A whole copy, with its digests compared when it arrived.
+    """Complete copy whose digests were verified when it arrived.
 
     Attributes:
-        record: of the timeline that the base is of, in the bytes that its writer had on disk: a
-            number alone does not say which timeline is meant (I7).
-        memory: the files, one after the other.
+        marker: marker of the rank's files.
+        record: timeline record of the base, in the bytes on its writer's disk: a number alone does
+            not
+            identify a timeline (I7).
+        memory: contents of the files, one after the other.
     """
 
     marker: Marker
@@ -33,17 +35,17 @@ class PeerCopy:
 
     @property
     def timeline(self) -> TimelineRecord:
-        """The record, read."""
+        """Decoded timeline record."""
         return TimelineRecord.decode(self.record, PurePath("copy"))
 
 
 def size_of(marker: Marker) -> int:
-    """Bytes of all files of a rank."""
+    """Return the total length of all files of a rank."""
     return sum(record.length for record in marker.files)
 
 
 def files_over(marker: Marker, memory: memoryview) -> tuple[tuple[MemoryFile, FileRecord], ...]:
-    """The files of a marker, which lie one after the other in ``memory``."""
+    """Return the files of a marker, which are stored one after the other in ``memory``."""
     found = []
     begin = 0
     for record in marker.files:
@@ -53,22 +55,22 @@ def files_over(marker: Marker, memory: memoryview) -> tuple[tuple[MemoryFile, Fi
 
 
 def check_files(marker: Marker, memory: memoryview) -> None:
-    """Compares every byte with the digests of the marker.
+    """Verify every byte against the digests of the marker.
 
     Raises:
-        DamageError, FormatError: they are other bytes.
+        DamageError, FormatError: the bytes differ.
     """
     begin = 0
     for file, record in files_over(marker, memory):
         path = PurePath("peer") / record.name
         header = check_identity(read_header(file, record, path), marker, path)
         digester = Digester(header.placed)
-        for at in range(record.header_length, record.length, _PIECE_BYTES):
-            end = min(record.length, at + _PIECE_BYTES)
+        for at in range(record.header_length, record.length, _CHUNK_BYTES):
+            end = min(record.length, at + _CHUNK_BYTES)
             digester.update(memory[begin + at : begin + end])
         found = digester.digests
-        whole = digest_of_file(record.header_digest, found) == record.digest
-        if found != list(header.digests) or not whole:
+        intact = digest_of_file(record.header_digest, found) == record.digest
+        if found != list(header.digests) or not intact:
             raise DamageError(
                 f"{path}: its digests do not match",
                 step=marker.step,

@@ -1,7 +1,8 @@
 """Steps of one rank's log, held in memory for another node.
 
-They are one piece of memory: the data of each record, and behind it an index that says what
-the records are. The index has a digest, and each record its own, taken when it came from training.
+They are one piece of memory: the data of each record, followed by an index that describes the
+records. The index has a digest, and each record has its own, computed when it arrived from
+training.
 """
 
 from __future__ import annotations
@@ -39,11 +40,13 @@ _OFFSET_BYTES = 8
 
 @dataclass(frozen=True, slots=True)
 class PackedSteps:
-    """Steps of a log as one piece of memory.
+    """Steps of a log in one piece of memory.
 
     Attributes:
-        index_bytes: of ``memory``, at its end.
-        index_digest: of these.
+        run: timeline and steps.
+        memory: data of the records, then the index.
+        index_bytes: length of the index at the end of ``memory``.
+        index_digest: digest of the index.
     """
 
     run: LogRun
@@ -54,11 +57,12 @@ class PackedSteps:
 
 @dataclass(frozen=True, slots=True)
 class PeerLog:
-    """Steps of the log of ``source`` that are held for it, with their digests compared when they
-    arrived.
+    """Steps of the log of rank ``source``, whose digests were verified when they arrived.
 
     Attributes:
-        record: of their timeline, in the bytes that its writer had on disk (I7).
+        source: rank that recorded them.
+        record: their timeline record, in the bytes on its writer's disk (I7).
+        steps: the steps.
     """
 
     source: int
@@ -68,11 +72,12 @@ class PeerLog:
 
 @dataclass(frozen=True, slots=True)
 class FetchedLog:
-    """Steps of this rank's own log that have come from the memory of another node.
+    """Steps of this rank's own log, fetched from the memory of another node.
 
     Attributes:
-        record: of their timeline.
-        records: over the memory of ``steps``, compared with their digests.
+        record: their timeline record.
+        steps: the steps.
+        records: verified records over the memory of ``steps``.
     """
 
     record: TimelineRecord
@@ -80,18 +85,17 @@ class FetchedLog:
     records: tuple[LogRecord, ...]
 
     def is_of(self, inventory: Inventory) -> bool:
-        """Whether their timeline is what this disk has under that number, or it has none (I7)."""
+        """Return True if this disk has the same timeline under that number, or none (I7)."""
         known = inventory.timelines.get(self.record.timeline)
         return known is None or known == self.record
 
 
 def pack_steps(records: Sequence[LogRecord]) -> PackedSteps:
-    """A copy of whole steps that follow each other.
+    """Copy complete consecutive steps into one piece of memory.
 
     Raises:
-        DamageError: a record is not what it was when it came: its memory is being used again, or
-            a bit has flipped.
-        FormatError: they are no whole steps, or there is a hole between them.
+        DamageError: a record changed since it arrived: its memory was reused, or a bit flipped.
+        FormatError: the steps are incomplete or not consecutive.
     """
     run = run_of([record.head for record in records])
     memory, index_bytes = lay_out_records(records)
@@ -102,15 +106,15 @@ def pack_steps(records: Sequence[LogRecord]) -> PackedSteps:
 
 
 def copy_steps(records: Sequence[LogRecord]) -> list[LogRecord]:
-    """A copy of whole steps that follow each other, in memory of its own, every byte compared with
-    its digest; errors as for :func:`pack_steps`."""
+    """Copy complete consecutive steps into memory of their own, every byte verified; errors as for
+    :func:`pack_steps`."""
     run = run_of([record.head for record in records])
     memory, index_bytes = lay_out_records(records)
     return records_from_pack(run.timeline, memory, index_bytes, digest(memory[-index_bytes:]))
 
 
 def lay_out_records(records: Sequence[LogRecord]) -> tuple[memoryview, int]:
-    """A copy of records in one piece of memory, and the bytes of the index at its end."""
+    """Copy records into one piece of memory; return it and the length of the index at its end."""
     offsets = []
     end = 0
     for record in records:
@@ -118,13 +122,14 @@ def lay_out_records(records: Sequence[LogRecord]) -> tuple[memoryview, int]:
         end += -(-record.data.nbytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
     places = b"".join(offset.to_bytes(_OFFSET_BYTES, "little") for offset in offsets)
     index = len(offsets).to_bytes(_OFFSET_BYTES, "little") + places + pack_index(records)
-    # NumPy's copy lets other threads run meanwhile, a memoryview's does not; nor does a bytearray,
-    # which is filled with zeros first.
+    # NumPy copies without holding the GIL; memoryview and bytearray do not, and a bytearray is
+    # zeroed
+    # first.
     memory = np.empty(end + len(index), np.uint8)
     memory[end:] = np.frombuffer(index, np.uint8)
     before = 0
     for record, offset in zip(records, offsets, strict=True):
-        memory[before:offset] = 0  # between two records
+        memory[before:offset] = 0  # padding
         before = offset + record.data.nbytes
         memory[offset:before] = np.frombuffer(record.data, np.uint8)
     memory[before:end] = 0
@@ -132,24 +137,23 @@ def lay_out_records(records: Sequence[LogRecord]) -> tuple[memoryview, int]:
 
 
 def unpack_steps(steps: PackedSteps) -> list[LogRecord]:
-    """The records, every byte compared with its digest; over ``steps.memory``.
+    """Return the records over ``steps.memory``, every byte verified.
 
     Raises:
-        DamageError: they are other bytes.
-        FormatError: they are no records, or other steps than those that were said, or there is a
-            hole between them.
+        DamageError: a digest does not match.
+        FormatError: they are no valid records, or other steps than announced, or not consecutive.
     """
     run = steps.run
     found, records = read_pack(run.timeline, steps.memory, steps.index_bytes, steps.index_digest)
     if found != run:
-        raise FormatError(f"{_PATH}: other steps than those that were announced")
+        raise FormatError(f"{_PATH}: the steps differ from the announced ones")
     return records
 
 
 def read_pack(
     timeline: int, memory: memoryview, index_bytes: int, index_digest: str
 ) -> tuple[LogRun, list[LogRecord]]:
-    """Which steps these are, and their records; see :func:`unpack_steps`."""
+    """Return the run of steps and their records; see :func:`unpack_steps`."""
     records = records_from_pack(timeline, memory, index_bytes, index_digest)
     return run_of([record.head for record in records]), records
 
@@ -157,11 +161,11 @@ def read_pack(
 def records_from_pack(
     timeline: int, memory: memoryview, index_bytes: int, index_digest: str
 ) -> list[LogRecord]:
-    """The records that were laid out, every byte compared with its digest; over ``memory``.
+    """Return the records over ``memory``, every byte verified.
 
     Raises:
-        DamageError: they are other bytes.
-        FormatError: they are no records.
+        DamageError: a digest does not match.
+        FormatError: they are no valid records.
     """
     if not 0 < index_bytes <= memory.nbytes:
         raise FormatError(f"{_PATH}: no index")

@@ -1,8 +1,11 @@
-"""What each rank fetches at a start from other nodes: decisions without I/O.
+"""Decide what each rank fetches at a start from other nodes. No I/O.
 
-Of copies in the memory of keepers, and of what is on the disks of others: there a rank looks last,
-for what it has nowhere else. So hosts may come back as other ranks than before, new ones without a
-disk may join, and of ranks that trained alike a lost one takes what the others have.
+Sources are copies in the memory of keepers, and the disks of other ranks, used last, for files that
+a rank has nowhere else. So hosts may return as other ranks than before, new hosts without a disk
+may join, and a lost rank takes the state of its replicas from other ranks.
+
+Steps of other ranks' logs in the memory of peers count as well: they may lead all ranks to a later
+step. Each rank then fetches those that it needs to reach it, and no others.
 """
 
 from __future__ import annotations
@@ -49,11 +52,13 @@ _LOG_WIRE = PurePath("log of a peer")
 
 @dataclass(frozen=True, slots=True)
 class LogOffer:
-    """Steps of a rank's log that the keeper of some rank holds for it.
+    """Steps of rank ``source``'s log that the keeper of rank ``holder`` holds.
 
     Attributes:
-        holder: that rank.
-        record: of their timeline, as it was on the disk of ``source``.
+        holder: rank whose keeper holds them.
+        source: rank that recorded them.
+        record: their timeline record, in the bytes on the disk of ``source``.
+        run: timeline and steps.
         size_bytes, index_bytes, index_digest: see :class:`.peer_log.PackedSteps`.
     """
 
@@ -67,36 +72,49 @@ class LogOffer:
 
     @property
     def base(self) -> BaseId:
-        """Timeline and first step, which name them."""
+        """Timeline and first step, which identify the steps."""
         return BaseId(self.run.timeline, self.run.first)
 
     @property
     def place(self) -> tuple[BaseId, int, bool]:
-        """Names them among all that the holder has."""
+        """Key among everything that the holder has."""
         return self.base, self.source, True
 
     @property
     def key(self) -> tuple[int, ...]:
-        """Names them among all copies."""
+        """Key among all offers."""
         return self.holder, self.source, self.run.timeline, self.run.first, 1
 
     @classmethod
     def to_wire(cls, log: PeerLog) -> list[Any]:
-        """What a holder says of what it has."""
+        """Convert a held log to plain data."""
         steps = log.steps
-        about = [steps.memory.nbytes, steps.index_bytes, steps.index_digest]
-        return [log.source, log.record, run_to_wire(steps.run), *about]
+        return [
+            log.source,
+            log.record,
+            run_to_wire(steps.run),
+            steps.memory.nbytes,
+            steps.index_bytes,
+            steps.index_digest,
+        ]
 
     @classmethod
     def from_wire(cls, holder: int, fields: Sequence[Any]) -> LogOffer:
-        """The inverse of :meth:`to_wire`."""
+        """Inverse of :meth:`to_wire`."""
         source, record, run, size_bytes, index_bytes, index_digest = fields
-        about = int(size_bytes), int(index_bytes), str(index_digest)
-        return cls(holder, int(source), record, run_from_wire(*run), *about)
+        return cls(
+            holder,
+            int(source),
+            record,
+            run_from_wire(*run),
+            int(size_bytes),
+            int(index_bytes),
+            str(index_digest),
+        )
 
 
 def with_logs(offers: Sequence[Offer], logs: Sequence[LogOffer]) -> list[Offer]:
-    """What the ranks could offer if each had what is held of its log."""
+    """Return the offers of the ranks with the steps that are held of their logs."""
     found = []
     for offer in offers:
         mine = _of(offer, logs)
@@ -112,7 +130,8 @@ def with_logs(offers: Sequence[Offer], logs: Sequence[LogOffer]) -> list[Offer]:
 def logs_needed(
     offers: Sequence[Offer], logs: Sequence[LogOffer], choice: Choice
 ) -> dict[int, list[LogOffer]]:
-    """What each rank fetches to reach the step of ``choice``: that of :func:`with_logs`."""
+    """Return the steps that each rank fetches to reach the step of ``choice``, made from
+    :func:`with_logs`."""
     base = choice.base
     reach = choice.reach
     if base is None or reach is None:
@@ -129,8 +148,8 @@ def logs_needed(
 
 
 def _of(offer: Offer, logs: Sequence[LogOffer]) -> list[LogOffer]:
-    """Steps of a rank's log, of timelines that are what its disk has under that number, or of which
-    it has none (I7)."""
+    """Return the held steps of a rank's log whose timeline is the one on its disk under that
+    number, or unknown there (I7)."""
     found = []
     for log in logs:
         known = offer.timelines.get(log.run.timeline)
@@ -144,7 +163,7 @@ def _steps(log: LogOffer) -> range:
 
 
 def _has(offer: Offer, log: LogOffer, step: int) -> bool:
-    """Whether a rank has a step itself, with all updates since the one before."""
+    """Return True if a rank has a step itself, with all updates since the one before."""
     at = step - log.run.first
     before = log.run.lsns[at - 1] if at else log.run.after
     return any(
@@ -158,7 +177,7 @@ def _has(offer: Offer, log: LogOffer, step: int) -> bool:
 _WIRE = PurePath("copy")
 
 FetchPlan = dict[int, list[CopyOffer | LogOffer]]
-"""What each rank fetches."""
+"""Copies and steps to fetch, by rank."""
 
 
 def fetch_plan(
@@ -171,20 +190,25 @@ def fetch_plan(
     rooms: Sequence[int] = (),
     covers: Sequence[Coverage] | None = None,
 ) -> tuple[FetchPlan, Choice | None]:
-    """What each rank fetches, so that all can read what would be chosen with these copies, and
-    that choice; the same on every rank, as it is a function of what all have said.
+    """Plan what each rank fetches, so that all can read the base that would be chosen with these
+    copies; the same on every rank, as it depends only on the exchanged offers.
 
-    A copy counts only where its timeline is the one that the rank knows under that number (I7): two
-    starts that saw nothing of each other may both have opened it.
+    A copy counts only if its timeline is the one that the rank knows under that number (I7): two
+    starts that did not see each other may both have opened it.
 
     Args:
-        rooms: by rank: bytes that it may take for what comes from others' disks; (): any number.
-        covers: there is nothing else than what is left of replicas (``docs/design/ranks.md``); by
-        rank: whose
-            entries are in what it has.
+        offers: what each rank can read by itself.
+        copies: files of bases that ranks can serve.
+        needs: which ranks' files a rank reads.
+        step: requested step; None: the newest.
+        logs: steps of logs that ranks can serve.
+        rooms: by rank: bytes that it may take for files from other disks; (): unlimited.
+        covers: set if only remains of replicas are left (``docs/design/ranks.md``); by rank:
+            coverage
+            of its disk.
     """
     disks = {offer.rank: offer.disk for offer in offers}
-    lent: dict[int, list[CopyOffer]] = {}
+    usable: dict[int, list[CopyOffer]] = {}
     counted = []
     both = _of_one_start(offers, [*copies, *logs])
     copies = [copy for copy in both if isinstance(copy, CopyOffer)]
@@ -197,16 +221,16 @@ def fetch_plan(
             mine = _given(offer, mine, disks, covers)
         mine = _within(mine, rooms[offer.rank]) if rooms else mine
         counted.append(_with(offer, mine))
-        lent[offer.rank] = mine
+        usable[offer.rank] = mine
     partly = covers is not None
     try:
         choice = choose(
             with_logs(counted, logs), step=step, needs=needs, fetch=False, partly=partly
         )
-    except RecoveryError:  # the agreement will say so
+    except RecoveryError:  # the agreement reports it
         return {}, None
     plan: FetchPlan = {}
-    for rank, mine in lent.items():
+    for rank, mine in usable.items():
         found: dict[int, CopyOffer] = {}
         for copy in mine:
             if copy.base == choice.base:
@@ -221,12 +245,12 @@ def fetch_plan(
 def _of_one_start(
     offers: Sequence[Offer], copies: Sequence[CopyOffer | LogOffer]
 ) -> list[CopyOffer | LogOffer]:
-    """Copies of timelines that are beyond doubt: the one that the disks have under that number; or
-    where none has any, what all copies have. A rank with an empty disk could not tell, and would
-    mix what two starts have made (I7)."""
+    """Return copies whose timeline is certain: the one on the disks under that number or, where no
+    disk has it, the one that all copies agree on. A rank with an empty disk cannot tell, and would
+    mix the results of two starts (I7)."""
     try:
         known, _ = merge_timelines(offers)
-    except RecoveryError:  # the agreement will say so
+    except RecoveryError:  # the agreement reports it
         return []
     records: dict[int, set[bytes]] = {}
     for copy in copies:
@@ -237,13 +261,14 @@ def _of_one_start(
 
 
 def _fits(copy: CopyOffer, offer: Offer) -> bool:
-    """Whether the timeline of a copy is what this rank has under that number, or it has none."""
+    """Return True if the timeline of a copy is the one that this rank knows under that number, or
+    unknown to it."""
     known = offer.timelines.get(copy.base.timeline)
     return known is None or known.encode() == copy.record
 
 
 def _lacks(offer: Offer, copy: CopyOffer, needs: Needs) -> bool:
-    """Whether a rank needs what was copied, and cannot read it by itself."""
+    """Return True if a rank needs the copied files and cannot read them by itself."""
     marker = copy.marker
     if marker.rank not in needs(offer.rank, Manifest((marker,) * marker.world)):
         return False
@@ -251,11 +276,11 @@ def _lacks(offer: Offer, copy: CopyOffer, needs: Needs) -> bool:
     piece = None if base is None else base.pieces.get(marker.rank)
     if copy.disk:
         return piece is None
-    return piece is None or set(piece.tiers) <= set(COPY_TIERS)  # a peer's is cheaper to read
+    return piece is None or set(piece.tiers) <= set(COPY_TIERS)  # a peer is cheaper to read
 
 
 def _with(offer: Offer, copies: Sequence[CopyOffer], tier: str = "peer") -> Offer:
-    """What a rank could offer if it had these copies."""
+    """Return the offer of a rank with these copies."""
     bases = dict(offer.bases)
     timelines = dict(offer.timelines)
     for copy in copies:
@@ -272,11 +297,11 @@ def _with(offer: Offer, copies: Sequence[CopyOffer], tier: str = "peer") -> Offe
 
 
 def offers_on_disks(offers: Sequence[Offer], copies: Sequence[CopyOffer]) -> list[CopyOffer]:
-    """Files of bases that ranks can hand out from their disks: of each disk once, and not what the
-    keeper of the same rank holds, too (``copies``)."""
+    """Return files of bases that ranks can serve from their disks: each disk once, and not what the
+    keeper of the same rank already offers (``copies``)."""
     try:
         known, _ = merge_timelines(offers)
-    except RecoveryError:  # the agreement will say so
+    except RecoveryError:  # the agreement reports it
         return []
     held = {(copy.holder, copy.place) for copy in copies}
     found: dict[tuple[object, ...], CopyOffer] = {}
@@ -286,26 +311,27 @@ def offers_on_disks(offers: Sequence[Offer], copies: Sequence[CopyOffer]) -> lis
             if record is None:
                 continue
             for piece in one.pieces.values():
-                told = CopyOffer(offer.rank, piece.marker, record.encode(), disk=True)
-                if "disk" in piece.tiers and (offer.rank, told.place) not in held:
-                    found.setdefault((offer.disk, told.place), told)
+                copy = CopyOffer(offer.rank, piece.marker, record.encode(), disk=True)
+                if "disk" in piece.tiers and (offer.rank, copy.place) not in held:
+                    found.setdefault((offer.disk, copy.place), copy)
     return list(found.values())
 
 
 def prove_timelines(
     offers: Sequence[Offer], markers: Mapping[int, Marker]
 ) -> dict[int, TimelineRecord]:
-    """Of bases that keepers hold for ranks whose disk has no record of the timeline: which one it
-    is, where the manifest on another disk lists just these files. A number says nothing (I7).
+    """Prove the timeline of bases that keepers hold for ranks whose disk has no record of it: the
+    manifest on another disk lists exactly these files. A number alone proves nothing (I7).
 
     Args:
-        markers: of what they hold, by rank.
+        offers: what each rank can read.
+        markers: markers of the held bases, by rank.
     """
     if not markers:
         return {}
     try:
         known, _ = merge_timelines(offers)
-    except RecoveryError:  # the agreement will say so
+    except RecoveryError:  # the agreement reports it
         return {}
     found = {}
     for rank, marker in markers.items():
@@ -327,7 +353,8 @@ def prove_timelines(
 def with_proven_bases(
     offers: Sequence[Offer], markers: Mapping[int, Marker], records: Mapping[int, TimelineRecord]
 ) -> list[Offer]:
-    """With what :func:`prove_timelines` says, in the memory of their keepers."""
+    """Return the offers with the bases of :func:`prove_timelines` in the memory of their
+    keepers."""
     copies = {rank: CopyOffer(rank, markers[rank], one.encode()) for rank, one in records.items()}
     return [
         _with(offer, [copies[offer.rank]] if offer.rank in copies else [], "memory")
@@ -338,13 +365,13 @@ def with_proven_bases(
 def _given(
     offer: Offer, copies: Sequence[CopyOffer], disks: Mapping[int, str], covers: Sequence[Coverage]
 ) -> list[CopyOffer]:
-    """What a rank that has nothing of a base gets of what is left: the files on one disk, on which
-    there is most that it had in common with others. Common state is once on each disk; where none
-    has any, or all have another part of it, nothing comes."""
+    """Choose the files that a rank without anything of a base gets from remains of replicas: those
+    on the disk that has most of the state that it shared. Shared state is once on each disk; where
+    no disk has any, or all have other shards of it, it gets nothing."""
 
     def common_bytes(there: Sequence[CopyOffer]) -> int:
         found = [covers[copy.holder].get(copy.base, {}) for copy in there]
-        if offer.rank >= there[0].marker.world:  # it had no part then, and begins with any
+        if offer.rank >= there[0].marker.world:  # it is new and may start from any rank's state
             return max(max(sizes.values(), default=0) for sizes in found)
         return max(sizes.get(offer.rank, 0) for sizes in found)
 
@@ -363,7 +390,7 @@ def _given(
 
 
 def _within(copies: Sequence[CopyOffer], room_bytes: int) -> list[CopyOffer]:
-    """Without those from disks that a rank has no room for, all of a base together."""
+    """Drop copies from disks that exceed the rank's memory, all of a base together."""
     sizes: dict[BaseId, dict[int, int]] = {}
     for copy in copies:
         if copy.disk:

@@ -1,11 +1,11 @@
-"""At the start of a job: what is held in the memory of other nodes comes back to those who need it.
+"""Fetch copies from the memory of other nodes at the start of a job.
 
-Before the ranks agree on what to restore, each of them says what it can read, and what its keeper
-holds for others. From all of that every rank finds out alike what would be chosen if those copies
-counted (:func:`everstep.commit.job.offers.choose`), and fetches the parts of it that it has not,
-from the training process beside the keeper that holds them. What has arrived is compared with its
-digests, and is offered in the agreement like anything else that a rank can read; what is damaged
-is named, and all look once more without it.
+Before the ranks agree on a restore, each announces what it can read, and what its keeper holds for
+others. From that every rank computes the same choice that these copies would allow
+(:func:`everstep.commit.job.offers.choose`), and fetches its missing files from the training process
+beside the keeper that holds them. Fetched files are verified, and then offered in the agreement
+like anything else that a rank can read. Damaged ones are reported, and all ranks plan again without
+them.
 """
 
 from __future__ import annotations
@@ -71,19 +71,19 @@ __all__ = [
 
 _log = logging.getLogger("everstep")
 _WIRE = PurePath("copy")
-_PART_BYTES = 1 << 20
-_UNANSWERED_MAX = 8  # parts
+_CHUNK_BYTES = 1 << 20
+_UNANSWERED_MAX = 8  # chunks
 _TICK_S = 0.05
-_AGAIN_S = 2.0  # at first
+_AGAIN_S = 2.0  # initially
 _AGAIN_MAX_S = 30.0
 _ALIVE_EVERY_S = 1.0
 
 AllGather = Callable[[str, dict[str, Any]], list[dict[str, Any]]]
-"""What each rank says to all, by rank."""
+"""All-gather: send a label and fields, return the fields of every rank, by rank."""
 
 
 class MeetingLike(Protocol):
-    """All ranks at a start of their job; a :class:`.together.Meeting` is one."""
+    """All ranks at a start of their job; see :class:`.start_channel.Meeting`."""
 
     @property
     def session(self) -> str: ...
@@ -94,14 +94,15 @@ class MeetingLike(Protocol):
 
 
 OnPlanned = Callable[[Choice], None]
-"""What a rank begins before ranks fetch, and wait for each other: told what would be chosen
-then, the same on all ranks. Does not wait."""
+"""Called with the planned choice, the same on all ranks, before ranks fetch and wait for each
+other.
+Must not wait."""
 
 FetchCopies = Callable[[Offer, OnPlanned, OfferExtras], FetchResult]
-"""Gets what a rank needs that offers this by itself."""
+"""Fetches what a rank with this offer needs."""
 
 Held = dict[tuple[BaseId, int, bool], "memoryview | ServedFiles"]
-"""What a rank hands out."""
+"""Copies that a rank serves, by key."""
 
 
 def fetch_from_peers(
@@ -120,26 +121,31 @@ def fetch_from_peers(
     room_bytes: int = 0,
     lent: OfferExtras | None = None,
 ) -> FetchResult:
-    """What this rank needs of copies in the memory of other nodes, and of what is on the disks of
-    others. Every rank calls it.
+    """Fetch what this rank needs from the memory of other nodes, and from the disks of other ranks.
+    Every rank calls it.
 
     Args:
+        meeting: all ranks at this start.
+        clock: source of time.
+        say: all-gather among the ranks.
         offer: what this rank can read by itself.
-        copies: that its keeper holds for others.
+        copies: copies that its keeper holds for others.
+        needs: which ranks' files a rank reads.
         step: as for a resume.
-        timeout_s: a rank that says nothing for so long is reported.
+        timeout_s: a rank that is silent for longer is reported.
         logs: steps of other ranks' logs that its keeper holds.
-        meanwhile: told what would be chosen.
-        opens: opens files of bases on this rank's disk, which are handed out to who has another
-            one; None: on every rank, nothing is.
-        room_bytes: that may be taken for what comes from others' disks.
-        lent: what this rank tells besides; None: on every rank, nothing.
+        meanwhile: called with the planned choice.
+        opens: opens files of bases on this rank's disk, to serve them to ranks with another disk;
+            None,
+            on every rank: disks are not served.
+        room_bytes: bytes that may be taken for files from other disks.
+        lent: further information for the plan; None, on every rank: none.
 
     Raises:
         DeadlineError: a rank is silent.
         RecoveryError: a rank has failed.
     """
-    what = "say what their keepers hold for others"
+    what = "list the copies that their keepers hold"
     mine = [[copy.marker.encode(), copy.record] for copy in copies]
     steps = [LogOffer.to_wire(log) for log in logs]
     unproven = None if lent is None or lent.unproven is None else lent.unproven.encode()
@@ -184,7 +190,7 @@ def fetch_from_peers(
             )
             if choice is None and covers is None and lent is not None:
                 offer, mine_too = lent.left()
-                what = "say what is left of replicas"
+                what = "list the remains of replicas"
                 found = say(
                     what, {"offer": encode_offer(offer), "covers": coverage_to_wire(mine_too)}
                 )
@@ -213,7 +219,8 @@ def _pieces_on_disk(offer: Offer) -> Iterator[tuple[BaseId, Piece]]:
 
 
 class _Exchange:
-    """All ranks fetch what they need, and hand out what they have."""
+    """Exchange of chunks: all ranks fetch the files that they need, and serve those that they
+    have."""
 
     def __init__(
         self,
@@ -234,7 +241,7 @@ class _Exchange:
         self._brought = FetchResult([], [])
         self._damaged: list[CopyOffer | LogOffer] = []
         self._others = [rank for rank in plan if rank != meeting.rank]
-        # All of them: whoever has nothing to do here is not to run into a deadline elsewhere.
+        # All ranks: one that has nothing to do here must not run into a deadline elsewhere.
         self._all = range(world)
         self._memory = bytearray()
         self._asked = self._there = 0
@@ -244,7 +251,7 @@ class _Exchange:
         self._asked_s = self._heard_part_s = clock.monotonic_s()
 
     def run(self) -> tuple[FetchResult, list[CopyOffer | LogOffer]]:
-        """Returns what has come, and what of it was damaged, when all ranks have what they need.
+        """Run until all ranks have what they need; return the result, and the damaged items.
 
         Raises:
             DeadlineError: a rank is silent.
@@ -256,7 +263,7 @@ class _Exchange:
         done: set[int] = set()
         while self._todo or not done >= set(self._others):
             self._ask()
-            self._tell()
+            self._report()
             data = self._meeting.mailbox.receive(_TICK_S)
             envelope = None if data is None else self._accept(data)
             self._check(done)
@@ -267,7 +274,7 @@ class _Exchange:
             if isinstance(message, StartFailed):
                 raise remote_failure(message, self._meeting.rank)
             if isinstance(message, ChunkRequest):
-                self._hand_out(envelope.sender, message)
+                self._serve(envelope.sender, message)
             elif isinstance(message, ChunkReply):
                 self._take(envelope.sender, message)
             elif (
@@ -276,11 +283,11 @@ class _Exchange:
                 and message.done
             ):
                 done.add(envelope.sender)
-        self._tell(now=True)
+        self._report(now=True)
         return self._brought, self._damaged
 
     def _take_own(self) -> None:
-        """What this rank's own keeper holds of other ranks' files takes no messages."""
+        """Take copies that this rank's own keeper holds, without messages."""
         todo = self._todo
         self._todo = []
         for one in todo:
@@ -295,7 +302,7 @@ class _Exchange:
         try:
             return accept(data, self._meeting.session)
         except FormatError as error:
-            _log.warning("a message was passed over: %s", error)
+            _log.warning("a message was ignored: %s", error)
             return None
 
     def _begin(self) -> None:
@@ -304,8 +311,9 @@ class _Exchange:
         self._asked_s = self._heard_part_s = self._clock.monotonic_s()
 
     def _ask(self) -> None:
-        """For the next parts; anew, where nothing has come for longer than the last two took: they
-        may be on their way over a slow link, and are sent as often as they are asked for."""
+        """Request the next chunks; repeat requests if nothing arrived for longer than the last two
+        chunks took. Chunks may be in flight on a slow link, and each repeated request sends them
+        again."""
         if not self._todo:
             return
         now_s = self._clock.monotonic_s()
@@ -314,17 +322,17 @@ class _Exchange:
             self._asked, self._again_s = self._there, min(2 * self._again_s, _AGAIN_MAX_S)
         while (
             self._asked < len(self._memory)
-            and self._asked - self._there < _UNANSWERED_MAX * _PART_BYTES
+            and self._asked - self._there < _UNANSWERED_MAX * _CHUNK_BYTES
         ):
-            size = min(len(self._memory) - self._asked, _PART_BYTES)
+            size = min(len(self._memory) - self._asked, _CHUNK_BYTES)
             base, rank, log = one.place
             self._send(one.holder, ChunkRequest(base, rank, self._asked, size, log))
             self._asked += size
             self._asked_s = now_s
 
-    def _hand_out(self, rank: int, wanted: ChunkRequest) -> None:
+    def _serve(self, rank: int, wanted: ChunkRequest) -> None:
         held = self._held.get((wanted.base, wanted.rank, wanted.log))
-        if held is None or wanted.offset < 0 or not 0 < wanted.size_bytes <= _PART_BYTES:
+        if held is None or wanted.offset < 0 or not 0 < wanted.size_bytes <= _CHUNK_BYTES:
             return
         if isinstance(held, ServedFiles):
             data = held.read(wanted.offset, wanted.size_bytes)
@@ -341,13 +349,13 @@ class _Exchange:
         end = part.offset + len(part.data)
         if not ours:
             return
-        now_s = self._clock.monotonic_s()  # what has come before counts, too: others are behind it
+        now_s = self._clock.monotonic_s()  # earlier chunks count as well: others follow them
         self._again_s = max(_AGAIN_S, 2 * (now_s - self._heard_part_s))
         self._asked_s = self._heard_part_s = now_s
         if part.offset != self._there or end > len(self._memory):
             return
         if not part.data:
-            _log.warning("rank %d cannot read %s of rank %d any more", sender, one.base, part.rank)
+            _log.warning("rank %d can no longer read %s of rank %d", sender, one.base, part.rank)
             self._damaged.append(self._todo.pop(0))
             self._next()
             return
@@ -361,7 +369,7 @@ class _Exchange:
         if self._todo:
             self._begin()
         else:
-            self._tell(now=True)
+            self._report(now=True)
 
     def _finish(self, one: CopyOffer | LogOffer) -> None:
         memory = memoryview(self._memory)
@@ -374,14 +382,14 @@ class _Exchange:
                 return
             check_files(one.marker, memory)
         except (DamageError, FormatError) as error:
-            _log.warning("the copy that rank %d holds: %s", one.holder, error)
+            _log.warning("the copy held by rank %d is unusable: %s", one.holder, error)
             self._damaged.append(one)
             return
         held = HeldBase(one.marker, files_over(one.marker, memory), durable=False)
         self._brought.bases.append(FetchedBase(held, record, disk=one.disk))
 
-    def _tell(self, *, now: bool = False) -> None:
-        """That this rank is there, and whether it has what it needs."""
+    def _report(self, *, now: bool = False) -> None:
+        """Send a sign of life, and whether this rank has what it needs."""
         now_s = self._clock.monotonic_s()
         if now_s - self._said_s < _ALIVE_EVERY_S and not now:
             return
@@ -401,10 +409,10 @@ class _Exchange:
         )
         if silent:
             raise DeadlineError(
-                f"rank(s) {', '.join(map(str, silent))} have said nothing for "
+                f"rank(s) {', '.join(map(str, silent))} were silent for "
                 f"{self._timeout_s:g} s while copies were fetched from the memory of peers",
                 rank=self._meeting.rank,
-                hint="they have died, hang, or have raised an error: look at what they print",
+                hint="they died, hang, or raised an error: look at their output",
             )
 
     def _send(self, rank: int, message: Message) -> None:

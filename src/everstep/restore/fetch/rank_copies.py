@@ -1,9 +1,8 @@
-"""Copies of a run in other tiers, as one rank of a job that starts sees them.
+"""Copies of a run in tiers, as one rank of a starting job sees them.
 
-What is in a copy every rank can read, whatever disk it has. So each of them offers it beside what
-is on its own disk (``docs/design/tiers.md``), after having looked for itself: I7 asks for what
-every rank can
-really read.
+Every rank can read a copy, whatever disk it has. So each rank offers it beside its own disk
+(``docs/design/tiers.md``), after it has looked for itself: I7 requires what every rank can really
+read.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ _KEPT_BYTES_MAX = 64 << 20
 
 
 class SmallFiles(ReadingFileSystem):
-    """Another file system, to be read only; files up to 1 MiB are kept, up to 64 MiB of them."""
+    """Read-only view of a file system; caches files of up to 1 MiB, 64 MiB in total."""
 
     def __init__(self, files: FileSystem) -> None:
         self._files = files
@@ -68,14 +67,14 @@ class SmallFiles(ReadingFileSystem):
         return found
 
     def forget(self) -> None:
-        """Lets go of the memory; what is asked for later is read anew."""
+        """Release the memory; later reads go to the file system again."""
         self._kept.clear()
         self._listed.clear()
         self._left_bytes = _KEPT_BYTES_MAX
 
     def scan(self, path: PurePath) -> list[DirEntry]:
-        """What another listing shows than the one before is read anew: an audit, for one, takes
-        the place of an older one."""
+        """List a directory; drop cached files whose size or time changed since the last listing,
+        such as an audit that replaced an older one."""
         found = self._files.scan(path)
         for entry in found:
             name = path / entry.name
@@ -88,16 +87,17 @@ class SmallFiles(ReadingFileSystem):
         return found
 
 
-_LOOKS = 20
-_LOOK_AGAIN_S = 0.02
+_POLLS = 20
+_POLL_S = 0.02
 
 
 @dataclass(frozen=True, slots=True)
 class CopyOfRun:
-    """A place with copies of a run.
+    """Place with copies of a run.
 
     Attributes:
-        files: the place as a file system to read from, under the path of the run folder.
+        tier: the place.
+        files: the place as a file system, under the path of the run folder.
     """
 
     tier: Tier
@@ -109,15 +109,16 @@ class CopyOfRun:
 
     @property
     def kind(self) -> str:
-        """Of :data:`everstep.commit.retention.COPY_TIERS`."""
+        """One of :data:`everstep.commit.retention.COPY_TIERS`."""
         return "object" if self.tier.traits.kind == "object" else "copy"
 
 
 class Copies:
-    """All places that keep copies of a run.
+    """All places with copies of a run.
 
     Args:
-        run: the run folder, whose path names the files in each place, too.
+        tiers: the places.
+        run: run folder, whose path also names the files in each place.
     """
 
     def __init__(self, tiers: Sequence[Tier], run: PurePath) -> None:
@@ -128,15 +129,15 @@ class Copies:
         self._found: list[tuple[CopyOfRun, Inventory]] = []
 
     def forget(self) -> None:
-        """Lets go of what was read of them."""
+        """Release cached files."""
         for files in self._small:
             files.forget()
 
     def run_id(self) -> str | None:
-        """Of the run whose copies they are; None: there are none yet.
+        """Return the id of the run whose copies they are; None if there are none yet.
 
         Raises:
-            ForeignDirectoryError: they are of different runs.
+            ForeignDirectoryError: the places hold copies of different runs.
             StorageError: a place cannot be read.
         """
         found: str | None = None
@@ -153,10 +154,10 @@ class Copies:
         return found
 
     def publish(self, run_id: str) -> None:
-        """Makes every place one of this run.
+        """Create the run record in every place.
 
         Raises:
-            ForeignDirectoryError: it is of another one.
+            ForeignDirectoryError: a place belongs to another run.
             StorageError: it cannot be written.
         """
         for place in self.places:
@@ -164,7 +165,8 @@ class Copies:
                 raise _foreign(place.tier, "of another run")
 
     def unseen(self, run_id: str) -> str:
-        """The first place that is none of this run, although it was published; "" if all are.
+        """Return the first place that does not show this run although it was published; "" if all
+        do.
 
         Raises:
             StorageError: a place cannot be read.
@@ -181,7 +183,7 @@ class Copies:
         return ""
 
     def add_to(self, offer: Offer) -> Offer:
-        """What a rank can read, with what is in the copies.
+        """Return the offer of a rank with the contents of the copies.
 
         Raises:
             RecoveryError: a copy has another history than the disk.
@@ -198,14 +200,13 @@ class Copies:
 
     @property
     def logs(self) -> list[tuple[FileSystem, Inventory]]:
-        """Where to look for a log: each place, cheapest first, and what else the last look has
-        found there."""
+        """Places to look for a log, cheapest first, each with its last inventory."""
         found = zip(self._small, self._found, strict=True)
         return [(files, inventory) for files, (_, inventory) in found]
 
     @property
     def problems(self) -> tuple[str, ...]:
-        """Damage to records that the last look has found, in words."""
+        """Damage to records found at the last look, as text."""
         return tuple(
             f"{place.tier.url}/{path.relative_to(self._run)}: {problem}"
             for place, inventory in self._found
@@ -213,8 +214,8 @@ class Copies:
         )
 
     def prepare(self, choice: Choice) -> None:
-        """What is done before a timeline is opened, by rank 0: the history is everywhere, and what
-        markers yield is committed where they are (I5).
+        """Create missing timelines, and commit manifests that markers yield, in all places (I5).
+        Called by rank 0 before a timeline is opened.
 
         Raises:
             StorageError: a place cannot be written.
@@ -226,18 +227,19 @@ class Copies:
             self._roll_forward(place.tier, inventory)
 
     def open_timeline(self, record: TimelineRecord, *, leads: bool = True) -> bool:
-        """Opens a timeline in every place: from now on older processes write nothing there (I11).
+        """Open a timeline in every place: from now on older processes write nothing there (I11).
 
-        Every rank does so before it opens it on its disk, with the same bytes, and all go through
-        the places in the same order: where the number was taken no disk gets it.
+        Every rank does so before it opens the timeline on its disk, with the same bytes, and all
+        take the places in the same order: if the number was taken anywhere, no disk gets it.
 
         Args:
-            leads: this rank is the first; the others look for what it writes, for a while, before
-                they write it themselves: a store makes those wait who create the same object at
-                the same moment, for a second or more.
+            record: timeline record.
+            leads: this rank goes first; the others wait a short time for its object before they
+                write it
+                themselves, as stores delay concurrent creation of one object by a second or more.
 
         Returns:
-            False: it was taken in some place.
+            False if the number was taken in some place.
 
         Raises:
             StorageError: a place cannot be written.
@@ -250,10 +252,10 @@ class Copies:
         )
 
     def take_back(self, base: BaseId) -> None:
-        """Lifts the mark of what was chosen, wherever it has one, behind the fence (``adr/004``).
+        """Remove the deletion mark of the chosen base in all places, after the fence (``adr/004``).
 
         Raises:
-            EverstepError: of a place.
+            EverstepError: from a place.
         """
         for place in self.places:
             uncondemn_in_tier(place.tier, self._folder(base))
@@ -275,19 +277,19 @@ class Copies:
 
 
 def _appears(tier: Tier, name: str, data: bytes) -> bool:
-    """Whether an object is there with these bytes, or comes within a moment."""
-    for _ in range(_LOOKS):
+    """Return True if an object exists with these bytes, or appears within a short time."""
+    for _ in range(_POLLS):
         try:
             with contextlib.closing(tier.open(name)) as file:
                 return read_record(file, name) == data
         except FileNotFoundError:
-            time.sleep(_LOOK_AGAIN_S)
+            time.sleep(_POLL_S)
     return False
 
 
 @contextlib.contextmanager
 def tier_errors() -> Iterator[None]:
-    """What a tier has said through a file system's errors, in its own words again."""
+    """Re-raise a tier's own error from the file system error that wraps it."""
     try:
         yield
     except FileNotFoundError:
@@ -306,11 +308,11 @@ def _with_copy(offer: Offer, place: CopyOfRun, inventory: Inventory) -> Offer:
         mine = timelines.get(number)
         if mine is not None and record is not None and mine != record:
             raise RecoveryError(
-                f"timeline {number} of {place.tier.url} was opened by another process, which has "
-                "not seen this run's disk: the two go different ways",
+                f"timeline {number} of {place.tier.url} was opened by another process, without "
+                "this run's disk: the copies and the disk have diverged",
                 rank=offer.rank,
                 path=place.tier.url,
-                hint="resume from one of the two: leave tiers= out, or empty the run folders",
+                hint="resume from one of them: omit tiers=, or empty the run folders",
             )
         timelines[number] = record if mine is None else mine
     bases = dict(offer.bases)
@@ -330,8 +332,8 @@ def _with_copy(offer: Offer, place: CopyOfRun, inventory: Inventory) -> Offer:
 
 
 def _joined(mine: BaseOffer | None, theirs: BaseOffer, kind: str) -> BaseOffer:
-    """What a disk and a copy have of a base. Where they contradict each other, the base is of no
-    use: a manifest that is none of its markers' says so to whoever chooses."""
+    """Merge what a disk and a copy have of a base. If they contradict each other, the base is
+    marked as unusable by a manifest that no markers yield."""
     if mine is None:
         pieces = {rank: Piece(piece.marker, (kind,)) for rank, piece in theirs.pieces.items()}
         return BaseOffer(pieces, theirs.manifest)
@@ -350,10 +352,10 @@ def _joined(mine: BaseOffer | None, theirs: BaseOffer, kind: str) -> BaseOffer:
     return BaseOffer(pieces, manifest)
 
 
-def _foreign(tier: Tier, what: str) -> ForeignDirectoryError:
+def _foreign(tier: Tier, of: str) -> ForeignDirectoryError:
     return ForeignDirectoryError(
-        f"{tier.url} holds copies {what}",
+        f"{tier.url} holds copies {of}",
         tier=tier.traits.kind,
         path=tier.url,
-        hint="give each run a place of its own",
+        hint="use a separate place for each run",
     )

@@ -1,7 +1,7 @@
-"""What one rank of a job that starts does on its disk: says what it can read, opens timelines.
+"""Disk of one rank at a start of the job: offer what it can read, open timelines.
 
-The decisions are in :mod:`everstep.commit.job.offers` and :mod:`everstep.commit.job.agreement`;
-here they are carried out.
+The decisions are made in :mod:`everstep.commit.job.offers` and
+:mod:`everstep.commit.job.agreement`.
 """
 
 from __future__ import annotations
@@ -48,16 +48,19 @@ def offer_of(
     *,
     partly: bool = False,
 ) -> Offer:
-    """What a rank can read, from names and lengths; bytes are checked when they are loaded.
+    """Return what a rank can read, from names and lengths; bytes are verified when they are loaded.
 
     An offer is a promise: a marker that its writer could not sync any more is synced now, as
     another disk may get a manifest because of it (I5).
 
     Args:
-        disk: name of the disk that ``inventory`` is of.
-        held: what is in other tiers: marker and tier of each piece.
-        log: of this rank.
-        partly: say also what manifests list and is not there.
+        filesystem: file system of the disk.
+        inventory: contents of the disk.
+        rank: this rank.
+        disk: name of the disk.
+        held: pieces in other tiers: marker and tier of each.
+        log: logged steps of this rank.
+        partly: also list markers from manifests whose files are missing.
     """
     bases: dict[BaseId, BaseOffer] = {}
     for found in inventory.bases:
@@ -74,7 +77,7 @@ def offer_of(
         old = bases.get(base, BaseOffer({}))
         piece = old.pieces.get(marker.rank)
         if piece is not None and piece.marker != marker:
-            continue  # the disk's is the one that others know of
+            continue  # other ranks know the one on the disk
         tiers = (tier, *(piece.tiers if piece is not None else ()))
         pieces = {**old.pieces, marker.rank: Piece(marker, tiers)}
         bases[base] = replace(old, pieces=pieces)
@@ -86,31 +89,40 @@ def offer_of(
 def open_on_disk(
     filesystem: FileSystem, run: PurePath, record: TimelineRecord, choice: Choice, unique: str
 ) -> bool:
-    """Makes a disk part of a run and opens a timeline there, last: it is the fence (I11).
+    """Make a disk part of a run and open a timeline there, last: it is the fence (I11).
 
-    Whatever of it is there already stays as it is, so several ranks may do it on one disk. Where
-    what was chosen is condemned, the mark is lifted, behind the fence (``adr/004``).
+    Existing files stay, so several ranks may do this on one disk. If the chosen base is marked for
+    deletion, the mark is removed, after the fence (``adr/004``).
 
     Args:
-        unique: makes the temporary names this process's own.
+        filesystem: file system of the disk.
+        run: run folder.
+        record: timeline to open.
+        choice: base and history that all ranks agreed on.
+        unique: suffix of this process's temporary names.
 
     Returns:
-        Whether the timeline there is ``record``; False where its number was taken.
+        True if the timeline there is ``record``; False if its number was taken.
     """
     ensure_dirs(filesystem, run)
-    with contextlib.suppress(PermissionError):  # a folder that was made for us: its owner's affair
-        filesystem.sync_dir(run.parent)  # a rank that made it may have died before it could
+    # The rank that created the folder may have died before it could sync it. A parent that belongs
+    # to
+    # another user cannot be synced.
+    with contextlib.suppress(PermissionError):
+        filesystem.sync_dir(run.parent)
     if RUN_RECORD not in _names(filesystem, run):
         create_exclusive(filesystem, run / RUN_RECORD, RunRecord(record.run).encode(), unique)
     for old in choice.timelines:
         _keep_timeline(filesystem, run, old, unique)
     for manifest in choice.complete:
         keep_manifest(filesystem, run, manifest, unique)
+    # Last: the new timeline fences off older processes, so the history must be complete before it
+    # (I11).
     if not _keep_timeline(filesystem, run, record, unique):
         return False
     if choice.base is not None:
         directory = base_dir(run, choice.base.timeline, choice.base.step)
-        with contextlib.suppress(FileNotFoundError):  # this disk has nothing of it
+        with contextlib.suppress(FileNotFoundError):  # the base is not on this disk
             if CONDEMNED in _names(filesystem, directory):
                 uncondemn(filesystem, directory)
     return True
@@ -119,20 +131,25 @@ def open_on_disk(
 def keep_manifest(
     filesystem: FileSystem, run: PurePath, manifest: Manifest, unique: str, *, make: bool = True
 ) -> None:
-    """Writes a manifest to a disk, durably, unless it is there or being deleted there.
+    """Write a manifest to a disk, durably, unless it exists or is being deleted there.
 
-    The names of markers and files beside it are durable then, too, whoever has put them there.
+    The names of markers and files beside it are made durable as well.
 
     Args:
-        make: where the disk has nothing of the base, too.
+        filesystem: file system of the disk.
+        run: run folder.
+        manifest: manifest to write.
+        unique: suffix of this process's temporary names.
+        make: also create the directory of the base.
 
     Raises:
-        FileNotFoundError: without ``make``: it has nothing of the base any more.
+        FileNotFoundError: without ``make``, if the disk has nothing of the base any more.
     """
     directory = base_dir(run, manifest.timeline, manifest.step)
     if make:
         ensure_dirs(filesystem, directory)
-    _sync_names(filesystem, directory)  # markers before the manifest
+    # Markers must be durable before the manifest that counts on them.
+    _sync_names(filesystem, directory)
     names = _names(filesystem, directory)
     if CONDEMNED in names or DELETING in names:
         return
@@ -151,7 +168,7 @@ def verify_rank(
     *,
     timeout_s: float,
 ) -> str:
-    """Reads one rank's files of a committed base back; says what is wrong, or nothing."""
+    """Read one rank's files of a committed base back; return the problem, or ""."""
     try:
         found = scan_base(filesystem, run, base)
         if found.manifest is None:
@@ -181,11 +198,11 @@ def _keep_timeline(
     try:
         return read_record_bytes(filesystem, path) == data
     except EverstepError:
-        return False  # damaged: not ours
+        return False  # damaged, so not this process's record
 
 
 def _sync_names(filesystem: FileSystem, directory: PurePath) -> None:
-    """Makes the names in a base's directory durable, and those that lead to it."""
+    """Make the names in a base's directory durable, and those of the directories above it."""
     timeline = directory.parent.parent
     for each in (timeline.parent, timeline, directory.parent, directory):
         filesystem.sync_dir(each)
@@ -196,9 +213,9 @@ def _names(filesystem: FileSystem, directory: PurePath) -> set[str]:
 
 
 def base_offer(found: BaseFound) -> BaseOffer:
-    """What can be read of a base, from names and lengths."""
+    """Return what can be read of a base, from names and lengths."""
     if found.status == "condemned" and found.manifest is not None:
-        # Each disk has its mark: what none of them has begun to remove is there as before.
+        # Each disk has its own mark: files that no deletion has begun to remove are usable.
         mine = [marker for marker in found.manifest.markers if found.has_files_of(marker)]
         pieces = {marker.rank: Piece(marker) for marker in mine}
         return BaseOffer(pieces, digest(found.manifest.encode()) if pieces else None)

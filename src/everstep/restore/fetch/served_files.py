@@ -1,4 +1,4 @@
-"""Files of bases on a rank's own disk, as it hands them out to ranks that have another one."""
+"""Files of bases on a rank's own disk, served to ranks that have another disk."""
 
 from __future__ import annotations
 
@@ -35,15 +35,15 @@ __all__ = [
 _log = logging.getLogger("everstep")
 
 OpenFile = Callable[[BaseId, str], ReadFile]
-"""Opens a file of a base, by its name."""
+"""Function that opens a file of a base, by base and file name."""
 
 Coverage = Mapping[BaseId, Mapping[int, int]]
-"""Of what a rank's disk has of each base: how many bytes of it are these ranks', too; only of ranks
-whose part of every tensor that is there is there."""
+"""By base and rank: bytes on this disk that the rank needs too; only for ranks whose shard of every
+tensor on this disk is there."""
 
 
 def run_file_opener(filesystem: FileSystem, run: PurePath) -> OpenFile:
-    """Opens what is in a run folder."""
+    """Return a function that opens files of bases in a run folder."""
     return partial(_open, filesystem, run)
 
 
@@ -52,8 +52,8 @@ def _open(filesystem: FileSystem, run: PurePath, base: BaseId, name: str) -> Rea
 
 
 class ServedFiles:
-    """One rank's files of a base, which lie one after the other for whoever asks for bytes. They
-    are opened when they are first asked for, and are verified by who has asked."""
+    """One rank's files of a base, addressed as one sequence of bytes. Files are opened at the first
+    request, and the receiver verifies them."""
 
     def __init__(self, opens: OpenFile, base: BaseId, marker: Marker) -> None:
         self._opens = opens
@@ -62,7 +62,7 @@ class ServedFiles:
         self._files: dict[str, ReadFile] = {}
 
     def read(self, offset: int, size_bytes: int) -> bytes:
-        """These bytes, as far as there are so many; b"": they cannot be read."""
+        """Return these bytes, as far as the files reach; b"" if they cannot be read."""
         data = bytearray(max(0, min(size_bytes, size_of(self._marker) - offset)))
         try:
             self._read_into(memoryview(data), offset)
@@ -80,13 +80,13 @@ class ServedFiles:
                 file = self._files.get(record.name)
                 if file is None:
                     file = self._files[record.name] = self._opens(self._base, record.name)
-                part = data[first - offset : last - offset]
-                if file.read_into(part, first - begin) != part.nbytes:
-                    raise OSError(f"{record.name} is shorter than it was")
+                chunk = data[first - offset : last - offset]
+                if file.read_into(chunk, first - begin) != chunk.nbytes:
+                    raise OSError(f"{record.name} is shorter than its record")
             begin += record.length
 
     def close(self) -> None:
-        """Idempotent."""
+        """Close the files. Idempotent."""
         files = self._files
         self._files = {}
         for file in files.values():
@@ -94,28 +94,29 @@ class ServedFiles:
 
 
 def coverage_on_disk(filesystem: FileSystem, bases: Iterable[BaseFound]) -> Coverage:
-    """What a disk has of committed bases, by their headers: see :data:`Coverage`."""
+    """Return the coverage of committed bases on a disk, from their headers: see
+    :data:`Coverage`."""
     found: dict[BaseId, Mapping[int, int]] = {}
     for base in bases:
-        common = _Common()
+        shared = _SharedEntries()
         for marker in () if base.manifest is None else base.manifest.markers:
             if base.has_files_of(marker):
-                # Whoever loads it says what is wrong.
+                # Damage is reported when the base is loaded.
                 with suppress(OSError, ValueError, EverstepError):
-                    common.add(OpenBase.open(filesystem, base, marker.rank))
-        found[base.id] = common.sizes
+                    shared.add(OpenBase.open(filesystem, base, marker.rank))
+        found[base.id] = shared.sizes
     return {base: sizes for base, sizes in found.items() if sizes}
 
 
-class _Common:
-    """Entries of a base, by the ranks that had them in common."""
+class _SharedEntries:
+    """Entries of a base, by the ranks that share them."""
 
     def __init__(self) -> None:
         self._sizes: dict[int, dict[str, int]] = {}
         self._wanted: dict[int, set[str]] = {}
 
     def add(self, opened: OpenBase) -> None:
-        """All that one rank has written."""
+        """Count all entries that one rank wrote."""
         try:
             for _, _, header, _ in opened.shards:
                 for place in header.placed:
@@ -136,7 +137,8 @@ class _Common:
 
     @property
     def sizes(self) -> dict[int, int]:
-        """Bytes by rank, of those of whose part nothing is missing, as far as can be seen here."""
+        """Bytes by rank, for ranks whose shard of no entry is missing, as far as this disk
+        shows."""
         return {
             rank: sum(sizes.values())
             for rank, sizes in self._sizes.items()
@@ -145,10 +147,10 @@ class _Common:
 
 
 def coverage_to_wire(covers: Coverage) -> list[Any]:
-    """As plain data."""
+    """Convert to plain data."""
     return [[plain_base(base), sorted(sizes.items())] for base, sizes in covers.items()]
 
 
-def coverage_from_wire(said: Sequence[Any]) -> Coverage:
-    """The inverse of :func:`coverage_to_wire`."""
-    return {to_base(base): {int(r): int(size) for r, size in sizes} for base, sizes in said}
+def coverage_from_wire(fields: Sequence[Any]) -> Coverage:
+    """Inverse of :func:`coverage_to_wire`."""
+    return {to_base(base): {int(r): int(size) for r, size in sizes} for base, sizes in fields}

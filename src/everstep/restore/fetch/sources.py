@@ -1,5 +1,5 @@
-"""From where each rank's files of a base are read: the cheapest place first, and on to the next
-where what is there is damaged or gone."""
+"""Places of each rank's files of a base: the cheapest first, and the next one where files are
+damaged or missing."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """A place where one rank's files of a base are.
+    """Place with one rank's files of a base.
 
     Attributes:
-        source: as the offer that it was chosen from names it.
-        files: read from there; or what is in memory.
-        name: of the place: two ranks that say the same read the same files; "": nobody knows.
+        source: source named in the offer.
+        files: file system to read from, or a base in memory.
+        name: equal on two ranks that read the same files; "" if unknown.
     """
 
     source: Source
@@ -46,13 +46,14 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class RankRead:
-    """What one rank has read of a base, from one tier.
+    """Bytes of a base that one rank read from one tier.
 
     Attributes:
-        rank: of the job that resumes.
+        rank: rank of the resuming job.
         source: ``"memory"``, ``"peer"`` (another node: its keeper's memory, or its disk),
-            ``"disk"``, ``"copy"`` or ``"object"``.
-        size_bytes: bytes verified, whichever rank of its node has read them.
+            ``"disk"``,
+            ``"copy"`` or ``"object"``.
+        size_bytes: verified bytes, whichever rank of its node read them.
     """
 
     rank: int
@@ -62,16 +63,17 @@ class RankRead:
 
 @dataclass(frozen=True, slots=True)
 class RankBack:
-    """How one rank has come back.
+    """Recovery of one rank.
 
     Attributes:
-        rank: of the job that resumes.
-        source: of its base; ``"fresh"``: there was nothing to restore.
-        size_bytes: bytes that it has read, of all that :class:`RankRead` counts.
-        load_s, replay_s: seconds that reading the base, and replaying the log, took it.
+        rank: rank of the resuming job.
+        source: source of its base; ``"fresh"`` if there was nothing to restore.
+        size_bytes: bytes that it read, as counted by :class:`RankRead`.
+        load_s, replay_s: seconds for reading the base, and for replaying the log.
         replayed: steps of the log.
-        exact: what it has restored by itself is bit for bit what training had; where it is not,
-            the whole job is not (:attr:`everstep.Recovery.exact`).
+        exact: the state that this rank restored is bit for bit that of training; if it is False
+            for one
+            rank, it is for the job (:attr:`everstep.Recovery.exact`).
     """
 
     rank: int
@@ -84,10 +86,10 @@ class RankBack:
 
 
 class Places:
-    """What is left to read from.
+    """Places that have not failed yet.
 
     Args:
-        places: by the rank that wrote the files, the cheapest first.
+        places: by the rank that wrote the files, cheapest first.
     """
 
     def __init__(self, places: Mapping[int, Sequence[Place]]) -> None:
@@ -100,16 +102,17 @@ class Places:
         return tuple(rank for rank, left in sorted(self._left.items()) if left)
 
     def pick(self, ranks: Sequence[int]) -> dict[int, Place] | None:
-        """The cheapest place of each; None: of one of them there is none any more."""
+        """Return the cheapest place of each rank; None if one of them has none left."""
         if not all(self._left.get(rank) for rank in ranks):
             return None
         return {rank: self._left[rank][0] for rank in ranks}
 
     def failed(self, tried: Mapping[int, Place], rank: int | None) -> None:
-        """What was picked could not be read.
+        """Drop places that could not be read.
 
         Args:
-            rank: whose files; None: nobody can say.
+            tried: places that were picked.
+            rank: rank whose files failed; None if unknown.
         """
         for each, place in tried.items():
             if rank in (None, each) or rank not in tried:
@@ -120,8 +123,8 @@ class Places:
 
 
 def source_name(tiers: set[str]) -> str:
-    """What a resume calls the places that it read from. Never "disk" where a copy was among them:
-    that would vouch for what this rank's own disk holds."""
+    """Name the source of a resume. It is never "disk" if a copy was used: that would vouch for the
+    contents of this rank's disk."""
     copies = [tier for tier in reversed(COPY_TIERS) if tier in tiers]
     if copies:
         return copies[0]
@@ -131,7 +134,7 @@ def source_name(tiers: set[str]) -> str:
 
 
 def failed_rank(error: Exception) -> int | None:
-    """Whose files an error is about, where it says so."""
+    """Return the rank whose files an error is about, if it names one."""
     rank = getattr(error, "rank", None)
     path = getattr(error, "path", None) or getattr(error, "filename", None)
     if rank is not None or path is None:
@@ -155,23 +158,28 @@ def read_from_places(
     run: PurePath,
     failed: Callable[[str], None],
 ) -> tuple[_T, Mapping[int, Place]] | None:
-    """What ``use`` gives, and the places that it was given; None: files are damaged, or do not fit
-    each other, and ``places`` says which.
+    """Call ``use`` with the cheapest places; on damage repeat with the next ones. Return its result
+    and these places; None if files are damaged or inconsistent (see ``places.damaged``).
 
     Args:
-        wanted: ranks whose files are needed; where that is not enough, all that can be read.
-        rank: that reads.
-        failed: told of files that cannot be used, in words.
+        places: places to read from; failed ones are dropped.
+        wanted: ranks whose files are needed; if they do not suffice, all readable ones are used.
+        use: loads the base from the picked places.
+        base: base to read.
+        rank: this rank.
+        run: run folder, for errors.
+        failed: called with the description of unusable files.
 
     Raises:
-        RecoveryError: files are needed that are not here.
-        NewerFormatError: they are whole, and not ours to pass over.
+        RecoveryError: needed files are missing.
+        NewerFormatError: the files were written by a newer everstep, and must not be skipped.
     """
     while (picked := places.pick(wanted)) is not None:
         try:
             return use(picked), picked
         except (HoleError, RecoveryError) as error:
-            # Ranks wrote to other disks then: what they had in common others have, too.
+            # Ranks wrote to other disks then: entries that they shared may be in other ranks'
+            # files.
             if set(wanted) >= set(places.readable):
                 if isinstance(error, RecoveryError):
                     raise
@@ -185,13 +193,14 @@ def read_from_places(
             _log.warning("%s could not be restored from %s: %s", base, where, error)
             failed(f"{base}, from {where}: {error}")
             places.failed(picked, failed_rank(error))
-    if not places.damaged:  # or the others would take this rank's state for that of the base
+    # Nothing is damaged, so the offer was wrong: the other ranks must not continue with this state.
+    if not places.damaged:
         missing = ", ".join(str(r) for r in wanted if r not in places.readable)
         raise RecoveryError(
-            f"rank {rank} was told to restore {base}, and has not offered the files of rank(s) "
-            f"{missing}, which it needs",
+            f"rank {rank} was chosen to restore {base} but needs the files of rank(s) {missing}, "
+            "which it did not offer",
             rank=rank,
             path=run,
-            hint="the ranks do not hold the same kinds of state; please report this",
+            hint="the ranks hold different kinds of state; please report this",
         )
     return None

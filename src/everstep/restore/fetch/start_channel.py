@@ -1,8 +1,8 @@
-"""The other ranks at a start of the job: what this one hears of them, and tells them meanwhile.
+"""Channel to the other ranks of a job during a start.
 
-A rank that says nothing for too long is named, with what it was last heard to do; one that has
-failed says why, so that nobody waits for it. Silence is counted in time that was listened: what was
-said while this rank read a base lies in its mailbox.
+A rank that is silent for too long is reported, with its last known activity; a rank that failed
+sends the reason, so that no other waits for it. Silence counts only the time in which this rank
+listened: messages that arrive while it reads a base wait in its mailbox.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ __all__ = ["Meeting", "StartChannel", "failure_reason", "remote_failure"]
 
 _log = logging.getLogger("everstep")
 _TICK_S = 0.1
-_LISTENED_S_MAX = 1.0  # between two looks: in the rest of it this rank was busy, or stood still
+_LISTENED_S_MAX = 1.0  # per look; in longer intervals this rank was busy or stopped
 _ALIVE_EVERY_S = 1.0
-_GONE_S = 30.0  # a connection may break, and a rank that is busy makes another one late
+_GONE_S = 30.0  # a connection may break, and a busy rank reconnects late
 _REASON_CHARACTERS_MAX = 2000
 
 
@@ -42,10 +42,11 @@ class Meeting:
     """All ranks at one start of their job, as one of them sees it.
 
     Attributes:
-        session: names the start; no other has the same.
-        disks: by rank: a name of the disk that it writes to.
-        mailbox: to the other ranks' training processes.
-        fingerprints: of each rank; of those that train differently nothing is proven.
+        session: unique name of the start.
+        rank: this rank.
+        disks: by rank: name of the disk that it writes to.
+        mailbox: to the training processes of the other ranks.
+        fingerprints: of each rank; results of ranks that train differently are not compared.
         trained: these processes have trained: their state is not that of a fresh start.
     """
 
@@ -62,15 +63,17 @@ class Meeting:
 
 
 class StartChannel:
-    """The other ranks of a meeting, while all of them agree.
+    """Messages to and from the other ranks while all of them agree on a restore.
 
     Args:
-        run: the run folder, for errors.
-        timeout_s: a rank that says nothing for so long is reported.
+        meeting: all ranks at this start.
+        clock: source of time.
+        run: run folder, for errors.
+        timeout_s: a rank that is silent for longer is reported.
 
     Attributes:
-        doing: what this rank does, in words; those who wait for it are told every second.
-        aside: takes what is no part of the agreement; returns whether it was such.
+        doing: this rank's activity, sent every second to ranks that wait for it.
+        aside: handles messages that are no part of the agreement; returns True if it did.
     """
 
     def __init__(self, meeting: Meeting, clock: Clock, run: PurePath, *, timeout_s: float) -> None:
@@ -89,7 +92,7 @@ class StartChannel:
         self._later: deque[tuple[int, Message]] = deque()
 
     def listen(self) -> tuple[int, Message] | None:
-        """What another rank says, and which, if anything comes within a moment.
+        """Return the sender and message of another rank, if one arrives soon.
 
         Raises:
             RecoveryError: a rank has failed.
@@ -100,8 +103,8 @@ class StartChannel:
         return self._later.popleft() if self._later else None
 
     def attend(self, timeout_s: float = 0.0) -> bool:
-        """Looks at one message, if one comes within ``timeout_s``; what is of the agreement waits
-        until somebody listens. Returns whether one has come."""
+        """Process one message, if one arrives within ``timeout_s``; messages of the agreement are
+        queued for :meth:`listen`. Return True if one arrived."""
         data = self._meeting.mailbox.receive(timeout_s)
         before_s = self._looked_s
         self._looked_s = self._clock.monotonic_s()
@@ -109,7 +112,7 @@ class StartChannel:
         try:
             envelope = None if data is None else accept(data, self._meeting.session)
         except FormatError as error:
-            _log.warning("a message was passed over: %s", error)
+            _log.warning("a message was ignored: %s", error)
             return True
         if envelope is None:
             return data is not None
@@ -125,33 +128,36 @@ class StartChannel:
         return True
 
     def raise_failed(self) -> None:
-        """Raises:
-        RecoveryError: a rank has failed.
+        """Raise the failure of another rank, if there is one.
+
+        Raises:
+            RecoveryError: a rank has failed.
         """
         if self._failed is not None:
             raise remote_failure(self._failed, self._meeting.rank, self._run)
 
     def expect(self, ranks: Iterable[int]) -> None:
-        """From now on these have to be heard, who may have had nothing to say so far."""
+        """Count the silence of these ranks from now on: they may have had nothing to send
+        before."""
         self._heard_s |= dict.fromkeys(ranks, self._listened_s)
 
     def tell(self, rank: int, message: Message) -> None:
-        """Says something to another rank; does not wait."""
+        """Send a message to another rank; does not wait."""
         envelope = Envelope(self._meeting.session, self._meeting.rank, message)
         self._meeting.mailbox.send(rank, encode_message(envelope))
 
     def begin(self, doing: str) -> None:
-        """This rank is going to do something that may take long, or hang."""
+        """Announce an activity that may take long, or hang."""
         self.doing = doing
         self._say()
 
     def is_alive(self) -> None:
-        """Tells those who wait for this rank that it is there, every second."""
+        """Send a sign of life every second to the ranks that wait for this one."""
         if self._clock.monotonic_s() - self._said_s >= _ALIVE_EVERY_S:
             self._say()
 
     def _say(self) -> None:
-        """Numbered so that it is no step of an agreement, and no answer."""
+        """Send the activity, with number 0, which is no step of an agreement and no answer."""
         self._said_s = self._clock.monotonic_s()
         words = self.doing.encode("utf-8", "replace")
         if self._meeting.rank != COORDINATOR:
@@ -161,10 +167,10 @@ class StartChannel:
             self.tell(rank, Command(0, "", words))
 
     def check(self, waits_for: Iterable[int]) -> None:
-        """Looks whether those who have to say something next are there.
+        """Check that the ranks that have to send something next are alive.
 
         Raises:
-            DeadlineError: some are not; which, and what they were last heard to do.
+            DeadlineError: some are not; names them and their last known activity.
         """
         waits = [rank for rank in waits_for if rank != self._meeting.rank]
         gone = [rank for rank in waits if self._silent_s(rank) > _GONE_S and self._is_gone(rank)]
@@ -172,21 +178,21 @@ class StartChannel:
         if not gone and not silent:
             return
         which = gone
-        what = "have hung up, and are not back"
+        problem = "closed the connection and did not reconnect"
         if silent:
             which = silent
-            what = f"have said nothing for {self._timeout_s:g} s"
+            problem = f"were silent for {self._timeout_s:g} s"
         raise DeadlineError(
-            f"rank(s) {', '.join(map(str, which))} {what} while the ranks agreed on what to "
+            f"rank(s) {', '.join(map(str, which))} {problem} while the ranks agreed on a "
             f"restore; {'; '.join(map(self._last, which))}",
             rank=self._meeting.rank,
             path=self._run,
-            hint="they have died, hang, or have raised an error: look at what they print",
+            hint="they died, hang, or raised an error: look at their output",
         )
 
     def leave(self, error: BaseException) -> None:
-        """This rank has failed: tells those who wait for it, or would hear of it from nobody else.
-        What is lost on the way is noticed by its silence."""
+        """Send the failure of this rank to the ranks that wait for it. If the message is lost, they
+        notice its silence."""
         failed = self._failed or StartFailed(self._meeting.rank, failure_reason(error))
         if self._meeting.rank == COORDINATOR:
             for rank in range(1, self._meeting.world):
@@ -203,21 +209,21 @@ class StartChannel:
 
     def _last(self, rank: int) -> str:
         if rank not in self._does:
-            return f"rank {rank} was not heard at all"
-        return f"the last that was heard of rank {rank}: it {self._does[rank]}"
+            return f"nothing was received from rank {rank}"
+        return f"last activity of rank {rank}: {self._does[rank]}"
 
 
 def remote_failure(failed: StartFailed, rank: int, run: PurePath | None = None) -> RecoveryError:
-    """What this ``rank`` raises when another one has failed."""
+    """Return the error that rank ``rank`` raises when another one has failed."""
     return RecoveryError(
         f"rank {failed.rank} could not resume: {failed.reason}",
         rank=rank,
         path=run,
-        hint=f"look at what rank {failed.rank} prints",
+        hint=f"look at the output of rank {failed.rank}",
     )
 
 
 def failure_reason(error: BaseException) -> str:
-    """Why a rank has failed, as it tells the others."""
+    """Return the reason of a failure, as sent to the other ranks."""
     words = error.message if isinstance(error, EverstepError) else f"{error!r}"
     return words[:_REASON_CHARACTERS_MAX]

@@ -1,8 +1,8 @@
-"""Base A + log = base B, bit for bit: the proof of exactness, and a check for silent corruption.
+"""Audit a base: replay the log from the base before it, and compare bit for bit.
 
-A bit that flips in memory before it is digested is vouched for by every digest from then on.
-Replay does not believe the later base but computes it again from the earlier one, from what was
-consumed at each step; where the two differ, one of them is wrong (I9).
+A bit that flips in memory before it is digested passes every later check of digests. Replay does
+not trust the later base: it computes it again from the earlier one and the inputs of each step.
+Where the two differ, one of them is wrong (I9).
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class Pair:
     """Two consecutive bases of a history.
 
     Attributes:
-        chain: the steps of the log between them, if it has all; otherwise as far as it goes.
+        chain: logged steps between them; incomplete if the log stops before the later base.
     """
 
     before: BaseFound
@@ -68,20 +68,23 @@ class Pair:
     chain: Chain
 
     @property
-    def whole(self) -> bool:
-        """Whether the log leads from one to the other."""
+    def is_connected(self) -> bool:
+        """Return True if the log leads from one base to the other."""
         return self.chain.end == (self.after.id.timeline, self.after.id.step)
 
 
 @dataclass(frozen=True, slots=True)
 class Audit:
-    """What replay says about a base.
+    """Result of an audit.
 
     Attributes:
-        verdict: ``"equal"``: each of ``entries`` has the digest that replay gives.
-            ``"different"``: ``differing`` have not. ``"unchecked"``: for ``reason``.
-        reason: also where they are equal, or differ in what need not be equal, of how much
-            worth that is; may be ``""``.
+        before: base that replay started from.
+        after: base that was audited.
+        verdict: ``"equal"``: each of ``entries`` has the digest that replay gives. ``"different"``:
+            those in ``differing`` have not. ``"unchecked"``: nothing is proven, see ``reason``.
+        reason: why nothing is proven, or what limits the proof; may be ``""``.
+        steps, updates: number of replayed steps and updates.
+        entries: number of compared entries.
         differing: names of entries, in the order of the base's files.
     """
 
@@ -96,7 +99,7 @@ class Audit:
 
 
 def pairs(rebuilder: Rebuilder) -> list[Pair]:
-    """Consecutive bases of all histories, each pair once, in order."""
+    """Return consecutive bases of all histories, each pair once, in order."""
     log = rebuilder.log
     branches = log.inventory.branches
     usable = log.usable
@@ -123,13 +126,18 @@ def pairs(rebuilder: Rebuilder) -> list[Pair]:
 def audit(
     rebuilder: Rebuilder, pair: Pair, on_step: Callable[[int], None] = lambda step: None
 ) -> Audit:
-    """Replays the log from one base to the next, and compares the digest of every entry.
+    """Replay the log from one base to the next, and compare the digest of every entry.
 
-    The later base's digests are those that its header vouches for; whether its bytes are what
-    the digests say is for :func:`everstep.run.verify.verify_base`.
+    The digests of the later base are those in its headers; :func:`everstep.run.verify.verify_base`
+    checks that its bytes match them.
+
+    Args:
+        rebuilder: access to the run.
+        pair: the two bases.
+        on_step: called after each replayed step.
 
     Raises:
-        NewerFormatError, UnavailableError, DeadlineError: nothing can be said at all.
+        NewerFormatError, UnavailableError, DeadlineError: no verdict is possible.
     """
     before = pair.before.id
     after = pair.after.id
@@ -139,17 +147,19 @@ def audit(
         return Audit(before, after, "unchecked", why)
 
     if before.step == after.step:
-        return unchecked("both are of the same step")
-    if not pair.whole:
+        return unchecked("both bases are of the same step")
+    if not pair.is_connected:
         if len(chain.steps) == after.step - before.step:
-            return unchecked("it is the first of its timeline: the log was of another")
+            return unchecked(
+                "it is the first base of its timeline; the log belongs to the timeline before"
+            )
         return unchecked(chain.stopped)
     try:
-        expected, behind_mark = _digests(rebuilder, pair.after)
+        expected, after_mark = _digests(rebuilder, pair.after)
     except NewerFormatError:
         raise
     except (DamageError, FormatError, ReplayError, UnsupportedStateError, OSError) as error:
-        return unchecked(f"{after} cannot be read: {_words(error)}")
+        return unchecked(f"{after} cannot be read: {_message_of(error)}")
     marks = rebuilder.log.index.marks
     assert pair.before.manifest is not None
     updates = marks[chain.steps[-1]].lsn - pair.before.manifest.markers[0].lsn
@@ -158,19 +168,19 @@ def audit(
     except NewerFormatError:
         raise
     except (DamageError, FormatError, ReplayError, UnsupportedStateError, OSError) as error:
-        return unchecked(f"{before} cannot be read: {_words(error)}")
+        return unchecked(f"{before} cannot be read: {_message_of(error)}")
     try:
         played = rebuilder.play(chain, state, on_step=on_step)
     except (NewerFormatError, MemoryError):
         raise
-    except AuditError as error:  # the log itself says what training had
+    except AuditError as error:
         steps = len(chain.steps)
         return Audit(before, after, "different", error.message, steps=steps, updates=updates)
     except EverstepError as error:
-        if not _of_the_log(error):
+        if not _is_log_defect(error):
             raise
         return unchecked(f"the log cannot be replayed: {error.message}")
-    return _compared(pair, state, expected, played, updates, behind_mark=behind_mark)
+    return _compared(pair, state, expected, played, updates, after_mark=after_mark)
 
 
 def _compared(
@@ -180,7 +190,7 @@ def _compared(
     played: ReplayResult,
     updates: int,
     *,
-    behind_mark: bool,
+    after_mark: bool,
 ) -> Audit:
     found = state.digests()
     differing = [name for name, (wanted, _) in expected.items() if found.get(name) != wanted]
@@ -189,22 +199,23 @@ def _compared(
         mine = state.entries.get(name)
         if mine is not None and _form(mine) != _form(entry) and name not in differing:
             differing.append(name)
-    # Between the mark and the base the loop may have drawn random numbers, or noted a result.
-    since = state.from_mark.intersection(differing if behind_mark else ())
-    differing = [name for name in differing if name not in since]
-    # What an optimizer has computed here may differ where replay is not exact; nothing else may.
+    # A base taken after the mark: the loop may have drawn random numbers or changed its own objects
+    # since, so entries restored from the mark need not match.
+    changed = state.from_mark.intersection(differing if after_mark else ())
+    differing = [name for name in differing if name not in changed]
+    # Where replay is inexact, entries computed by an optimizer may differ; no others may.
     excused = state.replayed | state.unlogged if played.replay else set()
     firm = [name for name in differing if name not in excused]
     wrong = bool(firm or (played.surprise and not excused))
     verdict: Verdict = "different" if wrong else "equal"
     reason = played.surprise if wrong else ""
-    if since and not wrong:
-        reason = "save() took it behind the end of its step: what has changed since is not compared"
+    if changed and not wrong:
+        reason = "save() took it after the end of its step: changes since then are not compared"
     if excused:
         reason = f"replay is not exact here: {played.replay}"
         if not wrong and differing:
             verdict = "unchecked"
-            reason += f"; {len(differing)} replayed entries differ, as they may"
+            reason += f"; {len(differing)} replayed entries differ"
     return Audit(
         pair.before.id,
         pair.after.id,
@@ -212,17 +223,19 @@ def _compared(
         reason,
         steps=len(pair.chain.steps),
         updates=updates,
-        entries=len(expected) - len(since),
+        entries=len(expected) - len(changed),
         differing=tuple(firm or differing),
     )
 
 
 def _digests(rebuilder: Rebuilder, base: BaseFound) -> tuple[dict[str, tuple[str, Entry]], bool]:
-    """Digest and form of each entry; and whether the base was taken behind its step's mark."""
+    """Return digest and entry of each name; and True if the base was taken after the mark of its
+    step."""
     with open_ranks(rebuilder.filesystem, base) as every:
         pass
     several = len(every) > 1
-    if any(one.redo is not None for one in every):  # its entries are of several updates
+    # The entries of a multi-step base are of several updates: complete them before comparing.
+    if any(one.redo is not None for one in every):
         state = rebuilder.load(base, Chain(base.id, (), ""))
         objects = Entry.whole("objects", "U8", (0,))
         entries = state.entries
@@ -242,13 +255,13 @@ def _form(entry: Entry) -> tuple[object, ...]:
     return entry.dtype, entry.shape, entry.logical_dtype, *part
 
 
-def _of_the_log(error: EverstepError) -> bool:
-    """Whether it says that a record cannot be used, and not that this machine cannot go on."""
+def _is_log_defect(error: EverstepError) -> bool:
+    """Return True if the error means that a record is unusable; False if this machine failed."""
     kinds = (DamageError, FormatError, ReplayError, UnsupportedStateError)
     return isinstance(error, kinds) or type(error) is StorageError
 
 
-def _words(error: Exception) -> str:
+def _message_of(error: Exception) -> str:
     if isinstance(error, EverstepError):
         return error.message
     return str(getattr(error, "strerror", None) or error)
@@ -257,8 +270,8 @@ def _words(error: Exception) -> str:
 _CHUNKS = 4
 _READERS = 2
 _TIMEOUT_S = 120.0
-# What replay takes, measured and rounded up: the state and what an update makes beside it;
-# segments that are read, and that updates keep which wait to be applied together.
+# Memory of replay, measured and rounded up: torch; the state and temporaries of an update; segments
+# being read; updates waiting to be applied together.
 _TORCH_BYTES = 400 << 20
 _STATES = 2
 _SEGMENTS = 6
@@ -270,14 +283,20 @@ _REASON_CHARS_MAX = 1000
 def audit_newest(
     filesystem: FileSystem, run: PurePath, timeline: int, clock: Clock
 ) -> AuditRecord | str:
-    """What the newest audit says that can be made now; or why there is none, in words.
+    """Audit the newest base that can be audited and has no audit yet.
 
     Args:
-        timeline: that the keeper serves.
+        filesystem: file system of the run.
+        run: run folder.
+        timeline: timeline that the keeper serves.
+        clock: clock for the record's time.
+
+    Returns:
+        The record of the audit; or, as text, the reason why there is none.
 
     Raises:
         FencedError: a newer timeline has begun.
-        EverstepError, OSError: nothing can be said.
+        EverstepError, OSError: no verdict is possible.
     """
     inventory = scan_run(filesystem, run)
     log = RunLog.of(filesystem, inventory)
@@ -286,38 +305,39 @@ def audit_newest(
         rebuilder = Rebuilder(filesystem, log, ring, timeout_s=_TIMEOUT_S)
         pair = _newest(rebuilder)
         if pair is None:
-            return "there is no base that the log on disk leads to and that has no audit yet"
+            return "no base without an audit can be reached by the log on disk"
         segments = _between(log, pair)
-        if lacking := _lack_of_memory(pair, segments):
-            return lacking
+        if shortage := _memory_shortage(pair, segments):
+            return shortage
 
-        def still_ours(step: int) -> None:
+        def check_not_fenced(step: int) -> None:
             newest = newest_timeline(filesystem, run)
             if newest > timeline:
-                raise FencedError(f"timeline {newest} has taken the run over from {timeline}")
+                raise FencedError(f"timeline {newest} has taken over the run from {timeline}")
 
-        found = _audited(rebuilder, pair, segments, still_ours)
-        if found.verdict == "unchecked" and not _there(filesystem, run, pair, segments):
-            return f"{pair.before.id}, or the log behind it, was deleted while it was audited"
+        found = _audited(rebuilder, pair, segments, check_not_fenced)
+        # Retention may delete files during the audit: that is no finding about the base.
+        if found.verdict == "unchecked" and not _still_exists(filesystem, run, pair, segments):
+            return f"{pair.before.id}, or the log before it, was deleted during the audit"
         return _record(pair, found, clock)
     finally:
         ring.close()
 
 
 def _newest(rebuilder: Rebuilder) -> Pair | None:
-    """The newest two bases of the current history that the log connects, or would, were it not
-    damaged; None if that was looked at before."""
+    """Return the newest two bases of the current history that the log connects, or would connect if
+    it were not damaged; None if they have an audit."""
     log = rebuilder.log
     here = set(split_by_history(log.usable, log.inventory.branches)[0])
     for pair in reversed(pairs(rebuilder)):
-        connected = pair.whole or any(one.problem for one in _between(log, pair))
+        connected = pair.is_connected or any(one.problem for one in _between(log, pair))
         if {pair.before.id, pair.after.id} <= here and connected:
             return None if pair.after.audit is not None else pair
     return None
 
 
 def _between(log: RunLog, pair: Pair) -> list[SegmentFound]:
-    """The segments of the steps between two bases."""
+    """Return the segments of the steps between two bases."""
     return [
         one
         for one in log.segments
@@ -327,41 +347,49 @@ def _between(log: RunLog, pair: Pair) -> list[SegmentFound]:
     ]
 
 
-def _lack_of_memory(pair: Pair, segments: list[SegmentFound]) -> str:
-    """Why there is not enough; "" if there is: all that it takes is half of what is left."""
+def _memory_shortage(pair: Pair, segments: list[SegmentFound]) -> str:
+    """Return why memory does not suffice; "" if it does. An audit may take half of the available
+    memory."""
     assert pair.before.manifest is not None
-    ranks = len(pair.before.manifest.markers)  # that are read and replayed side by side
+    ranks = len(pair.before.manifest.markers)  # their records are held at the same time
     largest = ranks * max((one.size_bytes for one in segments), default=0)
-    a_step = ranks * max((one.size_bytes // (one.last - one.after) for one in segments), default=0)
+    per_step = ranks * max(
+        (one.size_bytes // (one.last - one.after) for one in segments), default=0
+    )
     need = _TORCH_BYTES + _STATES * max(pair.before.size_bytes, pair.after.size_bytes)
-    need += _SEGMENTS * largest + _STEPS * a_step
+    need += _SEGMENTS * largest + _STEPS * per_step
     left = memory_available_bytes()
     if need <= left // 2:
         return ""
-    return f"an audit of {pair.after.id} takes {need} bytes of memory; it may have half of {left}"
+    return (
+        f"an audit of {pair.after.id} takes {need} bytes of memory; half of the {left} available "
+        "bytes may be used"
+    )
 
 
 def _audited(
     rebuilder: Rebuilder,
     pair: Pair,
     segments: list[SegmentFound],
-    still_ours: Callable[[int], None],
+    check_not_fenced: Callable[[int], None],
 ) -> Audit:
-    """The audit; none is tried where its outcome would prove nothing."""
+    """Audit a pair, unless the outcome would prove nothing."""
     before = pair.before.id
     after = pair.after.id
     broken = [one.problem for one in segments if one.problem]
-    if broken and not pair.whole:
+    if broken and not pair.is_connected:
         return Audit(before, after, "unchecked", f"the log is damaged: {broken[0]}")
     timelines = rebuilder.log.inventory.timelines
     why = replay_conditions(timelines.get(timeline) for timeline, _ in pair.chain.steps)[1]
     if why:
         return Audit(before, after, "unchecked", f"replay is not exact here: {why}")
-    return audit(rebuilder, pair, still_ours)
+    return audit(rebuilder, pair, check_not_fenced)
 
 
-def _there(filesystem: FileSystem, run: PurePath, pair: Pair, segments: list[SegmentFound]) -> bool:
-    """Whether retention has left everything where it was."""
+def _still_exists(
+    filesystem: FileSystem, run: PurePath, pair: Pair, segments: list[SegmentFound]
+) -> bool:
+    """Return True if retention has deleted nothing of the pair and its log."""
     try:
         for base in (pair.before, pair.after):
             if scan_base(filesystem, run, base.id).manifest != base.manifest:

@@ -1,9 +1,9 @@
 """``python -m everstep.restore.offline.audit_process``: one audit, in a process of its own.
 
-The keeper starts it, behind everything else that the machine has to do, and reads the record of
-the audit from its standard output; why there is none, it says on standard error. It writes
-nothing to the run folder. A process of its own, because replay needs torch, which the keeper does
-without, and because it can be killed at any instruction.
+The keeper starts it at the lowest priority and reads the record of the audit from its standard
+output; if there is none, the reason is on standard error. It writes nothing to the run folder. It
+is a separate process because replay needs torch, which the keeper does not load, and because it can
+be killed at any instruction.
 """
 
 from __future__ import annotations
@@ -20,14 +20,17 @@ __all__ = ["main"]
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Audits the newest base that has no audit yet; returns the exit status."""
+    """Audit the newest base that has no audit yet; return the exit status."""
     parser = argparse.ArgumentParser(allow_abbrev=False, description=__doc__)
     parser.add_argument("--run", required=True)
-    parser.add_argument("--timeline", required=True, type=int, help="whose history it is about")
-    parser.add_argument("--parent", required=True, type=int, help="process that it ends with")
+    parser.add_argument(
+        "--timeline", required=True, type=int, help="timeline whose history is audited"
+    )
+    parser.add_argument("--parent", required=True, type=int, help="exit when this process exits")
     options = parser.parse_args(list(arguments))
     yield_resources(options.parent)
 
+    # Imported after the priority was lowered: loading torch takes seconds of CPU time.
     from everstep.errors import EverstepError
     from everstep.restore.offline.audit import audit_newest
     from everstep.seams import PosixFileSystem, SystemClock

@@ -1,8 +1,8 @@
-"""Makes a base whole whose parts were captured over several steps: replays what each has not seen.
+"""Complete a multi-step base: replay the updates that each of its parts has not seen.
 
 *State at LSN v = each entry e at its LSN v_e + the records v_e + 1 .. v that concern e* (a fuzzy
-checkpoint; GoCkpt section 4.3.1). Live objects are brought there by their own optimizers, on their
-own devices; without the program it is done on the CPU.
+checkpoint; GoCkpt section 4.3.1). Live objects are completed by their own optimizers, on their own
+devices; without the program it is done on the CPU.
 """
 
 from __future__ import annotations
@@ -40,45 +40,50 @@ def complete_live_base(
     timeout_s: float,
     progress: ProgressSink,
 ) -> tuple[LoadedBase, str]:
-    """Brings a live state to the step of the base that has just been loaded into it.
+    """Bring a live state to the step of the multi-step base that was just loaded into it.
 
     Args:
-        loaded: what became of the base.
-        trained: the record of its timeline: where updates were computed.
+        opened: files of the base.
+        loaded: result of loading the base.
+        state: live state.
+        ring: buffers for reading.
+        trained: record of its timeline, which names the conditions of training.
+        timeout_s: a read that takes longer counts as hung.
+        progress: notified of bytes read.
 
     Returns:
-        What was restored; and why it is not bit for bit what training had, "" if it is.
+        The updated result; and the reason why the state is inexact, "" if it is exact.
 
     Raises:
         DamageError, FormatError: the updates cannot be read, or are not of this base.
-        ReplayError: they do not fit the state, or give another than training had.
+        ReplayError: they do not fit the state, or give other values than training had.
     """
     step = opened.marker.step
     if loaded.mismatches:
         raise ReplayError(
-            "a base over several steps can only be made whole as a whole: "
+            "a multi-step base can only be restored completely: "
             f"{loaded.mismatches[0][0]!r} was left out",
             step=step,
-            hint="resume() without strict=False, or from a base of one step",
+            hint="resume() without strict=False, or from a base captured in one step",
         )
     if loaded.tied:
         raise ReplayError(
-            "a base over several steps can only be made whole where tensors are tied as they were: "
+            "a multi-step base can only be restored if tensors are tied as they were: "
             f"{loaded.tied[0]}",
             step=step,
             hint="build the model with the same tied weights as when it was saved",
         )
     records = _records(opened, loaded.shape, ring, timeout_s=timeout_s, progress=progress)
     redo = Redo(state, loaded.restrided, loaded.aliases, loaded.names)
-    elsewhere = fingerprint_difference([trained]) if records.updates else ""
-    redo.compares = not elsewhere
+    difference = fingerprint_difference([trained]) if records.updates else ""
+    redo.compares = not difference
     found = ((r, None if r.head.declared else update_from_record(r)) for r in records.updates)
     try:
         redo.step(Step(tuple(found), records.mark))
         notes = redo.finish()
     except AuditError as error:
-        raise _other(error) from error
-    why = elsewhere if redo.exactness.exact else elsewhere or redo.exactness.why
+        raise _divergence(error) from error
+    why = difference or redo.exactness.why
     notes = [*loaded.notes, *notes]
     return replace(loaded, notes=tuple(notes), redone=len(records.updates), finite=frozenset()), why
 
@@ -87,35 +92,40 @@ def complete_offline_base(
     opened: OpenBase,
     state: OfflineState,
     ring: ChunkRing,
-    elsewhere: str,
+    inexact: str,
     *,
     timeout_s: float,
     progress: ProgressSink,
 ) -> int:
-    """Brings a state in host memory to the step of the base that was read into it; of a base of
-    several ranks what one of them has written.
+    """Bring a state in host memory to the step of the multi-step base that was read into it; of a
+    base of several ranks the share of one of them.
 
     Args:
-        elsewhere: why updates need not give here the bits of training; "" if they must.
+        opened: files of the rank.
+        state: state that was read from them.
+        ring: buffers for reading.
+        inexact: why replay here need not give the bits of training; "" if it must.
+        timeout_s: a read that takes longer counts as hung.
+        progress: notified of bytes read.
 
     Returns:
-        How many updates some of it had not seen.
+        The number of updates that some part had not seen.
 
     Raises:
         DamageError, FormatError: the updates cannot be read, or are not of this base.
-        ReplayError, UnsupportedStateError: they do not fit the state, or give another than
+        ReplayError, UnsupportedStateError: they do not fit the state, or give other values than
             training had.
     """
     records = _records(opened, state.shape, ring, timeout_s=timeout_s, progress=progress)
     state.advance(records.updates, records.mark)
     state.finish()
-    if not elsewhere:
+    if not inexact:
         try:
             state.compare()
         except AuditError as error:
-            raise _other(error) from error
+            raise _divergence(error) from error
     if records.updates:
-        state.doubt = elsewhere or state.exactness.why or next(iter(state.surprises), "")
+        state.doubt = inexact or state.exactness.why or next(iter(state.surprises), "")
     return len(records.updates)
 
 
@@ -136,12 +146,13 @@ def _records(
 
 
 def _check_seen(opened: OpenBase, updates: Iterable[LogRecord]) -> None:
-    """Refuses an update of a parameter that was captured behind it, which would be applied twice,
-    and a parameter that was captured at another update than its optimizer's state."""
+    """Refuse an update of a parameter that was captured after it, which would be applied twice, and
+    a parameter that was captured at another update than its optimizer's state."""
     trees, entries = rank_contents(opened)
     lsns = {name: entry.lsn for name, entry in entries.items()}
     named = {
-        name: entries_of & lsns.keys()  # several ranks' trees name what others have written, too
+        name: entries_of
+        & lsns.keys()  # trees of several ranks also name entries that other ranks wrote
         for name, entries_of in parameter_names(
             trees, lambda name: entries[name].name if name in entries else name
         ).items()
@@ -157,7 +168,7 @@ def _check_seen(opened: OpenBase, updates: Iterable[LogRecord]) -> None:
                 if lsns[entry] >= record.head.lsn:
                     raise FormatError(
                         f"{opened.shards[0][3].parent}: {record.head} has a gradient for {entry!r},"
-                        f" which has seen the updates up to {lsns[entry]}",
+                        f" which was captured after update {lsns[entry]}",
                         path=opened.shards[0][3],
                     )
 
@@ -173,10 +184,10 @@ def _check_together(
         if len({lsns[entry] for entry in mine}) > 1:
             raise FormatError(
                 f"{opened.shards[0][3].parent}: the parameter {name!r} and its optimizer's state "
-                "have not seen the same updates",
+                "were captured at different updates",
                 path=opened.shards[0][3],
             )
 
 
-def _other(error: AuditError) -> ReplayError:
-    return ReplayError(f"its parts cannot be made whole: {error.message}", step=error.step)
+def _divergence(error: AuditError) -> ReplayError:
+    return ReplayError(f"its parts cannot be brought to one step: {error.message}", step=error.step)

@@ -1,11 +1,10 @@
-"""The states of all ranks of a job without the program that trained them
-(``docs/design/audit.md``).
+"""States of all ranks of a job, without the program that trained them (``docs/design/audit.md``).
 
-Each rank replays its own log, with the parts of updates that others have recorded, over the tensors
-that it held: so the bits are those of training, whatever the layout and the optimizer. What several
-ranks held alike one of them computes, for all; a rank of which nothing is left to compute is as the
-base and the last mark of its log have it. Of a ZeroRedundancyOptimizer one rank computes what each
-of them has updated for all, by the gradients that all of them have recorded.
+Each rank replays its own log, with the shares of updates that other ranks recorded, over the
+tensors that it held: so the bits are those of training, whatever the layout and the optimizer.
+State shared by several ranks is computed once, by one of them; a rank with nothing left to compute
+is as the base and the last mark of its log have it. For a ZeroRedundancyOptimizer one rank computes
+the parameters that each of them updated for all, with the gradients that all of them recorded.
 """
 
 from __future__ import annotations
@@ -54,19 +53,19 @@ class TensorKey(NamedTuple):
 
 
 def tensor_key(entry: Entry) -> TensorKey:
-    """Of a tensor, or a part, as a rank held it."""
+    """Return the key of a tensor, or of a shard, as a rank held it."""
     ranks = Placement.parse(entry.placement).ranks
     return TensorKey(entry.name, ranks, Box(entry.global_offset, entry.shape))
 
 
 def rank_entry_name(name: str, rank: int) -> str:
-    """What an entry of a rank's file is called for people."""
+    """Return the display name of an entry of a rank's file."""
     return f"{name} of rank {rank}"
 
 
 @dataclass(slots=True, eq=False)
 class UnreplayedRank:
-    """A rank whose optimizers nothing is computed of: others compute the same.
+    """Rank whose optimizers are not replayed: other ranks compute the same state.
 
     Attributes:
         tensors: by entry name: what no other rank holds.
@@ -101,7 +100,7 @@ class UnreplayedRank:
 
 
 class JobState:
-    """What the ranks of a job had, in host memory, brought forward by their logs.
+    """States of all ranks of a job in host memory, brought forward by their logs.
 
     Args:
         markers: of the base, by rank.
@@ -150,20 +149,20 @@ class JobState:
 
     @property
     def surprises(self) -> list[str]:
-        """What replay gave otherwise than the last marks say, in words."""
+        """Differences between replay and the last marks, as text."""
         return [f"rank {rank}: {one}" for rank, s in self._computed.items() for one in s.surprises]
 
     @property
     def exactness(self) -> Exactness:
-        """Of the optimizers of all ranks together."""
+        """Exactness of the optimizers of all ranks together."""
         found = (state.exactness for state in self._computed.values())
         return next((one for one in found if not one.exact), Exactness(True, ""))
 
     def take(self, step: JobStep, *, drop: bool = False) -> None:
-        """Takes one step: all of it, or nothing (I3). :meth:`finish` completes it.
+        """Apply one step: all of it, or nothing (I3). :meth:`finish` completes it.
 
         Args:
-            step: verified.
+            step: verified records.
             drop: leave the updates out.
 
         Raises:
@@ -242,7 +241,8 @@ class JobState:
 
     @property
     def from_mark(self) -> set[str]:
-        """What is as the last marks have it: entries that they hold in full, and all objects."""
+        """Names of everything taken from the last marks: entries that they hold in full, and all
+        objects."""
         held = {
             rank_entry_name(place.entry.name, rank)
             for rank, mark in self._marks.items()
@@ -274,9 +274,8 @@ class JobState:
     # What is made of it.
 
     def whole(self) -> tuple[OfflineState, dict[str, str]]:
-        """What one process alone would restore of it (``docs/design/ranks.md``), and what that
-        leaves out, by
-        part of the state and in words: of what each rank had for itself it has that of the first.
+        """Return the state that one process would restore (``docs/design/ranks.md``), and the
+        sections left out, with descriptions: of rank-local state it has that of the first rank.
 
         Raises:
             UnsupportedStateError: ranks had different parameters of one name.
@@ -349,7 +348,7 @@ class JobState:
         return entry, tensor
 
     def _others(self, name: str, ranks: tuple[int, ...] | None) -> str | None:
-        """Who had another parameter of that name; None: nobody."""
+        """Return the ranks that had another parameter of that name; None if there are none."""
         versions: dict[tuple[int, ...] | None, dict[Box, str]] = {}
         for piece in self._saved.all_pieces(name):
             if piece.entry.name == name:
@@ -359,7 +358,8 @@ class JobState:
         return next((_text(of) for of, each in versions.items() if each != mine), None)
 
     def _left_out(self, givers: Mapping[str, int]) -> dict[str, str]:
-        """What ranks had for themselves, otherwise than the one that it is taken from."""
+        """Describe the rank-local state that is left out, as it differs from that of the chosen
+        rank."""
         found = dict[str, str]()
         for section, giver in givers.items():
             mine = self._own(section, giver)
@@ -473,7 +473,8 @@ def _with_parts(record: LogRecord, number: int, rank: int, step: JobStep) -> Log
 
 
 def _beside_gradients(record: LogRecord) -> tuple[bytes, dict[str, bytes]]:
-    """What an update consumes beside gradients: hyperparameters, and what a scaler says."""
+    """Return the inputs of an update other than gradients: hyperparameters, and the tensors of a
+    scaler."""
     about: Any = decode(record.objects.get(PART_OBJECT, b""))
     tensors = {
         place.entry.name: bytes(record.data[place.begin : place.end])

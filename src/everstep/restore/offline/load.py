@@ -1,4 +1,11 @@
-"""Reads a base into host memory: the beginning of a state without the program that trained it."""
+"""Read a base into host memory, without the program that trained it.
+
+``load_offline`` reads a base of one rank, ``load_job`` a base of several. The parts of a multi-step
+base (``docs/design/multistep.md``) are brought to the step of the base: the files of each rank by
+themselves, on the CPU, as its keeper would have done. A rank's files hold the parameters that it
+writes, their state and the gradients of these, so neither the present number of ranks nor their
+layout matters. The files of one rank at a time are in host memory, besides the restored state.
+"""
 
 from __future__ import annotations
 
@@ -67,18 +74,24 @@ def load_offline(
     trained: TimelineRecord | None = None,
     wanted: Callable[[str], bool] | None = None,
 ) -> OfflineState:
-    """Reads a base into host memory, every byte verified; one over several steps is made whole.
+    """Read a base of one rank into host memory, every byte verified; complete a multi-step base.
 
     Args:
+        filesystem: file system of the run.
+        base: base to read.
         run: id of the run that it must belong to.
+        ring: buffers for reading.
+        timeout_s: a read that takes longer counts as hung.
+        progress: notified of bytes read.
         threads, training_threads: see :class:`OfflineState`.
-        trained: the record of its timeline: where its updates were computed.
-        wanted: says by name which tensors to read; nothing can be replayed on the others then.
-            None: all of them, as where some have to be made whole.
+        trained: record of its timeline, which names the conditions of training.
+        wanted: predicate on names that selects tensors; nothing can be replayed on the others.
+            None:
+            all tensors, as for multi-step bases in any case.
 
     Raises:
-        DamageError, FormatError: with what is wrong.
-        ReplayError, UnsupportedStateError: its parts cannot be made whole.
+        DamageError, FormatError: the files are damaged or invalid.
+        ReplayError, UnsupportedStateError: a multi-step base cannot be completed.
         RecoveryError: it was saved by several ranks.
         UnavailableError: there is not enough memory.
         OSError: it cannot be read.
@@ -96,8 +109,9 @@ def load_offline(
     try:
         trees, _ = contents(opened)
         if opened.redo is not None:
-            about: dict[str, Any] = {"timeout_s": timeout_s, "progress": progress}
-            return read_multistep(opened, ring, trained, threads, **about)[0]
+            return read_multistep(
+                opened, ring, trained, threads, timeout_s=timeout_s, progress=progress
+            )[0]
         return _read_rank(
             opened,
             trees,
@@ -121,23 +135,38 @@ def read_multistep(
     timeout_s: float,
     progress: ProgressSink,
 ) -> tuple[OfflineState, int]:
-    """Reads the files of one rank of a base over several steps, and makes them whole.
+    """Read the files of one rank of a multi-step base, and bring their parts to the step of the
+    base.
 
     Args:
-        opened: with a redo file.
+        opened: files of the rank, with a redo file.
+        ring: buffers for reading.
+        trained: record of its timeline, which names the conditions of training.
+        threads: Python threads that share the work of replay.
+        timeout_s: a read that takes longer counts as hung.
+        progress: notified of bytes read.
 
     Returns:
-        What they hold; and how many updates some of it had not seen.
+        The state; and the number of updates that some part had not seen.
 
     Raises:
         DamageError, FormatError, UnavailableError, ReplayError, UnsupportedStateError, OSError: as
-            of :func:`load_offline`.
+            :func:`load_offline`.
     """
-    training_threads, elsewhere = replay_conditions([trained])
-    about: dict[str, Any] = {"timeout_s": timeout_s, "progress": progress}
-    held: dict[str, Any] = {"threads": threads, "training_threads": training_threads}
-    state = _read_rank(opened, rank_contents(opened)[0], ring, **about, **held)
-    return state, complete_offline_base(opened, state, ring, elsewhere, **about)
+    training_threads, inexact = replay_conditions([trained])
+    state = _read_rank(
+        opened,
+        rank_contents(opened)[0],
+        ring,
+        timeout_s=timeout_s,
+        progress=progress,
+        threads=threads,
+        training_threads=training_threads,
+    )
+    updates = complete_offline_base(
+        opened, state, ring, inexact, timeout_s=timeout_s, progress=progress
+    )
+    return state, updates
 
 
 def _read_rank(
@@ -151,7 +180,7 @@ def _read_rank(
     training_threads: int | None,
     wanted: Callable[[str], bool] | None = None,
 ) -> OfflineState:
-    """What one rank's files hold, as it lies there."""
+    """Read one rank's files without replaying anything."""
     free_bytes = memory_available_bytes()
     first = opened.shards[0][3]
     chosen = [_chosen(header, wanted) for _, _, header, _ in opened.shards]
@@ -162,7 +191,7 @@ def _read_rank(
     if need_bytes > free_bytes:
         raise UnavailableError(
             f"the base of step {opened.marker.step} takes {need_bytes} bytes of memory; "
-            f"{free_bytes} are left",
+            f"{free_bytes} are available",
             path=first.parent,
         )
     tensors: dict[str, torch.Tensor] = {}
@@ -206,7 +235,7 @@ def _read_rank(
 
 
 def _chosen(header: ShardHeader, wanted: Callable[[str], bool] | None) -> Sequence[int]:
-    """Return which entries of a file to read: all objects, and the tensors that are wanted under
+    """Return the indices of the entries to read: all objects, and the tensors that are wanted under
     any of their names."""
     if wanted is None:
         return range(len(header.placed))
@@ -223,7 +252,7 @@ def _chosen(header: ShardHeader, wanted: Callable[[str], bool] | None) -> Sequen
 def _into(
     entries: Sequence[Placed], targets: Mapping[str, memoryview]
 ) -> Callable[[int, memoryview], None]:
-    """Puts the bytes of a body where they belong."""
+    """Return a sink that copies the bytes of a body to their targets."""
     placed = [place for place in entries if place.end > place.begin]
     ends = [place.end for place in placed]
 
@@ -240,10 +269,11 @@ _ALIVE_S = 0.5
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CompletedFiles:
-    """What one rank's files have of a base, all of it of the base's step.
+    """State in one rank's files of a base, all of it at the step of the base.
 
     Attributes:
-        updates: that some of it had not seen.
+        state: tensors and objects.
+        updates: number of updates that some part had not seen.
     """
 
     state: OfflineState
@@ -251,7 +281,7 @@ class CompletedFiles:
 
     @property
     def doubt(self) -> str:
-        """Why it is not bit for bit what training had; "" if it is."""
+        """Reason why the state is inexact; "" if it is exact."""
         return self.state.doubt
 
     def digests(self) -> dict[str, str]:
@@ -259,7 +289,7 @@ class CompletedFiles:
         return self.state.digests()
 
     def fill(self, fills: Iterable[Fill]) -> set[str]:
-        """Puts pieces of these files where they belong; returns their names."""
+        """Copy pieces of these files to their targets; return the names of their entries."""
         names = set()
         for one in fills:
             one.copy(self.state.bytes_of(one.piece.entry.name))
@@ -276,26 +306,38 @@ def complete_rank_files(
     progress: ProgressSink,
     alive: Callable[[], None] = lambda: None,
 ) -> CompletedFiles:
-    """Reads one rank's files, every byte verified, and replays what parts of them have not seen.
+    """Read one rank's files of a multi-step base, every byte verified, and replay the updates that
+    its parts have not seen.
 
     Args:
-        opened: with a redo file.
-        trained: the record of its timeline: where its updates were computed.
-        alive: called every now and then.
+        opened: files of the rank, with a redo file.
+        ring: buffers for reading.
+        trained: record of its timeline, which names the conditions of training.
+        timeout_s: a read that takes longer counts as hung.
+        progress: notified of bytes read.
+        alive: called every half second.
 
     Raises:
-        DamageError, FormatError: they cannot be read, or not be made whole.
+        DamageError, FormatError: the files cannot be read or completed.
         UnavailableError: there is not enough memory.
-        OSError: they cannot be read.
+        OSError: the files cannot be read.
     """
     # Only now: most bases are whole.
     from everstep.restore.offline.load import read_multistep
 
     marker = opened.marker
     threads = min(2, len(available_cores()))
-    with ThreadPoolExecutor(1, "everstep-whole") as thread:
-        about = opened, ring, trained, threads
-        found = thread.submit(read_multistep, *about, timeout_s=timeout_s, progress=progress)
+    with ThreadPoolExecutor(1, "everstep-complete") as thread:
+        found = thread.submit(
+            read_multistep,
+            opened,
+            ring,
+            trained,
+            threads,
+            timeout_s=timeout_s,
+            progress=progress,
+        )
+        # The thread reads and replays; this one reports that the rank is alive.
         while wait([found], _ALIVE_S).not_done:
             alive()
     try:
@@ -311,12 +353,14 @@ def complete_rank_files(
 
 @dataclass(slots=True, eq=False)
 class _Plan:
-    """What is made of one rank.
+    """Entries to load for one rank.
 
     Attributes:
-        entries: what it held, by name, as it held it, and where that is.
+        rank: rank that saved them.
+        view: object trees and pieces of the rank.
+        entries: entries that the rank held, by name, with the pieces of the files that hold them.
         aliases: other names by which its objects refer to these.
-        mine: of these, what is loaded for it.
+        mine: names of the entries to load for it.
         computes: its log is replayed.
     """
 
@@ -328,7 +372,7 @@ class _Plan:
     computes: bool
 
     def name_of(self, name: str) -> str:
-        """What an entry is called in this rank's own files and log."""
+        """Return the name of an entry in this rank's own files and log."""
         return self.aliases.get(name, name)
 
     @property
@@ -348,8 +392,8 @@ def load_job(
     training_threads: int | None = None,
     trained: TimelineRecord | None = None,
 ) -> JobState:
-    """Reads a base of several ranks into host memory, every byte verified; arguments and errors as
-    of :func:`.load_offline`."""
+    """Read a base of several ranks into host memory, every byte verified; arguments and errors as
+    for :func:`load_offline`."""
     assert base.manifest is not None
     if base.manifest.markers[0].run != run:
         raise FormatError(f"{base.path} belongs to another run", path=base.path)
@@ -357,10 +401,19 @@ def load_job(
     markers = base.manifest.markers
     if missing := [m.rank for m in markers if not there.issuperset(one.name for one in m.files)]:
         ranks = ", ".join(map(str, missing))
-        raise FormatError(f"the files of rank(s) {ranks} are not in this folder", path=base.path)
+        raise FormatError(
+            f"the files of rank(s) {ranks} are missing in this folder", path=base.path
+        )
     with open_ranks(filesystem, base) as opened:
-        about: dict[str, Any] = {"timeout_s": timeout_s, "progress": progress}
-        return _load_opened(opened, ring, threads, training_threads, trained, **about)
+        return _load_opened(
+            opened,
+            ring,
+            threads,
+            training_threads,
+            trained,
+            timeout_s=timeout_s,
+            progress=progress,
+        )
 
 
 def _load_opened(
@@ -376,7 +429,7 @@ def _load_opened(
     saved = SavedRanks(opened)
     keeper = dict[TensorKey, int]()
     parts = dict[int, dict[str, bytes]]()
-    apart = list[str]()
+    diverged = list[str]()
     plans = [_plan(saved, rank, keeper) for rank in saved.ranks]
     need_bytes = sum(plan.size_bytes for plan in plans)
     free_bytes = memory_available_bytes()
@@ -384,7 +437,7 @@ def _load_opened(
         marker = opened[0].marker
         raise UnavailableError(
             f"the base of step {marker.step} takes {need_bytes} bytes of memory; {free_bytes} "
-            "are left",
+            "are available",
             step=marker.step,
         )
     tensors = {plan.rank: _empty(plan) for plan in plans}
@@ -398,7 +451,7 @@ def _load_opened(
     doubt = ""
     done = set[int]()
     for one in opened:
-        if one.redo is not None:  # a base over several steps
+        if one.redo is not None:  # a multi-step base
             made = complete_rank_files(one, ring, trained, timeout_s=timeout_s, progress=progress)
             mine = saved.files_of(one.marker.rank)
             made.fill(fill for number in mine for fill in fills.get(number, ()))
@@ -415,7 +468,7 @@ def _load_opened(
         aliases = {k: v for _, _, header, _ in one.shards for k, v in header.aliases.items()}
         shape = shape_of_base(one.placed(), aliases, plan.view.trees)
         objects, parts[plan.rank] = _objects(saved, plan)
-        apart += _apart(saved, plan, parts[plan.rank])
+        diverged += _diverged(saved, plan, parts[plan.rank])
         if not plan.computes:
             resting[plan.rank] = UnreplayedRank(tensors[plan.rank], objects, shape)
             continue
@@ -431,15 +484,17 @@ def _load_opened(
             training_threads=training_threads,
         )
     markers = [one.marker for one in opened]
-    return JobState(markers, saved, computed, resting, written, keeper, parts, apart, doubt)
+    return JobState(markers, saved, computed, resting, written, keeper, parts, diverged, doubt)
 
 
 def _plan(saved: SavedRanks, rank: int, keeper: dict[TensorKey, int]) -> _Plan:
-    """What is loaded for a rank: all that it held, where there is something of optimizers that no
-    rank before it held; otherwise what none of these held.
+    """Plan the load of a rank: everything that it held if that includes optimizer state that no
+    earlier rank held; otherwise only what no earlier rank held.
 
     Args:
-        keeper: the rank of which each tensor is taken, which is added to.
+        saved: headers of the base.
+        rank: rank to plan for.
+        keeper: rank that each tensor is loaded for; extended.
     """
     view = saved.view_of_all(rank)
     named = {name: _held(pieces, rank) for name, pieces in view.pieces.items()}
@@ -456,7 +511,8 @@ def _plan(saved: SavedRanks, rank: int, keeper: dict[TensorKey, int]) -> _Plan:
 
 
 def _held(pieces: Sequence[Piece], rank: int) -> tuple[Entry, Sequence[Piece]]:
-    """The part of a tensor that a rank held, by the name that those have for it that held it."""
+    """Return the shard of a tensor that a rank held, under the name that the ranks sharing it
+    use."""
     first = pieces[0]
     shape = first.entry.global_shape
     placement = first.placement
@@ -481,34 +537,41 @@ def _read_files(
     timeout_s: float,
     progress: ProgressSink,
 ) -> None:
-    """Reads all files as a whole, but those that were read already."""
+    """Read all files completely, except those already read."""
     for number, (file, record, header, path) in enumerate(saved.files):
         if number in done:
             continue
         reads = PieceReads(header, wanted.get(number, ()))
-        how: dict[str, Any] = {"timeout_s": timeout_s, "progress": progress}
         read_body(
-            file, header, record, path, ring, sink=reads.sink, on_entry=reads.entry_done, **how
+            file,
+            header,
+            record,
+            path,
+            ring,
+            timeout_s=timeout_s,
+            progress=progress,
+            sink=reads.sink,
+            on_entry=reads.entry_done,
         )
 
 
 def _objects(saved: SavedRanks, plan: _Plan) -> tuple[dict[str, bytes], dict[str, bytes]]:
-    """A rank's objects by entry name, whole where ranks had a part of one each (ZeRO); and of these
-    the parts."""
+    """Return a rank's objects by entry name, merged where each rank had a share of one (ZeRO); and
+    the unmerged ones."""
     found: dict[str, bytes] = {}
     parts: dict[str, bytes] = {}
     for section, data in saved.objects_of(plan.rank).items():
         name = OBJECT_PREFIX + section
         tree = plan.view.trees[section]
-        if is_partitioned(decode(data)):  # alike on all ranks, whoever had what
+        if is_partitioned(decode(data)):  # the merged objects are equal on all ranks
             parts[name], data = data, merged_object(tree, tree["state"], section)
         found[name] = data
     return found, parts
 
 
-def _apart(saved: SavedRanks, plan: _Plan, parts: Mapping[str, bytes]) -> list[str]:
-    """Parameters of which the ranks of an optimizer had different copies, though each is updated
-    on one of them alone, and handed to the others."""
+def _diverged(saved: SavedRanks, plan: _Plan, parts: Mapping[str, bytes]) -> list[str]:
+    """Return parameters of which the ranks of an optimizer had different copies, although each is
+    updated on one rank only and sent to the others."""
     found: list[str] = []
     named = parameter_names(plan.view.trees, plan.name_of)
     for data in parts.values():

@@ -1,9 +1,9 @@
-"""Builds the state of any logged step from files alone; also of a history that was not.
+"""Build the state of any logged step from files alone; also a state that training never had.
 
-The state of a step comes from the base that needs least replay; where base or log are damaged,
-from the next older base. A *counterfactual* state leaves out the updates of some steps: the
-other gradients are those that training computed with these updates in place, so it is never
-what training would have given.
+The state of a step comes from the base that needs least replay; if base or log are damaged, from
+the next older base. A *counterfactual* state leaves out the updates of some steps. The other
+gradients are those that training computed with these updates in place, so it is never the state
+that training would have reached.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ class Rebuilt:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What of several ranks is not in it, in words."""
+        """State of several ranks that is left out, as text."""
         return tuple(self.own.values())
 
     @property
@@ -96,12 +96,12 @@ class Rebuilt:
 
 @dataclass(frozen=True, slots=True)
 class ReplayResult:
-    """How exact a replay was; all ``""`` if it was.
+    """Exactness of a replay; all ``""`` if it was exact.
 
     Attributes:
-        lineage: why the state was not exact in training already.
-        replay: why replay need not give the bits that training had.
-        surprise: what replay gave otherwise than the log's last mark says.
+        lineage: why the state was inexact in training already.
+        replay: why replay need not give the bits of training.
+        surprise: difference between replay and the last mark of the log.
     """
 
     lineage: str
@@ -116,11 +116,12 @@ class ReplayResult:
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """How an entry differs between two states.
+    """Difference of an entry between two states.
 
     Attributes:
-        max_abs: largest absolute difference; None for what is no number, or not finite.
-        relative: norm of the difference by the norm of the first; None where that is zero.
+        entry: name of the entry.
+        max_abs: largest absolute difference; None if it is not numeric or not finite.
+        relative: norm of the difference divided by the norm of the first; None if that is zero.
     """
 
     entry: str
@@ -199,29 +200,44 @@ class Rebuilder:
         why: str,
         skipped: Sequence[Skipped] = (),
     ) -> Rebuilt:
-        """What :meth:`load` and :meth:`play` have given, as a state of one process.
+        """Return the result of :meth:`load` and :meth:`play`, as a state of one process.
 
         Args:
-            why: it is not exact; "" if it is.
-            skipped: what was tried before.
+            base: base that was loaded.
+            chain: replayed steps.
+            state: resulting state.
+            why: reason why it is inexact; "" if it is exact.
+            skipped: bases that were tried before.
         """
         timeline, step = chain.end
-        alone, own = _of_one(state)
+        merged, own = _of_one(state)
         audit = audit_of(self.log.inventory, BaseId(timeline, step))
         if audit is not None and audit.verdict == "different":  # as resume() says
             why = why or describe_audit(audit)
         inexact = why  # as where fewer ranks go on (I9)
         why = why or next(iter(own.values()), "")
-        about = len(chain.steps), not why, why, tuple(skipped), own, inexact, audit
-        return Rebuilt(alone, base.id, timeline, *about)
+        return Rebuilt(
+            state=merged,
+            base=base.id,
+            timeline=timeline,
+            replayed=len(chain.steps),
+            exact=not why,
+            why=why,
+            skipped=tuple(skipped),
+            own=own,
+            inexact=inexact,
+            audit=audit,
+        )
 
     def load(
         self, base: BaseFound, chain: Chain, wanted: Callable[[str], bool] | None = None
     ) -> OfflineState | JobState:
-        """A base, ready for the updates of a chain.
+        """Load a base, ready for the updates of a chain.
 
         Args:
-            wanted: says by name which tensors are needed, where nothing is replayed; None: all.
+            base: base to load.
+            chain: steps to replay.
+            wanted: predicate on names that selects tensors, if nothing is replayed; None: all.
         """
         records = [self.log.inventory.timelines.get(timeline) for timeline, _ in chain.steps]
         several = base.manifest is not None and len(base.manifest.markers) > 1
@@ -246,15 +262,19 @@ class Rebuilder:
         drop: Collection[int] = (),
         on_step: Callable[[int], None] = lambda step: None,
     ) -> ReplayResult:
-        """Redoes a chain.
+        """Replay a chain.
 
         Args:
+            chain: steps to replay.
             logged: gets all updates.
-            other: gets all but those of the steps ``drop``.
+            other: gets all updates except those of the steps ``drop``.
+            drop: steps to leave out.
+            on_step: called after each step.
 
         Raises:
-            DamageError, FormatError, ReplayError, StorageError: where the log cannot go on; both
-                states are of no use then.
+            DamageError, FormatError, ReplayError, StorageError: the log cannot be replayed
+                further; both
+                states are unusable then.
             AuditError: replay, which must give the bits of training, gives others.
         """
         updates_seen = 0
@@ -328,7 +348,7 @@ class Rebuilder:
         *,
         twice: bool,
     ) -> tuple[Rebuilt, Rebuilt | None]:
-        """The first of several ways that can be gone to its end."""
+        """Return the state from the first base and log that can be replayed completely."""
         skipped: list[Skipped] = []
         for base, chain in ways:
             try:
@@ -376,7 +396,7 @@ def _unless_empty(ways: Iterator[_Way]) -> Iterator[_Way] | None:
 
 
 def changes(before: OfflineState, after: OfflineState) -> list[Change]:
-    """Entries in which two states differ, in the order of the first."""
+    """Return the entries in which two states differ, in the order of the first."""
     found = []
     theirs = after.digests()
     for name, mine in before.digests().items():

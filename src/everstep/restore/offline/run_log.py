@@ -1,6 +1,6 @@
-"""What base and log on disk give together: which steps, from which base, by which segments.
+"""Steps that a run on disk can restore: from which base, by which segments of the log.
 
-Of several ranks a step is there if every one of them has it (I4, ``docs/design/audit.md``).
+With several ranks a step exists if every rank has it (I4, ``docs/design/audit.md``).
 """
 
 from __future__ import annotations
@@ -30,18 +30,20 @@ from everstep.state.layout.entries import shape_of_all
 __all__ = ["Reach", "RunLog", "spans"]
 
 _ATTEMPTS = 8
-_UNKNOWN = "?"  # the shape of a base that cannot be read: that of no log
+_UNKNOWN = "?"  # shape of an unreadable base; matches no log
 
 
 @dataclass(frozen=True, slots=True)
 class Reach:
-    """What the log of one timeline adds.
+    """Steps that the log of one timeline adds.
 
     Attributes:
-        steps: of this timeline that can be reached by replay, ascending.
-        stopped: why the newest base's log goes no further, in words.
-        gaps: steps between those that all ranks have recorded, as ranges: they were lost, or never
-            written (``Budget(write_bytes_per_day=)``). Not those of segments with a ``problem``.
+        timeline: number of the timeline.
+        steps: steps of this timeline that replay reaches, ascending.
+        segments: its segments.
+        stopped: why the log after the newest base goes no further.
+        gaps: ranges of steps between recorded ones that were lost or never written
+            (``Budget(write_bytes_per_day=)``); segments with a ``problem`` are not gaps.
     """
 
     timeline: int
@@ -60,15 +62,18 @@ class Reach:
 
 
 class RunLog:
-    """The log of a run on disk; reads records and headers, and of bases their objects.
+    """Log of a run on disk; reads records, headers, and the objects of bases.
 
     Args:
+        filesystem: file system of the run.
+        inventory: bases and timelines of the run.
         segments: by timeline, and by rank.
-        records: by rank: those in keepers' memory, of timelines that are in the inventory.
+        records: by rank, records in keepers' memory, of timelines in the inventory.
 
     Attributes:
-        segments: all of them; those that cannot be used have a ``problem``.
-        index: of the records of those that can, as far as all ranks have them.
+        inventory: bases and timelines of the run.
+        segments: all segments; unusable ones have a ``problem``.
+        index: index of the usable records that all ranks have.
     """
 
     def __init__(
@@ -83,8 +88,8 @@ class RunLog:
         self.segments: list[SegmentFound] = []
         by_rank: dict[int, list[SegmentFound]] = {}
         heads: list[list[RecordHead]] = []
-        told = {one.head.timeline for mine in records.values() for one in mine}
-        for timeline in sorted(segments.keys() | told):
+        in_memory = {one.head.timeline for mine in records.values() for one in mine}
+        for timeline in sorted(segments.keys() | in_memory):
             of_ranks = segments.get(timeline, {})
             record = inventory.timelines.get(timeline)
             good = {r: [validated(s, inventory.run) for s in mine] for r, mine in of_ranks.items()}
@@ -113,18 +118,20 @@ class RunLog:
         inventory: Inventory,
         records: Mapping[int, Sequence[LogRecord]] = MappingProxyType({}),
     ) -> RunLog:
-        """Looks at all segments.
+        """Scan all segments.
 
         Raises:
-            NewerFormatError: one was written by a newer everstep.
+            NewerFormatError: a segment was written by a newer everstep.
             OSError: a directory cannot be read.
         """
         for left in reversed(range(_ATTEMPTS)):
             try:
-                about = filesystem, inventory.path, inventory.timelines
-                found = scan_logs(*about, there=inventory.may_hold)
+                found = scan_logs(
+                    filesystem, inventory.path, inventory.timelines, there=inventory.may_hold
+                )
                 return cls(filesystem, inventory, found, records)
-            except FileNotFoundError:  # a process at work deletes segments meanwhile
+            except FileNotFoundError:
+                # A running keeper may delete segments during the scan: start over.
                 if not left:
                     raise
         raise AssertionError("unreachable")
@@ -136,7 +143,8 @@ class RunLog:
         return {base.id: base for base in self.inventory.bases if base.status in there}
 
     def shape(self, base: BaseFound) -> str:
-        """What a base consists of (see :mod:`everstep.state.layout.entries`), from its objects."""
+        """Return the shape of a base (see :mod:`everstep.state.layout.entries`), from its
+        objects."""
         found = self._shapes.get(base.id)
         if found is None:
             found = self._shapes[base.id] = self._shape(base)
@@ -145,10 +153,12 @@ class RunLog:
     def chain(
         self, base: BaseFound, path: Sequence[tuple[int, int | None]], *, look: bool = True
     ) -> Chain:
-        """How far the log goes from a base along a history.
+        """Follow the log from a base along a history.
 
         Args:
-            look: at what the base consists of; otherwise the first mark is believed.
+            base: base to start from.
+            path: history as timelines with their last steps.
+            look: compare with the shape of the base; otherwise the first mark is trusted.
         """
         assert base.manifest is not None
         lsn = base.manifest.markers[0].lsn
@@ -158,32 +168,38 @@ class RunLog:
             if shape == _UNKNOWN:
                 return Chain(base.id, (), f"{base.id} cannot be read: {self._unreadable[base.id]}")
             if shape != self.index.marks[chain.steps[0]].shape:
-                return Chain(base.id, (), "the log behind it is of a state of another shape")
+                return Chain(
+                    base.id, (), "the log after it belongs to a state of another composition"
+                )
         damaged = self.damage_at(chain.end[1] + 1, {timeline for timeline, _ in path})
         return chain if damaged is None else replace(chain, stopped=damaged)
 
     def steps(
         self, chain: Chain, lsn: int, world: int, ring: ChunkRing, timeout_s: float
     ) -> Generator[JobStep | EverstepError, None, None]:
-        """What the ranks have recorded of each step of a chain, in order; an error instead, and the
-        end, where a record cannot be read. To be used as :meth:`.LogFound.steps`.
+        """Yield the records of all ranks for each step of a chain, in order; an error in place of
+        the step, and nothing after it, where a record cannot be read. Use as
+        :meth:`.LogFound.steps`.
 
         Args:
-            lsn: of the base.
-            world: number of ranks that saved it, and wrote the log.
+            chain: steps to read.
+            lsn: LSN of the base.
+            world: number of ranks that saved the base and wrote the log.
+            ring: buffers for reading.
+            timeout_s: a read that takes longer counts as hung.
         """
-        if not chain.steps:  # perhaps there is no log at all
+        if not chain.steps:  # there may be no log at all
             return
-        about = self._filesystem, ring, timeout_s
+        files = self._filesystem
         if world == 1:
-            for updates, mark in self._logs[0].steps(chain, lsn, *about):
+            for updates, mark in self._logs[0].steps(chain, lsn, files, ring, timeout_s):
                 yield mark if isinstance(mark, EverstepError) else {0: (updates, mark)}
             return
         logs = [self._logs[rank] for rank in range(world)]
         try:
             for at in chain.steps:
                 try:
-                    found = [log.step_of(at[0], at[1], *about) for log in logs]
+                    found = [log.step_of(at[0], at[1], files, ring, timeout_s) for log in logs]
                 except EverstepError as error:
                     yield error
                     return
@@ -193,7 +209,8 @@ class RunLog:
                 log.close()
 
     def damage_at(self, step: int, timelines: Collection[int]) -> str | None:
-        """What is wrong with a segment that should hold a step; None: there is no such one."""
+        """Return the problem of a damaged segment that should hold a step; None if there is
+        none."""
         for segment in self.segments:
             covers = segment.after < step <= segment.last and segment.timeline in timelines
             if covers and segment.problem is not None:
@@ -201,7 +218,8 @@ class RunLog:
         return None
 
     def why_not(self, step: int, timeline: int | None) -> str | None:
-        """Why the log does not lead to a step that it has or had; None: it has never had it."""
+        """Return why the log does not lead to a step that it has or had; None if it never had
+        it."""
         branches = self.inventory.branches
         usable = self.usable
         chosen = [number for number in branches if timeline in (None, number)]
@@ -213,19 +231,20 @@ class RunLog:
             path = path_of(number, self.inventory.timelines)
             before = [key for key in _on(path, usable) if key.step < step]
             if not before:
-                return "no base before it is left"
+                return "no base before it exists any more"
             return self.chain(usable[max(before)], path).stopped
         return None
 
     def ways(self, step: int, timeline: int | None = None) -> Iterator[tuple[BaseFound, Chain]]:
-        """Bases from which ``step`` may be reached, and the steps to redo on each: those of the
-        newest timeline's history first, and of these the base that needs least replay.
+        """Yield bases from which a step may be reached, each with the steps to replay: those in the
+        history of the newest timeline first, and of these the base that needs least replay.
 
         Args:
-            timeline: only states of this one.
+            step: step to reach.
+            timeline: only states of this timeline; None: of any.
         """
         usable = self.usable
-        told: set[tuple[BaseId, tuple[tuple[int, int], ...]]] = set()
+        seen: set[tuple[BaseId, tuple[tuple[int, int], ...]]] = set()
         for number in current_first(self.inventory, self.index):
             path = path_of(number, self.inventory.timelines)
             for key in sorted(_on(path, usable), reverse=True):
@@ -233,22 +252,24 @@ class RunLog:
                     continue
                 chain = self.chain(usable[key], _until(path, step), look=False)
                 fits = chain.end[1] == step and timeline in (None, chain.end[0])
-                if fits and (key, chain.steps) not in told:
-                    told.add((key, chain.steps))
+                if fits and (key, chain.steps) not in seen:
+                    seen.add((key, chain.steps))
                     yield usable[key], chain
-        for key in sorted(usable, reverse=True):  # also where it is in no history
-            if key.step == step and timeline in (None, key.timeline) and (key, ()) not in told:
+        for key in sorted(usable, reverse=True):  # bases outside every history, too
+            if key.step == step and timeline in (None, key.timeline) and (key, ()) not in seen:
                 yield usable[key], Chain(key, (), "")
 
     def cut_off(self, inventory: Inventory) -> tuple[BaseId, str] | None:
-        """Return the first step of the present history that has no record while later ones have,
-        and no base lies after it, with what is lost in words; None if all that was recorded after
-        the newest base can be reached.
+        """Return the first step of the current history that has no record while later steps have,
+        with no base after it, and the loss as text; None if everything recorded after the newest
+        base can be reached.
 
         Args:
-            inventory: taken after the log was read. A process at work commits a base before it
-                deletes the segments before that one, so what was read then is never taken for cut
-                off by a base that was not there yet.
+            inventory: taken after the log was read. A running process commits a base before it
+                deletes the
+                segments before it, so segments read earlier are never reported as cut off because
+                their
+                base did not exist yet.
         """
         if not self.index.marks or not inventory.branches:
             return None
@@ -263,34 +284,35 @@ class RunLog:
         if best is None or best.lost is None:
             return None
         timeline, step = best.end
-        told = (
-            f"what it has of later steps, up to step {best.lost}, is of no use: {best.stopped}, "
-            "and there is no base of a later one"
+        reason = (
+            f"later steps, up to step {best.lost}, cannot be restored: {best.stopped}, and "
+            "there is no base of a later step"
         )
-        return BaseId(timeline, step + 1), told
+        return BaseId(timeline, step + 1), reason
 
     def replayable(self, without: Collection[BaseId] = ()) -> set[tuple[int, int]]:
-        """``(timeline, step)`` of every state that replay reaches.
+        """Return ``(timeline, step)`` of every state that replay reaches.
 
         Args:
-            without: as if these bases were not there.
+            without: bases to ignore.
         """
         return {item for _, chain in self._chains(without) for item in chain.steps}
 
     def newest_end(self, base: BaseFound) -> BaseId | None:
-        """How far replay goes from a base along the newest history; None: not a step."""
+        """Return the last step that replay reaches from a base along the newest history; None if
+        there is none."""
         present = current_first(self.inventory, self.index)[0]
         chain = self.chain(base, path_of(present, self.inventory.timelines))
         return BaseId(*chain.end) if chain.steps else None
 
     def reaches(self) -> dict[int, Reach]:
-        """What the log of each timeline adds; only timelines that have segments."""
+        """Return the reach of the log of each timeline that has segments."""
         steps: dict[int, set[int]] = {}
         stopped: dict[int, str] = {}
         for number, chain in self._chains(()):
             for timeline, step in chain.steps:
                 steps.setdefault(timeline, set()).add(step)
-            stopped[number] = chain.stopped  # the newest base comes last
+            stopped[number] = chain.stopped  # of the newest base, which comes last
         recorded: dict[int, list[int]] = {}
         for timeline, step in self.index.marks:
             recorded.setdefault(timeline, []).append(step)
@@ -305,7 +327,7 @@ class RunLog:
         return found
 
     def _chains(self, without: Collection[BaseId]) -> Iterator[tuple[int, Chain]]:
-        """Chains along the history of each timeline, by its number; older bases first."""
+        """Yield chains along the history of each timeline, with its number; older bases first."""
         branches = self.inventory.branches
         usable = self.usable
         for number in sorted(branches) if self.index.marks else ():
@@ -324,8 +346,8 @@ class RunLog:
         path: Sequence[tuple[int, int | None]],
         after: tuple[BaseFound, Chain] | None,
     ) -> Chain:
-        """The chain of a base, given that of the next one in its history: where the first leads
-        to the state of the next base, it goes on as that does."""
+        """Return the chain of a base, given that of the next base in its history: if the log leads
+        to the state of the next base, it continues as from there."""
         if after is None or after[0].id.step <= base.id.step:
             return self.chain(base, path)
         later, rest = after
@@ -355,7 +377,7 @@ class RunLog:
 
 
 def _shapes_of_ranks(opened: Sequence[OpenBase]) -> list[str]:
-    """What the state of each rank consisted of that saved a base, as its log has it.
+    """Return the shape of the state of each rank that saved a base, as its log records it.
 
     Raises:
         DamageError, FormatError: objects cannot be read.
@@ -368,14 +390,14 @@ def _shapes_of_ranks(opened: Sequence[OpenBase]) -> list[str]:
 
 
 def _split_step(records: Sequence[LogRecord]) -> tuple[list[LogRecord], LogRecord]:
-    """The updates of a step in order, and its mark."""
+    """Return the updates of a step in order, and its mark."""
     (mark,) = (one for one in records if one.head.kind == "mark")
     updates = sorted((one for one in records if one is not mark), key=lambda one: one.head.lsn)
     return updates, mark
 
 
 def spans(steps: Iterable[int]) -> list[tuple[int, int]]:
-    """Ascending steps as ranges, both ends included."""
+    """Return ascending steps as ranges, both ends included."""
     found: list[tuple[int, int]] = []
     for step in steps:
         if found and step == found[-1][1] + 1:
@@ -386,7 +408,7 @@ def spans(steps: Iterable[int]) -> list[tuple[int, int]]:
 
 
 def _between(ranges: Iterable[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
-    """What lies between the first and the last of some ranges and in none of them."""
+    """Return the gaps between ranges."""
     found: list[tuple[int, int]] = []
     end: int | None = None
     for first, last in sorted(ranges):
@@ -397,7 +419,7 @@ def _between(ranges: Iterable[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
 
 
 def _until(path: Sequence[tuple[int, int | None]], step: int) -> list[tuple[int, int | None]]:
-    """A history that ends with a step."""
+    """Return a history cut after a step."""
     return [(timeline, step if limit is None else min(limit, step)) for timeline, limit in path]
 
 

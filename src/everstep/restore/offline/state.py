@@ -1,10 +1,11 @@
-"""A state without the program that trained it: a base in host memory, brought forward by the log;
-or of several ranks' base what one of them writes, by its own log (``docs/design/log.md``).
+"""State of one rank in host memory, brought forward by the log without the program that trained it
+(``docs/design/log.md``).
 
-What :class:`~everstep.restore.redo.redo.Redo` does to live objects is done here to plain tensors on
-the CPU. The object trees of a base say all that is needed: which parameters an optimizer has, by
-name, which entries its state consists of, and its hyperparameters. Everything that no optimizer
-replays comes from the last step mark, which holds all of it (I8).
+It does to plain CPU tensors what :class:`~everstep.restore.redo.redo.Redo` does to live objects.
+The object trees of a base hold everything needed: the parameters of each optimizer by name, the
+entries of its state, and its hyperparameters. Entries that no optimizer replays come from the last
+step mark, which holds all of them (I8). Of a base of several ranks it is the share that one of them
+writes, with that rank's own log.
 """
 
 from __future__ import annotations
@@ -44,17 +45,19 @@ from everstep.state.values.tree import join, references
 
 __all__ = ["OfflineState"]
 
-_BATCH = 8  # updates of one optimizer that are replayed in one go
+_BATCH = 8  # updates of one optimizer replayed in one call
 
 
 @dataclass(slots=True, eq=False)
 class _Replayed:
-    """One optimizer.
+    """One optimizer and its replayer.
 
     Attributes:
-        kind: name of its class, as the log has it.
-        names: of the parameters that it updates here.
-        waiting: updates that have been accepted and not yet applied.
+        kind: name of its class in the log.
+        names: names of the parameters that it updates here.
+        replayer: applies updates to the tensors.
+        waiting: updates that were accepted and not yet applied.
+        last: newest update that was applied.
     """
 
     kind: str
@@ -63,8 +66,8 @@ class _Replayed:
     waiting: list[Update] = field(default_factory=list)
     last: Update | None = None
 
-    def work_off(self) -> None:
-        """Applies what is waiting."""
+    def apply_waiting(self) -> None:
+        """Apply the waiting updates."""
         waiting = self.waiting
         self.waiting = []
         self.replayer.apply(waiting)
@@ -72,27 +75,26 @@ class _Replayed:
 
 
 class OfflineState:
-    """All entries of a state as CPU tensors, and its objects.
+    """Entries of a state as CPU tensors, and its objects.
 
     Args:
-        marker: of the base.
-        entries: tensors' entries by name, in the order of the base's files.
-        tensors: their values, contiguous.
+        marker: marker of the base.
+        entries: entries of tensors by name, in the order of the base's files.
+        tensors: values by name, contiguous.
         aliases: ``other name -> entry name``.
         objects: encoded objects by entry name.
         trees: the same, decoded, by section.
+        shape: shape of the state (see :mod:`everstep.state.layout.entries`).
         threads: Python threads that share the work of replay.
-        training_threads: number of torch's threads in training, if it is known.
+        training_threads: number of torch's threads in training, if known.
 
     Attributes:
-        shape: what the state consists of (see :mod:`everstep.state.layout.entries`).
         step, lsn: of the newest step that was applied.
-        replayed: entries that an optimizer has computed here.
-        unlogged: hyperparameters that are tensors and not in the marks: they are as the last
-            update had them, but a scheduler may have changed them since.
-        surprises: what replay gave otherwise than the last mark says, in words.
-        doubt: why it is not what training had, by what made a base over several steps whole; ""
-            if it is, or that was not needed.
+        replayed: entries that an optimizer computed here.
+        unlogged: hyperparameters that are tensors and not in the marks: they have the values of the
+            last update, but a scheduler may have changed them since.
+        surprises: differences between replay and the last mark, as text.
+        doubt: why completing a multi-step base was inexact; "" if it was exact or not needed.
     """
 
     def __init__(
@@ -133,36 +135,37 @@ class OfflineState:
 
     @property
     def from_mark(self) -> set[str]:
-        """What is as the last mark has it: entries that it holds in full, and all objects."""
+        """Names of everything taken from the last mark: entries that it holds in full, and all
+        objects."""
         return self._marked | set(self.objects)
 
     @property
     def exactness(self) -> Exactness:
-        """Of all replayed optimizers together."""
+        """Exactness of all replayed optimizers together."""
         for optimizer in self._optimizers.values():
             if not optimizer.replayer.exact.exact:
                 return optimizer.replayer.exact
         if self.unlogged:
             return Exactness(
                 False,
-                f"the log does not hold {min(self.unlogged)!r}, a hyperparameter that is a tensor, "
-                "as it was at the end of the step",
+                f"the log does not hold the value of {min(self.unlogged)!r}, a hyperparameter "
+                "that is a tensor, at the end of the step",
             )
         return Exactness(True, "")
 
     @property
     def size_bytes(self) -> int:
-        """Of all tensors and objects."""
+        """Bytes of all tensors and objects."""
         tensors = sum(entry.size_bytes for entry in self.entries.values())
         return tensors + sum(map(len, self.objects.values()))
 
     def take(
         self, step: Mapping[int, tuple[Sequence[LogRecord], LogRecord]], *, drop: bool = False
     ) -> None:
-        """Takes one step as :meth:`advance` does.
+        """Apply one step, as :meth:`advance` does.
 
         Args:
-            step: updates and mark, of the one rank that there is.
+            step: updates and mark, of the only rank.
             drop: leave the updates out.
         """
         updates, mark = step[0]
@@ -174,16 +177,19 @@ class OfflineState:
         mark: LogRecord,
         others: MarkEntries = (),
     ) -> None:
-        """Takes one step: all of it, or nothing (I3). :meth:`finish` completes it.
+        """Apply one step: all of it, or nothing (I3). :meth:`finish` completes it.
 
         Args:
-            updates: in order; without those that are to be left out.
-            others: what marks of other ranks, which are verified, hold of this state.
+            updates: records in order, without those to leave out.
+            mark: step mark.
+            others: verified entries of this state that marks of other ranks hold.
 
         Raises:
             DamageError: a record is damaged; nothing of the step was applied.
             FormatError, ReplayError, UnsupportedStateError: a record does not fit the state.
         """
+        # All records are checked before the first change: a step is applied completely or not at
+        # all (I3).
         for record in (*updates, mark):
             record.verify()
             _refuse_declared(record)
@@ -205,8 +211,9 @@ class OfflineState:
         for (update, _), optimizer in zip(found, optimizers, strict=True):
             optimizer.waiting.append(update)
             if doubtful or len(optimizer.waiting) >= _BATCH:
-                optimizer.work_off()
-        for one, place in doubtful:  # what two optimizers, or views, may have changed in turn
+                optimizer.apply_waiting()
+        # Tensors with two owners, or views of one memory: replay cannot order their updates.
+        for one, place in doubtful:
             self._put(one, place)
         self._last = mark
         self.step = mark.head.step
@@ -214,29 +221,30 @@ class OfflineState:
         self._held = held
         self._marked = {place.entry.name for _, place in held}
 
-    def work_off(self) -> None:
-        """Applies what is waiting: from now on no record of the steps taken so far is read.
+    def apply_waiting(self) -> None:
+        """Apply the waiting updates, so that no record of the steps so far is read any more.
 
         Raises:
-            ReplayError: an update failed half-way; the state is of no use then.
+            ReplayError: an update failed half-way; the state is unusable then.
         """
         for one in self._optimizers.values():
-            one.work_off()
+            one.apply_waiting()
 
     def finish(
         self, *, counterfactual: bool = False, objects: Mapping[str, bytes] | None = None
     ) -> None:
-        """Applies what is waiting, and puts everything else as the last mark has it.
+        """Apply the waiting updates, and restore everything else from the last mark.
 
         Args:
-            counterfactual: some updates were left out, so that an optimizer's plain values (a
-                count of its steps) are those of replay, and not those of the mark.
-            objects: instead of those of the mark that have the same names.
+            counterfactual: some updates were left out, so that an optimizer's plain values (its
+                step count)
+                are taken from replay instead of the mark.
+            objects: replacements for objects of the mark, by name.
 
         Raises:
             FormatError, ReplayError: the mark does not fit the state.
         """
-        self.work_off()
+        self.apply_waiting()
         mark = self._last
         if mark is None:
             return
@@ -249,10 +257,10 @@ class OfflineState:
         for section, tree in trees.items():
             for name in references(tree):
                 if self._canonical(name) not in self.tensors and self.marker.world == 1:
-                    raise FormatError(f"{mark.head} refers to {name!r}, which is not there")
+                    raise FormatError(f"{mark.head} refers to {name!r}, which is not in the base")
             optimizer = self._optimizers.get(section)
             if optimizer is not None:
-                self._settle(section, tree, optimizer, logged, counterfactual)
+                self._reconcile(section, tree, optimizer, logged, counterfactual)
             if OptimizerProvider.groups_of(tree) is not None:
                 self._take_options(tree, None if optimizer is None else optimizer.last, logged)
         self._trees = trees
@@ -262,24 +270,25 @@ class OfflineState:
                 self.objects[OBJECT_PREFIX + section] = encode(trees[section], section)
 
     def compare(self) -> None:
-        """Compares what replay gives with the samples in the last mark, if it must give the bits
-        that training had; after :meth:`work_off`. Whether it was trained under the same
-        conditions is for the caller to know.
+        """Compare replayed values with the samples in the last mark, if replay must give the bits
+        of training. Call after :meth:`apply_waiting`; the caller decides if the conditions of
+        training allow it.
 
         Raises:
-            AuditError: something else; names an entry.
-            FormatError: the mark is of another state.
+            AuditError: an entry differs; the error names it.
+            FormatError: the mark belongs to another state.
         """
         if self._last is not None and self.exactness.exact:
             compare(self._comparison, self._last, self.tensors)
 
     def digests(self) -> dict[str, str]:
-        """The digest of every entry, objects included, as a base of this state has them."""
+        """Return the digest of every entry, objects included, as a base of this state has them."""
         found = {name: digest(self.bytes_of(name)) for name in self.entries}
         return found | {name: digest(data) for name, data in self.objects.items()}
 
     def bytes_of(self, name: str) -> memoryview:
-        """The bytes of a tensor's entry, in row-major order; of no use once the tensor is gone."""
+        """Return the bytes of a tensor's entry in row-major order, valid while the tensor
+        exists."""
         tensor = self.tensors[name]
         if not tensor.is_contiguous():
             flat = tensor.contiguous()  # must live until its bytes are copied
@@ -290,34 +299,38 @@ class OfflineState:
         return self.aliases.get(name, name)
 
     def _put(self, mark: LogRecord, place: Placed) -> None:
-        """Gives an entry the value that a mark holds."""
+        """Copy the value that a mark holds into an entry."""
         entry = self.entries.get(place.entry.name)
         forms = [(e.dtype, e.shape, e.logical_dtype) for e in (entry, place.entry) if e]
         if len(set(forms)) != 1 or len(forms) != 2:
-            raise FormatError(f"{mark.head}: {place.entry.name!r} is not as in the base")
+            raise FormatError(
+                f"{mark.head}: shape or dtype of {place.entry.name!r} differs from the base"
+            )
         self.tensors[place.entry.name].copy_(tensor_of(mark, place))
 
     def _optimizer(self, key: str, record: LogRecord) -> _Replayed:
-        """The optimizer that an update is of; made at its first.
+        """Return the optimizer of an update, made at its first one.
 
         Raises:
-            UnsupportedStateError: it cannot be replayed without the program that trained it.
+            UnsupportedStateError: replay needs the program that trained it.
         """
-        in_parts = PART_OBJECT in record.objects
-        about: Any = decode(record.objects[PART_OBJECT if in_parts else UPDATE_OBJECT])
+        in_shares = PART_OBJECT in record.objects
+        about: Any = decode(record.objects[PART_OBJECT if in_shares else UPDATE_OBJECT])
         kind = about.get("kind")
         if not isinstance(kind, str):
             raise UnsupportedStateError(
-                f"{record.head} does not say of which class the optimizer {key!r} is",
-                leaves=((key, "a log without classes of optimizers"),),
+                f"{record.head} does not name the class of the optimizer {key!r}",
+                leaves=((key, "the log does not name optimizer classes"),),
                 step=record.head.step,
-                hint="resume(step=...) in the program that trained it replays it all the same",
+                hint="resume(step=...) in the program that trained it can replay it",
             )
         known = self._optimizers.get(key)
         if known is None:
             known = self._optimizers[key] = self._replayed(key, kind, record)
         if known.kind != kind:
-            raise ReplayError(f"{record.head}: {key!r} was a {known.kind}, now it is a {kind}")
+            raise ReplayError(
+                f"{record.head}: the class of {key!r} changes from {known.kind} to {kind}"
+            )
         return known
 
     def _replayed(self, key: str, kind: str, record: LogRecord) -> _Replayed:
@@ -328,12 +341,14 @@ class OfflineState:
                 "updates cannot be replayed",
                 leaves=((key, f"a {kind}"),),
                 step=record.head.step,
-                hint="resume(step=...) in the program that trained it replays it all the same",
+                hint="resume(step=...) in the program that trained it can replay it",
             )
         tree = self._trees.get(key)
         groups = OptimizerProvider.groups_of(tree)
         if groups is None:
-            raise FormatError(f"{record.head} is of {key!r}, which is no optimizer in the base")
+            raise FormatError(
+                f"{record.head} updates {key!r}, which is not an optimizer of the base"
+            )
         assert isinstance(tree, dict)
         names = {name: self._entry_of(key, name) for group in groups for name in group}
         values = tree["state"]
@@ -343,23 +358,23 @@ class OfflineState:
             for group in tree["param_groups"]
         ]
         if self.marker.world > 1:
-            names, values = self._mine(key, names, values)
+            names, values = self._own_parameters(key, names, values)
         if PARTITIONED in tree and makes_state_when_built(found, options):
-            names = {n: e for n, e in names.items() if n in values}  # others update the rest
+            names = {n: e for n, e in names.items() if n in values}  # other ranks update the rest
         for group in tree["param_groups"]:
             for name, shape in ((n, shape) for n, shape in group["params"] if n in names):
-                entry = self.entries[names[name]]  # perhaps of a part of it
+                entry = self.entries[names[name]]  # may be a shard
                 if tuple(shape) != entry.global_shape[: self.tensors[entry.name].dim()]:
                     raise FormatError(f"{key}: {name!r} has another shape than its entry")
                 if entry.shape != entry.global_shape and not is_elementwise(found):
                     raise ReplayError(
-                        f"{key} is a {kind}, which does not act element by element, and {name!r} "
-                        "is spread over ranks"
+                        f"{key} is a {kind}, which does not work element by element, and {name!r} "
+                        "is sharded over ranks"
                     )
         states = {self._canonical(name) for name in references(values)}
         mine = {*names.values(), *states}
         for name in mine - self.replayed:
-            self._as_it_lay(name)
+            self._restore_strides(name)
         self.replayed |= mine
         state: Any = join(values, lookup)
         replayer = Replayer(
@@ -373,45 +388,45 @@ class OfflineState:
         )
         return _Replayed(kind, frozenset(names), replayer)
 
-    def _mine(
+    def _own_parameters(
         self, key: str, names: Mapping[str, str], values: Mapping[str, Any]
     ) -> tuple[dict[str, str], dict[str, Any]]:
-        """Of an optimizer's parameters and their state, what this rank writes.
+        """Return the parameters that this rank writes, and their optimizer state.
 
         Raises:
-            FormatError: of the two it has only one.
+            FormatError: it has only one of the two.
         """
         mine = {name: entry for name, entry in names.items() if entry in self.tensors}
         for name, value in values.items():
             entries = {self._canonical(other) for other in references(value)}
             there = entries & self.tensors.keys()
             if there != (entries if name in mine else set()):
-                raise FormatError(f"{key}: another rank writes a part of the state of {name!r}")
+                raise FormatError(f"{key}: another rank writes some of the state of {name!r}")
         return mine, {n: v for n, v in values.items() if n in mine or n not in names}
 
     def _entry_of(self, key: str, name: str) -> str:
-        """The entry that holds a parameter."""
+        """Return the entry that holds a parameter."""
         found = self._parameters.get(name, set())
         if len(found) == 1:
             return next(iter(found))
-        why = "two entries could be it" if found else "it lies in no module of the state"
+        why = "two entries match" if found else "no module of the state has it"
         raise UnsupportedStateError(
             f"the base does not say which entry is the parameter {name!r} of {key!r}: {why}",
             leaves=((f"{key}: {name}", why),),
-            hint="resume(step=...) in the program that trained it replays it all the same",
+            hint="resume(step=...) in the program that trained it can replay it",
         )
 
-    def _as_it_lay(self, name: str) -> None:
-        """Gives a tensor the strides that it had, gaps and all: kernels choose their way by them,
-        and some round otherwise."""
+    def _restore_strides(self, name: str) -> None:
+        """Give a tensor the strides that it had in training, gaps included: kernels are chosen by
+        them, and some round differently."""
         entry = self.entries[name]
         tensor = self.tensors[name]
         if entry.stride is None or len(entry.stride) != tensor.dim() or not tensor.numel():
             return
-        if all(entry.stride):  # else nothing could have updated it in place
+        if all(entry.stride):  # a stride of 0 (expanded) cannot have been updated in place
             self.tensors[name] = with_strides(tensor, entry.stride)
 
-    def _settle(
+    def _reconcile(
         self,
         section: str,
         tree: Any,
@@ -419,7 +434,7 @@ class OfflineState:
         logged: set[str],
         counterfactual: bool,
     ) -> None:
-        """Brings together what replay gave for an optimizer's state and what the mark says."""
+        """Reconcile an optimizer's replayed state with the mark."""
         if not isinstance(tree, dict) or not isinstance(tree.get("state"), dict):
             raise FormatError(f"the mark of step {self.step} has no state of {section!r}")
         replayer = optimizer.replayer
@@ -431,7 +446,7 @@ class OfflineState:
                 raise ReplayError(f"replay gives other state of {name!r} than {section!r} had")
             for key, value in values.items():
                 if key not in mine:
-                    continue  # its first update was left out
+                    continue  # state made by an update that was left out
                 found = mine[key]
                 if isinstance(value, TensorRef):
                     entry = self._canonical(value.name)
@@ -446,10 +461,13 @@ class OfflineState:
                         f"{section}: {key} of {name} is {value!r}, by replay {found!r}"
                     )
         if missing := sorted(set(replayer.state) - set(tree["state"])):
-            raise ReplayError(f"replay gives state of {missing[0]!r}, which {section!r} had not")
+            raise ReplayError(
+                f"replay gives state of {missing[0]!r}, which {section!r} did not have"
+            )
 
     def _take_options(self, tree: Any, last: Update | None, logged: set[str]) -> None:
-        """Tensors among an optimizer's hyperparameters, where the mark has them not."""
+        """Take tensors among an optimizer's hyperparameters from its last update where the mark
+        does not hold them."""
         for number, group in enumerate(tree["param_groups"]):
             for key, value in group.items():
                 missing = {self._canonical(name) for name in references(value)} - logged
@@ -460,25 +478,27 @@ class OfflineState:
                 if isinstance(found, torch.Tensor):
                     self._take(self._canonical(value.name), found, f"{key} of group {number}")
 
-    def _take(self, entry: str, found: Any, what: str) -> None:
-        """Makes what an optimizer has bound anew the value of its entry."""
+    def _take(self, entry: str, found: Any, label: str) -> None:
+        """Copy a tensor that an optimizer bound anew into its entry."""
         target = self.tensors[entry]
         form = (target.shape, target.dtype)
         if not isinstance(found, torch.Tensor) or (found.shape, found.dtype) != form:
-            raise ReplayError(f"replay gives {what} in another form")
+            raise ReplayError(f"replay gives {label} with another shape or dtype")
         if found is not target:
             target.copy_(found)
 
 
 def _refuse_declared(record: LogRecord) -> None:
-    """Raises:
-    UnsupportedStateError: only a function of the program that trained it can redo the record.
+    """Refuse a declared update.
+
+    Raises:
+        UnsupportedStateError: only a function of the program that trained it can replay it.
     """
     pattern = record.head.declared
     if pattern:
         raise UnsupportedStateError(
-            f"{record.head}: what {pattern!r} declares is updated by a function, which takes the "
-            "program that trained it",
+            f"{record.head}: entries matching {pattern!r} are updated by a function that only the "
+            "program that trained them has",
             leaves=((pattern, "a declared update"),),
             step=record.head.step,
             hint="resume(step=...) in that program replays it",
@@ -503,7 +523,7 @@ class _Lookup(Mapping[str, torch.Tensor]):
 
 
 def _same(one: Any, other: Any) -> bool:
-    """Whether two plain values are the same to the bit."""
+    """Return True if two plain values are equal to the bit."""
     try:
         return encode(one) == encode(other)
     except UnsupportedStateError:

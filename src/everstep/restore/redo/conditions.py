@@ -1,4 +1,4 @@
-"""Under which conditions replay gives the bits of training (I9)."""
+"""Conditions under which replay gives the bits of training (I9)."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ __all__ = ["denormal_mismatch", "fingerprint_difference", "replay_conditions"]
 
 
 def replay_conditions(records: Iterable[TimelineRecord | None]) -> tuple[int | None, str]:
-    """What the bits of updates depend on besides the optimizer (I9).
+    """Compare the conditions that the bits of updates depend on, besides the optimizer (I9).
 
     Args:
-        records: of the timelines whose updates are replayed.
+        records: timeline records of the updates to replay; None for a damaged record.
 
     Returns:
-        The number of torch's threads in training, None if it is not known or not always the
-        same; and why replay on this machine need not give the same bits, ``""`` if it must.
+        The number of torch's threads in training, None if unknown or not constant; and the reason
+        why replay on this machine may be inexact, ``""`` if it must be exact.
     """
     mine = fingerprint()
     threads = set()
     for record in {id(record): record for record in records}.values():
         if record is None:
-            return None, "the record that says where it was trained is damaged"
+            return None, "the timeline record, which names the machine of training, is damaged"
         theirs = record.fingerprint
         if why := denormal_mismatch(theirs, mine):
             return None, why
@@ -45,37 +45,41 @@ def replay_conditions(records: Iterable[TimelineRecord | None]) -> tuple[int | N
             return None, f"trained on {theirs['parameters']}, replayed on the CPU"
         threads.add(theirs.get("threads", ""))
     (only,) = threads if len(threads) == 1 else ("",)
+    # torch may give fewer threads than it was asked for; only a number that is reproducible here is
+    # used.
     known = only.isdigit() and int(only) > 0 and describe_threads(int(only)) == only
     return (int(only) if known else None), ""
 
 
 def denormal_mismatch(theirs: Mapping[str, str], mine: Mapping[str, str]) -> str:
-    """Why replay need not give the same bits, though the fingerprints may be equal; "" where that
-    is not so.
+    """Return the reason why denormals may differ although the fingerprints are equal; "" if they
+    cannot.
 
     Args:
         theirs: fingerprint of training.
-        mine: of replay.
+        mine: fingerprint of this process.
     """
-    for what, found in (("trained", theirs), ("replayed", mine)):
+    for activity, found in (("trained", theirs), ("replayed", mine)):
         if threads_disagree(found):
             return (
-                f"{what} with denormals flushed by some of torch's threads and kept by others: "
-                "call torch.set_flush_denormal(True) first thing in the program"
+                f"{activity} with denormals flushed by some of torch's threads and kept by others: "
+                "call torch.set_flush_denormal(True) at the start of the program"
             )
     return ""
 
 
 def fingerprint_difference(records: Iterable[TimelineRecord | None]) -> str:
-    """Why the bits of updates need not be those of training (I9); "" if they must be.
+    """Return the first difference from the conditions of training that may change bits (I9); "" if
+    there is none. Unlike :func:`replay_conditions`, it compares the devices as well: the updates
+    are replayed where the live optimizers are.
 
     Args:
-        records: of the timelines whose updates are replayed here.
+        records: timeline records of the updates to replay; None for a damaged record.
     """
     mine = fingerprint()
     for record in {id(record): record for record in records}.values():
         if record is None:
-            return "the record that says where it was trained is damaged"
+            return "the timeline record, which names the machine of training, is damaged"
         if why := denormal_mismatch(record.fingerprint, mine):
             return why
         for key in sorted({*mine, *record.fingerprint} - {"process", "python", "session"}):

@@ -1,4 +1,4 @@
-"""Declared updates in replay: registered functions run where they ran in training."""
+"""Replay of declared updates: run registered functions where they ran in training."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ __all__ = ["DeclaredRedo"]
 
 
 class DeclaredRedo:
-    """Runs the functions that a live state has registered (I8).
+    """Run the functions registered on a live state (I8).
 
     Attributes:
-        exactness: whether they have given what training had, as far as its marks tell.
+        exactness: False once a function gave a value that differs from the samples in a mark.
     """
 
     def __init__(self, state: State) -> None:
@@ -29,36 +29,39 @@ class DeclaredRedo:
         self.exactness = Exactness(True, "")
 
     def run(self, record: LogRecord) -> None:
-        """Redoes one update; all those before it have been applied.
+        """Replay one declared update. All earlier updates must have been applied.
 
         Raises:
-            ReplayError: there is no such function here, or it fails.
+            ReplayError: no function is registered for the pattern, or it fails.
             FormatError: the record does not fit the state.
         """
         pattern = record.head.declared
         function = self._state.ownership_rules.updates.get(pattern)
         if function is None:
             raise ReplayError(f"{record.head}: no function is registered for {pattern!r}")
-        if record.layout.placed:  # as the function has read them
+        # The record holds the inputs as the function read them in training.
+        if record.layout.placed:
             tensors = self._state.survey().tensors
             for place in record.layout.placed:
                 _put(tensors.get(place.entry.name), record, place)
+        # Tells hooks of the state that these writes are replay, not training.
         self._state.replaying = True
         try:
             function()
         except Exception as error:
             raise ReplayError(
-                f"the function registered for {pattern!r} failed in the replay of step "
+                f"the function registered for {pattern!r} failed in replay of step "
                 f"{record.head.step}: {error!r}",
                 step=record.head.step,
-                hint="it must work from the state alone",
+                hint="the function must depend on nothing but the state",
             ) from error
         finally:
             self._state.replaying = False
 
     def settle(self, mark: LogRecord) -> None:
-        """At the end of a step: takes what the mark has in full, because no function was
-        registered then, and compares what functions have given with what the mark has of it.
+        """Finish a step: restore declared entries that the mark holds in full because no function
+        was registered at that time, and compare the results of functions with the samples in the
+        mark.
 
         Raises:
             FormatError: the mark does not fit the state.
@@ -75,17 +78,17 @@ class DeclaredRedo:
         if not self._state.ownership_rules.replays and any(
             name.startswith(SAMPLE) and not name.startswith(SPOT) for name in logged
         ):
-            # Such logs were written once: they leave out what a function has updated.
-            why = "what registered functions have read is with other ranks while each replays"
+            # Older logs leave out entries that a function updated; they cannot be compared.
+            why = "inputs of registered functions are on other ranks during replay"
             self.exactness = Exactness(False, why)
         for name, mine in found.items():
-            if name in logged and (other := self._other(name, mine, mark, logged[name])):
+            if name in logged and (other := self._difference(name, mine, mark, logged[name])):
                 pattern = name.removeprefix(SAMPLE).rsplit("/", 2)[0]
                 why = f"the function registered for {pattern!r} gives {other} than training had"
                 self.exactness = Exactness(False, f"{why}, at step {mark.head.step}")
                 return
 
-    def _other(self, name: str, mine: torch.Tensor, mark: LogRecord, place: Placed) -> str:
+    def _difference(self, name: str, mine: torch.Tensor, mark: LogRecord, place: Placed) -> str:
         theirs = tensor_of(mark, place)
         if theirs.shape != mine.shape or theirs.dtype != mine.dtype:
             return "other entries"
@@ -98,5 +101,7 @@ class DeclaredRedo:
 def _put(target: torch.Tensor | None, record: LogRecord, place: Placed) -> None:
     source = tensor_of(record, place)
     if target is None or (target.shape, target.dtype) != (source.shape, source.dtype):
-        raise FormatError(f"{record.head} has another {place.entry.name!r} than the state")
+        raise FormatError(
+            f"{record.head}: shape or dtype of {place.entry.name!r} differs from the state's"
+        )
     copy_into(target, source)

@@ -1,4 +1,4 @@
-"""Gradients of log records, dense or compressed, as replay takes them."""
+"""Gradients of log records, dense or compressed, in the form that replay takes."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ __all__ = ["gradient_of", "gradients_of"]
 def gradients_of(
     about: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]
 ) -> dict[str, Gradient]:
-    """All gradients of a record, by name of the parameter.
+    """Return all gradients of a record, by parameter name.
 
     Args:
-        about: what the record says of its update.
-        tensors: of the record.
+        about: decoded fields of the update.
+        tensors: tensors of the record, by name.
 
     Raises:
-        FormatError: a form is none.
-        AttributeError, LookupError, TypeError, ValueError: likewise.
+        FormatError: the compressed form is invalid.
+        AttributeError, LookupError, TypeError, ValueError: fields are missing or of another type.
     """
     dense = [name.removeprefix(GRADIENT) for name in tensors if name.startswith(GRADIENT)]
     names = (*dense, *about.get("compressed", {}))
@@ -40,7 +40,7 @@ def gradients_of(
 def gradient_of(
     name: str, about: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]
 ) -> Gradient:
-    """One of them; arguments and errors as for :func:`gradients_of`."""
+    """Return the gradient of one parameter; arguments and errors as for :func:`gradients_of`."""
     fields = about.get("compressed", {}).get(name)
     return tensors[GRADIENT + name] if fields is None else _compressed(name, fields, tensors)
 
@@ -48,7 +48,7 @@ def gradient_of(
 def _compressed(
     name: str, fields: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]
 ) -> Gradient:
-    """A gradient that training consumed compressed, as it consumed it; or a lossy copy of one."""
+    """Return a compressed gradient: the form that training consumed, or a lossy copy of it."""
     form: Sparse | Int8
     shape = tuple(fields["shape"])
     stride = fields["stride"]
@@ -60,10 +60,12 @@ def _compressed(
         form = Sparse(numel, tensors[INDICES + name], values, fields["counts"])
     else:
         form = Int8(tensors[INT8 + name], tensors[SCALES + name], fields["dtype"])
+    # The form comes from a file: indices and counts must be checked before any kernel uses them.
     form.check()
     packed = Packed(form, shape)
     if form.numel != packed.numel():
         raise FormatError(f"the gradient of {name!r} has {form.numel} elements, not {list(shape)}")
     if stride is None:
         return packed
+    # A gradient with strides of its own cannot stay packed: kernels round by memory layout.
     return with_strides(packed.dense(), stride)

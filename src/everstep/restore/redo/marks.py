@@ -1,7 +1,8 @@
-"""What step marks hold in full, from one to the next.
+"""Comparison of the entries that consecutive step marks hold in full.
 
-Each program says for itself what nothing changes (I8). Where one goes on from another's log, its
-marks may hold less: what only those before have is from then on as the last of them has it.
+Each program declares for itself which entries nothing changes (I8). When a program continues the
+log of another one, its marks may hold fewer entries: an entry that only the earlier marks hold
+keeps its value from the last of them.
 """
 
 from __future__ import annotations
@@ -15,17 +16,17 @@ from everstep.state.layout.shards import Placed
 __all__ = ["MarkEntries", "dropped_from_marks", "mark_holds_less"]
 
 MarkEntries = Sequence[tuple[LogRecord, Placed]]
-"""Entries of a state, with the marks of one step that hold them."""
+"""Entries of a state, each with the mark that holds it, all marks of one step."""
 
 
 def dropped_from_marks(before: MarkEntries, now: MarkEntries) -> MarkEntries:
-    """What the marks of a step hold, and those of the next do not."""
+    """Return the entries that the marks of one step hold and those of the next step do not."""
     names = {place.entry.name for _, place in now}
     return [one for one in before if one[1].entry.name not in names]
 
 
 def mark_holds_less(mark: LogRecord, *, than: LogRecord) -> bool:
-    """Whether a mark does not hold all that one before it does."""
+    """Return True if a mark lacks an entry that the earlier mark ``than`` holds."""
     before, now = (
         {p.entry.name for p in one.layout.placed if not p.entry.name.startswith(SAMPLE)}
         for one in (than, mark)

@@ -1,4 +1,4 @@
-"""Which entries of a base belong to optimizers, as its object trees tell."""
+"""Entries of a base that belong to optimizers, found from its object trees."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["owned_entries", "parameter_names"]
 
 
 def owned_entries(trees: Mapping[str, Any], canonical: Callable[[str], str]) -> set[str]:
-    """Entries that are a parameter or state of any optimizer; arguments as of
+    """Return the entries that are a parameter or a state tensor of any optimizer. Arguments as for
     :func:`parameter_names`."""
     parameters = parameter_names(trees, canonical)
     found = set[str]()
@@ -30,11 +30,11 @@ def owned_entries(trees: Mapping[str, Any], canonical: Callable[[str], str]) -> 
 def parameter_names(
     trees: Mapping[str, Any], canonical: Callable[[str], str]
 ) -> dict[str, set[str]]:
-    """Entries by the names under which optimizers know parameters: ``"section.key"``.
+    """Map the names under which optimizers refer to parameters (``"section.key"``) to entries.
 
     Args:
-        trees: of modules and optimizers, by section.
-        canonical: the entry that has a name.
+        trees: object trees of modules and optimizers, by section.
+        canonical: function from any name of a tensor to its entry name.
     """
     found: dict[str, set[str]] = {}
     for section, tree in trees.items():

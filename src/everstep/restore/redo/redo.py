@@ -1,8 +1,13 @@
-"""Redo: brings a state that was restored from a base to a later step, by the log.
+"""Bring a state that was restored from a base to a later step, by the log.
 
-Updates are run by the live optimizers themselves over the logged gradients, or by others of the
-class that made them, where that is another one; what no optimizer owns is put back from the last
-step mark, which holds all of it.
+The live optimizers run the updates over the logged gradients, or an optimizer of the recorded class
+does where that is another one. Entries without an owner are restored from the last step mark, which
+holds all of them.
+
+With sharded parameters each rank replays its own shards. An optimizer that works element by element
+does the same to a plain tensor as to the local shard of a DTensor, with the same kernels. So a rank
+replays over plain tensors: its shards of parameters and state, and the shards of the gradients, as
+its log holds them.
 """
 
 from __future__ import annotations
@@ -53,24 +58,26 @@ __all__ = [
 ]
 
 STEPS_AT_ONCE = 5
-"""Steps that are replayed in one pass over the state, at most: beyond that nothing is gained."""
+"""Largest number of steps replayed in one pass over the state; more gain nothing."""
 
 _Surveyed = tuple[Sequence[torch.Tensor], Sequence[int], Mapping[str, torch.Tensor]]
-"""What optimizers hold, where it lies, and all of the state."""
+"""Tensors of the optimizers, their addresses, and all tensors of the state by entry name."""
 
-_SHARE_OF_MEMORY = 8  # of what is available, for gradients that were read and wait
+_SHARE_OF_MEMORY = 8  # of available memory, for gradients that were read and wait for replay
 _READ_BYTES_MAX = 256 << 20
-"""And never more. What is read ahead beyond the next step gains nothing: replay and reading are
-about as fast. Memory that was never used before is slow to come, on virtual machines above all:
-reading five steps of 370 MB into five times that took longer than everything else together."""
+"""Upper limit of the same. Reading further ahead than the next step gains nothing: replay and
+reading are about as fast. Fresh memory is slow to get, above all on virtual machines: reading five
+steps of 370 MB each into fresh memory took longer than everything else together."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Step:
-    """One step of the log, every bit of it verified.
+    """One verified step of the log.
 
     Attributes:
-        updates: in order, with their records; None for those that a registered function redoes.
+        updates: records in order, each with its decoded update; None if a registered function
+            computes it.
+        mark: step mark that ends the step.
     """
 
     updates: tuple[tuple[LogRecord, Update | None], ...]
@@ -78,7 +85,7 @@ class Step:
 
     @property
     def read_bytes(self) -> int:
-        """Memory that was taken to read it; none where its records lie in a keeper's."""
+        """Bytes of memory taken to read the step; 0 for records that lie in a keeper's memory."""
         records = (self.mark, *(record for record, _ in self.updates))
         return sum(record.size_bytes for record in records if record.path is not None)
 
@@ -87,16 +94,19 @@ def verified_steps(
     steps: Iterable[tuple[Sequence[LogRecord], LogRecord | EverstepError]],
     sound: Callable[[LogRecord], LogRecord],
 ) -> Generator[Step | EverstepError, None, None]:
-    """Verifies and decodes steps of the log, which takes no live state, so any thread may do it.
+    """Verify and decode steps of the log. Needs no live state, so any thread may run it.
 
     Args:
-        sound: verifies a record, or finds it elsewhere.
+        steps: updates and mark of each step, in order; an error in place of a mark that cannot be
+            read.
+        sound: verifies a record, or returns a sound copy of it.
 
     Yields:
-        An error instead of a step, and nothing behind it, where a record is damaged.
+        Verified steps. Where a record is damaged, the error in place of the step, and nothing
+        after it.
 
     Raises:
-        FormatError: a record is whole, but none of an update.
+        FormatError: a record is intact but not a valid update.
     """
     for updates, mark in steps:
         if isinstance(mark, EverstepError):
@@ -109,7 +119,8 @@ def verified_steps(
             yield error
             return
         found = tuple((r, None if r.head.declared else update_from_record(r)) for r in updates)
-        del updates  # nobody but the step holds on to what is read: its memory is used again
+        # Only the step may hold references: the memory of its records is then reused for the next.
+        del updates
         step = Step(found, mark)
         del found, mark
         yield step
@@ -117,20 +128,23 @@ def verified_steps(
 
 
 class Redo:
-    """Applies records to a live state, in order.
+    """Apply records to a live state, in order.
 
     Args:
-        state: as a base has left it.
-        relaid: entries that lie otherwise in memory than when the base was saved.
-        aliases: other names of tensors, and those of their entries.
-        names: of all entries of the base, sorted, which are those of the states that its log is of;
-            none: the live state has the same. A part of the live state may show some of its tensors
-            only while it runs; what no optimizer replays is restored from the last mark.
+        state: live state, restored from a base.
+        relaid: entries whose memory layout differs from that of the saved tensors.
+        aliases: entry names by the other names of their tensors.
+        names: sorted names of all entries of the base, and so of the states that its log describes;
+            empty if the live state has the same. Some objects show part of their tensors only while
+            they run; entries that no optimizer replays are restored from the last mark.
 
     Attributes:
-        limit_bytes: of the log as read from disk, that wait to be applied; one step may always.
-        compares: whether replay must give the bits that training had, as far as is known of where
-            it was trained: then they are compared with the samples in the marks.
+        limit_bytes: limit of records that were read from disk and wait to be applied; one step
+            always
+            may wait.
+        compares: replay must give the bits of training, as far as the conditions of training are
+            known:
+            results are compared with the samples in the marks.
     """
 
     def __init__(
@@ -148,32 +162,32 @@ class Redo:
         self._pending: dict[str, list[Update]] = {}
         self._waiting = self._waiting_bytes = 0
         self.limit_bytes = min(_READ_BYTES_MAX, memory_available_bytes() // _SHARE_OF_MEMORY)
-        self._doubtful: list[str] | None = None  # found at the first mark
+        self._doubtful: list[str] | None = None  # set at the first mark
         self._live: dict[str, torch.Tensor] = {}
         self._last: LogRecord | None = None
         self._compared: LogRecord | None = None
         self._comparison = MarkComparison()
         self._surveyed: _Surveyed | None = None
         self._declared = DeclaredRedo(state)
-        self._inexact = Exactness(True, "")  # why, where no replayer that there is now knows it
-        self._kinds: dict[str, str] = {}  # of each optimizer, as the log names it, and that class
+        self._inexact = Exactness(True, "")  # reasons from replayers that were dropped
+        self._kinds: dict[str, str] = {}  # class name of each optimizer in the log
         self._classes: dict[str, type[torch.optim.Optimizer]] = {}
         self._notes: list[str] = []
         self.compares = False
 
     @property
     def last(self) -> LogRecord | None:
-        """The mark of the newest step that was applied."""
+        """Mark of the newest step that was applied."""
         return self._last
 
     @property
     def waiting_bytes(self) -> int:
-        """Memory of what was read and waits to be applied."""
+        """Bytes of records that were read and wait to be applied."""
         return self._waiting_bytes
 
     @property
     def exactness(self) -> Exactness:
-        """Of all optimizers together."""
+        """Exactness of all optimizers together."""
         if not self._inexact.exact:
             return self._inexact
         for replayer in self._replayers.values():
@@ -182,15 +196,17 @@ class Redo:
         return self._declared.exactness
 
     def step(self, step: Step) -> None:
-        """Redoes one step: all of it, or nothing (I3).
+        """Replay one step: all of it, or nothing (I3).
 
         Raises:
             FormatError, ReplayError: a record does not fit the state.
-            UnknownClassError: nobody here knows the class of an optimizer that made an update.
-            AuditError: this step, or one that was redone together with it, gives something else
-                than training had.
+            UnknownClassError: the class of an optimizer that made an update is not available.
+            AuditError: this step, or one that was replayed together with it, gives other values
+                than
+                training had.
         """
         mark = step.mark
+        # Raises before anything changes: a step is applied completely or not at all (I3).
         classes = self._find_classes(step)
         self._turn_over(mark, self._changes_class(step))
         self._classes |= classes
@@ -204,13 +220,15 @@ class Redo:
             if doubtful or update is None:
                 self._apply()
             if update is None:
-                with default_dtype(dtype):  # a record of such an update does not say
+                # Records of declared updates do not name the default dtype.
+                with default_dtype(dtype):
                     self._declared.run(record)
         self._last = mark
         self._waiting += 1
         self._waiting_bytes += step.read_bytes
         if doubtful:
             self._put(mark, doubtful)
+        # Several steps are applied in one pass, as long as their records fit in memory.
         elif self._waiting >= STEPS_AT_ONCE or self._waiting_bytes >= self.limit_bytes:
             self._apply()
         self._declared.settle(mark)
@@ -218,7 +236,8 @@ class Redo:
             self._compare()
 
     def idle(self) -> None:
-        """Applies what waits for company, as nothing else is to be done.
+        """Apply the waiting steps without collecting more of them, since there is nothing else to
+        do.
 
         Raises:
             ReplayError, AuditError: as :meth:`step`.
@@ -228,11 +247,12 @@ class Redo:
             self._compare()
 
     def finish(self) -> list[str]:
-        """Restores what the last mark holds; returns what could not be taken back, in words.
+        """Restore everything that the last mark holds; return notes on objects that could not be
+        restored.
 
         Raises:
             MismatchError, FormatError: the mark does not fit the state.
-            AuditError: replay gives something else than training had.
+            AuditError: replay gives other values than training had.
         """
         mark = self._last
         state = self._state
@@ -260,7 +280,7 @@ class Redo:
                 elif name in live:
                     entries[name] = tensor_entry(name, live[name])
                 else:
-                    raise FormatError(f"{mark.head} refers to {name!r}, which is not there")
+                    raise FormatError(f"{mark.head} refers to {name!r}, which is not in the state")
         plans = state.plan_restore(trees, entries)
         mismatches = tuple(item for plan in plans.values() for item in plan.mismatches)
         if mismatches:
@@ -272,16 +292,18 @@ class Redo:
             for name, template in plan.like.items():
                 if name in logged and name not in plan.in_place:
                     logged[name] = dtensor_like(template, entries[name], logged[name])
-        for name, first in self._aliases.items():  # of what an update has changed
+        # Updates changed the first of tied tensors; its other names get the same tensor.
+        for name, first in self._aliases.items():
             if name in live and first in live and name not in logged:
                 live[name] = live[first]
         return list(dict.fromkeys((*self._notes, *restore_from_mark(state, plans, logged, live))))
 
     def _find_classes(self, step: Step) -> dict[str, type[torch.optim.Optimizer]]:
-        """The classes that redo the updates of a step, of optimizers that were none of these yet.
+        """Return the classes that replay the updates of a step, for optimizers whose class is not
+        yet known.
 
         Raises:
-            UnknownClassError: nobody here knows one of them.
+            UnknownClassError: a class is not available.
         """
         found: dict[str, type[torch.optim.Optimizer]] = {}
         for update in (one for _, one in step.updates if one is not None):
@@ -292,7 +314,7 @@ class Redo:
                 continue
             kind, why = replay_class(update, type(local_optimizer(optimizer)))
             if kind is None:
-                why += ", whose step() is another; the log needs one of that class"
+                why += ": the log can only be replayed by an optimizer of the recorded class"
                 raise UnknownClassError(why, step=at, optimizer=key)
             if why:
                 self._inexact = Exactness(False, why)
@@ -300,24 +322,26 @@ class Redo:
         return found
 
     def _changes_class(self, step: Step) -> bool:
-        """Whether a step is of another program than the last one: an optimizer is of another class
-        in it, which goes on from all that the last mark holds."""
+        """Return True if another program made this step: one of its optimizers has another class,
+        and starts from everything that the last mark holds."""
         updates = (one for _, one in step.updates if one is not None)
         return any(self._kinds.get(one.optimizer, one.kind) != one.kind for one in updates)
 
     def _turn_over(self, mark: LogRecord, changes: bool) -> None:
-        """Where less is logged from now on, the program is another one: what only the mark before
-        has is put back, and all else with it, which is how it was when that program began.
+        """Start over from the last mark if another program made the step: if less is logged from
+        here on, entries that only the previous mark holds are restored from it, and with them
+        everything else, as it was when that program started.
 
         Args:
-            changes: it is another one, whatever is logged.
+            mark: mark of the step.
+            changes: an optimizer has another class, whatever is logged.
         """
         if self._last is not None and (changes or mark_holds_less(mark, than=self._last)):
             self._notes = self.finish()
             self._begin_anew()
 
     def _begin_anew(self) -> None:
-        """Everything is as the last mark has it."""
+        """Forget the replayers: everything is now as the last mark holds it."""
         self._inexact = self.exactness
         self._replayers = {}
         self._surveyed = None
@@ -327,8 +351,9 @@ class Redo:
         self._classes = {}
 
     def _find_doubtful(self, mark: LogRecord) -> list[str]:
-        """Logged entries that an optimizer updates, too: what two of them own, or views of one
-        memory. What replay makes of them counts for nothing, and the next update reads them."""
+        """Return the logged entries that an optimizer updates as well: tensors with two owners, or
+        views of one memory. Their replayed values are not used, and the next update reads the
+        logged ones."""
         if self._doubtful is None:
             for section, provider in self._state.providers.items():
                 split(provider.collect(), section, self._live)
@@ -351,8 +376,8 @@ class Redo:
                 copy_into(local_tensor(self._live[place.entry.name]), tensor_of(mark, place))
 
     def _apply(self) -> None:
-        """Several steps at once: the state is read once for all of them. Optimizers share
-        nothing: what two of them own is logged."""
+        """Apply several steps at once, so that the state is read once for all of them. Optimizers
+        share nothing: tensors with two owners are logged."""
         pending = self._pending
         self._pending = {}
         self._waiting = self._waiting_bytes = 0
@@ -361,7 +386,7 @@ class Redo:
             self._state.rank_local.trained(key, {name for one in updates for name in one.gradients})
 
     def _compare(self) -> None:
-        """Compares with the last mark, to whose step everything has been applied."""
+        """Compare with the last mark. Everything up to its step has been applied."""
         mark = self._last
         done = self._compared
         if mark is not None and mark is not done and self.compares and self.exactness.exact:
@@ -369,15 +394,16 @@ class Redo:
         self._compared = mark
 
     def _tensors(self) -> Mapping[str, torch.Tensor]:
-        """All of the state by entry name. Replay updates in place: as long as optimizers hold the
-        same tensors, and these the same memory, those that were found before are the ones."""
+        """Return all tensors of the state by entry name. Replay updates in place, so a survey stays
+        valid while the optimizers hold the same tensors at the same addresses."""
         owned = [tensor for one in self._state.optimizers.values() for tensor in _owned(one)]
         places = [local_tensor(tensor).data_ptr() for tensor in owned]
         known = self._surveyed
         if known is None or known[1] != places or not same_objects(owned, known[0]):
             survey = self._state.survey()
             tensors = dict(survey.tensors)
-            if self._names:  # what is an entry of the base may be another name of one here
+            # An entry of the base may be an alias of an entry in the live state.
+            if self._names:
                 others = survey.shape.aliases.items()
                 tensors |= {name: tensors[first] for name, first in others if first in tensors}
             known = self._surveyed = owned, places, tensors
@@ -389,23 +415,30 @@ class Redo:
             optimizer = self._state.optimizers.get(key)
             provider = self._state.providers.get(key)
             if optimizer is None or not isinstance(provider, OptimizerProvider):
-                raise FormatError(f"the log has updates of {key!r}, which is no optimizer here")
+                raise FormatError(
+                    f"the log has updates of {key!r}, which is not an optimizer of this state"
+                )
             parameters = [p for group in optimizer.param_groups for p in group["params"]]
             names = [name for group in provider.groups() for name in group]
             known = {id(p): name for p, name in zip(parameters, names, strict=True)}
-            # Training stands still: its second core is free, whatever torch was told to use.
+            # Training is not running: a second core is free even if torch is limited to one thread.
             threads = max(torch.get_num_threads(), min(2, len(available_cores())))
-            about: dict[str, Any] = {"threads": threads, "fast": self._state.replays_fast}
             own = local_optimizer(optimizer)
-            about["relaid"] = self._relaid_of(own, known) if self._relaid else {}
-            about["kind"] = self._classes.get(key)
-            replayer = self._replayers[key] = make_replayer(own, known, **about)
+            replayer = self._replayers[key] = make_replayer(
+                own,
+                known,
+                kind=self._classes.get(key),
+                threads=threads,
+                fast=self._state.replays_fast,
+                relaid=self._relaid_of(own, known) if self._relaid else {},
+            )
         return replayer
 
     def _relaid_of(
         self, optimizer: torch.optim.Optimizer, names: Mapping[int, str]
     ) -> dict[str, str]:
-        """Entries that lie otherwise than in training, by the parameter that they are or are of."""
+        """Return the entries whose layout differs from training's, by the parameter that they are
+        or belong to."""
         there = self._tensors()
         lie = {local_tensor(there[name]).data_ptr(): name for name in self._relaid if name in there}
         found: dict[str, str] = {}
@@ -423,15 +456,16 @@ def restore_from_mark(
     logged: Mapping[str, torch.Tensor],
     live: Mapping[str, torch.Tensor],
 ) -> list[str]:
-    """Restores objects and tensors of a mark; returns what could not be taken back, in words.
+    """Restore objects and tensors of a mark; return notes on objects that could not be restored.
 
     Args:
-        plans: of each section; nothing in them differs.
-        logged: this rank's parts of what marks hold, by the names by which trees refer to them.
-        live: all of the state, by the same names.
+        state: live state.
+        plans: restore plan of each section, without mismatches.
+        logged: this rank's tensors from the marks, by the names that the object trees use.
+        live: all tensors of the state, by the same names.
     """
     notes: list[str] = []
-    copies: dict[int, torch.Tensor] = {}  # one of each: what was one tensor is one again
+    copies: dict[int, torch.Tensor] = {}
     for section in state.restore_order():
         plan = plans[section]
         if plan.left_out:
@@ -440,8 +474,10 @@ def restore_from_mark(
         for name in references(plan.tree):
             target = plan.in_place.get(name)
             source = logged.get(name)
-            if target is None:  # of its own: training writes to it, and records are read again
+            if target is None:
                 if source is not None and id(source) not in copies:
+                    # A copy: training writes to the tensor, and records may be read again. One copy
+                    # each, so that tied tensors stay tied.
                     copies[id(source)] = source.clone()
                 tensors[name] = live[name] if source is None else copies[id(source)]
                 continue
@@ -458,16 +494,18 @@ def compare(
     tensors: Mapping[str, torch.Tensor],
     names: Sequence[str] = (),
 ) -> None:
-    """Compares what replay gives, where it must give the bits of training, with the samples in the
-    mark of that step (:mod:`everstep.capture.mark_samples`).
+    """Compare replayed values with the samples in the mark of that step
+    (:mod:`everstep.capture.mark_samples`), where replay must give the bits of training.
 
     Args:
-        tensors: all of the state, by entry name.
+        comparison: sampler, reused from step to step.
+        mark: mark of the step.
+        tensors: all tensors of the state, by entry name.
         names: as of :meth:`.MarkComparison.other`.
 
     Raises:
-        AuditError: something else; names an entry.
-        FormatError: the mark is of another state.
+        AuditError: an entry differs; the error names it.
+        FormatError: the mark belongs to another state.
     """
     logged = {
         place.entry.name: tensor_of(mark, place)
@@ -480,12 +518,12 @@ def compare(
 
 
 def divergence_error(name: str, step: int) -> AuditError:
-    """The error that replay up to a step gives another ``name`` than training had."""
+    """Return the error for an entry whose replayed value differs from the sample in a mark."""
     return AuditError(
-        f"replay up to step {step} gives another {name!r} than training had: something has "
-        "written to it past the optimizer",
+        f"replay up to step {step} gives another {name!r} than training had: it was "
+        "written to outside the optimizer",
         step=step,
-        hint="ckpt.before_update() and ckpt.after_update() around such changes",
+        hint="call ckpt.before_update() and ckpt.after_update() around such writes",
     )
 
 
@@ -515,16 +553,17 @@ def make_replayer(
     fast: bool = False,
     relaid: Mapping[str, str] = _NONE,
 ) -> Replayer:
-    """What replays updates of a live optimizer, in place.
+    """Return a replayer that updates a live optimizer's tensors in place.
 
     Args:
-        names: of all of its parameters, by ``id(parameter)``.
-        kind: whose updates these are; None: its own class's.
+        optimizer: live optimizer.
+        names: names of all its parameters, by ``id(parameter)``.
+        kind: class that made the updates; None: the optimizer's own class.
         threads, fast, relaid: as for :class:`~everstep.replay.engine.Replayer`.
 
     Raises:
-        UnsupportedStateError: it cannot be replayed; says why.
-        ReplayError: its parameters and state do not fit together.
+        UnsupportedStateError: the optimizer cannot be replayed, with the reason.
+        ReplayError: parameters and state do not fit together.
     """
     members = [list(group["params"]) for group in optimizer.param_groups]
     parameters = [parameter for group in members for parameter in group]
@@ -552,7 +591,7 @@ def make_replayer(
 
 
 def live_entry(logged: Entry, live: torch.Tensor | None) -> Entry:
-    """The entry of a whole tensor of which a mark holds this rank's part."""
+    """Return the entry of the complete tensor of which a mark holds this rank's shard."""
     if live is None or not is_dtensor(live):
         return logged
     part = tensor_entry(logged.name, local_tensor(live))

@@ -1,4 +1,8 @@
-"""Updates of the log as replay takes them."""
+"""Decode log records into updates, and choose the optimizer class that replays them.
+
+With several ranks each gradient is recorded once, by one of the ranks that consumed it
+(``docs/design/ranks.md``): an update is assembled from the shares of all of them.
+"""
 
 from __future__ import annotations
 
@@ -32,31 +36,37 @@ __all__ = [
     "update_from_record",
 ]
 
-_DEFAULT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)  # torch's choice
+_DEFAULT_DTYPES = (
+    torch.float16,
+    torch.bfloat16,
+    torch.float32,
+    torch.float64,
+)  # accepted by torch.set_default_dtype
 
 
 def update_from_record(record: LogRecord, *, own: bool = False) -> Update:
-    """An update as replay takes it, put together from all ranks' parts where there are such.
+    """Decode an update, assembled from the shares of all ranks where it was recorded in shares.
 
     Args:
-        own: without what other ranks have recorded.
+        record: the record of one rank, with the records of the others in ``parts``.
+        own: leave out the gradients that other ranks recorded.
 
     Raises:
-        FormatError: it is none, or a part is missing.
+        FormatError: the record is no update, or a share is missing.
     """
     try:
-        in_parts = PART_OBJECT in record.objects
-        about: Any = decode(record.objects[PART_OBJECT if in_parts else UPDATE_OBJECT])
+        in_shares = PART_OBJECT in record.objects
+        about: Any = decode(record.objects[PART_OBJECT if in_shares else UPDATE_OBJECT])
         tensors = {place.entry.name: tensor_of(record, place) for place in record.layout.placed}
         hyper: dict[str, Any] = {
             name: t for name, t in tensors.items() if name.startswith(HYPER + "/")
         }
         gradients = gradients_of(about, tensors)
         lossy = bool(about.get("lossy", False))
-        # What each rank updates by itself takes nothing else; in other parts it does
-        # (docs/design/ranks.md).
+        # Where each rank updates its own parameters only, its record is complete; otherwise the
+        # gradients that other ranks recorded are needed (docs/design/ranks.md).
         own = own or (bool(about.get("spread", False)) and not record.parts)
-        if in_parts and not own:
+        if in_shares and not own:
             others = gradients_from_other_ranks(record, about)
             gradients |= others.gradients
             lossy = lossy or others.lossy
@@ -69,21 +79,22 @@ def update_from_record(record: LogRecord, *, own: bool = False) -> Update:
             found_inf=tensors.get("found_inf"),
             lossy=lossy,
             kind=str(about.get("kind") or ""),
-            default_dtype=_floating(about.get("default_dtype")),
+            default_dtype=_default_dtype(about.get("default_dtype")),
         )
     except (AttributeError, LookupError, TypeError, ValueError) as error:
-        raise FormatError(f"{record.head} is no record of an update: {error!r}") from error
+        raise FormatError(f"{record.head} is not a valid update: {error!r}") from error
 
 
 def replay_class(update: Update, mine: type[Optimizer]) -> tuple[type[Optimizer] | None, str]:
-    """The class whose ``step()`` redoes an update, and why it need not do what the one did that
-    made it; "" if it is that one, or the record does not say which it was.
+    """Return the optimizer class for replay and, if it may differ from training's, why replay may
+    be inexact ("" if it cannot).
 
-    None: nobody here knows that one. Where one of the two is torch's, the other one is another for
-    certain. Classes of users' own may have been renamed, or moved to another module, since.
+    The class is None if this program does not have the class of training. One of torch's classes
+    never stands for another class; a user's class may have been renamed or moved to another module.
 
     Args:
-        mine: of the optimizer that is here.
+        update: the update to replay.
+        mine: class of the optimizer in this program.
     """
     theirs = update.kind
     name = kind_name(mine)
@@ -96,28 +107,28 @@ def replay_class(update: Update, mine: type[Optimizer]) -> tuple[type[Optimizer]
     return (None, why) if found is None else (found, "")
 
 
-def _floating(code: Any) -> torch.dtype | None:
+def _default_dtype(code: Any) -> torch.dtype | None:
     if code is None:
         return None
     dtype = torch_dtype(code)
     if dtype not in _DEFAULT_DTYPES:
-        raise ValueError(f"{dtype} is no default dtype")
+        raise ValueError(f"{dtype} is not a floating-point default dtype")
     return dtype
 
 
 def _mapping(value: Any) -> dict[str, Any]:
     if not isinstance(value, dict):
-        raise TypeError(f"options of a group are no {type(value).__name__}")
+        raise TypeError(f"options of a group must be a dict, not {type(value).__name__}")
     return value
 
 
 @dataclass(slots=True)
 class SharedGradients:
-    """What other ranks have recorded of an update.
+    """Gradients of an update that other ranks recorded.
 
     Attributes:
         gradients: by name of the parameter.
-        lossy: one of the records says that its gradients are not what training consumed.
+        lossy: at least one record holds lossy copies instead of the consumed gradients.
     """
 
     gradients: dict[str, Gradient] = field(default_factory=dict)
@@ -125,16 +136,18 @@ class SharedGradients:
 
 
 def gradients_from_other_ranks(record: LogRecord, about: Mapping[str, Any]) -> SharedGradients:
-    """The gradients of an update that other ranks have recorded: with this rank's all that it
-    consumed, and each once.
+    """Return the gradients of an update that other ranks recorded: together with this rank's, all
+    that it consumed, each once.
 
     Args:
-        about: what the record says of the update.
+        record: record of this rank, with the records of other ranks in ``parts``.
+        about: decoded fields of the update.
 
     Raises:
-        AttributeError, LookupError, TypeError, ValueError: it is no such record, or parts of it are
-            missing, or are of another update.
-        FormatError: a compressed gradient is none.
+        AttributeError, LookupError, TypeError, ValueError: the fields are invalid, or a share is
+            missing
+            or belongs to another update.
+        FormatError: a compressed gradient is invalid.
     """
     found = SharedGradients()
     for ranks, wanted, own in about["shared"]:
@@ -142,37 +155,42 @@ def gradients_from_other_ranks(record: LogRecord, about: Mapping[str, Any]) -> S
         for rank in ranks:
             part = record.parts.get(rank)
             if part is not None:
-                of_rank = _of_rank(record, part, rank, about["optimizer"], ranks, wanted)
+                of_rank = _from_rank(record, part, rank, about["optimizer"], ranks, wanted)
                 names += of_rank.gradients
                 found.gradients |= of_rank.gradients
                 found.lossy = found.lossy or of_rank.lossy
         if len(names) != len(set(names)) or names_digest(names) != wanted:
-            raise ValueError(f"gradients that rank(s) {ranks} consumed alike are missing")
+            raise ValueError(f"gradients that rank(s) {ranks} have in common are missing")
     return found
 
 
 def own_share(update: Update, record: LogRecord, names: Collection[str]) -> Update:
-    """The gradients of some parameters, out of what this rank alone has recorded of an update.
+    """Return an update with the gradients of the given parameters only, from this rank's record.
 
     Args:
-        names: of the parameters.
+        update: decoded without other ranks' records.
+        record: the record that it comes from.
+        names: parameter names.
 
     Raises:
-        FormatError: one of them is in another rank's log.
+        FormatError: another rank recorded the gradient of one of them.
     """
     if PART_OBJECT in record.objects:
         about: Any = decode(record.objects[PART_OBJECT])
-        there = {*update.gradients, *about.get("resting", ())}
-        if lost := sorted(set(names) - there):
-            raise FormatError(f"{record.head}: another rank has the gradient of {lost[0]!r}")
+        known = {*update.gradients, *about.get("resting", ())}
+        if lost := sorted(set(names) - known):
+            raise FormatError(
+                f"{record.head}: the gradient of {lost[0]!r} is in another rank's log"
+            )
     mine = {name: gradient for name, gradient in update.gradients.items() if name in names}
     return replace(update, gradients=mine)
 
 
-def _of_rank(
+def _from_rank(
     record: LogRecord, part: LogRecord, rank: int, optimizer: str, ranks: Any, wanted: str
 ) -> SharedGradients:
-    """Of one rank's part."""
+    """Return the gradients that one other rank recorded, after checking that its record is of the
+    same update."""
     head = record.head
     other = part.head
     if (other.kind, other.timeline, other.step, other.lsn) != (
@@ -181,24 +199,24 @@ def _of_rank(
         head.step,
         head.lsn,
     ):
-        raise ValueError(f"rank {rank} has {other}")
+        raise ValueError(f"rank {rank} has {other} in its place")
     about: Any = decode(part.objects[PART_OBJECT])
     if about["optimizer"] != optimizer:
         raise ValueError(f"rank {rank} has an update of {about['optimizer']!r}")
-    said = [(digest, names) for alike, digest, names in about["shared"] if alike == ranks]
-    if len(said) != 1 or said[0][0] != wanted:
-        raise ValueError(f"rank {rank} has consumed the gradients of other parameters")
+    shares = [(digest, names) for group, digest, names in about["shared"] if group == ranks]
+    if len(shares) != 1 or shares[0][0] != wanted:
+        raise ValueError(f"rank {rank} consumed the gradients of other parameters")
     tensors = {place.entry.name: tensor_of(part, place) for place in part.layout.placed}
-    gradients = {name: gradient_of(name, about, tensors) for name in said[0][1]}
+    gradients = {name: gradient_of(name, about, tensors) for name in shares[0][1]}
     return SharedGradients(gradients, bool(about.get("lossy", False)))
 
 
 class UnknownClassError(ReplayError):
-    """What an update has done nobody here can know: the log names another class for it than the
-    optimizer has, and that is not at hand.
+    """Error of an update that cannot be replayed: the log names another optimizer class than this
+    program has, and that class is not available.
 
     Attributes:
-        optimizer: its key in the state.
+        optimizer: key of the optimizer in the state.
     """
 
     def __init__(self, message: str, *, step: int, optimizer: str) -> None:
@@ -206,18 +224,20 @@ class UnknownClassError(ReplayError):
         self.optimizer = optimizer
 
     def refused(self, before: int, path: PurePath) -> MismatchError:
-        """The error where no step may be left out.
+        """Return the error to raise where no step may be left out.
 
         Args:
-            before: the step that can be gone on from all the same.
-            path: of the base.
+            before: last step that can be restored.
+            path: path of the base.
         """
         return MismatchError(
-            f"from step {self.step} on the log cannot be replayed: {self.message}",
-            mismatches=((self.optimizer, "updates of a class that is not known here"),),
+            f"the log cannot be replayed from step {self.step} on: {self.message}",
+            mismatches=(
+                (self.optimizer, "updates of an optimizer class that this program does not have"),
+            ),
             step=self.step,
             path=path,
-            hint="declare that class here, too (everstep.replay.exactness.declare): it replays its "
-            "log then; or resume() once with an optimizer of that class, and save(); or "
+            hint="declare the class in this program (everstep.replay.exactness.declare), so that "
+            "it replays its log; or resume() once with an optimizer of that class, and save(); or "
             f"resume(strict=False) to continue from step {before}",
         )

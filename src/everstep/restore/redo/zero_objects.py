@@ -1,5 +1,7 @@
-"""Objects of optimizers of which each rank has the state of its own parameters (ZeRO), put together
-from what all of these ranks have."""
+"""Optimizer objects that ZeRO distributes over ranks, merged from all of them.
+
+Each rank of a ZeroRedundancyOptimizer has the state of its own parameters only.
+"""
 
 from __future__ import annotations
 
@@ -20,49 +22,54 @@ RankObjects = Mapping[int, Mapping[str, bytes]]
 
 
 def is_partitioned(tree: object) -> bool:
-    """Whether a section's objects are one rank's part."""
+    """Return True if a section's objects hold the state of one rank's parameters only."""
     return isinstance(tree, dict) and PARTITIONED in tree
 
 
 def merged_object(tree: Mapping[str, Any], state: Mapping[str, Any], section: str) -> bytes:
-    """A section's objects with the state of all parameters, encoded: the same on all ranks that
-    have the same groups.
+    """Encode a section's objects with the state of all parameters. Ranks with equal groups get
+    equal bytes.
 
     Args:
-        tree: of one rank.
-        state: of all of them, by parameter.
+        tree: object tree of one rank.
+        state: state of all parameters, by parameter name.
+        section: name of the section.
     """
     rest = {key: value for key, value in tree.items() if key != PARTITIONED}
     return encode({**rest, "state": dict(sorted(state.items()))}, section)
 
 
 def merge_zero_objects(marks: Mapping[int, LogRecord]) -> tuple[RankObjects, RankObjects]:
-    """Of the marks of all ranks what is in parts: whole, and as each rank has it.
+    """Merge the distributed objects in the marks of all ranks.
 
     Args:
-        marks: of one step, by rank.
+        marks: marks of one step, by rank.
+
+    Returns:
+        The distributed objects merged, and as each rank has them; both by rank and entry name.
 
     Raises:
-        FormatError: parts are missing, or two ranks have the state of one parameter.
+        FormatError: a rank's objects are missing, or two ranks have the state of one parameter.
     """
-    whole: dict[int, dict[str, bytes]] = {rank: {} for rank in marks}
-    parts: dict[int, dict[str, bytes]] = {rank: {} for rank in marks}
+    merged: dict[int, dict[str, bytes]] = {rank: {} for rank in marks}
+    own: dict[int, dict[str, bytes]] = {rank: {} for rank in marks}
     trees: dict[int, dict[str, Any]] = {rank: {} for rank in marks}
     for rank, mark in marks.items():
         for name, data in mark.objects.items():
+            # The cheap test on the bytes spares decoding all other objects.
             if PARTITIONED.encode() in data and is_partitioned(tree := decode(data)):
                 trees[rank][name] = tree
-                parts[rank][name] = data
+                own[rank][name] = data
     states: dict[tuple[str, str], dict[str, Any]] = {}
     for rank, mine in trees.items():
         for name, tree in mine.items():
-            of = name, tree[PARTITIONED]
-            if of not in states:
+            group = (name, tree[PARTITIONED])
+            if group not in states:
                 ranks = Placement.parse(tree[PARTITIONED]).ranks
-                states[of] = _state(name, tuple(marks) if ranks is None else ranks, trees, marks)
+                states[group] = _state(name, tuple(marks) if ranks is None else ranks, trees, marks)
             section = name.removeprefix(OBJECT_PREFIX)
-            whole[rank][name] = merged_object(tree, states[of], section)
-    return whole, parts
+            merged[rank][name] = merged_object(tree, states[group], section)
+    return merged, own
 
 
 def _state(
@@ -71,14 +78,14 @@ def _state(
     trees: Mapping[int, Mapping[str, Any]],
     marks: Mapping[int, LogRecord],
 ) -> dict[str, Any]:
-    """The state of all parameters, by name."""
+    """Collect the state of all parameters, by name."""
     found: dict[str, Any] = {}
     for rank in ranks:
         tree = trees.get(rank, {}).get(name)
         if not isinstance(tree, dict) or not isinstance(tree.get("state"), dict):
-            raise FormatError(f"rank {rank} has no part of {name!r} in its mark")
+            raise FormatError(f"the mark of rank {rank} has no state of {name!r}")
         if twice := found.keys() & tree["state"].keys():
             where = marks[rank].head
-            raise FormatError(f"rank {rank}, {where}: another one has the state of {min(twice)!r}")
+            raise FormatError(f"rank {rank}, {where}: two ranks have the state of {min(twice)!r}")
         found |= tree["state"]
     return found

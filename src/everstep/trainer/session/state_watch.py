@@ -301,7 +301,7 @@ class StateWatch:
         """
         if self._follower is not None:
             updates = self._updates
-            self._follower.consumed(key, updates.lsn + 1, step, over=not updates.told)
+            self._follower.consumed(key, updates.lsn + 1, step, over=not updates.reports)
 
     def changed(self, declared: Sequence[str], step: int) -> None:
         """Count a change that no optimizer has made.
