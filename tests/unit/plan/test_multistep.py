@@ -240,7 +240,7 @@ def test_parts_need_not_be_equal() -> None:
     assert slow.state_wait_s == pytest.approx(0.5)
     assert overlap(pipeline(2, 0.0), 2, None).state_wait_s == pytest.approx(0.0)
     for shares in ([0.5], [0.5, 0.25], [1.0, 1.0]):
-        with pytest.raises(OptionError, match="not those of 2 parts"):
+        with pytest.raises(OptionError, match="not the shares of 2 parts"):
             overlap(given, 2, None, shares)
 
 
