@@ -1,4 +1,5 @@
-"""Assign the rank whose log holds each gradient that several ranks consume (``adr/029``).
+"""Assign the rank whose log holds each gradient that several ranks consume
+(``docs/design/ranks.md``).
 
 Under DistributedDataParallel every rank consumes the same gradients, so each of them records a
 share. Each rank computes the assignment by itself, from the parameters, their sizes, and the ranks.
@@ -52,7 +53,8 @@ class LogShare:
 def log_shares(state: State) -> dict[str, dict[str, LogShare]]:
     """Return the assignments by optimizer and parameter name.
 
-    If a keeper follows the log (``adr/043``), the rank that writes a parameter in a base also
+    If a keeper follows the log (``docs/design/log.md``), the rank that writes a parameter in a base
+    also
     records its gradients, so each disk has all of them.
     """
     units: dict[tuple[int, ...], dict[str, int]] = {}

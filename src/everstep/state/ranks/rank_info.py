@@ -19,8 +19,9 @@ class RankInfo:
         here: number of ranks that share the memory of this machine, this rank included.
         nodes: node names by rank; empty if no rank sends its bases to a peer.
         followed: a keeper can compute this rank's entries of a base from its log, or from the
-            gradients that it copies; all ranks divide bases and logs in the same way (``adr/040``,
-            ``adr/043``).
+            gradients that it copies; all ranks divide bases and logs in the same way
+            (``docs/design/multistep.md``,
+            ``docs/design/log.md``).
         logged: there is a gradient log. Each rank restores the contents of marks from its own log,
             so each writes them.
     """
