@@ -687,7 +687,7 @@ def test_closing_takes_what_no_replica_can_make(why: str, steps: int, run_folder
             server: Any = served.server
             replica = server._duties.replicas._replica
             with replica._exclusive():
-                replica._forget()  # as where a state differs
+                replica._reset()  # as where a state differs
         states |= run_steps(ckpt, world, steps - 1)
         assert not told
         gate.open()

@@ -250,7 +250,7 @@ def test_what_is_asked_of_a_replica_that_has_stopped_is_refused(tmp_path: Path) 
             replica = bench.server._duties.replicas._replica
             assert replica is not None
             with replica._exclusive():
-                replica._forget()  # as where a state differs
+                replica._reset()  # as where a state differs
         train(ranks, 1)
         wait(ranks)
         train(ranks, 3)
