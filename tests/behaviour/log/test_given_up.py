@@ -49,11 +49,15 @@ def parent_of(run: Path, timeline: int) -> tuple[int | None, int]:
 @pytest.mark.parametrize(
     ("end", "tree", "how"),
     [
-        ((1, 8), [(1, None, 0), (2, 1, 4)], "timeline 2 started at step 4 of timeline 1, and left"),
+        (
+            (1, 8),
+            [(1, None, 0), (2, 1, 4)],
+            "timeline 2 started at step 4 of timeline 1 and abandoned",
+        ),
         (
             (1, 8),
             [(1, None, 0), (2, 1, 4), (3, 2, 6)],
-            "timeline 2 started at step 4 of timeline 1, and left",
+            "timeline 2 started at step 4 of timeline 1 and abandoned",
         ),
         (
             (2, 8),
@@ -208,7 +212,7 @@ def test_several_ranks_say_it_alike(tmp_path: Path, caplog: pytest.LogCaptureFix
         found = resume(ranks, 8)
     assert [(one.step, one.exact) for one in found] == [(8, True)] * 2
     assert found[0].notes == found[1].notes
-    assert "timeline 2 started at step 4 of timeline 1, and abandoned it" in found[0].notes[0]
+    assert "timeline 2 started at step 4 of timeline 1 and abandoned it" in found[0].notes[0]
     assert caplog.messages.count(found[0].notes[0]) == 1, "rank 0 says it"
 
 

@@ -259,7 +259,7 @@ def test_where_no_log_leads_on_it_is_said_what_is_of_no_use(tmp_path: Path) -> N
     for found in resumed((path, path), 5, replayed=1):
         assert [(one.timeline, one.step) for one in found.skipped] == [(1, 6)]
         assert "no rank reaches step 6" in found.skipped[0].reason
-        assert "up to step 7 is of no use" in found.skipped[0].reason
+        assert "up to step 7 cannot be used" in found.skipped[0].reason
 
 
 def test_the_log_of_another_part_of_a_tensor_is_another_log() -> None:

@@ -209,10 +209,10 @@ def test_ranks_that_save_different_steps_are_told(tmp_path: Path) -> None:
         first = ranks[0].ckpt.save()
         train(ranks, 1)
         second = ranks[1].ckpt.save()
-        with pytest.raises(StorageError, match="rank 1 has taken a base of step 2, and none of 1"):
+        with pytest.raises(StorageError, match="rank 1 captured a base of step 2, but none of 1"):
             first.durable.result(20)
         assert not second.durable.done()
-        with pytest.raises(StorageError, match="rank 1 has taken a base of step 2"):
+        with pytest.raises(StorageError, match="rank 1 captured a base of step 2"):
             ranks[0].ckpt.wait(20)  # which is reported behind that
         save(ranks)
     assert bases(path) == {2: "committed"}
@@ -269,7 +269,7 @@ def test_a_rank_that_says_nothing_while_others_agree_is_named(tmp_path: Path) ->
     mine.open("session", 0, [mine.address, silent.address])
     meeting = Meeting("session", 0, ("0", "0"), mine)
     try:
-        with pytest.raises(DeadlineError, match=r"rank\(s\) 1 have said nothing"):
+        with pytest.raises(DeadlineError, match=r"rank\(s\) 1 were silent"):
             resume_all_ranks(
                 Seams(),
                 tmp_path,

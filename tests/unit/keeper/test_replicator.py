@@ -308,7 +308,7 @@ def test_a_store_keeps_to_its_bound() -> None:
     held = piece(1, A, size_bytes=5000)
     store = PeerBaseStore(copy_memory_bytes(sum(file.size_bytes for file, _ in held.files)) - 1)
     answer = store.begun(1, begun(held))
-    assert "bound" in answer.problem
+    assert "limit" in answer.problem
     assert store.used_bytes == 0
     store.new_start(BOUND_BYTES, [1], None)
     assert not store.begun(1, begun(held)).problem
