@@ -95,7 +95,7 @@ def test_it_is_looked_whether_the_training_process_lives(
         b.trainer().serve()
         guest = b.guest()
         assert b.server._trainer is not None
-        monkeypatch.setattr(b.server._trainer.watch, "gone", lambda: gone)
+        monkeypatch.setattr(b.server._trainer.watch, "ended", lambda: gone)
         hello = {"protocol": PROTOCOL, "arena_bytes": 4096, "timeout_s": 1.0, "idle": True}
         guest.send({"kind": "attach", **hello})
         b.turn()

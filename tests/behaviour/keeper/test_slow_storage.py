@@ -342,7 +342,7 @@ def test_ranks_hear_of_a_copy_to_a_slow_directory(rank: int, tmp_path: Path) -> 
     (tmp_path / "part").write_bytes(b"x" * 100)
     source = PosixFileSystem().open(tmp_path / "part")
     begun_s = clock.monotonic_s()
-    mirrors._of_ranks[0]._put("base/part", source)
+    mirrors._rank_mirrors[0]._put("base/part", source)
     source.close()
     ends_s = [begun_s, *heard_s, clock.monotonic_s()]
     assert ends_s[-1] - begun_s > 2 * LIMIT_S

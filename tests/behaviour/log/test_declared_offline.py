@@ -68,7 +68,7 @@ def test_what_a_function_gives_is_refused_by_name(run: Path) -> None:
     with rebuilder_of(run) as rebuilder:
         assert rebuilder.state_at(3).exact  # no function has run on the way from its base
         assert rebuilder.state_at(9).exact
-        with pytest.raises(UnsupportedStateError, match=r"'ema/\*' declares is .* program") as why:
+        with pytest.raises(UnsupportedStateError, match=r"matching 'ema/\*' .* program") as why:
             rebuilder.state_at(6)
         assert why.value.leaves == (("ema/*", "a declared update"),)
 

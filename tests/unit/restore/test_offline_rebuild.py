@@ -436,7 +436,7 @@ def test_a_log_of_a_state_that_was_not_exact(run: Path) -> None:
         assert rebuilder.state_at(5).exact
         for step in (6, 7):
             rebuilt = rebuilder.state_at(step)
-            assert (rebuilt.exact, rebuilt.why[:10]) == (False, "the log is")
+            assert (rebuilt.exact, rebuilt.why[:10]) == (False, "the state ")
         (found,) = [audit(rebuilder, pair) for pair in pairs(rebuilder) if pair.after.id.step == 8]
     assert found.verdict == "equal"  # bit for bit what it was, exact or not
 
@@ -445,7 +445,7 @@ def test_too_little_memory(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(offline_load, "memory_available_bytes", lambda: 100)
     with (
         rebuilder_of(run) as rebuilder,
-        pytest.raises(UnavailableError, match="bytes of memory; 100 are left"),
+        pytest.raises(UnavailableError, match="bytes of memory; 100 are available"),
     ):
         rebuilder.state_at(4)
 

@@ -215,7 +215,7 @@ def test_state_of_one_parameter_in_two_marks_is_refused(tmp_path: Path, ring: Ch
     base, logs = logged(tmp_path, "zero", 2, ring, STEPS)
     theirs: Any = decode(logs[0, STEP + STEPS][-1].objects[OPTIMIZER])["state"]
     edited(logs, 1, lambda tree: tree["state"].update(theirs))
-    with pytest.raises(FormatError, match="another one has the state of"):
+    with pytest.raises(FormatError, match="two ranks have the state of"):
         replayed(base, logs, ring)
 
 
