@@ -776,5 +776,5 @@ def test_a_place_that_leads_to_the_run_is_refused(run_folder: Path, tmp_path: Pa
     run_folder.mkdir(exist_ok=True)
     link = tmp_path / "link"
     link.symlink_to(run_folder)
-    with pytest.raises(OptionError, match="a place of its own"):
+    with pytest.raises(OptionError, match="a separate place"):
         Checkpointer(run_folder, {"n": 1}, tiers=[str(link)])

@@ -348,7 +348,7 @@ def test_nothing_of_a_folder_that_is_put_back_is_deleted(run_folder: Path) -> No
 
     state = {"n": 0, "pad": torch.zeros(500)}
     with (
-        pytest.raises(FencedError, match="timeline 2, which this process writes, is gone"),
+        pytest.raises(FencedError, match="timeline 2, which this process writes, has disappeared"),
         opened(run_folder, state, fs=fs, keep=1) as ckpt,
     ):
         assert ckpt.resume().timeline == 2

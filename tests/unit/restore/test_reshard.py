@@ -395,7 +395,7 @@ def test_commands_on_a_base_of_several_ranks(tmp_path: Path, ring: ChunkRing) ->
 def test_a_state_spread_over_more_ranks_than_told_is_refused() -> None:
     with as_rank(0, 2) as info:
         values = build("fsdp", info, SEED)
-        with pytest.raises(UnsupportedStateError, match=r"spread over 2 ranks.*told of 1"):
+        with pytest.raises(UnsupportedStateError, match=r"distributed over 2 ranks.*given 1"):
             State(values)
 
 
