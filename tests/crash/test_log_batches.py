@@ -122,7 +122,7 @@ def lengths(monkeypatch: pytest.MonkeyPatch) -> None:
         self.steps = next(self.to_come)  # type: ignore[attr-defined]
 
     monkeypatch.setattr(AutoBatch, "__init__", begin)
-    monkeypatch.setattr(AutoBatch, "written", written)
+    monkeypatch.setattr(AutoBatch, "segment_written", written)
 
 
 @pytest.mark.usefixtures("lengths")

@@ -189,10 +189,10 @@ def test_nothing_is_left_out_without_a_word(
     found, values = resumed(run_folder, adam, strict=False)
     assert (found.step, found.replayed, found.exact) == (1, 0, True)
     assert values == states[1]
-    assert "the log needs one of that class" in found.skipped[0].reason
+    assert "can only be replayed by an optimizer of the recorded class" in found.skipped[0].reason
     (note,) = found.notes
     assert f"the log reaches step {STEPS} of timeline 1, but could not be replayed" in note
-    assert "the log needs one of that class): steps 2 to 6 must be trained again" in note
+    assert "can only be replayed by an optimizer of the recorded class): steps 2 to 6 must be trained again" in note
 
 
 def test_a_log_that_is_there_is_not_called_gone(
@@ -329,14 +329,14 @@ def test_ranks_leave_nothing_out_without_a_word(
     errors = MismatchError, RecoveryError  # one that another rank was first with
     with (
         replicas(*((path,) * world)) as ranks,
-        pytest.raises(errors, match="from step 5 on the log cannot be replayed"),
+        pytest.raises(errors, match="the log cannot be replayed from step 5 on"),
     ):
         resume(ranks)
     assert sorted(inventory_of(path).timelines) == [1]
     with replicas(*((path,) * world)) as ranks:
         found = on_all(*(partial(one.ckpt.resume, strict=False) for one in ranks))
         assert [(one.step, one.replayed) for one in found] == [(4, 0)] * world
-        assert "the log needs one of that class" in str(found[0].skipped)
+        assert "can only be replayed by an optimizer of the recorded class" in str(found[0].skipped)
         assert {one.notes for one in found} == {found[0].notes}
         said = "the log reaches step 6 of timeline 1, but could not be replayed here (rank(s) 0"
         assert said in found[0].notes[0]

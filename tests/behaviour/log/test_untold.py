@@ -227,7 +227,7 @@ def test_replay_finds_what_training_has_not(run_folder: Path, write: Write, plac
         assert other.snapshot() == states[AT - 1]
     (skipped,) = recovery.skipped
     assert skipped.step == AT
-    assert "past the optimizer" in skipped.reason
+    assert "outside the optimizer" in skipped.reason
     assert "not exact: step 4 differs from training" in recovery.evidence
     assert_never_wrong(run_folder, states, fused=fused)
 
@@ -247,7 +247,7 @@ def test_several_steps_at_once(run_folder: Path) -> None:
         assert other.snapshot() == states[at - 1]
     with (
         opened(run_folder, other) as ckpt,
-        pytest.raises(RecoveryError, match="past the optimizer"),
+        pytest.raises(RecoveryError, match="outside the optimizer"),
     ):
         ckpt.resume(step=at + 2)
 
@@ -680,10 +680,10 @@ def test_tools_find_it_as_well(run_folder: Path) -> None:
     train(run_folder, world, data_clamped, "after update", every=6)
     out = run_folder.parent / "out"
     found = document("restore", run_folder, "--step", AT + 1, "--out", out, status=1)
-    assert "past the optimizer" in str(found)
+    assert "outside the optimizer" in str(found)
     assert document("restore", run_folder, "--step", AT - 1, "--out", out)["exact"]
     found = document("verify", run_folder, "--replay", status=1)
-    assert "past the optimizer" in str(found)
+    assert "outside the optimizer" in str(found)
 
 
 @pytest.mark.usefixtures("unwatched")

@@ -1,5 +1,5 @@
 """Lazy capture (I1, I8): copies run behind the next step, updates wait for them, and whoever
-changes the state past the optimizer is caught. Each guarantee is taken away once, to see
+changes the state outside the optimizer is caught. Each guarantee is taken away once, to see
 that something goes wrong without it."""
 
 from __future__ import annotations

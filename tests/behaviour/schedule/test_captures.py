@@ -309,7 +309,7 @@ def test_a_state_that_nobody_updates_is_captured(run_folder: Path) -> None:
 
 
 def test_averages_swapped_in_with_before_update(run_folder: Path) -> None:
-    """What changes the state past the optimizer is awaited in full."""
+    """What changes the state outside the optimizer is awaited in full."""
     loop = Loop()
     with checkpointer(run_folder, loop.state, lane=lambda: EmulatedLink(SLOW)) as ckpt:
         for step in range(1, 6):

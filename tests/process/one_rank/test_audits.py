@@ -157,7 +157,7 @@ def trained(
     ckpt.resume()
     for step in range(1, steps + 1):
         world.train()
-        if step == flipped_at:  # as a cosmic ray would, past the optimizer and everybody
+        if step == flipped_at:  # as a cosmic ray would, outside the optimizer and everybody
             weight = world.model[0].weight.data
             weight.view(torch.int32).view(-1)[5] ^= 1 << 12
         ckpt.step()

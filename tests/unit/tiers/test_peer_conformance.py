@@ -87,7 +87,7 @@ class _LetsGoEarly(PeerBaseStore):
     def begun(self, source: int, message: PeerCopyBegin) -> PeerCopyAck:
         at = super().begun(source, message)
         base = BaseId(message.marker.timeline, message.marker.step)
-        self._let_go([Copy(source, other, 0) for _, other in list(self._memories) if other < base])
+        self._free([Copy(source, other, 0) for _, other in list(self._memories) if other < base])
         return at
 
     def whole(self) -> list[tuple[PeerCopy, Arena]]:

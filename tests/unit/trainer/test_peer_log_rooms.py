@@ -182,7 +182,7 @@ def test_logs_of_earlier_timelines_stay_until_a_base_is_with_all_peers(
         stats=dict,
     )
     told: list[dict[str, Any]] = []
-    trainer: Any = SimpleNamespace(tell=told.append)
+    trainer: Any = SimpleNamespace(send=told.append)
     while bases:
         Duties._drop_older(duties, 2)
         bases.pop(0)
