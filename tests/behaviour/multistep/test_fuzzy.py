@@ -143,7 +143,7 @@ def test_a_resume_says_that_it_was_made_whole(served: Bench) -> None:
     with opened(served.run, World(seed=9), method=left(3), every=3) as ckpt:
         recovery = ckpt.resume()
     assert (recovery.step, recovery.replayed, recovery.exact) == (5, 0, True)
-    assert "made whole by 2 update(s)" in recovery.evidence
+    assert "completed by replaying 2 update(s)" in recovery.evidence
 
 
 def test_a_log_goes_on_from_such_a_base(served: Bench) -> None:

@@ -162,7 +162,7 @@ def test_the_newest_base_is_what_the_log_gives(run: Path) -> None:
     assert record.fingerprint["everstep"] == everstep.__version__
     assert {"torch", "threads", "machine"} <= set(record.fingerprint)
     keep(run, record)
-    assert "no audit yet" in str(audited(run))  # and older ones are of no interest any more
+    assert "without an audit" in str(audited(run))  # and older ones are of no interest any more
 
 
 @pytest.mark.parametrize("name", ["model/0.weight", "optimizer/state/model.4.bias/exp_avg_sq"])
@@ -253,7 +253,7 @@ def test_retention_may_take_all_of_it_away(victim: str, run: Path) -> None:
             if len(opened) == 2:  # it was seen to be there, and is read now
                 shutil.rmtree(folder)
 
-    assert "was deleted while it was audited" in str(audited(run, HookedFileSystem(delete)))
+    assert "was deleted during the audit" in str(audited(run, HookedFileSystem(delete)))
     assert len(opened) == 2
 
 
@@ -269,7 +269,7 @@ def test_a_newer_timeline_ends_it(run: Path) -> None:
                 open_timeline(Seams(), PurePath(run), inventory, parent=BaseId(1, 10), exact=True)
 
     filesystem.hook = take_over
-    with pytest.raises(everstep.errors.FencedError, match="timeline 2 has taken the run over"):
+    with pytest.raises(everstep.errors.FencedError, match="timeline 2 has taken over the run"):
         audited(run, filesystem)
 
 

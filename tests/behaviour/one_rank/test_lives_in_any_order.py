@@ -114,7 +114,7 @@ class World:
     def crash(self, number: int) -> None:
         found = self.actors[number]
         if found is not None:
-            found[0]._ring.close()  # all that would outlive it in this process
+            found[0]._starter._ring.close()  # all that would outlive it in this process
         self.actors[number] = None
         self.resumed[number] = False
 

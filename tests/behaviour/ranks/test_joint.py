@@ -322,5 +322,5 @@ def test_what_was_seen_in_a_step_that_is_not_over(tmp_path: Path) -> None:
         spoil(ranks, 1)
         on_all(*(one.ckpt._saver.finish_captures for one in ranks))
         ranks[0].ckpt.close()
-        with pytest.raises(NonFiniteError, match="step 5 consumed"):
+        with pytest.raises(NonFiniteError, match="consumed by step 5"):
             ranks[1].ckpt.close()

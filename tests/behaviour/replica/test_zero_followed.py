@@ -109,7 +109,7 @@ def test_a_record_of_another_rank_is_noticed() -> None:
             return steps_of(values, state)[0], replica
 
     (step, replica), (other, _) = logged(0), logged(1)
-    with pytest.raises(FormatError, match="another rank has the gradient of"):
+    with pytest.raises(FormatError, match="is in another rank's log"):
         replica.advance([replace(step, updates=other.updates)])
 
 

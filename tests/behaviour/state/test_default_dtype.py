@@ -219,5 +219,5 @@ def test_what_a_record_says(run_folder: Path) -> None:
     assert update_from_record(told(default_dtype="BF16")).default_dtype == torch.bfloat16
     wrongs: list[Any] = ["I64", "F8_E5M2", "onnx", 3, []]
     for wrong in wrongs:
-        with pytest.raises(FormatError, match="is no record of an update"):
+        with pytest.raises(FormatError, match="is not a valid update"):
             update_from_record(told(default_dtype=wrong))

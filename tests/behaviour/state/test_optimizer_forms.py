@@ -159,7 +159,7 @@ def test_what_is_less_than_training_has(
     torch.set_rng_state(random)
     wanted = again.train(4)
     assert resumed(LOSSY[kind], run_folder, "sync") == (wanted, False)
-    assert "state_dict() of 'optimizer' gives" in caplog.text
+    assert "state_dict() of 'optimizer' does not keep" in caplog.text
     assert "not called exact" in caplog.text
 
 

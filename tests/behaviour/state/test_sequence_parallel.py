@@ -83,7 +83,7 @@ def test_they_are_named_and_what_to_do_about_them(served: Bench) -> None:
         ckpt.wait()
     told = world.told[0]
     assert isinstance(told, UnsupportedStateError)
-    assert "the gradient of model.0.weight is placed as Partial(sum), and" in str(told)
+    assert "the gradient of model.0.weight is placed as Partial(sum), but" in str(told)
     assert "its parameter as Replicate()" in str(told)
     assert "p.grad = p.grad.redistribute(placements=p.placements)" in str(told)
 

@@ -156,7 +156,7 @@ def test_a_forked_child_disturbs_nothing(run_folder: Path) -> None:
             try:
                 call()
             except StateError as error:
-                refused += "forked from" in str(error)
+                refused += "was forked" in str(error)
         ckpt.close()
         state["n"][0] = 666
         sys.exit(0 if refused == 4 else 9)   # runs the handlers that are registered for exit
