@@ -209,7 +209,10 @@ BROKEN: dict[str, tuple[dict[str, Any], str]] = {
     "turned": ({"records": turned}, "was captured after update"),
     "a gradient dropped": ({"records": emptied}, "another"),
     "applied twice": ({"lsns": lift_all}, "the base is incomplete"),
-    "torn apart": ({"lsns": lift("optimizer/state/model.0.weight/exp_avg")}, "captured at different updates"),
+    "torn apart": (
+        {"lsns": lift("optimizer/state/model.0.weight/exp_avg")},
+        "captured at different updates",
+    ),
 }
 
 

@@ -290,7 +290,10 @@ def test_what_was_written_past_the_optimizer_is_noticed(
     layout = wrote[0]
     base, logs = logged(tmp_path, *wrote, ring, STEPS, change=change)
     for rank in range(starts):
-        with as_rank(rank, starts) as info, pytest.raises(AuditError, match="outside the optimizer"):
+        with (
+            as_rank(rank, starts) as info,
+            pytest.raises(AuditError, match="outside the optimizer"),
+        ):
             redone(base, logs, layout, info, ring, STEPS)
 
 
