@@ -297,7 +297,7 @@ def test_bases_in_memory_outlive_a_last_one_that_fails(run_folder: Path) -> None
         end_keepers(run_folder.parent)
 
 
-def _interrupted(*_: Any) -> Any:
+def _interrupted(*_: Any, **named: Any) -> Any:
     raise KeyboardInterrupt
 
 
@@ -324,7 +324,7 @@ def test_the_log_in_memory_outlives_a_last_base(
                 (base_dir(run_folder, 1, 7) / shard_name(0)).mkdir(parents=True)  # in its way
             else:
                 monkeypatch.setattr(checkpointer, "wait_and_collect", _interrupted)
-                monkeypatch.setattr(Checkpointer, "_take_at", _interrupted)
+                monkeypatch.setattr(Checkpointer, "_take", _interrupted)
         assert "a resume() within that time restores them" in capfd.readouterr().err
         monkeypatch.undo()
         again = Plain(run_folder, method)

@@ -591,7 +591,7 @@ if child == 0:
         try:
             call()
         except KeeperError as error:
-            refused += "forked from" in str(error)
+            refused += "was forked" in str(error)
     one.close()
     os.close(end_in)
     os.write(ready_in, bytes([refused, one.fileno() == -1]))
