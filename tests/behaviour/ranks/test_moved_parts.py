@@ -89,7 +89,7 @@ def test_a_part_of_the_newest_timeline_behind_a_link(run: Path, part: str) -> No
     told = refused(run, run / part)
     assert "symbolic link" in told
     newest = "step 4 of timeline 2" if part.endswith("log") else "step 2 of timeline 1"
-    assert f"goes on from {newest} without it" in told
+    assert f"continues from {newest} without it" in told
     put_back(run / part)
     assert look(run)[1] == 4
 
@@ -97,7 +97,7 @@ def test_a_part_of_the_newest_timeline_behind_a_link(run: Path, part: str) -> No
 def test_all_timelines_behind_links(run: Path) -> None:
     for number in (1, 2):
         link_away(timeline(run, number))
-    assert "goes on from" not in refused(run, timeline(run, 2))
+    assert "continues from" not in refused(run, timeline(run, 2))
     (run / RUN_RECORD).unlink()  # a new one would make another run of it
     with pytest.raises(StateError, match="no other file records the id"):
         look(run)
