@@ -169,7 +169,7 @@ def test_replicas_of_some_parameters_only_are_refused() -> None:
     with as_rank(0, 4) as info:
         models = [build(layout, info, 3)["model"] for layout in ("hsdp", "fsdp")]
         both = [parameter for model in models for parameter in model.parameters()]
-        with pytest.raises(OptionError, match="and not of all"):
+        with pytest.raises(OptionError, match="but not of all"):
             Compressor(torch.optim.AdamW(both))
         Compressor(torch.optim.AdamW([p for p in both if len(p.placements) == 2]))
 

@@ -30,6 +30,14 @@ class Permuted(Sampler[int]):
         return COUNT
 
 
+@pytest.fixture(autouse=True)
+def nobody_else_follows_loaders() -> None:
+    """Restore the loaders' classes: an earlier test of this process may have dropped a
+    Checkpointer without close(), as a killed process does."""
+    while POSITIONS._holders > 0:
+        POSITIONS.close()
+
+
 def distributed() -> StatefulLoader:
     sampler: Any = DistributedSampler(Noisy(), num_replicas=1, rank=0)
     return StatefulLoader(Noisy(), batch_size=BATCH, sampler=sampler)

@@ -166,7 +166,7 @@ def test_gradients_in_sparse_layout_are_refused(one_rank: None) -> None:
 def test_the_state_of_another_model_is_refused(one_rank: None) -> None:
     ddp = nn.parallel.DistributedDataParallel(nn.Linear(4, 3))
     ddp.register_comm_hook(DDPCompression(nn.Linear(4, 3)), compressed_mean)
-    with pytest.raises(StateError, match="not of the model"):
+    with pytest.raises(StateError, match="does not belong to the model"):
         ddp(torch.ones(2, 4)).sum().backward()
 
 
