@@ -12,7 +12,9 @@ TORCH_MIN = (2, 6)
 
 
 def is_too_old(torch_version: str) -> bool:
-    """Whether a torch of this version is older than :data:`TORCH_MIN`, or has none that can be
-    read. One that leads to it (2.6.0a0, as vendors build them) is not."""
+    """Return True if this version of torch is older than :data:`TORCH_MIN`, or cannot be parsed.
+
+    Pre-releases of that version (2.6.0a0, as vendors build them) are accepted.
+    """
     numbers = re.match(r"(\d+)\.(\d+)", torch_version)
     return numbers is None or (int(numbers[1]), int(numbers[2])) < TORCH_MIN

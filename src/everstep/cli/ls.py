@@ -302,7 +302,7 @@ def _created(base: BaseFound) -> float | None:
 
 
 def _notes(base: BaseFound, choice: Choice) -> list[str]:
-    """What is wrong with a base, in sentences."""
+    """Return the problems of a base, one sentence each."""
     from everstep.run.audits import describe_audit
 
     told = base.status in ("condemned", "incomplete")  # the status says it all
@@ -318,7 +318,7 @@ def _notes(base: BaseFound, choice: Choice) -> list[str]:
 def _all_notes(
     filesystem: FileSystem, inventory: Inventory, choice: Choice
 ) -> dict[BaseId, list[str]]:
-    """What is wrong with each base; nothing is with one that was deleted meanwhile."""
+    """Return the problems of each base; a base deleted in the meantime has none."""
     found = {base.id: _notes(base, choice) for base in inventory.bases}
     return {
         base: [] if notes and base_is_deleted(filesystem, inventory, base) else notes

@@ -25,7 +25,7 @@ _BASES = ("sync", "async", "lazy", "checkfreq", "multistep", "scheduled")
 @checked
 @dataclass(frozen=True, slots=True)
 class Method:
-    """How state leaves the training process.
+    """Method by which state leaves the training process.
 
     Attributes:
         base: base capture.

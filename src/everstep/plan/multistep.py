@@ -1,4 +1,4 @@
-"""How long a base that is captured over several steps holds training up, before it is taken.
+"""Predicted delay of training by a base that is captured over several steps.
 
 GoCkpt (section 4.2) cuts the state into ``k`` parts and copies one in each of ``k`` steps, while
 forward and backward leave it alone; from then on the gradients of what was copied are copied,
@@ -47,7 +47,7 @@ __all__ = [
 ]
 
 PAPER_PARTS = 7
-"""What the paper recommends (4.2.3): the best for gradients of 1/7 of the state."""
+"""The paper's recommendation (4.2.3): optimal for gradients of 1/7 of the state."""
 
 PARTS_MAX = 24
 

@@ -1,4 +1,4 @@
-"""What DistributedDataParallel adds to the step of one rank, without other ranks or data.
+"""Work that DistributedDataParallel adds to the step of one rank, without other ranks or data.
 
 The real one needs a process group, and data to agree on its buckets: it is traced where it runs.
 Here its operators are issued in the places where it issues them from its third step on: at the

@@ -392,7 +392,7 @@ def _ranks_of(args: tuple[Any, ...]) -> int:
 
 
 def _work_of(out: Any) -> Any:
-    """What can be waited for."""
+    """Objects that can be waited for."""
     from torch import distributed
 
     for value in out if isinstance(out, tuple | list) else (out,):

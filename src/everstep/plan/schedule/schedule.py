@@ -251,12 +251,12 @@ def _sizes_bytes(problem: Problem) -> list[int]:
 
 
 def _moves_all(problem: Problem, mode: Mode) -> bool:
-    """Whether the link moves as many bytes as there are, whole bytes behind each operator."""
+    """Return True if the link can move all bytes, in whole bytes after each operator."""
     return sum(problem.capacities(mode)) >= problem.size_bytes
 
 
 def _fit_somehow(problem: Problem, mode: Mode, groups: list[Group]) -> bool:
-    """Whether chunks fit behind the operators, whatever memory that takes."""
+    """Return True if the chunks fit after the operators, regardless of memory."""
     most = problem.peak_bytes + problem.size_bytes
     return _Greedy(problem, mode, groups, most).run() is not None
 
@@ -334,7 +334,7 @@ class _Greedy:
         self._leaving: list[_Leaving] = []
 
     def run(self) -> list[_Leaving] | None:
-        """What leaves when; None if it runs out of memory, or of operators."""
+        """Return the departures by operator; None if memory or operators run out."""
         forced: dict[int, list[_Rest]] = {}
         for rest in self._rests:
             forced.setdefault(rest.update - 1, []).append(rest)

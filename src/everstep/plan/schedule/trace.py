@@ -1,4 +1,4 @@
-"""What one training step does, operator by operator: which tensors live when, which are written.
+"""Trace of one training step, operator by operator: lifetimes of tensors, and writes to them.
 
 Any model, optimizer and loss in plain Python can be traced, on the meta device without memory or
 computation, or for real, then with measured times. Tracers of programs (symbolic_trace, make_fx,
@@ -37,7 +37,7 @@ __all__ = [
 
 
 class Parallel(Protocol):
-    """What several ranks do between the operators of one (:class:`.parallel.Buckets`)."""
+    """Work of several ranks between the operators of one (:class:`.parallel.Buckets`)."""
 
     warm_up_steps: int
 

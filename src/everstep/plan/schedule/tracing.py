@@ -1,4 +1,4 @@
-"""Where a step is traced: without a device, for real, or in small and drawn out.
+"""Ways to trace a step: without a device, on the device, or scaled up from a smaller step.
 
 The meta device needs neither memory nor time, but runs no autocast, and not every operator. Casts
 are seen on fake tensors. Where an operator needs data, small real batches are traced on the CPU,
