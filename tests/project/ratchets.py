@@ -16,6 +16,7 @@ import re
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
 
 from tests.project.tidy import Module, modules_under
@@ -49,8 +50,10 @@ def sources() -> list[Module]:
 _Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
-def _functions(module: Module) -> Iterator[tuple[str, _Function]]:
-    """Yield every function of a module with its place, ``module:Class.function``."""
+@cache
+def _functions(module: Module) -> list[tuple[str, _Function]]:
+    """Return every function of a module with its place, ``module:Class.function``."""
+    found: list[tuple[str, _Function]] = []
     todo: list[tuple[str, ast.AST]] = [("", module.tree)]
     while todo:
         prefix, parent = todo.pop()
@@ -59,8 +62,9 @@ def _functions(module: Module) -> Iterator[tuple[str, _Function]]:
             if isinstance(node, _Function | ast.ClassDef):
                 inner = f"{prefix}.{node.name}".lstrip(".")
             if isinstance(node, _Function):
-                yield f"{module.name}:{inner}", node
+                found.append((f"{module.name}:{inner}", node))
             todo.append((inner, node))
+    return found
 
 
 def _of_functions(modules: list[Module], number: Callable[[_Function], int]) -> Offenders:
@@ -158,7 +162,7 @@ def many_attributes(modules: list[Module]) -> Offenders:
     """Return classes with more than 15 attributes."""
     found: Offenders = {}
     for module in modules:
-        for node in ast.walk(module.tree):
+        for node in module.nodes:
             if isinstance(node, ast.ClassDef):
                 names = {
                     child.attr
@@ -201,7 +205,7 @@ def small_satellites(modules: list[Module]) -> Offenders:
     """Return modules of under 80 lines that belong to their only importer."""
     importers: dict[str, set[str]] = {}
     for module in modules:
-        for node in ast.walk(module.tree):
+        for node in module.nodes:
             if isinstance(node, ast.ImportFrom):
                 names = [f"{node.module}.{alias.name}" for alias in node.names]
                 for name in [node.module or "", *names]:
@@ -227,7 +231,7 @@ def doubled_statements(modules: list[Module]) -> Offenders:
         lambda module: len(
             [
                 node
-                for node in ast.walk(module.tree)
+                for node in module.nodes
                 if isinstance(node, ast.Assign)
                 and isinstance(node.value, ast.Tuple)
                 and isinstance(node.targets[0], ast.Tuple)
@@ -237,7 +241,7 @@ def doubled_statements(modules: list[Module]) -> Offenders:
 
 
 def _docstrings(module: Module) -> Iterator[str]:
-    for node in ast.walk(module.tree):
+    for node in module.nodes:
         if isinstance(node, ast.Module | ast.ClassDef | _Function) and (
             text := ast.get_docstring(node)
         ):
@@ -270,7 +274,7 @@ def callbacks_from_outside(modules: list[Module]) -> Offenders:
     filled = {
         target.attr
         for module in modules
-        for node in ast.walk(module.tree)
+        for node in module.nodes
         if isinstance(node, ast.Assign)
         for whole in node.targets
         for target in (whole.elts if isinstance(whole, ast.Tuple) else [whole])
@@ -282,7 +286,7 @@ def callbacks_from_outside(modules: list[Module]) -> Offenders:
         lambda module: len(
             [
                 node
-                for node in ast.walk(module.tree)
+                for node in module.nodes
                 if isinstance(node, ast.AnnAssign)
                 and isinstance(node.target, ast.Attribute)
                 and "Callable" in ast.unparse(node.annotation)

@@ -91,6 +91,11 @@ class Module:
         return ast.parse(self.source, feature_version=(3, 10))
 
     @cached_property
+    def nodes(self) -> list[ast.AST]:
+        """Every node of the tree. Many rules look at all of them, and walking takes time."""
+        return list(ast.walk(self.tree))
+
+    @cached_property
     def names_used(self) -> list[tuple[str, int]]:
         """Every imported name where it is imported or used, in full, with its line."""
         return list(_names_used(self))
@@ -242,7 +247,7 @@ def check_io(module: Module) -> list[str]:
         else:
             continue
         complaints.append(f"{module.name}:{line}: {name}: {why}")
-    for node in ast.walk(module.tree):
+    for node in module.nodes:
         if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
             continue
         if node.func.attr in _IO_METHODS:
@@ -254,7 +259,7 @@ def _maps_of_files(module: Module) -> list[str]:
     """Memory maps are anonymous: ``mmap.mmap(-1, ...)``, written so that it can be seen."""
     complaints = []
     aliases = _aliases(module)
-    for node in ast.walk(module.tree):
+    for node in module.nodes:
         if not isinstance(node, ast.Call) or _dotted(node.func, aliases) != "mmap.mmap":
             continue
         if not node.args or ast.unparse(node.args[0]) != "-1":
@@ -321,7 +326,7 @@ def check_prints(module: Module) -> list[str]:
     """Outside of commands all lines go where one that cannot be printed ends no training."""
     if module.part in _COMMANDS or module.name == _MESSAGES:
         return []
-    printed = {node for node in ast.walk(module.tree) if isinstance(node, ast.Name)}
+    printed = {node for node in module.nodes if isinstance(node, ast.Name)}
     return [
         f"{module.name}:{node.lineno}: print: say it with {_MESSAGES}"
         for node in sorted(printed, key=lambda name: name.lineno)
@@ -356,7 +361,7 @@ _TORN = (
 def _called(module: Module) -> Iterator[tuple[str, int]]:
     """Names, in full, of what is called, or told to be: with what stands in brackets or without."""
     aliases = _aliases(module)
-    for node in ast.walk(module.tree):
+    for node in module.nodes:
         if isinstance(node, ast.Call):
             made = node.func.value if isinstance(node.func, ast.Subscript) else node.func
         elif isinstance(node, ast.keyword) and node.arg == "default_factory":
@@ -397,13 +402,13 @@ def check_failpoints(modules: Iterable[Module]) -> list[str]:
 def _visits(module: Module) -> Iterator[tuple[str | None, int]]:
     """The name of each failpoint that the module visits, None where it is not a literal."""
     aliases = _aliases(module)
-    for node in ast.walk(module.tree):
+    for node in module.nodes:
         if isinstance(node, ast.Call) and _is_failpoint(_dotted(node.func, aliases)):
             yield _text(node.args[0]) if node.args else None, node.lineno
 
 
 def _strings(module: Module) -> Iterator[tuple[str, int]]:
-    for node in ast.walk(module.tree):
+    for node in module.nodes:
         if isinstance(node, ast.Constant) and isinstance(node.value, str):
             yield node.value, node.lineno
 
@@ -472,7 +477,7 @@ def _definitions(tree: ast.Module) -> Iterator[_Definition]:
 
 def _imports(module: Module) -> Iterator[tuple[str, int]]:
     """Every imported name, dotted, wherever in the module it is imported."""
-    for node in ast.walk(module.tree):
+    for node in module.nodes:
         if isinstance(node, ast.Import):
             yield from ((alias.name, node.lineno) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -491,7 +496,7 @@ def _origin(module: Module, node: ast.ImportFrom) -> str:
 def _aliases(module: Module) -> dict[str, str]:
     """What each imported name stands for, dotted; scopes are not told apart."""
     found = {"open": "builtins.open", "__import__": "builtins.__import__"}
-    for node in ast.walk(module.tree):
+    for node in module.nodes:
         if isinstance(node, ast.Import):
             for alias in node.names:
                 name = alias.asname or alias.name.split(".")[0]
