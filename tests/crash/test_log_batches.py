@@ -19,6 +19,7 @@ from everstep.keeper.log.batch import AutoBatch
 from everstep.keeper.persist.local_keeper import LocalKeeper
 from everstep.options import KeeperOptions, LogOptions
 from everstep.seams import FileSystem, ManualClock, Seams
+from everstep.testing import inspect
 from everstep.trainer.log.disk_log import DiskLog
 from tests.crash.sim.crashes import Scenario, watch_crashes
 from tests.crash.sim.filesystem import SimFileSystem
@@ -60,7 +61,7 @@ class Logged(Scenario):
         self._begun, self._numbers, self._disk = 1, {}, None
         training, ckpt = self._start(fs, seed=1)
         assert ckpt.resume().step == 1
-        recorder = ckpt._recorder
+        recorder = inspect(ckpt).recorder
         assert recorder is not None
         self._disk = recorder.disk
         while self._begun <= self._steps:
@@ -69,7 +70,7 @@ class Logged(Scenario):
             ckpt.step()
             self._numbers[self._begun] = recorder.memory.number
         recorder.base_step = 1 << 40  # no base at the end
-        keeper = ckpt._keeper
+        keeper = inspect(ckpt).keeper
         assert isinstance(keeper, LocalKeeper)
         assert keeper.records is not None
         keeper.records.settle(TIMEOUT_S)

@@ -22,6 +22,7 @@ from everstep.capture.spot_check import SpotCheck
 from everstep.errors import AuditError, StateError
 from everstep.link.registry import list_keepers
 from everstep.seams.processes.processes import process_ended
+from everstep.testing import inspect
 from tests.gpu.world import DEVICE, ENVIRONMENT, NEEDS_CUDA, World, opened, restored, warm_up
 from tests.support.keeper_process import finish
 from tests.support.world import TIMEOUT_S
@@ -65,8 +66,8 @@ def test_a_base_is_the_state_at_its_mark(method: str, run_folder: Path) -> None:
             if step % 3 == 1:
                 wanted[step] = world.live()
                 ckpt.save()
-        assert isinstance(ckpt._lane, DeviceLane)
-        assert isinstance(ckpt._lane._lane, CudaLane) or method == "sync"
+        assert isinstance(inspect(ckpt).lane, DeviceLane)
+        assert isinstance(inspect(ckpt).lane._lane, CudaLane) or method == "sync"
         ckpt.wait()
         assert ckpt.stats().committed == 4
     for step, expected in wanted.items():
@@ -118,7 +119,7 @@ def test_a_change_past_the_optimizer_is_refused(run_folder: Path) -> None:
         ckpt.step()
         ckpt.save()
         ckpt.wait()
-        (side,) = ckpt._lane._lane._streams.values()
+        (side,) = inspect(ckpt).lane._lane._streams.values()
         world.train()
         ckpt.step()
         with torch.cuda.stream(side):
@@ -157,8 +158,8 @@ def test_a_model_that_is_moved_after_construction(run_folder: Path) -> None:
             ckpt.step()
             ckpt.save()
         wanted = world.live()
-        assert isinstance(ckpt._lane, DeviceLane)
-        assert isinstance(ckpt._lane._lane, CudaLane)
+        assert isinstance(inspect(ckpt).lane, DeviceLane)
+        assert isinstance(inspect(ckpt).lane._lane, CudaLane)
     assert same(restored(run_folder, 3), wanted)
 
 
@@ -372,7 +373,7 @@ def test_a_graph_may_be_captured_while_a_base_is_copied(run_folder: Path) -> Non
         wanted[1] = world.live()
         world.optimizer.zero_grad()
         graph = torch.cuda.CUDAGraph()
-        ckpt._lane.run(lambda: _assert_told(captures))
+        inspect(ckpt).lane.run(lambda: _assert_told(captures))
         first = ckpt.save()
         with torch.cuda.graph(graph):
             assert not first.staged.done(), "no copy was under way: this test shows nothing"

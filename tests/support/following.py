@@ -18,6 +18,7 @@ from everstep.restore.offline.load import load_offline
 from everstep.restore.offline.state import OfflineState
 from everstep.run.scan import scan_run
 from everstep.seams import PosixFileSystem
+from everstep.testing import inspect
 from tests.support.serving import Bench
 from tests.support.world import TIMEOUT_S, forget
 
@@ -66,7 +67,7 @@ def until_at(bench: Bench, step: int) -> None:
 
 def taken_here(ckpt: everstep.Checkpointer) -> int:
     """How many bases the training process has captured itself."""
-    return ckpt._saver._captures
+    return inspect(ckpt).saver._captures
 
 
 def steps_on_disk(run: Path, timeline: int = 1) -> list[int]:

@@ -15,6 +15,7 @@ from everstep.errors import KeeperError
 from everstep.link.pool import CapturePool
 from everstep.link.registry import list_keepers
 from everstep.seams.processes.processes import process_ended
+from everstep.testing import inspect
 from tests.support.following import until
 from tests.support.world import TIMEOUT_S
 
@@ -35,11 +36,11 @@ def lost_of(pool: CapturePool) -> KeeperError:
 
 def kill_noticed(ckpt: Any) -> None:
     kill_keeper()
-    until(lambda: ckpt._keepers.lost is not None, "the loss of the keeper")
+    until(lambda: inspect(ckpt).keepers.lost is not None, "the loss of the keeper")
 
 
 def keeper_of(ckpt: everstep.Checkpointer) -> int:
-    remote = ckpt._keepers._remote
+    remote = inspect(ckpt).keepers._remote
     assert remote is not None
     return remote.pid
 

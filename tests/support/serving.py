@@ -31,6 +31,7 @@ from everstep.run.scan import scan_run
 from everstep.seams import Clock, FileSystem, PosixFileSystem, Seams, SystemClock
 from everstep.seams.network.sockets import close_descriptors, connect_stream, listen_at
 from everstep.state.layout.entries import Entry
+from everstep.testing import inspect
 from tests.support.world import TIMEOUT_S
 
 __all__ = ["OBJECT", "Bench", "Hand", "bench", "contents_of", "die", "oracle", "serving"]
@@ -382,10 +383,10 @@ def serving(run: Path, **options: Any) -> Iterator[Bench]:
 
 def die(ckpt: Checkpointer) -> None:
     """Ends a Checkpointer as its process's death would, as far as its keeper can tell."""
-    remote = ckpt._keepers._remote
+    remote = inspect(ckpt).keepers._remote
     assert remote is not None
     remote._closing = True  # what is lost from now on is nobody's loss
     remote._connection.close()
     remote._reader.join(TIMEOUT_S)
-    ckpt._keepers.current = ckpt._keepers._remote = None
-    ckpt._release()
+    inspect(ckpt).keepers.current = inspect(ckpt).keepers._remote = None
+    inspect(ckpt).release()

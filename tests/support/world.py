@@ -32,6 +32,7 @@ from everstep.seams import (
     WriteFile,
 )
 from everstep.seams.progress import silent
+from everstep.testing import inspect
 from tests.crash.sim.training import freeze
 
 __all__ = [
@@ -228,14 +229,14 @@ def acquiring(
         timeout_s: it waits no longer than that for memory, whatever it is told; nothing else has
             so little time, as on a busy machine that may not be enough.
     """
-    pool = ckpt._keepers.pool
+    pool = inspect(ckpt).keepers.pool
     assert pool is not None
     acquire = pool.acquire
 
     def late(size_bytes: int, **options: Any) -> Any:
         first()
         if timeout_s is not None:
-            assert options["timeout_s"] == ckpt._options.progress_timeout_s
+            assert options["timeout_s"] == inspect(ckpt).options.progress_timeout_s
             options["timeout_s"] = timeout_s
         return acquire(size_bytes, **options)
 

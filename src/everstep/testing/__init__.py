@@ -6,6 +6,7 @@
 ``faultytier``        a tier around another one that fails, stalls or loses data from a seed
 ``emulated_link``     a link between device and host with a given bandwidth
 ``keepers``           end the keeper of a run; find the base that it holds in memory
+``inspection``        the parts of a Checkpointer, for everstep's own tests
 
 Failpoints are named places in the protocol at which a test can end or interrupt a process:
 :func:`arm` one of :data:`FAILPOINTS`, or set ``EVERSTEP_FAILPOINTS`` in its environment.
@@ -14,6 +15,7 @@ Failpoints are named places in the protocol at which a test can end or interrupt
 from everstep.seams.failpoints import FAILPOINTS, FailpointError, arm, disarm_all
 from everstep.testing.emulated_link import EmulatedLink
 from everstep.testing.faultytier import FaultKind, FaultyTier, TierFault
+from everstep.testing.inspection import inspect
 from everstep.testing.keepers import end_keeper
 
 __all__ = [
@@ -26,4 +28,5 @@ __all__ = [
     "arm",
     "disarm_all",
     "end_keeper",
+    "inspect",
 ]

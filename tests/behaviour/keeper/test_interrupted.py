@@ -16,6 +16,7 @@ from everstep.link.channel import BackgroundChannel
 from everstep.link.save import Save
 from everstep.link.wire import Connection, connected_pair
 from everstep.seams import SystemClock
+from everstep.testing import inspect
 from everstep.trainer.attach.remote import RemoteKeeper
 from tests.support import following
 from tests.support.interrupts import interrupted_at
@@ -115,7 +116,7 @@ def test_a_base_that_was_never_asked_for_is_asked_for_again(
         monkeypatch.setattr(RemoteKeeper, "_send", interrupted)
         with pytest.raises(KeyboardInterrupt):
             ckpt.save()
-        keeper = ckpt._keepers.current
+        keeper = inspect(ckpt).keepers.current
         assert isinstance(keeper, RemoteKeeper)
         assert not keeper._replica_requests.steps
         ckpt.save().durable.result(TIMEOUT_S)

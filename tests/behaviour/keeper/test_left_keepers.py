@@ -17,6 +17,7 @@ from everstep.link.registry import KeeperInfo
 from everstep.restore.reshard.logs import LogsInMemory
 from everstep.seams import Seams
 from everstep.seams.network.sockets import close_descriptors
+from everstep.testing import inspect
 from everstep.trainer.attach import orphaned_keepers as left_keepers
 from tests.support.serving import Bench, bench, die, serving
 from tests.support.takeover import World, opened, stepped
@@ -112,7 +113,7 @@ def test_a_start_without_a_keeper_process_takes_what_one_has_left(
     """And leaves it there: should that be lost before its first base, the next finds it, too."""
     world = World()
     ckpt = logged(served, world)
-    ckpt._saver.finish_captures()
+    inspect(ckpt).saver.finish_captures()
     die(ckpt)
     for _ in range(2):
         other = World(seed=9)
@@ -120,4 +121,4 @@ def test_a_start_without_a_keeper_process_takes_what_one_has_left(
         recovery = ckpt.resume()
         assert (recovery.step, recovery.source, recovery.exact) == (3, "memory", True)
         assert other.snapshot() == world.snapshot()
-        ckpt._release()
+        inspect(ckpt).release()

@@ -17,6 +17,7 @@ import pytest
 
 from everstep.errors import KeeperError
 from everstep.link.pool import Block, CapturePool
+from everstep.testing import inspect
 from everstep.trainer.attach.remote import RemoteKeeper
 from everstep.trainer.session.closing import finish_at_exit
 from tests.support.following import until
@@ -64,7 +65,7 @@ def test_close_makes_good_what_was_parked_and_says_once_that_it_was_lost(run_fol
     ckpt = opened(run_folder, world, method="checkflow", every=None)
     ckpt.resume()
     states = run_steps(ckpt, world, 4)
-    ckpt._saver.finish_captures()
+    inspect(ckpt).saver.finish_captures()
     kill_noticed(ckpt)
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
@@ -87,7 +88,7 @@ def test_a_base_lost_before_a_wait_within_a_step_is_taken_at_its_end(
         ckpt.resume()
         run_steps(ckpt, world, 2)
         save = ckpt.save()
-        until(lambda: ckpt._keepers.lost is not None, "the loss of the keeper")
+        until(lambda: inspect(ckpt).keepers.lost is not None, "the loss of the keeper")
         monkeypatch.delenv(FAILPOINTS)
         world.train()
         ckpt.wait()
@@ -153,7 +154,7 @@ def test_nobody_waits_for_what_was_still_to_be_retained(
         monkeypatch.setattr(RemoteKeeper, "_on_message", hear_late)
         ckpt.save()
         assert heard.wait(TIMEOUT_S)
-        keeper = ckpt._keepers.current
+        keeper = inspect(ckpt).keepers.current
         assert isinstance(keeper, RemoteKeeper)
 
         def noticed() -> bool:
@@ -175,17 +176,17 @@ def test_what_is_lost_at_exit_with_a_keeper_is_said(
         run_steps(ckpt, world, 2)
         monkeypatch.delenv(FAILPOINTS)
         ckpt.save()
-        until(lambda: ckpt._keepers.lost is not None, "the loss of the keeper")
-        keeper = ckpt._keepers.current
+        until(lambda: inspect(ckpt).keepers.lost is not None, "the loss of the keeper")
+        keeper = inspect(ckpt).keepers.current
         assert keeper is not None
-        finish_at_exit(ckpt._saver, keeper, lambda: None, os.getpid(), sys.stderr)
+        finish_at_exit(inspect(ckpt).saver, keeper, lambda: None, os.getpid(), sys.stderr)
         assert (
             "data that was not durable (bases of steps 2) was lost at exit"
             in capsys.readouterr().err
         )
         closed = io.StringIO()
         closed.close()  # as that of a daemon may be: the keeper is let go of all the same
-        finish_at_exit(ckpt._saver, keeper, lambda: None, os.getpid(), closed)
+        finish_at_exit(inspect(ckpt).saver, keeper, lambda: None, os.getpid(), closed)
 
 
 def test_a_log_that_is_gone_is_not_said_to_be_in_memory(run_folder: Path) -> None:
@@ -207,7 +208,7 @@ def test_a_keeper_that_serves_another_process_is_not_called_gone(run_folder: Pat
     ckpt = opened(run_folder, world, method="logged", every=None)
     ckpt.resume()
     run_steps(ckpt, world, 3)
-    keeper = ckpt._keepers.current
+    keeper = inspect(ckpt).keepers.current
     assert isinstance(keeper, RemoteKeeper)
     keeper._on_message({"kind": "replaced", "pid": 4711}, [])
     world.train()

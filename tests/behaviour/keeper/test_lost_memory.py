@@ -13,6 +13,7 @@ import everstep
 from everstep.arena.memory import Arena
 from everstep.errors import KeeperError
 from everstep.link.pool import CapturePool
+from everstep.testing import inspect
 from tests.support.following import opened, run_steps, steps_on_disk, until
 from tests.support.multistep.rows import over, restored
 from tests.support.multistep.world import World, begin
@@ -55,7 +56,7 @@ def test_whoever_waits_for_memory_hears_of_it() -> None:
 
 def lose(ckpt: everstep.Checkpointer) -> None:
     """The connection breaks; the keeper does not."""
-    remote: Any = ckpt._keepers.current
+    remote: Any = inspect(ckpt).keepers.current
     remote._connection._stream.shutdown()
     remote._reader.join(TIMEOUT_S)
     assert remote.lost is not None
@@ -79,7 +80,7 @@ def test_gradients_of_the_step_under_way_are_not_written_into_its_base(
         assert gate.reached.wait(TIMEOUT_S)
         lose(ckpt)
         world.train()  # its gradients are copied
-        ckpt._lane.run(lambda: None).result(TIMEOUT_S)
+        inspect(ckpt).lane.run(lambda: None).result(TIMEOUT_S)
         gate.open()
         until(lambda: 4 in steps_on_disk(bench.run), "the base that it had")
         with pytest.warns(RuntimeWarning, match="the keeper"):
@@ -97,13 +98,13 @@ def _at_data(gate: Gate) -> Any:
 
 def take_one(ckpt: everstep.Checkpointer, world: World) -> dict[int, Any]:
     """A base of step 4, which does not get to the disk; and whatever comes next has begun."""
-    assert ckpt._multistep is not None
+    assert inspect(ckpt).multistep is not None
     save = begin(ckpt)
     states = run_steps(ckpt, world, 2)
     save.staged.result(TIMEOUT_S)
-    remote: Any = ckpt._keepers.current
+    remote: Any = inspect(ckpt).keepers.current
     until(lambda: not remote._rebuilding, "that it is whole")
     states |= run_steps(ckpt, world, 1)
     begin(ckpt)
-    assert ckpt._multistep.open
+    assert inspect(ckpt).multistep.open
     return states

@@ -14,6 +14,7 @@ import torch
 
 from everstep import KeeperOptions
 from everstep.errors import EverstepError, KeeperError, StorageError
+from everstep.testing import inspect
 from everstep.trainer.attach.remote import RemoteKeeper
 from tests.support.following import until
 from tests.support.ranks.together import (
@@ -41,7 +42,7 @@ def kill_before(one: RankTraining, of: Any, name: str, monkeypatch: pytest.Monke
 
     def of_the_dead(*args: Any, **options: Any) -> object:
         monkeypatch.setattr(of, name, call)
-        keeper = one.ckpt._keepers.current
+        keeper = inspect(one.ckpt).keepers.current
         assert isinstance(keeper, RemoteKeeper)
         os.kill(keeper.pid, signal.SIGKILL)
         until(lambda: keeper.lost is not None, "the loss of the keeper")
@@ -76,7 +77,7 @@ def test_nobody_waits_for_a_base_that_has_found_no_keeper(
         resume(ranks)
         train(ranks, 2)
         on_both(ranks, lambda one: one.ckpt.wait())
-        kill_before(ranks[1], ranks[1].ckpt._keepers.pool, "acquire", monkeypatch)
+        kill_before(ranks[1], inspect(ranks[1].ckpt).keepers.pool, "acquire", monkeypatch)
         first, second = on_both(ranks, save_and_wait)
         assert isinstance(first, StorageError)
         assert first.message == LOST
@@ -100,7 +101,7 @@ def test_nobody_waits_for_a_base_that_was_due_as_the_keeper_died(
     with trainings(run_folder, run_folder, on_failure=told.append, **about) as ranks:
         resume(ranks)
         train(ranks, 1)
-        kill_before(ranks[1], ranks[1].ckpt._consensus, "decide", monkeypatch)
+        kill_before(ranks[1], inspect(ranks[1].ckpt).consensus, "decide", monkeypatch)
         train(ranks, 1)
         on_both(ranks, lambda one: one.ckpt.wait())
         assert LOST in [one.message for one in told]
@@ -119,7 +120,7 @@ def test_a_base_of_the_same_step_is_taken_again(
         resume(ranks)
         train(ranks, 1)
         ckpt = ranks[1].ckpt
-        owner = ckpt._consensus if place == "decide" else ckpt._keepers.pool
+        owner = inspect(ckpt).consensus if place == "decide" else inspect(ckpt).keepers.pool
         kill_before(ranks[1], owner, place, monkeypatch)
         train(ranks, 1)
         assert on_both(ranks, save_and_wait) == [None, None]

@@ -13,6 +13,7 @@ import torch
 from everstep.errors import EverstepError, KeeperError
 from everstep.link.pool import Block, CapturePool
 from everstep.options import LogOptions
+from everstep.testing import inspect
 from tests.support.following import until
 from tests.support.log.every_step import World, opened, run_steps
 from tests.support.lost_keepers import kill_keeper, lost_of
@@ -59,7 +60,7 @@ def test_a_base_that_is_taken_once_more_is_of_the_end_of_its_step(run_folder: Pa
         states = run_steps(ckpt, world, 3)
         ckpt.wait()
         kill_keeper()
-        until(lambda: ckpt._keepers.lost is not None, "the loss of the keeper")
+        until(lambda: inspect(ckpt).keepers.lost is not None, "the loss of the keeper")
         torch.manual_seed(99)
         ckpt.wait()
         assert ckpt.stats().durable_step == 3

@@ -11,6 +11,7 @@ import pytest
 from everstep.errors import DeadlineError, EverstepError
 from everstep.link.waiting import ReplicaProgress
 from everstep.seams.clock import ManualClock
+from everstep.testing import inspect
 from everstep.trainer.attach.remote import Silence
 from tests.support.following import until
 from tests.support.log.every_step import World, opened, run_steps
@@ -27,7 +28,7 @@ def test_training_beside_a_stopped_keeper_is_told(method: str, run_folder: Path)
     with opened(run_folder, world, every=None, **options) as ckpt:
         ckpt.resume()
         run_steps(ckpt, world, 2)
-        remote = ckpt._keepers._remote
+        remote = inspect(ckpt).keepers._remote
         assert remote is not None
         with stopped(keeper_of(ckpt)):
             remote.silence.timeout_s = 0.5
@@ -50,7 +51,7 @@ def test_a_keeper_with_nothing_to_do_says_so(run_folder: Path) -> None:
     with opened(run_folder, world, every=None, method="lazy") as ckpt:
         ckpt.resume()
         run_steps(ckpt, world, 1)
-        remote = ckpt._keepers._remote
+        remote = inspect(ckpt).keepers._remote
         assert remote is not None
         for _ in range(3):
             remote.silence._received.clear()

@@ -33,6 +33,7 @@ from everstep.link.save import Save, complete
 from everstep.options import LogOptions
 from everstep.seams import ManualClock, PosixFileSystem, Seams
 from everstep.seams.files.stalls import StallTimer, wait_while_active
+from everstep.testing import inspect
 from everstep.trainer.attach.requests import Replies
 from everstep.trainer.log.disk_log import DiskLog
 from tests.support.log.every_step import World
@@ -83,7 +84,9 @@ def slow_run(
         **options,
     )
     ckpt.resume()
-    fs.looks = lambda: told.extend([DeadlineError("it hangs")] if ckpt._channel.hung() else [])
+    fs.looks = lambda: told.extend(
+        [DeadlineError("it hangs")] if inspect(ckpt).channel.hung() else []
+    )
     fs.took_s = 0.0
     return ckpt, world, fs, told
 
@@ -107,8 +110,8 @@ def test_a_slow_disk_is_not_called_hung(run_folder: Path) -> None:
 def test_a_slow_disk_with_a_log_on_it_is_not_called_hung(history: str, run_folder: Path) -> None:
     log = LogOptions(to="disk", batch_steps=1, lag_steps=0, history=history)
     ckpt, world, fs, told = slow_run(run_folder, method="logged", log=log)
-    assert isinstance(ckpt._keeper, LocalKeeper)
-    records = ckpt._keeper.records
+    assert isinstance(inspect(ckpt).keeper, LocalKeeper)
+    records = inspect(ckpt).keeper.records
     assert records is not None
     for step in range(1, 8):
         world.train()
@@ -138,10 +141,10 @@ def test_an_operation_that_never_returns_is_found_behind_slow_ones(
     ckpt.save()
     assert gate.reached.wait(TIMEOUT_S)
     fs._clock.advance(LIMIT_S - 1)
-    assert not ckpt._channel.hung()
+    assert not inspect(ckpt).channel.hung()
     fs._clock.advance(2)
     fs.looks = lambda: None
-    assert ckpt._channel.hung()
+    assert inspect(ckpt).channel.hung()
     world.train()
     ckpt.step()
     gate.open()
@@ -188,8 +191,9 @@ class Told:
 
 
 def commits_of(one: RankTraining) -> RankCommits:
-    assert isinstance(one.ckpt._keeper, LocalKeeper)
-    commits = one.ckpt._keeper.commits
+    keeper = inspect(one.ckpt).keeper
+    assert isinstance(keeper, LocalKeeper)
+    commits = keeper.commits
     assert commits is not None
     return commits
 
@@ -274,7 +278,7 @@ def test_ranks_wait_for_one_whose_disk_is_slow(
     def slow(op: str, path: PurePath) -> None:
         clock.advance(EACH_S)
         pair.told.wait()
-        hung.append(pair.ranks[pair.slow].ckpt._channel.hung())
+        hung.append(inspect(pair.ranks[pair.slow].ckpt).channel.hung())
 
     for one in pair.ranks:
         one.ckpt.wait(TIMEOUT_S)
@@ -317,7 +321,7 @@ def test_ranks_name_one_whose_disk_hangs_behind_slow_operations(
     assert f"rank(s) {pair.slow} have not written their shards" in late.message
     assert clock.monotonic_s() - begun_s < 1.5 * LIMIT_S
     clock.advance(1.0)
-    assert hangs.ckpt._channel.hung()
+    assert inspect(hangs.ckpt).channel.hung()
     pair.disk.hook = lambda op, path: None
     gate.open()
 
@@ -591,7 +595,7 @@ def test_a_transfer_behind_those_of_others_does_not_hang() -> None:
 def test_whoever_waits_for_memory_looks_at_the_keeper_that_writes(run_folder: Path) -> None:
     with opened(run_folder, {"n": torch.ones(4)}, method="lazy") as ckpt:
         ckpt.resume()
-        pool = ckpt._keepers.pool
+        pool = inspect(ckpt).keepers.pool
         assert pool is not None
         assert pool.moves is not None
         before = pool.moves()

@@ -28,6 +28,7 @@ from everstep.seams import ManualClock, SystemClock
 from everstep.seams import clock as clock_module
 from everstep.seams.clock import RunningTime, WaitBudget
 from everstep.seams.processes.conditions import Condition, Outcome, wait_all, wait_done
+from everstep.testing import inspect
 from everstep.tiers.memory import MemoryTier
 from everstep.tiers.watched import WatchedTier
 from tests.support.events import Capture
@@ -286,11 +287,11 @@ def test_training_is_told_of_a_disk_that_hangs_though_it_does_not_look(run_folde
         fs.hook = raising(gate.wait_at, "rename", "*.safetensors*")
         ckpt.save()
         assert gate.reached.wait(TIMEOUT_S)
-        ckpt._channel._progress_timeout_s, counted_s = 1.5, clock._running._ran_s
+        inspect(ckpt).channel._progress_timeout_s, counted_s = 1.5, clock._running._ran_s
         until(lambda: clock._running._ran_s - counted_s > 1.6, "time")
         with pytest.raises(DeadlineError, match="no progress for"):
             ckpt.step()
-        ckpt._channel._progress_timeout_s = TIMEOUT_S
+        inspect(ckpt).channel._progress_timeout_s = TIMEOUT_S
         gate.open()
 
 

@@ -24,6 +24,7 @@ from everstep.link.wire import error_from_wire, error_to_wire
 from everstep.options import KeeperOptions, validate_options
 from everstep.restore.fetch.held import KeeperContents
 from everstep.seams import Seams, SystemClock
+from everstep.testing import inspect
 from everstep.trainer.attach import keepers as keepers_module
 from everstep.trainer.attach.attach import attach
 from everstep.trainer.attach.keepers import Keepers
@@ -157,7 +158,7 @@ def test_no_timeline_is_opened_on_a_rank_without_a_keeper_and_others_hear_why(
         resume(ranks)
         train(ranks, 2)
     with trainings(*runs) as ranks:
-        keepers, calls = ranks[1].ckpt._keepers, iter(range(9))
+        keepers, calls = inspect(ranks[1].ckpt).keepers, iter(range(9))
 
         def ready() -> None:
             if next(calls):  # not where it is opened, but before the timeline

@@ -23,6 +23,7 @@ from everstep.errors import (
 from everstep.link.wire import error_to_wire
 from everstep.restore.start.resume import open_timeline
 from everstep.seams import Seams
+from everstep.testing import inspect
 from everstep.trainer.attach.keepers import Keepers
 from everstep.trainer.attach.remote import RemoteKeeper
 from tests.support.serving import Bench, die, serving
@@ -60,7 +61,7 @@ def saved_and_killed(
         assert served.server._keeper is not None
         served.server._keeper._jobs.put(gate.wait_at)
     save = ckpt.save()
-    ckpt._saver.finish_captures()
+    inspect(ckpt).saver.finish_captures()
     if gate is None:
         save.durable.result(TIMEOUT_S)
     die(ckpt)
@@ -183,7 +184,7 @@ def test_damaged_memory_is_noticed(
     served_on.server._keeper._jobs.put(gate.wait_at)
     second = stepped(ckpt, world)
     ckpt.save()
-    ckpt._saver.finish_captures()
+    inspect(ckpt).saver.finish_captures()
     die(ckpt)
     if not durable:
         disk.hook = full
@@ -238,18 +239,18 @@ def test_one_that_fails_to_take_over_disturbs_nobody(served: Bench) -> None:
     second = opened(served.run, World(width=31))
     with pytest.raises(MismatchError):
         second.resume()
-    until(lambda: first._keepers.lost is not None)
+    until(lambda: inspect(first).keepers.lost is not None)
     with pytest.warns(RuntimeWarning, match=RELOST):
         stepped(first, world)
     wanted = stepped(first, world)
     first.save().durable.result(TIMEOUT_S)
-    lost = second._keepers._remote
+    lost = inspect(second).keepers._remote
     assert lost is not None
     until(lambda: lost.lost is not None)
     with pytest.raises(MismatchError):
         second.resume()  # it tries again, and replaces the first one again
     second.close()
-    until(lambda: first._keepers.lost is not None)
+    until(lambda: inspect(first).keepers.lost is not None)
     with pytest.warns(RuntimeWarning, match=RELOST):
         wanted = stepped(first, world)
     first.save().durable.result(TIMEOUT_S)
@@ -268,7 +269,7 @@ def test_one_that_takes_over_fences_the_other_off(served: Bench, policy: Any) ->
     second = opened(served.run, other, keep=1)
     assert second.resume().step == 1
     assert other.snapshot() == wanted
-    until(lambda: first._keepers.lost is not None)
+    until(lambda: inspect(first).keepers.lost is not None)
     for _ in range(3):  # again and again: it may not go on unnoticed
         if policy == "raise":
             with pytest.raises(FencedError, match="timeline 2 has taken the run over"):
@@ -301,12 +302,12 @@ def test_one_that_takes_it_back_hears_no_more_of_the_time_before(served: Bench) 
     first.save().durable.result(TIMEOUT_S)
     second = opened(served.run, World(seed=99))
     second.resume()
-    until(lambda: first._keepers.lost is not None)
+    until(lambda: inspect(first).keepers.lost is not None)
     with pytest.raises(FencedError):
         stepped(first, world)
     assert first.resume().timeline == 3
     stepped(first, world)
-    remote = first._keepers.current
+    remote = inspect(first).keepers.current
     assert isinstance(remote, RemoteKeeper)
     remote._lose(KeeperError("planted"))
     with pytest.warns(RuntimeWarning, match="planted"):
@@ -345,7 +346,7 @@ def test_what_a_keeper_says_of_a_timeline_that_is_over(
         first.save().durable.result(TIMEOUT_S)
     assert first.resume().timeline == 3
     assert {message["of_timeline"] for message in said} == {1}
-    remote = first._keepers.current
+    remote = inspect(first).keepers.current
     assert isinstance(remote, RemoteKeeper)
     hear(remote, said[0], [])
     stepped(first, world)
@@ -369,13 +370,13 @@ def test_the_older_one_does_not_keep_the_newer_one_out(
     second = opened(served.run, other, on_failure="warn")
 
     def again() -> None:
-        remote = first._keepers.current
+        remote = inspect(first).keepers.current
         assert isinstance(remote, RemoteKeeper)
         until(lambda: remote.lost is not None)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             states[2] = stepped(first, world)  # and takes a base again: its keeper was gone
-        mine = second._keepers._remote
+        mine = inspect(second).keepers._remote
         assert mine is not None
         if at == "serve":  # the new timeline is there: it may not
             assert mine.lost is None
@@ -394,7 +395,7 @@ def test_the_older_one_does_not_keep_the_newer_one_out(
             stepped(first, world)
             wanted = stepped(second, other)
         steps = recovery.step + 4
-        assert second._keepers.lost is None, "they take it away from each other for ever"
+        assert inspect(second).keepers.lost is None, "they take it away from each other for ever"
         first.close()
     second.save()
     second.close()

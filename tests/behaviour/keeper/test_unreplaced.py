@@ -14,6 +14,7 @@ import everstep
 from everstep.errors import EverstepError, KeeperError, KeeperTimeoutError
 from everstep.options import LogOptions
 from everstep.seams.clock import ManualClock
+from everstep.testing import inspect
 from everstep.trainer.attach.keepers import Keepers, ReplacementAttempts
 from tests.support.log.every_step import World, opened, run_steps
 from tests.support.lost_keepers import kill_noticed
@@ -90,7 +91,7 @@ def test_the_end_of_training_tries_once_more(
         ckpt.wait()
         assert ckpt.stats().durable_step == 6
     elif ends == "preempted":
-        ckpt._save_last(60.0)
+        inspect(ckpt).save_last(60.0)
         assert ckpt.stats().durable_step == 6
     ckpt.close()
     other = World(seed=9)

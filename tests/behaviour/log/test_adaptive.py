@@ -17,6 +17,7 @@ from everstep.compress.lossy import lossy_copies, restored_values
 from everstep.compress.sparse import Sparse
 from everstep.errors import OptionError
 from everstep.options import LogOptions
+from everstep.testing import inspect
 from tests.support.log.every_step import World, opened, run_steps
 from tests.support.logged import invoke
 from tests.support.serving import Bench, die, serving
@@ -105,7 +106,7 @@ def test_what_a_killed_trainer_comes_back_with(served: Bench) -> None:
     ckpt.wait()
     base = copy.deepcopy(world)
     run_steps(ckpt, world, 4)
-    ckpt._saver.finish_captures()
+    inspect(ckpt).saver.finish_captures()
     die(ckpt)
     other = Wide(seed=9)
     again = opened(served.run, other, **options)
@@ -150,8 +151,8 @@ def test_it_is_small(run_folder: Path) -> None:
         with opened(run_folder / name, world, method=method, every=100) as ckpt:
             ckpt.resume()
             run_steps(ckpt, world, 3)
-            assert ckpt._recorder is not None
-            sizes[name] = ckpt._recorder.stats.record_bytes
+            assert inspect(ckpt).recorder is not None
+            sizes[name] = inspect(ckpt).recorder.stats.record_bytes
     assert sizes["adaptive"] < 0.15 * sizes["dense"], sizes
 
 
@@ -161,7 +162,7 @@ def test_gradients_that_are_not_finite_are_there_as_they_were(served: Bench) -> 
     ckpt = opened(served.run, world, method=ADAPTIVE, every=100)
     ckpt.resume()
     run_steps(ckpt, world, 3)
-    ckpt._saver.finish_captures()
+    inspect(ckpt).saver.finish_captures()
     die(ckpt)
     other = Wide(seed=9)
     again = opened(served.run, other, method=ADAPTIVE)

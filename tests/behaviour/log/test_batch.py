@@ -19,6 +19,7 @@ from everstep.keeper.log.batch import AutoBatch, Batch
 from everstep.keeper.persist.local_keeper import LocalKeeper
 from everstep.options import Budget, LogOptions
 from everstep.seams import ManualClock, Seams, WriteFile
+from everstep.testing import inspect
 from tests.support.cadence import MB, Run
 from tests.support.logged import World, opened, segments_of
 from tests.support.ranks.logs import ON_DISK, resumed
@@ -116,7 +117,7 @@ class Training:
 
     @property
     def records(self) -> Any:
-        keeper = self.ckpt._keeper
+        keeper = inspect(self.ckpt).keeper
         assert isinstance(keeper, LocalKeeper)
         assert keeper.records is not None
         return keeper.records
@@ -227,7 +228,7 @@ def test_each_rank_may_have_a_batch_of_its_own(
     with trainings(path, path, **ON_DISK | {"every": 1000}) as ranks:
         resume(ranks)
         for rank, one in enumerate(ranks):
-            records = one.ckpt._keeper.records  # type: ignore[union-attr]
+            records = inspect(one.ckpt).keeper.records
             records._batch.steps = (3, 2)[rank]
         train(ranks, 8)
         die_together(ranks)
@@ -262,7 +263,7 @@ def test_who_chooses(
     """A number is a number; with ``every="auto"`` the batch is chosen, too, unless there is one."""
     options = LogOptions(to="disk", batch_steps=batch_steps)
     with Training(run_folder, log=options, every=every).opened() as run:
-        assert run.ckpt._options.batch_auto is auto
+        assert inspect(run.ckpt).options.batch_auto is auto
         assert isinstance(run.records._batch, AutoBatch) is auto
         run.train(3)
         assert run.batch == first

@@ -22,6 +22,7 @@ from everstep.errors import (
 from everstep.keeper.log.batch import ENDED
 from everstep.keeper.persist.local_keeper import LocalKeeper
 from everstep.options import Budget, LogOptions
+from everstep.testing import inspect
 from everstep.trainer.session.cadence import FIRST_STEPS
 from tests.support.log.budget import Trained, assert_rebuilt, spans
 from tests.support.logged import World, invoke, rebuilder_of, segments_of
@@ -38,7 +39,7 @@ def day_bytes(tmp_path_factory: pytest.TempPathFactory) -> float:
     with run:
         run.train(FIRST_STEPS + 1)
         forecast = run.ckpt.stats().forecast_bytes_per_day
-        keeper = run.ckpt._keeper
+        keeper = inspect(run.ckpt).keeper
         assert isinstance(keeper, LocalKeeper)
         assert keeper.records is not None
         keeper.records.settle(TIMEOUT_S)
@@ -100,7 +101,7 @@ def test_training_does_not_wait_for_what_is_not_written(run_folder: Path) -> Non
     with Trained(run_folder, log=log, every=8, progress_timeout_s=5) as run:
         run.train(4)
         assert spans(run_folder) in ([(0, 4)], [(1, 4)])  # the first base is of step 1
-        disk = run.ckpt._recorder.disk  # type: ignore[union-attr]
+        disk = inspect(run.ckpt).recorder.disk
         disk.stop()
         run.train(6)
         assert disk.again()
@@ -124,7 +125,7 @@ def test_memory_of_records_is_kept_until_they_are_written(run_folder: Path) -> N
     with Trained(run_folder, log=TO_DISK, every=100, fs=HookedFileSystem(hook)) as run:
         try:
             run.train(3)
-            recorder, keeper = run.ckpt._recorder, run.ckpt._keeper
+            recorder, keeper = inspect(run.ckpt).recorder, inspect(run.ckpt).keeper
             assert recorder is not None
             assert isinstance(keeper, LocalKeeper)
             recorder.disk.stop()
@@ -148,7 +149,7 @@ def test_records_of_a_step_without_a_mark_are_waited_for_by_nobody(
 ) -> None:
     with Trained(run_folder, log=TO_DISK, every=100) as run:
         run.train(3)
-        recorder, keeper = run.ckpt._recorder, run.ckpt._keeper
+        recorder, keeper = inspect(run.ckpt).recorder, inspect(run.ckpt).keeper
         assert recorder is not None
         assert isinstance(keeper, LocalKeeper)
         with monkeypatch.context() as patched:  # as if there were no memory for it
@@ -177,7 +178,7 @@ def test_a_log_that_failed_goes_on_when_the_budget_lets_it_and_nobody_waits_for_
     options: dict[str, Any] = {"on_failure": "warn", "progress_timeout_s": 5}
     with Trained(run_folder, log=log, every=4, fs=HookedFileSystem(hook), **options) as run:
         run.train(2)
-        disk = run.ckpt._recorder.disk  # type: ignore[union-attr]
+        disk = inspect(run.ckpt).recorder.disk
         if stopped_first:
             disk.stop()
         failing.append(True)
@@ -206,7 +207,7 @@ def test_a_keeper_process_is_told(served: Bench) -> None:
     forget(served.run)
     ckpt = everstep.Checkpointer(served.run, world.state, method="logged", **options)
     ckpt.resume()
-    recorder = ckpt._recorder
+    recorder = inspect(ckpt).recorder
     assert recorder is not None
 
     def steps(count: int) -> None:
@@ -221,7 +222,7 @@ def test_a_keeper_process_is_told(served: Bench) -> None:
     steps(5)
     ckpt.wait()
     wanted = world.snapshot()
-    ckpt._saver.finish_captures()
+    inspect(ckpt).saver.finish_captures()
     die(ckpt)
     other = World(seed=9)
     forget(served.run)
@@ -288,7 +289,7 @@ def test_a_disk_that_stays_full_is_said_with_each_base(run_folder: Path) -> None
     with Trained(run_folder, fs=fs, **options) as run:
         fs.hook = full
         run.train_slowly(30)
-        recorder = run.ckpt._recorder
+        recorder = inspect(run.ckpt).recorder
         assert recorder is not None
         assert min(kept.step for kept in recorder.memory.kept) > 24, "as the base of 24 is durable"
         assert run.ckpt.stats().log_holes == 0
@@ -302,7 +303,7 @@ def test_who_is_fenced_off_writes_no_more_of_it(run_folder: Path) -> None:
     reached: list[int] = []
     with Trained(run_folder, log=TO_DISK, every=8) as run:
         run.train(2)
-        keeper = run.ckpt._keeper
+        keeper = inspect(run.ckpt).keeper
         assert isinstance(keeper, LocalKeeper)
         store = keeper.records
         assert store is not None
@@ -324,7 +325,7 @@ def test_a_new_keeper_does_not_begin_to_write_it(served: Bench) -> None:
         ckpt.resume()
         world.train()
         ckpt.step()
-        recorder = ckpt._recorder
+        recorder = inspect(ckpt).recorder
         assert recorder is not None
         recorder.disk.stop()
         ckpt.save()

@@ -13,6 +13,7 @@ from rich.filesize import decimal
 import everstep
 from everstep.compress.compressor import Compressor
 from everstep.errors import OptionError
+from everstep.testing import inspect
 from tests.support.log.every_step import World, opened, run_steps
 from tests.support.serving import Bench, die, serving
 
@@ -41,7 +42,7 @@ def test_a_killed_trainer_goes_on_as_if_nothing_had_been(
     ckpt = opened(served.run, world, every=100, method="lowdiff")
     ckpt.resume()
     states = run_steps(ckpt, world, 6)
-    ckpt._saver.finish_captures()
+    inspect(ckpt).saver.finish_captures()
     rng = torch.get_rng_state()
     die(ckpt)
     further = []
@@ -73,7 +74,7 @@ def test_another_default_device_makes_no_difference(method: str, served: Bench) 
             ckpt.step()
         states[step] = world.snapshot()
     with away:
-        ckpt._saver.finish_captures()
+        inspect(ckpt).saver.finish_captures()
         die(ckpt)
     other = compressed(9)
     with away:
@@ -93,9 +94,9 @@ def test_without_error_feedback_the_log_is_small(run_folder: Path) -> None:
         with opened(run_folder / name, world, method=method, every=100) as ckpt:
             ckpt.resume()
             run_steps(ckpt, world, 2)
-            before = ckpt._recorder.stats.record_bytes  # type: ignore[union-attr]
+            before = inspect(ckpt).recorder.stats.record_bytes
             run_steps(ckpt, world, 1)
-            sizes[name] = ckpt._recorder.stats.record_bytes - before  # type: ignore[union-attr]
+            sizes[name] = inspect(ckpt).recorder.stats.record_bytes - before
     rng = 5056 + 5157 + 2000  # of torch and Python, and objects: the same in both
     assert sizes["topk"] - rng < (sizes["dense"] - rng) / 2, sizes
 
@@ -137,7 +138,7 @@ def test_a_gradient_changed_behind_the_compressor_is_not_recorded(
         with pytest.warns(RuntimeWarning, match="was changed after it was compressed"):
             run_steps(ckpt, world, 2)
         handle.remove()
-        assert ckpt._recorder.stats.holes > 0  # type: ignore[union-attr]
+        assert inspect(ckpt).recorder.stats.holes > 0
 
 
 def test_gradients_are_looked_at_only_where_somebody_could_have_changed_them(

@@ -31,6 +31,7 @@ from everstep.restore.start import resume_job
 from everstep.seams import PosixFileSystem, ReadFile
 from everstep.state.ranks.log_shares import parameter_logged_twice
 from everstep.state.training_state import State
+from everstep.testing import inspect
 from everstep.tiers.disk_tier import DiskTier
 from everstep.tiers.memory import MemoryFile, MemoryTier
 from everstep.tiers.options import PeerOptions, TierOptions
@@ -81,7 +82,7 @@ def trained_with_copies(
         states: dict[int, dict[str, bytes]] = {}
         for step in range(1, STEPS + 1):
             states |= run_steps(ckpt, world, 1)
-            ckpt._saver.finish_captures()
+            inspect(ckpt).saver.finish_captures()
             assert wait_for(lambda at=step: took(at))  # type: ignore[misc]
         mirrors = duties.mirrors
         assert mirrors is not None
@@ -307,7 +308,7 @@ def test_whoever_goes_back_itself_is_not_told_that_another_has_taken_over(
         assert ckpt.rewind(2).step == 2
         assert world.snapshot() == states[2]
         assert run_steps(ckpt, world, 2)[3] == states[3]
-        ckpt._saver.finish_captures()
+        inspect(ckpt).saver.finish_captures()
         die(ckpt)
 
 
@@ -438,7 +439,7 @@ def test_a_lossy_log_is_looked_at_while_others_fetch(
     monkeypatch.setattr(resume_job._JobStart, "_restore", noted)
     with trainings(*runs, method="logged", every=4, tiers=["/copies"]) as ranks:
         for one in ranks:
-            one.ckpt._starter._job._shared.fetches = True
+            inspect(one.ckpt).starter._job._shared.fetches = True
         assert [(one.step, one.exact) for one in resume(ranks)] == [(7, False)] * 2
         all_die(ranks)
     assert restored == [BaseId(1, 7)] * 2, "at the first attempt"
@@ -484,7 +485,7 @@ def test_of_a_lossy_log_what_is_behind_the_chosen_base_is_read_and_all_of_it_if_
     )
     with trainings(*runs, method="logged", every=4, tiers=["/copies"]) as ranks:
         for one in ranks:
-            one.ckpt._starter._job._shared.fetches = True
+            inspect(one.ckpt).starter._job._shared.fetches = True
         found = {(one.step, one.base_step) for one in resume(ranks)}
         all_die(ranks)
     assert found == ({(7, 4)} if damaged else {(10, 8)})
@@ -572,7 +573,7 @@ def test_a_log_comes_from_the_store_while_others_fetch(
     monkeypatch.setattr(start_module, "fetch_from_peers", fetch)
     with trainings(*runs, method="logged", every=4, tiers=["/copies"]) as ranks:
         for one in ranks:
-            one.ckpt._starter._job._shared.fetches = True
+            inspect(one.ckpt).starter._job._shared.fetches = True
         assert [(one.step, one.replayed, one.exact) for one in resume(ranks)] == [(6, 2, True)] * 2
         for rank in range(2):
             assert torch.equal(ranks[rank].weight, trained(rank, 6))
@@ -611,7 +612,7 @@ def test_what_has_come_damaged_is_read_in_the_store(
     )
     with trainings(*runs, method="logged", every=4, tiers=["/copies"]) as ranks:
         for one in ranks:
-            one.ckpt._starter._job._shared.fetches = True
+            inspect(one.ckpt).starter._job._shared.fetches = True
         found = resume(ranks)
         assert [(one.step, one.replayed, one.exact) for one in found] == [(6, 2, True)] * 2
         assert torch.equal(ranks[1].weight, trained(1, 6))

@@ -24,6 +24,7 @@ from everstep.errors import (
 )
 from everstep.options import LogOptions
 from everstep.state.training_state import State
+from everstep.testing import inspect
 from tests.support.log import every_step as plain
 from tests.support.log.every_step import ON_DISK, opened, run_steps
 from tests.support.serving import Bench, die, serving
@@ -175,7 +176,7 @@ def served(run_folder: Path) -> Iterator[Bench]:
 
 
 def killed(ckpt: everstep.Checkpointer) -> None:
-    ckpt._saver.finish_captures()
+    inspect(ckpt).saver.finish_captures()
     die(ckpt)
 
 
@@ -261,7 +262,7 @@ def test_marks_no_longer_grow_with_the_average(run_folder: Path) -> None:
         with open_it(run_folder / name, world, **options) as ckpt:
             ckpt.resume()
             run_steps(ckpt, world, 2)
-            recorder = ckpt._recorder
+            recorder = inspect(ckpt).recorder
             assert recorder is not None
             before = recorder.stats.record_bytes
             run_steps(ckpt, world, 4)
@@ -458,7 +459,7 @@ def test_a_mark_without_room_raises_no_false_alarm(served: Bench) -> None:
     ckpt = open_it(served.run, world)
     ckpt.resume()
     run_steps(ckpt, world, 3)
-    recorder = ckpt._recorder
+    recorder = inspect(ckpt).recorder
     assert recorder is not None
     limit, recorder.memory.bytes_max = recorder.memory.bytes_max, recorder.memory.kept_bytes
     run_steps(ckpt, world, 1)  # the function runs in it
@@ -522,7 +523,7 @@ def test_a_function_that_fails_in_replay(late: bool, served: Bench) -> None:
     (lost,) = recovery.skipped
     assert lost.step == reached + 1
     assert "'ema/*' failed in replay of step" in lost.reason
-    again._release()
+    inspect(again).release()
 
 
 def test_a_function_that_declares_itself(served: Bench) -> None:
@@ -535,7 +536,7 @@ def test_a_function_that_declares_itself(served: Bench) -> None:
     assert other.snapshot() == states[recovery.step]
     (lost,) = recovery.skipped
     assert "before_update() or after_update() itself" in lost.reason
-    again._release()
+    inspect(again).release()
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,7 @@ import everstep
 from everstep.errors import EverstepError, RecoveryError, StorageError
 from everstep.options import LogOptions
 from everstep.state.values.objects import encode
+from everstep.testing import inspect
 from everstep.trainer.log import recorder as recording
 from everstep.trainer.log.recorder import Recorder
 from tests.support.log.every_step import DENSE, World
@@ -49,14 +50,14 @@ def opened(
 
 
 def recorder_of(ckpt: everstep.Checkpointer) -> Recorder:
-    assert ckpt._recorder is not None
-    return ckpt._recorder
+    assert inspect(ckpt).recorder is not None
+    return inspect(ckpt).recorder
 
 
 def rooms_left(ckpt: everstep.Checkpointer) -> int:
     """Blocks of memory that hold neither a record nor the newest base."""
     ckpt.wait()
-    ckpt._lane.run(lambda: None).result(TIMEOUT_S)
+    inspect(ckpt).lane.run(lambda: None).result(TIMEOUT_S)
     rooms = recorder_of(ckpt).memory
     assert rooms.target is not None
     taken = len(rooms.target.pool._allocator._live)
@@ -177,11 +178,11 @@ def test_a_step_that_ends_in_an_error_makes_a_base_due(
     world, states = World(), {}
     with opened(run_folder, world) as ckpt:
         ckpt.resume()
-        ckpt._channel._policy = "raise"
+        inspect(ckpt).channel._policy = "raise"
         for step in range(1, STEPS + 1):
             world.train()
             if step == 3:
-                ckpt._channel.post(kind("as the test wants it"))
+                inspect(ckpt).channel.post(kind("as the test wants it"))
                 with pytest.raises(kind, match="as the test wants it"):
                     ckpt.step()
             else:
@@ -206,7 +207,7 @@ def test_a_record_that_is_late_goes_to_no_other_keeper(
         ckpt.resume()
         world.train()
         ckpt.step()
-        recorder, keeper = recorder_of(ckpt), ckpt._keeper
+        recorder, keeper = recorder_of(ckpt), inspect(ckpt).keeper
         into = recorder.memory.target
         assert into is not None
         assert keeper is not None
@@ -215,7 +216,7 @@ def test_a_record_that_is_late_goes_to_no_other_keeper(
         monkeypatch.setattr(type(keeper), "log", lambda *args: told.append(args))
         recorder.start(into.keeper, into.pool, into.timeline, True)  # as another comes into service
         gate.open()
-        ckpt._lane.run(lambda: None).result(TIMEOUT_S)
+        inspect(ckpt).lane.run(lambda: None).result(TIMEOUT_S)
         assert told == []
         assert recorder.base_due is not None
         monkeypatch.undo()
@@ -310,7 +311,7 @@ def closure_called_twice(world: Two, ckpt: everstep.Checkpointer, step: int) -> 
     def closure() -> None:
         world.backward()
         if step == 4:  # as by an optimizer that looks for a better place with it
-            ckpt._consumed("one")
+            inspect(ckpt).consume("one")
             world.backward()
 
     world.optimizer.step(closure)

@@ -16,6 +16,7 @@ from everstep.errors import NonFiniteError, RecoveryError, UnsupportedStateError
 from everstep.link.pool import CapturePool
 from everstep.options import LogOptions
 from everstep.seams.failpoints import arm
+from everstep.testing import inspect
 from tests.support.log.every_step import ON_DISK, World, opened, run_steps
 from tests.support.serving import Bench, die, serving
 from tests.support.world import TIMEOUT_S, forget
@@ -33,7 +34,7 @@ def test_a_killed_trainer_loses_no_step(served: Bench, steps: int) -> None:
     ckpt = opened(served.run, world)
     ckpt.resume()
     states = run_steps(ckpt, world, steps)
-    ckpt._saver.finish_captures()
+    inspect(ckpt).saver.finish_captures()
     world.train()  # the step in flight is lost
     die(ckpt)
     other = World(seed=9)
@@ -54,7 +55,7 @@ def test_killed_again_and_again(served: Bench) -> None:
     reference = run_steps(ckpt, world, 3)
     step = 3
     for number in range(4):
-        ckpt._saver.finish_captures()
+        inspect(ckpt).saver.finish_captures()
         die(ckpt)
         world = World(seed=20 + number)
         ckpt = opened(served.run, world, every=1000)
@@ -93,7 +94,7 @@ def test_training_does_not_write_into_the_log_that_it_came_back_from(served: Ben
     ckpt.resume()
     states = run_steps(ckpt, world, 3)
     for life in (2, 3):
-        ckpt._saver.finish_captures()
+        inspect(ckpt).saver.finish_captures()
         die(ckpt)
         world = Averaged(seed=life)
         ckpt = opened(served.run, world, every=100)
@@ -170,7 +171,7 @@ def test_optimizers(name: str, loop: str, served: Bench) -> None:
     ckpt = opened(served.run, first, every=3)
     ckpt.resume()
     states = run_steps(ckpt, first, 5)
-    ckpt._saver.finish_captures()
+    inspect(ckpt).saver.finish_captures()
     die(ckpt)
     other = world(9)
     again = opened(served.run, other)
@@ -268,7 +269,7 @@ def test_a_gradient_that_is_not_finite_is_reported(run_folder: Path) -> None:
         world.optimizer.step()
         with pytest.raises(NonFiniteError, match=r"consumed by step 4 is not finite"):
             ckpt.step()
-            ckpt._saver.finish_captures()
+            inspect(ckpt).saver.finish_captures()
             ckpt.step()
         ckpt.rewind(3)
         assert world.snapshot() == states[3]
@@ -290,7 +291,7 @@ def test_the_end_of_a_training_that_is_not_finite(
             world.model(torch.full((6, 8), float("nan"))).square().mean().backward()
             world.optimizer.step()
             ckpt.step()
-            ckpt._saver.finish_captures()
+            inspect(ckpt).saver.finish_captures()
             ckpt.step()
 
     if watch:
@@ -306,7 +307,7 @@ def test_the_end_of_a_training_that_is_not_finite(
         assert recovery.exact
         found = [note for note in recovery.notes if "is not finite" in note]
         assert len(found) == (0 if watch else 1)
-        ckpt._recorder = None
+        inspect(ckpt).skip_last_base()
 
 
 def test_a_rewind_undoes_gradients_that_were_not_finite(run_folder: Path) -> None:
@@ -315,7 +316,7 @@ def test_a_rewind_undoes_gradients_that_were_not_finite(run_folder: Path) -> Non
     def spoil() -> None:
         world.model(torch.full((6, 8), float("nan"))).square().mean().backward()
         world.optimizer.step()
-        ckpt._saver.finish_captures()
+        inspect(ckpt).saver.finish_captures()
 
     with opened(run_folder, world, log=LogOptions(watch=True)) as ckpt:
         ckpt.resume()

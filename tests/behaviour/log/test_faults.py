@@ -24,6 +24,7 @@ from everstep.format.log import RecordHead
 from everstep.format.records import TimelineRecord
 from everstep.options import Budget, LogOptions
 from everstep.run.chain import LogIndex, path_of
+from everstep.testing import inspect
 from everstep.trainer.log.recorder import Recorder
 from tests.support.keeper_process import PRELUDE, TRAIN, finish, keepers_gone, start
 from tests.support.lanes import HeldLane
@@ -114,7 +115,7 @@ def test_a_flipped_bit_in_memory_ends_the_replay_before_it(served: Bench) -> Non
     ckpt = opened(served.run, world, every=100)
     ckpt.resume()
     states = run_steps(ckpt, world, 6)
-    ckpt._saver.finish_captures()
+    inspect(ckpt).saver.finish_captures()
     die(ckpt)
     until(lambda: served.server._duties.logs._current is not None)
     log = served.server._duties.logs._current
@@ -139,7 +140,7 @@ def test_a_damaged_segment_ends_the_replay_before_it(run_folder: Path, part: str
     with opened(run_folder, world, log=ON_DISK, every=100) as ckpt:
         ckpt.resume()
         states = run_steps(ckpt, world, 8)
-        ckpt._recorder.base_step = 100  # type: ignore[union-attr]  # no base at the end
+        inspect(ckpt).skip_last_base()  # no base at the end
     # A base that becomes durable flushes the log: where segments begin is not for this test to say.
     segments = sorted((run_folder / "timeline-00001" / "log").iterdir())
     hit = next(s for s in segments if int(s.name.split("-")[0]) >= 3)
@@ -162,7 +163,7 @@ def test_a_damaged_segment_ends_the_replay_before_it(run_folder: Path, part: str
         assert other.snapshot() == states[before]
         if part != "no marker":  # that one was never finished
             assert recovery.skipped
-        ckpt._recorder.base_step = 100  # type: ignore[union-attr]
+        inspect(ckpt).skip_last_base()
 
 
 def test_a_log_that_hangs_is_said_to(served: Bench) -> None:
@@ -228,7 +229,7 @@ def test_gradients_are_zeroed_only_when_they_are_copied(
         ckpt.wait()
         HeldLane.gate = Gate()
         if gated:  # somebody opens it while the update waits
-            monkeypatch.setattr(ckpt._lane, "gate", HeldLane.gate, raising=False)
+            monkeypatch.setattr(inspect(ckpt).lane, "gate", HeldLane.gate, raising=False)
             copy = HeldLane._copy
 
             def opening(self: HeldLane, batch: Batch, block: torch.Tensor) -> None:
@@ -239,7 +240,7 @@ def test_gradients_are_zeroed_only_when_they_are_copied(
         train()
         ckpt.step()
         wanted = model.weight.detach().clone()
-        ckpt._recorder.base_step = 100  # type: ignore[union-attr]
+        inspect(ckpt).skip_last_base()
     with torch.no_grad():
         model.weight.zero_()
     with everstep.Checkpointer(
@@ -272,7 +273,7 @@ def test_steps_that_a_scaler_skips(served: Bench, fused: bool) -> None:
         train(world, scaler, step)
         ckpt.step()
     wanted, scale = world.snapshot(), scaler.state_dict()
-    ckpt._saver.finish_captures()
+    inspect(ckpt).saver.finish_captures()
     die(ckpt)
     other, new = make()
     again = opened(served.run, other)
@@ -302,7 +303,7 @@ def test_parameters_that_are_frozen_and_added_in_mid_run(served: Bench) -> None:
     for parameter in world.model[0].parameters():
         parameter.requires_grad_(True)
     states = run_steps(ckpt, world, 2)
-    ckpt._saver.finish_captures()
+    inspect(ckpt).saver.finish_captures()
     die(ckpt)
     other = make()
     ckpt = opened(served.run, other, every=100)
@@ -310,7 +311,7 @@ def test_parameters_that_are_frozen_and_added_in_mid_run(served: Bench) -> None:
     assert other.snapshot() == states[7]
     grow(other)
     states = run_steps(ckpt, other, 3)
-    ckpt._saver.finish_captures()
+    inspect(ckpt).saver.finish_captures()
     die(ckpt)
     last = make()
     grow(last)
@@ -366,7 +367,7 @@ def test_several_optimizers(served: Bench) -> None:
     for _ in range(7):
         gan.train()
         ckpt.step()
-    ckpt._saver.finish_captures()
+    inspect(ckpt).saver.finish_captures()
     die(ckpt)
     other = Gan(2)
     again = opened(served.run, other)  # type: ignore[arg-type]
@@ -389,7 +390,7 @@ def test_a_learning_rate_that_is_a_tensor(served: Bench) -> None:
     run_steps(ckpt, world, 3)  # StepLR(3, 0.5): changed behind the third update
     wanted = world.snapshot(), world.optimizer.param_groups[0]["lr"].item()
     assert wanted[1] == pytest.approx(0.005)
-    ckpt._saver.finish_captures()
+    inspect(ckpt).saver.finish_captures()
     die(ckpt)
     other = make(9)
     again = opened(served.run, other)
@@ -429,7 +430,7 @@ def test_what_two_optimizers_own_is_put_back_at_every_mark(served: Bench) -> Non
     for _ in range(5):
         shared.train()
         ckpt.step()
-    ckpt._saver.finish_captures()
+    inspect(ckpt).saver.finish_captures()
     die(ckpt)
     other = Shared(2)
     again = opened(served.run, other)  # type: ignore[arg-type]
@@ -458,7 +459,7 @@ def test_a_closure(served: Bench) -> None:
         train(world)
         ckpt.step()
     wanted = world.snapshot()
-    ckpt._saver.finish_captures()
+    inspect(ckpt).saver.finish_captures()
     die(ckpt)
     other = World(seed=9)
     again = opened(served.run, other)
@@ -484,7 +485,7 @@ def test_a_hook_that_clips(served: Bench, late: bool) -> None:
     if late:
         world.optimizer.register_step_pre_hook(clip)
     states = run_steps(ckpt, world, 3)
-    ckpt._saver.finish_captures()
+    inspect(ckpt).saver.finish_captures()
     die(ckpt)
     other = World(seed=9, clip=False)
     again = opened(served.run, other)
@@ -503,7 +504,7 @@ def test_an_update_that_no_optimizer_made_is_a_hole(served: Bench) -> None:
         world.model[0].weight.mul_(0.5)
     ckpt.after_update()
     states = run_steps(ckpt, world, 2)  # the first of them takes a base
-    ckpt._saver.finish_captures()
+    inspect(ckpt).saver.finish_captures()
     die(ckpt)
     other = World(seed=9)
     again = opened(served.run, other)
@@ -520,7 +521,7 @@ def test_a_log_without_room_takes_bases_instead(served: Bench) -> None:
     ckpt.resume()
     states = run_steps(ckpt, world, 40)
     assert ckpt.stats().saves > 2
-    ckpt._saver.finish_captures()
+    inspect(ckpt).saver.finish_captures()
     die(ckpt)
     other = World(seed=9)
     again = opened(served.run, other)
@@ -601,7 +602,7 @@ def test_one_that_fails_to_resume_takes_nothing_with_it(served: Bench) -> None:
     ckpt = opened(served.run, world, method="logged", every=4)
     ckpt.resume()
     states = run_steps(ckpt, world, 7)
-    ckpt._saver.finish_captures()
+    inspect(ckpt).saver.finish_captures()
     die(ckpt)
     wrong = World()
     wrong.state["model"] = small = nn.Linear(3, 3)

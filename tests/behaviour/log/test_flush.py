@@ -8,6 +8,7 @@ from pathlib import Path
 import everstep
 from everstep.keeper.persist.local_keeper import LocalKeeper
 from everstep.options import LogOptions
+from everstep.testing import inspect
 from tests.support.log.every_step import World, opened, run_steps
 from tests.support.world import TIMEOUT_S
 
@@ -20,10 +21,10 @@ def test_what_a_step_has_recorded_so_far_is_not_lost(run_folder: Path) -> None:
         ckpt.resume()
         states = run_steps(ckpt, world, 3)
         world.train()
-        keeper = ckpt._keeper
+        keeper = inspect(ckpt).keeper
         assert isinstance(keeper, LocalKeeper)
         assert keeper.records is not None
-        ckpt._saver.finish_captures()
+        inspect(ckpt).saver.finish_captures()
         keeper.records.flush()  # behind the update of step 4, before its mark
         keeper.records.settle(TIMEOUT_S)
         ckpt.step()

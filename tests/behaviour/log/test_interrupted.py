@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from everstep import KeeperOptions
+from everstep.testing import inspect
 from everstep.trainer.log.log_memory import LogMemory
 from tests.support.log.last_mark import Training, resumed, same
 
@@ -24,7 +25,7 @@ def test_memory_is_given_back_once(what: str, before: bool, run_folder: Path) ->
     it = Training()
     ckpt = it.opened(run_folder, keeper=KeeperOptions(process=False))
     ckpt.resume()
-    lane, run, armed = ckpt._lane, ckpt._lane.run, list[int]()
+    lane, run, armed = inspect(ckpt).lane, inspect(ckpt).lane.run, list[int]()
 
     def interrupted(job: Callable[[], None]) -> Future[None]:
         hit = bool(armed) and what in getattr(job, "__qualname__", "")
@@ -50,12 +51,12 @@ def test_memory_is_given_back_once(what: str, before: bool, run_folder: Path) ->
         it.optimizer.zero_grad()
         wanted = it.seen()
         run(lambda: None).result(60.0)
-        assert ckpt._recorder is not None
-        rooms: LogMemory = ckpt._recorder.memory
+        assert inspect(ckpt).recorder is not None
+        rooms: LogMemory = inspect(ckpt).recorder.memory
         kept = sorted((one.room.offset, one.room.size_bytes) for one in rooms.kept)
         assert all(a + size <= b for (a, size), (b, _) in pairwise(kept))
     assert hits == 3
-    pool = ckpt._saver._pool
+    pool = inspect(ckpt).saver._pool
     assert pool is not None
     ckpt.wait()
     it.train()

@@ -15,6 +15,7 @@ import everstep
 from everstep.errors import DeadlineError, EverstepError
 from everstep.options import LogOptions
 from everstep.seams import Seams
+from everstep.testing import inspect
 from tests.support.log.every_step import World, opened
 from tests.support.ranks.together import bases, resume, train, trainings
 from tests.support.world import TIMEOUT_S, Gate, HookedFileSystem, inventory_of
@@ -163,7 +164,7 @@ def test_ranks_take_a_base_at_the_step_of_a_hole_of_one_of_them(tmp_path: Path) 
     with trainings(path, path, method="logged", log=log) as ranks:
         resume(ranks)
         train(ranks, 3)
-        recorder = ranks[1].ckpt._recorder
+        recorder = inspect(ranks[1].ckpt).recorder
         assert recorder is not None
         recorder.skipped("a test")
         train(ranks, 1)

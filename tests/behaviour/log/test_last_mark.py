@@ -22,6 +22,7 @@ from everstep.errors import (
 from everstep.format.names import base_dir, shard_name
 from everstep.link.channel import BackgroundChannel
 from everstep.seams import ManualClock, Seams, SystemClock
+from everstep.testing import inspect
 from tests.support.following import until
 from tests.support.keepers import end_keepers
 from tests.support.log.last_mark import Training, resumed, same
@@ -126,8 +127,8 @@ def test_a_step_that_has_a_failure_to_tell_of_is_over_all_the_same(
     for _ in range(5):
         it.train()
         ckpt.step()
-    ckpt._saver.finish_captures()
-    until(lambda: bool(ckpt._channel._errors))
+    inspect(ckpt).saver.finish_captures()
+    until(lambda: bool(inspect(ckpt).channel._errors))
     it.train()
     with pytest.raises(OutOfSpaceError), contextlib.ExitStack() as stack:
         if then == "leave":

@@ -23,6 +23,7 @@ from everstep.state.layout import lru as recent
 from everstep.state.layout.entries import Entry
 from everstep.state.layout.lru import LayoutCache, LRUCache
 from everstep.state.layout.shards import ShardLayout
+from everstep.testing import inspect
 from everstep.trainer.attach.remote import RemoteKeeper
 from everstep.trainer.multistep.held_gradients import SamplePlaces
 from tests.support.following import until
@@ -194,7 +195,7 @@ def test_a_base_over_several_steps_with_more_patterns_than_are_remembered(
     ckpt = opened(served.run, world, method=method, every=6)  # type: ignore[arg-type]
     ckpt.resume()
     states = run(ckpt, world, 40)
-    ckpt._saver.finish_captures()
+    inspect(ckpt).saver.finish_captures()
     ckpt.wait()
     trainer = served.server._trainer
     assert trainer is not None
@@ -223,7 +224,7 @@ def test_a_killed_trainer_loses_no_step(served: Bench, said: Counter[str]) -> No
     ckpt = opened(served.run, world, every=1000)  # type: ignore[arg-type]
     ckpt.resume()
     states = run(ckpt, world, STEPS)
-    ckpt._saver.finish_captures()
+    inspect(ckpt).saver.finish_captures()
     die(ckpt)
     assert said["log_layout"] > STEPS
     other = World(new_and_then_old, seed=9)
@@ -262,7 +263,7 @@ def test_a_keeper_that_takes_over_is_told_anew(run_folder: Path) -> None:
         ckpt.resume()
         run(ckpt, world, PATTERNS - 10)
         kill_keeper()
-        until(lambda: ckpt._keepers.lost is not None, "the loss of the keeper")
+        until(lambda: inspect(ckpt).keepers.lost is not None, "the loss of the keeper")
         states = run(ckpt, world, STEPS)
         assert ckpt.stats().keeper_restarts == 1
         assert ckpt.rewind(step=STEPS - 5).exact

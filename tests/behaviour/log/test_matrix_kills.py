@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from everstep.testing import inspect
 from tests.conftest import SEED
 from tests.support.keepers import end_keepers
 from tests.support.log.late import opened
@@ -61,7 +62,7 @@ def test_every_row_in_a_training_with_every_trap(name: str, zeroed: str, served:
     for _ in range(last):
         world.train()
         ckpt.step()
-    ckpt._saver.finish_captures()
+    inspect(ckpt).saver.finish_captures()
     world.train()  # the step in flight
     die(ckpt)
     other = World(case, loop, seed=9)

@@ -24,6 +24,7 @@ from everstep.restore.start.report import Recovery
 from everstep.run import chain as chain_module
 from everstep.run.chain import LogIndex
 from everstep.state.survey.ownership import Owner
+from everstep.testing import inspect
 from everstep.trainer.log import update_inputs as consumed_module
 from everstep.trainer.log.recorder import Recorder
 from tests.support.log.late import LateTransfer
@@ -68,7 +69,7 @@ def recovered(run: Path) -> tuple[Recovery, dict[str, Any]]:
     with opened(run, world, every=None) as ckpt:
         recovery = ckpt.resume()
         found = world.snapshot()
-        ckpt._recorder = None  # no base at the end
+        inspect(ckpt).skip_last_base()  # no base at the end
     return recovery, found
 
 
@@ -213,7 +214,7 @@ def _killed(served: Bench, case: str, loop: str, hooked: int) -> bool:
             world.optimizer.register_step_pre_hook(lambda *_: None)
         world.train()
         ckpt.step()
-    ckpt._saver.finish_captures()
+    inspect(ckpt).saver.finish_captures()
     wanted = world.snapshot()
     die(ckpt)
     again = late(served.run, other)

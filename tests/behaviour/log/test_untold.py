@@ -21,6 +21,7 @@ from everstep.capture.version_counters import Versions
 from everstep.errors import AuditError, EverstepError, RecoveryError, StorageError
 from everstep.options import LogOptions
 from everstep.seams import Seams
+from everstep.testing import inspect
 from everstep.trainer.log import untracked_writes as untold_module
 from everstep.trainer.log.untracked_writes import WatchedTensors
 from tests.support.log.untold import opened, said_once
@@ -166,7 +167,7 @@ def train(
             states[step] = world.snapshot()
         ckpt.wait()
         stats = ckpt.stats()
-        ckpt._recorder = None  # no base at the end
+        inspect(ckpt).skip_last_base()  # no base at the end
     return states, stats
 
 
@@ -180,7 +181,7 @@ def assert_never_wrong(run: Path, states: dict[int, Any], **options: Any) -> Non
                 recovery = ckpt.resume(step=step)
             except RecoveryError:
                 continue
-            ckpt._recorder = None
+            inspect(ckpt).skip_last_base()
             assert not recovery.exact or world.snapshot() == states[recovery.step], step
             found.append(recovery.step)
     assert found
@@ -205,7 +206,7 @@ def test_a_base_is_taken(run_folder: Path, write: Write, place: str) -> None:
     other = World(seed=9, fused=fused)
     with opened(run_folder, other) as ckpt:
         recovery = ckpt.resume()
-        ckpt._recorder = None
+        inspect(ckpt).skip_last_base()
         assert (recovery.step, recovery.base_step, recovery.exact) == (STEPS, AT, True)
         assert other.snapshot() == states[STEPS]
     assert_never_wrong(run_folder, states, fused=fused)
@@ -222,7 +223,7 @@ def test_replay_finds_what_training_has_not(run_folder: Path, write: Write, plac
     other = World(seed=9, fused=fused)
     with opened(run_folder, other) as ckpt:
         recovery = ckpt.resume()
-        ckpt._recorder = None
+        inspect(ckpt).skip_last_base()
         assert (recovery.step, recovery.exact) == (AT - 1, False)
         assert other.snapshot() == states[AT - 1]
     (skipped,) = recovery.skipped
@@ -242,7 +243,7 @@ def test_several_steps_at_once(run_folder: Path) -> None:
     other = World(seed=9)
     with opened(run_folder, other) as ckpt:
         recovery = ckpt.resume()
-        ckpt._recorder = None
+        inspect(ckpt).skip_last_base()
         assert recovery.step == at - 1
         assert other.snapshot() == states[at - 1]
     with (
@@ -264,7 +265,7 @@ def test_in_every_step(run_folder: Path, write: Write, place: str) -> None:
     other = World(seed=9)
     with opened(run_folder, other) as ckpt:
         recovery = ckpt.resume()
-        ckpt._recorder = None
+        inspect(ckpt).skip_last_base()
         assert (recovery.step, recovery.exact) == (STEPS, True)
         assert other.snapshot() == states[STEPS]
     assert_never_wrong(run_folder, states)
@@ -328,7 +329,7 @@ def test_a_state_that_is_restored(run_folder: Path) -> None:
         world.update()
         ckpt.step()
         assert ckpt.stats().log_holes == 0
-        ckpt._recorder = None
+        inspect(ckpt).skip_last_base()
     world = World(seed=9)
     with said_once(), opened(run_folder, world) as ckpt:
         at = ckpt.resume().step
@@ -339,11 +340,11 @@ def test_a_state_that_is_restored(run_folder: Path) -> None:
         assert ckpt.stats().log_holes == 1
         ckpt.wait()
         then = world.snapshot()
-        ckpt._recorder = None
+        inspect(ckpt).skip_last_base()
     world = World(seed=9)
     with opened(run_folder, world) as ckpt:
         assert ckpt.resume().step == at + 1
-        ckpt._recorder = None
+        inspect(ckpt).skip_last_base()
         assert world.snapshot() == then
 
 
@@ -367,12 +368,12 @@ def test_in_a_step_without_an_update(run_folder: Path, write: Write) -> None:
             if step == AT:
                 then = world.snapshot()
         assert ckpt.stats().log_holes == 1
-        ckpt._recorder = None
+        inspect(ckpt).skip_last_base()
     assert all("no log can repeat that" in one.message for one in told), told
     other = World(seed=9)
     with opened(run_folder, other) as ckpt:
         recovery = ckpt.resume(step=AT)
-        ckpt._recorder = None
+        inspect(ckpt).skip_last_base()
         assert (recovery.base_step, recovery.exact) == (AT, True)
         assert other.snapshot() == then
 
@@ -393,12 +394,12 @@ def test_a_state_that_is_loaded_right_behind_a_resume(run_folder: Path, updates:
         assert (ckpt.stats().log_holes, ckpt.stats().saves) == (1, 1)
         ckpt.wait()
         then = world.snapshot()
-        ckpt._recorder = None
+        inspect(ckpt).skip_last_base()
     world = World(seed=9)
     with opened(run_folder, world) as ckpt:
         recovery = ckpt.resume()
         assert (recovery.step, recovery.exact) == (STEPS + 1, True)
-        ckpt._recorder = None
+        inspect(ckpt).skip_last_base()
         assert world.snapshot() == then
 
 
@@ -430,7 +431,7 @@ def test_a_base_that_was_being_copied(run_folder: Path) -> None:
             whole = [
                 flight.transfer is not None
                 and flight.transfer.gate(flight.prepared.size_bytes, timeout_s=0.0)
-                for flight in list(ckpt._saver._pending)
+                for flight in list(inspect(ckpt).saver._pending)
             ]
             assert step == 1 or all(whole)
 
@@ -464,7 +465,7 @@ def test_a_base_that_was_needed_and_fails_is_taken_again(run_folder: Path) -> No
                 taken.append(step)
                 ckpt.wait()  # it has ended, and whoever is to know that knows it
         assert taken == [1, 4, 5, 7, 11]
-        ckpt._recorder = None
+        inspect(ckpt).skip_last_base()
     assert [type(error) for error in reported] == [
         AuditError,
         StorageError,
@@ -475,7 +476,7 @@ def test_a_base_that_was_needed_and_fails_is_taken_again(run_folder: Path) -> No
     other = World(seed=9)
     with opened(run_folder, other) as ckpt:
         recovery = ckpt.resume()
-        ckpt._recorder = None
+        inspect(ckpt).skip_last_base()
         assert (recovery.step, recovery.base_step, recovery.exact) == (19, 11, True)
         assert other.snapshot() == world.snapshot()
 
@@ -493,7 +494,7 @@ def test_a_killed_trainer(run_folder: Path, write: Write) -> None:
             world.update()
             write(world)
             ckpt.step()
-        ckpt._saver.finish_captures()
+        inspect(ckpt).saver.finish_captures()
         then = world.snapshot()
         die(ckpt)
         forget(run_folder)
@@ -502,7 +503,7 @@ def test_a_killed_trainer(run_folder: Path, write: Write) -> None:
         recovery = again.resume()
         assert (recovery.step, recovery.exact) == (STEPS, True)
         assert other.snapshot() == then
-        again._recorder = None
+        inspect(again).skip_last_base()
         again.close()
 
 
@@ -527,11 +528,11 @@ def test_no_false_alarm(run_folder: Path, loop: Loop, steps: int) -> None:
             ckpt.step()
         stats = ckpt.stats()
         assert (stats.log_holes, stats.saves) == (0, 1)
-        ckpt._recorder = None
+        inspect(ckpt).skip_last_base()
     other = Fleet(loop, seed=9)
     with opened(run_folder, other) as ckpt:
         recovery = ckpt.resume()
-        ckpt._recorder = None
+        inspect(ckpt).skip_last_base()
         assert (recovery.step, recovery.exact, recovery.skipped) == (steps, True, ())
         assert other.snapshot() == fleet.snapshot()
 
@@ -658,11 +659,11 @@ def test_no_false_alarm_in_odd_loops(run_folder: Path, kind: str) -> None:
             ckpt.step()
         stats = ckpt.stats()
         assert (stats.log_holes, stats.saves) == (0, 1)
-        ckpt._recorder = None
+        inspect(ckpt).skip_last_base()
     other = Odd(kind, seed=9)
     with opened(run_folder, other) as ckpt:
         recovery = ckpt.resume()
-        ckpt._recorder = None
+        inspect(ckpt).skip_last_base()
         assert (recovery.step, recovery.exact, recovery.skipped) == (20, True, ())
         for key, value in other.model.state_dict().items():
             assert torch.equal(value, world.model.state_dict()[key]), key
@@ -709,7 +710,7 @@ def test_marks_without_samples_stay_readable(run_folder: Path) -> None:
     other = World(seed=9)
     with opened(run_folder, other) as ckpt:
         recovery = ckpt.resume()
-        ckpt._recorder = None
+        inspect(ckpt).skip_last_base()
         assert (recovery.step, recovery.exact) == (STEPS, True)
         assert other.snapshot() == states[STEPS]
 
@@ -894,7 +895,7 @@ def shared_run(
             world.one_step(lambda: behind(world))
             ckpt.step()
         stats = ckpt.stats()
-        ckpt._recorder = None
+        inspect(ckpt).skip_last_base()
     return world.snapshot(), stats
 
 
@@ -908,7 +909,7 @@ def test_what_is_logged_and_read_is_watched(run_folder: Path, kind: str) -> None
     other = Shared(kind, seed=9, norm=1.0)
     with opened(run_folder, other) as ckpt:
         recovery = ckpt.resume()
-        ckpt._recorder = None
+        inspect(ckpt).skip_last_base()
         assert (recovery.step, recovery.base_step, recovery.exact) == (5, 5, True)
         assert other.snapshot() == wanted
 
@@ -928,7 +929,7 @@ def test_what_is_logged_and_read_is_in_the_mark(run_folder: Path, kind: str) -> 
     other = Shared(kind, seed=9)
     with opened(run_folder, other) as ckpt:
         recovery = ckpt.resume()
-        ckpt._recorder = None
+        inspect(ckpt).skip_last_base()
         assert (recovery.step, recovery.base_step, recovery.exact) == (20, 1, True)
         assert other.snapshot() == wanted
 
@@ -949,4 +950,4 @@ def test_between_two_updates_of_what_they_share(run_folder: Path) -> None:
                 optimizer.zero_grad()
             ckpt.step()
         assert ckpt.stats().log_holes == 1
-        ckpt._recorder = None
+        inspect(ckpt).skip_last_base()

@@ -23,6 +23,7 @@ from everstep.plan.multistep import Pipeline
 from everstep.state.layout.shards import ShardLayout, plan_shards
 from everstep.state.training_state import State
 from everstep.state.values.tensors import tensor_entry
+from everstep.testing import inspect
 from everstep.trainer.log.update_inputs import InputReader
 from everstep.trainer.multistep import plan as planner_module
 from everstep.trainer.multistep.held_gradients import GradientCheck, SamplePlaces
@@ -87,7 +88,7 @@ def test_what_changes_after_it_was_planned_is_planned_anew(
     with opened(served.run, world, method=over(3, overlap=overlap), every=None) as ckpt:
         ckpt.resume()
         run_steps(ckpt, world, 2)
-        multistep: Any = ckpt._multistep
+        multistep: Any = inspect(ckpt).multistep
         assert multistep._planner.is_ahead
         if planned == "for the base before":
             begin(ckpt)
@@ -182,7 +183,7 @@ def test_memory_of_gradients_is_made_ready_behind_a_step_and_no_base_waits_for_i
     with opened(served.run, world, method=many, every=None) as ckpt:
         ckpt.resume()
         run_steps(ckpt, world, 2)
-        multistep: Any = ckpt._multistep
+        multistep: Any = inspect(ckpt).multistep
         prepared = multistep._planner._plan.prepared
         whole = multistep._pool.arena.size_bytes - prepared.objects_bytes
         base_bytes = multistep._pool.rounded_bytes(prepared.size_bytes)
@@ -227,7 +228,7 @@ def test_parts_that_were_asked_for_do_not_wait_for_memory(
     with opened(served.run, world, method=over(3), every=None) as ckpt:
         ckpt.resume()
         run_steps(ckpt, world, 2)
-        multistep: Any = ckpt._multistep
+        multistep: Any = inspect(ckpt).multistep
         base_bytes = multistep._pool.rounded_bytes(multistep._planner._plan.prepared.size_bytes)
         assert max(warmed) == 2 * base_bytes + redo_bytes(multistep._planner._plan.cut)
         begin(ckpt)
@@ -246,7 +247,7 @@ def test_nothing_is_planned_while_the_first_base_says_how_fast_the_link_is(
         ckpt.resume()
         run_steps(ckpt, world, 2)
         begin(ckpt)
-        multistep: Any = ckpt._multistep
+        multistep: Any = inspect(ckpt).multistep
         multistep._timed.result(TIMEOUT_S)
         multistep.stats.link_bytes_per_s = None
         multistep._timed = under_way = Future[None]()
@@ -270,7 +271,7 @@ def test_a_base_whose_memory_is_not_ready_says_nothing_about_the_link(
     with opened(served.run, world, method=many, every=None) as ckpt:
         ckpt.resume()
         run_steps(ckpt, world, 2)
-        multistep: Any = ckpt._multistep
+        multistep: Any = inspect(ckpt).multistep
         begin(ckpt)
         assert multistep._timed is None
         run_steps(ckpt, world, 2)

@@ -12,6 +12,7 @@ import pytest
 from everstep.capture.lanes.cuda import CudaLane
 from everstep.capture.lanes.devices import DeviceLane
 from everstep.errors import EverstepError
+from everstep.testing import inspect
 from everstep.trainer.multistep.held_gradients import GraphMemory
 from tests.support import cuda_world
 from tests.support.following import run_steps, steps_on_disk
@@ -41,20 +42,20 @@ def test_zeroing_behind_the_gate_is_not_taken_for_a_torn_gradient(
     ckpt = start(served, world, over(3, overlap=True), on_failure=reported.append)
     states = {}
     for step in (3, 4):
-        ckpt._lane.run(lambda: None).result(TIMEOUT_S)
+        inspect(ckpt).lane.run(lambda: None).result(TIMEOUT_S)
         played.clear()
         world.train()
         assert not any(parameter.grad.any() for parameter in world.model.parameters())
         played.set()
-        ckpt._lane.run(lambda: None).result(TIMEOUT_S)
+        inspect(ckpt).lane.run(lambda: None).result(TIMEOUT_S)
         ckpt.step()
         states[step] = world.snapshot()
     states |= run_steps(ckpt, world, 1)
-    assert isinstance(ckpt._lane, DeviceLane)
-    assert isinstance(ckpt._lane._lane, CudaLane)
+    assert isinstance(inspect(ckpt).lane, DeviceLane)
+    assert isinstance(inspect(ckpt).lane._lane, CudaLane)
     ckpt.close()
     assert not reported
     assert report_of(ckpt).abandoned == 0
-    assert not ckpt._multistep._updates.waits  # type: ignore[union-attr]
+    assert not inspect(ckpt).multistep._updates.waits
     assert restored(served.run, World(seed=9), 4) == states[4]
     assert 4 in steps_on_disk(served.run)

@@ -25,6 +25,7 @@ from everstep.errors import (
 )
 from everstep.keeper.replica import replica_state
 from everstep.seams.failpoints import arm
+from everstep.testing import inspect
 from everstep.trainer.log.update_inputs import InputReader
 from everstep.trainer.multistep import held_gradients as multistep_gradients
 from everstep.trainer.multistep.copies import UpdateCopies
@@ -126,11 +127,11 @@ def test_close_takes_a_base_of_one_step_where_that_of_the_window_is_void(
     with monkeypatch.context() as planted:
         planted.setattr(SpotCheck, "differing", lambda *_: "model/0.weight")
         states = run_steps(ckpt, world, 1)
-        ckpt._lane.run(lambda: None).result(TIMEOUT_S)
-    if not ckpt._multistep.open:  # type: ignore[union-attr]  # the first part was looked at by then
-        ckpt._multistep.again = None  # type: ignore[union-attr]
+        inspect(ckpt).lane.run(lambda: None).result(TIMEOUT_S)
+    if not inspect(ckpt).multistep.open:  # the first part was looked at by then
+        inspect(ckpt).multistep.again = None
         begin(ckpt)
-        ckpt._multistep._window.failed = AuditError("planted")  # type: ignore[union-attr]
+        inspect(ckpt).multistep._window.failed = AuditError("planted")
     ckpt.close()
     assert {type(error) for error in reported} == {AuditError}
     assert steps_on_disk(served.run) == [3]
@@ -209,8 +210,8 @@ def test_save_within_a_void_window_takes_a_base_of_its_step(policy: str, served:
     on_failure: Any = "raise" if policy == "raise" else reported.append
     ckpt = start(served, world, over(6), on_failure=on_failure)
     states = run_steps(ckpt, world, 2)
-    ckpt._lane.run(lambda: None).result(TIMEOUT_S)
-    ckpt._multistep._window.failed = AuditError("planted")  # type: ignore[union-attr]
+    inspect(ckpt).lane.run(lambda: None).result(TIMEOUT_S)
+    inspect(ckpt).multistep._window.failed = AuditError("planted")
     try:
         ckpt.save()
     except AuditError as error:
@@ -233,7 +234,7 @@ def test_no_save_is_answered_with_one_that_was_interrupted(
     ckpt = opened(served.run, world, method=over(3))
     ckpt.resume()
     run_steps(ckpt, world, 2)
-    goes_on, interrupted = getattr(ckpt._saver, place), list[int]()
+    goes_on, interrupted = getattr(inspect(ckpt).saver, place), list[int]()
 
     def interrupts(*about: Any) -> Any:
         if not interrupted:
@@ -241,7 +242,7 @@ def test_no_save_is_answered_with_one_that_was_interrupted(
             raise KeyboardInterrupt
         return goes_on(*about)
 
-    monkeypatch.setattr(ckpt._saver, place, interrupts)
+    monkeypatch.setattr(inspect(ckpt).saver, place, interrupts)
     with pytest.raises(KeyboardInterrupt):
         begin(ckpt)
         run_steps(ckpt, world, 2)
@@ -262,7 +263,7 @@ def test_interrupted_while_another_keeper_takes_over(
     world = World()
     ckpt = opened(served.run, world, method=method)
     run_steps(ckpt, world, 2)
-    lost = ckpt._keepers.current
+    lost = inspect(ckpt).keepers.current
     lost._connection._stream.shutdown()  # type: ignore[union-attr]
     lost._reader.join(TIMEOUT_S)  # type: ignore[union-attr]
 
@@ -270,7 +271,7 @@ def test_interrupted_while_another_keeper_takes_over(
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patched:
-        patched.setattr(ckpt._saver, "start", interrupts)
+        patched.setattr(inspect(ckpt).saver, "start", interrupts)
         with pytest.warns(RuntimeWarning, match="keeper"), pytest.raises(KeyboardInterrupt):
             run_steps(ckpt, world, 1)
     states = run_steps(ckpt, world, 1)
@@ -290,7 +291,7 @@ def test_what_was_lost_with_a_keeper_is_not_taken_of_half_a_step(
     world = World()
     ckpt = opened(served.run, world, method=method)
     states = run_steps(ckpt, world, 2)
-    lost = ckpt._keepers.current
+    lost = inspect(ckpt).keepers.current
     lost._connection._stream.shutdown()  # type: ignore[union-attr]
     lost._reader.join(TIMEOUT_S)  # type: ignore[union-attr]
 
@@ -398,8 +399,8 @@ def test_an_update_that_nobody_told_of_begins_it_anew(
     ckpt = start(served, world, over(4))
     states = run_steps(ckpt, world, 1)
     with monkeypatch.context() as patch:
-        patch.setattr(ckpt._updates, "consumed", lambda key: None)
-        patch.setattr(ckpt._updates, "applied", lambda key: None)
+        patch.setattr(inspect(ckpt).updates, "consumed", lambda key: None)
+        patch.setattr(inspect(ckpt).updates, "applied", lambda key: None)
         world.train()
     world.train()
     ckpt.step()
@@ -542,7 +543,7 @@ def test_an_error_of_ours_is_no_reason_for_training_to_fail(
     with monkeypatch.context() as planted:
         planted.setattr(f"everstep.trainer.multistep.copies.{place}", fails)
         states = run_steps(ckpt, world, 1)
-        ckpt._lane.run(lambda: None).result(TIMEOUT_S)
+        inspect(ckpt).lane.run(lambda: None).result(TIMEOUT_S)
     states |= run_steps(ckpt, world, 6)
     ckpt.close()
     assert ["planted" in error.message for error in reported] == [True]
@@ -580,8 +581,8 @@ def test_without_memory_for_gradients_the_base_is_given_up_and_taken_in_fewer_pa
     assert (report.abandoned, report.parts) == (1, 3)
     assert steps_on_disk(served.run) == [7]
     assert restored(served.run, World(seed=9), 7) == states[7]
-    assert ckpt._saver._pool is not None
-    assert not ckpt._saver._pool._allocator.used_bytes or ckpt._saver._pool._kept
+    assert inspect(ckpt).saver._pool is not None
+    assert not inspect(ckpt).saver._pool._allocator.used_bytes or inspect(ckpt).saver._pool._kept
 
 
 def test_a_small_arena_takes_fewer_parts_and_says_so(served: Bench) -> None:
@@ -590,7 +591,9 @@ def test_a_small_arena_takes_fewer_parts_and_says_so(served: Bench) -> None:
     ckpt = opened(served.run, world, method=over(6), budget=everstep.Budget(host_bytes=61_440))
     run_steps(ckpt, world, 2)
     world.state["data"]["more"] = "x" * 8_000
-    ckpt._state.survey().objects()  # as at a base: how much it is, is seen where it is encoded
+    inspect(
+        ckpt
+    ).state.survey().objects()  # as at a base: how much it is, is seen where it is encoded
     with pytest.warns(RuntimeWarning, match="it is cut into"):
         begin(ckpt)
     states = run_steps(ckpt, world, 6)
@@ -608,9 +611,9 @@ def test_nothing_is_left_in_the_arena(served: Bench) -> None:
     load_another(world)
     run_steps(ckpt, world, 1)
     ckpt.wait()
-    pool = ckpt._saver._pool
+    pool = inspect(ckpt).saver._pool
     assert pool is not None
-    ckpt._lane.run(lambda: None).result(TIMEOUT_S)
+    inspect(ckpt).lane.run(lambda: None).result(TIMEOUT_S)
     pool.drop_kept()
     assert pool.used_bytes == 0
     ckpt.close()
@@ -663,7 +666,7 @@ def torn_or_noticed(
     ckpt = opened(served.run, world, method=method, on_failure=reported.append)
     ckpt.resume()
     run_steps(ckpt, world, 2)
-    ckpt._lane.run(lambda: None).result(TIMEOUT_S)
+    inspect(ckpt).lane.run(lambda: None).result(TIMEOUT_S)
     HeldLane.gate = gate = Gate()
     save = begin(ckpt)
     states = {2: world.snapshot()}
@@ -675,7 +678,7 @@ def torn_or_noticed(
         states[ckpt.stats().step] = world.snapshot()
     save.durable.exception(TIMEOUT_S)
     failed = save.durable.exception(TIMEOUT_S)
-    ckpt._multistep.again = None  # type: ignore[union-attr]
+    inspect(ckpt).multistep.again = None
     try:
         ckpt.close()
     except EverstepError as error:
@@ -716,11 +719,11 @@ def test_a_gradient_that_a_parameter_had_seen_already_is_not_applied_again(
     reported: list[EverstepError] = []
     world = World()
     ckpt = start(served, world, over(3), on_failure=reported.append)
-    save = ckpt._multistep._last  # type: ignore[union-attr]
+    save = inspect(ckpt).multistep._last
     assert save is not None
     states = run_steps(ckpt, world, 2)
     error = save.durable.exception(TIMEOUT_S)
-    ckpt._multistep.again = None  # type: ignore[union-attr]
+    inspect(ckpt).multistep.again = None
     ckpt.close()
     if noticing:
         assert isinstance(error, AuditError)
@@ -789,12 +792,12 @@ class _LateGradients:
         for step in (3, 4):
             world.train()
             HeldLane.gate.open()
-            ckpt._lane.run(lambda: None).result(TIMEOUT_S)
+            inspect(ckpt).lane.run(lambda: None).result(TIMEOUT_S)
             ckpt.step()
             states[step] = world.snapshot()
         failed = save.durable.exception(TIMEOUT_S)
         HeldLane.gate.open()
-        ckpt._multistep.again = None  # type: ignore[union-attr]
+        inspect(ckpt).multistep.again = None
         ckpt.close()
         wrong = failed is None and restored(served.run, World(seed=9), 4) != states[4]
         return reported, wrong
@@ -810,7 +813,7 @@ def test_zero_grad_waits_where_it_must_and_only_there(
     world = World()
     ckpt = start(served, world, over(4, overlap=True))
     world.backward()
-    ckpt._lane.run(lambda: None).result(TIMEOUT_S)
+    inspect(ckpt).lane.run(lambda: None).result(TIMEOUT_S)
     HeldLane.gate = gate = Gate()
     world.optimizer.step()
     assert "zero_grad" in vars(getattr(world, owner))
@@ -843,7 +846,7 @@ def test_the_next_backward_waits_before_it_adds_to_a_gradient(held: Gate, served
     world = World()
     ckpt = start(served, world, over(3, overlap=True))
     world.backward()
-    ckpt._lane.run(lambda: None).result(TIMEOUT_S)
+    inspect(ckpt).lane.run(lambda: None).result(TIMEOUT_S)
     HeldLane.gate = gate = Gate()
     world.optimizer.step()  # and nobody zeroes
     ckpt.step()
@@ -994,21 +997,21 @@ def test_a_gradient_that_somebody_else_writes_to_is_noticed_and_waited_for_from_
     world = World()
     ckpt = start(served, world, over(3, overlap=True), on_failure=reported.append)
     world.backward()
-    ckpt._lane.run(lambda: None).result(TIMEOUT_S)
+    inspect(ckpt).lane.run(lambda: None).result(TIMEOUT_S)
     HeldLane.gate = gate = Gate()
     world.optimizer.step()
     for parameter in world.model.parameters():
         parameter.grad.detach().numpy()[...] = 0  # no version moves
     gate.open()
     world.optimizer.zero_grad()
-    ckpt._lane.run(lambda: None).result(TIMEOUT_S)
+    inspect(ckpt).lane.run(lambda: None).result(TIMEOUT_S)
     ckpt.step()
     states = run_steps(ckpt, world, 3)
     ckpt.close()
     assert [type(error) for error in reported] == [AuditError]
     assert "was written to while it was being copied" in reported[0].message
     assert report_of(ckpt).abandoned == 1
-    assert ckpt._multistep._updates.waits  # type: ignore[union-attr]
+    assert inspect(ckpt).multistep._updates.waits
     (step,) = steps_on_disk(served.run)
     assert restored(served.run, World(seed=9), step) == states[step]
 
@@ -1035,10 +1038,10 @@ def test_a_loop_that_zeroes_gradients_in_its_own_way_is_a_good_loop(
     held.open()
     world = World()
     ckpt = start(served, world, over(2 if last else 3, overlap=True))
-    save = ckpt._multistep._last  # type: ignore[union-attr]
+    save = inspect(ckpt).multistep._last
     assert save is not None
     world.backward()
-    ckpt._lane.run(lambda: None).result(TIMEOUT_S)
+    inspect(ckpt).lane.run(lambda: None).result(TIMEOUT_S)
     HeldLane.gate = gate = Gate()
     world.optimizer.step()
     zero(world)
@@ -1048,7 +1051,7 @@ def test_a_loop_that_zeroes_gradients_in_its_own_way_is_a_good_loop(
         assert isinstance(save.durable.exception(TIMEOUT_S), AuditError)
     else:
         gate.open()
-        ckpt._lane.run(lambda: None).result(TIMEOUT_S)
+        inspect(ckpt).lane.run(lambda: None).result(TIMEOUT_S)
     with pytest.warns(RuntimeWarning, match="was written to while it was being copied"):
         ckpt.step()
     states = run_steps(ckpt, world, 4)
@@ -1065,10 +1068,10 @@ def test_a_gradient_that_is_torn_in_the_last_step_begins_the_base_anew(
     reported: list[EverstepError] = []
     world = World()
     ckpt = start(served, world, over(2, overlap=True), on_failure=reported.append)
-    save = ckpt._multistep._last  # type: ignore[union-attr]
+    save = inspect(ckpt).multistep._last
     assert save is not None
     world.backward()
-    ckpt._lane.run(lambda: None).result(TIMEOUT_S)
+    inspect(ckpt).lane.run(lambda: None).result(TIMEOUT_S)
     HeldLane.gate = gate = Gate()
     world.optimizer.step()
     for parameter in world.model.parameters():
@@ -1092,7 +1095,7 @@ def test_a_change_behind_everybodys_back_is_found(served: Bench) -> None:
     ckpt = start(served, world, over(3), on_failure=reported.append)
     run_steps(ckpt, world, 1)
     world.model[0].weight.detach().numpy()[...] *= 0.5
-    save = ckpt._multistep._last  # type: ignore[union-attr]
+    save = inspect(ckpt).multistep._last
     assert save is not None
     states = run_steps(ckpt, world, 1)
     assert isinstance(save.durable.exception(TIMEOUT_S), AuditError)
@@ -1149,13 +1152,13 @@ def test_a_change_of_one_element_behind_the_last_mark(
     ckpt = start(served, world, over(3), on_failure=reported.append)
     states = run_steps(ckpt, world, 1)
     world.train()
-    ckpt._lane.run(lambda: None).result(TIMEOUT_S)
+    inspect(ckpt).lane.run(lambda: None).result(TIMEOUT_S)
     HeldLane.gate = gate = Gate()
-    save = ckpt._multistep._last  # type: ignore[union-attr]
+    save = inspect(ckpt).multistep._last
     assert save is not None
     ckpt.step()
     states[4] = world.snapshot()
-    captured = ckpt._multistep._ended  # type: ignore[union-attr]
+    captured = inspect(ckpt).multistep._ended
     assert captured is not None
     first = "model/0.weight" in captured.plan.captured(captured.next + 1)
     last = "model/4.weight" not in captured.plan.captured(captured.next + 1)
@@ -1169,7 +1172,7 @@ def test_a_change_of_one_element_behind_the_last_mark(
         error = save.durable.exception(TIMEOUT_S)
         assert isinstance(error, AuditError)
         assert "was changed while it was being copied" in error.message
-    ckpt._multistep.again = None  # type: ignore[union-attr]
+    inspect(ckpt).multistep.again = None
     ckpt.close()
     assert len(reported) == (which == "the last part")
     assert all(restored(served.run, World(seed=9), s) == states[s] for s in [4] if not reported)
@@ -1189,7 +1192,7 @@ def test_a_copy_of_the_model_has_none_of_our_guards(held: Gate, served: Bench) -
     assert bool(world.model[0].weight.grad.any()), "the copy has zeroed its original"
     assert other[0].weight.grad is not None
     assert not bool(other[0].weight.grad.any())
-    ckpt._multistep.drop("the test is over")  # type: ignore[union-attr]
+    inspect(ckpt).multistep.drop("the test is over")
     ckpt.close()
 
 
@@ -1207,7 +1210,7 @@ def test_a_trainer_that_dies_in_a_window_goes_back_to_the_base_before(
     ckpt.save().durable.result(TIMEOUT_S)
     begin(ckpt)
     states |= run_steps(ckpt, world, within)
-    ckpt._lane.run(lambda: None).result(TIMEOUT_S)
+    inspect(ckpt).lane.run(lambda: None).result(TIMEOUT_S)
     die(ckpt)
     other = World(seed=9)
     again = opened(served.run, other, method=over(4))
@@ -1252,7 +1255,7 @@ def test_a_keeper_that_fails_to_make_it_whole_says_so_and_another_is_taken(
     world = World()
     ckpt = start(served, world, over(3), on_failure=reported.append)
     arm(place, "raise")
-    save = ckpt._multistep._last  # type: ignore[union-attr]
+    save = inspect(ckpt).multistep._last
     assert save is not None
     states = run_steps(ckpt, world, 2)
     assert save.durable.exception(TIMEOUT_S) is not None

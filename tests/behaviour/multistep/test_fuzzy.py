@@ -17,6 +17,7 @@ from everstep.errors import OptionError, ReplayError
 from everstep.restore.offline.complete import complete_live_base
 from everstep.seams import Seams
 from everstep.seams.progress import silent
+from everstep.testing import inspect
 from tests.support.following import Odd, opened, run_steps, steps_on_disk
 from tests.support.log.late import LateLane
 from tests.support.logged import document, invoke, rebuilder_of
@@ -165,7 +166,7 @@ def test_windows_end_early_and_begin_anew(served: Bench) -> None:
     world = World()
     ckpt = opened(served.run, world, method=left(5))
     states = run_steps(ckpt, world, 2)
-    ckpt._take(None, show=False)
+    inspect(ckpt).take_due()
     for parameter in world.model[3].parameters():
         parameter.requires_grad_(False)
     states |= run_steps(ckpt, world, 2)
@@ -173,7 +174,7 @@ def test_windows_end_early_and_begin_anew(served: Bench) -> None:
     for parameter in world.model[3].parameters():
         parameter.requires_grad_(True)
     states |= run_steps(ckpt, world, 1)
-    ckpt._take(None, show=False)
+    inspect(ckpt).take_due()
     states |= run_steps(ckpt, world, 2)
     ckpt.close()
     assert steps_on_disk(served.run) == [4, 7]
@@ -187,7 +188,7 @@ def test_steps_without_an_update_between_two_bases(served: Bench) -> None:
     world = World()
     ckpt = opened(served.run, world, method=left(3))
     run_steps(ckpt, world, 2)
-    ckpt._take(None, show=False)
+    inspect(ckpt).take_due()
     run_steps(ckpt, world, 2)
     ckpt.step()  # nothing was updated in it
     assert ckpt.save().durable.result(30) > 0

@@ -17,6 +17,7 @@ import torch
 import everstep
 from everstep.errors import EverstepError, OutOfSpaceError
 from everstep.format.log import LogRecord
+from everstep.testing import inspect
 from everstep.trainer.multistep.plan import redo_bytes
 from everstep.trainer.multistep.window import CapturedParts
 from tests.support.following import opened, run_steps, steps_on_disk
@@ -74,7 +75,7 @@ def test_a_trainer_that_dies_in_a_window_goes_back_to_the_base_before(
     ckpt.save().durable.result(TIMEOUT_S)
     begin(ckpt)
     states |= run_steps(ckpt, world, within)
-    ckpt._lane.run(lambda: None).result(TIMEOUT_S)
+    inspect(ckpt).lane.run(lambda: None).result(TIMEOUT_S)
     die(ckpt)
     other = World(seed=9)
     again = opened(served.run, other, method=left(4))
@@ -362,7 +363,7 @@ def test_memory_of_gradients_is_given_back_with_that_of_their_base(served: Bench
     world = World()
     ckpt = opened(served.run, world, method=left(4))
     run_steps(ckpt, world, 2)
-    pool, used = ckpt._keepers.pool, []
+    pool, used = inspect(ckpt).keepers.pool, []
     assert pool is not None
     for _ in range(3):
         save = begin(ckpt)
@@ -370,7 +371,7 @@ def test_memory_of_gradients_is_given_back_with_that_of_their_base(served: Bench
         save.durable.result(TIMEOUT_S)
         ckpt.wait()
         used.append(pool.used_bytes)
-    plan = ckpt._multistep._planner._plan  # type: ignore[union-attr]
+    plan = inspect(ckpt).multistep._planner._plan
     assert plan is not None
     assert used[0] == used[1] == used[2]
     assert used[0] >= plan.prepared.size_bytes + redo_bytes(plan.cut), "it is held with them"
@@ -389,7 +390,7 @@ def test_gradients_stay_in_memory_as_long_as_their_base(served: Bench) -> None:
     ckpt.wait()
     begin(ckpt)
     run_steps(ckpt, world, 2)
-    ckpt._lane.run(lambda: None).result(TIMEOUT_S)
+    inspect(ckpt).lane.run(lambda: None).result(TIMEOUT_S)
     die(ckpt)
     other = World(seed=9)
     again = opened(served.run, other, method=left(4))

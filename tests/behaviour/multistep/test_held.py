@@ -18,6 +18,7 @@ from everstep.capture.lanes.lane import CpuLane
 from everstep.link.recordable import Layouts
 from everstep.plan.multistep import Pipeline, lower_bound_s, overlap
 from everstep.plan.multistep_cut import best_cut
+from everstep.testing import inspect
 from everstep.trainer.multistep.held_gradients import (
     GradientCheck,
     HeldGradients,
@@ -120,10 +121,10 @@ def test_behind_the_last_part_nobody_waits_until_another_base_has_as_many(
     """A base is durable when its gradients are there, and not before."""
     world = World()
     ckpt = start(served, world, over(3, overlap=3))
-    save = ckpt._multistep._last  # type: ignore[union-attr]
+    save = inspect(ckpt).multistep._last
     assert save is not None
     states = run_steps(ckpt, world, 6)
-    assert not ckpt._multistep.open  # type: ignore[union-attr]
+    assert not inspect(ckpt).multistep.open
     assert not save.durable.done()
     assert world.model[0].weight._backward_hooks, "they are still held"
     begin(ckpt)  # of step 8; gradients of two updates are held

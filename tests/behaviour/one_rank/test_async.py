@@ -14,6 +14,7 @@ import everstep
 from everstep.errors import DeadlineError, EverstepError, OutOfSpaceError, StorageError
 from everstep.link.save import Save, failing_save
 from everstep.seams import Seams
+from everstep.testing import inspect
 from tests.support.world import (
     TIMEOUT_S,
     Gate,
@@ -174,7 +175,7 @@ def test_two_bases_at_most_wait_for_a_slow_disk(
         no_memory = pytest.raises(DeadlineError, match="no host memory was released")
         with no_memory, acquiring(ckpt, timeout_s=0.5):
             ckpt.save()
-        pool = ckpt._keepers.pool
+        pool = inspect(ckpt).keepers.pool
         assert pool is not None
         assert pool.used_bytes // size_bytes == (room or 2)
         gate.open()

@@ -12,6 +12,7 @@ from everstep.errors import OutOfSpaceError
 from everstep.options import Budget
 from everstep.state.ranks.rank_info import RankInfo
 from everstep.state.training_state import State
+from everstep.testing import inspect
 from everstep.tiers.options import TierOptions
 from everstep.trainer.budget.disk import Bounds, bounds_of
 from everstep.trainer.budget.startup_notice import copies_notice
@@ -49,7 +50,7 @@ def test_run_folder_and_copies_stay_below_what_is_printed(
         keep=KEEP,
         tiers=[TierOptions(str(place), keep=1)],
     ) as ckpt:
-        bounds = ckpt._components.bounds
+        bounds = inspect(ckpt).bounds
         said = capsys.readouterr().err
         ckpt.resume()
         for _ in range(STEPS):

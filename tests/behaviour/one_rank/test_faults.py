@@ -30,6 +30,7 @@ from everstep.errors import (
 )
 from everstep.keeper.persist.local_keeper import LocalKeeper
 from everstep.seams import ManualClock, Seams
+from everstep.testing import inspect
 from tests.support.world import (
     TIMEOUT_S,
     Gate,
@@ -57,7 +58,7 @@ def save_and_wait(ckpt: everstep.Checkpointer) -> None:
 def until_written(ckpt: everstep.Checkpointer) -> None:
     """All bases that were taken are durable or have failed, and that was reported; nobody has been
     told yet."""
-    keeper, waited = ckpt._keeper, threading.Event()
+    keeper, waited = inspect(ckpt).keeper, threading.Event()
     assert isinstance(keeper, LocalKeeper)
     deadline_s = time.monotonic() + TIMEOUT_S
     while keeper.waiting:
@@ -378,8 +379,8 @@ def test_a_write_that_hangs(method: str, run_folder: Path) -> None:
     options: dict[str, Any] = {"method": method, "progress_timeout_s": TIMEOUT_S}
     with opened(run_folder, {"n": 1}, fs=fs, **options) as ckpt:
         ckpt.step()
-        assert isinstance(ckpt._keeper, LocalKeeper)
-        persister = ckpt._keeper._persister
+        assert isinstance(inspect(ckpt).keeper, LocalKeeper)
+        persister = inspect(ckpt).keeper._persister
         assert persister._timeout_s == TIMEOUT_S
         fs.hook = raising(gate.wait_at, "write", "*.safetensors.tmp")
         persister._timeout_s = 0.1
@@ -415,14 +416,14 @@ def test_a_read_that_hangs(run_folder: Path) -> None:
     fs.open = lambda path, *, direct=False: Slow(real(path, direct=direct))  # type: ignore[method-assign, assignment]
     state = {"n": 0, "t": torch.zeros(5000)}
     with opened(run_folder, state, fs=fs, progress_timeout_s=TIMEOUT_S) as ckpt:
-        assert ckpt._starter._timeout_s == TIMEOUT_S
-        ckpt._starter._timeout_s = 0.1
+        assert inspect(ckpt).starter._timeout_s == TIMEOUT_S
+        inspect(ckpt).starter._timeout_s = 0.1
         with pytest.raises(DeadlineError, match="a read took longer"):
             ckpt.resume()
         with pytest.raises(StateError, match="partly overwritten"):
             ckpt.step()
         gate.open()
-        ckpt._starter._timeout_s = TIMEOUT_S  # a disk that is slow is another matter
+        inspect(ckpt).starter._timeout_s = TIMEOUT_S  # a disk that is slow is another matter
         fs.open = real  # type: ignore[method-assign]
         assert ckpt.resume().step == 1
         ckpt.step()
@@ -490,7 +491,9 @@ def test_interrupted_while_copying(
                 with pytest.raises(KeyboardInterrupt):
                     ckpt.save()
             ckpt.wait()
-            ckpt._lane.run(lambda: None).result(TIMEOUT_S)  # what it took is given back there
+            inspect(ckpt).lane.run(lambda: None).result(
+                TIMEOUT_S
+            )  # what it took is given back there
         assert ckpt.stats().host_bytes == held
         ckpt.save()
     check_usable(run_folder, state, 13)
@@ -501,11 +504,11 @@ def test_the_pages_of_every_copy_are_taken_before_the_first(run_folder: Path) ->
     state = {"t": torch.zeros(2000)}
     with opened(run_folder, state, method="async", progress_timeout_s=TIMEOUT_S) as ckpt:
         ckpt.step()
-        ckpt._lane.run(lambda: None).result(TIMEOUT_S)
-        pool = ckpt._keepers.pool
+        inspect(ckpt).lane.run(lambda: None).result(TIMEOUT_S)
+        pool = inspect(ckpt).keepers.pool
         assert pool is not None
         before = pool.touched_bytes
-        size_bytes = sum(entry.size_bytes for entry in ckpt._state.survey().shape.entries)
+        size_bytes = sum(entry.size_bytes for entry in inspect(ckpt).state.survey().shape.entries)
         rooms = [pool.acquire(size_bytes, timeout_s=TIMEOUT_S) for _ in range(2)]
         assert pool.touched_bytes == before
         for room in rooms:
@@ -523,7 +526,7 @@ def test_interrupted_while_the_keeper_is_told(
         ckpt.save()
         ckpt.wait()
         ckpt.step()
-        keeper = ckpt._keeper
+        keeper = inspect(ckpt).keeper
         with monkeypatch.context() as patched:
             patched.setattr(keeper, "_jobs", _Interrupting(keeper._jobs))  # type: ignore[union-attr]
             with pytest.raises(KeyboardInterrupt):

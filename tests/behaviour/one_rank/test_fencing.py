@@ -20,6 +20,7 @@ from everstep.keeper.retain.deletion import delete_base
 from everstep.restore.start.resume import open_timeline
 from everstep.run.scan import newest_timeline, scan_base
 from everstep.seams import ManualClock, PosixFileSystem, Seams
+from everstep.testing import inspect
 from tests.support.world import (
     HookedFileSystem,
     base_folder,
@@ -122,7 +123,7 @@ def test_the_older_one_can_no_longer_delete(run_folder: Path) -> None:
         newer.resume()
         newer.step()
         newer.save()
-        keeper = older._keeper
+        keeper = inspect(older).keeper
         assert isinstance(keeper, LocalKeeper)
         with pytest.raises(FencedError, match="has taken the run over"):
             keeper._retention.run(lambda error: None)
@@ -154,7 +155,7 @@ def test_who_takes_the_run_over_again_hears_no_more_of_the_time_before(
         older.step()
         with pytest.raises(FencedError):  # of save(), if that has heard of it before it returns
             older.save().durable.result(20)
-        older._channel.post(FencedError("another one"))
+        inspect(older).channel.post(FencedError("another one"))
         assert older.resume().timeline == 3
         older.step()
         assert older.save().durable.result(20) > 0
@@ -169,10 +170,10 @@ def test_who_does_not_take_it_over_again_hears_of_it(run_folder: Path) -> None:
     """A resume that fails has changed nothing; what else is wrong is raised as ever."""
     with two(run_folder, {"n": 1}, {"n": 0}, on_failure="raise") as (older, newer):
         newer.resume()
-        older._channel.post(FencedError("fenced off"))
+        inspect(older).channel.post(FencedError("fenced off"))
         with pytest.raises(RecoveryError):
             older.resume(77)
-        older._channel.post(StorageError("the disk is full"))
+        inspect(older).channel.post(StorageError("the disk is full"))
         with pytest.raises(FencedError):
             older.step()
         with pytest.raises(StorageError):
@@ -208,11 +209,11 @@ def test_both_make_the_run_at_the_same_moment(run_folder: Path) -> None:
         with opened(run_folder, {"n": 1}) as other:
             other.step()
             other.save()
-            ids.append(other._run_id)
+            ids.append(inspect(other).run_id)
 
     fs.hook = raising(other_first, "link", "*/run.json")
     with opened(run_folder, {"n": 0}, fs=fs) as ckpt:
-        ids.append(ckpt._run_id)
+        ids.append(inspect(ckpt).run_id)
         assert ckpt.resume().step == 1
     assert len(set(ids)) == 1
 

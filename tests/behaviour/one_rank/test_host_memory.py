@@ -23,6 +23,7 @@ from everstep.keeper.persist.local_keeper import LocalKeeper
 from everstep.link.log_records import RECORD_BYTES, record_memory_bytes
 from everstep.link.pool import CapturePool
 from everstep.options import Budget, KeeperOptions
+from everstep.testing import inspect
 from everstep.trainer.log.log_memory import LogMemory, LogTarget
 from tests.support.world import Gate, HookedFileSystem, acquiring, opened, raising
 
@@ -222,7 +223,7 @@ def logging_options(run: Path, host_bytes: int, **more: Any) -> dict[str, Any]:
 
 def held_by(ckpt: everstep.Checkpointer) -> int:
     """Bytes of plain data that the log of a keeper in this process holds."""
-    keeper = ckpt._keeper
+    keeper = inspect(ckpt).keeper
     assert isinstance(keeper, LocalKeeper)
     assert keeper.records is not None
     return sum(_size(item.objects) for item in keeper.records._stored)
@@ -309,10 +310,10 @@ def test_a_base_that_has_no_room_beside_the_log_comes_first(run_folder: Path) ->
             ckpt.step()
         ckpt.wait()
         assert (ckpt.stats().durable_step, ckpt.stats().log_holes) == (1, 0)
-        assert ckpt._recorder is not None
-        assert ckpt._recorder.memory.kept_bytes > MB
+        assert inspect(ckpt).recorder is not None
+        assert inspect(ckpt).recorder.memory.kept_bytes > MB
         world.state["order"] = b"x" * (3 * MB)
-        ckpt._state.survey().measure()
+        inspect(ckpt).state.survey().measure()
         for _ in range(2):
             world.train()
             ckpt.step()

@@ -19,6 +19,7 @@ import everstep
 from everstep.capture.spot_check import SpotCheck
 from everstep.capture.version_counters import Versions
 from everstep.errors import AuditError, DeadlineError, EverstepError
+from everstep.testing import inspect
 from everstep.trainer.base.saver import Saver
 from tests.support.lanes import gives_up_soon, held
 from tests.support.lazy import World
@@ -155,7 +156,7 @@ def test_weights_swapped_for_an_evaluation_are_refused(held: Gate, run_folder: P
         ckpt.step()
         before = world.snapshot()
         save = ckpt.save()
-        transfer = ckpt._saver._pending[0].transfer
+        transfer = inspect(ckpt).saver._pending[0].transfer
         kept = [p.detach().clone() for p in world.model.parameters()]
         for p in world.model.parameters():
             p.data.mul_(0.999)
@@ -307,7 +308,7 @@ def test_two_optimizers_each_wait_for_their_own(held: Gate, run_folder: Path) ->
             model(torch.randn(4, 50)).sum().backward()
         wanted = freeze({"one": one.state_dict(), "two": two.state_dict()})
         ckpt.save()
-        ends = ckpt._saver._pending[0].prepared.ends
+        ends = inspect(ckpt).saver._pending[0].prepared.ends
         assert ends["first"] < ends["second"]
         threading.Timer(0.01, held.open).start()
         first.step()
@@ -432,8 +433,8 @@ def test_memory_for_the_first_base_is_taken_behind_a_resume(run_folder: Path) ->
         size_bytes = ckpt.save().durable.result(TIMEOUT_S)
     with opened(run_folder, World().state, method="lazy") as ckpt:
         ckpt.resume()
-        ckpt._lane.run(lambda: None).result(TIMEOUT_S)
-        pool = ckpt._keepers.pool
+        inspect(ckpt).lane.run(lambda: None).result(TIMEOUT_S)
+        pool = inspect(ckpt).keepers.pool
         assert pool is not None
         assert pool.touched_bytes >= size_bytes // 2 + 1  # without the header
 

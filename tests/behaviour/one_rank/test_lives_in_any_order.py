@@ -14,6 +14,7 @@ import everstep
 from everstep.errors import FencedError, RecoveryError
 from everstep.run.scan import scan_run
 from everstep.seams import ManualClock, Seams
+from everstep.testing import inspect
 from tests.crash.sim.filesystem import SimFileSystem
 from tests.support.world import forget
 
@@ -114,7 +115,7 @@ class World:
     def crash(self, number: int) -> None:
         found = self.actors[number]
         if found is not None:
-            found[0]._starter._ring.close()  # all that would outlive it in this process
+            inspect(found[0]).ring.close()  # all that would outlive it in this process
         self.actors[number] = None
         self.resumed[number] = False
 

@@ -20,6 +20,7 @@ from everstep.link.capture import Capture
 from everstep.options import KeeperOptions
 from everstep.seams import memory
 from everstep.seams.network.sockets import UnixStream
+from everstep.testing import inspect
 from everstep.trainer.attach.remote import RemoteKeeper
 from tests.support.following import until
 from tests.support.world import TIMEOUT_S
@@ -101,7 +102,7 @@ class Replaced:
         self.ckpt = everstep.Checkpointer(run, state, method=method, every=2)
         self.ckpt.resume()
         self.train()
-        first = self.ckpt._keepers.current
+        first = inspect(self.ckpt).keepers.current
         assert isinstance(first, RemoteKeeper)
         self.first = first
 
@@ -131,7 +132,7 @@ def replaced(run: Path, method: str) -> Iterator[Replaced]:
         yield training
         assert ckpt.stats().keeper_restarts == 1
         ckpt.wait()
-        ckpt._lane.run(lambda: None).result(TIMEOUT_S)
+        inspect(ckpt).lane.run(lambda: None).result(TIMEOUT_S)
         assert len(mapped() - training.before) == 1
         training.train()
     assert mapped() == training.before
@@ -210,13 +211,13 @@ def test_one_that_is_lost_when_what_was_parked_is_to_become_durable(
             persist(capture)
 
         training.step()
-        training.ckpt._saver.finish_captures()
+        inspect(training.ckpt).saver.finish_captures()
         monkeypatch.setattr(training.first, "captured", late)
         monkeypatch.setattr(training.first, "persist", lost)
         training.step()
         save = training.ckpt.save()
         asked.set()
-        training.ckpt._saver.finish_captures()
+        inspect(training.ckpt).saver.finish_captures()
         assert tried.is_set()
         assert save.is_lost
         training.train()

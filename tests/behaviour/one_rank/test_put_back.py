@@ -17,6 +17,7 @@ from torch import nn
 from everstep import KeeperOptions
 from everstep.errors import EverstepError, FencedError, KeeperError
 from everstep.keeper.persist.local_keeper import LocalKeeper
+from everstep.testing import inspect
 from everstep.trainer.attach.remote import RemoteKeeper
 from tests.support.serving import Bench, die, serving
 from tests.support.takeover import opened, until
@@ -77,7 +78,7 @@ def trained(
         world.train(at)
         ckpt.step()
         states[step] = world.snapshot()
-    ckpt._saver.finish_captures()
+    inspect(ckpt).saver.finish_captures()
     if not dies:
         ckpt.close()
         return recovery.step, states
@@ -155,7 +156,7 @@ def test_a_process_that_lives_is_fenced_off(
     world, alone = World(), KeeperOptions(process=False)
     ckpt = opened(served.run, world, every=4, method=method, keeper=alone)  # type: ignore[arg-type]
     assert ckpt.resume().step == 4
-    settle(ckpt._keepers.current)
+    settle(inspect(ckpt).keepers.current)
     copied(backup, served.run)
     if another:
         began, states = trained(served, 4, 3.0, dies=False, method="lazy", keeper=alone)
@@ -186,7 +187,7 @@ def test_a_keeper_is_not_replaced_in_the_timeline_of_another(served: Bench, back
     copied(backup, served.run)
     trained(served, 4, 3.0, dies=False, method="lazy", keeper=KeeperOptions(process=False))
     with pytest.raises(FencedError, match="was also opened by another process"):
-        ckpt._keepers._replace(ckpt._timeline, None)
+        inspect(ckpt).keepers._replace(inspect(ckpt).timeline, None)
     with contextlib.suppress(FencedError):
         ckpt.close()
 
@@ -203,7 +204,7 @@ def test_who_resumes_what_was_put_back_is_not_fenced_off_by_itself(
     copied(backup, served.run)
     numbers.append(ckpt.resume().timeline)
     assert numbers[0] == numbers[1]
-    remote = ckpt._keepers.current
+    remote = inspect(ckpt).keepers.current
     assert isinstance(remote, RemoteKeeper)
     remote._lose(KeeperError("planted"))
     with pytest.warns(RuntimeWarning, match="planted"):

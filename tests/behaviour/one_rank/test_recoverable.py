@@ -12,6 +12,7 @@ import pytest
 import everstep
 from everstep.keeper.replica import replica
 from everstep.options import KeeperOptions, LogOptions
+from everstep.testing import inspect
 from tests.support.following import opened, run_steps, steps_on_disk, taken_here, until, until_at
 from tests.support.log.every_step import World
 from tests.support.serving import die, serving
@@ -34,7 +35,7 @@ def test_bases_are_bounded_in_steps_before_the_replica_follows(
         ckpt = opened(bench.run, world := World(), every=EVERY)
         for step in range(1, 10 * EVERY + 1):
             run_steps(ckpt, world, 1)
-            replica_bases = ckpt._replica_bases
+            replica_bases = inspect(ckpt).replica
             assert replica_bases is not None
             taken = replica_bases._taken
             assert taken is not None
@@ -44,7 +45,7 @@ def test_bases_are_bounded_in_steps_before_the_replica_follows(
         loads.set()
         until_at(bench, 10 * EVERY)
         run_steps(ckpt, world, 2)
-        until(lambda: ckpt._keeper.replica_applied > 0, "its first step")  # type: ignore[union-attr]
+        until(lambda: inspect(ckpt).keeper.replica_applied > 0, "its first step")
         before = taken_here(ckpt)
         run_steps(ckpt, world, 3 * EVERY)
         ckpt.close()
@@ -147,7 +148,7 @@ def test_after_a_hole_a_new_base_counts(run_folder: Path) -> None:
     with serving(run_folder) as bench:
         ckpt = opened(bench.run, world := World(), method="logged", log=log)
         run_steps(ckpt, world, 3)
-        ckpt._recorder.skipped("a test")  # type: ignore[union-attr]
+        inspect(ckpt).recorder.skipped("a test")
         assert said(ckpt) == (3, 3, 0, 3), "what is there stays"
         run_steps(ckpt, world, 1)
         assert said(ckpt) == (4, 4, 0, 4)

@@ -18,6 +18,7 @@ from everstep import Checkpointer
 from everstep.capture.lanes.lane import CpuTransfer
 from everstep.errors import AuditError, DamageError, EverstepError, StateError
 from everstep.state.providers import optimizers
+from everstep.testing import inspect
 from everstep.trainer.base import prepared_base as prepared
 from everstep.trainer.session import calls as calls_module
 from everstep.trainer.session.calls import CallGuard
@@ -154,11 +155,11 @@ def test_where_ranks_have_their_numbers_in_common_none_is_counted(run_folder: Pa
     """Others have seen no update that failed: a base is refused all the same."""
     world, optimizer = failing()
     with opened(run_folder, world.state, method="sync", every=None) as ckpt:
-        ckpt._updates.counts_failed = False
+        inspect(ckpt).updates.counts_failed = False
         world.update()
         ckpt.step()
         refused_behind_a_failure(world, optimizer, ckpt)
-        assert ckpt._updates.lsn == 1
+        assert inspect(ckpt).updates.lsn == 1
 
 
 @pytest.mark.parametrize("method", [*METHODS, "logged"])
@@ -230,7 +231,7 @@ def test_in_the_middle_of_another_call(
 
             return call
 
-        cadence = ckpt._cadence
+        cadence = inspect(ckpt).cadence
         name = {"step": "step_ended", "save": "base_started", "resume": "resumed"}[outer]
         world.update()
         with monkeypatch.context() as patched:
@@ -255,7 +256,7 @@ def test_on_failure_is_called_in_the_middle_of_a_call(inner: str, run_folder: Pa
 
     with opened(run_folder, world.state, method="async", every=None, on_failure=end) as ckpt:
         world.update()
-        ckpt._channel.post(DamageError("as if a disk had said so"))
+        inspect(ckpt).channel.post(DamageError("as if a disk had said so"))
         with pytest.raises(StateError, match=f"{inner}\\(\\) was called inside step\\(\\)"):
             ckpt.step()
         ckpt.save()
@@ -272,7 +273,7 @@ def test_an_interrupted_call_is_over(run_folder: Path, monkeypatch: pytest.Monke
 
         monkeypatch.setattr(CallGuard, "end", lambda self: None)  # an interrupt came before it
         with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
-            patched.setattr(ckpt._cadence, "step_ended", interrupted)
+            patched.setattr(inspect(ckpt).cadence, "step_ended", interrupted)
             ckpt.step()
         ckpt.save()
         world.update()
@@ -302,7 +303,7 @@ def test_an_update_waits_for_a_base_of_another_thread(run_folder: Path) -> None:
         assert gate.reached.wait(TIMEOUT_S)
         updating = threading.Thread(target=world.optimizer.step)
         updating.start()
-        wait_until(lambda: ckpt._updates.outermost is not None)
+        wait_until(lambda: inspect(ckpt).updates.outermost is not None)
         assert world.snapshot() == at_one
         assert updating.is_alive()
         gate.open()
@@ -434,8 +435,8 @@ def test_a_parameter_that_moves_to_another_optimizer(
         ckpt.step()
         wanted = freeze({"one": one.state_dict(), "two": two.state_dict()})
         save = ckpt.save()
-        size_bytes = ckpt._saver._pending[0].prepared.size_bytes
-        own = dict(ckpt._saver._pending[0].prepared.ends)
+        size_bytes = inspect(ckpt).saver._pending[0].prepared.size_bytes
+        own = dict(inspect(ckpt).saver._pending[0].prepared.ends)
         if moves:
             second.param_groups[0]["params"] = [two.bias]
             first.add_param_group({"params": [two.weight]})

@@ -26,6 +26,7 @@ from everstep.run.scan import scan_run
 from everstep.seams import PosixFileSystem
 from everstep.state.ranks import ddp
 from everstep.state.ranks.writers import WriterAssignment
+from everstep.testing import inspect
 from everstep.trainer.job.option_check import shared_options
 from tests.support.ranks.logs import die
 from tests.support.ranks.together import on_all, rank_seams
@@ -69,7 +70,7 @@ class Rank:
                 parameter.requires_grad_(freed)
             for number, parameter in enumerate(self.model.parameters()):
                 own = self.number if number < len(FROZEN) else 0
-                value = 0.1 * (self.ckpt._step + 1 + own)
+                value = 0.1 * (self.ckpt.stats().step + 1 + own)
                 parameter.grad = (
                     torch.full_like(parameter, value) if parameter.requires_grad else None
                 )
@@ -259,7 +260,7 @@ def test_what_has_two_names_and_nobody_trains_stays_common(tmp_path: Path) -> No
         with job(tmp_path / "run", change=tied) as ranks:
             assert {found.step for found in resume(ranks)} == {2 * life}
             train(ranks, 2, nobody)
-            assert [one.ckpt._state.rank_local.names() for one in ranks] == [[], []]
+            assert [inspect(one.ckpt).state.rank_local.names() for one in ranks] == [[], []]
 
 
 def test_what_was_trained_is_a_ranks_own_behind_a_rewind_too(tmp_path: Path) -> None:
@@ -295,7 +296,7 @@ def test_what_replay_has_trained_is_a_ranks_own(
         assert {(one.step, one.replayed) for one in found} == {(3, 2)}
         for one, mine in zip(ranks, wanted, strict=True):
             assert all(map(torch.equal, one.weights, mine))
-            assert one.ckpt._state.rank_local.names() == ["model/0.bias", "model/0.weight"]
+            assert inspect(one.ckpt).state.rank_local.names() == ["model/0.bias", "model/0.weight"]
         die(ranks)
 
 

@@ -18,6 +18,7 @@ from everstep.seams import Seams, SystemClock
 from everstep.state.providers.optimizers import OptimizerProvider
 from everstep.state.ranks import ddp
 from everstep.state.ranks.log_shares import log_shares
+from everstep.testing import inspect
 from everstep.trainer.session.cadence import ASK_EVERY, FIRST_STEPS
 from tests.support.keepers import end_keepers
 from tests.support.ranks.logs import die
@@ -72,7 +73,7 @@ def steps(ranks: list[RankTraining], clocks: list[Ahead], count: int) -> None:
 
 def committed(ranks: list[RankTraining]) -> list[int]:
     on_all(*(lambda one=one: one.ckpt.wait(20) for one in ranks))  # type: ignore[misc]
-    (steps,) = {tuple(sorted(bases(PurePath(one.ckpt._run)))) for one in ranks}  # type: ignore[arg-type]
+    (steps,) = {tuple(sorted(bases(PurePath(inspect(one.ckpt).run)))) for one in ranks}  # type: ignore[arg-type]
     assert {one.ckpt.stats().failed for one in ranks} == {0}
     return list(steps)
 
@@ -95,7 +96,7 @@ def test_a_log_that_needs_nothing_waits_for_no_other_rank(tmp_path: Path) -> Non
     path, asked = tmp_path / "run", list[str]()
     with trainings(path, path, method="logged", every=None) as ranks:
         resume(ranks)
-        job = ranks[0].ckpt._consensus._job
+        job = inspect(ranks[0].ckpt).consensus._job
         assert job is not None
         exchange = job.exchange
 
@@ -147,7 +148,7 @@ def test_a_rank_that_fails_at_a_step_still_asks_at_the_same_ones(tmp_path: Path)
                 clocks[one.rank].advance(FASTER_S)
                 expected: Any = contextlib.nullcontext()
                 if one.rank == 1 and step not in (10, 20):
-                    one.ckpt._channel.post(KeeperError("of a test"))
+                    inspect(one.ckpt).channel.post(KeeperError("of a test"))
                     expected = pytest.raises(KeeperError, match="of a test")
                 with expected:
                     one.train(1)
@@ -200,7 +201,7 @@ def alike(monkeypatch: pytest.MonkeyPatch) -> None:
 def spoil(ranks: list[Replica], recorded_by: int) -> None:
     """An update that consumes NaN, for a parameter whose gradients only one rank records."""
     for one in ranks:
-        state = one.ckpt._state
+        state = inspect(one.ckpt).state
         owners = {name: part.owner for name, part in log_shares(state)["optimizer"].items()}
         provider = state.providers["optimizer"]
         assert isinstance(provider, OptimizerProvider)
@@ -281,13 +282,13 @@ def test_another_error_of_a_rank_does_not_stand_before_it(tmp_path: Path) -> Non
     with replicas(path, path, **WATCHED) as ranks:
         together(ranks, 2)
         spoil(ranks, 0)
-        ask = ranks[1].ckpt._consensus.decide
+        ask = inspect(ranks[1].ckpt).consensus.decide
 
         def asks(step: int) -> tuple[bool, bool]:
-            ranks[1].ckpt._channel.post(StorageError("of a test"))
+            inspect(ranks[1].ckpt).channel.post(StorageError("of a test"))
             return ask(step)
 
-        ranks[1].ckpt._consensus.decide = asks  # type: ignore[method-assign]
+        inspect(ranks[1].ckpt).consensus.decide = asks  # type: ignore[method-assign]
         assert {type(e) for e in failures(ranks, lambda one: one.ckpt.step())} == {NonFiniteError}
         die([ranks[0]])
         with pytest.raises(StorageError, match="of a test"):
@@ -320,7 +321,7 @@ def test_what_was_seen_in_a_step_that_is_not_over(tmp_path: Path) -> None:
         for one in ranks:
             assert all(map(torch.equal, one.weights, fresh(4)))
         spoil(ranks, 1)
-        on_all(*(one.ckpt._saver.finish_captures for one in ranks))
+        on_all(*(inspect(one.ckpt).saver.finish_captures for one in ranks))
         ranks[0].ckpt.close()
         with pytest.raises(NonFiniteError, match="consumed by step 5"):
             ranks[1].ckpt.close()

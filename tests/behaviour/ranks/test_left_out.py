@@ -19,6 +19,7 @@ from everstep.errors import EverstepError, MismatchError, RecoveryError
 from everstep.run.scan import scan_run
 from everstep.seams import PosixFileSystem
 from everstep.state.ranks import ddp
+from everstep.testing import inspect
 from tests.support.ranks.logs import die
 from tests.support.ranks.together import on_all, rank_seams
 
@@ -47,7 +48,7 @@ class Rank:
     def train(self, steps: int) -> None:
         """Gradients of the body are the same on all ranks."""
         for _ in range(steps):
-            value = 0.1 * (self.ckpt._step + 1)
+            value = 0.1 * (self.ckpt.stats().step + 1)
             for module in (one for one in self.state.values() if isinstance(one, nn.Module)):
                 for parameter in module.parameters():
                     parameter.grad = torch.full_like(parameter, value)
@@ -213,7 +214,7 @@ def refused(path: Path, before: Build, build: Build, step: int | None = None, **
         assert "add_param_group()" in found[0].hint
         for one, mine in zip(ranks, was, strict=True):
             assert all(map(torch.equal, one.weights, mine))
-            assert not one.ckpt._live_state.is_mixed
+            assert not inspect(one.ckpt).has_mixed_state
     assert timelines(path) == there
     return str(found[0].message)
 
@@ -329,7 +330,7 @@ def test_a_step_of_the_log_of_another_state(tmp_path: Path) -> None:
         assert "step 2: the log after it belongs to a state of another composition" in str(found[0])
         for one, mine in zip(ranks, was, strict=True):
             assert all(map(torch.equal, one.weights, mine))
-            assert not one.ckpt._live_state.is_mixed
+            assert not inspect(one.ckpt).has_mixed_state
         found = resume(ranks, 4)
         assert [(one.step, one.replayed) for one in found] == [(4, 0)] * 2, found
         train(ranks, 1)
@@ -346,7 +347,7 @@ def test_a_step_of_the_log_of_another_state_in_one_process(tmp_path: Path) -> No
         with pytest.raises(RecoveryError, match="a state of another composition"):
             ckpt.resume(3, strict=False)
         assert all(map(torch.equal, one.weights, was))
-        assert not ckpt._live_state.is_mixed
+        assert not inspect(ckpt).has_mixed_state
         found = ckpt.resume(4, strict=False)
         assert (found.step, found.replayed, found.exact) == (4, 0, False)
 

@@ -27,6 +27,7 @@ from everstep.run.scan import scan_run
 from everstep.seams import ManualClock, PosixFileSystem
 from everstep.seams.fingerprint import fingerprint
 from everstep.state.layout.entries import Entry, shape_digest
+from everstep.testing import inspect
 from everstep.trainer.attach import keepers
 from everstep.trainer.job import start
 from everstep.trainer.session.step_consensus import ASK_EVERY
@@ -153,7 +154,7 @@ def test_without_the_last_base_every_ranks_log_stays(
     with trainings(path, path, method="logged", every=None, progress_timeout_s=2.0) as ranks:
         resume(ranks)
         train(ranks, 3)
-        held = [one.ckpt._keepers.current for one in ranks]
+        held = [inspect(one.ckpt).keepers.current for one in ranks]
         ranks[0].optimizer.step()
         ranks[0].ckpt.close()
         with pytest.raises(everstep.EverstepError, match="step 3"):
@@ -162,7 +163,7 @@ def test_without_the_last_base_every_ranks_log_stays(
     with trainings(path, path, method="logged", every=None) as ranks:
         resume(ranks)
         train(ranks, 2)
-        held = [one.ckpt._keepers.current for one in ranks]
+        held = [inspect(one.ckpt).keepers.current for one in ranks]
         on_all(*(one.ckpt.close for one in ranks))
     assert [stays[keeper] for keeper in held] == [False, False], "it is all in the last base"
 
@@ -207,7 +208,7 @@ def test_a_rank_whose_log_has_a_hole_gets_a_base_of_all(tmp_path: Path) -> None:
     with trainings(path, path, method="logged", every=None) as ranks:
         resume(ranks)
         train(ranks, 3)
-        recorder = ranks[1].ckpt._recorder
+        recorder = inspect(ranks[1].ckpt).recorder
         assert recorder is not None
         recorder.skipped("a test")
         train(ranks, 1)
@@ -284,7 +285,7 @@ def test_segments_that_lead_nowhere_go_and_no_others(tmp_path: Path, shared: boo
             train(ranks, 1)
             on_all(*(lambda one=one: one.ckpt.wait(20) for one in ranks))  # type: ignore[misc]
             for one in ranks:  # or the log comes to the disk when nothing cleans up there any more
-                one.ckpt._keepers.current.records.settle(20.0)  # type: ignore[union-attr]
+                inspect(one.ckpt).keepers.current.records.settle(20.0)
         die(ranks)
     for rank, path in enumerate(paths):
         kept, oldest = steps_on_disk(path, rank), min(bases(path))
@@ -304,9 +305,9 @@ def remember(paths: tuple[Path, Path], steps: int, history: str = "all", **optio
             train(ranks, 1)
             on_all(*(lambda one=one: one.ckpt.wait(20) for one in ranks))  # type: ignore[misc]
             for one in ranks:
-                one.ckpt._keepers.current.records.settle(20.0)  # type: ignore[union-attr]
+                inspect(one.ckpt).keepers.current.records.settle(20.0)
         for one in ranks:
-            one.ckpt._keepers.current.records.flush()  # type: ignore[union-attr]
+            inspect(one.ckpt).keepers.current.records.flush()
         die(ranks)
 
 

@@ -28,6 +28,7 @@ from everstep.run.scan import scan_run
 from everstep.seams import PosixFileSystem
 from everstep.state.ranks.rank_info import RankInfo
 from everstep.state.training_state import State
+from everstep.testing import inspect
 from tests.support.ranks import relogged
 from tests.support.ranks.logs import die, segment
 from tests.support.ranks.relaid import STEPS, Job, alone, check, same, trained_on
@@ -353,7 +354,7 @@ def test_its_first_step_waits_for_a_base(tmp_path: Path) -> None:
     until((path, path), 6)
     with alone(path) as (one,):
         one.ckpt.resume()
-        recorder = one.ckpt._recorder
+        recorder = inspect(one.ckpt).recorder
         assert recorder is not None
         assert not recorder._leads_here
         one.train(1)
@@ -410,7 +411,7 @@ def test_the_first_step_behind_it_waits_for_a_base(tmp_path: Path) -> None:
         with replicas(*((path,) * world)) as ranks:
             resume(ranks)
             for one in ranks:
-                recorder = one.ckpt._recorder
+                recorder = inspect(one.ckpt).recorder
                 assert recorder is not None
                 assert recorder._leads_here == leads
             train_all(ranks, 1)

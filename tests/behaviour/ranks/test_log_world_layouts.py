@@ -16,6 +16,7 @@ from everstep.format.names import base_dir, marker_name, shard_name
 from everstep.restore.start import rank_loader, rank_log, resume_job
 from everstep.run.scan import scan_run
 from everstep.seams import PosixFileSystem
+from everstep.testing import inspect
 from tests.support.ranks.logs import die, segment
 from tests.support.ranks.replicas import Replica, alike, folders, replicas, resume, train, until
 from tests.support.ranks.replicas import trained as trained_to
@@ -168,7 +169,7 @@ def test_the_first_step_behind_it_waits_for_a_base(tmp_path: Path, before: bool,
     with replicas(path, path, apart=now) as ranks:
         resume(ranks)
         for one in ranks:
-            recorder = one.ckpt._recorder
+            recorder = inspect(one.ckpt).recorder
             assert recorder is not None
             assert not recorder._leads_here
         train(ranks, 1)

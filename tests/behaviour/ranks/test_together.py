@@ -35,6 +35,7 @@ from everstep.seams import FileSystem, ManualClock, Seams
 from everstep.seams.network.mailbox import TcpMailbox
 from everstep.state.ranks.rank_info import RankInfo
 from everstep.state.training_state import State
+from everstep.testing import inspect
 from everstep.trainer.job.job import Job
 from everstep.trainer.job.run_folder import SharedRun
 from everstep.trainer.job.start import JobStart
@@ -339,11 +340,11 @@ def test_a_rank_that_fails_says_why_to_all_others(
 @pytest.mark.parametrize(
     ("owner", "name"),
     [
-        (lambda ckpt: ckpt._keepers, "open"),
-        (lambda ckpt: ckpt._keepers, "recall_leftovers"),
-        (lambda ckpt: ckpt._keepers, "listen"),
+        (lambda ckpt: inspect(ckpt).keepers, "open"),
+        (lambda ckpt: inspect(ckpt).keepers, "recall_leftovers"),
+        (lambda ckpt: inspect(ckpt).keepers, "listen"),
         (lambda ckpt: JobStart, "_open_mailbox"),
-        (lambda ckpt: ckpt._state, "is_shared"),
+        (lambda ckpt: inspect(ckpt).state, "is_shared"),
     ],
     ids=["keeper", "what it has left", "its mailbox", "own mailbox", "state"],
 )

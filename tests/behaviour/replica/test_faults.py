@@ -28,6 +28,7 @@ from everstep.replay.exactness import declare
 from everstep.restore.offline.state import OfflineState
 from everstep.seams.failpoints import arm
 from everstep.seams.progress import progress
+from everstep.testing import inspect
 from everstep.trainer.log import untracked_writes as untold
 from tests.support.following import (
     base_of,
@@ -250,7 +251,7 @@ def test_what_is_due_meanwhile_is_taken_once_behind_it(run_folder: Path) -> None
         ckpt = start(bench, world, every=1)
         run_steps(ckpt, world, 1)
         assert gate.reached.wait(20)
-        until(lambda: ckpt._keeper.replica_applied > 0, "word that it follows")  # type: ignore[union-attr]
+        until(lambda: inspect(ckpt).keeper.replica_applied > 0, "word that it follows")
         run_steps(ckpt, world, 5)
         replica = bench.server._duties.replicas._replica
         assert replica is not None
@@ -320,7 +321,7 @@ def test_a_damaged_record_is_not_applied_and_a_new_base_is_taken(run_folder: Pat
         (update,) = [r for r in log.records() if r.head.kind == "update" and r.head.step == 5]
         update.data[100] ^= 1
         gate.open()
-        until(lambda: ckpt._replica_bases.lost is not None, "the damage")  # type: ignore[union-attr]
+        until(lambda: inspect(ckpt).replica.lost is not None, "the damage")
         assert bench.server._duties.replicas.step == 4, "what it has is good"
         states |= run_steps(ckpt, world, 1)
         ckpt.wait()
@@ -405,8 +406,8 @@ def test_its_memory_is_counted(served: Bench) -> None:
     """By the training process, and by a keeper that has lost it."""
     world = World()
     ckpt = start(served, world)
-    size_bytes = ckpt._saver._prepared.size_bytes  # type: ignore[union-attr]
-    touched_bytes = ckpt._keepers.pool.touched_bytes  # type: ignore[union-attr]
+    size_bytes = inspect(ckpt).saver._prepared.size_bytes
+    touched_bytes = inspect(ckpt).keepers.pool.touched_bytes
     ckpt.save().durable.result(20)
     assert ckpt.stats().host_bytes >= touched_bytes + size_bytes
     before = served.server._status()["arena_bytes"]
@@ -434,7 +435,7 @@ def test_a_change_behind_the_optimizers_back_is_found(
     if by == "asks":
         assert isinstance(ckpt.save().durable.exception(20), AuditError)
     # The keeper may say so within the step that it has found out of: then that has the base.
-    until(lambda: ckpt._replica_bases.lost is not None or taken_here(ckpt) == 2)  # type: ignore[union-attr]
+    until(lambda: inspect(ckpt).replica.lost is not None or taken_here(ckpt) == 2)
     due_at = 3 if taken_here(ckpt) == 2 else 4
     states |= run_steps(ckpt, world, 1)
     ckpt.wait()
@@ -461,7 +462,7 @@ def test_a_replica_that_cannot_keep_up_is_given_up_and_said_once(run_folder: Pat
         world = World()
         ckpt = start(bench, world, on_failure=reported.append)
         states = run_steps(ckpt, world, 1)
-        ckpt._recorder.memory.bytes_max = 120_000  # type: ignore[union-attr]
+        inspect(ckpt).recorder.memory.bytes_max = 120_000
         ckpt.save()
         assert gate.reached.wait(20)
         for _ in range(40):
@@ -471,8 +472,8 @@ def test_a_replica_that_cannot_keep_up_is_given_up_and_said_once(run_folder: Pat
         assert "does not keep up" in reported[0].message
         gate.open()
         ckpt.wait()
-        assert ckpt._replica_bases is not None
-        assert not ckpt._replica_bases.follows
+        assert inspect(ckpt).replica is not None
+        assert not inspect(ckpt).replica.follows
         assert bench.server._duties.replicas.step is None
         last = ckpt.stats().step
         states |= run_steps(ckpt, world, 3)
@@ -493,7 +494,7 @@ def test_a_replica_that_cannot_keep_up_is_given_up_and_said_once(run_folder: Pat
 def test_records_that_were_applied_make_room_for_others(served: Bench) -> None:
     world = World()
     ckpt = start(served, world)
-    ckpt._recorder.memory.bytes_max = 120_000  # type: ignore[union-attr]
+    inspect(ckpt).recorder.memory.bytes_max = 120_000
     states: dict[int, Any] = {}
     for step in range(2, 22):
         states |= run_steps(ckpt, world, 1)
@@ -515,7 +516,7 @@ def test_the_newest_step_stays_in_the_log_until_the_replica_is_done_with_it(serv
     ckpt = start(served, world)
     states = run_steps(ckpt, world, 5)
     until(lambda: ckpt.stats().replica_step == 6)
-    ckpt._recorder.memory.bytes_max = 400_000  # type: ignore[union-attr]
+    inspect(ckpt).recorder.memory.bytes_max = 400_000
     for _ in range(20):  # updates of a step that has no end, over whatever was let go
         world.train()
     die(ckpt)
@@ -558,7 +559,7 @@ def test_an_error_in_a_replica_is_told_and_recovery_goes_on_without(served: Benc
     arm("replica.before_apply", "raise")
     states = run_steps(ckpt, world, 1)
     # Training may have heard of it in that very step, and have taken a base already.
-    until(lambda: ckpt._replica_bases.lost is not None or taken_here(ckpt) == 2)  # type: ignore[union-attr]
+    until(lambda: inspect(ckpt).replica.lost is not None or taken_here(ckpt) == 2)
     states |= run_steps(ckpt, world, 2)
     ckpt.wait()
     assert ["internal error in the replica" in error.message for error in reported] == [True]

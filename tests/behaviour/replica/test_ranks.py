@@ -23,6 +23,7 @@ from everstep.state.ranks import log_shares as parts_of_logs
 from everstep.state.ranks.log_shares import LogShare, log_shares
 from everstep.state.ranks.rank_info import RankInfo
 from everstep.state.training_state import State
+from everstep.testing import inspect
 from everstep.trainer.attach import keepers
 from tests.support.following import until
 from tests.support.ranks import replicas as parts
@@ -94,7 +95,7 @@ def die(ranks: list[Rank]) -> None:
 
 def captured(ranks: list[Rank]) -> list[int]:
     """How many bases each training process has captured itself."""
-    return [one.ckpt._saver._captures for one in ranks]
+    return [inspect(one.ckpt).saver._captures for one in ranks]
 
 
 def committed(path: Path, timeline: int = 1) -> list[int]:
@@ -184,7 +185,7 @@ def test_a_rank_whose_replica_has_stopped_captures_its_part(
         assert stopped is not None
         with stopped._exclusive():
             stopped._stop(EverstepError("as asked"))
-        replica_bases = ranks[1].ckpt._replica_bases
+        replica_bases = inspect(ranks[1].ckpt).replica
         assert replica_bases is not None
         until(lambda: replica_bases.lost is not None, "the word of it")
         train(ranks, 4)
@@ -287,7 +288,7 @@ def test_the_log_stays_until_a_base_is_durable_on_all_ranks(tmp_path: Path) -> N
             resume(ranks)
             train(ranks, 4)
             assert gate.reached.wait(TIMEOUT_S)
-            recorder = ranks[0].ckpt._recorder
+            recorder = inspect(ranks[0].ckpt).recorder
             assert recorder is not None
             assert recorder.memory._held_bytes()
             # More than half full.
@@ -309,7 +310,7 @@ def test_a_log_that_is_half_full_asks_the_replica(tmp_path: Path) -> None:
         resume(ranks)
         train(ranks, 4)
         wait(ranks)
-        recorder = ranks[1].ckpt._recorder
+        recorder = inspect(ranks[1].ckpt).recorder
         assert recorder is not None
         recorder.memory.bytes_max = recorder.memory._held_bytes() * 4
         train(ranks, 8)
@@ -335,7 +336,7 @@ def test_training_waits_where_two_bases_are_asked_for(tmp_path: Path) -> None:
 
         thread = threading.Thread(target=on)
         thread.start()
-        waits = [one.ckpt._replica_bases for one in ranks]
+        waits = [inspect(one.ckpt).replica for one in ranks]
         until(lambda: all(w is not None and w.step is not None for w in waits), "replicas")
         assert not there.wait(0.2)
         gate.open()
@@ -361,8 +362,8 @@ def test_a_base_behind_one_that_training_has_captured_is_written(tmp_path: Path)
         train(ranks, 3)
         wait(ranks)
         for one in ranks:
-            assert one.ckpt._replica_bases is not None
-            one.ckpt._replica_bases._expected = False
+            assert inspect(one.ckpt).replica is not None
+            inspect(one.ckpt).replica._expected = False
         train(ranks, 3)
         replicas_of = [bench.server._duties.replicas._replica for bench in benches]
         until(lambda: all(r is not None and r._frozen for r in replicas_of), "step 6")

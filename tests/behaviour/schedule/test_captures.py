@@ -23,6 +23,7 @@ from everstep.capture.spot_check import SpotCheck
 from everstep.errors import AuditError, EverstepError, KeeperError, OptionError, OutOfSpaceError
 from everstep.options import Budget, Method, presets
 from everstep.seams import ManualClock, Seams, failpoints
+from everstep.testing import inspect
 from everstep.testing.emulated_link import EmulatedLink
 from everstep.trainer.attach.remote import RemoteKeeper
 from everstep.trainer.schedule import scheduler as scheduled
@@ -122,7 +123,7 @@ def test_a_step_that_updates_nothing(kind: str, run_folder: Path) -> None:
             loop.train(step)
             snapshots[step] = loop.snapshot()
             ckpt.step()
-            ckpt._saver.finish_captures()
+            inspect(ckpt).saver.finish_captures()
             strays[step] = stats_of(ckpt).strayed_steps
     called = kind == "scaled fused"  # whose kernel looks at the gradients itself
     assert (strays[5] == strays[4]) == called
@@ -172,7 +173,7 @@ def test_without_the_gate_it_is_torn(
         saved = loop.snapshot()
         save = ckpt.save()
         loop.train(2)
-        ckpt._saver.scheduler.flush()
+        inspect(ckpt).saver.scheduler.flush()
         held.open()
         error = save.durable.exception(TIMEOUT_S)
         if checked:
@@ -220,7 +221,7 @@ def test_a_capture_that_never_began_copies_nothing(run_folder: Path) -> None:
                 with pytest.warns(RuntimeWarning, match="internal error"):
                     ckpt.wait()
                 failpoints.disarm_all()
-                failed = ckpt._saver.scheduler._open[-1]
+                failed = inspect(ckpt).saver.scheduler._open[-1]
                 failed.flush()
                 assert failed.issued_s == [None] * len(failed.units)
                 assert failed.complete
@@ -250,7 +251,7 @@ def test_a_step_that_goes_another_way_is_lazy_and_two_make_a_plan(run_folder: Pa
             loop.train(step)
             ckpt.step()
             ckpt.save()
-            ckpt._saver.finish_captures()
+            inspect(ckpt).saver.finish_captures()
             plans.append(stats_of(ckpt).plans)
             strays.append(stats_of(ckpt).strayed_steps)
     assert plans[4] == 1
@@ -269,7 +270,7 @@ def test_steps_that_take_turns_have_a_plan_each(run_folder: Path) -> None:
         for step in range(1, 16):
             loop.train(step)
             ckpt.step()
-            ckpt._saver.finish_captures()
+            inspect(ckpt).saver.finish_captures()
             strays.append(stats_of(ckpt).strayed_steps)
         assert stats_of(ckpt).plans == 2
     assert strays[-1] == strays[7]
@@ -284,7 +285,7 @@ def test_each_tensor_has_its_planned_and_its_actual_times(run_folder: Path) -> N
             ckpt.step()
         ckpt.wait()
         schedule = stats_of(ckpt)
-        survey = ckpt._state.survey()
+        survey = inspect(ckpt).state.survey()
     gated = {
         entry.name
         for entry in survey.shape.entries
@@ -367,7 +368,7 @@ def trained(
 
 def test_every_kth_is_persisted_and_the_last_at_the_end(keeper: Bench, run_folder: Path) -> None:
     ckpt, snapshots = trained(run_folder, Loop(), 10, keep=100)
-    ckpt._saver.finish_captures()
+    inspect(ckpt).saver.finish_captures()
     assert stats_of(ckpt).captures == 10
     assert stats_of(ckpt).held_step == 10
     ckpt.wait()
@@ -384,7 +385,7 @@ def test_a_dead_process_comes_back_to_its_newest_whole_step(
     kind: str, keeper: Bench, run_folder: Path
 ) -> None:
     ckpt, snapshots = trained(run_folder, Loop(kind), 7)
-    ckpt._saver.finish_captures()
+    inspect(ckpt).saver.finish_captures()
     die(ckpt)
     forget(run_folder)
     other = Loop(kind, seed=50)
@@ -403,13 +404,13 @@ def test_a_capture_that_was_not_whole_is_not_what_comes_back(
 ) -> None:
     held.open()
     ckpt, snapshots = trained(run_folder, Loop(), 6, seams=Seams(lane=HeldLane))
-    ckpt._saver.finish_captures()
+    inspect(ckpt).saver.finish_captures()
     HeldLane.gate = Gate()
     ckpt.step()
-    ckpt._saver.scheduler.flush()  # type: ignore[attr-defined]  # whenever it was planned for
+    inspect(ckpt).saver.scheduler.flush()  # whenever it was planned for
     die_now = threading.Thread(target=die, args=(ckpt,))
     assert HeldLane.gate.reached.wait(TIMEOUT_S)
-    remote = ckpt._keepers._remote
+    remote = inspect(ckpt).keepers._remote
     assert remote is not None
     remote._closing = True
     remote._connection.close()
@@ -445,11 +446,11 @@ def test_save_without_a_keeper_is_lost_and_told_once(keeper: Bench, run_folder: 
     ckpt = everstep.Checkpointer(run_folder, loop.state, method="checkflow", **options)
     loop.train(1)
     ckpt.step()
-    ckpt._saver.finish_captures()
-    remote = ckpt._keepers.current
+    inspect(ckpt).saver.finish_captures()
+    remote = inspect(ckpt).keepers.current
     assert isinstance(remote, RemoteKeeper)
     remote._lose(KeeperError("planted"))
-    save = ckpt._saver.take(ckpt._identity(), show=True)
+    save = inspect(ckpt).saver.take(inspect(ckpt).identity, show=True)
     assert isinstance(save.durable.exception(TIMEOUT_S), KeeperError)
     assert not reported
     with pytest.warns(RuntimeWarning, match="planted"):
@@ -488,7 +489,7 @@ def test_what_becomes_whole_behind_a_start_is_not_what_the_next_keeper_has(
     to the same one it is of a timeline that is over."""
     loop, gate = Loop(), Gate()
     ckpt, _ = trained(run_folder, loop, 6)
-    saver = ckpt._saver
+    saver = inspect(ckpt).saver
     assert isinstance(saver, ScheduledSaver)
     saver.finish_captures()
     whole = saver.scheduler.complete
@@ -508,7 +509,7 @@ def test_what_becomes_whole_behind_a_start_is_not_what_the_next_keeper_has(
     else:
         saver.start(SimpleNamespace(), None)  # type: ignore[arg-type]
     gate.open()
-    ckpt._lane.run(lambda: None).result(TIMEOUT_S)
+    inspect(ckpt).lane.run(lambda: None).result(TIMEOUT_S)
     assert (saver._parked is not None) is same
     assert not same or saver._of_before
     die(ckpt)
@@ -520,7 +521,7 @@ def test_two_states_are_room_enough(keeper: Bench, run_folder: Path) -> None:
     size = 2 * sum(p.nbytes for p in loop.model.state_dict().values()) * 4
     ckpt, snapshots = trained(run_folder, loop, 9, budget=Budget(host_bytes=size), every=3)
     assert ckpt.stats().host_bytes <= size
-    ckpt._saver.finish_captures()
+    inspect(ckpt).saver.finish_captures()
     assert stats_of(ckpt).held_step == 9
     ckpt.close()
     assert {3, 6, 9} == bases(run_folder)
@@ -541,16 +542,16 @@ def test_a_torn_capture_is_reported_and_the_one_before_stays(
 ) -> None:
     loop = Loop()
     ckpt, snapshots = trained(run_folder, loop, 5, on_failure="warn")
-    ckpt._saver.finish_captures()
+    inspect(ckpt).saver.finish_captures()
     with torch.no_grad():
-        ckpt._lane.run(lambda: None).result(TIMEOUT_S)
+        inspect(ckpt).lane.run(lambda: None).result(TIMEOUT_S)
         gate = Gate()
-        ckpt._lane.run(gate.wait_at)
+        inspect(ckpt).lane.run(gate.wait_at)
         ckpt.step()
         for parameter in loop.model.parameters():
             parameter.data.mul_(0.5)
         gate.open()
-    ckpt._saver.finish_captures()
+    inspect(ckpt).saver.finish_captures()
     with pytest.warns(RuntimeWarning, match="was changed while it was being copied"):
         ckpt.wait()
     assert stats_of(ckpt).held_step == 5
@@ -573,7 +574,7 @@ def test_without_a_keeper_process_nothing_is_parked(
             ckpt.step()
         ckpt.wait()
         assert stats_of(ckpt).captures == 2
-        assert isinstance(ckpt._saver, ScheduledSaver)
+        assert isinstance(inspect(ckpt).saver, ScheduledSaver)
     assert "captures between bases are not kept" in capsys.readouterr().err
 
 
@@ -592,7 +593,8 @@ def test_a_base_of_a_step_that_is_in_memory_begins_behind_what_is_copied(run_fol
         for step in range(1, 30):
             loop.train(step)
             ckpt.step()
-            left = [one for one in ckpt._saver.scheduler._open if one._next < len(one.units)]  # type: ignore[attr-defined]
+            saver: Any = inspect(ckpt).saver
+            left = [one for one in saver.scheduler._open if one._next < len(one.units)]
             if left:
                 break
         assert left, "a plan was made, and leaves something for later events"
@@ -632,7 +634,7 @@ def test_who_waits_for_a_save_of_what_was_parked_needs_no_next_step(
     keeper: Bench, run_folder: Path
 ) -> None:
     ckpt, snapshots = trained(run_folder, Loop(), 1, every=None)
-    assert None in ckpt._saver.scheduler._open[-1].issued_s  # type: ignore[attr-defined]
+    assert None in inspect(ckpt).saver.scheduler._open[-1].issued_s
     assert ckpt.save().durable.result(TIMEOUT_S) > 0
     assert stats_of(ckpt).captures == 1
     ckpt.close()

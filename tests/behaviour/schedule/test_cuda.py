@@ -12,6 +12,7 @@ import pytest
 from everstep.capture.lanes.cuda import CudaLane, CudaTransfer
 from everstep.capture.lanes.devices import DeviceLane
 from everstep.capture.spot_check import SpotCheck
+from everstep.testing import inspect
 from tests.support import cuda_world
 from tests.support.cuda_world import World, restored
 from tests.support.world import opened
@@ -43,8 +44,8 @@ def test_every_capture_is_the_state_at_its_mark(
                 assert schedule.plans >= 1
                 played.clear()
             world.train()
-        assert isinstance(ckpt._lane, DeviceLane)
-        assert isinstance(ckpt._lane._lane, CudaLane)
+        assert isinstance(inspect(ckpt).lane, DeviceLane)
+        assert isinstance(inspect(ckpt).lane._lane, CudaLane)
         played.set()
         ckpt.wait()
     found = {step: restored(run_folder, step) for step in snapshots if step > 5}

@@ -11,6 +11,7 @@ from everstep import Checkpointer, KeeperOptions
 from everstep.errors import EverstepError, StateError
 from everstep.keeper.persist.local_keeper import LocalKeeper
 from everstep.state.training_state import State
+from everstep.testing import inspect
 
 
 def test_keys_and_objects_are_fixed_plain_values_are_not() -> None:
@@ -38,12 +39,12 @@ def test_a_bug_in_background_retention_loses_no_later_save(
     ckpt.step()
     ckpt.save().durable.result(30)
     ckpt.wait(30)
-    assert isinstance(ckpt._keeper, LocalKeeper)
+    assert isinstance(inspect(ckpt).keeper, LocalKeeper)
 
     def broken(post: object) -> None:
         raise bug("a bug")
 
-    monkeypatch.setattr(ckpt._keeper._retention, "run", broken)
+    monkeypatch.setattr(inspect(ckpt).keeper._retention, "run", broken)
     for _ in range(2):
         ckpt.step()
         ckpt.save().durable.result(30)

@@ -13,6 +13,7 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 import everstep
+from everstep.testing import inspect
 from tests.support.ranks.sharding import locals_of
 from tests.support.serving import Bench, die, serving
 from tests.support.world import forget
@@ -64,7 +65,7 @@ def test_a_killed_training_comes_back_bit_for_bit(served: Bench, method: str, fu
     ckpt = opened(served.run, there, method)
     ckpt.resume()
     there.train(ckpt, 7)
-    ckpt._saver.finish_captures()
+    inspect(ckpt).saver.finish_captures()
     ckpt.wait()
     die(ckpt)
     other = Sharded(9, fused=fused)

@@ -15,6 +15,7 @@ from torch import nn
 import everstep
 from everstep.errors import EverstepError, UnsupportedStateError
 from everstep.state.providers.encodings import Encodings
+from everstep.testing import inspect
 from tests.support.following import opened as following
 from tests.support.serving import serving
 from tests.support.world import freeze, opened
@@ -211,8 +212,8 @@ def test_bases_are_of_one_step(kind: str, run_folder: Path) -> None:
     with serving(run_folder) as bench:
         with following(bench.run, world, method=over, every=4) as ckpt:
             world.train(12, ckpt)
-            assert ckpt._multistep is not None
-            assert (ckpt._multistep.stats.windows > 0) == (kind == "none")
+            assert inspect(ckpt).multistep is not None
+            assert (inspect(ckpt).multistep.stats.windows > 0) == (kind == "none")
             ckpt.save()
         again = World(make)
         with opened(bench.run, again.state) as ckpt:

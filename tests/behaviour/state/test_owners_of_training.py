@@ -24,6 +24,7 @@ from everstep.errors import UnsupportedStateError
 from everstep.format.header import ShardIdentity
 from everstep.format.records import FileRecord, Manifest, Marker
 from everstep.state.training_state import State
+from everstep.testing import inspect
 from everstep.trainer.base.saver import Saver
 from everstep.trainer.checks import untracked as strangers
 from everstep.trainer.checks.untracked import is_held
@@ -424,7 +425,7 @@ def test_hooks_end_with_the_checkpointer_and_hold_no_optimizer(run_folder: Path)
     before = [len(one) for one in hooks]
     model, optimizer = make()
     with said(), opened(run_folder, {"model": model, "optimizer": optimizer}) as (ckpt, _):
-        judged = ckpt._state_watch._untracked_optimizers
+        judged = inspect(ckpt).state_watch._untracked_optimizers
         for kind in (AdamW, SGD):
             gone, ours = make(1)[0], kind(model.parameters(), lr=0.1)
             theirs = kind(gone.parameters(), lr=0.1)
@@ -649,7 +650,7 @@ def test_a_scheduler_that_is_made_late(run_folder: Path) -> None:
             update(model, optimizer)
             driving.step()
             ckpt.step()
-            assert ckpt._state.exact is (step < 8)
+            assert inspect(ckpt).state.exact is (step < 8)
     assert [SCHEDULER in one for one in messages] == [True]
 
 

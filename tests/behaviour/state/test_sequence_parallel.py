@@ -20,6 +20,7 @@ from torch.distributed.tensor.parallel import (
 
 import everstep
 from everstep.errors import EverstepError, UnsupportedStateError
+from everstep.testing import inspect
 from tests.support.ranks.sharding import locals_of
 from tests.support.serving import Bench, die, serving
 from tests.support.world import forget
@@ -93,7 +94,7 @@ def test_placed_as_their_parameters_they_are_logged(served: Bench) -> None:
     world = World(1, placed=True)
     ckpt = world.opened(served.run)
     world.train(ckpt, 7)
-    ckpt._saver.finish_captures()
+    inspect(ckpt).saver.finish_captures()
     ckpt.wait()
     assert not world.told
     assert ckpt.stats().log_holes == 0

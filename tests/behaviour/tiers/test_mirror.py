@@ -35,6 +35,7 @@ from everstep.run.scan import scan_run
 from everstep.run.verify import verify_base
 from everstep.seams import ManualClock, PosixFileSystem, Seams
 from everstep.seams.progress import silent
+from everstep.testing import inspect
 from everstep.testing.faultytier import FaultyTier, TierFault
 from everstep.tiers.disk_tier import DiskTier
 from everstep.tiers.files import TierFileSystem
@@ -705,7 +706,7 @@ def test_a_keeper_does_not_end_before_it_has_heard_of_the_last_base(run_folder: 
     in_thread = KeeperOptions(process=False)
     with Checkpointer(run_folder, {"model": model}, every=1, keeper=in_thread) as ckpt:
         ckpt.resume()
-        keeper = ckpt._keeper
+        keeper = inspect(ckpt).keeper
         assert isinstance(keeper, LocalKeeper)
         keeper._on_done = lambda base: seen.append([one.step for one in keeper.waiting])
         ckpt.step()

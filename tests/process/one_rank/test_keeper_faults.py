@@ -35,6 +35,7 @@ from everstep.run.verify import verify_base
 from everstep.seams import PosixFileSystem, SystemClock
 from everstep.seams.processes.processes import PidWatch, process_ended
 from everstep.seams.progress import silent
+from everstep.testing import inspect
 from tests.support.following import until
 from tests.support.keeper_process import PRELUDE, finish, start
 from tests.support.leftovers import MARK, processes_marked
@@ -90,7 +91,7 @@ def closing_or_dead(run: Path, world: World) -> Iterator[everstep.Checkpointer]:
     forget(run)
     ckpt = everstep.Checkpointer(run, world.state, every=None, method="lazy", keep=100)
     yield ckpt
-    if ckpt._open:
+    if inspect(ckpt).is_open:
         ckpt.close()
 
 
@@ -309,7 +310,7 @@ def test_who_has_closed_finds_no_keeper(run_folder: Path) -> None:
     waiting: list[bool] = []
 
     def leave() -> None:
-        thread = ckpt._keepers._remote and ckpt._keepers._remote._reader
+        thread = inspect(ckpt).keepers._remote and inspect(ckpt).keepers._remote._reader
         waiting.append(bool(thread and thread.is_alive()))
 
     world = World()
@@ -333,7 +334,7 @@ def test_a_trainer_notices_the_death_of_its_keeper_within_a_second(run_folder: P
     with opened(run_folder, world, on_failure="warn") as ckpt:
         ckpt.resume()
         while not took_s or (min(took_s) >= NOTICED_S and len(took_s) < TRIES):
-            remote = ckpt._keepers._remote
+            remote = inspect(ckpt).keepers._remote
             assert remote is not None
             os.kill(remote.pid, signal.SIGKILL)
             start_s = time.monotonic()
@@ -415,7 +416,7 @@ def test_what_becomes_durable_as_the_time_ends_is_waited_for(
     with opened(run_folder, world, keeper=everstep.KeeperOptions(process=process)) as ckpt:
         saved(ckpt, world, snapshots)
         ckpt.wait()
-        keeper: Any = ckpt._keepers.current
+        keeper: Any = inspect(ckpt).keepers.current
         if process:
             holding, go_on = stopped(keeper.pid), lambda: os.kill(keeper.pid, signal.SIGCONT)
         else:
@@ -423,10 +424,10 @@ def test_what_becomes_durable_as_the_time_ends_is_waited_for(
             holding, go_on = nullcontext(), gate.open
         with holding:
             save = saved(ckpt, world, snapshots)
-            ckpt._saver.finish_captures()
+            inspect(ckpt).saver.finish_captures()
             with pytest.raises(DeadlineError, match=r"1 base\(s\) are not durable after 0 s"):
                 keeper.wait(0.0)
-            check = ckpt._channel.check
+            check = inspect(ckpt).channel.check
 
             def late() -> None:
                 go_on()
@@ -434,7 +435,7 @@ def test_what_becomes_durable_as_the_time_ends_is_waited_for(
                 until(lambda: not keeper._waiting, "it is still waited for")
                 check()
 
-            monkeypatch.setattr(ckpt._channel, "check", late)
+            monkeypatch.setattr(inspect(ckpt).channel, "check", late)
             keeper.wait(0.0)
             monkeypatch.undo()
 
@@ -445,7 +446,7 @@ def test_a_keeper_that_says_nothing_is_reported_within_the_stated_time(run_folde
     with opened(run_folder, world, progress_timeout_s=TIMEOUT_S) as ckpt:
         saved(ckpt, world, snapshots)
         ckpt.wait()
-        keeper, remote = keeper_of(ckpt), ckpt._keepers._remote
+        keeper, remote = keeper_of(ckpt), inspect(ckpt).keepers._remote
         assert remote is not None
         assert remote.silence.timeout_s == TIMEOUT_S
         with stopped(keeper):
@@ -479,7 +480,7 @@ def test_objects_of_many_messages(source: str, run_folder: Path) -> None:
             world.state["plain"].update(plain)
             saved(ckpt, world, snapshots)
         if source == "memory":
-            ckpt._saver.finish_captures()
+            inspect(ckpt).saver.finish_captures()
             die(ckpt)
     other = World(seed=99)
     other.state["plain"] = {"first": "", "text": "", "last": []}

@@ -17,6 +17,7 @@ from everstep.errors import DeadlineError, EverstepError, OptionError, OutOfSpac
 from everstep.options import Preemption
 from everstep.seams import ManualClock
 from everstep.seams.processes.signals import SAME_S, SignalWatch
+from everstep.testing import inspect
 from everstep.trainer.session.preemption import PreemptionHandler, any_rank, rank_vote
 from tests.support.preempted import PRELUDE, saved_at
 from tests.support.trainers import Trainer, finish_trainer, start_trainer
@@ -466,7 +467,7 @@ def test_a_rank_whose_step_fails_has_asked_the_others(
         ckpt.resume()
         ckpt.step()
         for number in (2, 3):
-            ckpt._channel.post(kind("as the test wants it"))
+            inspect(ckpt).channel.post(kind("as the test wants it"))
             with pytest.raises(kind):
                 ckpt.step()
             assert asked == [False] * number

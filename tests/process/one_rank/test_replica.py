@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 import everstep
+from everstep.testing import inspect
 from tests.support.following import opened, run_steps
 from tests.support.log.every_step import World
 from tests.support.trainers import run_trainer, whole_lines
@@ -131,5 +132,5 @@ def test_without_a_replica_the_keeper_does_not_load_torch(run_folder: Path) -> N
     with opened(run_folder, world, method="logged") as ckpt:
         ckpt.resume()
         run_steps(ckpt, world, 2)
-        maps = Path(f"/proc/{ckpt._keeper.pid}/maps").read_text()
+        maps = Path(f"/proc/{inspect(ckpt).keeper.pid}/maps").read_text()
         assert "libtorch" not in maps

@@ -13,6 +13,7 @@ import pytest
 
 import everstep
 from everstep.seams.processes.processes import process_ended
+from everstep.testing import inspect
 from everstep.trainer.attach.remote import RemoteKeeper
 from tests.support.scheduled import Loop
 from tests.support.trainers import run_trainer, whole_lines
@@ -155,7 +156,7 @@ def test_the_keeper_is_killed(run_folder: Path) -> None:
             loop.train(step)
             snapshots[step] = loop.snapshot()
             if step == 7:
-                keeper = ckpt._keepers.current
+                keeper = inspect(ckpt).keepers.current
                 assert isinstance(keeper, RemoteKeeper)
                 os.kill(keeper.pid, signal.SIGKILL)
                 assert process_ended(keeper.pid, TIMEOUT_S)

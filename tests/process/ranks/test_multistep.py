@@ -13,6 +13,7 @@ import pytest
 
 import everstep
 from everstep.errors import KeeperError
+from everstep.testing import inspect
 from everstep.trainer.multistep.rank_driver import RankMultistepDriver
 from tests.support.keepers import end_keepers
 from tests.support.ranks.multistep import STEPS, Does, Job, check_resumed, over, report, wanted
@@ -258,7 +259,7 @@ def test_a_rank_whose_step_fails_where_a_base_begins_has_agreed_all_the_same(
         with trainings(path, path, **options) as ranks:
             resume(ranks)
             train(ranks, 1)
-            ranks[1].ckpt._channel.post(KeeperError("of a test"))
+            inspect(ranks[1].ckpt).channel.post(KeeperError("of a test"))
 
             def fails() -> None:
                 with pytest.raises(KeeperError, match="of a test"):

@@ -7,6 +7,7 @@ from typing import Any
 
 from everstep.keeper.persist.local_keeper import LocalKeeper
 from everstep.seams import ManualClock, PosixFileSystem, Seams
+from everstep.testing import inspect
 from tests.support.logged import World, opened, rebuilder_of, segments_of
 from tests.support.world import TIMEOUT_S, forget
 
@@ -41,7 +42,7 @@ class Trained:
             self.settle()
 
     def settle(self) -> None:
-        keeper = self.ckpt._keeper
+        keeper = inspect(self.ckpt).keeper
         assert isinstance(keeper, LocalKeeper)
         assert keeper.records is not None
         keeper.records.settle(TIMEOUT_S)

@@ -11,6 +11,7 @@ from everstep.keeper.ship.log_mirror import LogMirror
 from everstep.keeper.ship.lossy_log import shrinking
 from everstep.keeper.ship.place import CopyPlace
 from everstep.seams import SystemClock
+from everstep.testing import inspect
 from everstep.tiers.memory import MemoryTier
 from everstep.tiers.options import PeerOptions, TierOptions
 from everstep.tiers.rate import ObjectRate
@@ -23,10 +24,10 @@ ON_DISK = {"log": LogOptions(to="disk", batch_steps=1)}
 
 def copy_log(one: RankTraining, tier: MemoryTier, ratio: float | None = None) -> None:
     """What the keeper of a rank would do."""
-    keeper = one.ckpt._keepers.current
+    keeper = inspect(one.ckpt).keepers.current
     assert keeper is not None
     place = CopyPlace(tier, 1, ObjectRate(None, SystemClock()))
-    identity = ShardIdentity(one.ckpt._run_id, 1, 0, 0, one.rank, 2, True)
+    identity = ShardIdentity(inspect(one.ckpt).run_id, 1, 0, 0, one.rank, 2, True)
     about = place, keeper.records, identity, SystemClock()  # type: ignore[attr-defined]
     posted: list[Any] = []
     form = TierOptions("/place", log="adaptive", log_ratio=ratio) if ratio else PeerOptions()

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 import everstep
+from everstep.testing import inspect
 from tests.support.following import opened, run_steps
 from tests.support.serving import Bench
 
@@ -71,7 +72,7 @@ def start(bench: Bench, world: Any, method: Method, **options: Any) -> everstep.
 
 def begin(ckpt: everstep.Checkpointer) -> everstep.link.save.Save:
     """A base is due now."""
-    return ckpt._take(None, show=False)
+    return inspect(ckpt).take_due()
 
 
 def report_of(ckpt: everstep.Checkpointer) -> Any:

@@ -28,6 +28,7 @@ from everstep.run.segments import read_segment, scan_log
 from everstep.seams import PosixFileSystem
 from everstep.state.layout.names import PART_OBJECT, UPDATE_OBJECT
 from everstep.state.values.objects import decode
+from everstep.testing import inspect
 from tests.support.ranks import compressed as ranks
 
 __all__ = ["CASES", "DIES", "QUICK", "RELAID", "STEPS", "WORLD", "main"]
@@ -241,7 +242,7 @@ def _opened(run: Path, training: Training) -> Iterator[everstep.Checkpointer]:
     checkpointer._live.clear()
     yield ckpt
     ckpt.wait(_HANGS_S)  # and dies: no base at the end
-    recorder, keeper = ckpt._recorder, ckpt._keepers.current
+    recorder, keeper = inspect(ckpt).recorder, inspect(ckpt).keepers.current
     assert recorder is not None
     recorder.base_step = 1 << 40
     keeper.records.settle(_HANGS_S)  # type: ignore[union-attr]
@@ -260,8 +261,8 @@ def _play(case: Case, run: Path, rank: int) -> dict[str, Any]:
             first.step()
             ckpt.step()
             assert first.digest() == wanted[step], step
-        assert ckpt._recorder is not None
-        holes, before = ckpt._recorder.stats.holes, first.digest()
+        assert inspect(ckpt).recorder is not None
+        holes, before = inspect(ckpt).recorder.stats.holes, first.digest()
     del first
     with _opened(run, again := Training(case, rank, seed=9)) as ckpt:
         recovery = ckpt.resume()

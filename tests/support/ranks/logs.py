@@ -10,6 +10,7 @@ import torch
 
 import everstep
 from everstep import LogOptions
+from everstep.testing import inspect
 from tests.support.ranks.together import resume, train, trained, trainings
 
 ON_DISK: dict[str, Any] = {
@@ -23,7 +24,7 @@ def die(ranks: Sequence[Any]) -> None:
     """Nothing more is written than what is under way: no base at the end."""
     for one in ranks:
         one.ckpt.wait(20)
-        recorder, keeper = one.ckpt._recorder, one.ckpt._keepers.current
+        recorder, keeper = inspect(one.ckpt).recorder, inspect(one.ckpt).keepers.current
         assert recorder is not None
         recorder.base_step = 1 << 40
         assert keeper is not None

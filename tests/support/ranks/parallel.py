@@ -35,6 +35,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 from everstep.errors import AuditError
+from everstep.testing import inspect
 from everstep.trainer.multistep.held_gradients import GradientCheck
 
 __all__ = ["LAYOUTS", "MORE", "Layout", "Training", "main"]
@@ -464,7 +465,7 @@ def _do_at(step: int, ckpt: Any) -> None:
     if found in ("wait", "save", "rewind"):
         getattr(ckpt, found)(*map(int, number.split()))
     elif found == "spoil":  # what was captured of a base over several steps
-        ckpt._multistep._window.failed = AuditError("planted")
+        inspect(ckpt).multistep._window.failed = AuditError("planted")
     elif found == "tear":  # a gradient of the next update, which the lane finds out in its own time
         torn, late = GradientCheck.torn, threading.Event()
 
@@ -475,13 +476,13 @@ def _do_at(step: int, ckpt: Any) -> None:
 
         GradientCheck.torn = find
     elif found == "doubt":
-        ckpt._state.coverage.descends_exactly = False
+        inspect(ckpt).state.coverage.descends_exactly = False
     elif found == "kill":  # its keeper, and training hears of it
-        os.kill(ckpt._keeper.pid, signal.SIGKILL)
-        ckpt._keeper._reader.join(_HANGS_S)
+        os.kill(inspect(ckpt).keeper.pid, signal.SIGKILL)
+        inspect(ckpt).keeper._reader.join(_HANGS_S)
     elif found == "lose":  # a base, and training hears of it
         if (
-            last := ckpt._multistep._last
+            last := inspect(ckpt).multistep._last
         ) is not None:  # else it has heard, and a new keeper is there
             last.durable.exception(_HANGS_S)
     elif found == "draw":
@@ -549,7 +550,7 @@ def main() -> None:
         ckpt.close()
         stats = ckpt.stats()
         over_steps = None if stats.multistep is None else asdict(stats.multistep)
-        taken = {"committed": stats.committed, "captured": ckpt._saver._captures}
+        taken = {"committed": stats.committed, "captured": inspect(ckpt).saver._captures}
         say(**taken, multistep=over_steps)
     if world > 1:
         distributed.destroy_process_group()

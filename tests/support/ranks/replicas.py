@@ -19,6 +19,7 @@ from everstep.format.writer import ChunkRing
 from everstep.run.segments import read_segment, scan_log
 from everstep.seams import PosixFileSystem, Seams
 from everstep.state.ranks import ddp
+from everstep.testing import inspect
 from tests.support.ranks.logs import ON_DISK, die
 from tests.support.ranks.together import on_all, rank_seams
 
@@ -123,7 +124,7 @@ def until(paths: tuple[Path, ...], steps: int, **options: Any) -> list[int]:
         resume(ranks)
         train(ranks, steps)
         die(ranks)
-        found = [one.ckpt._recorder for one in ranks]
+        found = [inspect(one.ckpt).recorder for one in ranks]
         assert all(one is not None and one.stats.holes == 0 for one in found)
         return [one.stats.record_bytes for one in found if one is not None]
 

@@ -45,6 +45,7 @@ from everstep.errors import (
 from everstep.seams import machine
 from everstep.state.layout.shards import plan_shards
 from everstep.state.values.tensors import tensor_entry
+from everstep.testing import inspect
 from tests.support import cuda_world
 from tests.support.cuda_world import GPU, World, restored
 from tests.support.fakecuda import POISON, FakeCuda, FakeEvent, FakeHost, Token, cuda_device
@@ -993,14 +994,14 @@ def test_who_gets_another_keeper_leaves_the_memory_of_the_one_before(
     with opened(run_folder, {"model": nn.Linear(3, 3)}, method="lazy") as ckpt:
         ckpt.resume()
         ckpt.step()
-        saver = ckpt._saver
+        saver = inspect(ckpt).saver
         keeper, pool = saver._keeper, saver._pool
         assert keeper is not None
         assert pool is not None
         with monkeypatch.context() as patched:
             patched.setattr(pool, "close", lambda *, later: order.append("close"))
             saver.start(keeper, None)
-            ckpt._lane.run(lambda: None).result(TIMEOUT_S)
+            inspect(ckpt).lane.run(lambda: None).result(TIMEOUT_S)
         assert order == ["leave", "close"]
         saver.start(keeper, pool)
 
@@ -1165,8 +1166,8 @@ def test_a_base_is_the_state_at_its_mark(
             snapshots[step] = world.snapshot()
             ckpt.save()
             world.train()
-        assert isinstance(ckpt._lane, DeviceLane)
-        assert isinstance(ckpt._lane._lane, CudaLane)
+        assert isinstance(inspect(ckpt).lane, DeviceLane)
+        assert isinstance(inspect(ckpt).lane._lane, CudaLane)
         played.set()
         ckpt.wait()
     found = {step: restored(run_folder, step) for step in snapshots}
@@ -1193,8 +1194,8 @@ def test_a_log_has_what_updates_consumed(
             world.train()
             world.optimizer.zero_grad(set_to_none=False)
             played.set()
-        assert isinstance(ckpt._lane, DeviceLane)
-        assert isinstance(ckpt._lane._lane, CudaLane)
+        assert isinstance(inspect(ckpt).lane, DeviceLane)
+        assert isinstance(inspect(ckpt).lane._lane, CudaLane)
     other = World(seed=99)
     with opened(run_folder, other.state, **options) as ckpt:
         if not gate:
@@ -1220,7 +1221,7 @@ def test_a_mark_whose_copies_were_never_made_is_in_no_log(
         ckpt.step()
         wanted = world.snapshot()
         world.train()
-        ckpt._saver._lane.run(lambda: None).result(TIMEOUT_S)  # gradients are there
+        inspect(ckpt).saver._lane.run(lambda: None).result(TIMEOUT_S)  # gradients are there
 
         def failed(*_: Any) -> None:
             raise RuntimeError("CUDA error: device-side assert triggered")
@@ -1231,7 +1232,7 @@ def test_a_mark_whose_copies_were_never_made_is_in_no_log(
             with pytest.raises(EverstepError, match="not copied: CUDA error"):
                 ckpt.step()
         assert ckpt.stats().log_holes == 1
-        ckpt._release()  # as a program does that dies of it
+        inspect(ckpt).release()  # as a program does that dies of it
     other = World(seed=99)
     with opened(run_folder, other.state, **options) as ckpt:
         assert ckpt.resume().step == 2

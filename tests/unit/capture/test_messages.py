@@ -17,6 +17,7 @@ from everstep.capture.lanes.batches import Batch
 from everstep.capture.lanes.lane import CpuLane
 from everstep.errors import EverstepError
 from everstep.seams import SystemClock
+from everstep.testing import inspect
 from everstep.trainer.attach.remote import RemoteKeeper
 from tests.support.lanes import gives_up_soon
 from tests.support.world import TIMEOUT_S, Gate, opened
@@ -95,7 +96,7 @@ def test_what_was_abandoned_before_is_never_begun(
     options: dict[str, Any] = {"progress_timeout_s": TIMEOUT_S, "on_failure": lambda error: None}
     with opened(run_folder, state, method="lazy", clock=SystemClock(), **options) as ckpt:
         ckpt.step()
-        ckpt._lane.run(gate.wait_at)
+        inspect(ckpt).lane.run(gate.wait_at)
         assert gate.reached.wait(TIMEOUT_S)
         save = ckpt.save()
         with monkeypatch.context() as impatient:

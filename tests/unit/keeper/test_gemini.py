@@ -41,6 +41,7 @@ from everstep.seams.progress import silent
 from everstep.state.layout.entries import Entry
 from everstep.state.layout.shards import Seen
 from everstep.state.ranks.rank_info import RankInfo
+from everstep.testing import inspect
 from everstep.testing.peer_conformance import BodyOfBytes
 from everstep.tiers.options import PeerOptions
 from everstep.trainer.attach.remote import RemoteKeeper
@@ -396,7 +397,7 @@ def test_what_lives_in_memory_and_on_disk_is_the_same_base(tmp_path: Path) -> No
     with made as ckpt:
         for _ in range(3):
             ckpt.step()
-        first = ckpt._keepers.current
+        first = inspect(ckpt).keepers.current
         ckpt.save()
         ckpt.wait()
         assert isinstance(first, RemoteKeeper)
@@ -406,7 +407,7 @@ def test_what_lives_in_memory_and_on_disk_is_the_same_base(tmp_path: Path) -> No
         assert manifest is not None
         assert base_step == 3
         assert copies[3].marker == manifest.markers[0]
-        keepers = ckpt._keepers
+        keepers = inspect(ckpt).keepers
         assert [copy.marker.step for copy in keepers.recall_leftovers(own=True).copies] == [3]
         keepers._run_id, mine = "another run in a folder that was emptied", keepers._run_id
         assert keepers.recall_leftovers(own=True).copies == ()

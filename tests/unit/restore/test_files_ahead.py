@@ -18,6 +18,7 @@ from everstep.restore.fetch.files_ahead import FilesAhead
 from everstep.restore.fetch.node_reads import NodeReads
 from everstep.restore.fetch.peers import FetchResult, fetch_plan
 from everstep.seams import PosixFileSystem
+from everstep.testing import inspect
 from everstep.tiers.memory import MemoryTier
 from everstep.trainer.job import start as start_module
 from tests.support.ranks.copying import store
@@ -184,7 +185,7 @@ def test_a_part_of_a_base_comes_from_the_store_while_others_fetch(
         monkeypatch.setattr(start_module, "NodeStart", _Together)
     with started(*runs) as ranks:
         for one in ranks:
-            one.ckpt._starter._job._shared.fetches = True
+            inspect(one.ckpt).starter._job._shared.fetches = True
         found = resume(ranks)
         assert [(one.step, one.source) for one in found] == [(2, "disk"), (2, "copy")]
         assert [sources(one) for one in found] == [[(0, "disk"), (1, "copy")]] * 2

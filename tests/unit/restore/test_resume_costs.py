@@ -24,6 +24,7 @@ from everstep.state.providers.modules import ModuleProvider
 from everstep.state.training_state import State
 from everstep.state.values.tensors import is_dtensor, local_tensor
 from everstep.state.values.tree import split
+from everstep.testing import inspect
 from everstep.trainer.job import start
 from everstep.trainer.session.start import RunStarter
 from tests.support.log.redone import STEPS, resumed, trained
@@ -58,7 +59,7 @@ def test_a_rank_looks_again_where_something_has_come_from_peers(
     monkeypatch.setattr(start, "fetch_from_peers", fetched)
     with trainings(tmp_path / "run0", tmp_path / "run1") as ranks:
         for one in ranks:
-            one.ckpt._starter._job._shared.fetches = True  # type: ignore[union-attr]
+            inspect(one.ckpt).starter._job._shared.fetches = True
         on_all(*(one.ckpt.resume for one in ranks))
     assert [seen.count(tmp_path / f"run{rank}") for rank in range(2)] == [looks, looks]
 

@@ -30,6 +30,7 @@ from everstep.errors import EverstepError
 from everstep.restore.fetch.held import HeldBase
 from everstep.seams import Seams
 from everstep.state.values.tensors import host_bytes
+from everstep.testing import inspect
 from everstep.testing.emulated_link import EmulatedLink
 from everstep.trainer.schedule.stats import ScheduleStats
 from everstep.workloads.processes import interruptible
@@ -295,11 +296,11 @@ def _compare(training: _Training, checkpointer: Checkpointer, steps: int) -> tup
             training.step()
             state = {
                 name: _bytes_of(tensor)
-                for name, tensor in checkpointer._state.survey().tensors.items()
+                for name, tensor in inspect(checkpointer).state.survey().tensors.items()
             }
             checkpointer.step()
             states[checkpointer.stats().step] = state
-        held = checkpointer._keepers.recall_leftovers(own=True).base
+        held = inspect(checkpointer).keepers.recall_leftovers(own=True).base
         if held is not None and held.id.step in states:
             found = dict(_contents(held))
             compared += 1

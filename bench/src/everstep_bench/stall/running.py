@@ -12,6 +12,7 @@ from everstep.errors import KeeperTimeoutError
 from everstep.link.registry import list_keepers
 from everstep.link.save import Save
 from everstep.seams.processes.processes import process_ended
+from everstep.testing import inspect
 
 __all__ = ["LINGER_S", "close_run", "keepers_of", "quiet", "take_due"]
 
@@ -45,7 +46,7 @@ def take_due(checkpointer: Checkpointer) -> Save:
     Raises:
         EverstepError: what failed, now or in the background, by the policy.
     """
-    return checkpointer._take(None, show=False)
+    return inspect(checkpointer).take_due()
 
 
 @contextlib.contextmanager

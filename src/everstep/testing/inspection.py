@@ -1,0 +1,190 @@
+"""The parts of a Checkpointer, for tests of everstep itself.
+
+A test that looks inside a Checkpointer, or stops it where no call does, goes through
+:func:`inspect`. The parts are those of this version: they may change in any other.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from pathlib import PurePath
+
+    from everstep.capture.lanes.lane import Lane
+    from everstep.capture.update_hooks import UpdateHooks
+    from everstep.checkpointer import Checkpointer
+    from everstep.config.options import Options
+    from everstep.format.header import ShardIdentity
+    from everstep.format.writer import ChunkRing
+    from everstep.link.channel import BackgroundChannel
+    from everstep.link.save import Save
+    from everstep.state.training_state import State
+    from everstep.trainer.attach.keeper import Keeper
+    from everstep.trainer.attach.keepers import Keepers
+    from everstep.trainer.base.saver import Saver
+    from everstep.trainer.budget.disk import Bounds
+    from everstep.trainer.log.recorder import Recorder
+    from everstep.trainer.multistep.driver import MultistepDriver
+    from everstep.trainer.session.cadence import Cadence
+    from everstep.trainer.session.replica_bases import ReplicaBases
+    from everstep.trainer.session.start import RunStarter
+    from everstep.trainer.session.state_watch import StateWatch
+    from everstep.trainer.session.step_consensus import StepConsensus
+
+__all__ = ["Inspection", "inspect"]
+
+
+def inspect(checkpointer: Checkpointer) -> Inspection:
+    """Return the parts of ``checkpointer``."""
+    return Inspection(checkpointer)
+
+
+class Inspection:
+    """Parts of one Checkpointer, and actions that only tests need.
+
+    A part that the method of the Checkpointer does not have is an error.
+    """
+
+    def __init__(self, checkpointer: Checkpointer) -> None:
+        self._of = checkpointer
+
+    @property
+    def is_open(self) -> bool:
+        """True until the Checkpointer is closed."""
+        return self._of._open
+
+    @property
+    def options(self) -> Options:
+        """Validated options."""
+        return self._of._options
+
+    @property
+    def run_id(self) -> str:
+        """Id of the run folder."""
+        return self._of._run_id
+
+    @property
+    def timeline(self) -> int:
+        """Number of the timeline; 0 before the first."""
+        return self._of._timeline
+
+    @property
+    def identity(self) -> ShardIdentity:
+        """Identity of a base of the current step."""
+        return self._of._identity()
+
+    @property
+    def bounds(self) -> Bounds:
+        """Announced upper bounds."""
+        return self._of._components.bounds
+
+    @property
+    def state(self) -> State:
+        """State that is saved."""
+        return self._of._state
+
+    @property
+    def channel(self) -> BackgroundChannel:
+        """Channel of errors in the background."""
+        return self._of._channel
+
+    @property
+    def lane(self) -> Lane:
+        """Lane that makes copies."""
+        return self._of._lane
+
+    @property
+    def updates(self) -> UpdateHooks:
+        """Hooks on the optimizers."""
+        return self._of._updates
+
+    @property
+    def keepers(self) -> Keepers:
+        """The keeper in service, and its replacement."""
+        return self._of._keepers
+
+    @property
+    def keeper(self) -> Keeper:
+        """Keeper in service."""
+        assert self._of._keeper is not None
+        return self._of._keeper
+
+    @property
+    def saver(self) -> Saver:
+        """Saver that captures bases."""
+        return self._of._saver
+
+    @property
+    def recorder(self) -> Recorder:
+        """Recorder of the gradient log."""
+        assert self._of._recorder is not None
+        return self._of._recorder
+
+    @property
+    def multistep(self) -> MultistepDriver:
+        """Window of multi-step bases."""
+        assert self._of._multistep is not None
+        return self._of._multistep
+
+    @property
+    def replica(self) -> ReplicaBases:
+        """Requests to the keeper's replica."""
+        assert self._of._replica_bases is not None
+        return self._of._replica_bases
+
+    @property
+    def cadence(self) -> Cadence:
+        """Decides when a base is due."""
+        return self._of._cadence
+
+    @property
+    def consensus(self) -> StepConsensus:
+        """Decisions of all ranks at a step boundary."""
+        return self._of._consensus
+
+    @property
+    def state_watch(self) -> StateWatch:
+        """Tracks the updates between two step marks."""
+        return self._of._state_watch
+
+    @property
+    def starter(self) -> RunStarter:
+        """Restores a state and opens timelines."""
+        return self._of._starter
+
+    @property
+    def ring(self) -> ChunkRing:
+        """Memory for reads and writes of this process."""
+        return self._of._components.ring
+
+    @property
+    def run(self) -> PurePath:
+        """Run folder."""
+        return self._of._run
+
+    @property
+    def has_mixed_state(self) -> bool:
+        """True if a failed resume has left a mixture of two states."""
+        return self._of._live_state.is_mixed
+
+    def take_due(self) -> Save:
+        """Take the base that is taken at a step mark where one is due."""
+        return self._of._take(None, show=False)
+
+    def save_last(self, timeout_s: float) -> None:
+        """Take the last base, as after a preemption signal, and wait for it."""
+        self._of._save_last(timeout_s)
+
+    def consume(self, key: str) -> None:
+        """Report that an optimizer is about to consume its gradients."""
+        self._of._consumed(key)
+
+    def skip_last_base(self) -> None:
+        """Take no last base in close(): a resume then has to replay the log."""
+        self.recorder.base_step = sys.maxsize
+
+    def release(self) -> None:
+        """End without any last base, wait or error."""
+        self._of._release()
