@@ -667,13 +667,13 @@ class Checkpointer:
         self._use_current_keeper(seen)
 
     def _use_current_keeper(self, seen: Survey | None = None) -> None:
-        keeper = self._keepers.current
-        assert keeper is not None
-        self._components.start(keeper, self._timeline, self._state.exact, self._step, seen)
+        service = self._keepers.service
+        assert service is not None
+        self._components.start(service, self._state.exact, self._step, seen)
         # Last: after an interrupt before this line, the next call repeats the whole method.
-        self._keeper = keeper
+        self._keeper = service.keeper
         self._at_exit.arm(
-            self._components, keeper, self._state_watch.abandon, stay=self._keeper_is_needed
+            self._components, service.keeper, self._state_watch.abandon, stay=self._keeper_is_needed
         )
 
     def _check_open(self) -> None:

@@ -388,5 +388,5 @@ def die(ckpt: Checkpointer) -> None:
     remote._closing = True  # what is lost from now on is nobody's loss
     remote._connection.close()
     remote._reader.join(TIMEOUT_S)
-    inspect(ckpt).keepers.current = inspect(ckpt).keepers._remote = None
+    inspect(ckpt).keepers.service = inspect(ckpt).keepers._remote = None
     inspect(ckpt).release()

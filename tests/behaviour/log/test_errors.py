@@ -214,7 +214,9 @@ def test_a_record_that_is_late_goes_to_no_other_keeper(
         monkeypatch.setattr(recording, "encode", slowly)
         world.train()
         monkeypatch.setattr(type(keeper), "log", lambda *args: told.append(args))
-        recorder.start(into.keeper, into.pool, into.timeline, True)  # as another comes into service
+        service = inspect(ckpt).keepers.service
+        assert service is not None
+        recorder.start(service, True)  # as another comes into service
         gate.open()
         inspect(ckpt).lane.run(lambda: None).result(TIMEOUT_S)
         assert told == []

@@ -28,7 +28,8 @@ from everstep.seams import ManualClock, PosixFileSystem
 from everstep.seams.fingerprint import fingerprint
 from everstep.state.layout.entries import Entry, shape_digest
 from everstep.testing import inspect
-from everstep.trainer.attach import keepers
+from everstep.trainer.attach.keeper import ThreadKeeper
+from everstep.trainer.attach.remote import RemoteKeeper
 from everstep.trainer.job import start
 from everstep.trainer.session.step_consensus import ASK_EVERY
 from tests.support.logged import document, invoke
@@ -143,13 +144,13 @@ def test_without_the_last_base_every_ranks_log_stays(
     """Rank 0's state has moved on, so it takes no last base, and its keeper stays with the log;
     which is of no use without that of rank 1."""
     path, stays = tmp_path / "run", dict[Any, bool]()
-    release_keeper = keepers.release_keeper
+    for kind in (RemoteKeeper, ThreadKeeper):
 
-    def noted(keeper: Any, *, stay: bool) -> None:
-        stays[keeper] = stay
-        release_keeper(keeper, stay=stay)
+        def noted(keeper: Any, *, stay: bool = False, close: Any = kind.close) -> None:
+            stays[keeper] = stay
+            close(keeper, stay=stay)
 
-    monkeypatch.setattr(keepers, "release_keeper", noted)
+        monkeypatch.setattr(kind, "close", noted)
     monkeypatch.setattr(everstep.checkpointer, "stays_for_log", lambda *_: True)
     with trainings(path, path, method="logged", every=None, progress_timeout_s=2.0) as ranks:
         resume(ranks)

@@ -25,6 +25,7 @@ from everstep.options import Budget, Method, presets
 from everstep.seams import ManualClock, Seams, failpoints
 from everstep.testing import inspect
 from everstep.testing.emulated_link import EmulatedLink
+from everstep.trainer.attach.keeper import Service
 from everstep.trainer.attach.remote import RemoteKeeper
 from everstep.trainer.schedule import scheduler as scheduled
 from everstep.trainer.schedule.bound_plan import all_at_mark
@@ -503,11 +504,10 @@ def test_what_becomes_whole_behind_a_start_is_not_what_the_next_keeper_has(
     ckpt.step()
     saver.scheduler.flush()
     assert gate.reached.wait(TIMEOUT_S)
-    if same:
-        assert saver._keeper is not None
-        saver.start(saver._keeper, saver._pool)
-    else:
-        saver.start(SimpleNamespace(), None)  # type: ignore[arg-type]
+    service = inspect(ckpt).keepers.service
+    assert service is not None
+    another: Any = SimpleNamespace()
+    saver.start(service if same else Service(another, None, None, None, 1))
     gate.open()
     inspect(ckpt).lane.run(lambda: None).result(TIMEOUT_S)
     assert (saver._parked is not None) is same

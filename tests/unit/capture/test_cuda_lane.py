@@ -12,6 +12,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -994,16 +995,14 @@ def test_who_gets_another_keeper_leaves_the_memory_of_the_one_before(
     with opened(run_folder, {"model": nn.Linear(3, 3)}, method="lazy") as ckpt:
         ckpt.resume()
         ckpt.step()
-        saver = inspect(ckpt).saver
-        keeper, pool = saver._keeper, saver._pool
-        assert keeper is not None
-        assert pool is not None
+        saver, service = inspect(ckpt).saver, inspect(ckpt).keepers.service
+        assert service is not None
         with monkeypatch.context() as patched:
-            patched.setattr(pool, "close", lambda *, later: order.append("close"))
-            saver.start(keeper, None)
+            patched.setattr(service.pool, "close", lambda *, later: order.append("close"))
+            saver.start(replace(service, pool=None))
             inspect(ckpt).lane.run(lambda: None).result(TIMEOUT_S)
         assert order == ["leave", "close"]
-        saver.start(keeper, pool)
+        saver.start(service)
 
 
 def test_pinned_memory_goes_before_that_of_the_next_keeper_is_taken(cuda: FakeCuda) -> None:

@@ -2,26 +2,50 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Protocol
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
 
 from everstep.errors import EverstepError
+from everstep.keeper.persist.local_keeper import LocalKeeper
 from everstep.link.capture import Capture
 from everstep.link.keeper_stats import KeeperStats
+from everstep.link.pool import CapturePool
 from everstep.link.recordable import LogKeeper
 
-__all__ = ["Keeper"]
+if TYPE_CHECKING:
+    from everstep.trainer.attach.remote import RemoteKeeper
+
+__all__ = ["Keeper", "Service", "ThreadKeeper"]
 
 
 class Keeper(LogKeeper, Protocol):
     """Keeper that makes captures durable.
 
-    A thread of the training process (:class:`.local.LocalKeeper`) or a separate process
+    A thread of the training process (:class:`ThreadKeeper`) or a separate process
     (:class:`.remote.RemoteKeeper`).
     """
 
     @property
+    def pid(self) -> int | None:
+        """Keeper process; None for a thread, which ends with the training process."""
+
+    @property
+    def replaced(self) -> bool:
+        """True if it is lost because it now serves another training process."""
+
+    @property
+    def lost_steps(self) -> Collection[int]:
+        """Steps of the bases that were lost with it."""
+
+    @property
     def stats(self) -> KeeperStats: ...
+
+    @property
+    def replica_step(self) -> int | None: ...
+
+    @property
+    def replica_bytes(self) -> int: ...
 
     def begin(self, capture: Capture) -> None: ...
 
@@ -31,6 +55,48 @@ class Keeper(LogKeeper, Protocol):
 
     def abandon(self, capture: Capture, error: EverstepError | None) -> None: ...
 
+    def forget(self, capture: Capture) -> None: ...
+
+    def look(self) -> None: ...
+
     def wait(self, timeout_s: float | None, *, show: bool = True) -> None: ...
 
-    def close(self) -> None: ...
+    def close(self, *, stay: bool = False) -> None: ...
+
+
+class ThreadKeeper(LocalKeeper):
+    """Keeper that is a thread of the training process. It is never lost alone."""
+
+    pid = None
+    replaced = False
+    lost_steps: Collection[int] = ()
+    replica_step = None
+    replica_bytes = 0
+
+    def forget(self, capture: Capture) -> None:
+        """Do nothing: this keeper ends with the process that overwrites the memory."""
+
+    def look(self) -> None:
+        """Do nothing: a thread of this process cannot be silent."""
+
+    def close(self, *, stay: bool = False) -> None:
+        """End the thread; it cannot stay after the process."""
+        super().close()
+
+
+@dataclass(frozen=True, slots=True)
+class Service:
+    """Keeper in service, and the timeline that it serves.
+
+    Attributes:
+        keeper: the keeper.
+        process: the same, if it is a separate process.
+        thread: the same, if it is a thread of this process.
+        pool: memory for captures; None with ``sync``.
+    """
+
+    keeper: Keeper
+    process: RemoteKeeper | None
+    thread: ThreadKeeper | None
+    pool: CapturePool | None
+    timeline: int

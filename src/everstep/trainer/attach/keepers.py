@@ -25,7 +25,6 @@ from everstep.errors import EverstepError, KeeperError, OptionError
 from everstep.format.header import ShardIdentity
 from everstep.format.writer import ChunkRing
 from everstep.keeper.log.log_store import open_log
-from everstep.keeper.persist.local_keeper import LocalKeeper
 from everstep.link.channel import BackgroundChannel
 from everstep.link.job_session import JobSession, mailbox_error
 from everstep.link.keeper_stats import KeeperStats, add_stats
@@ -42,7 +41,7 @@ from everstep.state.ranks.rank_info import ONE_RANK, RankInfo
 from everstep.tiers.durable_files import storage_errors
 from everstep.tiers.options import PeerOptions, TierOptions
 from everstep.trainer.attach.attach import attach, is_there
-from everstep.trainer.attach.keeper import Keeper
+from everstep.trainer.attach.keeper import Keeper, Service, ThreadKeeper
 from everstep.trainer.attach.orphaned_keepers import orphaned_by_move, orphaned_state
 from everstep.trainer.attach.remote import RemoteKeeper
 from everstep.trainer.budget.log_limits import LogLimits
@@ -51,7 +50,6 @@ __all__ = [
     "Keepers",
     "ReplacementAttempts",
     "StartingKeeper",
-    "release_keeper",
 ]
 
 # Minimum pause after a failed attempt: training waits while a keeper starts.
@@ -140,7 +138,7 @@ class Keepers:
         OptionError: The method needs a keeper process, which the options or the platform exclude.
 
     Attributes:
-        current: keeper in service; None before the first timeline.
+        service: keeper in service and its timeline; None before the first.
         pool: memory for captures; None with ``sync``.
         restarts: number of lost keeper processes that were replaced.
         attempts: schedule of attempts to replace a lost keeper.
@@ -183,7 +181,7 @@ class Keepers:
         self._listens_at: tuple[str, int] | None = None  # announced to other ranks
         self._past_stats = KeeperStats()  # sum over earlier keepers and timelines
         self.attempts = ReplacementAttempts(seams.clock)
-        self.current: Keeper | None = None
+        self.service: Service | None = None
         self.pool: CapturePool | None = None
         self.restarts = 0
         self.on_disk: Callable[[int], None] = lambda number: None
@@ -253,6 +251,11 @@ class Keepers:
             self.on_everywhere(base)
         if step is not None:
             self.peer_log_step = step
+
+    @property
+    def current(self) -> Keeper | None:
+        """Keeper in service; None before the first timeline."""
+        return None if self.service is None else self.service.keeper
 
     @property
     def stats(self) -> KeeperStats:
@@ -336,7 +339,8 @@ class Keepers:
         remote = self._remote
         timeout_s = self._options.progress_timeout_s
         if remote is None:
-            store = self.current.records if isinstance(self.current, LocalKeeper) else None
+            thread = None if self.service is None else self.service.thread
+            store = None if thread is None else thread.records
             if not own and self._may_be_kept:
                 return orphaned_state(
                     self._run, self._run_id, self._info.rank, self._seams, timeout_s=timeout_s
@@ -401,7 +405,7 @@ class Keepers:
         job_session: JobSession | None = None,
         *,
         opened: bool = True,
-    ) -> Keeper:
+    ) -> None:
         """Begin a timeline with the keeper.
 
         Args:
@@ -435,11 +439,11 @@ class Keepers:
                 rebuild=self._rebuild_message(),
                 job_session=None if job_session is None else job_session.to_wire(),
             )
-            self.current = self._remote
-            return self._remote
+            self.service = Service(self._remote, self._remote, None, self.pool, timeline)
+            return
         mailbox = self._mailbox
         self._mailbox = None
-        keeper = LocalKeeper(
+        keeper = ThreadKeeper(
             self._seams,
             self._run,
             timeline,
@@ -468,8 +472,7 @@ class Keepers:
                 lambda number: self.on_disk(number),
                 timeout_s=self._options.progress_timeout_s,
             )
-        self.current = keeper
-        return keeper
+        self.service = Service(keeper, None, keeper, self.pool, timeline)
 
     def _identity(self, timeline: int) -> ShardIdentity:
         """Return the identity of this rank; each segment adds its step and LSN."""
@@ -486,12 +489,12 @@ class Keepers:
     @property
     def replica_step(self) -> int | None:
         """Step of the keeper's replica, as last reported; None without one."""
-        return self.current.replica_step if isinstance(self.current, RemoteKeeper) else None
+        return None if self.current is None else self.current.replica_step
 
     @property
     def host_bytes(self) -> int:
         """Host memory in use for captures and the log (with plain data) and for a replica."""
-        replica_bytes = self.current.replica_bytes if isinstance(self.current, RemoteKeeper) else 0
+        replica_bytes = 0 if self.current is None else self.current.replica_bytes
         return replica_bytes + (self.pool.taken_bytes if self.pool else 0)
 
     def _rebuild_message(self) -> dict[str, Any] | None:
@@ -515,7 +518,7 @@ class Keepers:
     @property
     def lost(self) -> EverstepError | None:
         """Error that describes why the keeper in service is lost; None if it is not."""
-        return self.current.lost if isinstance(self.current, RemoteKeeper) else None
+        return None if self.current is None else self.current.lost
 
     @property
     def unavailable(self) -> bool:
@@ -542,7 +545,7 @@ class Keepers:
             EverstepError: It could not be replaced, and the policy is to raise: FencedError if it
                 serves another training process, KeeperError if no new one could be started.
         """
-        if not isinstance(self.current, RemoteKeeper):
+        if self.current is None:
             return False
         if self.current.lost is None:
             self.current.look()
@@ -594,13 +597,13 @@ class Keepers:
             self.ready()
         if self.current is not None:
             self._past_stats = self.stats
-            release_keeper(self.current, stay=stay)
+            self.current.close(stay=stay)
         if self._remote is not None and self._remote is not self.current:
             self._remote.close(stay=stay)
         if self._mailbox is not None:
             self._mailbox.close()
         self._hold(None)
-        self.current = self._remote = self._mailbox = None
+        self.service = self._remote = self._mailbox = None
         if self.pool is not None:
             self.pool.close()
 
@@ -615,11 +618,3 @@ class Keepers:
             self._seams.clock,
             timeout_s=self._options.progress_timeout_s,
         )
-
-
-def release_keeper(keeper: Keeper, *, stay: bool) -> None:
-    """Close a keeper; a process may ``stay`` with its memory."""
-    if isinstance(keeper, RemoteKeeper):
-        keeper.close(stay=stay)
-    else:
-        keeper.close()

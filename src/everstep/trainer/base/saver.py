@@ -32,7 +32,6 @@ from everstep.errors import (
 )
 from everstep.format.header import ShardIdentity
 from everstep.format.plan import BasePlan
-from everstep.keeper.persist.local_keeper import LocalKeeper
 from everstep.link.capture import Capture, Incoming
 from everstep.link.channel import BackgroundChannel
 from everstep.link.pool import Block, CapturePool
@@ -49,8 +48,7 @@ from everstep.seams.failpoints import failpoint
 from everstep.seams.processes.conditions import wait_done
 from everstep.state.survey.survey import Survey
 from everstep.state.training_state import State
-from everstep.trainer.attach.keeper import Keeper
-from everstep.trainer.attach.remote import RemoteKeeper
+from everstep.trainer.attach.keeper import Keeper, Service
 from everstep.trainer.base.prepared_base import PlannedCopies, PreparedBase, prepare_base
 from everstep.trainer.budget.disk import check_disk_budget
 from everstep.trainer.budget.host_memory import bases_in_flight_max
@@ -116,7 +114,7 @@ class Saver:
         self._lane = lane
         self._channel = channel
         self._clock = clock
-        self._keeper: Keeper | None = None
+        self._service: Service | None = None
         self._pool: CapturePool | None = None
         self._last: Save | None = None
         self._warm = self._copies_at_mark = self.restored_from_memory = False
@@ -135,10 +133,11 @@ class Saver:
             self.stall_s["gradients"] = 0.0
         self.last_save_s = clock.monotonic_s()
 
-    def start(self, keeper: Keeper, pool: CapturePool | None) -> None:
-        """Send bases to ``keeper`` from now on, through the memory of ``pool``."""
+    def start(self, service: Service) -> None:
+        """Send bases to the keeper in service from now on."""
         # Cleared first: an interrupt must not leave this keeper with the pool of another one.
-        self._keeper = self._last = None
+        self._service = self._last = None
+        pool = service.pool
         if pool is not self._pool:
             self._prepared = None  # this pool's keeper has received no layout yet
             self._warm = False
@@ -149,7 +148,7 @@ class Saver:
                 # lane, after copies into it that are still queued.
                 self._lane.leave()
                 self._lane.run(lambda: before.close(later=True))
-        self._keeper = keeper
+        self._service = service
 
     def warm(self, survey: Survey | None = None) -> None:
         """Touch the memory of the first captures, once, after the first step, when optimizer state
@@ -168,6 +167,10 @@ class Saver:
         beside_bytes = self.copies_in_flight * sum(survey.shape.objects_bytes.values())
         size_bytes = min(size_bytes, max(0, pool.arena.size_bytes - beside_bytes))
         self._lane.warm(survey.tensors.values(), pool.whole[:size_bytes], pool.warm)
+
+    @property
+    def _keeper(self) -> Keeper | None:
+        return None if self._service is None else self._service.keeper
 
     @property
     def last_is_in_memory(self) -> bool:
@@ -206,9 +209,9 @@ class Saver:
         with failing_save(save, self.post):
             self._take(identity, save, survey, show=show)
         self._last = save
-        keeper = self._keeper
-        if save.is_lost and isinstance(keeper, RemoteKeeper) and keeper.lost is not None:
-            keeper.lost_steps.add(save.step)  # other ranks may still commit their shards of it
+        process = None if self._service is None else self._service.process
+        if save.is_lost and process is not None and process.lost is not None:
+            process.lost_steps.add(save.step)  # other ranks may still commit their shards of it
         self._channel.check()
         return save
 
@@ -244,8 +247,7 @@ class Saver:
     def is_keeper_loss(self, error: EverstepError) -> bool:
         """Return True if ``error`` is the loss of the keeper in service and nothing else."""
         keeper = self._keeper
-        gone = isinstance(keeper, RemoteKeeper) and error is keeper.lost
-        return gone and isinstance(error, KeeperError)
+        return keeper is not None and error is keeper.lost and isinstance(error, KeeperError)
 
     def request_base(self, survey: Survey, identity: ShardIdentity) -> PreparedBase:
         """Count a base that the keeper's replica will write; return the layout such a base would
@@ -346,8 +348,9 @@ class Saver:
     def _persist_now(self, plan: BasePlan, survey: Survey, save: Save, *, show: bool) -> None:
         start_s = self._clock.monotonic_s()
         try:
-            keeper = self._keeper
-            assert isinstance(keeper, LocalKeeper)
+            assert self._service is not None
+            keeper = self._service.thread
+            assert keeper is not None
             objects = survey.objects()
             objects_in = plan.objects_in
             bodies = [
@@ -589,13 +592,12 @@ class Saver:
             capture.users -= 1
             if capture.users:
                 return
-        if isinstance(keeper, RemoteKeeper):
-            if capture.durable:
-                pool.keep(room, lambda: keeper.forget(capture))
-                return
-            # Before the block is reused: the next capture writes into it before the keeper
-            # processes any message about it.
-            keeper.forget(capture)
+        if capture.durable and keeper.pid is not None:
+            pool.keep(room, lambda: keeper.forget(capture))
+            return
+        # Before the block is reused: the next capture writes into it before the keeper processes
+        # any message about it.
+        keeper.forget(capture)
         pool.release(room)
 
 

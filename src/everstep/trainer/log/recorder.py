@@ -26,8 +26,7 @@ from everstep.config.options import Options
 from everstep.errors import AuditError, DeadlineError, EverstepError
 from everstep.format.log import RecordHead
 from everstep.link.channel import BackgroundChannel
-from everstep.link.pool import CapturePool
-from everstep.link.recordable import Layouts, LogKeeper, ReplacedTensors, state_digest
+from everstep.link.recordable import Layouts, ReplacedTensors, state_digest
 from everstep.link.save import Save, as_everstep_error
 from everstep.seams import Clock
 from everstep.seams.failpoints import failpoint
@@ -37,6 +36,7 @@ from everstep.state.layout.shards import ShardLayout
 from everstep.state.survey.survey import Survey
 from everstep.state.training_state import State
 from everstep.state.values.objects import encode
+from everstep.trainer.attach.keeper import Service
 from everstep.trainer.base.saver import Saver, SaverExtension
 from everstep.trainer.budget.log_limits import log_dropped, log_dropped_early, too_large
 from everstep.trainer.log.declared_updates import DeclaredUpdates
@@ -150,31 +150,29 @@ class Recorder(SaverExtension):
 
     def start(
         self,
-        keeper: LogKeeper | None,
-        pool: CapturePool | None,
-        timeline: int,
+        service: Service,
         exact: bool,
         step: int = 0,
         seen: Survey | None = None,
     ) -> None:
-        """Send records of ``timeline`` to ``keeper`` from now on.
+        """Send records to the keeper in service from now on.
 
         Args:
-            keeper: keeper that takes records; None to record nothing.
-            pool: memory shared with the keeper.
-            timeline: number of the timeline.
+            service: keeper in service, and its timeline.
             exact: replay of the records reproduces training bit for bit.
             step: step of the current state.
             seen: survey of the current state, if one was taken.
         """
         self._discard_pending()
+        keeper = service.keeper
+        pool = service.pool
         if pool is not None:
             pool.give_way = self._release_log_for_base
-        self._timeline = timeline
+        self._timeline = timeline = service.timeline
         self._exact = exact
         self._opened.began(timeline)
         self.nonfinite.begin()
-        self.memory.start(LogTarget(keeper, pool, timeline) if keeper and pool else None)
+        self.memory.start(LogTarget(keeper, pool, timeline) if pool else None)
         self.disk.start(keeper)
         self._declared.start()
         survey = (seen or self._state.survey()) if self.memory.target is not None else None

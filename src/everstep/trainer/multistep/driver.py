@@ -34,6 +34,7 @@ from everstep.seams.failpoints import failpoint
 from everstep.seams.fingerprint import FingerprintWatch
 from everstep.state.survey.survey import Shape, Survey
 from everstep.state.training_state import State
+from everstep.trainer.attach.keeper import Service
 from everstep.trainer.attach.remote import RemoteKeeper
 from everstep.trainer.base.mark_state import MarkSnapshot
 from everstep.trainer.base.saver import Saver, SaverExtension
@@ -130,12 +131,12 @@ class MultistepDriver(SaverExtension):
         """Return True while a window is open."""
         return self._window is not None
 
-    def start(self, keeper: object, pool: CapturePool | None, timeline: int) -> None:
-        """Send bases to ``keeper`` from now on, through the memory of ``pool``."""
-        self._opened.began(timeline)
+    def start(self, service: Service) -> None:
+        """Send bases to the keeper in service from now on."""
+        self._opened.began(service.timeline)
         MultistepDriver.drop(self, "its keeper is no longer in service")  # other ranks go on
-        self._keeper = keeper if isinstance(keeper, RemoteKeeper) else None
-        self._pool = pool
+        self._keeper = service.process
+        self._pool = service.pool
         self._last = None
         self._planner.start()
 

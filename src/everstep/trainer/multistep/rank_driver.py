@@ -20,12 +20,12 @@ from everstep.config.options import Options
 from everstep.errors import DeadlineError, EverstepError, StateError
 from everstep.format.header import ShardIdentity
 from everstep.link.channel import BackgroundChannel
-from everstep.link.pool import CapturePool
 from everstep.link.save import Save, copy_outcome, fail
 from everstep.seams import Clock
 from everstep.seams.processes.conditions import wait_done
 from everstep.state.survey.survey import Survey
 from everstep.state.training_state import State
+from everstep.trainer.attach.keeper import Service
 from everstep.trainer.base.mark_state import MarkSnapshot
 from everstep.trainer.base.saver import Saver
 from everstep.trainer.job.job import Job
@@ -182,9 +182,9 @@ class RankMultistepDriver(MultistepDriver):
         self._agreed_plan: WindowPlan | None = None  # of the base agreed on
         self._identity: ShardIdentity | None = None  # of the last step mark
 
-    def start(self, keeper: object, pool: CapturePool | None, timeline: int) -> None:
-        """Send bases to ``keeper`` from now on, through the memory of ``pool``."""
-        super().start(keeper, pool, timeline)
+    def start(self, service: Service) -> None:
+        """Send bases to the keeper in service from now on."""
+        super().start(service)
         self._agreed_plan = None
 
     # --- At step marks ------------------------------------------------------------------

@@ -33,7 +33,7 @@ from everstep.seams import Clock
 from everstep.seams.processes.conditions import Outcome
 from everstep.state.survey.survey import Survey
 from everstep.state.training_state import State
-from everstep.trainer.attach.keeper import Keeper
+from everstep.trainer.attach.keeper import Service
 from everstep.trainer.attach.remote import RemoteKeeper
 from everstep.trainer.base.prepared_base import PlannedCopies, PreparedBase
 from everstep.trainer.base.saver import Saver, SaverExtension
@@ -72,16 +72,20 @@ class ScheduledSaver(Saver):
         self._persist_when_complete: Save | None = None  # to be persisted once it is complete
         self._starts = 0
 
-    def start(self, keeper: Keeper, pool: CapturePool | None) -> None:
+    def start(self, service: Service) -> None:
         with self._parking:
-            if pool is not self._pool and self._parked is not None:  # its keeper is lost
+            if service.pool is not self._pool and self._parked is not None:  # its keeper is lost
                 self._parked.on_end(self._parked)
                 self._parked = None
             self._of_before = True
             self._newest = self._persist_when_complete = None
             self._starts += 1
-            self._keeper = None  # a capture for the old keeper may complete meanwhile
-        super().start(keeper, pool)
+            self._service = None  # a capture for the old keeper may complete meanwhile
+        super().start(service)
+
+    @property
+    def _process(self) -> RemoteKeeper | None:
+        return None if self._service is None else self._service.process
 
     @property
     def parked_step(self) -> int | None:
@@ -101,7 +105,7 @@ class ScheduledSaver(Saver):
                 failure policy raises.
         """
         self.scheduler.end_step()
-        if not self._can_park or not isinstance(self._keeper, RemoteKeeper):
+        if not self._can_park or self._process is None:
             return
         save = self._newest = Save(identity.step, identity.timeline, parked=True)
         with failing_save(save, self.post):
@@ -180,11 +184,11 @@ class ScheduledSaver(Saver):
         return save
 
     def _persist(self, capture: Capture) -> None:
-        keeper = self._keeper
-        assert isinstance(keeper, RemoteKeeper)
+        process = self._process
+        assert process is not None
         capture.save.parked = False
         try:
-            keeper.persist(capture)
+            process.persist(capture)
         except KeeperError as error:
             fail(capture.save.durable, error)
             capture.on_end(capture)
@@ -192,9 +196,9 @@ class ScheduledSaver(Saver):
 
     def _capture(self, prepared: PreparedBase, plan: BasePlan, survey: Survey, save: Save) -> None:
         room = self.acquire(prepared, survey)
-        keeper = self._keeper
+        service = self._service
         pool = self._pool
-        assert keeper is not None
+        assert service is not None
         assert pool is not None
         block = pool.block(room)
         tensors = survey.tensors
@@ -203,7 +207,7 @@ class ScheduledSaver(Saver):
         prepared.gated_batches(tensors)  # the spot check needs them planned
         # The scheduler's gate knows what each update changes, so the base class gets no gate.
         copies = PlannedCopies((), {}, prepared.spot_check(tensors) if prepared.gated else None)
-        notify = functools.partial(self._notify_keeper, keeper, pool, self._starts, dispatch)
+        notify = functools.partial(self._notify_keeper, service, pool, self._starts, dispatch)
         try:
             self.fill(prepared, plan, survey, save, room, copies, notify)
         finally:
@@ -229,7 +233,7 @@ class ScheduledSaver(Saver):
 
     def _notify_keeper(
         self,
-        keeper: Keeper,
+        service: Service,
         pool: CapturePool,
         starts: int,
         dispatch: Dispatch,
@@ -242,17 +246,17 @@ class ScheduledSaver(Saver):
         If another keeper is in service by now, it does not know this capture, and nothing is
         replaced.
         """
-        keeper.captured(capture, objects)
+        service.keeper.captured(capture, objects)
         pool.drop_kept()
         self.scheduler.complete(dispatch, capture.step)
         older: Capture | None = None
         with self._parking:
-            serves = keeper is self._keeper
+            serves = service.keeper is self._keeper
             if serves:
                 older = self._parked
                 self._parked = None
-            if isinstance(keeper, RemoteKeeper) and capture.parked:
-                keeper.set_aside(capture)
+            if service.process is not None and capture.parked:
+                service.process.set_aside(capture)
                 if not serves:
                     older = capture
                 elif capture.save is self._persist_when_complete:

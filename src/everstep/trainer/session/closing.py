@@ -32,8 +32,7 @@ from everstep.seams.stderr import print_line, print_line_to
 from everstep.state.survey.survey import Survey
 from everstep.state.training_state import State
 from everstep.trainer.attach.keeper import Keeper
-from everstep.trainer.attach.keepers import Keepers, release_keeper
-from everstep.trainer.attach.remote import RemoteKeeper
+from everstep.trainer.attach.keepers import Keepers
 from everstep.trainer.base.saver import Saver
 from everstep.trainer.log.log_memory import LogMemory
 from everstep.trainer.log.recorder import Recorder
@@ -188,7 +187,7 @@ def finish_at_exit(
         with contextlib.suppress(EverstepError):
             saver.finish_captures()
         _report_lost_keeper(keeper, shown)
-        release_keeper(keeper, stay=True)
+        keeper.close(stay=True)
         return
     while True:
         try:
@@ -206,12 +205,12 @@ def finish_at_exit(
     stays = rooms is not None and rooms.is_ahead
     if stays:
         _report_log_holder(keeper, "this script ended without close()", shown)
-    release_keeper(keeper, stay=stays)
+    keeper.close(stay=stays)
 
 
 def _report_log_holder(keeper: Keeper | None, why: str, shown: Any) -> bool:
     """Print which process holds the log after the newest base; return False if none does."""
-    if not isinstance(keeper, RemoteKeeper) or keeper.lost is not None:
+    if keeper is None or keeper.pid is None or keeper.lost is not None:
         return False
     print_line_to(
         shown,
@@ -223,7 +222,7 @@ def _report_log_holder(keeper: Keeper | None, why: str, shown: Any) -> bool:
 
 def _report_lost_keeper(keeper: Keeper, shown: Any) -> None:
     """Print the loss of a keeper that will not be replaced."""
-    if isinstance(keeper, RemoteKeeper) and keeper.lost is not None:
+    if keeper.lost is not None:
         steps = ", ".join(map(str, sorted(keeper.lost_steps)))
         bases = f" (bases of steps {steps})" if steps else ""
         why = f"{keeper.lost.message}; resume() continues from the newest durable base"
@@ -266,17 +265,16 @@ def stays_for_log(run: PurePath, step: int, options: Options, keeper: Keeper) ->
     """
     if options.log is None or options.log.to != "memory":
         return False
-    remote = keeper if isinstance(keeper, RemoteKeeper) else None
-    stays = remote is not None and remote.lost is None
-    if remote is not None and remote.lost is not None and remote.replaced:
+    stays = keeper.pid is not None and keeper.lost is None
+    if keeper.lost is not None and keeper.replaced:
         print_line(
             f"everstep: {run}: no last base of step {step} is taken: another process has taken "
-            f"over the run, and continues without the steps trained here ({remote.lost.message})"
+            f"over the run, and continues without the steps trained here ({keeper.lost.message})"
         )
         return False
     where = f"is in the keeper's memory for {options.keeper.linger_s:g} s: resume within that time"
     if not stays:
-        whose = "this process only" if remote is None else "a keeper that was lost"
+        whose = "this process only" if keeper.pid is None else "a keeper that was lost"
         where = f"was in the memory of {whose}, and is lost with it"
     print_line(
         f"everstep: {run}: no last base of step {step} is taken: the state was changed since "
@@ -478,7 +476,7 @@ def _report_base_lost_on_all_ranks(keeper: Keeper, channel: BackgroundChannel) -
 
     The other ranks learn it from their keepers.
     """
-    if not isinstance(keeper, RemoteKeeper) or keeper.lost is None or not keeper.lost_steps:
+    if keeper.lost is None or not keeper.lost_steps:
         return
     steps = sorted(keeper.lost_steps)
     bases = f"the base{'s'[: len(steps) > 1]} of step {', '.join(map(str, steps))}"

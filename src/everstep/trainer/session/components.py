@@ -27,7 +27,7 @@ from everstep.state.ranks.log_shares import bytes_logged_elsewhere, parameter_lo
 from everstep.state.survey.survey import Shape, Survey
 from everstep.state.training_state import State
 from everstep.tiers.options import PeerOptions, TierOptions
-from everstep.trainer.attach.keeper import Keeper
+from everstep.trainer.attach.keeper import Service
 from everstep.trainer.attach.keepers import Keepers
 from everstep.trainer.base.saver import Saver
 from everstep.trainer.budget.disk import (
@@ -98,23 +98,20 @@ class Components:
     cadence: Cadence
     bounds: Bounds
 
-    def start(
-        self, keeper: Keeper, timeline: int, exact: bool, step: int, seen: Survey | None = None
-    ) -> None:
+    def start(self, service: Service, exact: bool, step: int, seen: Survey | None = None) -> None:
         """Begin to use a keeper.
 
         Args:
             step: step of the live state.
             seen: survey of the live state, if there is one.
         """
-        pool = self.keepers.pool
-        self.saver.start(keeper, pool)
+        self.saver.start(service)
         if self.recorder is not None:
-            self.recorder.start(keeper, pool, timeline, exact, step, seen)
+            self.recorder.start(service, exact, step, seen)
         if self.replica_bases is not None:
-            self.replica_bases.start(keeper)
+            self.replica_bases.start(service)
         if self.multistep is not None:
-            self.multistep.start(keeper, pool, timeline)
+            self.multistep.start(service)
 
     def close(self, *, stay: bool = False) -> None:
         """Release all components.

@@ -22,6 +22,7 @@ from everstep.link.save import Save, complete
 from everstep.seams import Clock
 from everstep.seams.processes.conditions import wait_all, wait_done
 from everstep.state.survey.survey import Survey
+from everstep.trainer.attach.keeper import Service
 from everstep.trainer.attach.remote import RemoteKeeper
 from everstep.trainer.base.prepared_base import PreparedBase
 from everstep.trainer.base.saver import Saver
@@ -105,9 +106,9 @@ class ReplicaBases:
         keeper = self._keeper
         return None if keeper is None or self._off else keeper.replica_step
 
-    def start(self, keeper: object) -> None:
+    def start(self, service: Service) -> None:
         """Begin with a new keeper or timeline, which has no replica yet."""
-        self._keeper = keeper if isinstance(keeper, RemoteKeeper) else None
+        self._keeper = service.process
         self._expected = False
         self._off = False
         self._last = None

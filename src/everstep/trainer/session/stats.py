@@ -10,7 +10,6 @@ from typing import Any
 from everstep.link.save import Save
 from everstep.trainer.attach.keeper import Keeper
 from everstep.trainer.attach.keepers import Keepers
-from everstep.trainer.attach.remote import RemoteKeeper
 from everstep.trainer.base.saver import Saver
 from everstep.trainer.log.recorder import Recorder
 from everstep.trainer.multistep.driver import MultistepDriver
@@ -241,7 +240,7 @@ class RecoverableSteps:
         """Newest step on disk or in the keeper's memory; None if unknown."""
         keeper = self._keepers.current
         durable_step = self.durable_step
-        if not isinstance(keeper, RemoteKeeper) or keeper.lost is not None:
+        if keeper is None or keeper.pid is None or keeper.lost is not None:
             return durable_step  # a keeper thread dies with this process
         led = None if self._recorder is None else self._recorder.reachable_step
         parked = self._saver.parked_step if isinstance(self._saver, ScheduledSaver) else None
