@@ -18,7 +18,7 @@ import everstep.tiers.slots
 from everstep.commit.base_commit import Action, Event, WriteMarker
 from everstep.format.digests import Digester
 from everstep.format.records import manifest_of
-from everstep.keeper.persist.persister import Persister
+from everstep.keeper.persist.committer import OneRankCommit
 from everstep.seams import FileSystem, WriteFile
 from everstep.tiers.durable_files import write_durably
 from tests.crash.sim.crashes import Report, watch_crashes
@@ -167,17 +167,17 @@ def test_an_invalidation_that_was_not_synced_is_found() -> None:
 
 
 def test_a_manifest_before_the_marker_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    perform = Persister._perform
+    perform = OneRankCommit.perform
 
-    def hasty(self: Persister, action: Action, *rest: Any) -> Event:
+    def hasty(self: OneRankCommit, action: Action) -> Event:
         if isinstance(action, WriteMarker):
             manifest = manifest_of({action.marker.rank: action.marker})
             assert manifest is not None
-            directory = next(value for value in rest if isinstance(value, PurePath))
-            write_durably(self._filesystem, directory / "manifest.json", manifest.encode())
-        return perform(self, action, *rest)
+            path = self.directory / "manifest.json"
+            write_durably(self.filesystem, path, manifest.encode())
+        return perform(self, action)
 
-    monkeypatch.setattr(Persister, "_perform", hasty)
+    monkeypatch.setattr(OneRankCommit, "perform", hasty)
     report = search(None)
     assert report.violations
     assert "lists rank-00000.done, which is not there" in report.violations[0].problem

@@ -25,7 +25,8 @@ from everstep.format.names import SLOTS_DIR, base_dir, timeline_dir
 from everstep.format.plan import BasePlan, plan_files
 from everstep.format.writer import ChunkRing
 from everstep.keeper.log.segment_writer import SegmentWriter
-from everstep.keeper.persist.persister import Persister
+from everstep.keeper.persist.committer import commit_base
+from everstep.keeper.persist.shard_writer import ShardWriter
 from everstep.options import LogOptions
 from everstep.restore.offline.load import load_offline
 from everstep.restore.offline.rebuild import Rebuilder
@@ -175,8 +176,8 @@ def edit_base(
         shards = plan_files(identity, list(state.entries.values()), state.aliases, sizes)
         bodies = [LiveBody(shards[0].layout, state.tensors, state.objects, lane)]
         slots = SlotStore(filesystem, timeline_dir(PurePath(run), timeline) / SLOTS_DIR)
-        persister = Persister(filesystem, PurePath(run), ring, slots, timeout_s=TIMEOUT_S)
-        persister.persist(BasePlan(identity, shards), bodies, silent)
+        writer = ShardWriter(filesystem, PurePath(run), ring, slots, timeout_s=TIMEOUT_S)
+        commit_base(writer, BasePlan(identity, shards), bodies, silent)
     finally:
         lane.close()
         ring.close()

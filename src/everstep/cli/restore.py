@@ -122,8 +122,7 @@ def rebuilding(
     filesystem: FileSystem, inventory: Inventory
 ) -> Iterator[tuple[Rebuilder, ChunkRing]]:
     """Make a rebuilder of states of a run, which uses all cores of this process."""
-    from everstep.format.writer import ChunkRing
-    from everstep.keeper.persist.local_keeper import CHUNKS, WRITERS
+    from everstep.format.writer import CHUNKS, WRITERS, ChunkRing
     from everstep.restore.offline.rebuild import Rebuilder
     from everstep.restore.offline.run_log import RunLog
     from everstep.seams.processes.processes import available_cores
@@ -198,7 +197,8 @@ def _write(filesystem: FileSystem, run: PurePath, rebuilt: Rebuilt, ring: ChunkR
     from everstep.format.header import ShardIdentity
     from everstep.format.names import SLOTS_DIR, timeline_dir
     from everstep.format.plan import BasePlan, plan_files
-    from everstep.keeper.persist.persister import Persister
+    from everstep.keeper.persist.committer import commit_base
+    from everstep.keeper.persist.shard_writer import ShardWriter
     from everstep.restore.load.load import check_contents
     from everstep.restore.start.resume import open_timeline
     from everstep.run.folder import open_run_folder
@@ -228,7 +228,8 @@ def _write(filesystem: FileSystem, run: PurePath, rebuilt: Rebuilt, ring: ChunkR
             for shard in shards
         ]
         with progress("write", plan.size_bytes) as bar:
-            Persister(filesystem, run, ring, slots, timeout_s=_TIMEOUT_S).persist(plan, bodies, bar)
+            writer = ShardWriter(filesystem, run, ring, slots, timeout_s=_TIMEOUT_S)
+            commit_base(writer, plan, bodies, bar)
     finally:
         lane.close()
     base = scan_base(filesystem, run, BaseId(number, state.step))

@@ -184,8 +184,7 @@ def _first_good(
 ) -> BaseFound | None:
     """Return the first base that verifies, read back now."""
     import everstep.restore.load.load  # noqa: F401  # load torch before the progress bar starts
-    from everstep.format.writer import ChunkRing
-    from everstep.keeper.persist.local_keeper import CHUNKS, WRITERS
+    from everstep.format.writer import CHUNKS, WRITERS, ChunkRing
     from everstep.seams.progress import progress
 
     ring = ChunkRing(CHUNKS, WRITERS)

@@ -98,8 +98,7 @@ def verify(
     lead to it, for example) is "not checked", which is no failure: status 0.
     """
     from everstep.format.names import LOG_DIR, timeline_dir
-    from everstep.format.writer import ChunkRing
-    from everstep.keeper.persist.local_keeper import CHUNKS, WRITERS
+    from everstep.format.writer import CHUNKS, WRITERS, ChunkRing
     from everstep.run.candidates import candidates
     from everstep.seams.progress import progress
 

@@ -27,9 +27,22 @@ from everstep.seams.processes.threads import IoThreads
 from everstep.seams.progress import ProgressSink, silent
 from everstep.state.layout.shards import Body, Placed, append_objects, at_lsn, pieces
 
-__all__ = ["CHUNK_BYTES", "ChunkRing", "Written", "digest_shard", "write_shard"]
+__all__ = [
+    "CHUNKS",
+    "CHUNK_BYTES",
+    "WRITERS",
+    "ChunkRing",
+    "Written",
+    "digest_shard",
+    "write_shard",
+]
 
 CHUNK_BYTES = 4 << 20
+
+WRITERS = 6
+"""Transfers in flight: virtual and NVMe disks reach their bandwidth only with several."""
+
+CHUNKS = WRITERS + 2
 
 
 _COPIED_MAX = 2

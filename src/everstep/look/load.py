@@ -20,8 +20,7 @@ import torch
 from everstep.commit.lineage import BaseId, describe_abandoned, describe_unused
 from everstep.config.given import is_int, named
 from everstep.errors import EverstepError, OptionError, RecoveryError, StorageError
-from everstep.format.writer import ChunkRing
-from everstep.keeper.persist.local_keeper import CHUNKS, WRITERS
+from everstep.format.writer import CHUNKS, WRITERS, ChunkRing
 from everstep.look.keeper_memory import KeeperMemory, read_keeper_memory
 from everstep.look.run_view import BaseDeletedError, RestorePoint, RunView
 from everstep.restore.load.targets import restore_into

@@ -23,12 +23,13 @@ class Fence:
     taken over by a process that could not know of this one.
 
     Attributes:
+        filesystem, run: the run folder.
         timeline: number of the timeline being written.
     """
 
     def __init__(self, filesystem: FileSystem, run: PurePath, timeline: int) -> None:
-        self._filesystem = filesystem
-        self._run = run
+        self.filesystem = filesystem
+        self.run = run
         self.timeline = timeline
         # Remember the exact bytes: another process may open a timeline of the same number in a
         # restored folder.
@@ -40,20 +41,20 @@ class Fence:
         Raises:
             FencedError: the record of this timeline is missing or was replaced.
         """
-        newest = newest_timeline(self._filesystem, self._run)
+        newest = newest_timeline(self.filesystem, self.run)
         # An older number means that the newest timeline has disappeared: checked below.
         if self._record is None or newest > self.timeline:
             return newest
         change = "has disappeared"
         if newest == self.timeline:
-            record = timeline_bytes(self._filesystem, self._run, newest)
+            record = timeline_bytes(self.filesystem, self.run, newest)
             if record in (None, self._record):
                 return newest
             change = "was also opened by another process"
         raise FencedError(
             f"timeline {self.timeline}, which this process writes, {change}: the folder "
             "was restored to an earlier state",
-            path=self._run,
+            path=self.run,
             hint="stop this process: its training is not part of any history of this folder",
         )
 
@@ -75,8 +76,8 @@ class Fence:
         """
         newest = self.newest()
         if newest > self.timeline:
-            who = _opened_by(self._filesystem, self._run, newest)
-            raise fenced_error(self.timeline, newest, who=who, path=self._run)
+            who = _opened_by(self.filesystem, self.run, newest)
+            raise fenced_error(self.timeline, newest, who=who, path=self.run)
 
 
 def _opened_by(filesystem: FileSystem, run: PurePath, timeline: int) -> str:

@@ -23,11 +23,12 @@ from everstep.format.writer import ChunkRing
 from everstep.keeper.log.attached import AttachedTrainer
 from everstep.keeper.log.log_store import LogStore
 from everstep.keeper.log.logs import Logs
-from everstep.keeper.persist import rank_commits as commits_module
+from everstep.keeper.persist import job_committer as commits_module
+from everstep.keeper.persist.job_committer import JobCommitter
 from everstep.keeper.persist.local_keeper import LocalKeeper
-from everstep.keeper.persist.rank_commits import RankCommits
 from everstep.keeper.retain.history import HistoryFlush
 from everstep.keeper.ship.mirrors import Mirrors
+from everstep.link.job_session import JobSession
 from everstep.link.pool import CapturePool
 from everstep.link.save import Save, complete
 from everstep.options import LogOptions
@@ -161,24 +162,26 @@ def test_an_operation_that_never_returns_is_found_behind_slow_ones(
 class Told:
     """How far the news of a rank's disk have got to another one."""
 
-    def __init__(self, slow: RankCommits, other: RankCommits) -> None:
+    def __init__(self, slow: JobCommitter, other: JobCommitter) -> None:
         self.sent = self.heard = self.turns = 0
-        send, hear, receive = slow.send, other._member.receive, other._mailbox.receive
+        send, hear, receive = slow.link.send, other.link.deliver, other.link.receive
 
         def sending(rank: int, message: Any) -> None:
             self.sent += type(message).__name__ == "DiskProgress"
             send(rank, message)
 
-        def hearing(sender: int, message: Any) -> Any:
-            self.heard += type(message).__name__ == "DiskProgress"
-            return hear(sender, message)
+        def hearing(data: bytes) -> Any:
+            envelope = hear(data)
+            if envelope is not None:
+                self.heard += type(envelope.message).__name__ == "DiskProgress"
+            return envelope
 
         def receiving(timeout_s: float) -> bytes | None:
             self.turns += 1
             return receive(timeout_s)
 
-        slow.send, other._member.receive = sending, hearing  # type: ignore[method-assign]
-        other._mailbox.receive = receiving  # type: ignore[method-assign]
+        slow.link.send = sending  # type: ignore[method-assign]
+        other.link.deliver, other.link.receive = hearing, receiving  # type: ignore[method-assign]
 
     def wait(self) -> None:
         """Until the other one has looked at the clock since all of them have come."""
@@ -190,11 +193,11 @@ class Told:
             never.wait(0.001)
 
 
-def commits_of(one: RankTraining) -> RankCommits:
+def commits_of(one: RankTraining) -> JobCommitter:
     keeper = inspect(one.ckpt).keeper
     assert isinstance(keeper, LocalKeeper)
-    commits = keeper.commits
-    assert commits is not None
+    commits = keeper.committer
+    assert isinstance(commits, JobCommitter)
     return commits
 
 
@@ -330,7 +333,11 @@ def test_ranks_name_one_whose_disk_hangs_behind_slow_operations(
 def test_ranks_hear_of_a_copy_to_a_slow_directory(rank: int, tmp_path: Path) -> None:
     """Also between the last byte and the name."""
     clock, heard_s = ManualClock(), list[float]()
-    commits: Any = SimpleNamespace(send=lambda to, message: heard_s.append(clock.monotonic_s()))
+    link: Any = SimpleNamespace(
+        session=JobSession("session", rank, ("one", "two"), ()),
+        send=lambda to, message: heard_s.append(clock.monotonic_s()),
+        on_copies=lambda receiver: None,
+    )
     told = [{"where": str(tmp_path / "copies"), "keep": 1}]
     files = Slow(clock)
     mirrors = Mirrors(
@@ -340,8 +347,7 @@ def test_ranks_hear_of_a_copy_to_a_slow_directory(rank: int, tmp_path: Path) -> 
         told,
         pytest.fail,
         timeout_s=LIMIT_S,
-        job_session=SimpleNamespace(rank=rank, disks=("one", "two")),  # type: ignore[arg-type]
-        commits=commits,
+        link=link,
     )
     (tmp_path / "part").write_bytes(b"x" * 100)
     source = PosixFileSystem().open(tmp_path / "part")

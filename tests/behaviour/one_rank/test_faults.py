@@ -379,15 +379,16 @@ def test_a_write_that_hangs(method: str, run_folder: Path) -> None:
     options: dict[str, Any] = {"method": method, "progress_timeout_s": TIMEOUT_S}
     with opened(run_folder, {"n": 1}, fs=fs, **options) as ckpt:
         ckpt.step()
-        assert isinstance(inspect(ckpt).keeper, LocalKeeper)
-        persister = inspect(ckpt).keeper._persister
-        assert persister._timeout_s == TIMEOUT_S
+        keeper = inspect(ckpt).keeper
+        assert isinstance(keeper, LocalKeeper)
+        writer = keeper.committer.writer
+        assert writer.timeout_s == TIMEOUT_S
         fs.hook = raising(gate.wait_at, "write", "*.safetensors.tmp")
-        persister._timeout_s = 0.1
+        writer.timeout_s = 0.1
         with pytest.raises(DeadlineError, match="storage hangs"):
             save_and_wait(ckpt)
         gate.open()
-        persister._timeout_s = TIMEOUT_S  # a disk that is slow is another matter
+        writer.timeout_s = TIMEOUT_S  # a disk that is slow is another matter
         ckpt.step()
         ckpt.save()
         ckpt.wait()
@@ -571,14 +572,14 @@ def test_a_function_that_fails_for_no_reason_of_ours(
     run_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A bug in the background is reported like any other failure, not swallowed."""
-    from everstep.keeper.persist.persister import Persister
+    from everstep.keeper.persist.committer import OneRankCommitter
 
     def broken(*_: Any, **__: Any) -> None:
         raise AssertionError("a bug")
 
     with opened(run_folder, {"n": 1}, method="async") as ckpt:
         ckpt.step()
-        monkeypatch.setattr(Persister, "persist", broken)
+        monkeypatch.setattr(OneRankCommitter, "persist", broken)
         with pytest.raises(EverstepError, match=r"internal error.*a bug"):
             ckpt.save()
             ckpt.wait()

@@ -126,7 +126,7 @@ def test_the_older_one_can_no_longer_delete(run_folder: Path) -> None:
         keeper = inspect(older).keeper
         assert isinstance(keeper, LocalKeeper)
         with pytest.raises(FencedError, match="has taken the run over"):
-            keeper._retention.run(lambda error: None)
+            keeper.committer.retain()
     assert base_folder(run_folder, 2, timeline=2).is_dir()
 
 

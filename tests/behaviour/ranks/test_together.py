@@ -26,7 +26,7 @@ from everstep.errors import (
     StateError,
     StorageError,
 )
-from everstep.keeper.persist.rank_commits import outcome_error
+from everstep.keeper.persist.job_committer import outcome_error
 from everstep.restore.fetch.rank_offers import open_on_disk
 from everstep.restore.start import resume_job
 from everstep.restore.start.resume_job import Meeting, resume_all_ranks

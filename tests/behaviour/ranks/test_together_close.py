@@ -9,7 +9,8 @@ import pytest
 
 from everstep.commit.job.member import Member
 from everstep.commit.job.messages import WatermarkNotice
-from everstep.keeper.persist.rank_commits import RankCommits
+from everstep.keeper.persist.job_committer import JobCommitter
+from everstep.keeper.persist.job_link import JobLink
 from everstep.run.scan import scan_run
 from everstep.seams import PosixFileSystem
 from tests.support.ranks.together import RankTraining, on_all, trainings
@@ -27,35 +28,35 @@ class SlowToTell:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, *, ever: bool = True) -> None:
         self.settled: list[bool] = []
         self._leaves = False
-        self._held: list[tuple[RankCommits, int, Any]] = []
+        self._held: list[tuple[JobLink, int, Any]] = []
         send, leaves, settled = (
-            RankCommits.send,
-            RankCommits._is_dispensable,
-            RankCommits._is_settled,
+            JobLink.send,
+            JobCommitter.is_dispensable,
+            JobCommitter.is_settled,
         )
 
-        def sent(of: RankCommits, rank: int, message: Any) -> None:
+        def sent(of: JobLink, rank: int, message: Any) -> None:
             late = isinstance(message, WatermarkNotice) and message.base.step == LAST
             if late and not self._leaves:
                 self._held.append((of, rank, message))
             else:
                 send(of, rank, message)
 
-        def left(of: RankCommits) -> bool:
+        def left(of: JobCommitter) -> bool:
             answer = leaves(of)
-            if of._job_session.rank == 1 and ever:
+            if of.link.session.rank == 1 and ever:
                 self._leaves = True
                 while self._held:
                     send(*self._held.pop())
             return answer
 
-        def asked(of: RankCommits) -> bool:
+        def asked(of: JobCommitter) -> bool:
             self.settled.append(settled(of))
             return self.settled[-1]
 
-        monkeypatch.setattr(RankCommits, "send", sent)
-        monkeypatch.setattr(RankCommits, "_is_dispensable", left)
-        monkeypatch.setattr(RankCommits, "_is_settled", asked)
+        monkeypatch.setattr(JobLink, "send", sent)
+        monkeypatch.setattr(JobCommitter, "is_dispensable", left)
+        monkeypatch.setattr(JobCommitter, "is_settled", asked)
 
 
 def end(ranks: list[RankTraining]) -> None:

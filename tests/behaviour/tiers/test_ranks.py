@@ -23,7 +23,7 @@ from everstep.errors import (
 )
 from everstep.format.names import CONDEMNED
 from everstep.format.records import TimelineRecord
-from everstep.keeper.persist import rank_commits as commits_module
+from everstep.keeper.persist import job_committer as commits_module
 from everstep.keeper.ship.mirrors import Mirrors
 from everstep.keeper.ship.place import ROOT, newest_timeline_in
 from everstep.link.job_session import JobSession
@@ -368,17 +368,21 @@ def test_a_follower_waits_for_rank_0_as_long_as_it_may_be_asked(apart: list[Path
 class Keeper:
     """What the mirrors of one rank know of its keeper."""
 
-    def __init__(self, keepers: list[Keeper]) -> None:
-        self.rank, self._keepers = len(keepers), keepers
-        self.on_copy: Any = lambda sender, message: None
+    def __init__(self, keepers: list[Keeper], session: JobSession) -> None:
+        self.rank, self._keepers = session.rank, keepers
+        self.session = session
+        self._receiver: Any = None
         keepers.append(self)
+
+    def on_copies(self, receiver: Any) -> None:
+        self._receiver = receiver
 
     @property
     def last_receive_s(self) -> float:
         return Seams().clock.monotonic_s()
 
     def send(self, rank: int, message: Any) -> None:
-        self._keepers[rank].on_copy(self.rank, message)
+        self._keepers[rank]._receiver(self.rank, message)
 
     def is_disconnected(self, rank: int) -> bool:
         return False
@@ -393,8 +397,8 @@ def test_mirrors_of_two_keepers(apart: list[Path], tmp_path: Path) -> None:
     mirrors = []
     for rank in range(2):
         about: Any = Seams(), apart[rank], 1, told, posted.append
-        job_session, keeper = JobSession("session", rank, disks, ()), Keeper(keepers)
-        mirrors.append(Mirrors(*about, timeout_s=20.0, job_session=job_session, commits=keeper))  # type: ignore[arg-type]
+        link: Any = Keeper(keepers, JobSession("session", rank, disks, ()))
+        mirrors.append(Mirrors(*about, timeout_s=20.0, link=link))
     for one in mirrors:
         one.base_durable(BaseId(1, 3))
     assert wait_for(lambda: not sum(one.finish() for one in mirrors))

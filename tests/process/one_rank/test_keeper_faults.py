@@ -25,8 +25,7 @@ from torch import nn
 
 import everstep
 from everstep.errors import DeadlineError
-from everstep.format.writer import ChunkRing
-from everstep.keeper.persist.local_keeper import CHUNKS, WRITERS
+from everstep.format.writer import CHUNKS, WRITERS, ChunkRing
 from everstep.link.messages import OBJECT_PART_BYTES
 from everstep.link.registry import list_keepers
 from everstep.options import Budget

@@ -34,7 +34,7 @@ from everstep.format.reader import read_body
 from everstep.format.records import AuditRecord, Manifest
 from everstep.format.writer import ChunkRing
 from everstep.keeper.log.segment_writer import SegmentWriter
-from everstep.keeper.persist.persister import Persister
+from everstep.keeper.persist.shard_writer import ShardWriter
 from everstep.restore.offline.audit import audit_newest
 from everstep.run.open_base import OpenBase
 from everstep.run.scan import scan_run
@@ -249,8 +249,8 @@ def edit_rank(run: Path, step: int, rank: int, change: Callable[[dict[str, Any]]
         bodies = [LiveBody(shards[0].layout, tensors, objects, lane)]
         slots = SlotStore(FS, timeline_dir(run, 1) / SLOTS_DIR)
         Path(path).unlink()
-        persister = Persister(FS, run, ring, slots, timeout_s=60.0)
-        written = persister.write(BasePlan(header.identity, shards), bodies, silent)
+        writer = ShardWriter(FS, run, ring, slots, timeout_s=60.0)
+        written = writer.write(BasePlan(header.identity, shards), bodies, silent)
         marker = replace(opened.marker, files=tuple(one.record for one in written))
         markers = [marker if one.rank == rank else one for one in base.manifest.markers]
         Path(base.path / marker_name(rank)).write_bytes(marker.encode())

@@ -19,7 +19,8 @@ from everstep.format.names import SLOTS_DIR, base_dir, shard_name, timeline_dir
 from everstep.format.plan import BasePlan, ShardPlan, plan_files
 from everstep.format.reader import read_body
 from everstep.format.writer import ChunkRing
-from everstep.keeper.persist.persister import Persister
+from everstep.keeper.persist.committer import commit_base
+from everstep.keeper.persist.shard_writer import ShardWriter
 from everstep.run.open_base import OpenBase
 from everstep.run.scan import scan_run
 from everstep.run.segments import read_records
@@ -99,13 +100,9 @@ def rewrite(
         shutil.rmtree(base_dir(PurePath(run), marker.timeline, step))
         slots = PurePath(timeline_dir(PurePath(run), marker.timeline) / SLOTS_DIR)
         filesystem = PosixFileSystem()
-        Persister(
-            filesystem,
-            PurePath(run),
-            ring,
-            SlotStore(filesystem, slots),
-            timeout_s=TIMEOUT_S,
-        ).persist(BasePlan(identity, tuple(shards)), bodies, silent)
+        parked = SlotStore(filesystem, slots)
+        writer = ShardWriter(filesystem, PurePath(run), ring, parked, timeout_s=TIMEOUT_S)
+        commit_base(writer, BasePlan(identity, tuple(shards)), bodies, silent)
     finally:
         opened.close()
         lane.close()

@@ -19,7 +19,7 @@ from everstep.format.names import base_dir, marker_name, shard_name, timeline_di
 from everstep.format.plan import BasePlan, plan_files
 from everstep.format.records import Marker, TimelineRecord
 from everstep.format.writer import ChunkRing
-from everstep.keeper.persist.persister import Persister
+from everstep.keeper.persist.shard_writer import ShardWriter
 from everstep.link.recordable import Layouts, state_digest
 from everstep.restore.load.load import CompleteRank
 from everstep.restore.offline.load import complete_rank_files
@@ -161,8 +161,8 @@ def _write(
         filesystem, directory = PosixFileSystem(), base_dir(run, 1, LAST)
         ensure_dirs(filesystem, directory)
         slots = SlotStore(filesystem, timeline_dir(run, 1) / "slots")
-        persister = Persister(filesystem, run, ring, slots, timeout_s=TIMEOUT_S)
-        written = persister.write(BasePlan(identity, tuple(shards)), bodies, silent)
+        writer = ShardWriter(filesystem, run, ring, slots, timeout_s=TIMEOUT_S)
+        written = writer.write(BasePlan(identity, tuple(shards)), bodies, silent)
     finally:
         lane.close()
     files = tuple(one.record for one in written)

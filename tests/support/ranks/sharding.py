@@ -34,7 +34,7 @@ from everstep.format.records import (
     manifest_of,
 )
 from everstep.format.writer import ChunkRing
-from everstep.keeper.persist.persister import Persister
+from everstep.keeper.persist.shard_writer import ShardWriter
 from everstep.restore.load.load import LoadedBase, load_ranks
 from everstep.run.open_base import OpenBase
 from everstep.run.scan import BaseFound
@@ -183,8 +183,8 @@ def write(run: Path, state: State, ring: ChunkRing, step: int = STEP) -> Marker:
             for s in shards
         ]
         slots = SlotStore(filesystem, timeline_dir(run, 1) / "slots")
-        persister = Persister(filesystem, run, ring, slots, timeout_s=TIMEOUT_S)
-        written = persister.write(BasePlan(identity, shards), bodies, silent)
+        writer = ShardWriter(filesystem, run, ring, slots, timeout_s=TIMEOUT_S)
+        written = writer.write(BasePlan(identity, shards), bodies, silent)
     finally:
         lane.close()
     records = tuple(one.record for one in written)

@@ -29,6 +29,7 @@ from everstep.format.writer import ChunkRing
 from everstep.keeper.retain.deletion import delete_base, perform_deletion
 from everstep.keeper.retain.retention import Retention
 from everstep.restore.fetch.copies import RunWithCopies
+from everstep.run.fence import Fence
 from everstep.run.scan import scan_base, scan_run
 from everstep.run.uncondemn import uncondemn
 from everstep.seams import ManualClock, PosixFileSystem
@@ -197,7 +198,7 @@ def test_cleaning_up_leaves_it_alone(run_folder: Path) -> None:
     run = PurePath(run_folder)
     path, gone = condemn(run_folder, 1), condemn(run_folder, 2)
     _mark(gone)
-    _retention(run, 1, FILES).sweep(scan_run(FILES, run), in_flight=())
+    _retention(run, 1, FILES).sweep(scan_run(FILES, run))
     assert scan_base(FILES, run, BaseId(1, 1)).is_usable
     assert path.exists()
     assert not gone.exists()
@@ -207,7 +208,8 @@ def _retention(run: PurePath, timeline: int, fs: Any) -> Retention:
     slots = SlotStore(fs, timeline_dir(run, timeline) / SLOTS_DIR)
     ring = ChunkRing(1, 1)  # its threads start when it is first used, which a sweep does not
     clock = ManualClock()
-    return Retention(fs, run, timeline, ring, slots, keep=1, timeout_s=20, clock=clock)
+    fence = Fence(fs, run, timeline)
+    return Retention(fence, ring, slots, keep=1, timeout_s=20, clock=clock)
 
 
 def test_of_lifting_and_removing_one_succeeds(run_folder: Path) -> None:
@@ -325,7 +327,7 @@ def test_what_is_put_back_while_half_of_it_is_seen_stays(back: str, run_folder: 
 
     fs.hook = put_back
     with nullcontext() if back == "whole" else pytest.raises(FencedError):
-        retention.sweep(inventory, in_flight=())
+        retention.sweep(inventory)
     data = (copy / path.relative_to(run) / shard_name(0)).read_bytes()
     assert (path / shard_name(0)).read_bytes() == data
     assert scan_base(FILES, run, BaseId(1, 1)).is_usable == (back == "whole")

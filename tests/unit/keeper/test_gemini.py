@@ -181,7 +181,7 @@ class Memory:
         self,
         base: BaseId,
         size_bytes: int = 3000,
-        audit: Callable[[Any], None] = lambda digests: None,
+        audit: Callable[[Any, Any], None] = lambda plan, written: None,
     ) -> None:
         data = bytes((at + base.step) % 251 for at in range(size_bytes))
         plan = _plan(base, size_bytes)
@@ -256,8 +256,8 @@ def test_the_bound_is_never_passed(tmp_path: Path) -> None:
 def test_what_an_audit_refuses_is_not_held(tmp_path: Path) -> None:
     memory = Memory(tmp_path)
 
-    def refuse(digests: Any) -> None:
-        assert set(digests) == {"t"}
+    def refuse(plan: Any, written: Any) -> None:
+        assert [set(shard.digests) for shard in written] == [{"t"}]
         raise AuditError("not the state of its step")
 
     with pytest.raises(AuditError):
@@ -282,7 +282,7 @@ def test_bytes_that_change_while_they_are_copied_are_not_held(tmp_path: Path) ->
 
     memory.passes(A)
     with pytest.raises(DamageError):
-        memory.bases.hold(_plan(B, 3000), [Changes(bytes(3000))], silent, lambda digests: None)
+        memory.bases.hold(_plan(B, 3000), [Changes(bytes(3000))], silent, lambda *_: None)
     assert (memory.held, memory.whole) == ([10], [A])
 
 

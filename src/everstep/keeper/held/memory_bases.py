@@ -21,7 +21,6 @@ from everstep.format.reader import read_record_bytes
 from everstep.format.records import Marker
 from everstep.format.writer import Written, digest_shard
 from everstep.keeper.held.peer_base_store import PeerBaseStore
-from everstep.keeper.persist.persister import Audit
 from everstep.seams import Clock, FileSystem
 from everstep.seams.progress import ProgressSink
 from everstep.state.layout.shards import Body, Seen
@@ -76,9 +75,16 @@ class MemoryBases:
         self._released.set()
 
     def hold(
-        self, plan: BasePlan, bodies: Sequence[Body], progress: ProgressSink, audit: Audit
+        self,
+        plan: BasePlan,
+        bodies: Sequence[Body],
+        progress: ProgressSink,
+        audit: Callable[[BasePlan, Sequence[Written]], None],
     ) -> tuple[Written, ...]:
         """Copy a base into the memory of this keeper and compare its digests.
+
+        Args:
+            audit: raises AuditError for a base that is not the state of its step.
 
         Raises:
             AuditError: the base is not the state of its step.
@@ -93,7 +99,7 @@ class MemoryBases:
         pairs = list(zip(plan.shards, watched, strict=True))
         written = tuple(digest_shard(shard, identity, body) for shard, body in pairs)
         # Before the copy: a base that fails the audit must not replace a good one in memory.
-        audit({name: digest for shard in written for name, digest in shard.digests.items()})
+        audit(plan, written)
         marker = Marker.of(identity, tuple(shard.record for shard in written))
         with storage_errors("read the record of the timeline", self._run, step=base.step):
             path = timeline_dir(self._run, base.timeline) / TIMELINE_RECORD

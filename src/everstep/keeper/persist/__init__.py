@@ -3,9 +3,12 @@
 Runs in the keeper process, or as a thread of the training process where there is none. Read in
 this order:
 
-``local_keeper``  the queue: one base after another, then retention
-``persister``     one base of a single rank: files, marker, manifest; the digest audit
-``static_files``  hard links to files of entries that never change
-``rank_commits``  one base together with other ranks: messages, deadlines, retries
-``rank_disk``     disk operations of such a commit
+``base_writer``    the queue: one base after another, each followed by retention
+``committer``      the contract of a commit, and the commit of a single rank
+``shard_writer``   the files of one rank; the digest audit
+``static_files``   hard links to files of entries that never change
+``job_committer``  the commit together with other ranks: deadlines, retries
+``rank_disk``      disk operations of such a commit
+``job_link``       messages between the keepers of a job
+``local_keeper``   all of this as a thread of the training process
 """

@@ -24,7 +24,9 @@ from everstep.format.writer import ChunkRing, Written
 from everstep.keeper.held.newest_capture import LookReply, NewestCapture
 from everstep.keeper.log.attached import AttachedTrainer
 from everstep.keeper.log.logs import Logs
-from everstep.keeper.persist.local_keeper import LocalKeeper
+from everstep.keeper.persist.base_writer import BaseWriter
+from everstep.keeper.persist.committer import Timeline
+from everstep.keeper.persist.job_link import JobLink
 from everstep.keeper.replica.rebuilds import Rebuilds
 from everstep.keeper.replica.served_replica import ServedReplica
 from everstep.keeper.ship.peer_copies import PeerCopies
@@ -82,7 +84,7 @@ class Duties:
         self._ring = ring
         # Both the serving and the writing thread pass errors on.
         self._reporting = threading.Lock()
-        self.keeper: LocalKeeper | None = None
+        self.keeper: BaseWriter | None = None
         self.channel: BackgroundChannel | None = None
         self.newest_capture = NewestCapture()
         self.logs = Logs(seams, run, ring)
@@ -113,51 +115,57 @@ class Duties:
         )
         fields = message.get("seat")
         job_session = None if fields is None else JobSession.from_wire(fields)
-        self.newest_capture.on_disk = None if job_session is None else job_session.recovered
-        self.keeper = LocalKeeper(
-            self._seams,
-            self._run,
-            timeline,
-            channel,
-            self._ring,
-            trainer.arena,
-            keep=message["keep"],
-            verified=verified,
-            timeout_s=self.timeout_s,
-            history=message.get("history", "last"),
-            on_done=lambda capture: self._on_done(trainer, channel, capture),
-            job_session=job_session,
-            mailbox=mailbox,
-        )
+        link = None
+        self.newest_capture.on_disk = None
+        if job_session is not None:
+            assert mailbox is not None
+            self.newest_capture.on_disk = job_session.recovered
+            link = JobLink(job_session, mailbox, self._seams.clock, timeout_s=self.timeout_s)
         self.timeline = timeline
         self._bases_durable = 0
         self._arena = trainer.arena
-        # Queued before any base, so that the sweep never sees files of a base in progress.
-        self.keeper.sweep_in_background()
         # A folder that was put back to an older state reuses timeline numbers: captures in memory
         # of the same or a later number belong to a history that no longer exists.
         if self.logs.serve(trainer, channel, message, self.timeout_s):
             self.newest_capture.drop_from_timeline(self.timeline)
-        assert self.logs.current is not None
-        # Linked only now: the keeper starts before the log of its timeline is known.
-        self.keeper.log_of_run = self.logs.current
+        log = self.logs.current
+        assert log is not None
         self.peers.serve(
             message.get("peers"),
-            job_session,
-            self.keeper.commits,
+            link,
             self._seams.clock,
             lambda notice: _report(trainer, notice, "notice"),
             timeout_s=self.timeout_s,
             timeline=self.timeline,
-            log=self.logs.current,
+            log=log,
             on_everywhere=lambda base: self._on_everywhere(trainer, base),
             on_step=lambda step: trainer.send({"kind": "peered", "base": None, "step": step}),
             verified=verified,
         )
-        self.keeper.bases = self.peers.bases
-        self.replicas.serve(trainer, message, self.logs.current, self.keeper, self.timeout_s)
+        self.keeper = BaseWriter(
+            Timeline(
+                self._seams,
+                self._run,
+                timeline,
+                self._ring,
+                self.timeout_s,
+                keep=message["keep"],
+                history=message.get("history", "last"),
+                verified=verified,
+                link=link,
+                spared=self.peers.spared,
+            ),
+            channel,
+            trainer.arena,
+            records=log,
+            bases=self.peers.bases,
+            on_done=lambda capture: self._on_done(trainer, channel, capture),
+        )
+        # Queued before any base, so that the sweep never sees files of a base in progress.
+        self.keeper.sweep_in_background()
+        self.replicas.serve(trainer, message, log, self.keeper, self.timeout_s)
         self.rebuilds.serve(message)
-        self._start_mirrors(message, job_session, channel)
+        self._start_mirrors(message, link, channel)
         self.auditor = None
         if (message.get("log") or {}).get("audit"):
             from everstep.keeper.process.auditor import auditor_of
@@ -195,7 +203,7 @@ class Duties:
     def _start_mirrors(
         self,
         message: Mapping[str, Any],
-        job_session: JobSession | None,
+        link: JobLink | None,
         channel: BackgroundChannel,
     ) -> None:
         """Start to copy bases to the tiers that the message names."""
@@ -213,8 +221,7 @@ class Duties:
             message["tiers"],
             channel.post,
             timeout_s=self.timeout_s,
-            job_session=job_session,
-            commits=self.keeper.commits,
+            link=link,
             log=self.logs.current,
             identity=identity_from_wire(message["identity"]),
             before=before,

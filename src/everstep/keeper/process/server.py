@@ -1,7 +1,7 @@
 """Event loop of the keeper process: it owns the arena and outlives the trainer.
 
 One thread waits for messages and for the death of the trainer, another one
-(:class:`.local_keeper.LocalKeeper`) writes; :class:`.duties.Duties` handles the messages. The death
+(:class:`.base_writer.BaseWriter`) writes; :class:`.duties.Duties` handles the messages. The death
 of a trainer is noticed through its process descriptor, even while other processes still hold its
 socket. Its complete captures are made durable, incomplete ones are dropped.
 """
@@ -18,10 +18,10 @@ from typing import Any
 
 from everstep.arena.memory import Arena
 from everstep.errors import EverstepError, KeeperError, KeeperTimeoutError
-from everstep.format.writer import ChunkRing
+from everstep.format.writer import CHUNKS, WRITERS, ChunkRing
 from everstep.keeper.held.newest_capture import NewestCapture
 from everstep.keeper.log.attached import AttachedTrainer
-from everstep.keeper.persist.local_keeper import CHUNKS, WRITERS, LocalKeeper
+from everstep.keeper.persist.base_writer import BaseWriter
 from everstep.keeper.process.duties import HANDLERS, Duties
 from everstep.link.messages import PROTOCOL
 from everstep.link.wire import Connection, accept, error_to_wire
@@ -126,7 +126,7 @@ class Server:
         self._alone_s_max = _FIRST_TRAINER_S  # short: it holds nothing yet
 
     @property
-    def _keeper(self) -> LocalKeeper | None:
+    def _keeper(self) -> BaseWriter | None:
         return self._duties.keeper
 
     @property

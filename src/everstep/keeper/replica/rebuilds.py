@@ -21,7 +21,7 @@ from everstep.format.reader import read_record_bytes
 from everstep.format.records import TimelineRecord
 from everstep.keeper.held.newest_capture import NewestCapture
 from everstep.keeper.log.attached import AttachedTrainer
-from everstep.keeper.persist.local_keeper import LocalKeeper
+from everstep.keeper.persist.base_writer import BaseWriter
 from everstep.keeper.replica.redo_file import add_redo_file
 from everstep.link.assembly import Assembly, PartialUpdate, assembly_from_wire
 from everstep.link.capture import Capture
@@ -84,7 +84,7 @@ class Rebuilds:
         message: Mapping[str, Any],
         capture: Capture,
         objects: Mapping[str, bytes],
-        keeper: LocalKeeper,
+        keeper: BaseWriter,
     ) -> None:
         """Assemble a base, all parts and updates of which have arrived.
 
@@ -126,7 +126,7 @@ class Rebuilds:
         capture: Capture,
         objects: Mapping[str, bytes],
         assembly: Assembly,
-        keeper: LocalKeeper,
+        keeper: BaseWriter,
     ) -> None:
         """Assemble a base and queue it for writing, in the thread."""
         error: EverstepError | None = None

@@ -19,7 +19,7 @@ from everstep.errors import AuditError, DamageError, EverstepError, OutOfSpaceEr
 from everstep.format.plan import BasePlan
 from everstep.format.records import TimelineRecord
 from everstep.keeper.log.log_store import LoggedStep, LogStore
-from everstep.keeper.persist.local_keeper import LocalKeeper
+from everstep.keeper.persist.base_writer import BaseWriter
 from everstep.link.capture import Capture, Incoming, shard_offsets
 from everstep.link.samples import Samples, check_samples
 from everstep.link.save import Save, complete
@@ -124,7 +124,7 @@ class Replica:
     def __init__(
         self,
         log: LogStore,
-        keeper: LocalKeeper,
+        keeper: BaseWriter,
         read_record: Callable[[], TimelineRecord | None],
         limits: ReplicaLimits,
         events: ReplicaEvents,

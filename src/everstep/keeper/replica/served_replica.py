@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from pathlib import PurePath
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from everstep.arena.memory import Arena
 from everstep.commit.lineage import BaseId
@@ -16,16 +16,12 @@ from everstep.format.records import TimelineRecord
 from everstep.keeper.held.newest_capture import NewestCapture
 from everstep.keeper.log.attached import AttachedTrainer
 from everstep.keeper.log.log_store import LogStore
-from everstep.keeper.persist.local_keeper import LocalKeeper
+from everstep.keeper.persist.base_writer import BaseWriter
 from everstep.keeper.replica.replica import BaseRequest, Replica, ReplicaLimits
 from everstep.link.capture import Capture
 from everstep.link.samples import Samples
 from everstep.link.wire import error_to_wire
 from everstep.seams.files.filesystem import FileSystem
-
-# Loaded at first use: only jobs of several ranks need it.
-if TYPE_CHECKING:
-    from everstep.keeper.persist.rank_commits import RankCommits
 
 __all__ = ["ServedReplica"]
 
@@ -46,7 +42,7 @@ class ServedReplica:
         self._run = run
         self._newest_capture = newest_capture
         self._replica: Replica | None = None
-        self._commits: RankCommits | None = None
+        self._keeper: BaseWriter | None = None
         self._timeline = 0
         self._trainer: AttachedTrainer | None = None
         # The replica's state while it is held, unchanged, for the next process.
@@ -81,7 +77,7 @@ class ServedReplica:
         trainer: AttachedTrainer,
         message: dict[str, Any],
         log: LogStore,
-        keeper: LocalKeeper,
+        keeper: BaseWriter,
         timeout_s: float,
     ) -> None:
         """Start a timeline; the message's ``replica`` field says whether it has a replica."""
@@ -89,7 +85,7 @@ class ServedReplica:
         self._trainer = trainer
         timeline = message["timeline"]
         limits = message.get("replica")
-        self._commits = keeper.commits
+        self._keeper = keeper
         self._timeline = timeline
         # A new set: threads of the old replica may still use the old one.
         requested: set[int] = set()
@@ -103,7 +99,7 @@ class ServedReplica:
             keeper,
             lambda: self._record(timeline),
             ReplicaLimits(limits["size_bytes"], limits["threads"]),
-            _Reports(trainer, self._commits, timeline, self._requested),
+            _Reports(trainer, keeper, timeline, self._requested),
             timeout_s=timeout_s,
         )
 
@@ -125,7 +121,8 @@ class ServedReplica:
         request = BaseRequest(message["number"], message["step"], message["exact"], samples)
         if self._replica is None:
             error = EverstepError("this keeper has no replica", step=request.step)
-            reports = _Reports(trainer, self._commits, self._timeline, self._requested)
+            assert self._keeper is not None
+            reports = _Reports(trainer, self._keeper, self._timeline, self._requested)
             reports.refused([request], error)
             return
         self._requested.add(request.number)
@@ -154,7 +151,7 @@ class ServedReplica:
         """
         if self._replica is None or (self._trainer is trainer and not own):
             return
-        if self._commits is not None:
+        if self._is_one_of_several:
             return
         frozen = self._replica.freeze()
         if frozen is None or frozen.arena is None:
@@ -187,7 +184,7 @@ class ServedReplica:
         """
         self.arrived()
         # With several ranks there is no last base: their keepers end at different steps.
-        if self._commits is not None or self._replica is None:
+        if self._is_one_of_several or self._replica is None:
             return False
         return self._replica.finish()
 
@@ -197,6 +194,10 @@ class ServedReplica:
         """
         if self._trainer is not None:
             self._trainer.send({"kind": "retained", "step": base.step})
+
+    @property
+    def _is_one_of_several(self) -> bool:
+        return self._keeper is not None and self._keeper.is_one_of_several
 
     def _record(self, timeline: int) -> TimelineRecord | None:
         path = timeline_dir(self._run, timeline) / TIMELINE_RECORD
@@ -213,12 +214,12 @@ class _Reports:
     def __init__(
         self,
         trainer: AttachedTrainer,
-        commits: RankCommits | None,
+        keeper: BaseWriter,
         timeline: int,
         requested: set[int],
     ) -> None:
         self._trainer = trainer
-        self._commits = commits
+        self._keeper = keeper
         self._timeline = timeline
         self._requested = requested
 
@@ -247,11 +248,10 @@ class _Reports:
             step: step of the base that failed; None: none was begun.
         """
         self._requested.difference_update(request.number for request in requests)
-        if self._commits is not None:
-            for request in requests:
-                # Otherwise the other ranks would wait for this rank's files until a timeout.
-                reason = f"this rank's replica cannot provide it: {error.message}"
-                self._commits.refuse(BaseId(self._timeline, request.step), reason)
+        for request in requests:
+            # Otherwise the other ranks would wait for this rank's files until a timeout.
+            reason = f"this rank's replica cannot provide it: {error.message}"
+            self._keeper.committer.refuse(BaseId(self._timeline, request.step), reason)
         self._trainer.send(
             {
                 "kind": "asks_refused",

@@ -45,7 +45,6 @@ from everstep.run.scan import (
 from everstep.run.segments import SegmentCache
 from everstep.run.uncondemn import uncondemn
 from everstep.seams.clock import Clock
-from everstep.seams.files.filesystem import FileSystem
 from everstep.tiers.durable_files import remove_if_there, storage_errors
 from everstep.tiers.slots import SlotStore
 
@@ -56,24 +55,18 @@ class Retention:
     """Retention of one process, for the timeline that it writes.
 
     Args:
-        run: the run folder.
-        timeline: number of the timeline.
+        fence: fence of the process; names the run folder and the timeline.
         ring: chunks to read bases back into.
         slots: parks data files of deleted bases.
         keep: number of bases to keep, at least 1.
         timeout_s: seconds without progress after which a single transfer counts as hung.
         history: steps that resume can go back to (:meth:`everstep.config.options.History.parse`).
         clock: its monotonic time measures the age of segments.
-
-    Attributes:
-        deleted: number of bases deleted so far.
     """
 
     def __init__(
         self,
-        filesystem: FileSystem,
-        run: PurePath,
-        timeline: int,
+        fence: Fence,
         ring: ChunkRing,
         slots: SlotStore,
         *,
@@ -82,19 +75,19 @@ class Retention:
         history: str = "last",
         clock: Clock,
     ) -> None:
+        filesystem = fence.filesystem
         self._history = History.parse(history)
         self._ages = SegmentAges(filesystem, clock)
         self._segments = SegmentCache()
         self._timelines = TimelineCache()
         self._filesystem = filesystem
-        self._run = run
-        self._timeline = timeline
-        self._fence = Fence(filesystem, run, timeline)
+        self._run = fence.run
+        self._timeline = fence.timeline
+        self._fence = fence
         self._slots = slots
         self._good = ReadBack(
             filesystem, lambda: contextlib.nullcontext(ring), keep=keep, timeout_s=timeout_s
         )
-        self.deleted = 0
 
     @property
     def verified(self) -> set[BaseId]:
@@ -116,13 +109,13 @@ class Retention:
             # Bases before segments: a segment is needed as long as a base that it leads from.
             self._retain(inventory, post)
             self._retain_log()
-            self.sweep(inventory, in_flight=())
+            self.sweep(inventory)
 
     def scan(self) -> Inventory:
         """Return the current contents of the run folder."""
         return scan_run(self._filesystem, self._run, self._timelines)
 
-    def sweep(self, inventory: Inventory, *, in_flight: Collection[BaseId]) -> None:
+    def sweep(self, inventory: Inventory) -> None:
         """Remove leftovers of crashes: temporary files, unfinished or half-deleted bases, parked
         files.
 
@@ -130,30 +123,29 @@ class Retention:
         retention decide on those.
 
         Args:
-            inventory: contents of the run folder.
-            in_flight: bases that are being written.
+            inventory: contents of the run folder; no base is being written.
 
         Raises:
             FencedError: a newer timeline has begun.
         """
         # A superseded process must delete nothing: its view of complete bases is out of date.
-        self._check_fence()
+        self._fence.check()
         # At the start, too: the ages of segments that exist now come from the times of their files.
         if self._history.is_by_age:
             self._ages.observe(inventory)
         self._remove_temporary(self._run)
-        self._sweep_bases(inventory, in_flight)
+        self._sweep_bases(inventory)
         self._sweep_timelines(inventory)
 
-    def _sweep_bases(self, inventory: Inventory, in_flight: Collection[BaseId]) -> None:
+    def _sweep_bases(self, inventory: Inventory) -> None:
         """Delete unfinished bases, and temporary files next to finished ones."""
         for base in inventory.bases:
-            if base.id.timeline > self._timeline or base.id in in_flight:
+            if base.id.timeline > self._timeline:
                 continue
             unfinished = base.status in ("incomplete", "condemned") and not base.is_usable
             # A directory with files of the user stays, even if nothing in it can be loaded.
             if unfinished and _only_ours(base):
-                delete_files(self._filesystem, base, self._slots, check_fence=self._check_fence)
+                delete_files(self._filesystem, base, self._slots, check_fence=self._fence.check)
             elif base.status in ("committed", "complete") and _temporary(
                 f.name for f in base.files
             ):
@@ -183,13 +175,12 @@ class Retention:
         # A process that died may have condemned a base that the rules keep: lift its mark.
         for base in bases.values():
             if base.status == "condemned" and base.id not in victims:
-                self._check_fence()
+                self._fence.check()
                 uncondemn(self._filesystem, base.path)
         for victim in victims:
             # Oldest first: after a crash in between, the newest bases are still complete.
             self._delete(bases[victim])
             self._good.forget(victim)
-            self.deleted += 1
 
     def _delete(self, base: BaseFound) -> None:
         own = self._timeline
@@ -245,12 +236,9 @@ class Retention:
             self._run,
             mine,
             lambda segment: not needed_by(segment, left),
-            self._check_fence,
+            self._fence.check,
             own=self._timeline,
         )
-
-    def _check_fence(self) -> None:
-        self._fence.check()
 
     def _remove_temporary(self, directory: PurePath) -> None:
         # The directory may be deleted at the same time, by another rank or by the user.

@@ -15,7 +15,7 @@ from everstep.commit.lineage import BaseId
 from everstep.errors import DeadlineError, EverstepError
 from everstep.format.header import ShardIdentity
 from everstep.keeper.log.log_store import LogStore
-from everstep.keeper.persist.rank_commits import RankCommits
+from everstep.keeper.persist.job_link import JobLink
 from everstep.keeper.ship.log_mirror import LogMirror
 from everstep.keeper.ship.lossy_log import shrinking
 from everstep.keeper.ship.mirror import Mirror, MirrorOptions
@@ -26,7 +26,6 @@ from everstep.keeper.ship.rank_mirror import (
     FollowingMirror,
     LeadingMirror,
 )
-from everstep.link.job_session import JobSession
 from everstep.link.keeper_stats import KeeperStats
 from everstep.seams import Clock, Seams
 from everstep.seams.files.stalls import ObservedFileSystem
@@ -50,8 +49,7 @@ class Mirrors:
     Args:
         places: fields of each place's :class:`~everstep.tiers.options.TierOptions`.
         post: called with errors.
-        job_session: session of this rank in the job; None: there is one rank.
-        commits: commits of this rank with the others; None: there is one rank.
+        link: link to the keepers of the other ranks; None: there is one rank.
         log: log of this rank.
         identity: identity of this rank, for segments of the log.
         before: mirrors of the previous timeline in the same keeper; objects they wrote within the
@@ -67,8 +65,7 @@ class Mirrors:
         post: Callable[[EverstepError], None],
         *,
         timeout_s: float,
-        job_session: JobSession | None = None,
-        commits: RankCommits | None = None,
+        link: JobLink | None = None,
         log: LogStore | None = None,
         identity: ShardIdentity | None = None,
         before: Mirrors | None = None,
@@ -81,7 +78,7 @@ class Mirrors:
         self._logs: list[LogMirror] = []
         # By index of the place.
         self._rank_mirrors: dict[int, AnyRankMirror] = {}
-        self._commits = commits
+        self._link = link
         # By URL or directory.
         self._rates: dict[str, ObjectRate] = {}
         for number, fields in enumerate(places):
@@ -104,18 +101,18 @@ class Mirrors:
                 self._logs.append(log_mirror)
                 self._watched[log_mirror] = tier
             pace = MirrorOptions(options.keep or 1, options.every_s, timeout_s)
-            if job_session is None or commits is None:
+            if link is None:
                 mirror = Mirror(seams.filesystem, run, place, seams.clock, post, pace)
             else:
-                kind = LeadingMirror if job_session.rank == COORDINATOR else FollowingMirror
-                world = len(job_session.disks)
-                member = CopyMember(commits, number, job_session.rank, world)
+                rank = link.session.rank
+                kind = LeadingMirror if rank == COORDINATOR else FollowingMirror
+                member = CopyMember(link, number, rank, len(link.session.disks))
                 mirror = kind(seams.filesystem, run, place, seams.clock, post, pace, member)
                 self._rank_mirrors[number] = mirror
             self._mirrors.append(mirror)
             self._watched[mirror] = tier
-        if places and commits is not None:
-            commits.on_copy = self._on_message
+        if places and link is not None:
+            link.on_copies(self._on_message)
 
     def base_durable(self, base: BaseId | None = None) -> None:
         """Queue a new base in all mirrors.
@@ -152,12 +149,12 @@ class Mirrors:
         mirror = self._rank_mirrors.get(message.place)
         if mirror is not None:
             mirror.on_message(sender, message)
-        elif isinstance(message, CopyRequest) and self._commits is not None:
+        elif isinstance(message, CopyRequest) and self._link is not None:
             first = message.manifest.markers[0]
             base = BaseId(first.timeline, first.step)
             # Reply at once: rank 0 would wait for this rank until a timeout.
             reason = "this rank could not open the place"
-            self._commits.send(sender, CopyReply(message.place, base, reason))
+            self._link.send(sender, CopyReply(message.place, base, reason))
 
     def finish(self) -> bool:
         """Prepare for the end of the keeper; return True while a copy is still being made."""

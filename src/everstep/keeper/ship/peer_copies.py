@@ -4,7 +4,7 @@ others.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import PurePath
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +19,6 @@ from everstep.keeper.held.peer_base_store import PeerBaseStore
 from everstep.keeper.held.peer_log_store import PeerLogStore
 from everstep.keeper.log.log_store import LogStore
 from everstep.keeper.log.recall_wire import base_from_wire, base_to_wire, log_to_wire
-from everstep.link.job_session import JobSession
 from everstep.link.keeper_stats import KeeperStats
 from everstep.restore.fetch.held import HeldBase
 from everstep.restore.fetch.peer_copy import files_over
@@ -30,7 +29,7 @@ from everstep.tiers.options import PeerOptions
 # Loaded at first use: only jobs of several ranks, or with bases in memory, need them.
 if TYPE_CHECKING:
     from everstep.keeper.held.memory_bases import IsPast, MemoryBases
-    from everstep.keeper.persist.rank_commits import RankCommits
+    from everstep.keeper.persist.job_link import JobLink
     from everstep.keeper.ship.log_sender import LogSenderStats
     from everstep.keeper.ship.peer_exchange import PeerExchange, PeerExchangeStats, Source
 
@@ -48,6 +47,7 @@ class PeerCopies:
         logs: logs of other ranks.
         exchange: sends to the peer and receives from others; None: nothing is exchanged.
         bases: bases of this rank if they live in memory; None: they live on disk.
+        spared: returns bases that disks must keep, however old they are, as peers hold their files.
     """
 
     def __init__(
@@ -61,12 +61,12 @@ class PeerCopies:
         self.logs = PeerLogStore()
         self.exchange: PeerExchange | None = None
         self.bases: MemoryBases | None = None
+        self.spared: Callable[[], Iterable[BaseId]] = tuple
 
     def serve(
         self,
         settings: Mapping[str, Any] | None,
-        job_session: JobSession | None,
-        commits: RankCommits | None,
+        link: JobLink | None,
         clock: Clock,
         notify: Callable[[EverstepError], None],
         *,
@@ -84,8 +84,7 @@ class PeerCopies:
                 ``bytes_per_s``: maximum rate; ``sends_log``: True if this rank's log is sent, as
                 the ``log`` options say; ``holds``: True if bases of this rank live in memory. None:
                 no rank sends or holds anything.
-            job_session: session of this rank in the job; None: there is one rank.
-            commits: commits of this rank with the others; None: there is one rank.
+            link: link to the keepers of the other ranks; None: there is one rank.
             notify: called with errors; training goes on.
             log: log of this rank.
             on_everywhere: called with each base that all peers hold completely, in a thread.
@@ -93,6 +92,8 @@ class PeerCopies:
             verified: with one rank: the durable base from which the process continues.
         """
         self.close()
+        self.spared = tuple
+        job_session = None if link is None else link.session
         holds = settings is not None and bool(settings.get("holds"))
         if settings is not None and holds and job_session is None:
             self._rank = 0
@@ -100,7 +101,7 @@ class PeerCopies:
             self.bases = self._bases(clock, timeout_s)
             return
         sends = job_session is not None and job_session.peer is not None
-        if settings is None or job_session is None or commits is None or not (sends or holds):
+        if settings is None or link is None or job_session is None or not (sends or holds):
             self.store = PeerBaseStore()
             self.logs = PeerLogStore()
             return
@@ -121,7 +122,7 @@ class PeerCopies:
             Pace(settings["bytes_per_s"], at_once=holds),
             clock,
             self._find,
-            commits.send,
+            link.send,
             notify,
             timeout_s=timeout_s,
             logs=self.logs,
@@ -134,7 +135,7 @@ class PeerCopies:
                 settings["bytes_per_s"],
                 clock,
                 self._record_of,
-                lambda message: commits.send(exchange.peer, message),
+                lambda message: link.send(exchange.peer, message),
                 exchange.report_failure,
                 shrink=shrinking(PeerOptions(**settings.get("log", {}))),
                 timeout_s=timeout_s,
@@ -142,9 +143,10 @@ class PeerCopies:
             )
             sender.follow(log, timeline)
             log.listeners.append(exchange.logged)
-        commits.on_peer = exchange.receive
+        link.on_peer_copies(exchange.receive)
+        # Also valid after the end of the exchange: retention runs until the last base is written.
         if not holds:
-            commits.spared = exchange.needed
+            self.spared = exchange.needed
         # Only now: the thread must not handle messages before everything is in place.
         exchange.start()
         if holds:

@@ -50,7 +50,7 @@ _POLL_S = 0.1
 
 
 class OtherKeepers(Protocol):
-    """Connections to the keepers of the other ranks (:class:`.rank_commits.RankCommits`)."""
+    """Connections to the keepers of the other ranks (:class:`.job_link.JobLink`)."""
 
     last_receive_s: float
 

@@ -25,6 +25,8 @@ from everstep.errors import EverstepError, KeeperError, OptionError
 from everstep.format.header import ShardIdentity
 from everstep.format.writer import ChunkRing
 from everstep.keeper.log.log_store import open_log
+from everstep.keeper.persist.committer import Timeline
+from everstep.keeper.persist.job_link import JobLink
 from everstep.link.channel import BackgroundChannel
 from everstep.link.job_session import JobSession, mailbox_error
 from everstep.link.keeper_stats import KeeperStats, add_stats
@@ -443,25 +445,14 @@ class Keepers:
             return
         mailbox = self._mailbox
         self._mailbox = None
-        keeper = ThreadKeeper(
-            self._seams,
-            self._run,
-            timeline,
-            self._channel,
-            self._ring,
-            self.pool.arena if self.pool is not None else None,
-            keep=self._options.keep,
-            verified=verified,
-            timeout_s=self._options.progress_timeout_s,
-            history=self._options.log.history,
-            job_session=job_session,
-            mailbox=mailbox,
-        )
-        if self.pool is not None:
-            self.pool.moves = lambda: (keeper.moves, keeper.log_moves)
-        keeper.sweep()
+        link = None
+        timeout_s = self._options.progress_timeout_s
+        if job_session is not None:
+            assert mailbox is not None
+            link = JobLink(job_session, mailbox, self._seams.clock, timeout_s=timeout_s)
+        records = None
         if self._options.logs and self.pool is not None:
-            keeper.log_of_run = keeper.records = open_log(
+            records = open_log(
                 self._seams,
                 self._run,
                 self._ring,
@@ -470,8 +461,27 @@ class Keepers:
                 self._identity(timeline),
                 self._channel.post,
                 lambda number: self.on_disk(number),
-                timeout_s=self._options.progress_timeout_s,
+                timeout_s=timeout_s,
             )
+        keeper = ThreadKeeper(
+            Timeline(
+                self._seams,
+                self._run,
+                timeline,
+                self._ring,
+                timeout_s,
+                keep=self._options.keep,
+                history=self._options.log.history,
+                verified=verified,
+                link=link,
+            ),
+            self._channel,
+            self.pool.arena if self.pool is not None else None,
+            records=records,
+        )
+        if self.pool is not None:
+            self.pool.moves = lambda: (keeper.moves, keeper.log_moves)
+        keeper.sweep()
         self.service = Service(keeper, None, keeper, self.pool, timeline)
 
     def _identity(self, timeline: int) -> ShardIdentity:

@@ -15,8 +15,7 @@ from everstep.capture.lanes.lane import CpuLane, Lane
 from everstep.capture.update_hooks import UpdateHooks
 from everstep.config.options import Options
 from everstep.errors import OptionError
-from everstep.format.writer import ChunkRing
-from everstep.keeper.persist.local_keeper import CHUNKS, WRITERS
+from everstep.format.writer import CHUNKS, WRITERS, ChunkRing
 from everstep.link.channel import BackgroundChannel
 from everstep.link.recordable import refuse_optimizers
 from everstep.seams import Seams

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import math
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
@@ -34,46 +33,35 @@ from everstep.commit.job.actions import (
 from everstep.commit.job.cluster import COORDINATOR, Cluster
 from everstep.commit.job.coordinator import Coordinator
 from everstep.commit.job.member import Member
-from everstep.commit.job.messages import (
-    CopyMessage,
-    DiskProgress,
-    Envelope,
-    Message,
-    PeerMessage,
-    accept,
-    encode_message,
-)
 from everstep.commit.lineage import BaseId
 from everstep.errors import (
     DamageError,
     DeadlineError,
     EverstepError,
     FencedError,
-    FormatError,
     StateError,
     StorageError,
 )
 from everstep.format.names import base_dir
 from everstep.format.plan import BasePlan
 from everstep.format.records import FileRecord, Marker
-from everstep.format.writer import ChunkRing, Written
-from everstep.keeper.persist.persister import Audit, Persister
+from everstep.format.writer import Written
+from everstep.keeper.persist.committer import Timeline, is_committed
+from everstep.keeper.persist.job_link import JobLink
 from everstep.keeper.persist.rank_disk import RankDisk
+from everstep.keeper.persist.shard_writer import ShardWriter
 from everstep.keeper.retain.history import history_windows
-from everstep.link.job_session import JobSession
 from everstep.restore.fetch.rank_offers import verify_rank
 from everstep.run.fence import Fence
-from everstep.run.scan import scan_base, scan_run
-from everstep.seams import Seams
+from everstep.run.scan import scan_run
 from everstep.seams.failpoints import failpoint
-from everstep.seams.network.mailbox import Mailbox
 from everstep.seams.processes.conditions import Condition
 from everstep.seams.progress import ProgressSink
 from everstep.state.layout.shards import Body
 from everstep.tiers.durable_files import storage_errors
 
 __all__ = [
-    "RankCommits",
+    "JobCommitter",
     "damaged_after_commit_error",
     "outcome_error",
 ]
@@ -85,8 +73,6 @@ _TICK_S = 0.1
 _SETTLE_S = 5.0
 _FAREWELL_S = 2.0
 _TAKE_OVER_S = 10.0
-# Heartbeats within the time after which a silent rank is reported.
-_BEATS = 20
 
 
 @dataclass(eq=False, slots=True)
@@ -105,7 +91,6 @@ class _Work:
     plan: BasePlan
     bodies: Sequence[Body]
     progress: ProgressSink
-    audit: Audit
     since_s: float
     written: tuple[Written, ...] = ()
     begun: bool = False
@@ -114,93 +99,68 @@ class _Work:
     error: BaseException | None = None
 
 
-class RankCommits:
-    """Persists one rank's bases of one timeline; the multi-rank counterpart of :class:`.Persister`.
+class JobCommitter:
+    """Commits one rank's bases of one timeline (:class:`.committer.Committer`).
 
     Args:
-        job_session: place of this rank in this start of the job.
-        mailbox: connects to the other ranks of the same start; closed together with this object.
-        persister: writes this rank's files.
-        keep: number of bases to keep, over all disks.
-        history: steps that resume can go back to (:meth:`everstep.config.options.History.parse`).
+        link: link to the other ranks of the same start; closed together with this object.
+        writer: writes this rank's files.
         post: receives errors of background work.
-        timeout_s: seconds after which a rank that has not written its shards is reported.
-
-    Attributes:
-        on_peer: receives messages about copies in peers' memory, and their sender.
-        on_copy: receives messages about copies in other tiers, and their sender.
-        spared: returns bases that stay on all disks, however old they are.
-        last_receive_s: time at which the mailbox was last read.
     """
 
     def __init__(
         self,
-        seams: Seams,
-        run: PurePath,
-        timeline: int,
-        job_session: JobSession,
-        mailbox: Mailbox,
-        persister: Persister,
-        ring: ChunkRing,
-        *,
-        keep: int,
-        history: str,
+        timeline: Timeline,
+        link: JobLink,
+        writer: ShardWriter,
         post: Callable[[EverstepError], None],
-        timeout_s: float,
     ) -> None:
-        self._filesystem = seams.filesystem
-        self._clock = seams.clock
-        self._run = run
-        self._job_session = job_session
-        self._mailbox = mailbox
-        self._persister = persister
-        self._ring = ring
+        self.writer = writer
+        self.link = link
+        self._timeline = timeline
+        self._clock = timeline.seams.clock
         self._post = post
-        self._timeout_s = timeout_s
-        self.spared: Callable[[], Iterable[BaseId]] = tuple
+        session = link.session
+        timeout_s = timeline.timeout_s
         # Take over from a silent leader well before the deadline, so that the deadline error can
         # name the ranks whose markers are missing.
         pace = Pace(take_over_s=min(_TAKE_OVER_S, timeout_s / 2), late_s=timeout_s)
-        self._cluster = cluster = Cluster(job_session.disks)
-        self._beat_s = timeout_s / _BEATS
-        self._beat_not_before_s = -math.inf
+        cluster = Cluster(session.disks)
         # A replacement keeper continues the commits of the lost one: its markers are on disk.
-        kept = self._markers_of(timeline) if job_session.again else {}
+        kept = self._markers_of(timeline.number) if session.again else {}
         self._member = (
             Coordinator(
                 cluster,
-                timeline,
-                keep=keep,
-                recovered=job_session.recovered,
-                unread=job_session.unread,
-                unreadable=job_session.unreadable,
+                timeline.number,
+                keep=timeline.keep,
+                recovered=session.recovered,
+                unread=session.unread,
+                unreadable=session.unreadable,
                 pace=pace,
                 kept=kept,
-                spared=lambda: self.spared(),
+                spared=timeline.spared,
             )
-            if job_session.rank == COORDINATOR
+            if session.rank == COORDINATOR
             else Member(
                 cluster,
-                job_session.rank,
-                timeline,
-                recovered=job_session.recovered,
+                session.rank,
+                timeline.number,
+                recovered=session.recovered,
                 pace=pace,
                 kept=kept,
             )
         )
+        filesystem = timeline.seams.filesystem
         self._disk = RankDisk(
-            seams.filesystem,
-            run,
-            job_session.rank,
+            filesystem,
+            timeline.run,
+            session.rank,
             write_shards=self._write_shards,
             read_shards=self._read_shards,
-            unique=f"{job_session.session}-{job_session.rank}",
-            history_window=history_windows(seams, history),
-            fence=Fence(seams.filesystem, run, timeline),
+            unique=f"{session.session}-{session.rank}",
+            history_window=history_windows(timeline.seams, timeline.history),
+            fence=Fence(filesystem, timeline.run, timeline.number),
         )
-        self.on_peer: Callable[[int, PeerMessage], None] = lambda sender, message: None
-        self.on_copy: Callable[[int, CopyMessage], None] = lambda sender, message: None
-        self.last_receive_s = self._clock.running_s()
         # One condition guards the state machine: the keeper's threads and the message thread use
         # it.
         self._changed = Condition()
@@ -211,35 +171,22 @@ class RankCommits:
         self._released = self._closing = self._in_vain = False
         self._late: BaseId | None = None  # base that waits for silent ranks
         # Other ranks may wait for bases that were lost with this rank's previous keeper.
-        for step in job_session.lost:
-            why = f"it was lost with the keeper of rank {job_session.rank}"
-            self.refuse(BaseId(timeline, step), why)
+        for step in session.lost:
+            why = f"it was lost with the keeper of rank {session.rank}"
+            self.refuse(BaseId(timeline.number, step), why)
         self._thread = threading.Thread(target=self._drive, name="everstep-ranks", daemon=True)
         self._thread.start()
 
     # --- Called by the keeper ---
 
     def persist(
-        self,
-        plan: BasePlan,
-        bodies: Sequence[Body],
-        progress: ProgressSink,
-        audit: Audit = lambda digests: None,
+        self, plan: BasePlan, bodies: Sequence[Body], progress: ProgressSink
     ) -> tuple[Written, ...]:
-        """Write this rank's files of a base; wait until the base is committed on all ranks.
-
-        Returns:
-            The files of this rank; an empty tuple if the base was committed before.
-
-        Raises:
-            FencedError: a newer timeline has taken over the run.
-            StorageError: this or another rank could not write its shards; no rank keeps any.
-            DeadlineError: other ranks, which the message names, have not written theirs in time.
-        """
+        """Write this rank's files of a base; wait until the base is committed on all ranks."""
         base = BaseId(plan.identity.timeline, plan.identity.step)
-        work = _Work(plan, bodies, progress, audit, self._clock.running_s())
+        work = _Work(plan, bodies, progress, self._clock.running_s())
         with self._changed:
-            if self._is_committed(base):
+            if is_committed(self.writer, base):
                 return ()
             # Registered before the machine starts, as its first action looks the work up.
             self._works[base] = work
@@ -258,17 +205,6 @@ class RankCommits:
             raise work.error
         return work.written
 
-    def storage_progressed(self) -> None:
-        """Send the other ranks a heartbeat, now and then: a disk operation has completed.
-
-        Takes no lock, as any thread calls this, with or without the lock of this object.
-        """
-        now_s = self._clock.monotonic_s()
-        if now_s >= self._beat_not_before_s:
-            self._beat_not_before_s = now_s + self._beat_s
-            for rank in self._cluster.others(self._job_session.rank):
-                self.send(rank, DiskProgress())
-
     def release(self) -> None:
         """Fail bases that only wait for other ranks: the next start of the job decides on them."""
         with self._changed:
@@ -278,7 +214,7 @@ class RankCommits:
     def training_ended(self) -> None:
         """Tell the other ranks not to wait for further bases of this rank."""
         with self._changed:
-            why = f"training of rank {self._job_session.rank} has ended"
+            why = f"training of rank {self.link.session.rank} has ended"
             self._absorb(self._member.end_captures(why))
 
     def refuse(self, base: BaseId, why: str) -> None:
@@ -296,27 +232,30 @@ class RankCommits:
         """
         with self._changed:
             # Bounded: retention of silent ranks must not delay this rank's next base.
-            self._changed.wait_for(self._is_settled, _SETTLE_S)
-        with storage_errors("clean up the log", self._run, rank=self._job_session.rank):
+            self._changed.wait_for(self.is_settled, _SETTLE_S)
+        with storage_errors("clean up the log", self.writer.run, rank=self.link.session.rank):
             self._disk.retain_log(self._member.timeline, leads=self._member.leads)
 
     def sweep(self) -> None:
         """Remove unfinished bases of older timelines, if this rank leads on its disk."""
         if not self._member.leads:
             return
-        with self._changed, storage_errors("clean up", self._run, rank=self._job_session.rank):
-            self._disk.sweep(self._member.timeline, spare=self._job_session.spare)
+        with (
+            self._changed,
+            storage_errors("clean up", self.writer.run, rank=self.link.session.rank),
+        ):
+            self._disk.sweep(self._member.timeline, spare=self.link.session.spare)
 
     def close(self) -> None:
         """End the thread after the other ranks can do without this one."""
         with self._changed:
             if self._member.fenced is None and not self._released:
-                self._changed.wait_for(self._is_dispensable, _FAREWELL_S)
+                self._changed.wait_for(self.is_dispensable, _FAREWELL_S)
             # Set under the lock: the thread must not handle a message after the mailbox is closed.
             self._closing = True
         # Joined before the mailbox is closed, as the thread reads from it.
-        self._thread.join(self._timeout_s)
-        self._mailbox.close()
+        self._thread.join(self._timeline.timeout_s)
+        self.link.close()
 
     # --- Waiting ---
 
@@ -341,13 +280,13 @@ class RankCommits:
             work.error = StateError(
                 "the next start of the job began before the base was durable on all ranks",
                 step=base.step,
-                rank=self._job_session.rank,
+                rank=self.link.session.rank,
             )
-        elif not work.begun and (self._late is not None or waited_s > self._timeout_s):
+        elif not work.begun and (self._late is not None or waited_s > self._timeline.timeout_s):
             work.error = DeadlineError(
                 "the previous base is not durable on all ranks yet",
                 step=base.step,
-                rank=self._job_session.rank,
+                rank=self.link.session.rank,
                 hint="another rank or its storage hangs",
             )
         # The trainer reuses the memory after the error: this rank must never begin to write it.
@@ -355,7 +294,7 @@ class RankCommits:
             self._absorb(self._member.drop(base, str(work.error)))
         return work.error is not None
 
-    def _is_settled(self) -> bool:
+    def is_settled(self) -> bool:
         """Return True if no rank has work left for retention, as far as this rank must know."""
         coordinator = self._member
         if not isinstance(coordinator, Coordinator) or coordinator.fenced is not None:
@@ -366,14 +305,14 @@ class RankCommits:
         """Return True if a rank that is waited for has ended: the next start does the remaining
         work."""
         awaited = self._member.awaited if isinstance(self._member, Coordinator) else ()
-        return any(self._mailbox.is_disconnected(rank) for rank in awaited if rank != COORDINATOR)
+        return any(self.link.is_disconnected(rank) for rank in awaited if rank != COORDINATOR)
 
-    def _is_dispensable(self) -> bool:
+    def is_dispensable(self) -> bool:
         """Return True if no other rank still needs an answer from this one."""
-        if self._job_session.rank == COORDINATOR:
-            return self._is_settled()
+        if self.link.session.rank == COORDINATOR:
+            return self.is_settled()
         may_delete = self._member.watermark.before is not None or self._member.watermark_pending
-        return self._mailbox.is_disconnected(COORDINATOR) or not may_delete
+        return self.link.is_disconnected(COORDINATOR) or not may_delete
 
     # --- The thread ---
 
@@ -381,12 +320,12 @@ class RankCommits:
         """Handle messages and deadlines until :meth:`close`."""
         while not self._closing:
             # Outside of the lock: persist() has to run while no message arrives.
-            data = self._mailbox.receive(_TICK_S)
-            self.last_receive_s = self._clock.running_s()
+            data = self.link.receive(_TICK_S)
             try:
                 with self._changed:
-                    if data is not None:
-                        self._receive(data)
+                    envelope = None if data is None else self.link.deliver(data)
+                    if envelope is not None:
+                        self._absorb(self._member.receive(envelope.sender, envelope.message))
                     # Only when the mailbox is empty: a rank that has ended may have left messages.
                     self._in_vain = data is None and self._is_in_vain()
                     # At each turn, as deadlines and take-overs must work without messages.
@@ -395,36 +334,8 @@ class RankCommits:
                     self._changed.notify_all()
             except BaseException as error:
                 # An exception would end this thread, and with it all later commits.
-                _log.exception("internal error in the commits of rank %d", self._job_session.rank)
+                _log.exception("internal error in the commits of rank %d", self.link.session.rank)
                 self._post_once(EverstepError(f"internal error in commits: {error!r}"))
-
-    def _receive(self, data: bytes) -> None:
-        """Handle one message of another rank."""
-        try:
-            envelope = accept(data, self._job_session.session)
-        except FormatError as error:
-            _log.warning("an invalid message of another rank was ignored: %s", error)
-            return
-        # From an earlier start of the job: its sender knows nothing of this one.
-        if envelope is None:
-            return
-        if isinstance(envelope.message, PeerMessage):
-            # Copies in memory have a state machine of their own; the commit knows nothing of them.
-            self.on_peer(envelope.sender, envelope.message)
-            return
-        if isinstance(envelope.message, CopyMessage):
-            self.on_copy(envelope.sender, envelope.message)
-            return
-        self._absorb(self._member.receive(envelope.sender, envelope.message))
-
-    def is_disconnected(self, rank: int) -> bool:
-        """Return True if the keeper of a rank was connected and has ended."""
-        return self._mailbox.is_disconnected(rank)
-
-    def send(self, rank: int, message: Message) -> None:
-        """Send a message to the keeper of another rank, without waiting; from any thread."""
-        envelope = Envelope(self._job_session.session, self._job_session.rank, message)
-        self._mailbox.send(rank, encode_message(envelope))
 
     def _try_again(self) -> None:
         """Repeat actions and withdrawals that the disk has refused."""
@@ -441,7 +352,7 @@ class RankCommits:
         while todo:
             out = todo.popleft()
             if isinstance(out, Send):
-                self.send(out.rank, out.message)
+                self.link.send(out.rank, out.message)
             elif isinstance(out, Perform):
                 todo.extend(self._perform(out))
             else:
@@ -488,7 +399,7 @@ class RankCommits:
             return []
         if do.base in self._works:
             self._works[do.base].error = ours
-        return self._withdraw(do.base, f"rank {self._job_session.rank}: {ours.message}")
+        return self._withdraw(do.base, f"rank {self.link.session.rank}: {ours.message}")
 
     def _withdraw(self, base: BaseId, reason: str) -> list[Out]:
         """Remove this rank's marker and files of a base, then tell the other ranks."""
@@ -505,13 +416,13 @@ class RankCommits:
     def _remove_empty(self, base: BaseId) -> None:
         """Remove the directory of a base; the last rank that withdraws succeeds."""
         with contextlib.suppress(OSError):
-            self._filesystem.remove_dir(base_dir(self._run, base.timeline, base.step))
+            self.writer.filesystem.remove_dir(base_dir(self.writer.run, base.timeline, base.step))
 
     def _in_words(self, do: Perform, error: OSError | EverstepError) -> EverstepError:
-        directory = base_dir(self._run, do.base.timeline, do.base.step)
+        directory = base_dir(self.writer.run, do.base.timeline, do.base.step)
         try:
             with storage_errors(
-                "write the base", directory, step=do.base.step, rank=self._job_session.rank
+                "write the base", directory, step=do.base.step, rank=self.link.session.rank
             ):
                 raise error
         except EverstepError as ours:
@@ -526,57 +437,52 @@ class RankCommits:
     def _report(self, out: Out) -> None:
         """Pass the outcome of a base on to the thread that waits for it."""
         if isinstance(out, BaseDamaged):
-            self._post(damaged_after_commit_error(out, self._run))
+            self._post(damaged_after_commit_error(out, self.writer.run))
         elif isinstance(out, BaseDurable | GaveUp | BaseLate):
             self._late = out.base if isinstance(out, BaseLate) else None
             # Nobody waits any more if the save was interrupted.
             work = self._works.get(out.base)
             if work is not None and work.error is None:
                 work.durable = isinstance(out, BaseDurable)
-                work.error = outcome_error(out, self._run, self._timeout_s, self.is_disconnected)
+                work.error = outcome_error(
+                    out, self.writer.run, self._timeline.timeout_s, self.link.is_disconnected
+                )
         elif isinstance(out, Fenced):
             _log.warning("%s", out.error)
         self._changed.notify_all()
 
     # --- Files ---
 
-    def _is_committed(self, base: BaseId) -> bool:
-        """Return True if an earlier attempt has committed ``base``: it must not be overwritten."""
-        try:
-            return scan_base(self._filesystem, self._run, base).status == "committed"
-        except FileNotFoundError:
-            return False
-
     def _markers_of(self, timeline: int) -> dict[BaseId, Marker]:
         """Return this rank's markers of the bases of a timeline."""
-        found = scan_run(self._filesystem, self._run).bases
+        found = scan_run(self.writer.filesystem, self.writer.run).bases
         return {
             base.id: marker
             for base in found
             if base.id.timeline == timeline
             for marker in (base.manifest.markers if base.manifest else base.markers)
-            if marker.rank == self._job_session.rank
+            if marker.rank == self.link.session.rank
         }
 
     def _write_shards(self, base: BaseId) -> tuple[FileRecord, ...]:
         work = self._works[base]
         # From here on the memory is being read: the base can only be withdrawn, not dropped.
         work.begun = True
-        work.written = self._persister.write(work.plan, work.bodies, work.progress, work.audit)
+        work.written = self.writer.write(work.plan, work.bodies, work.progress)
         return tuple(shard.record for shard in work.written)
 
     def _read_shards(self, base: BaseId) -> str:
         problem = verify_rank(
-            self._filesystem,
-            self._run,
+            self.writer.filesystem,
+            self.writer.run,
             base,
-            self._job_session.rank,
-            self._ring,
-            timeout_s=self._timeout_s,
+            self.link.session.rank,
+            self._timeline.ring,
+            timeout_s=self._timeline.timeout_s,
         )
         # The damage may be in a file that the next base would link to.
         if problem:
-            self._persister.static.forget()
+            self.writer.static.forget()
         return problem
 
 
