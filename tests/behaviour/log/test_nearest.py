@@ -19,7 +19,7 @@ from everstep.format.log import LogRecord, record_digest
 from everstep.format.writer import ChunkRing
 from everstep.restore.fetch.peer_log import PeerLog, pack_steps
 from everstep.restore.log.log_found import LogFound
-from everstep.restore.redo.redo import verified_steps
+from everstep.restore.redo.driver import verified_steps
 from everstep.run.chain import Chain
 from everstep.run.scan import Inventory, scan_run
 from everstep.run.segments import read_segment, scan_log
@@ -128,7 +128,7 @@ def test_what_is_damaged_where_it_is_nearest_is_read_where_it_is_whole(
     monkeypatch: pytest.MonkeyPatch, near: str, steps: tuple[int, ...], batch_steps: int
 ) -> None:
     """Only the replay notices: everything that is read of it before is whole."""
-    monkeypatch.setattr("everstep.restore.redo.redo.update_from_record", lambda record: None)
+    monkeypatch.setattr("everstep.restore.redo.driver.update_from_record", lambda record, **_: None)
     disk, copy = Copying(batch_steps=2), Copying(batch_steps=batch_steps)
     for one in (disk, copy):
         one.train(*range(1, 7))
@@ -196,7 +196,7 @@ def test_nothing_else_stands_in_for_a_record(
     monkeypatch: pytest.MonkeyPatch, other: str, fault: str
 ) -> None:
     """A lossy one of the same step, for one: all bits of it are what they were."""
-    monkeypatch.setattr("everstep.restore.redo.redo.update_from_record", lambda record: None)
+    monkeypatch.setattr("everstep.restore.redo.driver.update_from_record", lambda record, **_: None)
     disk = Copying(_Unreadable(), batch_steps=1)
     copy = Copying(_Unreadable(), batch_steps=1, lossy=lossy if other == "lossy" else None)
     for one in (disk, copy):

@@ -19,7 +19,7 @@ from everstep.errors import MismatchError, RecoveryError
 from everstep.format.log import LogRecord, record_digest
 from everstep.format.writer import ChunkRing
 from everstep.replay import exactness
-from everstep.restore.redo import redo
+from everstep.restore.redo import live
 from everstep.restore.redo.updates import update_from_record
 from everstep.state.layout.names import UPDATE_OBJECT
 from everstep.state.values.objects import decode, encode
@@ -267,7 +267,7 @@ def test_a_log_that_does_not_say_stays_readable(run_folder: Path) -> None:
 def test_without_looking_it_is_called_exact(
     run_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(redo, "replay_class", lambda update, kind: (kind, ""))
+    monkeypatch.setattr(live, "replay_class", lambda update, kind: (kind, ""))
     states = trained(run_folder, pinned)
     found, values = resumed(run_folder, adam)
     assert (found.step, found.exact) == (STEPS, True)

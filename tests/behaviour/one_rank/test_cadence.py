@@ -23,7 +23,7 @@ from everstep.options import Budget, Every, LogOptions, presets
 from everstep.plan.costs import waste
 from everstep.plan.interval import best_choice, checkfreq_interval, without_log
 from everstep.plan.seldom import WASTE_OF_NO_ACCOUNT, seldom
-from everstep.restore.redo.redo import Redo
+from everstep.restore.redo.driver import ReplayDriver
 from everstep.restore.start.resume import Resumed
 from everstep.seams import ManualClock, Seams
 from everstep.testing import inspect
@@ -262,9 +262,9 @@ def test_a_replay_that_was_measured_replaces_the_belief() -> None:
 
 def test_a_resume_measures_its_parts(run_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     clock, world, found = ManualClock(), World(), []
-    step, began = Redo.step, Cadence.resumed
+    step, began = ReplayDriver.step, Cadence.resumed
 
-    def redo(self: Redo, *args: Any) -> None:
+    def redo(self: ReplayDriver, *args: Any) -> None:
         clock.advance(2.0)
         step(self, *args)
 
@@ -276,7 +276,7 @@ def test_a_resume_measures_its_parts(run_folder: Path, monkeypatch: pytest.Monke
         if op == "open" and "base" in path.parts and path.suffix == ".safetensors":
             clock.advance(7.0)
 
-    monkeypatch.setattr(Redo, "step", redo)
+    monkeypatch.setattr(ReplayDriver, "step", redo)
     monkeypatch.setattr(Cadence, "resumed", note)
     options: dict[str, Any] = {"log": LogOptions(to="disk", batch_steps=1), "every": None}
     options |= {"seams": Seams(filesystem=HookedFileSystem(hook), clock=clock)}

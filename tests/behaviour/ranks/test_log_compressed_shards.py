@@ -15,7 +15,8 @@ from everstep.compress import Compressor
 from everstep.errors import OptionError, StateError
 from everstep.format.writer import ChunkRing
 from everstep.replay.packed import Packed
-from everstep.restore.redo.redo import Redo, Step
+from everstep.restore.redo.driver import ReplayDriver, Step
+from everstep.restore.redo.live import LiveMemory
 from everstep.restore.redo.updates import update_from_record
 from everstep.state.layout.placement import Box
 from everstep.state.training_state import State
@@ -122,10 +123,10 @@ def test_as_many_ranks_replay_their_own_logs(tmp_path: Path, ring: ChunkRing) ->
             values["compressor"] = compress(values["optimizer"])
             state = State(values, ranks=info)
             load(base, state, ring)
-            redo = Redo(state)
+            redo = ReplayDriver(LiveMemory(state))
             for step in range(STEP + 1, STEP + 1 + STEPS):
                 update, mark = logs[rank, step]
-                redo.step(Step(((update, update_from_record(update)),), mark))
+                redo.step(Step.of([update], mark))
             assert redo.finish() == []
             assert parts_of(values, whole) == [], rank
 

@@ -17,7 +17,8 @@ import everstep
 from everstep.errors import DamageError, EverstepError, FormatError
 from everstep.format.log import LogRecord
 from everstep.format.names import marker_name, shard_name
-from everstep.restore.redo import redo
+from everstep.restore.redo.driver import ReplayDriver
+from everstep.restore.redo.live import LiveMemory
 from everstep.restore.redo.updates import update_from_record
 from everstep.restore.start import log_exchange, rank_log, resume_job
 from everstep.restore.start.log_exchange import decode_records, encode_records
@@ -148,9 +149,9 @@ def test_steps_are_redone_one_by_one_on_the_base_and_not_on_what_is_left(
     or always, and then no step before it is lost."""
     path = tmp_path / "run"
     until((path, path), 7)
-    finish, failed = redo.Redo.finish, dict[int, int]()
+    finish, failed = ReplayDriver.finish, dict[int, int]()
 
-    def fails(self: redo.Redo) -> list[str]:
+    def fails(self: ReplayDriver) -> list[str]:
         self.idle()
         assert self.last is not None
         found = failed.setdefault(threading.get_ident(), 0)
@@ -159,9 +160,9 @@ def test_steps_are_redone_one_by_one_on_the_base_and_not_on_what_is_left(
             raise FormatError("as asked")
         return finish(self)
 
-    monkeypatch.setattr(redo.Redo, "finish", fails)
+    monkeypatch.setattr(ReplayDriver, "finish", fails)
     if times == 1:
-        monkeypatch.setattr(redo, "compare", lambda *_: None)
+        monkeypatch.setattr(LiveMemory, "first_difference", lambda *_: None)
     resumed((path, path), 8 - times, 4 - times)
 
 

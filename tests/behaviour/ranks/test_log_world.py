@@ -20,8 +20,8 @@ from everstep.errors import AuditError, EverstepError, FormatError, RecoveryErro
 from everstep.format.log import LogRecord, record_digest
 from everstep.format.names import marker_name, shard_name
 from everstep.format.writer import ChunkRing
-from everstep.restore.redo.redo import Redo, Step
-from everstep.restore.redo.updates import update_from_record
+from everstep.restore.redo.driver import ReplayDriver, Step
+from everstep.restore.redo.live import LiveMemory
 from everstep.restore.reshard.replay import replay_resharded
 from everstep.restore.start import log_exchange
 from everstep.run.scan import scan_run
@@ -491,9 +491,9 @@ def test_as_many_ranks_replay_their_own_parts(world: int, tmp_path: Path, ring: 
             values, wanted = build("fsdp", info, 9), trained_on("fsdp", info)
             state = State(values, ranks=info)
             load(base, state, ring)
-            redo = Redo(state)
+            redo = ReplayDriver(LiveMemory(state))
             for step in range(STEP + 1, STEP + 1 + STEPS):
                 update, mark = logs[rank, step]
-                redo.step(Step(((update, update_from_record(update)),), mark))
+                redo.step(Step.of([update], mark))
             assert redo.finish() == []
             assert same(values, wanted) == [], rank

@@ -18,7 +18,8 @@ from everstep.format.writer import ChunkRing
 from everstep.link.channel import BackgroundChannel
 from everstep.link.recordable import Layouts
 from everstep.restore.redo.declared import DeclaredRedo
-from everstep.restore.redo.redo import Redo, Step
+from everstep.restore.redo.driver import ReplayDriver, Step
+from everstep.restore.redo.live import LiveMemory
 from everstep.restore.redo.updates import update_from_record
 from everstep.run.scan import BaseFound
 from everstep.seams.clock import ManualClock
@@ -183,11 +184,10 @@ def replayed(base: BaseFound, logs: Logs, info: RankInfo, ring: ChunkRing) -> Va
     values = build("zero", info, 9)
     state = State(values, ranks=info)
     load(base, state, ring)
-    redo = Redo(state)
-    redo.compares = True
+    redo = ReplayDriver(LiveMemory(state), compares=True)
     for step in range(STEP + 1, STEP + 1 + STEPS):
         update, mark = logs[info.rank, step]
-        redo.step(Step(((update, update_from_record(update)),), mark))
+        redo.step(Step.of([update], mark))
     redo.finish()
     return values
 

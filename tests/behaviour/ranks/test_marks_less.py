@@ -14,7 +14,7 @@ from torch import nn
 from everstep.format.log import RecordHead
 from everstep.link.recordable import Layouts
 from everstep.restore.offline.job_state import UnreplayedRank
-from everstep.restore.redo import redo
+from everstep.restore.redo import live
 from everstep.seams import Seams
 from everstep.testing import inspect
 from tests.support.logged import World, document, opened
@@ -123,7 +123,7 @@ def test_without_the_programs(run_folder: Path) -> None:
 def test_without_looking_it_comes_back_wrong(
     run_folder: Path, two_programs: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(redo, "mark_holds_less", lambda mark, *, than: False)
+    monkeypatch.setattr(live, "mark_holds_less", lambda mark, *, than: False)
     world = Counting(seed=9)
     with opened(run_folder, world, static=STATIC) as ckpt:
         assert ckpt.resume().exact

@@ -16,7 +16,7 @@ from everstep.errors import EverstepError
 from everstep.format.log import LogRecord, RecordHead, record_digest
 from everstep.format.writer import ChunkRing
 from everstep.restore.log.log_found import LogFound
-from everstep.restore.redo.redo import Redo
+from everstep.restore.redo.driver import ReplayDriver
 from everstep.run import log_reads
 from everstep.run.chain import Chain
 from everstep.run.log_reads import LogReads, ReadBudget, SegmentReads
@@ -214,7 +214,7 @@ def test_a_step_that_was_read_ahead_is_verified_before_it_is_applied(
 ) -> None:
     """A bit of a later step, flipped on the way from the disk, while those before it come."""
     states = trained(tmp_path / "run", batch_steps=batch_steps)
-    read, step = SegmentReads.read, Redo.step
+    read, step = SegmentReads.read, ReplayDriver.step
     applied: list[int] = []
 
     def flipping(self: SegmentReads) -> LogRecord:
@@ -223,12 +223,12 @@ def test_a_step_that_was_read_ahead_is_verified_before_it_is_applied(
             found.data[-1] ^= 0x10
         return found
 
-    def noting(self: Redo, one: object) -> None:
+    def noting(self: ReplayDriver, one: object) -> None:
         applied.append(one.mark.head.step)  # type: ignore[attr-defined]
         step(self, one)  # type: ignore[arg-type]
 
     monkeypatch.setattr(SegmentReads, "read", flipping)
-    monkeypatch.setattr(Redo, "step", noting)
+    monkeypatch.setattr(ReplayDriver, "step", noting)
     with resumed(tmp_path / "run") as (world, recovery):
         assert (recovery.step, recovery.replayed) == (at - 1, at - 1)
         assert recovery.skipped

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import shutil
 import threading
+from collections.abc import Sequence
 from pathlib import Path, PurePath
 from typing import Any
 
@@ -23,8 +24,10 @@ from everstep.format.names import base_dir
 from everstep.replay import engine
 from everstep.replay.fused import blocked
 from everstep.replay.fused.blocked import Blocked
-from everstep.restore.redo import redo
-from everstep.restore.redo.redo import Redo
+from everstep.replay.updates import Update
+from everstep.restore.redo import driver, live
+from everstep.restore.redo.driver import ReplayDriver, Step
+from everstep.restore.redo.live import LiveMemory
 from everstep.run.log_reads import SegmentReads
 from everstep.run.prefetch import Prefetch
 from tests.support.log.redone import STEPS, Wide, resumed, trained
@@ -35,7 +38,7 @@ from tests.support.world import TIMEOUT_S
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(blocked, "BLOCK_ELEMENTS", 64)
-    monkeypatch.setattr(redo, "available_cores", lambda: [0, 1])
+    monkeypatch.setattr(live, "available_cores", lambda: [0, 1])
 
 
 MOST = {SGD: {"momentum": 0.9, "nesterov": True}, Adam: {"amsgrad": True}, AdamW: {}}
@@ -62,7 +65,7 @@ def test_every_row_that_is_replayed_in_blocks(
     with resumed(tmp_path / "run", make) as (world, recovery):
         assert (recovery.step, recovery.replayed, recovery.exact) == (STEPS, STEPS, True)
         assert world.snapshot() == states[STEPS]
-    assert taken == [(redo.STEPS_AT_ONCE, 2), (STEPS - redo.STEPS_AT_ONCE, 2)]
+    assert taken == [(driver.STEPS_AT_ONCE, 2), (STEPS - driver.STEPS_AT_ONCE, 2)]
 
 
 @pytest.mark.parametrize(
@@ -71,7 +74,7 @@ def test_every_row_that_is_replayed_in_blocks(
         pytest.param(False, [1] * STEPS, id="replayed while the next one is read"),
         pytest.param(
             True,
-            [redo.STEPS_AT_ONCE, STEPS - redo.STEPS_AT_ONCE],
+            [driver.STEPS_AT_ONCE, STEPS - driver.STEPS_AT_ONCE],
             id="a pass over the state takes longer than to verify the next one",
         ),
     ],
@@ -90,7 +93,7 @@ def test_steps_in_memory_wait_for_each_other_and_others_do_not(
     monkeypatch.setattr(engine, "Blocked", NotingBlocked)
     monkeypatch.setattr(Prefetch, "ready", False)
     if in_memory:
-        monkeypatch.setattr(redo.Step, "read_bytes", 0)
+        monkeypatch.setattr(Step, "read_bytes", 0)
     with resumed(tmp_path / "run", AdamW) as (world, recovery):
         assert (recovery.replayed, recovery.exact) == (STEPS, True)
         assert world.snapshot() == states[STEPS]
@@ -125,8 +128,8 @@ def test_any_window_gives_the_same_bits(
     shutil.copytree(run, copy)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(blocked, "BLOCK_ELEMENTS", block)
-        patch.setattr(redo, "STEPS_AT_ONCE", window)
-        patch.setattr(redo, "memory_available_bytes", lambda: memory_bytes)
+        patch.setattr(driver, "STEPS_AT_ONCE", window)
+        patch.setattr(driver, "memory_available_bytes", lambda: memory_bytes)
         with resumed(copy, step=step) as (world, recovery):
             assert (recovery.step, recovery.replayed, recovery.exact) == (step, step, True)
             assert world.snapshot() == states[step]
@@ -137,7 +140,7 @@ def test_damage_in_the_middle_ends_replay_before_it(
     window: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nothing of the damaged segment is applied, though it was read while others were (I4)."""
-    monkeypatch.setattr(redo, "STEPS_AT_ONCE", window)
+    monkeypatch.setattr(driver, "STEPS_AT_ONCE", window)
     run = tmp_path / "run"
     states = trained(run)
     third = segments_of(run)[2]
@@ -177,9 +180,9 @@ def test_the_next_segment_is_read_while_one_is_replayed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Replay of the first segment waits here until the second one has been read."""
-    monkeypatch.setattr(redo, "STEPS_AT_ONCE", 1)
+    monkeypatch.setattr(driver, "STEPS_AT_ONCE", 1)
     states = trained(tmp_path / "run", batch_steps=1)
-    read, apply, count = SegmentReads.read, Redo._apply, threading.Semaphore(0)
+    read, apply, count = SegmentReads.read, LiveMemory.apply, threading.Semaphore(0)
     overlapped: list[bool] = []
 
     def noting(self: SegmentReads) -> LogRecord:
@@ -188,13 +191,13 @@ def test_the_next_segment_is_read_while_one_is_replayed(
             count.release()
         return record
 
-    def waiting(self: Redo) -> None:
+    def waiting(self: LiveMemory, key: str, updates: Sequence[Update]) -> None:
         if not overlapped:
             overlapped.append(all(count.acquire(timeout=TIMEOUT_S) for _ in range(2)))
-        apply(self)
+        apply(self, key, updates)
 
     monkeypatch.setattr(SegmentReads, "read", noting)
-    monkeypatch.setattr(Redo, "_apply", waiting)
+    monkeypatch.setattr(LiveMemory, "apply", waiting)
     with resumed(tmp_path / "run") as (world, _):
         assert world.snapshot() == states[STEPS]
     assert overlapped == [True]
@@ -205,9 +208,9 @@ def test_no_more_is_read_than_memory_allows(
     batch_steps: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With room for nothing: one step in hand, and one being made."""
-    monkeypatch.setattr(redo, "memory_available_bytes", lambda: 0)
+    monkeypatch.setattr(driver, "memory_available_bytes", lambda: 0)
     states = trained(tmp_path / "run", batch_steps=batch_steps)
-    read, apply = SegmentReads.read, Redo._apply
+    read, apply = SegmentReads.read, LiveMemory.apply
     done: list[str] = []
     most: list[int] = []
 
@@ -218,12 +221,12 @@ def test_no_more_is_read_than_memory_allows(
             most.append(done.count("read") - done.count("applied"))
         return record
 
-    def applied(self: Redo) -> None:
-        apply(self)
+    def applied(self: LiveMemory, key: str, updates: Sequence[Update]) -> None:
+        apply(self, key, updates)
         done.append("applied")
 
     monkeypatch.setattr(SegmentReads, "read", noting)
-    monkeypatch.setattr(Redo, "_apply", applied)
+    monkeypatch.setattr(LiveMemory, "apply", applied)
     with resumed(tmp_path / "run") as (world, recovery):
         assert recovery.replayed == STEPS
         assert world.snapshot() == states[STEPS]
@@ -239,26 +242,26 @@ class Failing:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, at: int, *, times: int = 1000) -> None:
         self.times = 0
-        step, finish = Redo.step, Redo.finish
+        step, finish = ReplayDriver.step, ReplayDriver.finish
 
         def fail() -> None:
             self.times += 1
             raise ReplayError("it does not fit")
 
-        def failing(redo: Redo, one: Any) -> None:
+        def failing(redo: ReplayDriver, one: Any) -> None:
             step(redo, one)
             if one.mark.head.step == at and self.times < times:
-                redo._apply()
+                redo.idle()
                 fail()
 
-        def failing_end(redo: Redo) -> list[str]:
+        def failing_end(redo: ReplayDriver) -> list[str]:
             if at < 0 and redo.last is not None and redo.last.head.step == -at:
-                redo._apply()
+                redo.idle()
                 fail()
             return finish(redo)
 
-        monkeypatch.setattr(Redo, "step", failing)
-        monkeypatch.setattr(Redo, "finish", failing_end)
+        monkeypatch.setattr(ReplayDriver, "step", failing)
+        monkeypatch.setattr(ReplayDriver, "finish", failing_end)
 
 
 @pytest.mark.parametrize("at", [1, 2, 7, STEPS, -STEPS])

@@ -14,10 +14,13 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.optim import SGD, Adam, AdamW
 
+from everstep.format.log import LogRecord
 from everstep.replay import engine
 from everstep.replay.fused.blocked import Blocked
 from everstep.restore.fetch.peers import FetchResult
-from everstep.restore.redo import redo
+from everstep.restore.redo import driver
+from everstep.restore.redo.driver import ReplayDriver
+from everstep.restore.redo.live import LiveMemory
 from everstep.restore.start import resume_job
 from everstep.run.prefetch import Prefetch
 from everstep.state.providers.modules import ModuleProvider
@@ -84,40 +87,40 @@ def test_the_state_is_looked_at_once_however_often_it_is_compared(
 ) -> None:
     states = trained(tmp_path / "run", AdamW)
     compared: list[int] = []
-    compare = redo.compare
+    compare = LiveMemory.first_difference
 
-    def noting(comparison: Any, mark: Any, tensors: Any, names: Any) -> None:
+    def noting(self: LiveMemory, mark: LogRecord) -> str | None:
         compared.append(mark.head.step)
-        compare(comparison, mark, tensors, names)
+        return compare(self, mark)
 
-    monkeypatch.setattr(redo, "compare", noting)
+    monkeypatch.setattr(LiveMemory, "first_difference", noting)
     monkeypatch.setattr(Prefetch, "ready", together_)
     replay = together_looks(monkeypatch, surveys)
     with resumed(tmp_path / "run", AdamW) as (world, recovery):
         assert (recovery.replayed, recovery.exact) == (STEPS, True)
         assert world.snapshot() == states[STEPS]
-    assert compared == ([redo.STEPS_AT_ONCE, STEPS] if together_ else [*range(1, STEPS + 1)])
+    assert compared == ([driver.STEPS_AT_ONCE, STEPS] if together_ else [*range(1, STEPS + 1)])
     assert replay == [1]
 
 
 def together_looks(monkeypatch: pytest.MonkeyPatch, surveys: list[State]) -> list[int]:
     """How often the state was looked at by each replay."""
     found: list[int] = []
-    finish = redo.Redo.finish
-    begin = redo.Redo.__init__
+    finish = ReplayDriver.finish
+    begin = LiveMemory.__init__
     before: list[int] = []
 
-    def beginning(self: redo.Redo, state: State, *more: Any) -> None:
+    def beginning(self: LiveMemory, state: State, *more: Any) -> None:
         before.append(len(surveys))
         begin(self, state, *more)
 
-    def finishing(self: redo.Redo) -> list[str]:
+    def finishing(self: ReplayDriver) -> list[str]:
         notes = finish(self)
         found.append(len(surveys) - before[-1])
         return notes
 
-    monkeypatch.setattr(redo.Redo, "__init__", beginning)
-    monkeypatch.setattr(redo.Redo, "finish", finishing)
+    monkeypatch.setattr(LiveMemory, "__init__", beginning)
+    monkeypatch.setattr(ReplayDriver, "finish", finishing)
     return found
 
 
@@ -128,9 +131,9 @@ def test_tensors_that_took_the_place_of_others_are_looked_for(how: str) -> None:
     optimizer = SGD(model.parameters(), lr=0.1, momentum=0.9)
     model(torch.ones(3)).sum().backward()
     optimizer.step()
-    replay = redo.Redo(State({"model": model, "optimizer": optimizer}))
-    first = replay._tensors()
-    assert replay._tensors() is first
+    replay = LiveMemory(State({"model": model, "optimizer": optimizer}))
+    first = replay.tensors()
+    assert replay.tensors() is first
     values, other = optimizer.state[model.weight], torch.full_like(model.weight, 7.0)
     if how == "another view":
         other = values["momentum_buffer"].t()
@@ -138,7 +141,7 @@ def test_tensors_that_took_the_place_of_others_are_looked_for(how: str) -> None:
         values["momentum_buffer"] = other
     else:
         values["momentum_buffer"].data = other
-    now = replay._tensors()["optimizer/state/model.weight/momentum_buffer"]
+    now = replay.tensors()["optimizer/state/model.weight/momentum_buffer"]
     assert (now.data_ptr(), now.shape) == (other.data_ptr(), other.shape)
 
 

@@ -22,7 +22,7 @@ from everstep.errors import DamageError, EverstepError
 from everstep.format.log import LogRecord, RecordHead, record_digest
 from everstep.format.writer import ChunkRing
 from everstep.restore.log.log_found import LogFound
-from everstep.restore.redo.redo import verified_steps
+from everstep.restore.redo.driver import verified_steps
 from everstep.run import log_reads
 from everstep.run.chain import Chain
 from everstep.run.log_reads import ReadBudget, SegmentReads
@@ -132,7 +132,7 @@ def test_what_is_taken_for_replay_is_verified(
 ) -> None:
     """Reading does not look at the bytes: what decodes them must."""
     records = written(tmp_path, ring, 1000)
-    monkeypatch.setattr("everstep.restore.redo.redo.update_from_record", lambda record: None)
+    monkeypatch.setattr("everstep.restore.redo.driver.update_from_record", lambda record, **_: None)
     (segment,) = segments_of(tmp_path)
     path = Path(segment.path) / "rank-00000.safetensors"
     data = bytearray(path.read_bytes())

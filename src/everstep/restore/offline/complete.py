@@ -17,9 +17,9 @@ from everstep.format.writer import ChunkRing
 from everstep.restore.load.load import LoadedBase, rank_contents
 from everstep.restore.offline.state import OfflineState
 from everstep.restore.redo.conditions import fingerprint_difference
+from everstep.restore.redo.driver import ReplayDriver, Step
+from everstep.restore.redo.live import LiveMemory
 from everstep.restore.redo.owned import parameter_names
-from everstep.restore.redo.redo import Redo, Step
-from everstep.restore.redo.updates import update_from_record
 from everstep.run.open_base import OpenBase, RedoRecords, read_redo_file
 from everstep.seams.progress import ProgressSink
 from everstep.state.layout.names import GRADIENT
@@ -74,16 +74,15 @@ def complete_live_base(
             hint="build the model with the same tied weights as when it was saved",
         )
     records = _records(opened, loaded.shape, ring, timeout_s=timeout_s, progress=progress)
-    redo = Redo(state, loaded.restrided, loaded.aliases, loaded.names)
     difference = fingerprint_difference([trained]) if records.updates else ""
-    redo.compares = not difference
-    found = ((r, None if r.head.declared else update_from_record(r)) for r in records.updates)
+    memory = LiveMemory(state, loaded.restrided, loaded.aliases, loaded.names)
+    driver = ReplayDriver(memory, compares=not difference)
     try:
-        redo.step(Step(tuple(found), records.mark))
-        notes = redo.finish()
+        driver.step(Step.of(records.updates, records.mark))
+        notes = driver.finish()
     except AuditError as error:
         raise _divergence(error) from error
-    why = difference or redo.exactness.why
+    why = difference or driver.exactness.why
     notes = [*loaded.notes, *notes]
     return replace(loaded, notes=tuple(notes), redone=len(records.updates), finite=frozenset()), why
 

@@ -24,10 +24,11 @@ from everstep.replay.exactness import Exactness
 from everstep.restore.load.pieces import fills
 from everstep.restore.load.saved_ranks import Piece, SavedRanks
 from everstep.restore.offline.state import OfflineState
+from everstep.restore.redo.driver import divergence_error, sampled_difference
 from everstep.restore.redo.marks import MarkEntries, dropped_from_marks
 from everstep.restore.redo.owned import owned_entries
-from everstep.restore.redo.redo import compare, tensor_of
 from everstep.restore.redo.zero_objects import RankObjects, merge_zero_objects
+from everstep.run.tensors import tensor_of
 from everstep.state.layout.entries import Entry
 from everstep.state.layout.names import HYPER, OBJECT_PREFIX, PART_OBJECT, SAMPLE
 from everstep.state.layout.placement import Box, Placement
@@ -226,7 +227,9 @@ class JobState:
         """
         for rank, mark in self._marks.items() if self.exactness.exact else ():
             tensors = {n: self._tensor(tensor_key(e))[0] for n, e in self._written[rank].items()}
-            compare(self._comparisons[rank], mark, tensors)
+            name = sampled_difference(self._comparisons[rank], mark, tensors)
+            if name is not None:
+                raise divergence_error(name, mark.head.step)
 
     # What an audit asks for: every entry of every rank's files, by its name there.
 

@@ -1,7 +1,6 @@
 """State of one rank in host memory, brought forward by the log without the program that trained it
 (``docs/design/log.md``).
 
-It does to plain CPU tensors what :class:`~everstep.restore.redo.redo.Redo` does to live objects.
 The object trees of a base hold everything needed: the parameters of each optimizer by name, the
 entries of its state, and its hyperparameters. Entries that no optimizer replays come from the last
 step mark, which holds all of them (I8). Of a base of several ranks it is the share that one of them
@@ -29,11 +28,11 @@ from everstep.replay.engine import Replayer
 from everstep.replay.exactness import Exactness, is_elementwise, replay_kind
 from everstep.replay.optimizer_step import makes_state_when_built
 from everstep.replay.updates import Update
+from everstep.restore.redo.driver import divergence_error, sampled_difference
 from everstep.restore.redo.marks import MarkEntries, dropped_from_marks
 from everstep.restore.redo.owned import owned_entries, parameter_names
-from everstep.restore.redo.redo import compare, tensor_of
 from everstep.restore.redo.updates import own_share, update_from_record
-from everstep.run.tensors import with_strides
+from everstep.run.tensors import tensor_of, with_strides
 from everstep.state.layout.entries import Entry
 from everstep.state.layout.names import OBJECT_PREFIX, PART_OBJECT, SAMPLE, UPDATE_OBJECT
 from everstep.state.layout.shards import Placed
@@ -279,7 +278,9 @@ class OfflineState:
             FormatError: the mark belongs to another state.
         """
         if self._last is not None and self.exactness.exact:
-            compare(self._comparison, self._last, self.tensors)
+            name = sampled_difference(self._comparison, self._last, self.tensors)
+            if name is not None:
+                raise divergence_error(name, self.step)
 
     def digests(self) -> dict[str, str]:
         """Return the digest of every entry, objects included, as a base of this state has them."""

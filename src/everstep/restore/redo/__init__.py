@@ -1,11 +1,12 @@
-"""Replay log records onto a restored state, in the training process.
+"""Replay log records onto a state that was restored from a base.
 
-Read in this order:
+Runs in the training process during ``resume()``; ``driver`` and what it needs also run offline and
+in the keeper's replica. Read in this order:
 
-``redo``          ``Redo`` applies verified steps to live objects and finishes from the last step
-mark
-``updates``       record to ``Update``: gradients of all ranks, and the optimizer class that
-replays it
+``driver``        ``ReplayDriver``: queue the updates of verified steps, apply several steps at
+                  once, compare with the samples in marks, finish from the last mark
+``live``          ``LiveMemory``: the live objects that it applies them to
+``updates``       record to ``Update``: gradients of all ranks, and the optimizer class
 ``gradients``     gradients of one record, dense or compressed
 ``declared``      updates that a registered function computes
 ``marks``         comparison of the entries that consecutive step marks hold

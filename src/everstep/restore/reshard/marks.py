@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from everstep.capture.mark_samples import sample_indices
-from everstep.errors import FormatError, MismatchError
+from everstep.errors import FormatError
 from everstep.format.digests import digest
 from everstep.format.header import ShardHeader
 from everstep.format.log import LogRecord
@@ -23,7 +23,7 @@ from everstep.format.records import FileRecord
 from everstep.restore.load.pieces import fills
 from everstep.restore.load.saved_ranks import SavedLayout, SavedRanks, View
 from everstep.restore.load.targets import box_here, part_of
-from everstep.restore.redo.redo import restore_from_mark
+from everstep.restore.redo.live import live_tensors, require_fit, restore_from_mark
 from everstep.run.open_base import OpenBase
 from everstep.run.tensors import tensor_of
 from everstep.state.layout.entries import Entry
@@ -39,19 +39,11 @@ from everstep.state.values.tensors import (
     local_tensor,
     torch_dtype,
 )
-from everstep.state.values.tree import references, split
+from everstep.state.values.tree import references
 
-__all__ = ["ReshardedSamples", "live_tensors", "restore_marks"]
+__all__ = ["ReshardedSamples", "restore_marks"]
 
 _WHICH = f"{SPOT}which"
-
-
-def live_tensors(state: State) -> dict[str, torch.Tensor]:
-    """Return all tensors of this rank, by the names that trees refer to."""
-    found: dict[str, torch.Tensor] = {}
-    for section, provider in state.providers.items():
-        split(provider.collect(), section, found)
-    return found
 
 
 def restore_marks(state: State, layout: SavedLayout, marks: Mapping[int, LogRecord]) -> list[str]:
@@ -68,12 +60,7 @@ def restore_marks(state: State, layout: SavedLayout, marks: Mapping[int, LogReco
     saved = SavedRanks([one.opened for one in ranks.values()])
     view = saved.view(state)
     plans = state.plan_restore(view.trees, view.entries, view.left_out)
-    mismatches = tuple(item for plan in plans.values() for item in plan.mismatches)
-    if mismatches:
-        listed = "\n".join(f"  {name}: {problem}" for name, problem in mismatches)
-        raise MismatchError(
-            f"the step marks do not fit the state:\n{listed}", mismatches=mismatches
-        )
+    require_fit("the step marks do", plans)
     logged: dict[str, torch.Tensor] = {}
     for plan in plans.values():
         for name in references(plan.tree):
@@ -207,7 +194,7 @@ class ReshardedSamples:
 
         Args:
             marks: of one step, by the rank that wrote them.
-            tensors: of :func:`live_tensors`.
+            tensors: of :func:`.live_tensors`.
 
         Raises:
             FormatError: a mark belongs to another state.

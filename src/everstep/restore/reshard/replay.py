@@ -19,10 +19,11 @@ from everstep.replay.updates import Update
 from everstep.restore.load.restored import Restored
 from everstep.restore.load.saved_ranks import SavedLayout
 from everstep.restore.redo.conditions import fingerprint_difference
-from everstep.restore.redo.marks import mark_holds_less
-from everstep.restore.redo.redo import Redo, Step, divergence_error
+from everstep.restore.redo.driver import ReplayDriver, Step
+from everstep.restore.redo.live import LiveMemory, live_tensors
+from everstep.restore.redo.marks import MarkEntries, mark_holds_less
 from everstep.restore.reshard.gradients import ReshardedGradients
-from everstep.restore.reshard.marks import ReshardedSamples, live_tensors, restore_marks
+from everstep.restore.reshard.marks import ReshardedSamples, restore_marks
 from everstep.run.candidates import Skipped
 from everstep.seams.progress import progress
 from everstep.state.ranks.log_shares import updated_elsewhere
@@ -38,104 +39,86 @@ Raises:
 """
 
 
-class _ReshardedRedo(Redo):
-    """Replay of updates of another set of ranks.
+class _ReshardedMemory(LiveMemory):
+    """Live state to which the updates of another set of ranks are applied.
 
-    Attributes:
-        marks: marks of the step applied last, by rank.
+    Args:
+        state: live state, restored from a base of these ranks.
+        layout: layout of the state over these ranks.
+        gradients: gradients of these ranks.
+        relaid: entries whose memory layout differs from that of the saved tensors.
     """
 
     def __init__(
-        self, state: State, layout: SavedLayout, source_rank: int, relaid: Collection[str]
+        self,
+        state: State,
+        layout: SavedLayout,
+        gradients: ReshardedGradients,
+        relaid: Collection[str],
     ) -> None:
         super().__init__(state, relaid)
         self._layout = layout
-        self._samples = ReshardedSamples(layout, source_rank)
-        self.marks: Mapping[int, LogRecord] = {}
-        self._taken_bytes = 0
+        self._needed = gradients.needed
+        self._samples = ReshardedSamples(layout, gradients.source_rank)
+        self._marks: Mapping[int, LogRecord] = {}
         self._doubtful_checked = False
 
-    def take(self, step: Step, marks: Mapping[int, LogRecord]) -> None:
-        """Replay a step, with the marks of all ranks whose logs are needed.
+    def must_start_over(self, step: Step, last: LogRecord) -> bool:
+        """Return True if another program, or another optimizer class, continues.
 
         Raises:
-            FormatError, ReplayError, AuditError: as of :meth:`step`.
+            ReplayError: it does, and the marks of some ranks are not at hand.
         """
-        size_bytes = sum(_gradient_bytes(update) for _, update in step.updates)
-        # Gradients of waiting updates stay in memory: apply them before the limit is exceeded.
-        if self._taken_bytes + size_bytes > self.limit_bytes:
-            self.idle()
-            self._taken_bytes = 0
-        self._taken_bytes += size_bytes
-        self.marks = marks
-        self.step(step)
-        if not self._pending:
-            self._taken_bytes = 0
+        changes = self._changes_class(step)
+        # Marks of single ranks are incomplete; only those of all ranks can be restored.
+        if len(self._marks) == len(step.marks) == self._layout.world:
+            less = (mark_holds_less(step.marks[rank], than=m) for rank, m in self._marks.items())
+            return changes or any(less)
+        if changes:
+            raise ReplayError(
+                f"{step.mark.head}: an optimizer has another class than at the previous step"
+            )
+        return False
 
-    def put_back(self, marks: Mapping[int, LogRecord]) -> list[str]:
+    def start_over(self) -> None:
+        """Forget the replayers: everything is now as the last marks hold it."""
+        super().start_over()
+        self._doubtful_checked = False
+
+    def begin(self, step: Step) -> MarkEntries:
+        """Take note of a step.
+
+        Raises:
+            ReplayError: a logged entry is updated by an optimizer as well.
+        """
+        found = super().begin(step)
+        self._marks = step.marks
+        if not self._doubtful_checked:
+            for rank in self._needed:
+                self._program.doubtful = None
+                found = self._doubtful_entries(step.marks[rank])
+                if names := [p.entry.name for _, p in found if p.end > p.begin]:
+                    why = "it is updated by an optimizer and by something else"
+                    raise ReplayError(f"{names[0]!r} cannot be replayed in another layout: {why}")
+            self._doubtful_checked = True
+        return ()
+
+    def first_difference(self, mark: LogRecord) -> str | None:
+        """Return the name of an entry that differs from its samples in the marks of the ranks whose
+        gradients are needed."""
+        elsewhere = updated_elsewhere(self._state)
+        live = live_tensors(self._state)
+        mine = {name: tensor for name, tensor in live.items() if name not in elsewhere}
+        marks = {rank: self._marks[rank] for rank in self._needed}
+        return self._samples.first_difference(marks, mine)
+
+    def restore(self, mark: LogRecord) -> list[str]:
         """Restore the contents of the last marks of all ranks; return notes.
 
         Raises:
             MismatchError, FormatError: they do not fit the state.
-            AuditError, ReplayError: as of :meth:`step`.
         """
-        self.idle()
-        notes = restore_marks(self._state, self._layout, marks)
-        return list(dict.fromkeys((*self._notes, *notes)))
-
-    def restore_if_changed(
-        self, marks: Mapping[int, LogRecord], step: Step, new_marks: Mapping[int, LogRecord]
-    ) -> None:
-        """Restore the marks of the previous step if another program, or another optimizer class,
-        continues.
-
-        Does nothing unless the marks of all ranks of both steps are given.
-
-        Args:
-            marks: marks of the previous step.
-            step, new_marks: the next step, and its marks.
-
-        Raises:
-            MismatchError, FormatError, AuditError, ReplayError: as of :meth:`restore_from_mark`.
-        """
-        # Marks of single ranks are incomplete; only those of all ranks can be restored.
-        if not len(marks) == len(new_marks) == self._layout.world:
-            return
-        less = (mark_holds_less(new_marks[rank], than=mark) for rank, mark in marks.items())
-        if self._changes_class(step) or any(less):
-            self._notes = self.put_back(marks)
-            self._begin_anew()
-            self._doubtful_checked = False
-
-    def _turn_over(self, mark: LogRecord, changes: bool) -> None:
-        if changes:  # the mark of one rank is incomplete
-            raise ReplayError(
-                f"{mark.head}: an optimizer has another class than at the previous step"
-            )
-
-    def _find_doubtful(self, mark: LogRecord) -> list[str]:
-        if not self._doubtful_checked:
-            for one in self.marks.values():
-                self._doubtful = None
-                found = super()._find_doubtful(one)
-                there = {p.entry.name for p in one.layout.placed if p.end > p.begin}
-                if names := [name for name in found if name in there]:
-                    why = "it is updated by an optimizer and by something else"
-                    raise ReplayError(f"{names[0]!r} cannot be replayed in another layout: {why}")
-            self._doubtful_checked = True
-        return []
-
-    def _compare(self) -> None:
-        mark = self._last
-        done = self._compared
-        if mark is not None and mark is not done and self.compares and self.exactness.exact:
-            elsewhere = updated_elsewhere(self._state)
-            live = live_tensors(self._state)
-            mine = {name: tensor for name, tensor in live.items() if name not in elsewhere}
-            name = self._samples.first_difference(self.marks, mine)
-            if name is not None:
-                raise divergence_error(name, mark.head.step)
-        self._compared = mark
+        return restore_marks(self._state, self._layout, self._marks)
 
 
 def replay_resharded(
@@ -173,21 +156,21 @@ def replay_resharded(
     if state.ownership_rules.updates:
         raise ReplayError("declared updates cannot be replayed in another layout")
     gradients = ReshardedGradients(state, layout)
-    redo = _ReshardedRedo(state, layout, gradients.source_rank, loaded.restrided)
-    if not together:
-        redo.limit_bytes = 0
     conditions = fingerprint_difference(timelines.get(timeline) for timeline, _ in steps)
-    redo.compares = not conditions and not gradients.inexact
+    driver = ReplayDriver(
+        _ReshardedMemory(state, layout, gradients, loaded.restrided),
+        compares=not conditions and not gradients.inexact,
+    )
+    if not together:
+        driver.limit_bytes = 0
     needed = tuple(sorted(gradients.needed))
     outside = [rank for rank in range(layout.world) if rank not in gradients.needed]
     # At a change of timeline another program continues: all marks on both sides are needed.
     turns = {at for two in pairwise(steps) if two[0][0] != two[1][0] for at in two}
-    marks: dict[int, LogRecord] = {}
     with progress("replay", len(steps), "items") as bar:
         for at in steps:
             alive()
-            before = marks
-            marks = {}
+            marks: dict[int, LogRecord] = {}
             try:
                 # Of ranks whose gradients are not needed only the mark is kept, rank by rank.
                 for rank in outside if at in {*turns, steps[-1]} else ():
@@ -204,8 +187,7 @@ def replay_resharded(
             marks |= {rank: log.mark for rank, log in logs.items()}
             marks = dict(sorted(marks.items()))
             step = _step_of(logs, marks, gradients)
-            redo.restore_if_changed(before, step, marks)
-            redo.take(step, {rank: marks[rank] for rank in needed})
+            driver.step(step)
             restored.replayed += 1
             restored.end = BaseId(*at)
             restored.lsn = step.mark.head.lsn
@@ -214,12 +196,11 @@ def replay_resharded(
             bar.advance(1)
             del found, logs, step  # free their memory before the next step arrives
     try:
-        notes = redo.put_back(marks)
+        notes = driver.finish()
     except EverstepError:
         restored.replayed -= 1  # the last marks do not fit
         raise
-    own = "" if redo.exactness.exact else redo.exactness.why
-    restored.inexact = restored.inexact or conditions or gradients.inexact or own
+    restored.inexact = restored.inexact or conditions or gradients.inexact or driver.exactness.why
     new = (note for note in notes if note not in loaded.notes)
     restored.loaded = replace(loaded, notes=(*loaded.notes, *new))
 
@@ -275,9 +256,4 @@ def _step_of(
     for number, record in enumerate(mine.updates):
         of_all = {rank: logs[rank].updates[number] for rank in gradients.needed}
         updates.append((record, gradients.update(of_all)))
-    return Step(tuple(updates), mine.mark)
-
-
-def _gradient_bytes(update: Update | None) -> int:
-    found = () if update is None else update.gradients.values()
-    return sum(one.numel() * one.dtype.itemsize for one in found)
+    return Step(updates, mine.mark, marks)

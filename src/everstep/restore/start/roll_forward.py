@@ -279,7 +279,8 @@ def replay(
     """
     # Imported here since most runs have no log.
     from everstep.restore.redo.conditions import fingerprint_difference
-    from everstep.restore.redo.redo import STEPS_AT_ONCE, Redo, verified_steps
+    from everstep.restore.redo.driver import STEPS_AT_ONCE, ReplayDriver, verified_steps
+    from everstep.restore.redo.live import LiveMemory
 
     loaded = restored.loaded
     assert loaded is not None
@@ -293,12 +294,12 @@ def replay(
         why = f"the log after it cannot be replayed: {loaded.tied[0]}"
         restored.skipped.append(Skipped(*chain.steps[0], why))
         return
-    redo = Redo(loader.state, loaded.restrided, loaded.aliases, loaded.names)
+    redo = ReplayDriver(
+        LiveMemory(loader.state, loaded.restrided, loaded.aliases, loaded.names),
+        compares=not fingerprint_difference(timelines.get(number) for number, _ in chain.steps),
+    )
     if not together:
         redo.limit_bytes = 0
-    redo.compares = not fingerprint_difference(
-        timelines.get(timeline) for timeline, _ in chain.steps
-    )
     before = restored.replayed  # steps of earlier calls
     files = loader.seams.filesystem
     wait_s = loader.timeout_s
@@ -344,7 +345,6 @@ def replay(
         raise
     trained = [timelines.get(timeline) for timeline, _ in chain.steps[: restored.replayed - before]]
     restored.inexact = restored.inexact or fingerprint_difference(trained)
-    if not redo.exactness.exact:
-        restored.inexact = restored.inexact or redo.exactness.why
+    restored.inexact = restored.inexact or redo.exactness.why
     if notes:
         restored.loaded = replace(loaded, notes=(*loaded.notes, *notes))

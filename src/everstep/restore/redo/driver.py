@@ -1,0 +1,351 @@
+"""Replay of log records onto a state in memory, in order.
+
+A driver queues the updates of verified steps, applies several steps in one pass over the state,
+compares the result with the samples in step marks, and finishes from the last mark. The state
+itself is a :class:`Memory`: the live objects of the training process
+(:class:`~everstep.restore.redo.live.LiveMemory`), or tensors in host memory
+(:class:`~everstep.restore.offline.memory.HostMemory`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+
+from everstep.capture.mark_samples import MarkComparison
+from everstep.errors import AuditError, DamageError, EverstepError
+from everstep.format.log import LogRecord
+from everstep.replay.exactness import Exactness
+from everstep.replay.optimizer_step import default_dtype
+from everstep.replay.updates import Update
+from everstep.restore.redo.declared import DeclaredRedo
+from everstep.restore.redo.marks import MarkEntries
+from everstep.restore.redo.updates import update_from_record
+from everstep.run.tensors import tensor_of
+from everstep.seams.machine import memory_available_bytes
+from everstep.state.layout.names import SPOT
+
+__all__ = [
+    "STEPS_AT_ONCE",
+    "Memory",
+    "ReplayDriver",
+    "Step",
+    "divergence_error",
+    "sampled_difference",
+    "verified_steps",
+]
+
+STEPS_AT_ONCE = 5
+"""Largest number of steps replayed in one pass over the state; more gain nothing."""
+
+_SHARE_OF_MEMORY = 8  # of available memory, for gradients that were read and wait for replay
+_READ_BYTES_MAX = 256 << 20
+"""Upper limit of the same. Reading further ahead than the next step gains nothing: replay and
+reading are about as fast. Fresh memory is slow to get, above all on virtual machines: reading five
+steps of 370 MB each into fresh memory took longer than everything else together."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Step:
+    """One verified step of the log.
+
+    Attributes:
+        updates: records in order, each with its decoded update; None if a registered function
+            computes it.
+        mark: step mark that ends the step.
+        marks: marks of other ranks' logs that the step was assembled from, by rank.
+    """
+
+    updates: Sequence[tuple[LogRecord, Update | None]]
+    mark: LogRecord
+    marks: Mapping[int, LogRecord] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, updates: Iterable[LogRecord], mark: LogRecord, *, own: bool = False) -> Step:
+        """Decode verified records.
+
+        Args:
+            updates: records in order.
+            mark: step mark.
+            own: leave out the gradients that other ranks recorded.
+
+        Raises:
+            FormatError: a record is not a valid update.
+        """
+        found = [(r, None if r.head.declared else update_from_record(r, own=own)) for r in updates]
+        return cls(found, mark)
+
+    @property
+    def read_bytes(self) -> int:
+        """Bytes of memory that the step takes until it is applied; 0 for records that lie in a
+        keeper's memory."""
+        if self.marks:  # gradients were assembled in memory of their own
+            gradients = [g for _, one in self.updates if one for g in one.gradients.values()]
+            return sum(one.numel() * one.dtype.itemsize for one in gradients)
+        records = (self.mark, *(record for record, _ in self.updates))
+        return sum(record.size_bytes for record in records if record.path is not None)
+
+
+def verified_steps(
+    steps: Iterable[tuple[Sequence[LogRecord], LogRecord | EverstepError]],
+    sound: Callable[[LogRecord], LogRecord],
+) -> Generator[Step | EverstepError, None, None]:
+    """Verify and decode steps of the log. Needs no live state, so any thread may run it.
+
+    Args:
+        steps: updates and mark of each step, in order; an error in place of a mark that cannot be
+            read.
+        sound: verifies a record, or returns a sound copy of it.
+
+    Yields:
+        Verified steps. Where a record is damaged, the error in place of the step, and nothing
+        after it.
+
+    Raises:
+        FormatError: a record is intact but not a valid update.
+    """
+    for updates, mark in steps:
+        if isinstance(mark, EverstepError):
+            yield mark
+            return
+        try:
+            updates = [sound(record) for record in updates]
+            mark = sound(mark)
+        except DamageError as error:
+            yield error
+            return
+        step = Step.of(updates, mark)
+        # Only the step may hold references: the memory of its records is then reused for the next.
+        del updates, mark
+        yield step
+        del step
+
+
+class Memory(Protocol):
+    """State that updates are applied to, and marks are put into.
+
+    Attributes:
+        declared: runs the functions registered for declared updates; None where the program that
+            trained the state is not there, and :meth:`check` refuses such updates.
+    """
+
+    declared: DeclaredRedo | None
+
+    @property
+    def exactness(self) -> Exactness:
+        """Exactness of all optimizers together."""
+        ...
+
+    def check(self, step: Step) -> Sequence[Update | None]:
+        """Return the updates to apply, after checking that the step fits. Changes no tensor.
+
+        Raises:
+            EverstepError: it does not fit.
+        """
+        ...
+
+    def must_start_over(self, step: Step, last: LogRecord) -> bool:
+        """Return True if everything must be restored from the last mark before this step."""
+        ...
+
+    def start_over(self) -> None:
+        """Forget the replayers: everything is now as the last mark holds it."""
+        ...
+
+    def begin(self, step: Step) -> MarkEntries:
+        """Prepare for a step; return the entries of its marks that an optimizer updates as well:
+        tensors with two owners, or views of one memory. Replay cannot order their updates, so the
+        next update must read the values of the marks."""
+        ...
+
+    def apply(self, key: str, updates: Sequence[Update]) -> None:
+        """Apply updates of one optimizer."""
+        ...
+
+    def put(self, entries: MarkEntries) -> None:
+        """Copy entries of marks into the state."""
+        ...
+
+    def first_difference(self, mark: LogRecord) -> str | None:
+        """Return the name of an entry that differs from its sample in the mark, None if there is
+        none."""
+        ...
+
+    def restore(self, mark: LogRecord) -> list[str]:
+        """Restore everything that the mark holds; return notes on what could not be restored."""
+        ...
+
+
+class ReplayDriver:
+    """Apply the steps of a log to a memory, in order.
+
+    Args:
+        memory: state, restored from a base.
+
+    Attributes:
+        last: mark of the newest step that was applied.
+        limit_bytes: limit of records that were read from disk and wait to be applied; one step
+            always may wait.
+        compares: replay must give the bits of training, as far as the conditions of training are
+            known: results are compared with the samples in the marks.
+    """
+
+    def __init__(self, memory: Memory, *, compares: bool = False) -> None:
+        self._memory = memory
+        self._pending: dict[str, list[Update]] = {}
+        self._waiting_steps = 0
+        self._waiting_bytes = 0
+        self._compared: LogRecord | None = None
+        self._notes: list[str] = []
+        self.last: LogRecord | None = None
+        self.limit_bytes = min(_READ_BYTES_MAX, memory_available_bytes() // _SHARE_OF_MEMORY)
+        self.compares = compares
+
+    @property
+    def waiting_bytes(self) -> int:
+        """Bytes of records that were read and wait to be applied."""
+        return self._waiting_bytes
+
+    @property
+    def exactness(self) -> Exactness:
+        """Exactness of all optimizers and functions together."""
+        found = self._memory.exactness
+        declared = self._memory.declared
+        return found if declared is None or not found.exact else declared.exactness
+
+    def step(self, step: Step) -> None:
+        """Replay one step: all of it, or nothing (I3).
+
+        Raises:
+            FormatError, ReplayError, UnsupportedStateError: a record does not fit the state.
+            UnknownClassError: the class of an optimizer that made an update is not available.
+            AuditError: this step, or one that was replayed together with it, gives other values
+                than training had.
+        """
+        memory = self._memory
+        mark = step.mark
+        # Raises before anything changes: a step is applied completely or not at all (I3).
+        updates = memory.check(step)
+        # If another program made the step and logs less from here on, entries that only the
+        # previous mark holds are restored from it, and with them everything else, as it was when
+        # that program started.
+        if self.last is not None and memory.must_start_over(step, self.last):
+            self._notes = self.finish()
+            memory.start_over()
+        at_once = memory.begin(step)
+        dtype = None
+        for (record, _), update in zip(step.updates, updates, strict=True):
+            if update is None:
+                self._apply()
+                assert memory.declared is not None
+                # Records of declared updates do not name the default dtype.
+                with default_dtype(dtype):
+                    memory.declared.run(record)
+                continue
+            dtype = update.default_dtype
+            self._pending.setdefault(update.optimizer, []).append(update)
+            if at_once:
+                self._apply()
+        self.last = mark
+        self._waiting_steps += 1
+        self._waiting_bytes += step.read_bytes
+        full = self._waiting_steps >= STEPS_AT_ONCE or self._waiting_bytes >= self.limit_bytes
+        # Several steps are applied in one pass, as long as their records fit in memory.
+        if at_once or full:
+            self._apply()
+        memory.put(at_once)
+        if memory.declared is not None:
+            memory.declared.settle(mark)
+        if not self._pending:
+            self._compare_once()
+
+    def idle(self) -> None:
+        """Apply the waiting steps without collecting more of them, so that no record of the steps
+        so far is read any more.
+
+        Raises:
+            ReplayError, AuditError: as :meth:`step`.
+        """
+        self._apply()
+        self._compare_once()
+
+    def finish(self) -> list[str]:
+        """Apply the waiting steps and restore everything that the last mark holds; return notes on
+        objects that could not be restored.
+
+        Raises:
+            MismatchError, FormatError, ReplayError: the mark does not fit the state.
+            AuditError: replay gives other values than training had.
+        """
+        if self.last is None:
+            return self._notes
+        self.idle()
+        return list(dict.fromkeys((*self._notes, *self._memory.restore(self.last))))
+
+    def compare(self) -> None:
+        """Compare the state with the last mark, everything up to which has been applied, if replay
+        must give the bits of training. The caller decides if the conditions of training allow it.
+
+        Raises:
+            AuditError: an entry differs; the error names it.
+            FormatError: the mark belongs to another state.
+        """
+        if self.last is None or not self.exactness.exact:
+            return
+        name = self._memory.first_difference(self.last)
+        if name is not None:
+            raise divergence_error(name, self.last.head.step)
+
+    def _apply(self) -> None:
+        """Apply several steps at once, so that the state is read once for all of them. Optimizers
+        share nothing: tensors with two owners are logged."""
+        pending = self._pending
+        self._pending = {}
+        self._waiting_steps = 0
+        self._waiting_bytes = 0
+        for key, updates in pending.items():
+            self._memory.apply(key, updates)
+
+    def _compare_once(self) -> None:
+        if self.compares and self.last is not self._compared:
+            self.compare()
+        self._compared = self.last
+
+
+def sampled_difference(
+    comparison: MarkComparison,
+    mark: LogRecord,
+    tensors: Mapping[str, torch.Tensor],
+    names: Sequence[str] = (),
+) -> str | None:
+    """Return the name of a tensor that differs from its sample in the mark of that step
+    (:mod:`everstep.capture.mark_samples`), None if there is none.
+
+    Args:
+        comparison: sampler, reused from step to step.
+        mark: mark of the step.
+        tensors: all tensors of the state, by entry name.
+        names: as of :meth:`.MarkComparison.other`.
+
+    Raises:
+        FormatError: the mark belongs to another state.
+    """
+    logged = {
+        place.entry.name: tensor_of(mark, place)
+        for place in mark.layout.placed
+        if place.entry.name.startswith(SPOT)
+    }
+    return comparison.other(logged, tensors, mark.head.step, names)
+
+
+def divergence_error(name: str, step: int) -> AuditError:
+    """Return the error for an entry whose replayed value differs from the sample in a mark."""
+    return AuditError(
+        f"replay up to step {step} gives another {name!r} than training had: it was "
+        "written to outside the optimizer",
+        step=step,
+        hint="call ckpt.before_update() and ckpt.after_update() around such writes",
+    )
