@@ -297,7 +297,7 @@ def test_other_conditions_are_not_called_exact(
 
 def offline(base: BaseFound, ring: ChunkRing, run: Path, **given: Any) -> Any:
     found = replace(scan_base(FS, run, base.id), manifest=base.manifest)
-    return load_job(FS, found, "run", ring, timeout_s=TIMEOUT_S, progress=silent, **given)
+    return load_job(FS, found, ring, timeout_s=TIMEOUT_S, progress=silent, **given)
 
 
 @pytest.mark.parametrize(("layout", "world"), [("ddp", 2), ("fsdp", 3), ("hsdp", 4)])

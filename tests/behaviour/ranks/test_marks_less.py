@@ -12,10 +12,14 @@ from safetensors.torch import load_file
 from torch import nn
 
 from everstep.format.log import RecordHead
+from everstep.format.records import Marker
 from everstep.link.recordable import Layouts
-from everstep.restore.offline.job_state import UnreplayedRank
+from everstep.restore.offline.memory import HostMemory
+from everstep.restore.offline.state import OfflineState
 from everstep.restore.redo import live
+from everstep.restore.redo.driver import ReplayDriver, Step
 from everstep.seams import Seams
+from everstep.state.values.tensors import tensor_entry
 from everstep.testing import inspect
 from tests.support.logged import World, document, opened
 from tests.support.ranks import replicas as parts
@@ -180,14 +184,17 @@ def test_of_several_ranks_without_the_programs(run_folder: Path) -> None:
 
 
 def test_a_rank_of_which_nothing_is_computed() -> None:
-    def mark(step: int, **held: torch.Tensor) -> Any:
-        head = RecordHead("mark", 1, step, step, "shape")
-        record = record_of(head, Layouts().of(held), {}, held)
-        return record, [(record, place) for place in record.layout.placed]
+    def step(number: int, **held: torch.Tensor) -> Step:
+        head = RecordHead("mark", 1, number, number, "shape")
+        return Step.of((), record_of(head, Layouts().of(held), {}, held))
 
-    rank = UnreplayedRank({"x": torch.zeros(3), "y": torch.zeros(1)}, {}, "shape")
-    rank.advance(*mark(1, x=torch.ones(3), y=torch.ones(1)))
-    rank.advance(*mark(2, y=torch.ones(1) * 2))
-    rank.finish({})
-    found = {name: one.tolist() for name, one in rank.tensors.items()}
+    tensors = {"x": torch.zeros(3), "y": torch.zeros(1)}
+    entries = {name: tensor_entry(name, tensor) for name, tensor in tensors.items()}
+    marker = Marker("run", 1, 0, 0, 0, 1, True, ())
+    state = OfflineState(marker, entries, tensors, {}, {}, "shape")
+    driver = ReplayDriver(HostMemory(state, {}))
+    driver.step(step(1, x=torch.ones(3), y=torch.ones(1)))
+    driver.step(step(2, y=torch.ones(1) * 2))
+    driver.finish()
+    found = {name: one.tolist() for name, one in tensors.items()}
     assert found == {"x": [1.0] * 3, "y": [2.0]}

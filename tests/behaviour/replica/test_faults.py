@@ -25,7 +25,7 @@ from everstep.errors import (
 from everstep.keeper.log.log_store import LogStore
 from everstep.keeper.replica.replica import BaseRequest, _PendingRequests
 from everstep.replay.exactness import declare
-from everstep.restore.offline.state import OfflineState
+from everstep.restore.offline.memory import HostMemory
 from everstep.seams.failpoints import arm
 from everstep.seams.progress import progress
 from everstep.testing import inspect
@@ -425,7 +425,7 @@ def test_a_change_behind_the_optimizers_back_is_found(
     each mark, and if they did not, those that come with each base that is asked for (I8)."""
     monkeypatch.setattr(untold, "SAMPLED_FIRST_STEPS", 0)  # or training would find it itself
     if by == "asks":
-        monkeypatch.setattr(OfflineState, "compare", lambda self: None)
+        monkeypatch.setattr(HostMemory, "first_difference", lambda *_: None)
     reported: list[EverstepError] = []
     world = World()
     ckpt = start(served, world, on_failure=reported.append)

@@ -22,7 +22,7 @@ from everstep.format.writer import ChunkRing
 from everstep.keeper.persist.shard_writer import ShardWriter
 from everstep.link.recordable import Layouts, state_digest
 from everstep.restore.load.load import CompleteRank
-from everstep.restore.offline.load import complete_rank_files
+from everstep.restore.offline.rank_files import complete_rank_files
 from everstep.run.scan import BaseFound
 from everstep.seams import PosixFileSystem
 from everstep.seams.fingerprint import fingerprint

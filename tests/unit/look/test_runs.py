@@ -470,16 +470,16 @@ def test_into_and_only_contradict(run: Path) -> None:
 def test_the_memory_of_what_is_not_asked_for_is_not_taken(
     run: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from everstep.restore.offline import load as offline_load
+    from everstep.restore.offline import rank_files
 
     made: list[str] = []
-    makes = offline_load.empty_like_entry
+    makes = rank_files.empty_like_entry
 
     def noted(entry: Any) -> torch.Tensor:
         made.append(entry.name)
         return makes(entry)
 
-    monkeypatch.setattr(offline_load, "empty_like_entry", noted)
+    monkeypatch.setattr(rank_files, "empty_like_entry", noted)
     everstep.load(run, only="model/*.bias")
     assert made
     assert all(name.startswith("model/") and name.endswith(".bias") for name in made)

@@ -78,7 +78,7 @@ def ring() -> Iterator[ChunkRing]:
 def loaded(base: BaseFound, ring: ChunkRing) -> JobState:
     """A base in memory, by its files alone."""
     there = replace(scan_base(FS, base.path.parents[2], base.id), manifest=base.manifest)
-    return load_job(FS, there, "run", ring, timeout_s=TIMEOUT_S, progress=silent)
+    return load_job(FS, there, ring, timeout_s=TIMEOUT_S, progress=silent)
 
 
 def replayed(base: BaseFound, logs: Logs, ring: ChunkRing, *, drop: int = 0) -> JobState:

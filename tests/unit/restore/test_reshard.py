@@ -138,7 +138,7 @@ def test_the_log_of_what_is_tied_is_replayed_without_the_program(
     base, logs = logged(tmp_path, *job, ring, 2, seed=SEED)
     filesystem = PosixFileSystem()
     base = replace(base, files=tuple(filesystem.scan(base.path)))
-    whole = load_job(filesystem, base, "run", ring, timeout_s=TIMEOUT_S, progress=silent)
+    whole = load_job(filesystem, base, ring, timeout_s=TIMEOUT_S, progress=silent)
     for step in (STEP + 1, STEP + 2):
         of_ranks = {rank: logs[rank, step] for rank in range(job[1])}
         whole.take({rank: (records[:-1], records[-1]) for rank, records in of_ranks.items()})

@@ -23,8 +23,10 @@ from everstep.keeper.replica.hyperparameters import pack_tensors, tensor_hyperpa
 from everstep.link.assembly import Assembly
 from everstep.link.capture import Capture, shard_offsets
 from everstep.link.samples import check_samples
-from everstep.restore.offline.rebuild import replay_conditions
+from everstep.restore.offline.memory import HostMemory, ReplayThreads
 from everstep.restore.offline.state import OfflineState
+from everstep.restore.redo.conditions import replay_conditions
+from everstep.restore.redo.driver import ReplayDriver, Step
 from everstep.run.shape import shape_of_base
 from everstep.run.tensors import as_complex
 from everstep.state.layout.entries import Entry
@@ -88,17 +90,11 @@ class ReplicaState:
         self._identity = identity
         # Identity of the current step, once settle() has run for it.
         self._settled: ShardIdentity | None = None
-        self._state = OfflineState(
-            marker,
-            entries,
-            tensors,
-            aliases,
-            objects,
-            trees,
-            shape_of_base(placed, aliases, trees),
-            threads=threads,
-            training_threads=training_threads,
-        )
+        shape = shape_of_base(placed, aliases, trees)
+        state = OfflineState(marker, entries, tensors, aliases, dict(objects), shape)
+        self._state = state
+        self._memory = HostMemory(state, trees, ReplayThreads(threads, training_threads))
+        self._driver = ReplayDriver(self._memory, compares=not elsewhere)
 
     @property
     def shape(self) -> str:
@@ -108,12 +104,12 @@ class ReplicaState:
     @property
     def step(self) -> int:
         """Step of the state."""
-        return self._state.step
+        return self._head.step
 
     @property
     def lsn(self) -> int:
         """LSN of the state."""
-        return self._state.lsn
+        return self._head.lsn
 
     def advance(self, steps: Sequence[LoggedStep]) -> None:
         """Apply complete steps, in order. Their records are not read again.
@@ -128,19 +124,20 @@ class ReplicaState:
         self._settled = None
         for step in steps:
             try:
-                self._state.advance(step.updates, step.mark)
+                for record in (*step.updates, step.mark):
+                    record.verify()
             except DamageError as error:
                 # Raised at the end: the steps before this one are good and are finished first.
                 damaged = error
                 break
+            own = self._state.marker.world > 1
+            self._driver.step(Step.of(step.updates, step.mark, own=own))
             if step.updates:
                 self.why = self.why or self._elsewhere
             if not step.mark.head.exact:
                 self.why = self.why or NOT_EXACT
-        self._state.apply_waiting()
+        self._driver.idle()
         self._put_pairs()
-        if not self._elsewhere:
-            self._state.compare()
         if damaged is not None:
             raise damaged
 
@@ -158,14 +155,14 @@ class ReplicaState:
         """
         if self._settled is not None:
             return self._settled, self._state.objects
-        self._state.finish()
+        self._driver.finish()
         for name, view in self._views.items():
             tensor = self._state.tensors[name]
             # Replay works on a copy where training's strides differ from the stored order.
             if tensor is not view and name not in self._pairs:
                 view.copy_(tensor)
         self._put_pairs()
-        why = self._state.exactness.why or next(iter(self._state.surprises), "")
+        why = self._memory.exactness.why or next(iter(self._memory.surprises), "")
         self.why = self.why or why
         identity = replace(self._identity, step=self.step, lsn=self.lsn, exact=not self.why)
         # After the first replayed mark, objects come from marks, no longer from the base.
@@ -173,6 +170,10 @@ class ReplicaState:
             identity = replace(identity, behind_mark=False)
         self._settled = identity
         return identity, self._state.objects
+
+    @property
+    def _head(self) -> RecordHead | ShardIdentity:
+        return self._identity if self._driver.last is None else self._driver.last.head
 
     def _put_pairs(self) -> None:
         """Copy complex entries that are computed outside the block into the block."""

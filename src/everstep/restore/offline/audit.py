@@ -29,9 +29,9 @@ from everstep.format.digests import digest
 from everstep.format.records import AuditRecord
 from everstep.format.writer import ChunkRing
 from everstep.restore.offline.job_state import JobState, rank_entry_name
-from everstep.restore.offline.rebuild import Rebuilder, ReplayResult, replay_conditions
+from everstep.restore.offline.rebuild import Rebuilder, ReplayResult
 from everstep.restore.offline.run_log import RunLog
-from everstep.restore.offline.state import OfflineState
+from everstep.restore.redo.conditions import replay_conditions
 from everstep.run.audits import NAMES_MAX
 from everstep.run.chain import Chain, path_of
 from everstep.run.open_base import open_ranks
@@ -185,7 +185,7 @@ def audit(
 
 def _compared(
     pair: Pair,
-    state: OfflineState | JobState,
+    state: JobState,
     expected: dict[str, tuple[str, Entry]],
     played: ReplayResult,
     updates: int,

@@ -15,7 +15,7 @@ from everstep.format.log import LogRecord
 from everstep.format.records import TimelineRecord
 from everstep.format.writer import ChunkRing
 from everstep.restore.load.load import LoadedBase, rank_contents
-from everstep.restore.offline.state import OfflineState
+from everstep.restore.offline.memory import HostMemory
 from everstep.restore.redo.conditions import fingerprint_difference
 from everstep.restore.redo.driver import ReplayDriver, Step
 from everstep.restore.redo.live import LiveMemory
@@ -89,43 +89,49 @@ def complete_live_base(
 
 def complete_offline_base(
     opened: OpenBase,
-    state: OfflineState,
+    memory: HostMemory,
     ring: ChunkRing,
     inexact: str,
     *,
     timeout_s: float,
     progress: ProgressSink,
-) -> int:
+) -> tuple[int, str]:
     """Bring a state in host memory to the step of the multi-step base that was read into it; of a
     base of several ranks the share of one of them.
 
     Args:
         opened: files of the rank.
-        state: state that was read from them.
+        memory: state that was read from them.
         ring: buffers for reading.
         inexact: why replay here need not give the bits of training; "" if it must.
         timeout_s: a read that takes longer counts as hung.
         progress: notified of bytes read.
 
     Returns:
-        The number of updates that some part had not seen.
+        The number of updates that some part had not seen; and the reason why the state is inexact,
+        "" if it is exact.
 
     Raises:
         DamageError, FormatError: the updates cannot be read, or are not of this base.
         ReplayError, UnsupportedStateError: they do not fit the state, or give other values than
             training had.
     """
-    records = _records(opened, state.shape, ring, timeout_s=timeout_s, progress=progress)
-    state.advance(records.updates, records.mark)
-    state.finish()
+    records = _records(opened, memory.state.shape, ring, timeout_s=timeout_s, progress=progress)
+    for record in (*records.updates, records.mark):
+        record.verify()
+    driver = ReplayDriver(memory)
+    own = opened.marker.world > 1
+    driver.step(Step.of(records.updates, records.mark, own=own))
+    driver.finish()
     if not inexact:
         try:
-            state.compare()
+            driver.compare()
         except AuditError as error:
             raise _divergence(error) from error
-    if records.updates:
-        state.doubt = inexact or state.exactness.why or next(iter(state.surprises), "")
-    return len(records.updates)
+    if not records.updates:
+        return 0, ""
+    doubt = inexact or memory.exactness.why or next(iter(memory.surprises), "")
+    return len(records.updates), doubt
 
 
 def _records(

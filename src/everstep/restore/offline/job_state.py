@@ -1,4 +1,5 @@
-"""States of all ranks of a job, without the program that trained them (``docs/design/audit.md``).
+"""States of all ranks of a job, without the program that trained them (``docs/design/audit.md``);
+of one rank, too.
 
 Each rank replays its own log, with the shares of updates that other ranks recorded, over the
 tensors that it held: so the bits are those of training, whatever the layout and the optimizer.
@@ -10,25 +11,30 @@ the parameters that each of them updated for all, with the gradients that all of
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
 
 from everstep.capture.mark_samples import MarkComparison
-from everstep.errors import FormatError, ReplayError, UnsupportedStateError
+from everstep.errors import FormatError, UnsupportedStateError
 from everstep.format.digests import digest
-from everstep.format.log import LogRecord
+from everstep.format.log import LogRecord, RecordHead
 from everstep.format.records import Marker
 from everstep.replay.exactness import Exactness
 from everstep.restore.load.pieces import fills
 from everstep.restore.load.saved_ranks import Piece, SavedRanks
+from everstep.restore.offline.memory import HostMemory
 from everstep.restore.offline.state import OfflineState
-from everstep.restore.redo.driver import divergence_error, sampled_difference
-from everstep.restore.redo.marks import MarkEntries, dropped_from_marks
+from everstep.restore.redo.driver import (
+    ReplayDriver,
+    Step,
+    divergence_error,
+    sampled_difference,
+)
+from everstep.restore.redo.marks import MarkEntries
 from everstep.restore.redo.owned import owned_entries
 from everstep.restore.redo.zero_objects import RankObjects, merge_zero_objects
-from everstep.run.tensors import tensor_of
 from everstep.state.layout.entries import Entry
 from everstep.state.layout.names import HYPER, OBJECT_PREFIX, PART_OBJECT, SAMPLE
 from everstep.state.layout.placement import Box, Placement
@@ -37,16 +43,24 @@ from everstep.state.values.objects import decode, encode
 from everstep.state.values.tensors import empty_like_entry, host_bytes
 from everstep.state.values.tree import references
 
-__all__ = ["JobState", "JobStep", "TensorKey", "UnreplayedRank", "rank_entry_name", "tensor_key"]
+__all__ = [
+    "JobState",
+    "JobStep",
+    "RankReplay",
+    "Sharing",
+    "TensorKey",
+    "rank_entry_name",
+    "tensor_key",
+]
 
 JobStep = Mapping[int, tuple[Sequence[LogRecord], LogRecord]]
-"""Of one step, by rank: its updates in order, and its mark."""
+"""Updates of a step in order, and its mark, by rank."""
 
 _LISTED = 8
 
 
 class TensorKey(NamedTuple):
-    """A tensor, or a part of one: the same wherever ranks have the same."""
+    """Tensor or shard, equal for ranks that have the same one."""
 
     name: str
     ranks: tuple[int, ...] | None
@@ -65,98 +79,91 @@ def rank_entry_name(name: str, rank: int) -> str:
 
 
 @dataclass(slots=True, eq=False)
-class UnreplayedRank:
-    """Rank whose optimizers are not replayed: other ranks compute the same state.
+class RankReplay:
+    """State of one rank, and the driver that replays the rank's log to it.
 
     Attributes:
-        tensors: by entry name: what no other rank holds.
-        objects: encoded, by entry name.
+        memory: tensors that no earlier rank holds as well, or everything if it is replayed here.
+        written: entries in the rank's files, by name.
+        unmerged: objects of which each rank has a share (ZeRO), as they are in the rank's file.
+        mark: newest mark of the rank's log.
     """
 
-    tensors: dict[str, torch.Tensor]
-    objects: dict[str, bytes]
-    shape: str
-    held: MarkEntries = ()
-    last: LogRecord | None = None
+    memory: HostMemory
+    written: Mapping[str, Entry]
+    unmerged: Mapping[str, bytes] = field(default_factory=dict)
+    mark: LogRecord | None = None
+    driver: ReplayDriver = field(init=False)
+    comparison: MarkComparison = field(default_factory=MarkComparison)
 
-    def advance(self, mark: LogRecord, held: MarkEntries) -> None:
-        """Takes one step: what marks of several ranks hold of it, as of its own one."""
-        self._put(dropped_from_marks(self.held, held))
-        self.held = held
-        self.last = mark
+    def __post_init__(self) -> None:
+        self.driver = ReplayDriver(self.memory)
 
-    def _put(self, held: MarkEntries) -> None:
-        for mark, place in held:
-            self.tensors[place.entry.name].copy_(tensor_of(mark, place))
+    @property
+    def state(self) -> OfflineState:
+        """State of the rank."""
+        return self.memory.state
 
-    def finish(self, objects: Mapping[str, bytes]) -> None:
-        """Puts everything as the last mark has it.
 
-        Args:
-            objects: instead of those of the mark that have the same names.
-        """
-        self._put(self.held)
-        if self.last is not None:
-            self.objects = {**self.last.objects, **objects}
+@dataclass(frozen=True, slots=True, eq=False)
+class Sharing:
+    """State that several ranks of a job have in common.
+
+    Attributes:
+        saved: headers of the base.
+        owners: rank that a tensor is taken from, where several have it.
+        diverged: names of parameters of which the ranks of a ZeroRedundancyOptimizer had different
+            copies.
+    """
+
+    saved: SavedRanks
+    owners: Mapping[TensorKey, int]
+    diverged: Sequence[str] = ()
 
 
 class JobState:
     """States of all ranks of a job in host memory, brought forward by their logs.
 
     Args:
-        markers: of the base, by rank.
-        saved: its headers; nothing of it is read any more.
-        computed: by rank: those that replay their log.
-        resting: the other ones.
-        written: by rank: entries in its files, by name.
-        keeper: the rank of which a tensor is taken, where several have it.
-        parts: objects of optimizers of which each rank has a part (ZeRO), as they are in its file.
-        apart: names of parameters of those of which ranks had different copies.
-        doubt: see below.
-
-    Attributes:
-        step, lsn: of the newest step that was applied.
-        doubt: why it is not what training had, by what made a base over several steps whole; ""
-            if it is, or that was not needed.
+        marker: marker of the base.
+        ranks: states by rank; of one rank it is the entire state.
+        sharing: state that they have in common; None for one rank.
+        doubt: reason why completing a multi-step base was inexact; "" if it was exact or not
+            needed.
     """
 
     def __init__(
         self,
-        markers: Sequence[Marker],
-        saved: SavedRanks,
-        computed: Mapping[int, OfflineState],
-        resting: Mapping[int, UnreplayedRank],
-        written: Mapping[int, Mapping[str, Entry]],
-        keeper: Mapping[TensorKey, int],
-        parts: RankObjects,
-        apart: Sequence[str] = (),
+        marker: Marker,
+        ranks: Mapping[int, RankReplay],
+        sharing: Sharing | None = None,
         doubt: str = "",
     ) -> None:
-        self.marker = replace(markers[0], exact=all(marker.exact for marker in markers))
-        self.step = self.marker.step
-        self.lsn = self.marker.lsn
-        self._saved = saved
-        self._computed = computed
-        self._resting = resting
-        self._written = written
-        self._keeper = keeper
-        self._parts = parts
-        self._apart = apart
+        self.marker = marker
         self.doubt = doubt
-        self._comparisons = {rank: MarkComparison() for rank in written}
-        self._marks: dict[int, LogRecord] = {}
+        self._ranks = ranks
+        self._sharing = sharing
 
-    # What replay asks for.
+    @property
+    def step(self) -> int:
+        """Newest step that was taken."""
+        return self._head.step
+
+    @property
+    def lsn(self) -> int:
+        """LSN of that step."""
+        return self._head.lsn
 
     @property
     def surprises(self) -> list[str]:
         """Differences between replay and the last marks, as text."""
-        return [f"rank {rank}: {one}" for rank, s in self._computed.items() for one in s.surprises]
+        found = [(rank, text) for rank, one in self._ranks.items() for text in one.memory.surprises]
+        return [text if self._sharing is None else f"rank {rank}: {text}" for rank, text in found]
 
     @property
     def exactness(self) -> Exactness:
         """Exactness of the optimizers of all ranks together."""
-        found = (state.exactness for state in self._computed.values())
+        found = (one.memory.exactness for one in self._ranks.values())
         return next((one for one in found if not one.exact), Exactness(True, ""))
 
     def take(self, step: JobStep, *, drop: bool = False) -> None:
@@ -169,112 +176,99 @@ class JobState:
         Raises:
             FormatError, ReplayError, UnsupportedStateError: a record does not fit the state.
         """
-        if self._apart:  # each rank knows its own ones alone, which it has handed to the others
-            name = self._apart[0]
-            raise UnsupportedStateError(
-                f"ranks of a ZeroRedundancyOptimizer had different copies of {name!r} before its "
-                "update: without the program that trained them, it cannot be replayed",
-                leaves=((name, "ranks had different copies"),),
-                step=step[min(step)][1].head.step,
-                hint="resume(step=...) in that program replays it; bases are restored",
-            )
-        self._check(step)
-        held: dict[int, list[tuple[LogRecord, Placed]]] = {rank: [] for rank in step}
-        for rank, (_, mark) in step.items():
-            for place in mark.layout.placed:
-                if place.entry.name.startswith(SAMPLE):
-                    continue
-                entry = self._written[rank].get(place.entry.name)
-                if entry is None or _form(entry) != _form(place.entry):
-                    raise FormatError(f"rank {rank}, {mark.head}: another {place.entry.name!r}")
-                owner = self._keeper[tensor_key(entry)]
-                if owner != rank or owner in self._resting:  # else it looks at its own mark itself
-                    held[owner].append((mark, place))
-        for rank, state in self._computed.items():
+        held = None if self._sharing is None else self._held(self._sharing, step)
+        for rank, one in self._ranks.items():
             updates, mark = step[rank]
-            mine = (
-                () if drop else [_with_parts(one, n, rank, step) for n, one in enumerate(updates)]
-            )
-            state.advance(list(mine), mark, held[rank])
-        for rank, one in self._resting.items():
-            one.advance(step[rank][1], held[rank])
-        self._marks = {rank: mark for rank, (_, mark) in step.items()}
-        any_mark = next(iter(self._marks.values()))
-        self.step = any_mark.head.step
-        self.lsn = any_mark.head.lsn
+            if drop or not one.memory.replays:
+                updates = ()
+            elif self._sharing is not None:
+                updates = [_with_parts(u, n, rank, step) for n, u in enumerate(updates)]
+            found = Step.of(updates, mark)
+            one.driver.step(found if held is None else replace(found, held=held[rank]))
+        for rank, one in self._ranks.items():
+            one.mark = step[rank][1]
 
     def finish(self, *, counterfactual: bool = False) -> None:
-        """Applies what is waiting, and puts everything else as the last marks have it.
+        """Apply the waiting updates, and restore everything else from the last marks.
+
+        Args:
+            counterfactual: some updates were left out, so that an optimizer's plain values (its
+                step count) are taken from replay instead of the marks.
 
         Raises:
             FormatError, ReplayError: a mark does not fit the state.
         """
-        whole: RankObjects = {}
-        if self._marks:
-            whole, self._parts = merge_zero_objects(self._marks)
-        for rank, state in self._computed.items():
-            state.finish(counterfactual=counterfactual, objects=whole.get(rank))
-        for rank, one in self._resting.items():
-            one.finish(whole.get(rank, {}))
+        marks = {rank: one.mark for rank, one in self._ranks.items() if one.mark is not None}
+        merged: RankObjects = {}
+        if self._sharing is not None and marks:
+            merged, unmerged = merge_zero_objects(marks)
+            for rank, objects in unmerged.items():
+                self._ranks[rank].unmerged = objects
+        for rank, mark in marks.items():
+            one = self._ranks[rank]
+            one.driver.idle()
+            one.memory.restore(mark, counterfactual=counterfactual, merged=merged.get(rank))
 
     def compare(self) -> None:
-        """Compares what replay gives with the samples in the last marks, if it must give the bits
-        that training had.
+        """Compare the states with the samples in the last marks, if replay must give the bits of
+        training. The caller decides if the conditions of training allow it.
 
         Raises:
-            AuditError: something else; names an entry.
-            FormatError: a mark is of another state.
+            AuditError: an entry differs; the error names it.
+            FormatError: a mark belongs to another state.
         """
-        for rank, mark in self._marks.items() if self.exactness.exact else ():
-            tensors = {n: self._tensor(tensor_key(e))[0] for n, e in self._written[rank].items()}
-            name = sampled_difference(self._comparisons[rank], mark, tensors)
+        if not self.exactness.exact:
+            return
+        for rank, one in self._ranks.items():
+            if one.mark is None:
+                continue
+            tensors = {n: self._holder(e, rank).tensors[e.name] for n, e in one.written.items()}
+            name = sampled_difference(one.comparison, one.mark, tensors)
             if name is not None:
-                raise divergence_error(name, mark.head.step)
+                raise divergence_error(name, one.mark.head.step)
 
-    # What an audit asks for: every entry of every rank's files, by its name there.
+    # An audit compares the entries of all files, by their names there.
 
     @property
     def entries(self) -> dict[str, Entry]:
-        """Tensors' entries."""
+        """Entries of tensors."""
         return {
-            rank_entry_name(name, rank): entry
-            for rank, written in self._written.items()
-            for name, entry in written.items()
+            self._name(name, rank): entry
+            for rank, one in self._ranks.items()
+            for name, entry in one.written.items()
         }
 
     @property
     def from_mark(self) -> set[str]:
         """Names of everything taken from the last marks: entries that they hold in full, and all
         objects."""
-        held = {
-            rank_entry_name(place.entry.name, rank)
-            for rank, mark in self._marks.items()
-            for place in mark.layout.placed
-        }
-        return held | {rank_entry_name(n, r) for r in self._written for n in self._objects(r)}
+        found = set[str]()
+        for rank, one in self._ranks.items():
+            placed = () if one.mark is None else one.mark.layout.placed
+            names = (*(place.entry.name for place in placed), *one.state.objects)
+            found.update(self._name(name, rank) for name in names)
+        return found
 
     @property
     def replayed(self) -> set[str]:
-        """Entries that an optimizer has computed here."""
-        return self._named(lambda state: state.replayed)
+        """Entries that an optimizer computed here."""
+        return self._named(lambda memory: memory.replayed)
 
     @property
     def unlogged(self) -> set[str]:
-        """As of :class:`OfflineState`."""
-        return self._named(lambda state: state.unlogged)
+        """Hyperparameters of :attr:`.HostMemory.unlogged`."""
+        return self._named(lambda memory: memory.unlogged)
 
     def digests(self) -> dict[str, str]:
-        """The digest of every entry, objects included, as the files of a base of this state have
-        them."""
+        """Return the digest of every entry, objects included, as the files of a base of this state
+        have them."""
         found: dict[str, str] = {}
-        for rank, written in self._written.items():
-            for name, entry in written.items():
-                found[rank_entry_name(name, rank)] = self._digest(tensor_key(entry))
-            for name, data in {**self._objects(rank), **self._parts.get(rank, {})}.items():
-                found[rank_entry_name(name, rank)] = digest(data)
+        for rank, one in self._ranks.items():
+            for name, entry in one.written.items():
+                found[self._name(name, rank)] = self._holder(entry, rank).digest_of(entry.name)
+            for name, data in {**one.state.objects, **one.unmerged}.items():
+                found[self._name(name, rank)] = digest(data)
         return found
-
-    # What is made of it.
 
     def whole(self) -> tuple[OfflineState, dict[str, str]]:
         """Return the state that one process would restore (``docs/design/ranks.md``), and the
@@ -283,11 +277,16 @@ class JobState:
         Raises:
             UnsupportedStateError: ranks had different parameters of one name.
         """
+        sharing = self._sharing
+        if sharing is None:
+            (only,) = self._ranks.values()
+            return only.state, {}
+        saved = sharing.saved
         trees = dict[str, Any]()
         objects = dict[str, bytes]()
         givers = dict[str, int]()
-        for rank in self._saved.ranks:
-            for name, data in self._objects(rank).items():
+        for rank in saved.ranks:
+            for name, data in self._ranks[rank].state.objects.items():
                 section = name.removeprefix(OBJECT_PREFIX)
                 if givers.setdefault(section, rank) == rank:
                     trees[section] = decode(data)
@@ -299,7 +298,7 @@ class JobState:
         taken: dict[str, tuple[int, ...] | None] = {}
         for section, tree in trees.items():
             for name in references(tree):
-                pieces = self._saved.pieces_of(name, givers[section])
+                pieces = saved.pieces_of(name, givers[section])
                 first = pieces[0]
                 canonical = first.entry.name
                 ranks = first.placement.ranks
@@ -311,7 +310,7 @@ class JobState:
                     continue
                 entries[canonical], tensors[canonical] = self._gathered(pieces)
         for name in owned_entries(trees, lambda name: aliases.get(name, name)):
-            others = self._others(name, taken.get(name))
+            others = self._others(saved, name, taken.get(name))
             if others is not None:
                 unclear[name] = f"rank(s) {_text(taken.get(name))} and {others}"
         if unclear:
@@ -327,11 +326,11 @@ class JobState:
                 hint="resume(step=...) in a job of as many ranks goes back to it",
             )
         marker = replace(self.marker, rank=0, world=1, step=self.step, lsn=self.lsn)
-        state = OfflineState(marker, entries, tensors, aliases, objects, trees, "")
-        return state, self._left_out(givers)
+        state = OfflineState(marker, entries, tensors, aliases, objects, shape="")
+        return state, self._left_out(saved, givers)
 
     def _gathered(self, pieces: Sequence[Piece]) -> tuple[Entry, torch.Tensor]:
-        """All of a tensor."""
+        """Return a complete tensor, and its entry."""
         first = pieces[0].entry
         entry = Entry.whole(
             first.name,
@@ -341,26 +340,27 @@ class JobState:
             logical_dtype=first.logical_dtype,
         )
         if first.shape == first.global_shape:
-            return entry, self._tensor(tensor_key(first))[0]
+            return entry, self._holder(first).tensors[first.name]
         tensor = empty_like_entry(entry)
         box = Box((0,) * len(entry.shape), entry.shape)
         found, missing = fills(pieces, box, host_bytes(tensor))
-        assert not missing, "looked at when it was loaded"
+        assert not missing, "checked when the base was loaded"
         for fill in found:
-            fill.copy(self._bytes(tensor_key(fill.piece.entry)))
+            piece = fill.piece.entry
+            fill.copy(self._holder(piece).bytes_of(piece.name))
         return entry, tensor
 
-    def _others(self, name: str, ranks: tuple[int, ...] | None) -> str | None:
+    def _others(self, saved: SavedRanks, name: str, ranks: tuple[int, ...] | None) -> str | None:
         """Return the ranks that had another parameter of that name; None if there are none."""
         versions: dict[tuple[int, ...] | None, dict[Box, str]] = {}
-        for piece in self._saved.all_pieces(name):
+        for piece in saved.all_pieces(name):
             if piece.entry.name == name:
                 found = versions.setdefault(piece.placement.ranks, {})
-                found[piece.box] = self._digest(tensor_key(piece.entry))
+                found[piece.box] = self._holder(piece.entry).digest_of(name)
         mine = versions.get(ranks)
         return next((_text(of) for of, each in versions.items() if each != mine), None)
 
-    def _left_out(self, givers: Mapping[str, int]) -> dict[str, str]:
+    def _left_out(self, saved: SavedRanks, givers: Mapping[str, int]) -> dict[str, str]:
         """Describe the rank-local state that is left out, as it differs from that of the chosen
         rank."""
         found = dict[str, str]()
@@ -368,8 +368,8 @@ class JobState:
             mine = self._own(section, giver)
             lost = [
                 rank
-                for rank in self._saved.ranks
-                if OBJECT_PREFIX + section in self._objects(rank)
+                for rank in saved.ranks
+                if OBJECT_PREFIX + section in self._ranks[rank].state.objects
                 and self._own(section, rank) != mine
             ]
             if lost:
@@ -381,61 +381,83 @@ class JobState:
         return found
 
     def _own(self, section: str, rank: int) -> dict[str, str]:
-        """Digests of what one rank has for itself in a section."""
-        found = {"": digest(self._objects(rank)[OBJECT_PREFIX + section])}
-        for name, entry in self._written[rank].items():
-            key = tensor_key(entry)
-            if key.ranks == (rank,) and name.startswith(f"{section}/"):
-                found[name] = self._digest(key)
+        """Return the digests of a section's rank-local state."""
+        one = self._ranks[rank]
+        found = {"": digest(one.state.objects[OBJECT_PREFIX + section])}
+        for name, entry in one.written.items():
+            if tensor_key(entry).ranks == (rank,) and name.startswith(f"{section}/"):
+                found[name] = self._holder(entry).digest_of(name)
         return found
 
-    # Where things are.
+    @property
+    def _head(self) -> Marker | RecordHead:
+        mark = next(iter(self._ranks.values())).mark
+        return self.marker if mark is None else mark.head
 
-    def _tensor(self, key: TensorKey) -> tuple[torch.Tensor, int]:
-        rank = self._keeper[key]
-        state: OfflineState | UnreplayedRank = (
-            self._computed[rank] if rank in self._computed else self._resting[rank]
-        )
-        return state.tensors[key.name], rank
+    def _name(self, name: str, rank: int) -> str:
+        """Return the display name of an entry of a rank's file."""
+        return name if self._sharing is None else rank_entry_name(name, rank)
 
-    def _bytes(self, key: TensorKey) -> memoryview:
-        tensor, _ = self._tensor(key)
-        return memoryview(bytes(host_bytes(tensor.contiguous())))
+    def _holder(self, entry: Entry, rank: int = 0) -> OfflineState:
+        """Return the state that holds the tensor of an entry in the files of a rank."""
+        if self._sharing is not None:
+            rank = self._sharing.owners[tensor_key(entry)]
+        return self._ranks[rank].state
 
-    def _digest(self, key: TensorKey) -> str:
-        tensor, _ = self._tensor(key)
-        flat = tensor.contiguous()
-        return digest(host_bytes(flat))
-
-    def _objects(self, rank: int) -> Mapping[str, bytes]:
-        state = self._computed.get(rank)
-        return self._resting[rank].objects if state is None else state.objects
-
-    def _named(self, of: Callable[[OfflineState], set[str]]) -> set[str]:
-        """Entries of all files, of which a state says something by name."""
-        said = {rank: of(state) for rank, state in self._computed.items()}
+    def _named(self, of: Callable[[HostMemory], set[str]]) -> set[str]:
+        """Return the entries of all files that their owner's memory names."""
+        names = {id(one.state): of(one.memory) for one in self._ranks.values()}
         return {
-            rank_entry_name(name, rank)
-            for rank, written in self._written.items()
-            for name, entry in written.items()
-            if name in said.get(self._keeper[tensor_key(entry)], ())
+            self._name(name, rank)
+            for rank, one in self._ranks.items()
+            for name, entry in one.written.items()
+            if entry.name in names[id(self._holder(entry, rank))]
         }
 
-    def _check(self, step: JobStep) -> None:
-        """Raises:
-        FormatError, ReplayError: records of one rank do not go with those of the others.
+    def _held(self, sharing: Sharing, step: JobStep) -> Mapping[int, MarkEntries]:
+        """Return by rank the entries of its state that the marks of all ranks hold.
+
+        Raises:
+            FormatError: records of one rank do not go with those of the others.
+            UnsupportedStateError: no rank can replay an optimizer.
         """
-        first = step[min(step)]
-        heads = [one.head for one in (*first[0], first[1])]
-        for rank, (updates, mark) in step.items():
-            mine = [one.head for one in (*updates, mark)]
-            if [_place(one) for one in mine] != [_place(one) for one in heads]:
-                raise FormatError(f"rank {rank} has {mark.head} and other updates before it")
-            resting = self._resting.get(rank)
-            if resting is not None and mark.head.shape != resting.shape:
-                raise ReplayError(
-                    f"rank {rank}: {mark.head} belongs to a state of another composition"
-                )
+        if sharing.diverged:  # each rank updated its own copy, and sent it to the others
+            name = sharing.diverged[0]
+            raise UnsupportedStateError(
+                f"ranks of a ZeroRedundancyOptimizer had different copies of {name!r} before its "
+                "update: without the program that trained them, it cannot be replayed",
+                leaves=((name, "ranks had different copies"),),
+                step=step[min(step)][1].head.step,
+                hint="resume(step=...) in that program replays it; bases are restored",
+            )
+        _check_same_updates(step)
+        held: dict[int, list[tuple[LogRecord, Placed]]] = {rank: [] for rank in step}
+        for rank, (_, mark) in step.items():
+            one = self._ranks[rank]
+            for place in mark.layout.placed:
+                if place.entry.name.startswith(SAMPLE):
+                    continue
+                entry = one.written.get(place.entry.name)
+                if entry is None or _form(entry) != _form(place.entry):
+                    raise FormatError(f"rank {rank}, {mark.head}: another {place.entry.name!r}")
+                owner = sharing.owners[tensor_key(entry)]
+                # A rank that replays has all of its state, whichever rank owns it.
+                for holder in {owner, rank} if one.memory.replays else {owner}:
+                    held[holder].append((mark, place))
+        return held
+
+
+def _check_same_updates(step: JobStep) -> None:
+    """Refuse a step in which ranks made different updates.
+
+    Raises:
+        FormatError: a rank did.
+    """
+    first = step[min(step)]
+    heads = [_place(one.head) for one in (*first[0], first[1])]
+    for rank, (updates, mark) in step.items():
+        if [_place(one.head) for one in (*updates, mark)] != heads:
+            raise FormatError(f"rank {rank} has {mark.head} and other updates before it")
 
 
 def _place(head: Any) -> tuple[Any, ...]:
@@ -451,10 +473,10 @@ def _text(ranks: tuple[int, ...] | None) -> str:
 
 
 def _with_parts(record: LogRecord, number: int, rank: int, step: JobStep) -> LogRecord:
-    """An update with what other ranks have recorded of it.
+    """Return an update with the shares of it that other ranks recorded.
 
     Raises:
-        UnsupportedStateError: each rank has updated its parameters with other hyperparameters.
+        UnsupportedStateError: a rank updated its parameters with other hyperparameters.
     """
     if PART_OBJECT not in record.objects:
         return record

@@ -12,7 +12,6 @@ import itertools
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import torch
 
@@ -32,7 +31,8 @@ from everstep.format.log import NOT_EXACT
 from everstep.format.records import AuditRecord
 from everstep.format.writer import ChunkRing
 from everstep.restore.offline.job_state import JobState
-from everstep.restore.offline.load import load_job, load_offline
+from everstep.restore.offline.load import load_job
+from everstep.restore.offline.memory import ReplayThreads
 from everstep.restore.offline.run_log import RunLog, spans
 from everstep.restore.offline.state import OfflineState
 from everstep.restore.redo.conditions import replay_conditions
@@ -50,7 +50,6 @@ __all__ = [
     "Rebuilt",
     "ReplayResult",
     "changes",
-    "replay_conditions",
 ]
 
 
@@ -196,7 +195,7 @@ class Rebuilder:
         self,
         base: BaseFound,
         chain: Chain,
-        state: OfflineState | JobState,
+        state: JobState,
         why: str,
         skipped: Sequence[Skipped] = (),
     ) -> Rebuilt:
@@ -210,7 +209,7 @@ class Rebuilder:
             skipped: bases that were tried before.
         """
         timeline, step = chain.end
-        merged, own = _of_one(state)
+        merged, own = state.whole()
         audit = audit_of(self.log.inventory, BaseId(timeline, step))
         if audit is not None and audit.verdict == "different":  # as resume() says
             why = why or describe_audit(audit)
@@ -231,34 +230,38 @@ class Rebuilder:
 
     def load(
         self, base: BaseFound, chain: Chain, wanted: Callable[[str], bool] | None = None
-    ) -> OfflineState | JobState:
+    ) -> JobState:
         """Load a base, ready for the updates of a chain.
 
         Args:
             base: base to load.
             chain: steps to replay.
             wanted: predicate on names that selects tensors, if nothing is replayed; None: all.
+
+        Raises:
+            FormatError: the base belongs to another run; otherwise as :func:`.load_job`.
         """
-        records = [self.log.inventory.timelines.get(timeline) for timeline, _ in chain.steps]
-        several = base.manifest is not None and len(base.manifest.markers) > 1
+        inventory = self.log.inventory
+        if base.manifest is not None and base.manifest.markers[0].run != inventory.run:
+            raise FormatError(f"{base.path} belongs to another run", path=base.path)
+        records = [inventory.timelines.get(timeline) for timeline, _ in chain.steps]
         with progress(f"read {base.id}", base.size_bytes) as bar:
-            about: dict[str, Any] = {
-                "timeout_s": self.timeout_s,
-                "progress": bar,
-                "threads": self.threads,
-                "training_threads": replay_conditions(records)[0],
-                "trained": self.log.inventory.timelines.get(base.id.timeline),
-            }
-            where = self.filesystem, base, self.log.inventory.run, self.ring
-            if several:
-                return load_job(*where, **about)
-            return load_offline(*where, **about, wanted=None if chain.steps else wanted)
+            return load_job(
+                self.filesystem,
+                base,
+                self.ring,
+                inventory.timelines.get(base.id.timeline),
+                ReplayThreads(self.threads, replay_conditions(records)[0]),
+                timeout_s=self.timeout_s,
+                progress=bar,
+                wanted=None if chain.steps else wanted,
+            )
 
     def play(
         self,
         chain: Chain,
-        logged: OfflineState | JobState,
-        other: OfflineState | JobState | None = None,
+        logged: JobState,
+        other: JobState | None = None,
         drop: Collection[int] = (),
         on_step: Callable[[int], None] = lambda step: None,
     ) -> ReplayResult:
@@ -374,7 +377,7 @@ class Rebuilder:
                 return found, None
             listed = ", ".join(map(str, sorted(drop)[:5])) + (", ..." if len(drop) > 5 else "")
             left = f"the updates of step {listed} were left out" if drop else "a counterfactual"
-            return found, replace(found, state=_of_one(other)[0], exact=False, why=left)
+            return found, replace(found, state=other.whole()[0], exact=False, why=left)
         reasons = "\n".join(f"  {BaseId(s.timeline, s.step)}: {s.reason}" for s in skipped)
         raise RecoveryError(
             f"step {step} is there, but no base and log that lead to it are whole:\n{reasons}",
@@ -382,11 +385,6 @@ class Rebuilder:
             path=self.log.inventory.path,
             hint="everstep verify lists the damage",
         )
-
-
-def _of_one(state: OfflineState | JobState) -> tuple[OfflineState, dict[str, str]]:
-    """The state of one process, and what of several ranks is not in it, by part and in words."""
-    return (state, {}) if isinstance(state, OfflineState) else state.whole()
 
 
 def _unless_empty(ways: Iterator[_Way]) -> Iterator[_Way] | None:

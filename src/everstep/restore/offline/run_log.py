@@ -177,8 +177,8 @@ class RunLog:
     def steps(
         self, chain: Chain, lsn: int, world: int, ring: ChunkRing, timeout_s: float
     ) -> Generator[JobStep | EverstepError, None, None]:
-        """Yield the records of all ranks for each step of a chain, in order; an error in place of
-        the step, and nothing after it, where a record cannot be read. Use as
+        """Yield the verified records of all ranks for each step of a chain, in order; an error in
+        place of the step, and nothing after it, where a record is damaged. Use as
         :meth:`.LogFound.steps`.
 
         Args:
@@ -193,7 +193,10 @@ class RunLog:
         files = self._filesystem
         if world == 1:
             for updates, mark in self._logs[0].steps(chain, lsn, files, ring, timeout_s):
-                yield mark if isinstance(mark, EverstepError) else {0: (updates, mark)}
+                step = _verified_step(updates, mark)
+                yield step
+                if isinstance(step, EverstepError):
+                    return
             return
         logs = [self._logs[rank] for rank in range(world)]
         try:
@@ -387,6 +390,20 @@ def _shapes_of_ranks(opened: Sequence[OpenBase]) -> list[str]:
     layout = SavedLayout.of(saved, opened, sections)
     assert layout is not None
     return [layout.shapes[rank] for rank in saved.ranks]
+
+
+def _verified_step(
+    updates: Sequence[LogRecord], mark: LogRecord | EverstepError
+) -> JobStep | EverstepError:
+    """Return the records of the only rank, or the error if one is damaged."""
+    if isinstance(mark, EverstepError):
+        return mark
+    try:
+        for record in (*updates, mark):
+            record.verify()
+    except DamageError as error:
+        return error
+    return {0: (updates, mark)}
 
 
 def _split_step(records: Sequence[LogRecord]) -> tuple[list[LogRecord], LogRecord]:

@@ -26,7 +26,7 @@ from everstep.restore.redo.marks import MarkEntries
 from everstep.restore.redo.updates import update_from_record
 from everstep.run.tensors import tensor_of
 from everstep.seams.machine import memory_available_bytes
-from everstep.state.layout.names import SPOT
+from everstep.state.layout.names import SAMPLE, SPOT
 
 __all__ = [
     "STEPS_AT_ONCE",
@@ -56,12 +56,14 @@ class Step:
         updates: records in order, each with its decoded update; None if a registered function
             computes it.
         mark: step mark that ends the step.
-        marks: marks of other ranks' logs that the step was assembled from, by rank.
+        marks: by rank, the marks of other ranks' logs that the step was assembled from.
+        held: entries of the state that the marks of several ranks hold; None: those of ``mark``.
     """
 
     updates: Sequence[tuple[LogRecord, Update | None]]
     mark: LogRecord
     marks: Mapping[int, LogRecord] = field(default_factory=dict)
+    held: MarkEntries | None = None
 
     @classmethod
     def of(cls, updates: Iterable[LogRecord], mark: LogRecord, *, own: bool = False) -> Step:
@@ -77,6 +79,14 @@ class Step:
         """
         found = [(r, None if r.head.declared else update_from_record(r, own=own)) for r in updates]
         return cls(found, mark)
+
+    @property
+    def entries(self) -> MarkEntries:
+        """Entries of the state that the marks hold in full, without samples."""
+        if self.held is not None:
+            return self.held
+        places = self.mark.layout.placed
+        return [(self.mark, p) for p in places if not p.entry.name.startswith(SAMPLE)]
 
     @property
     def read_bytes(self) -> int:

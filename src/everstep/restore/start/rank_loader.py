@@ -18,7 +18,7 @@ from everstep.restore.fetch.node_reads import NodeReads
 from everstep.restore.fetch.sources import Place
 from everstep.restore.load.load import LoadedBase, compare_ranks, load_ranks
 from everstep.restore.load.saved_ranks import HoleError, SavedLayout, SavedRanks, needs_of
-from everstep.restore.offline.load import complete_rank_files
+from everstep.restore.offline.rank_files import complete_rank_files
 from everstep.run.open_base import OpenBase
 from everstep.run.scan import BaseFound
 from everstep.seams.progress import ProgressSink, progress, silent

@@ -1,0 +1,470 @@
+"""Host memory, to which the log is replayed without the program that trained the state
+(``docs/design/log.md``).
+
+The object trees of a base hold everything needed: the parameters of each optimizer by name, the
+entries of its state, and its hyperparameters. Entries that no optimizer replays come from the last
+step mark, which holds all of them (I8). Of a base of several ranks it is the share that one of them
+writes, with that rank's own log.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from everstep.capture.mark_samples import MarkComparison
+from everstep.errors import FormatError, ReplayError, UnsupportedStateError
+from everstep.format.log import LogRecord
+from everstep.replay.engine import Replayer
+from everstep.replay.exactness import Exactness, is_elementwise, replay_kind
+from everstep.replay.optimizer_step import makes_state_when_built
+from everstep.replay.updates import Update
+from everstep.restore.offline.state import OfflineState
+from everstep.restore.redo.declared import DeclaredRedo
+from everstep.restore.redo.driver import Step, sampled_difference
+from everstep.restore.redo.marks import MarkEntries, dropped_from_marks
+from everstep.restore.redo.owned import owned_entries, parameter_names
+from everstep.restore.redo.updates import own_share
+from everstep.run.tensors import tensor_of, with_strides
+from everstep.state.layout.names import OBJECT_PREFIX
+from everstep.state.providers.optimizers import OptimizerProvider
+from everstep.state.providers.zero import PARTITIONED
+from everstep.state.values.objects import TensorRef, decode, encode
+from everstep.state.values.tree import join, references
+
+__all__ = ["ONE_THREAD", "HostMemory", "ReplayThreads"]
+
+
+@dataclass(frozen=True, slots=True)
+class ReplayThreads:
+    """Numbers of threads.
+
+    Attributes:
+        python: Python threads that share the work of replay.
+        training: number of torch's threads in training, None if not known.
+    """
+
+    python: int = 1
+    training: int | None = None
+
+
+ONE_THREAD = ReplayThreads()
+
+
+@dataclass(slots=True, eq=False)
+class _Optimizer:
+    """One optimizer and its replayer.
+
+    Attributes:
+        kind: name of its class in the log.
+        names: names of the parameters that it updates here.
+        replayer: applies updates to the tensors.
+        last: newest update that was applied.
+    """
+
+    kind: str
+    names: Collection[str]
+    replayer: Replayer
+    last: Update | None = None
+
+
+class HostMemory:
+    """State in host memory that updates are applied to (see
+    :class:`~everstep.restore.redo.driver.Memory`).
+
+    Args:
+        state: state of a base; updated in place.
+        trees: decoded objects of the base, by section; empty if nothing is replayed here, because
+            other ranks compute the same state.
+        threads: numbers of threads.
+
+    Attributes:
+        replayed: entries that an optimizer computed here.
+        unlogged: hyperparameters that are tensors and not in the marks: they have the values of the
+            last update, but a scheduler may have changed them since.
+        surprises: differences between replay and the last mark, as text.
+    """
+
+    def __init__(
+        self,
+        state: OfflineState,
+        trees: Mapping[str, Any],
+        threads: ReplayThreads = ONE_THREAD,
+    ) -> None:
+        self.declared: DeclaredRedo | None = None
+        self.state = state
+        self.replayed: set[str] = set()
+        self.unlogged: set[str] = set()
+        self.surprises: list[str] = []
+        self._trees = dict(trees)
+        self._threads = threads
+        self._optimizers: dict[str, _Optimizer] = {}
+        self._held: MarkEntries = ()  # by the last step's marks, until they are put
+        self._marked: set[str] = set()  # names of these, also after that
+        self._comparison = MarkComparison()
+        self._parameters = parameter_names(trees, state.canonical)
+        self._owned = owned_entries(trees, state.canonical)
+
+    @property
+    def replays(self) -> bool:
+        """False if other ranks compute what the optimizers of this one would."""
+        return bool(self._trees)
+
+    @property
+    def exactness(self) -> Exactness:
+        """Exactness of all replayed optimizers together."""
+        for optimizer in self._optimizers.values():
+            if not optimizer.replayer.exact.exact:
+                return optimizer.replayer.exact
+        if self.unlogged:
+            return Exactness(
+                False,
+                f"the log does not hold the value of {min(self.unlogged)!r}, a hyperparameter "
+                "that is a tensor, at the end of the step",
+            )
+        return Exactness(True, "")
+
+    def check(self, step: Step) -> Sequence[Update]:
+        """Return the updates of this rank's own parameters, for each of which there is an
+        optimizer.
+
+        Raises:
+            FormatError, ReplayError, UnsupportedStateError: a record does not fit the state.
+        """
+        for record, _ in step.updates:
+            _refuse_declared(record)
+        if step.mark.head.shape != self.state.shape:
+            raise ReplayError(
+                f"{step.mark.head} belongs to a state of another composition",
+                step=step.mark.head.step,
+            )
+        updates: list[Update] = []
+        for record, update in step.updates:
+            assert update is not None
+            names = self._optimizer(update, record).names
+            several = self.state.marker.world > 1
+            updates.append(own_share(update, record, names) if several else update)
+        return updates
+
+    def must_start_over(self, step: Step, last: LogRecord) -> bool:
+        """Return False: of another program only the entries that it does not log are put, and
+        another class is refused."""
+        return False
+
+    def start_over(self) -> None:
+        """Do nothing, see :meth:`must_start_over`."""
+
+    def begin(self, step: Step) -> MarkEntries:
+        """Put what only the marks of the step before hold; return the entries of the marks that an
+        optimizer updates as well."""
+        held = step.entries
+        self.put(dropped_from_marks(self._held, held))
+        self._held = held
+        self._marked = {place.entry.name for _, place in held}
+        return [(mark, place) for mark, place in held if place.entry.name in self._owned]
+
+    def apply(self, key: str, updates: Sequence[Update]) -> None:
+        """Apply updates of one optimizer.
+
+        Raises:
+            ReplayError: one failed half-way; the state is unusable then.
+        """
+        optimizer = self._optimizers[key]
+        optimizer.replayer.apply(updates)
+        optimizer.last = updates[-1]
+
+    def put(self, entries: MarkEntries) -> None:
+        """Copy the values that marks hold into entries.
+
+        Raises:
+            FormatError: one has another form than the base's.
+        """
+        for mark, place in entries:
+            entry = self.state.entries.get(place.entry.name)
+            forms = [(e.dtype, e.shape, e.logical_dtype) for e in (entry, place.entry) if e]
+            if len(set(forms)) != 1 or len(forms) != 2:
+                raise FormatError(
+                    f"{mark.head}: shape or dtype of {place.entry.name!r} differs from the base"
+                )
+            self.state.tensors[place.entry.name].copy_(tensor_of(mark, place))
+
+    def first_difference(self, mark: LogRecord) -> str | None:
+        """Return the name of an entry that differs from its sample in the mark, None if there is
+        none."""
+        return sampled_difference(self._comparison, mark, self.state.tensors)
+
+    def restore(
+        self,
+        mark: LogRecord,
+        *,
+        counterfactual: bool = False,
+        merged: Mapping[str, bytes] | None = None,
+    ) -> list[str]:
+        """Restore everything that the last marks hold; return no notes.
+
+        Args:
+            mark: mark of this rank.
+            counterfactual: some updates were left out, so that an optimizer's plain values (its
+                step count) are taken from replay instead of the mark.
+            merged: objects of the mark, merged with those of other ranks, by name.
+
+        Raises:
+            FormatError, ReplayError: the mark does not fit the state.
+        """
+        state = self.state
+        self.put(self._held)
+        self._held = ()  # the memory of the marks may be reused from here on
+        state.step = mark.head.step
+        state.lsn = mark.head.lsn
+        state.objects = {**mark.objects, **(merged or {})}
+        if not self.replays:
+            return []
+        trees = {n.removeprefix(OBJECT_PREFIX): decode(data) for n, data in state.objects.items()}
+        for section, tree in trees.items():
+            for name in references(tree):
+                if state.canonical(name) not in state.tensors and state.marker.world == 1:
+                    raise FormatError(f"{mark.head} refers to {name!r}, which is not in the base")
+            optimizer = self._optimizers.get(section)
+            if optimizer is not None:
+                self._reconcile(section, tree, optimizer, counterfactual)
+            if OptimizerProvider.groups_of(tree) is not None:
+                self._take_options(tree, None if optimizer is None else optimizer.last)
+        self._trees = trees
+        if counterfactual:
+            for section in self._optimizers:
+                state.objects[OBJECT_PREFIX + section] = encode(trees[section], section)
+        return []
+
+    def _optimizer(self, update: Update, record: LogRecord) -> _Optimizer:
+        """Return the optimizer of an update, made at its first one.
+
+        Raises:
+            UnsupportedStateError: replay needs the program that trained it.
+        """
+        key = update.optimizer
+        if not update.kind:
+            raise UnsupportedStateError(
+                f"{record.head} does not name the class of the optimizer {key!r}",
+                leaves=((key, "the log does not name optimizer classes"),),
+                step=record.head.step,
+                hint="resume(step=...) in the program that trained it can replay it",
+            )
+        known = self._optimizers.get(key)
+        if known is None:
+            known = self._optimizers[key] = self._new_optimizer(update, record)
+        if known.kind != update.kind:
+            raise ReplayError(
+                f"{record.head}: the class of {key!r} changes from {known.kind} to {update.kind}"
+            )
+        return known
+
+    def _new_optimizer(self, update: Update, record: LogRecord) -> _Optimizer:
+        key = update.optimizer
+        kind = replay_kind(update.kind)
+        if kind is None:
+            raise UnsupportedStateError(
+                f"the optimizer {key!r} is a {update.kind}: without the program that declares it, "
+                "its updates cannot be replayed",
+                leaves=((key, f"a {update.kind}"),),
+                step=record.head.step,
+                hint="resume(step=...) in the program that trained it can replay it",
+            )
+        tree = self._trees.get(key)
+        groups = OptimizerProvider.groups_of(tree)
+        if groups is None:
+            raise FormatError(
+                f"{record.head} updates {key!r}, which is not an optimizer of the base"
+            )
+        assert isinstance(tree, dict)
+        names = {name: self._entry_of(key, name) for group in groups for name in group}
+        values = tree["state"]
+        lookup = _Lookup(self.state)
+        options = [
+            {k: join(v, lookup) for k, v in group.items() if k != "params"}
+            for group in tree["param_groups"]
+        ]
+        if self.state.marker.world > 1:
+            names, values = self._own_parameters(key, names, values)
+        if PARTITIONED in tree and makes_state_when_built(kind, options):
+            names = {n: e for n, e in names.items() if n in values}  # other ranks update the rest
+        self._check_parameters(update, tree, names, elementwise=is_elementwise(kind))
+        states = {self.state.canonical(name) for name in references(values)}
+        mine = {*names.values(), *states}
+        for name in mine - self.replayed:
+            self._restore_strides(name)
+        self.replayed |= mine
+        state: Any = join(values, lookup)
+        replayer = Replayer(
+            kind,
+            [[name for name in group if name in names] for group in groups],
+            {name: self.state.tensors[entry] for name, entry in names.items()},
+            state,
+            options,
+            threads=self._threads.python,
+            training_threads=self._threads.training,
+        )
+        return _Optimizer(update.kind, frozenset(names), replayer)
+
+    def _check_parameters(
+        self,
+        update: Update,
+        tree: Mapping[str, Any],
+        names: Mapping[str, str],
+        *,
+        elementwise: bool,
+    ) -> None:
+        """Refuse parameters whose entries do not fit the optimizer."""
+        key = update.optimizer
+        for group in tree["param_groups"]:
+            for name, shape in ((n, shape) for n, shape in group["params"] if n in names):
+                entry = self.state.entries[names[name]]  # may be a shard
+                dimensions = self.state.tensors[entry.name].dim()
+                if tuple(shape) != entry.global_shape[:dimensions]:
+                    raise FormatError(f"{key}: {name!r} has another shape than its entry")
+                if entry.shape != entry.global_shape and not elementwise:
+                    raise ReplayError(
+                        f"{key} is a {update.kind}, which does not work element by element, and "
+                        f"{name!r} is sharded over ranks"
+                    )
+
+    def _own_parameters(
+        self, key: str, names: Mapping[str, str], values: Mapping[str, Any]
+    ) -> tuple[dict[str, str], dict[str, Any]]:
+        """Return the parameters that this rank writes, and their optimizer state.
+
+        Raises:
+            FormatError: it has only one of the two.
+        """
+        mine = {name: entry for name, entry in names.items() if entry in self.state.tensors}
+        for name, value in values.items():
+            entries = {self.state.canonical(other) for other in references(value)}
+            there = entries & self.state.tensors.keys()
+            if there != (entries if name in mine else set()):
+                raise FormatError(f"{key}: another rank writes some of the state of {name!r}")
+        return mine, {n: v for n, v in values.items() if n in mine or n not in names}
+
+    def _entry_of(self, key: str, name: str) -> str:
+        """Return the entry that holds a parameter."""
+        found = self._parameters.get(name, set())
+        if len(found) == 1:
+            return next(iter(found))
+        why = "two entries match" if found else "no module of the state has it"
+        raise UnsupportedStateError(
+            f"the base does not say which entry is the parameter {name!r} of {key!r}: {why}",
+            leaves=((f"{key}: {name}", why),),
+            hint="resume(step=...) in the program that trained it can replay it",
+        )
+
+    def _restore_strides(self, name: str) -> None:
+        """Give a tensor the strides that it had in training, gaps included: kernels are chosen by
+        them, and some round differently."""
+        entry = self.state.entries[name]
+        tensor = self.state.tensors[name]
+        if entry.stride is None or len(entry.stride) != tensor.dim() or not tensor.numel():
+            return
+        if all(entry.stride):  # a stride of 0 (expanded) cannot have been updated in place
+            self.state.tensors[name] = with_strides(tensor, entry.stride)
+
+    def _reconcile(
+        self,
+        section: str,
+        tree: Any,
+        optimizer: _Optimizer,
+        counterfactual: bool,
+    ) -> None:
+        """Reconcile an optimizer's replayed state with the mark."""
+        if not isinstance(tree, dict) or not isinstance(tree.get("state"), dict):
+            raise FormatError(f"the mark of step {self.state.step} has no state of {section!r}")
+        replayer = optimizer.replayer
+        for name, values in tree["state"].items():
+            if self.state.marker.world > 1 and name not in optimizer.names:
+                continue
+            mine = replayer.state.get(name, {})
+            if not isinstance(values, dict) or not (counterfactual or mine.keys() == values.keys()):
+                raise ReplayError(f"replay gives other state of {name!r} than {section!r} had")
+            for key, value in values.items():
+                if key not in mine:
+                    continue  # state made by an update that was left out
+                found = mine[key]
+                if isinstance(value, TensorRef):
+                    entry = self.state.canonical(value.name)
+                    if entry not in self._marked:
+                        self._take(entry, found, f"{key} of {name!r}")
+                elif any(references(value)):
+                    raise FormatError(f"{section}: {key} of {name!r} is neither tensor nor plain")
+                elif counterfactual:
+                    values[key] = found
+                elif not _same(found, value):
+                    self.surprises.append(
+                        f"{section}: {key} of {name} is {value!r}, by replay {found!r}"
+                    )
+        if missing := sorted(set(replayer.state) - set(tree["state"])):
+            raise ReplayError(
+                f"replay gives state of {missing[0]!r}, which {section!r} did not have"
+            )
+
+    def _take_options(self, tree: Any, last: Update | None) -> None:
+        """Take tensors among an optimizer's hyperparameters from its last update where the mark
+        does not hold them."""
+        for number, group in enumerate(tree["param_groups"]):
+            for key, value in group.items():
+                missing = {self.state.canonical(name) for name in references(value)} - self._marked
+                self.unlogged |= missing
+                if last is None or not missing or not isinstance(value, TensorRef):
+                    continue
+                found = last.groups[number].get(key) if number < len(last.groups) else None
+                if isinstance(found, torch.Tensor):
+                    self._take(self.state.canonical(value.name), found, f"{key} of group {number}")
+
+    def _take(self, entry: str, found: Any, label: str) -> None:
+        """Copy a tensor that an optimizer bound anew into its entry."""
+        target = self.state.tensors[entry]
+        form = (target.shape, target.dtype)
+        if not isinstance(found, torch.Tensor) or (found.shape, found.dtype) != form:
+            raise ReplayError(f"replay gives {label} with another shape or dtype")
+        if found is not target:
+            target.copy_(found)
+
+
+def _refuse_declared(record: LogRecord) -> None:
+    """Refuse a declared update.
+
+    Raises:
+        UnsupportedStateError: only a function of the program that trained it can replay it.
+    """
+    pattern = record.head.declared
+    if pattern:
+        raise UnsupportedStateError(
+            f"{record.head}: entries matching {pattern!r} are updated by a function that only the "
+            "program that trained them has",
+            leaves=((pattern, "a declared update"),),
+            step=record.head.step,
+            hint="resume(step=...) in that program replays it",
+        )
+
+
+class _Lookup(Mapping[str, torch.Tensor]):
+    """Tensors by every name, aliases included."""
+
+    def __init__(self, state: OfflineState) -> None:
+        self._state = state
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        return self._state.tensors[self._state.canonical(name)]
+
+    def __iter__(self) -> Any:
+        return iter(self._state.tensors)
+
+    def __len__(self) -> int:
+        return len(self._state.tensors)
+
+
+def _same(one: Any, other: Any) -> bool:
+    """Return True if two plain values are equal to the bit."""
+    try:
+        return encode(one) == encode(other)
+    except UnsupportedStateError:
+        return False

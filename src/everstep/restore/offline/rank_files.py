@@ -1,0 +1,244 @@
+"""Read one rank's files of a base into host memory, every byte verified.
+
+The parts of a multi-step base (``docs/design/multistep.md``) are brought to the step of the base:
+the files of each rank by themselves, on the CPU, as its keeper would have done. A rank's files hold
+the parameters that it writes, their state and the gradients of these, so neither the present number
+of ranks nor their layout matters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
+from dataclasses import dataclass
+
+import torch
+
+from everstep.errors import FormatError, ReplayError, UnavailableError, UnsupportedStateError
+from everstep.format.header import ShardHeader
+from everstep.format.reader import read_body
+from everstep.format.records import TimelineRecord
+from everstep.format.writer import ChunkRing
+from everstep.restore.load.load import contents, rank_contents
+from everstep.restore.load.pieces import Fill
+from everstep.restore.offline.complete import complete_offline_base
+from everstep.restore.offline.memory import HostMemory, ReplayThreads
+from everstep.restore.offline.state import OfflineState
+from everstep.restore.redo.conditions import replay_conditions
+from everstep.run.open_base import OpenBase
+from everstep.run.shape import shape_of_base
+from everstep.seams.machine import memory_available_bytes
+from everstep.seams.processes.processes import available_cores
+from everstep.seams.progress import ProgressSink
+from everstep.state.layout.entries import Entry
+from everstep.state.layout.names import OBJECT_PREFIX
+from everstep.state.layout.shards import Placed, overlaps
+from everstep.state.values.tensors import empty_like_entry, host_bytes
+
+__all__ = ["CompletedFiles", "complete_rank_files", "read_rank_files", "require_memory"]
+
+_ALIVE_S = 0.5
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class CompletedFiles:
+    """State in one rank's files of a base, all of it at the step of the base.
+
+    Attributes:
+        memory: tensors and objects, ready for replay.
+        updates: number of updates that some part had not seen; 0 for a base captured in one step.
+        doubt: reason why the state is inexact; "" if it is exact.
+    """
+
+    memory: HostMemory
+    updates: int = 0
+    doubt: str = ""
+
+    def digests(self) -> dict[str, str]:
+        """Return the digests of all entries, by name."""
+        return self.memory.state.digests()
+
+    def fill(self, fills: Iterable[Fill]) -> set[str]:
+        """Copy pieces of these files to their targets; return the names of their entries."""
+        names = set()
+        for one in fills:
+            one.copy(self.memory.state.bytes_of(one.piece.entry.name))
+            names.add(one.piece.entry.name)
+        return names
+
+
+def complete_rank_files(
+    opened: OpenBase,
+    ring: ChunkRing,
+    trained: TimelineRecord | None,
+    *,
+    timeout_s: float,
+    progress: ProgressSink,
+    alive: Callable[[], None] = lambda: None,
+) -> CompletedFiles:
+    """Read one rank's files of a multi-step base, and replay the updates that its parts have not
+    seen, in another thread.
+
+    Args:
+        opened: files of the rank, with a redo file.
+        ring: buffers for reading.
+        trained: record of its timeline, which names the conditions of training.
+        timeout_s: a read that takes longer counts as hung.
+        progress: notified of bytes read.
+        alive: called every half second.
+
+    Raises:
+        DamageError, FormatError: the files cannot be read or completed.
+        UnavailableError: there is not enough memory.
+        OSError: the files cannot be read.
+    """
+    marker = opened.marker
+    threads = ReplayThreads(min(2, len(available_cores())))
+    with ThreadPoolExecutor(1, "everstep-complete") as thread:
+        found = thread.submit(
+            read_rank_files,
+            opened,
+            ring,
+            trained,
+            threads,
+            timeout_s=timeout_s,
+            progress=progress,
+        )
+        # The thread reads and replays; this one reports that the rank is alive.
+        while wait([found], _ALIVE_S).not_done:
+            alive()
+    try:
+        return found.result()
+    except (ReplayError, UnsupportedStateError) as error:
+        raise FormatError(
+            f"the files of rank {marker.rank}: {error.message}",
+            step=marker.step,
+            rank=marker.rank,
+            path=opened.shards[0][3],
+        ) from error
+
+
+def read_rank_files(
+    opened: OpenBase,
+    ring: ChunkRing,
+    trained: TimelineRecord | None,
+    threads: ReplayThreads,
+    *,
+    timeout_s: float,
+    progress: ProgressSink,
+    wanted: Callable[[str], bool] | None = None,
+) -> CompletedFiles:
+    """Read one rank's files, and bring the parts of a multi-step base to the step of the base.
+
+    Args:
+        opened: files of the rank.
+        ring: buffers for reading.
+        trained: record of the base's timeline, which names the conditions of training.
+        threads: numbers of threads for replay.
+        timeout_s: a read that takes longer counts as hung.
+        progress: notified of bytes read.
+        wanted: predicate on names that selects tensors; nothing can be replayed on the others.
+            None: all tensors, as for multi-step bases in any case.
+
+    Raises:
+        DamageError, FormatError: the files are damaged or invalid.
+        ReplayError, UnsupportedStateError: a multi-step base cannot be completed.
+        UnavailableError: there is not enough memory.
+        OSError: the files cannot be read.
+    """
+    # Trees of one of several ranks also refer to entries in other ranks' files.
+    trees, _ = contents(opened) if opened.marker.world == 1 else rank_contents(opened)
+    if opened.redo is not None:
+        wanted = None
+    chosen = [_chosen(header, wanted) for _, _, header, _ in opened.shards]
+    placed = [
+        [header.placed[index] for index in some]
+        for (_, _, header, _), some in zip(opened.shards, chosen, strict=True)
+    ]
+    require_memory(opened, sum(place.end - place.begin for places in placed for place in places))
+    tensors: dict[str, torch.Tensor] = {}
+    entries: dict[str, Entry] = {}
+    objects: dict[str, bytearray] = {}
+    aliases: dict[str, str] = {}
+    for (file, record, header, path), some, places in zip(
+        opened.shards, chosen, placed, strict=True
+    ):
+        aliases.update(header.aliases)
+        targets: dict[str, memoryview] = {}
+        for place in places:
+            name = place.entry.name
+            if name.startswith(OBJECT_PREFIX):
+                objects[name] = bytearray(place.end - place.begin)
+                targets[name] = memoryview(objects[name])
+                continue
+            entries[name] = place.entry
+            tensors[name] = empty_like_entry(place.entry)
+            targets[name] = host_bytes(tensors[name])
+        read_body(
+            file,
+            header,
+            record,
+            path,
+            ring,
+            timeout_s=timeout_s,
+            progress=progress,
+            sink=_into(places, targets),
+            wanted=None if wanted is None else some,
+        )
+    encoded = {name: bytes(data) for name, data in objects.items()}
+    shape = shape_of_base(opened.placed(), aliases, trees)
+    state = OfflineState(opened.marker, entries, tensors, aliases, encoded, shape)
+    if opened.redo is None:
+        return CompletedFiles(HostMemory(state, trees, threads))
+    training_threads, inexact = replay_conditions([trained])
+    memory = HostMemory(state, trees, ReplayThreads(threads.python, training_threads))
+    updates, doubt = complete_offline_base(
+        opened, memory, ring, inexact, timeout_s=timeout_s, progress=progress
+    )
+    return CompletedFiles(memory, updates, doubt)
+
+
+def require_memory(opened: OpenBase, need_bytes: int) -> None:
+    """Refuse to read more of a base than fits in memory.
+
+    Raises:
+        UnavailableError: it does not fit.
+    """
+    free_bytes = memory_available_bytes()
+    if need_bytes > free_bytes:
+        raise UnavailableError(
+            f"the base of step {opened.marker.step} takes {need_bytes} bytes of memory; "
+            f"{free_bytes} are available",
+            step=opened.marker.step,
+            path=opened.shards[0][3].parent,
+        )
+
+
+def _chosen(header: ShardHeader, wanted: Callable[[str], bool] | None) -> Sequence[int]:
+    """Return the indices of the entries to read: all objects, and the tensors that are wanted under
+    any of their names."""
+    if wanted is None:
+        return range(len(header.placed))
+    names: dict[str, list[str]] = {}
+    for other, name in header.aliases.items():
+        names.setdefault(name, []).append(other)
+    return [
+        index
+        for index, name in enumerate(place.entry.name for place in header.placed)
+        if name.startswith(OBJECT_PREFIX) or any(map(wanted, (name, *names.get(name, ()))))
+    ]
+
+
+def _into(
+    entries: Sequence[Placed], targets: Mapping[str, memoryview]
+) -> Callable[[int, memoryview], None]:
+    """Return a sink that copies the bytes of a body to their targets."""
+    placed = [place for place in entries if place.end > place.begin]
+    ends = [place.end for place in placed]
+
+    def put(begin: int, piece: memoryview) -> None:
+        for place, start, stop in overlaps(placed, ends, begin, piece.nbytes):
+            target = targets[place.entry.name]
+            target[start - place.begin : stop - place.begin] = piece[start - begin : stop - begin]
+
+    return put
