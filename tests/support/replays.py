@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from everstep.replay.engine import Replayer
+from everstep.replay.engine import Replayer, ReplayOptions
 from everstep.replay.packed import Gradient, Packed
 from everstep.replay.updates import Update
 
@@ -154,7 +154,14 @@ def replayer_at(run: Run, step: int, **options: Any) -> tuple[Replayer, Moment]:
     """A replayer over a copy of the state before ``step``, and that copy."""
     base = copy.deepcopy(run.moments[step])
     return (
-        Replayer(type(run.optimizer), run.names, base.tensors, base.state, base.groups, **options),
+        Replayer(
+            type(run.optimizer),
+            run.names,
+            base.tensors,
+            base.state,
+            base.groups,
+            ReplayOptions(**options),
+        ),
         base,
     )
 

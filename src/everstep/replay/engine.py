@@ -6,7 +6,7 @@ import functools
 import itertools
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from types import MappingProxyType
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -38,7 +38,7 @@ from everstep.replay.self_test import (
 )
 from everstep.replay.updates import Update
 
-__all__ = ["BLOCKS_PAY_ELEMENTS", "KERNELS_PAY_ELEMENTS", "Replayer"]
+__all__ = ["BLOCKS_PAY_ELEMENTS", "KERNELS_PAY_ELEMENTS", "ONE_THREAD", "ReplayOptions", "Replayer"]
 
 BLOCKS_PAY_ELEMENTS = 32_000_000
 """Work, in elements times updates, from which blocks are used. Before the first block the self-test
@@ -53,7 +53,27 @@ which a
 GPU makes several passes over a state of some billions of elements. Not measured on a GPU."""
 
 
-_NONE: Mapping[str, str] = MappingProxyType({})
+@dataclass(frozen=True, slots=True)
+class ReplayOptions:
+    """Options of a replay.
+
+    Attributes:
+        threads: Python threads that share the work on blocks, each with one of torch's.
+        training_threads: number of torch's threads in training, which the bits of large
+            half-precision tensors depend on; None: unknown.
+        fast: allow kernels whose last bits differ from ``step()``; after the first use nothing is
+            exact.
+        relaid: tensors whose memory layout differs from training's, by the parameter that they are
+            or belong to.
+    """
+
+    threads: int = 1
+    training_threads: int | None = None
+    fast: bool = False
+    relaid: Mapping[str, str] = field(default_factory=dict)
+
+
+ONE_THREAD = ReplayOptions()
 
 
 class Replayer:
@@ -77,18 +97,9 @@ class Replayer:
         params: parameter names of each group, in order.
         tensors: parameters by name; updated in place. Views of shared memory are accepted.
         state: ``optimizer.state`` by parameter name; its tensors are updated in place. Parameters
-            whose
-            state the optimizer had not made yet are absent.
+            whose state the optimizer had not made yet are absent.
         groups: hyperparameters of each group at the base.
-        threads: Python threads that share the work on blocks, each with one of torch's.
-        training_threads: number of torch's threads in training, which the bits of large
-            half-precision
-            tensors depend on; None: unknown.
-        fast: allow kernels whose last bits differ from ``step()``; after the first use nothing is
-            exact.
-        relaid: tensors whose memory layout differs from training's, by the parameter that they are
-            or
-            belong to.
+        options: see :class:`ReplayOptions`.
 
     Attributes:
         exact: the result of :meth:`apply` is bit for bit that of training. Once False, it stays so
@@ -108,61 +119,44 @@ class Replayer:
         tensors: Mapping[str, torch.Tensor],
         state: Mapping[str, Mapping[str, Any]],
         groups: Sequence[Mapping[str, Any]],
-        *,
-        threads: int = 1,
-        training_threads: int | None = None,
-        fast: bool = False,
-        relaid: Mapping[str, str] = _NONE,
+        options: ReplayOptions = ONE_THREAD,
     ) -> None:
         if why := kind_refusal(kind):
             raise _unsupported(kind, why)
         names = [list(members) for members in params]
-        flat_names = [name for members in names for name in members]
-        if len(names) != len(groups):
-            raise ReplayError(f"{len(names)} groups of parameters, {len(groups)} of options")
-        if doubled := sorted(name for name, times in Counter(flat_names).items() if times > 1):
-            raise ReplayError(f"parameters listed more than once: {doubled}")
-        if missing := [name for name in flat_names if name not in tensors]:
-            raise ReplayError(f"no tensors of parameters {missing}")
-        if unknown := sorted(set(state).difference(flat_names)):
-            raise ReplayError(f"state of parameters that are in no group: {unknown}")
-        for name in flat_names:
+        _check_names(names, tensors, state, groups)
+        # Detached tensors over the same memory, so that each has a `grad` of its own.
+        own = {name: tensors[name].detach() for members in names for name in members}
+        for name in own:
             if why := tensor_refusal(tensors[name]):
                 raise _unsupported(kind, f"{name}: {why}")
-        # Detached tensors over the same memory, so that each has a `grad` of its own.
-        own = {name: tensors[name].detach() for name in flat_names}
         members = [[own[name] for name in group] for group in names]
-        for options, group in zip(groups, members, strict=True):
-            if why := options_refusal(kind, options, group):
+        for hyperparameters, group in zip(groups, members, strict=True):
+            if why := options_refusal(kind, hyperparameters, group):
                 raise _unsupported(kind, why)
         optimizer = build(kind, members, groups)
-        eager = [name for name in flat_names if optimizer.state.get(own[name])]
+        eager = [name for name, tensor in own.items() if optimizer.state.get(tensor)]
         if lost := [name for name in eager if not state.get(name)]:
             raise ReplayError(
                 f"{kind.__name__} makes its state when it is built; the state of {lost} is missing",
                 hint="a base of this optimizer must hold its state",
             )
         optimizer.state.clear()
-        for name, values in state.items():
-            if values:
-                optimizer.state[own[name]] = dict(values)
+        optimizer.state.update({own[name]: dict(held) for name, held in state.items() if held})
         self._given = {
             (name, key): value
             for name, values in state.items()
             for key, value in values.items()
             if isinstance(value, torch.Tensor)
         }
-        self._start(optimizer, names, threads, training_threads, fast, relaid)
+        self._start(optimizer, names, options)
 
     @classmethod
     def of(
         cls,
         optimizer: Optimizer,
         names: Mapping[int, str],
-        *,
-        threads: int | None = None,
-        fast: bool = False,
-        relaid: Mapping[str, str] = _NONE,
+        options: ReplayOptions | None = None,
     ) -> Replayer:
         """Return a replayer around a live optimizer, which holds the state of the base.
 
@@ -173,8 +167,7 @@ class Replayer:
         Args:
             optimizer: the user's.
             names: names of all its parameters, by ``id(parameter)``.
-            threads: as for the constructor; None: as many as torch has.
-            fast, relaid: as for the constructor.
+            options: None: as many threads as torch has, in training as well.
 
         Raises:
             UnsupportedStateError: the optimizer cannot be replayed, with the reason.
@@ -191,23 +184,14 @@ class Replayer:
         own = cls.__new__(cls)
         own._given = {}
         available = torch.get_num_threads()
-        threads = available if threads is None else threads
-        own._start(optimizer, found, threads, available, fast, relaid)
+        own._start(optimizer, found, options or ReplayOptions(available, available))
         return own
 
-    def _start(
-        self,
-        optimizer: Optimizer,
-        names: list[list[str]],
-        threads: int,
-        training_threads: int | None,
-        fast: bool,
-        relaid: Mapping[str, str],
-    ) -> None:
-        if threads < 1:
-            raise ReplayError(f"threads={threads}: at least 1 is needed")
+    def _start(self, optimizer: Optimizer, names: list[list[str]], options: ReplayOptions) -> None:
+        if options.threads < 1:
+            raise ReplayError(f"threads={options.threads}: at least 1 is needed")
         self._optimizer = optimizer
-        self._kind = type(optimizer)
+        self._options = options
         self._names = names
         self._members = [list(group["params"]) for group in optimizer.param_groups]
         self._parameters = {
@@ -217,10 +201,7 @@ class Replayer:
         }
         if len(self._parameters) != sum(map(len, names)):
             raise ReplayError("two parameters have the same name")
-        self._training_threads = training_threads
-        self._fast = fast
-        self._relaid = relaid
-        self._at_once = self._fast_path(threads)
+        self._at_once = self._fast_path(options.threads)
         self._size = sum(parameter.numel() for parameter in self._parameters.values())
         self._work = 0  # elements times updates so far
         self._key: str | None = None
@@ -230,13 +211,22 @@ class Replayer:
         self.exact = self._layout_exactness()
         self._judge(optimizer.param_groups)
 
+    @property
+    def _kind(self) -> type[Optimizer]:
+        return type(self._optimizer)
+
+    @property
+    def _device(self) -> torch.device:
+        """Device of all parameters, if there is a fast path."""
+        device: torch.device = next(iter(self._parameters.values())).device
+        return device
+
     def _fast_path(self, threads: int) -> Blocked | Sliced | None:
         """Return the fast path for this device and class, None if there is none."""
         devices = {parameter.device for parameter in self._parameters.values()}
         if self._kind not in KINDS or len(devices) != 1 or not _disjoint(self._parameters.values()):
             return None
-        self._device = devices.pop()
-        path = _fast_path_kind(self._device)
+        path = _fast_path_kind(devices.pop())
         if path == "blocks":
             compiled = functools.partial(compiled_is_exact, self._kind)
             return Blocked(self._optimizer, self._names, threads=threads, compiled=compiled)
@@ -247,9 +237,9 @@ class Replayer:
     def _kernel(self, update: Update, number: int) -> Kernel | None:
         """Return a kernel to use instead of torch's functions on slices of float32, None if there
         is none."""
-        if not self._fast and self._work < KERNELS_PAY_ELEMENTS:
+        if not self._options.fast and self._work < KERNELS_PAY_ELEMENTS:
             return None
-        found = kernel_for(self._kind, update, number, self._device, inexact=self._fast)
+        found = kernel_for(self._kind, update, number, self._device, inexact=self._options.fast)
         if found is None:
             return None
         kernel, exact = found
@@ -279,8 +269,7 @@ class Replayer:
 
         Args:
             updates: of this optimizer, with ascending LSNs. The caller has checked that none is
-                missing: see
-                :func:`~everstep.replay.updates.check_complete`.
+                missing (I4).
 
         Raises:
             ReplayError: an update is out of order or does not fit; or one failed half-way, which
@@ -339,8 +328,9 @@ class Replayer:
     def _step(self, update: Update) -> None:
         """Run the optimizer's own step."""
         before = torch.get_num_threads()
-        if self._training_threads is not None:
-            torch.set_num_threads(self._training_threads)
+        # The bits of large half-precision tensors depend on it.
+        if self._options.training_threads is not None:
+            torch.set_num_threads(self._options.training_threads)
         try:
             step_over(self._optimizer, self._parameters, update)
         finally:
@@ -369,7 +359,9 @@ class Replayer:
             return False
         for number, (options, members) in enumerate(zip(update.groups, self._members, strict=True)):
             # Blocks have one thread of torch each.
-            if self._training_threads not in (None, 1) and thread_dependence(options, members):
+            if self._options.training_threads not in (None, 1) and thread_dependence(
+                options, members
+            ):
                 return False
             for dtype in {parameter.dtype for parameter in members}:
                 if not self._proven(update, number, dtype):
@@ -395,7 +387,7 @@ class Replayer:
             if not found.exact:
                 self.exact = found
                 return
-        if self._training_threads is None:
+        if self._options.training_threads is None:
             for options, members in zip(groups, self._members, strict=True):
                 if why := thread_dependence(options, members):
                     self.exact = Exactness(False, f"{why}, and those of training are not known")
@@ -403,7 +395,7 @@ class Replayer:
 
     def _layout_exactness(self) -> Exactness:
         """Return the exactness given the tensors whose memory layout differs from training's."""
-        for name, entry in self._relaid.items():
+        for name, entry in self._options.relaid.items():
             if name in self._parameters and self._parameters[name].dtype in HALVES:
                 return Exactness(
                     False,
@@ -422,12 +414,30 @@ class Replayer:
             defaults=self._optimizer.defaults,
             names=self._names,
             parameters=self._parameters,
-            relaid=self._relaid,
+            relaid=self._options.relaid,
         )
         states = self.state.items()
         momentum = {name for name, values in states if values.get("momentum_buffer") is not None}
         for update in updates:
             checks.check(update, momentum)
+
+
+def _check_names(
+    names: Sequence[Sequence[str]],
+    tensors: Mapping[str, torch.Tensor],
+    state: Mapping[str, Mapping[str, Any]],
+    groups: Sequence[Mapping[str, Any]],
+) -> None:
+    """Refuse names, tensors, state and groups that do not fit together."""
+    flat_names = [name for members in names for name in members]
+    if len(names) != len(groups):
+        raise ReplayError(f"{len(names)} groups of parameters, {len(groups)} of options")
+    if doubled := sorted(name for name, times in Counter(flat_names).items() if times > 1):
+        raise ReplayError(f"parameters listed more than once: {doubled}")
+    if missing := [name for name in flat_names if name not in tensors]:
+        raise ReplayError(f"no tensors of parameters {missing}")
+    if unknown := sorted(set(state).difference(flat_names)):
+        raise ReplayError(f"state of parameters that are in no group: {unknown}")
 
 
 def _fast_path_kind(device: torch.device) -> str | None:

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from everstep.errors import ReplayError
 from everstep.replay.packed import Gradient
 
-__all__ = ["Update", "check_complete"]
+__all__ = ["Update"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -61,28 +60,3 @@ class Update:
         at all in this case, so it has no such update.
         """
         return self.found_inf is not None and bool(self.found_inf.item() == 1)
-
-
-def check_complete(updates: Iterable[Update], *, after: int) -> None:
-    """Refuse a log with a gap (I4).
-
-    Several optimizers share the numbers: a gap shows only in the updates of *all* of them, so a
-    :class:`~everstep.replay.engine.Replayer`, which sees one optimizer, cannot detect it.
-
-    Args:
-        updates: of all optimizers, in order.
-        after: LSN of the state that they are to be applied to.
-
-    Raises:
-        ReplayError: a record is missing, duplicated or out of order.
-    """
-    expected = after + 1
-    for update in updates:
-        if update.lsn != expected:
-            missing = update.lsn > expected
-            raise ReplayError(
-                f"the log goes from record {expected - 1} to {update.lsn}"
-                + (f": {update.lsn - expected} missing" if missing else ""),
-                hint="replay can go no further than the last record before the gap",
-            )
-        expected += 1

@@ -14,6 +14,7 @@ from everstep.compress.lossy import lossy_copies
 from everstep.format.log import LogRecord, RecordHead, plan_segment, record_digest
 from everstep.keeper.log import segment_writer
 from everstep.keeper.ship.lossy_log import lossy_record
+from everstep.replay.engine import ReplayOptions
 from everstep.replay.packed import Packed, dense
 from everstep.restore.redo.live import make_replayer
 from everstep.restore.redo.updates import update_from_record
@@ -151,7 +152,9 @@ def test_sharded_parameters_are_replayed_by_lossy_gradients_of_this_ranks_shards
             shard.grad = dense(update.gradients[name])
         by_torch.step()
         names = {id(parameter): name for name, parameter in parameters.items()}
-        replayer = make_replayer(optimizer, names, threads=1)
+        replayer = make_replayer(
+            optimizer, names, options=ReplayOptions(1, torch.get_num_threads())
+        )
         replayer.apply([update])
         assert not replayer.exact.exact
         for name, shard in shards.items():

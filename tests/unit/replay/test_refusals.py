@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import re
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -14,7 +13,7 @@ from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from everstep.errors import OptionError, ReplayError, UnsupportedStateError
 from everstep.replay import exactness as module
-from everstep.replay.engine import Replayer
+from everstep.replay.engine import Replayer, ReplayOptions
 from everstep.replay.exactness import (
     MATRIX,
     Exactness,
@@ -28,7 +27,7 @@ from everstep.replay.exactness import (
     thread_dependence,
     variant_of,
 )
-from everstep.replay.updates import Update, check_complete
+from everstep.replay.updates import Update
 from tests.support.ranks.sharding import LAYOUTS, as_rank, plain
 from tests.support.replays import Run, assert_same_bits, record, replayed, replayer_at
 
@@ -131,24 +130,6 @@ def test_no_update_is_applied_twice(run: Run) -> None:
     assert_same_bits(base.tensors, run.moments[-1].tensors)
 
 
-def test_a_hole_in_the_log_of_all_optimizers(run: Run) -> None:
-    """One optimizer's numbers have holes where the others' are; all together have none."""
-    updates = run.updates
-    check_complete(updates, after=0)
-    check_complete(updates[3:], after=3)
-    check_complete([], after=9)
-    for wrong, after, message in [
-        (updates, 1, "from record 1 to 1$"),
-        (updates[1:], 0, "from record 0 to 2: 1 missing"),
-        ([*updates[:2], *updates[4:]], 0, "from record 2 to 5: 2 missing"),
-        ([updates[0], updates[0]], 0, "from record 1 to 1$"),
-        ([updates[1], updates[0]], 1, "from record 2 to 1$"),
-    ]:
-        with pytest.raises(ReplayError) as raised:
-            check_complete(wrong, after=after)
-        assert re.search(message, raised.value.message)
-
-
 def build(run: Run, **changes: Any) -> Replayer:
     base = copy.deepcopy(run.moments[2])
     given: dict[str, Any] = {
@@ -168,7 +149,7 @@ def test_what_does_not_fit_together_is_refused(run: Run) -> None:
         ({"params": [names[0], names[0]]}, "listed more than once"),
         ({"tensors": {"bias": base.tensors["bias"]}}, "no tensors of parameters"),
         ({"state": {"ghost": {}}}, "state of parameters that are in no group: .*ghost"),
-        ({"threads": 0}, "threads=0"),
+        ({"options": ReplayOptions(0)}, "threads=0"),
     ]:
         with pytest.raises(ReplayError, match=message):
             build(run, **changes)
@@ -357,7 +338,7 @@ def test_views_of_one_memory(run: Run, asks_for_grad: bool) -> None:
         for name, values in base.state.items()
     }
     whole = [*tensors.values(), *(t for values in state.values() for t in values.values())]
-    replayer = Replayer(AdamW, run.names, tensors, state, base.groups, threads=2)
+    replayer = Replayer(AdamW, run.names, tensors, state, base.groups, ReplayOptions(2))
     replayer.apply(run.updates[1:])
     assert_same_bits({n: t.detach() for n, t in tensors.items()}, run.moments[-1].tensors)
     assert_same_bits(replayer.state, run.moments[-1].state)

@@ -24,7 +24,7 @@ import torch
 from torch.optim import AdamW
 
 from everstep.errors import EverstepError
-from everstep.replay.engine import Replayer
+from everstep.replay.engine import Replayer, ReplayOptions
 from everstep.replay.updates import Update
 from everstep.testing.keepers import end_keeper
 from everstep.workloads import GPT, gpt_of
@@ -193,8 +193,7 @@ class _Way:
             self._tensors,
             self._state,
             [group],
-            threads=threads,
-            training_threads=1,
+            ReplayOptions(threads, 1),
         )
         updates = []
         for gradients in self._gradients:

@@ -23,7 +23,8 @@ from everstep.keeper.replica.hyperparameters import pack_tensors, tensor_hyperpa
 from everstep.link.assembly import Assembly
 from everstep.link.capture import Capture, shard_offsets
 from everstep.link.samples import check_samples
-from everstep.restore.offline.memory import HostMemory, ReplayThreads
+from everstep.replay.engine import ReplayOptions
+from everstep.restore.offline.memory import HostMemory
 from everstep.restore.offline.state import OfflineState
 from everstep.restore.redo.conditions import replay_conditions
 from everstep.restore.redo.driver import ReplayDriver, Step
@@ -93,7 +94,7 @@ class ReplicaState:
         shape = shape_of_base(placed, aliases, trees)
         state = OfflineState(marker, entries, tensors, aliases, dict(objects), shape)
         self._state = state
-        self._memory = HostMemory(state, trees, ReplayThreads(threads, training_threads))
+        self._memory = HostMemory(state, trees, ReplayOptions(threads, training_threads))
         self._driver = ReplayDriver(self._memory, compares=not elsewhere)
 
     @property

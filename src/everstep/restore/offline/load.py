@@ -15,10 +15,11 @@ from everstep.errors import FormatError
 from everstep.format.reader import read_body
 from everstep.format.records import TimelineRecord
 from everstep.format.writer import ChunkRing
+from everstep.replay.engine import ONE_THREAD, ReplayOptions
 from everstep.restore.load.pieces import Fill, PieceReads, fills_by_file
 from everstep.restore.load.saved_ranks import Piece, SavedRanks, View
 from everstep.restore.offline.job_state import JobState, RankReplay, Sharing, TensorKey, tensor_key
-from everstep.restore.offline.memory import ONE_THREAD, HostMemory, ReplayThreads
+from everstep.restore.offline.memory import HostMemory
 from everstep.restore.offline.rank_files import (
     complete_rank_files,
     read_rank_files,
@@ -48,7 +49,7 @@ def load_job(
     base: BaseFound,
     ring: ChunkRing,
     trained: TimelineRecord | None = None,
-    threads: ReplayThreads = ONE_THREAD,
+    options: ReplayOptions = ONE_THREAD,
     *,
     timeout_s: float,
     progress: ProgressSink,
@@ -61,7 +62,7 @@ def load_job(
         base: base to read.
         ring: buffers for reading.
         trained: record of the base's timeline, which names the conditions of training.
-        threads: numbers of threads for replay.
+        options: options of the replay.
         timeout_s: a read that takes longer counts as hung.
         progress: notified of bytes read.
         wanted: predicate on names that selects tensors of a base of one rank; nothing can be
@@ -86,13 +87,13 @@ def load_job(
     with open_ranks(filesystem, base) as opened:
         if len(opened) > 1:
             return _load_ranks(
-                opened, ring, trained, threads, timeout_s=timeout_s, progress=progress
+                opened, ring, trained, options, timeout_s=timeout_s, progress=progress
             )
         found = read_rank_files(
             opened[0],
             ring,
             trained,
-            threads,
+            options,
             timeout_s=timeout_s,
             progress=progress,
             wanted=wanted,
@@ -136,7 +137,7 @@ def _load_ranks(
     opened: Sequence[OpenBase],
     ring: ChunkRing,
     trained: TimelineRecord | None,
-    threads: ReplayThreads,
+    options: ReplayOptions,
     *,
     timeout_s: float,
     progress: ProgressSink,
@@ -166,7 +167,7 @@ def _load_ranks(
     ranks: dict[int, RankReplay] = {}
     diverged: list[str] = []
     for one, plan in zip(opened, plans, strict=True):
-        ranks[plan.rank] = _rank_replay(saved, one, plan, tensors[plan.rank], threads)
+        ranks[plan.rank] = _rank_replay(saved, one, plan, tensors[plan.rank], options)
         diverged += _diverged(saved, plan, ranks[plan.rank].unmerged)
     exact = all(one.marker.exact for one in opened)
     marker = replace(opened[0].marker, exact=exact)
@@ -178,7 +179,7 @@ def _rank_replay(
     opened: OpenBase,
     plan: _Plan,
     tensors: dict[str, torch.Tensor],
-    threads: ReplayThreads,
+    options: ReplayOptions,
 ) -> RankReplay:
     entries = [place.entry for place in opened.placed()]
     written = {e.name: e for e in entries if not e.name.startswith(OBJECT_PREFIX)}
@@ -194,7 +195,7 @@ def _rank_replay(
         shape_of_base(opened.placed(), aliases, plan.view.trees),
     )
     trees = plan.view.trees if plan.computes else {}
-    return RankReplay(HostMemory(state, trees, threads), written, unmerged)
+    return RankReplay(HostMemory(state, trees, options), written, unmerged)
 
 
 def _plan(saved: SavedRanks, rank: int, owners: dict[TensorKey, int]) -> _Plan:

@@ -18,7 +18,7 @@ import torch
 from everstep.capture.mark_samples import MarkComparison
 from everstep.errors import FormatError, ReplayError, UnsupportedStateError
 from everstep.format.log import LogRecord
-from everstep.replay.engine import Replayer
+from everstep.replay.engine import ONE_THREAD, Replayer, ReplayOptions
 from everstep.replay.exactness import Exactness, is_elementwise, replay_kind
 from everstep.replay.optimizer_step import makes_state_when_built
 from everstep.replay.updates import Update
@@ -35,23 +35,7 @@ from everstep.state.providers.zero import PARTITIONED
 from everstep.state.values.objects import TensorRef, decode, encode
 from everstep.state.values.tree import join, references
 
-__all__ = ["ONE_THREAD", "HostMemory", "ReplayThreads"]
-
-
-@dataclass(frozen=True, slots=True)
-class ReplayThreads:
-    """Numbers of threads.
-
-    Attributes:
-        python: Python threads that share the work of replay.
-        training: number of torch's threads in training, None if not known.
-    """
-
-    python: int = 1
-    training: int | None = None
-
-
-ONE_THREAD = ReplayThreads()
+__all__ = ["HostMemory"]
 
 
 @dataclass(slots=True, eq=False)
@@ -79,7 +63,7 @@ class HostMemory:
         state: state of a base; updated in place.
         trees: decoded objects of the base, by section; empty if nothing is replayed here, because
             other ranks compute the same state.
-        threads: numbers of threads.
+        options: options of the replay.
 
     Attributes:
         replayed: entries that an optimizer computed here.
@@ -92,7 +76,7 @@ class HostMemory:
         self,
         state: OfflineState,
         trees: Mapping[str, Any],
-        threads: ReplayThreads = ONE_THREAD,
+        options: ReplayOptions = ONE_THREAD,
     ) -> None:
         self.declared: DeclaredRedo | None = None
         self.state = state
@@ -100,7 +84,7 @@ class HostMemory:
         self.unlogged: set[str] = set()
         self.surprises: list[str] = []
         self._trees = dict(trees)
-        self._threads = threads
+        self._options = options
         self._optimizers: dict[str, _Optimizer] = {}
         self._held: MarkEntries = ()  # by the last step's marks, until they are put
         self._marked: set[str] = set()  # names of these, also after that
@@ -282,13 +266,13 @@ class HostMemory:
         names = {name: self._entry_of(key, name) for group in groups for name in group}
         values = tree["state"]
         lookup = _Lookup(self.state)
-        options = [
+        groups_at_base = [
             {k: join(v, lookup) for k, v in group.items() if k != "params"}
             for group in tree["param_groups"]
         ]
         if self.state.marker.world > 1:
             names, values = self._own_parameters(key, names, values)
-        if PARTITIONED in tree and makes_state_when_built(kind, options):
+        if PARTITIONED in tree and makes_state_when_built(kind, groups_at_base):
             names = {n: e for n, e in names.items() if n in values}  # other ranks update the rest
         self._check_parameters(update, tree, names, elementwise=is_elementwise(kind))
         states = {self.state.canonical(name) for name in references(values)}
@@ -302,9 +286,8 @@ class HostMemory:
             [[name for name in group if name in names] for group in groups],
             {name: self.state.tensors[entry] for name, entry in names.items()},
             state,
-            options,
-            threads=self._threads.python,
-            training_threads=self._threads.training,
+            groups_at_base,
+            self._options,
         )
         return _Optimizer(update.kind, frozenset(names), replayer)
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -19,10 +19,11 @@ from everstep.format.header import ShardHeader
 from everstep.format.reader import read_body
 from everstep.format.records import TimelineRecord
 from everstep.format.writer import ChunkRing
+from everstep.replay.engine import ReplayOptions
 from everstep.restore.load.load import contents, rank_contents
 from everstep.restore.load.pieces import Fill
 from everstep.restore.offline.complete import complete_offline_base
-from everstep.restore.offline.memory import HostMemory, ReplayThreads
+from everstep.restore.offline.memory import HostMemory
 from everstep.restore.offline.state import OfflineState
 from everstep.restore.redo.conditions import replay_conditions
 from everstep.run.open_base import OpenBase
@@ -93,14 +94,14 @@ def complete_rank_files(
         OSError: the files cannot be read.
     """
     marker = opened.marker
-    threads = ReplayThreads(min(2, len(available_cores())))
+    options = ReplayOptions(min(2, len(available_cores())))
     with ThreadPoolExecutor(1, "everstep-complete") as thread:
         found = thread.submit(
             read_rank_files,
             opened,
             ring,
             trained,
-            threads,
+            options,
             timeout_s=timeout_s,
             progress=progress,
         )
@@ -122,7 +123,7 @@ def read_rank_files(
     opened: OpenBase,
     ring: ChunkRing,
     trained: TimelineRecord | None,
-    threads: ReplayThreads,
+    options: ReplayOptions,
     *,
     timeout_s: float,
     progress: ProgressSink,
@@ -134,7 +135,7 @@ def read_rank_files(
         opened: files of the rank.
         ring: buffers for reading.
         trained: record of the base's timeline, which names the conditions of training.
-        threads: numbers of threads for replay.
+        options: options of the replay.
         timeout_s: a read that takes longer counts as hung.
         progress: notified of bytes read.
         wanted: predicate on names that selects tensors; nothing can be replayed on the others.
@@ -189,9 +190,9 @@ def read_rank_files(
     shape = shape_of_base(opened.placed(), aliases, trees)
     state = OfflineState(opened.marker, entries, tensors, aliases, encoded, shape)
     if opened.redo is None:
-        return CompletedFiles(HostMemory(state, trees, threads))
+        return CompletedFiles(HostMemory(state, trees, options))
     training_threads, inexact = replay_conditions([trained])
-    memory = HostMemory(state, trees, ReplayThreads(threads.python, training_threads))
+    memory = HostMemory(state, trees, replace(options, training_threads=training_threads))
     updates, doubt = complete_offline_base(
         opened, memory, ring, inexact, timeout_s=timeout_s, progress=progress
     )

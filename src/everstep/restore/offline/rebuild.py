@@ -30,9 +30,9 @@ from everstep.errors import (
 from everstep.format.log import NOT_EXACT
 from everstep.format.records import AuditRecord
 from everstep.format.writer import ChunkRing
+from everstep.replay.engine import ReplayOptions
 from everstep.restore.offline.job_state import JobState
 from everstep.restore.offline.load import load_job
-from everstep.restore.offline.memory import ReplayThreads
 from everstep.restore.offline.run_log import RunLog, spans
 from everstep.restore.offline.state import OfflineState
 from everstep.restore.redo.conditions import replay_conditions
@@ -251,7 +251,7 @@ class Rebuilder:
                 base,
                 self.ring,
                 inventory.timelines.get(base.id.timeline),
-                ReplayThreads(self.threads, replay_conditions(records)[0]),
+                ReplayOptions(self.threads, replay_conditions(records)[0]),
                 timeout_s=self.timeout_s,
                 progress=bar,
                 wanted=None if chain.steps else wanted,

@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 from everstep.capture.mark_samples import MarkComparison
 from everstep.errors import FormatError, MismatchError
 from everstep.format.log import LogRecord
-from everstep.replay.engine import Replayer
+from everstep.replay.engine import Replayer, ReplayOptions
 from everstep.replay.exactness import Exactness
 from everstep.replay.updates import Update
 from everstep.restore.redo.declared import DeclaredRedo
@@ -288,10 +288,13 @@ class LiveMemory:
             own,
             known,
             kind=self._program.classes.get(key),
-            # Training is not running: a second core is free even if torch is limited to one thread.
-            threads=max(torch.get_num_threads(), min(2, len(available_cores()))),
-            fast=self._state.replays_fast,
-            relaid=self._relaid_of(own, known) if self._relaid else {},
+            options=ReplayOptions(
+                # Training is not running: a second core is free even if torch has one thread only.
+                threads=max(torch.get_num_threads(), min(2, len(available_cores()))),
+                training_threads=torch.get_num_threads(),
+                fast=self._state.replays_fast,
+                relaid=self._relaid_of(own, known) if self._relaid else {},
+            ),
         )
 
     def _relaid_of(self, optimizer: Optimizer, names: Mapping[int, str]) -> dict[str, str]:
@@ -384,17 +387,12 @@ def _inside(address: int, spans: Sequence[tuple[int, int]]) -> bool:
     return bool(address) and any(begin <= address < end for begin, end in spans)
 
 
-_NONE: Mapping[str, str] = MappingProxyType({})
-
-
 def make_replayer(
     optimizer: Optimizer,
     names: Mapping[int, str],
     *,
     kind: type[Optimizer] | None = None,
-    threads: int,
-    fast: bool = False,
-    relaid: Mapping[str, str] = _NONE,
+    options: ReplayOptions,
 ) -> Replayer:
     """Return a replayer that updates a live optimizer's tensors in place.
 
@@ -402,7 +400,7 @@ def make_replayer(
         optimizer: live optimizer.
         names: names of all its parameters, by ``id(parameter)``.
         kind: class that made the updates; None: the optimizer's own class.
-        threads, fast, relaid: as for :class:`~everstep.replay.engine.Replayer`.
+        options: options of the replay.
 
     Raises:
         UnsupportedStateError: the optimizer cannot be replayed, with the reason.
@@ -412,7 +410,7 @@ def make_replayer(
     parameters = [parameter for group in members for parameter in group]
     kind = kind or type(optimizer)
     if kind is type(optimizer) and not any(map(is_dtensor, parameters)):
-        return Replayer.of(optimizer, names, threads=threads, fast=fast, relaid=relaid)
+        return Replayer.of(optimizer, names, options)
     state: dict[str, dict[str, Any]] = {}
     for parameter in parameters:
         values = optimizer.state.get(parameter, {})
@@ -426,10 +424,7 @@ def make_replayer(
         {names[id(parameter)]: local_tensor(parameter) for parameter in parameters},
         state,
         [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups],
-        threads=threads,
-        training_threads=torch.get_num_threads(),
-        fast=fast,
-        relaid=relaid,
+        options,
     )
 
 
