@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from types import SimpleNamespace
 from typing import Any
 
 import typer
@@ -11,21 +12,26 @@ from typer.testing import CliRunner
 
 from everstep.cli.common.errors import EverstepGroup
 from everstep_bench.cli.bench import app
-from everstep_bench.persist.machine import Machine
-from everstep_bench.stall import show
+from everstep_bench.harness.loop import Step
+from everstep_bench.harness.machine import Machine
+from everstep_bench.harness.report import Facts, Findings
+from everstep_bench.harness.turns import Turns
+from everstep_bench.options import StallOptions
 from everstep_bench.stall.figures import Block, Ideal, Interval, Row
-from everstep_bench.stall.loop import Step
-from everstep_bench.stall.options import StallOptions
 from everstep_bench.stall.report import StallReport
+from tests.support.displays import Silent
 
 __all__ = [
+    "MACHINE",
     "block_of",
+    "facts_of",
     "ideal_of",
     "interval_of",
     "invoke",
     "report_of",
     "row_of",
     "saved",
+    "session_of",
     "shown_by",
 ]
 
@@ -68,22 +74,27 @@ def interval_of(ideals: list[Ideal], *rows: Row, every: int = 2) -> Interval:
     return Interval(every, dict(enumerate(ideals, 1)), list(rows))
 
 
+MACHINE = Machine("cpu", 2, 1, "2", "3", "Linux", "ext4", "/dev/x", 1, 0.5, True)
+
+
+def facts_of(size_bytes: int = 10**9, *, free_core: bool | None = True, **changes: Any) -> Facts:
+    """Facts about a run that never was."""
+    found: dict[str, Any] = {"machine": MACHINE, "folder": ".", "tensors": 450, "workload": "a GPT"}
+    found |= {"load_after": 0.5, "seconds": 1.0}
+    return Facts(size_bytes=size_bytes, free_core=free_core, **found | changes)
+
+
+def session_of(options: Any, display: Any = None, **fields: Any) -> Any:
+    """A run in which nothing is kept on cores."""
+    shown = display or Silent()
+    placement = SimpleNamespace(spread=lambda: None)
+    turns = lambda: Turns(shown, options.seed)  # noqa: E731
+    known = {"options": options, "display": shown, "placement": placement, "turns": turns}
+    return SimpleNamespace(**{**known, "begin_s": 0.0, "machine": MACHINE, **fields})
+
+
 def report_of(*intervals: Interval, free_core: bool = True, **options: Any) -> StallReport:
-    facts = Machine("cpu", 2, 1, "2", "3", "Linux", "ext4", "/dev/x", 1, 0.5, True)
-    return StallReport(
-        options=StallOptions(**options),
-        machine=facts,
-        size_bytes=10**9,
-        tensors=450,
-        workload="a GPT",
-        python_part_s=0.02 if options.get("python_heavy") else 0.0,
-        free_core=free_core,
-        intervals=list(intervals),
-        load_after=0.5,
-        start_s=0.0,
-        seconds=1.0,
-        folder=".",
-    )
+    return StallReport(StallOptions(**options), facts_of(free_core=free_core), list(intervals))
 
 
 def saved(
@@ -97,9 +108,9 @@ def saved(
     )  # fmt: skip
 
 
-def shown_by(report: StallReport) -> str:
+def shown_by(report: Findings) -> str:
     stream = io.StringIO()
-    show.present(report, Console(file=stream, width=10_000, no_color=True))
+    report.present(Console(file=stream, width=10_000, no_color=True))
     return stream.getvalue()
 
 

@@ -12,16 +12,13 @@ import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 import torch
-from rich.console import Console
-from rich.text import Text
 from torch.nn import functional
 from torch.optim.lr_scheduler import LambdaLR
 
 from everstep.compress.compressor import Compressor
-from everstep.errors import OptionError
 from everstep.workloads import (
     GPTConfig,
     Training,
@@ -31,15 +28,14 @@ from everstep.workloads import (
     stdlib_text,
     training_of,
 )
-from everstep_bench.persist.report import Spread
-from everstep_bench.persist.show import Display
-from everstep_bench.stall.loop import seeded_single_thread
-from everstep_bench.stall.show import plain_table
+from everstep_bench.harness.display import Display
+from everstep_bench.harness.figures import Spread
+from everstep_bench.harness.loop import seeded_single_thread
+from everstep_bench.harness.report import Findings, Table, mb, number, range_of
+from everstep_bench.options import ConvergenceOptions
 
-__all__ = ["ARMS", "LAST_STEPS", "ConvergenceOptions", "ConvergenceReport", "Learned", "loss_on",
-           "present", "run_convergence"]  # fmt: skip
-
-OptimizerName = Literal["AdamW", "SGD"]
+__all__ = ["ARMS", "LAST_STEPS", "ConvergenceReport", "Learned", "loss_on", "run_convergence",
+           "texts"]  # fmt: skip
 
 _DEMO = GPTConfig(layers=4, width=128, heads=4, context=128)
 _TEXT_BYTES = 4 << 20
@@ -63,29 +59,6 @@ _COLUMNS = ("optimizer", "consumes", "loss", "min - max", "to dense", "unseen te
             "MB a step", "of dense")  # fmt: skip
 
 
-@dataclass(frozen=True, slots=True)
-class ConvergenceOptions:
-    """Options of the benchmark.
-
-    Attributes:
-        steps: of each training; the schedule of the learning rate is as long.
-        batch: windows in a batch.
-        seeds: trainings of each arm.
-        optimizers: by which.
-        model: which GPT.
-    """
-
-    steps: int = 400
-    batch: int = 16
-    seeds: tuple[int, ...] = (0, 1)
-    optimizers: tuple[OptimizerName, ...] = ("AdamW", "SGD")
-    model: GPTConfig = _DEMO
-
-    def __post_init__(self) -> None:
-        if self.steps < 1 or self.batch < 1 or not self.seeds or not self.optimizers:
-            raise OptionError("steps, batch, seeds and optimizers must be at least one")
-
-
 @dataclass(slots=True)
 class Learned:
     """Losses of one arm with one optimizer.
@@ -97,7 +70,7 @@ class Learned:
         dense_bytes: of the same gradients, uncompressed.
     """
 
-    optimizer: OptimizerName
+    optimizer: str
     arm: str
     losses: list[float] = field(default_factory=list)
     unseen: list[float] = field(default_factory=list)
@@ -105,8 +78,8 @@ class Learned:
     dense_bytes: float = 0.0
 
 
-@dataclass(slots=True)
-class ConvergenceReport:
+@dataclass
+class ConvergenceReport(Findings):
     """Everything that was found.
 
     Attributes:
@@ -126,12 +99,35 @@ class ConvergenceReport:
         )
         return _mean_difference(of.losses, dense.losses), _mean_difference(of.unseen, dense.unseen)
 
-    def as_json(self) -> dict[str, Any]:
-        """Everything, by arm."""
+    def lines(self) -> Iterator[str]:
+        """Yield what was trained."""
+        options = self.options
+        model = options.model or _DEMO
+        yield (
+            f"GPT of {self.parameters:,} parameters ({model.layers} layers, width {model.width}); "
+            f"{options.steps} steps of {options.batch} x {model.context} bytes, "
+            f"{len(options.seeds)} seed(s); torch {torch.__version__}; {self.seconds:.0f} s"
+        )
+
+    def tables(self) -> Iterator[Table]:
+        """Yield the table."""
+        yield Table("Losses", _COLUMNS, map(self._cells, self.learned), _COLUMNS[:2])
+
+    def notes(self) -> Iterator[str]:
+        """Yield what the columns mean."""
+        yield (
+            f"loss: nats per byte, mean of the last {LAST_STEPS} steps and of the seeds (a byte "
+            "drawn blindly from 256 costs 5.55). to dense: by how much it is worse than dense "
+            "training of the same seeds. unseen text: of which no step has seen anything. MB a "
+            "step: of the gradients that the optimizer consumes, as a log holds them."
+        )
+
+    def figures(self) -> dict[str, Any]:
+        """Return everything, by arm."""
         return {
             "steps": self.options.steps,
             "batch": self.options.batch,
-            "seeds": list(self.options.seeds),
+            "seeds": self.options.seeds,
             "parameters": self.parameters,
             "torch": str(torch.__version__),
             "seconds": self.seconds,
@@ -150,6 +146,20 @@ class ConvergenceReport:
             ],
         }
 
+    def _cells(self, one: Learned) -> list[str]:
+        seen_behind, unseen_behind = self.behind_dense(one)
+        return [
+            one.optimizer,
+            one.arm,
+            number(math.fsum(one.losses) / len(one.losses), 3),
+            range_of(Spread.of(one.losses), 3),
+            f"{seen_behind:+.3f}",
+            number(math.fsum(one.unseen) / len(one.unseen), 3),
+            f"{unseen_behind:+.3f}",
+            mb(one.step_bytes, 3),
+            f"{100 * one.step_bytes / one.dense_bytes:.1f} %",
+        ]
+
 
 def run_convergence(options: ConvergenceOptions, display: Display) -> ConvergenceReport:
     """Trains every arm with every seed.
@@ -158,8 +168,8 @@ def run_convergence(options: ConvergenceOptions, display: Display) -> Convergenc
         OptionError: the text is too short for one batch.
     """
     begun_s = time.monotonic()
-    text = stdlib_text(_TEXT_BYTES + _UNSEEN_BYTES)
-    cut = len(text) - min(_UNSEEN_BYTES, len(text) // 4)
+    model = options.model or _DEMO
+    seen, unseen = texts(_TEXT_BYTES, _UNSEEN_BYTES)
     learned: list[Learned] = []
     parameters = 0
     display.begin("training", len(options.optimizers) * len(ARMS) * len(options.seeds))
@@ -168,48 +178,27 @@ def run_convergence(options: ConvergenceOptions, display: Display) -> Convergenc
             one = Learned(optimizer, arm)
             for seed in options.seeds:
                 with seeded_single_thread(seed):
-                    training = _training(options, optimizer, seed, text[:cut])
+                    training = _training(options, optimizer, seed, seen)
                     parameters = sum(p.numel() for p in training.model.parameters())
                     _train(training, options, compression, one)
-                    unseen = loss_on(
-                        training, text[cut:], context=options.model.context, batch=options.batch
+                    one.unseen.append(
+                        loss_on(training, unseen, context=model.context, batch=options.batch)
                     )
-                    one.unseen.append(unseen)
                 display.advance(f"{optimizer}, {arm}")
             learned.append(one)
     return ConvergenceReport(options, parameters, time.monotonic() - begun_s, learned)
 
 
-def present(report: ConvergenceReport, console: Console) -> None:
-    """The table, for people."""
-    options = report.options
-    console.print(
-        f"GPT of {report.parameters:,} parameters ({options.model.layers} layers, width "
-        f"{options.model.width}); {options.steps} steps of {options.batch} x "
-        f"{options.model.context} bytes, {len(options.seeds)} seed(s); torch {torch.__version__}; "
-        f"{report.seconds:.0f} s",
-        soft_wrap=True,
-    )
-    table = plain_table(_COLUMNS, _COLUMNS[:2])
-    for one in report.learned:
-        table.add_row(*_cells(report, one))
-    console.print(table)
-    console.print(
-        Text(
-            f"loss: nats per byte, mean of the last {LAST_STEPS} steps and of the seeds (a byte "
-            "drawn blindly from 256 costs 5.55). to dense: by how much it is worse than dense "
-            "training of the same seeds. unseen text: of which no step has seen anything. MB a "
-            "step: of the gradients that the optimizer consumes, as a log holds them."
-        ),
-        soft_wrap=True,
-    )
+def texts(seen_bytes: int, unseen_bytes: int) -> tuple[bytes, bytes]:
+    """Return text to train on, and text that no step sees."""
+    text = stdlib_text(seen_bytes + unseen_bytes)
+    cut = len(text) - min(unseen_bytes, len(text) // 4)
+    return text[:cut], text[cut:]
 
 
-def _training(
-    options: ConvergenceOptions, optimizer: OptimizerName, seed: int, text: bytes
-) -> Training:
+def _training(options: ConvergenceOptions, optimizer: str, seed: int, text: bytes) -> Training:
     config = TrainingConfig(steps=options.steps, batch=options.batch, seed=seed)
-    training = training_of(options.model, config, text)
+    training = training_of(options.model or _DEMO, config, text)
     if optimizer == "SGD":
         # The scheduler and the step go by whatever optimizer they are given.
         sgd = torch.optim.SGD(training.model.parameters(), lr=_SGD_LR)
@@ -248,36 +237,12 @@ def loss_on(training: Training, text: bytes, *, context: int, batch: int) -> flo
     loader = WindowLoader(text, context=context, batch=batch, seed=0)
     training.model.eval()
     losses = []
-    for inputs, targets in _batches(loader):
+    for _ in range(_UNSEEN_BATCHES):
+        inputs, targets = loader.next_batch()
         logits = training.model(inputs)
         losses.append(functional.cross_entropy(logits.flatten(0, 1), targets.flatten()).item())
     return math.fsum(losses) / len(losses)
 
 
-def _batches(loader: WindowLoader) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    for _ in range(_UNSEEN_BATCHES):
-        yield loader.next_batch()
-
-
 def _mean_difference(these: Sequence[float], those: Sequence[float]) -> float:
     return math.fsum(a - b for a, b in zip(these, those, strict=True)) / len(these)
-
-
-def _cells(report: ConvergenceReport, one: Learned) -> list[str]:
-    loss = Spread.of(one.losses)
-    unseen = Spread.of(one.unseen)
-    assert loss is not None
-    assert unseen is not None
-    seen_behind, unseen_behind = report.behind_dense(one)
-    mean = math.fsum(one.losses) / len(one.losses)
-    return [
-        one.optimizer,
-        one.arm,
-        f"{mean:.3f}",
-        f"{loss.low:.3f} - {loss.high:.3f}",
-        f"{seen_behind:+.3f}",
-        f"{math.fsum(one.unseen) / len(one.unseen):.3f}",
-        f"{unseen_behind:+.3f}",
-        f"{one.step_bytes / 1e6:.3f}",
-        f"{one.step_bytes / one.dense_bytes:.1%}".replace("%", " %"),
-    ]

@@ -11,34 +11,26 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
-from rich.text import Text
 
 from everstep import Checkpointer
 from everstep.compress.forms import INT8_BELOW
 from everstep.config.options import Budget, KeeperOptions, LogOptions, Method
-from everstep.errors import OptionError
-from everstep.workloads import (
-    GPTConfig,
-    Training,
-    TrainingConfig,
-    stdlib_text,
-    training_of,
-)
+from everstep.workloads import GPTConfig, Training, TrainingConfig, training_of
 from everstep.workloads.processes import interruptible
-from everstep_bench.convergence import LAST_STEPS, loss_on
-from everstep_bench.persist.show import Display
-from everstep_bench.persist.workspace import workspace
-from everstep_bench.stall.loop import seeded_single_thread
-from everstep_bench.stall.show import plain_table
+from everstep_bench.convergence import LAST_STEPS, loss_on, texts
+from everstep_bench.harness.display import Display
+from everstep_bench.harness.loop import seeded_single_thread
+from everstep_bench.harness.machine import workspace
+from everstep_bench.harness.report import Findings, Table
+from everstep_bench.options import LossyOptions
 
-__all__ = ["ARMS", "Approximated", "LossyOptions", "LossyReport", "present", "run_lossy"]
+__all__ = ["ARMS", "Approximated", "LossyReport", "run_lossy"]
 
 _TEXT_BYTES = 1 << 20
 _UNSEEN_BYTES = 128 << 10
@@ -54,39 +46,6 @@ ARMS: Mapping[str, tuple[str, float] | None] = {
 
 _COLUMNS = ("log", "recoveries", "steps replayed", "exact", "update error", "worst", "loss",
             "to no failures", "unseen text", "to no failures")  # fmt: skip
-
-
-@dataclass(frozen=True, slots=True)
-class LossyOptions:
-    """Options of the benchmark.
-
-    Attributes:
-        steps: of each training.
-        every: steps from base to base.
-        fail_every: steps from failure to failure; where that is a multiple of ``every``, nothing
-            is ever replayed.
-        batch: windows in a batch.
-        seed: of weights and data.
-        folder: where bases are written; None: here.
-    """
-
-    steps: int = 300
-    every: int = 25
-    fail_every: int = 24
-    batch: int = 8
-    seed: int = 0
-    model: GPTConfig = _MODEL
-    folder: Path | None = None
-
-    def __post_init__(self) -> None:
-        if min(self.steps, self.every, self.fail_every, self.batch) < 1:
-            raise OptionError("steps, every, fail_every and batch must be at least 1")
-        if self.fail_every % self.every == 0:
-            raise OptionError(
-                f"failures every {self.fail_every} steps come right after bases, every "
-                f"{self.every}: nothing would be replayed",
-                hint=f"failures every {self.fail_every - 1 or 2} steps",
-            )
 
 
 @dataclass(slots=True)
@@ -115,8 +74,8 @@ class Approximated:
         return math.fsum(last) / len(last)
 
 
-@dataclass(slots=True)
-class LossyReport:
+@dataclass
+class LossyReport(Findings):
     """Everything that was found.
 
     Attributes:
@@ -136,15 +95,35 @@ class LossyReport:
         undisturbed = self.arms[0]
         return of.loss - undisturbed.loss, of.unseen - undisturbed.unseen
 
-    def as_json(self) -> dict[str, Any]:
-        """Everything, by arm."""
+    def lines(self) -> Iterator[str]:
+        """Yield what was trained."""
         options = self.options
+        model = options.model or _MODEL
+        yield (
+            f"GPT of {self.parameters:,} parameters, {self.large / self.parameters:.0%} of them in "
+            f"tensors of {INT8_BELOW:,} elements and more; AdamW, {options.steps} steps of "
+            f"{options.batch} x {model.context} bytes, a base every {options.every}, a failure "
+            f"every {options.fail_every}; torch {torch.__version__}; {self.seconds:.0f} s"
+        )
+
+    def tables(self) -> Iterator[Table]:
+        """Yield the table."""
+        yield Table("Recoveries and losses", _COLUMNS, map(self._cells, self.arms), _COLUMNS[:1])
+
+    def notes(self) -> Iterator[str]:
+        """Yield what the columns mean."""
+        yield (
+            "update error: distance of the recovered parameters from those that were lost, as a "
+            "share of what the steps since the base had changed; mean and worst. A failure is a "
+            "rewind to the step that training is at. loss: nats per byte, mean of the last "
+            f"{LAST_STEPS} steps; one seed."
+        )
+
+    def figures(self) -> dict[str, Any]:
+        """Return everything, by arm."""
+        names = "steps every fail_every batch seed".split()
         return {
-            "steps": options.steps,
-            "every": options.every,
-            "fail_every": options.fail_every,
-            "batch": options.batch,
-            "seed": options.seed,
+            **{name: getattr(self.options, name) for name in names},
             "parameters": self.parameters,
             "parameters_in_large_tensors": self.large,
             "torch": str(torch.__version__),
@@ -165,6 +144,21 @@ class LossyReport:
             ],
         }
 
+    def _cells(self, one: Approximated) -> list[str]:
+        loss_behind, unseen_behind = self.behind(one)
+        failed = ["", "", "", "", ""]
+        if one.errors:
+            count = len(one.errors)
+            failed = [
+                str(count),
+                f"{math.fsum(one.replayed) / count:.1f}",
+                f"{sum(one.exact)} of {count}",
+                f"{math.fsum(one.errors) / count:.4f}",
+                f"{max(one.errors):.4f}",
+            ]
+        losses = [f"{one.loss:.3f}", f"{loss_behind:+.3f}", f"{one.unseen:.3f}"]
+        return [one.arm, *failed, *losses, f"{unseen_behind:+.3f}"]
+
 
 def run_lossy(options: LossyOptions, display: Display) -> LossyReport:
     """Trains every arm, from the same weights and on the same batches.
@@ -173,8 +167,8 @@ def run_lossy(options: LossyOptions, display: Display) -> LossyReport:
         OptionError: the text is too short for one batch, or the folder is not there.
     """
     begun_s = time.monotonic()
-    text = stdlib_text(_TEXT_BYTES + _UNSEEN_BYTES)
-    cut = len(text) - min(_UNSEEN_BYTES, len(text) // 4)
+    model = options.model or _MODEL
+    seen, unseen = texts(_TEXT_BYTES, _UNSEEN_BYTES)
     arms: list[Approximated] = []
     sizes: list[int] = []
     display.begin("training", len(ARMS))
@@ -183,15 +177,13 @@ def run_lossy(options: LossyOptions, display: Display) -> LossyReport:
             one = Approximated(name)
             with seeded_single_thread(options.seed):
                 config = TrainingConfig(steps=options.steps, batch=options.batch, seed=options.seed)
-                training = training_of(options.model, config, text[:cut])
+                training = training_of(model, config, seen)
                 sizes = [p.numel() for p in training.model.parameters()]
                 if log is None:
                     one.losses = [training.step() for _ in range(options.steps)]
                 else:
                     _train(training, options, log, folder / str(number), one)
-                one.unseen = loss_on(
-                    training, text[cut:], context=options.model.context, batch=options.batch
-                )
+                one.unseen = loss_on(training, unseen, context=model.context, batch=options.batch)
             arms.append(one)
             display.advance(name)
     large = sum(size for size in sizes if size >= INT8_BELOW)
@@ -243,41 +235,3 @@ def _parameters(training: Training) -> torch.Tensor:
     """All of them, in one row of float64."""
     rows = [p.detach().reshape(-1) for p in training.model.parameters()]
     return torch.cat(rows).to(torch.float64)
-
-
-def present(report: LossyReport, console: Console) -> None:
-    """The table, for people."""
-    options = report.options
-    console.print(
-        f"GPT of {report.parameters:,} parameters, {report.large / report.parameters:.0%} of them "
-        f"in tensors of {INT8_BELOW:,} elements and more; AdamW, {options.steps} steps of "
-        f"{options.batch} x {options.model.context} bytes, a base every {options.every}, a failure "
-        f"every {options.fail_every}; torch {torch.__version__}; {report.seconds:.0f} s",
-        soft_wrap=True,
-    )
-    table = plain_table(_COLUMNS, _COLUMNS[:1])
-    for one in report.arms:
-        loss_behind, unseen_behind = report.behind(one)
-        failed = bool(one.errors)
-        table.add_row(
-            one.arm,
-            str(len(one.errors)) if failed else "",
-            f"{math.fsum(one.replayed) / len(one.replayed):.1f}" if failed else "",
-            f"{sum(one.exact)} of {len(one.exact)}" if failed else "",
-            f"{math.fsum(one.errors) / len(one.errors):.4f}" if failed else "",
-            f"{max(one.errors):.4f}" if failed else "",
-            f"{one.loss:.3f}",
-            f"{loss_behind:+.3f}",
-            f"{one.unseen:.3f}",
-            f"{unseen_behind:+.3f}",
-        )
-    console.print(table)
-    console.print(
-        Text(
-            "update error: distance of the recovered parameters from those that were lost, as a "
-            "share of what the steps since the base had changed; mean and worst. A failure is a "
-            "rewind to the step that training is at. loss: nats per byte, mean of the last "
-            f"{LAST_STEPS} steps; one seed."
-        ),
-        soft_wrap=True,
-    )

@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import io
-
 import pytest
-from rich.console import Console
 
 from everstep.errors import OptionError
 from everstep.workloads import GPTConfig
 from everstep_bench.convergence import (
     ARMS,
-    ConvergenceOptions,
     ConvergenceReport,
     Learned,
-    present,
     run_convergence,
 )
+from everstep_bench.options import ConvergenceOptions
 from tests.support.displays import Silent
+from tests.support.stalls import shown_by
 
 TINY = GPTConfig(layers=1, width=32, heads=1, context=32)
 
@@ -59,9 +56,7 @@ def test_the_same_seed_gives_the_same_table(report: ConvergenceReport) -> None:
 
 
 def test_a_table_and_a_document(report: ConvergenceReport) -> None:
-    out = io.StringIO()
-    present(report, Console(file=out, width=200))
-    lines = out.getvalue().splitlines()
+    lines = shown_by(report).splitlines()
     assert sum("SGD" in line for line in lines) == len(ARMS)
     arms = report.as_json()["arms"]
     assert [arm["name"] for arm in arms] == list(ARMS)

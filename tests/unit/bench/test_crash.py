@@ -2,27 +2,20 @@
 
 from __future__ import annotations
 
-import io
 import json
 import os
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from rich.console import Console
 
 from everstep.errors import EverstepError, OptionError
 from everstep.testing.emulated_link import EmulatedLink
 from everstep.workloads import make_deterministic
 from everstep.workloads.fingerprint import fingerprint
-from everstep_bench.crash import lives as lives_module
-from everstep_bench.crash import run, show
-from everstep_bench.crash.arms import DcpWarm, KilledOurs, make_arm
-from everstep_bench.crash.child import Order
+from everstep_bench.crash import run
 from everstep_bench.crash.interval import (
     SaveCosts,
     costs_of,
@@ -31,15 +24,25 @@ from everstep_bench.crash.interval import (
     share_of,
 )
 from everstep_bench.crash.lives import Life, Lives, Losses, lived
-from everstep_bench.crash.options import ARMS, IDEAL, CrashOptions
 from everstep_bench.crash.report import CrashReport, CrashTable
-from everstep_bench.persist.machine import Machine
-from everstep_bench.stall.cores import Placement
-from everstep_bench.stall.loop import Loop
-from everstep_bench.stall.running import keepers_of
-from everstep_bench.step.arms import Recovered, StepArm, TorchSave
-from everstep_bench.step.options import NONE, Setting, Training
-from tests.support.stalls import block_of, ideal_of, invoke, row_of
+from everstep_bench.harness.children import Child
+from everstep_bench.harness.loop import Loop
+from everstep_bench.harness.placement import Placement
+from everstep_bench.harness.running import keepers_of
+from everstep_bench.options import CRASH_ARMS, IDEAL, NONE, CrashOptions, Training
+from everstep_bench.step.arms import DcpWarm, Recovered, StepArm, TorchSave
+from everstep_bench.step.ours import Ours
+from everstep_bench.step.rounds import make_arm
+from everstep_bench.step.settings import Setting
+from tests.support.stalls import (
+    block_of,
+    facts_of,
+    ideal_of,
+    invoke,
+    row_of,
+    session_of,
+    shown_by,
+)
 from tests.support.stalls import interval_of as rounds_of
 
 TINY = Training(params=100_000, batch=1)
@@ -170,63 +173,58 @@ def test_a_step_that_is_trained_again_must_have_the_same_loss() -> None:
     assert (losses.again, losses.different) == (2, [("torch.save", 2)])
 
 
-def saying(*lines: bytes) -> Any:
+def saying(*lines: bytes) -> Child:
     code = "import os, sys\n" + "".join(f"os.write(1, {line!r})\n" for line in lines)
-    return subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, bufsize=0)
+    return Child("a child", command=[sys.executable, "-c", code])
 
 
 def test_words_of_a_process_whatever_they_are_cut_into() -> None:
     lines = (b'{"event": "ready", "at_', b's": 1}\n{"event": "a"}\n{"event": "b"}\n{"ev')
     with saying(*lines) as process:
-        said = lives_module._Said(process)
-        assert said.next("ready") == {"event": "ready", "at_s": 1}
-        process.wait()
-        assert [word["event"] for word in said.rest()] == ["a", "b"]  # and half a word
+        assert process.next("ready") == {"event": "ready", "at_s": 1}
+        assert process.next("a")
+        assert process.wait(10.0)
+        assert [word["event"] for word in process.kill()] == ["b"]  # and half a word
 
 
 def test_a_process_that_ends_or_says_something_else_is_an_error() -> None:
     with saying() as process, pytest.raises(EverstepError, match="exit status 0"):
-        lives_module._Said(process).next("ready")
+        process.next("ready")
     with saying(b'{"event": "step"}\n') as process, pytest.raises(EverstepError, match="'step'"):
-        lives_module._Said(process).next("ready")
-
-
-def test_an_order_survives_the_way_to_its_child() -> None:
-    setting = Setting("lazy", 7, 1.0, 5, 7)
-    order = Order(setting, 100_000, 4, 1, True, "a folder", 77, 2e9, False)
-    assert Order.decode(order.encode()) == order
+        process.next("ready")
 
 
 # --- Arms -------------------------------------------------------------------------------
 
 
 def made(name: str, folder: Path, loop: Loop, every: int = 2, **choices: Any) -> Any:
-    choices = {"link_bytes_per_s": None, "log_on_disk": True} | choices
-    placement = Placement(free_core=True)
-    return make_arm(Setting(name, every, 1.0, 2, every), loop, folder, placement, **choices)
+    setting = Setting(name, every, batch_steps=2, **choices)
+    return make_arm(setting, loop, folder, Placement(free_core=True))
 
 
 def loop_of(seed: int) -> Loop:
     make_deterministic(seed)
-    return Loop(TINY, batch=1)
+    return Loop(TINY)
 
 
 def test_arms_by_name(tmp_path: Path) -> None:
     loop = loop_of(1)
     kinds = {NONE: StepArm, "torch.save": TorchSave, "dcp-warm": DcpWarm}
-    for name in ARMS:
-        assert type(made(name, tmp_path, loop)) is kinds.get(name, KilledOurs)
+    for name in CRASH_ARMS:
+        assert type(made(name, tmp_path, loop)) is kinds.get(name, Ours)
 
 
 def test_a_log_is_on_disk_where_no_keeper_survives(tmp_path: Path) -> None:
     loop = loop_of(1)
-    assert made("logged", tmp_path, loop).log().to == "disk"
-    assert made("logged", tmp_path, loop).log().batch_steps == 2
-    assert made("logged", tmp_path, loop, log_on_disk=False).log().to == "memory"
+    log = made("logged", tmp_path, loop, log_on_disk=True).log()
+    assert (log.to, log.batch_steps) == ("disk", 2)
+    assert made("logged", tmp_path, loop).log().to == "memory"
     assert made("lazy", tmp_path, loop).seams().lane is None
     lane = made("lazy", tmp_path, loop, link_bytes_per_s=1e9).seams().lane()
     assert isinstance(lane, EmulatedLink)
     lane.close()
+    setting = run._setting(CrashOptions(link_bytes_per_s=1e9), "logged", 3)
+    assert (setting.log_on_disk, setting.link_bytes_per_s) == (True, 1e9)
 
 
 def test_dcp_gives_back_every_bit_of_its_newest_whole_save(tmp_path: Path) -> None:
@@ -264,9 +262,7 @@ def test_a_killed_training_goes_on_from_the_disk_and_trains_the_same_steps(tmp_p
     """Real SIGKILLs of training and keeper; the child's losses are compared with our own."""
     options = CrashOptions(params=100_000, batch=1, seed=3)
     losses = Losses()
-    found = lived(
-        options, Setting("lazy", 2, 1.0, 2, 2), tmp_path / "run", (0.0, 0.0), losses, steps_min=8
-    )
+    found = lived(options, Setting("lazy", 2), tmp_path / "run", (0.0, 0.0), losses, steps_min=8)
     assert found.error is None
     first, second = found.lives
     assert first.recovered == Recovered(0, "fresh", None, 0, True)
@@ -278,7 +274,7 @@ def test_a_killed_training_goes_on_from_the_disk_and_trains_the_same_steps(tmp_p
     assert losses.different == []
     assert losses.again == max(0, min(first.reached, second.reached) - second.recovered.step)
     make_deterministic(3)
-    loop = Loop(options, batch=1)
+    loop = Loop(options)
     for step in range(1, found.reached + 1):
         loop.step()
         assert losses.known[step] == float(loop.loss).hex()
@@ -292,20 +288,12 @@ COSTS = SaveCosts(step_s=0.2, save_s=0.05, durable_s=0.1)
 
 
 def report_of(*rows: Lives, losses: Losses | None = None, **options: Any) -> CrashReport:
-    facts = Machine("cpu", 2, 1, "2", "3", "Linux", "ext4", "/dev/x", 1, 0.5, True)
     return CrashReport(
         options=CrashOptions(**options),
-        machine=facts,
-        size_bytes=10**9,
-        tensors=450,
-        workload="a GPT",
-        free_core=True,
+        facts=facts_of(),
         costs={row.arm: COSTS for row in rows if row.arm != NONE},
-        tables=[CrashTable(10.0, Lives(IDEAL, 1, [life(0, 50)]), list(rows))],
+        crashes=[CrashTable(10.0, Lives(IDEAL, 1, [life(0, 50)]), list(rows))],
         losses=losses or Losses({1: "a"}, again=3),
-        load_after=0.5,
-        seconds=1.0,
-        folder=".",
     )
 
 
@@ -334,19 +322,14 @@ def test_tables_show_shares_next_to_the_formula_and_why_there_are_none() -> None
         Lives("lazy", 5, [life(0, 48), life(45, 90)]),
         Lives("torch.save", 9, error="failed: no disk"),
         link_bytes_per_s=2e9,
-        spare_keeper=True,
     )
-    stream = io.StringIO()
-    show.present(report, Console(file=stream, width=10_000, no_color=True))
-    text = stream.getvalue()
+    text = shown_by(report)
     (line,) = (line for line in text.splitlines() if line.startswith("lazy "))
     modelled = 100 / (1 + 0.05 / 1.0 + 0.5 / 10 + 0.5 / 10)
     words = ["lazy", "50.00", "100.0", "5", "4.50", "90.0", "%", f"{modelled:.1f}", "%", "3.0"]
     assert line.split() == [*words, "500", "disk"]
     assert "failed: no disk" in text
     assert text.count("EMULATED") >= 2
-    assert text.count("KEEPER SPARED") >= 2
-    assert "its keeper goes on" in text
     document = json.loads(json.dumps(report.as_json()))
     (table,) = document["tables"]
     assert table["arms"][0]["share_of_ideal"] == pytest.approx(0.9)
@@ -381,12 +364,10 @@ def test_an_arm_without_costs_is_not_started(monkeypatch: pytest.MonkeyPatch) ->
         return Lives(name or setting.arm, setting.every, [life(0, 10)])
 
     monkeypatch.setattr(run, "lived", live)
-    display = SimpleNamespace(begin=lambda what, total: None, advance=lambda what: None)
     costs: dict[str, SaveCosts | str] = {"torch.save": "not installed", "lazy": COSTS}
-    table = run._table(
-        CrashOptions(), [NONE, "torch.save", "lazy"], costs, 10**9, 10.0, Path("x"), Losses(),
-        display,
-    )  # fmt: skip
+    names = [NONE, "torch.save", "lazy"]
+    bench = run.Bench(session_of(CrashOptions(), folder=Path("x")), names, costs, 10**9)
+    table = bench.table(10.0)
     assert sorted(started) == [f"{IDEAL} 1", "lazy 5", f"{NONE} 1"]
     found = {lives.arm: lives.error for lives in table.rows}
     assert found["torch.save"] == "not installed"
@@ -403,6 +384,6 @@ def test_all_of_it(tmp_path: Path) -> None:
     document = json.loads(result.stdout)
     assert document["of_these_different"] == []
     (table,) = document["tables"]
-    assert [arm["name"] for arm in table["arms"]] == list(ARMS)
-    assert [arm["error"] for arm in table["arms"]] == [None] * len(ARMS)
+    assert [arm["name"] for arm in table["arms"]] == list(CRASH_ARMS)
+    assert [arm["error"] for arm in table["arms"]] == [None] * len(CRASH_ARMS)
     assert list(tmp_path.iterdir()) == []

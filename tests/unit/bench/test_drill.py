@@ -4,7 +4,6 @@ drills are in ``test_drill_runs.py``."""
 from __future__ import annotations
 
 import dataclasses
-import io
 import json
 import os
 import subprocess
@@ -15,7 +14,6 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
-from rich.console import Console
 from typer.testing import CliRunner
 
 from everstep.cli import app
@@ -26,7 +24,7 @@ from everstep.workloads.journal import Event, JournalWriter
 from everstep_bench.drill import job as job_module
 from everstep_bench.drill import run as run_module
 from everstep_bench.drill import store as store_module
-from everstep_bench.drill.arms import ARMS, parse_arms
+from everstep_bench.drill.arms import ARMS
 from everstep_bench.drill.hosts import Hosts
 from everstep_bench.drill.job import Start, order_of
 from everstep_bench.drill.network import Groups, Namespaces, choose_network
@@ -35,8 +33,9 @@ from everstep_bench.drill.processes import MARK, DrillError, Marked, end_marked,
 from everstep_bench.drill.report import DrillReport, Outcome
 from everstep_bench.drill.run import run_drill
 from everstep_bench.drill.scenario import Drill, _into, compare, median_step_s
-from everstep_bench.drill.show import introduce, present, progress_display
+from everstep_bench.drill.show import introduce, progress_display
 from tests.support.displays import SilentDrill
+from tests.support.stalls import shown_by
 from tests.support.world import TIMEOUT_S
 
 # --- Options ----------------------------------------------------------------------------
@@ -102,7 +101,7 @@ def test_options_that_cannot_be(wrong: dict[str, Any]) -> None:
 
 def test_a_wrong_name_is_met_with_the_right_one() -> None:
     with pytest.raises(OptionError, match="did you mean 'lazy'"):
-        parse_arms("sync,lasy")
+        drill_plan(arms="sync,lasy")
 
 
 @pytest.mark.parametrize(
@@ -499,10 +498,8 @@ class Shop:
 
 def told(tmp_path: Path, arm: str, store: Any) -> dict[str, Any]:
     hosts = Hosts(tmp_path, "word", 2, Wire(), lambda drill, host: 0, store=store)
-    plan = drill_plan(hosts=2, link="8mbit", links="auto", store="folder")
-    return order_of(
-        plan, hosts, "a-1", ARMS[arm], tmp_path / "t", tmp_path, scenario=f"{arm}-node", every=7
-    )
+    plan = drill_plan(hosts=2, link="8mbit", every=7)
+    return order_of(plan, hosts, "a-1", arm, tmp_path, scenario=f"{arm}-node")
 
 
 @pytest.mark.parametrize("arm", ["gemini", "checkfreq", "datastates", "everstep"])
@@ -538,7 +535,7 @@ def test_an_arm_consumes_what_it_is_compared_with(tmp_path: Path) -> None:
             raise DrillError("enough")
 
     hosts = Hosts(tmp_path, "word", 2, Wire(), lambda drill, host: 0)
-    asks = Asked(drill_plan(arms="everstep_int8"), hosts, tmp_path, tmp_path / "t", SilentDrill())
+    asks = Asked(drill_plan(arms="everstep_int8"), hosts, tmp_path, SilentDrill())
     with pytest.raises(DrillError, match="enough"):
         asks.undisturbed("int8")
     assert asked == ["int8"]
@@ -586,7 +583,7 @@ def begun(agents: Agents, tmp_path: Path) -> Iterator[Callable[..., Start]]:
 
     def begin(**changes: Any) -> Start:
         plan = dataclasses.replace(drill_plan(hosts=2), **changes)
-        order = order_of(plan, agents, "a-1", ARMS["lazy"], tmp_path / "text", tmp_path)
+        order = order_of(plan, agents, "a-1", "lazy", tmp_path)
         made.append(Start(agents, order, tmp_path))
         return made[-1]
 
@@ -659,9 +656,12 @@ def test_a_job_that_ends_too_early_ends_the_drill(
         begun().follow(lambda: False)
 
 
-def test_a_job_that_says_nothing_ends_the_drill(begun: Callable[..., Start]) -> None:
+def test_a_job_that_says_nothing_ends_the_drill(
+    begun: Callable[..., Start], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(job_module, "_SILENCE_FACTOR", 0.05)
     with pytest.raises(DrillError, match="said nothing"):
-        begun(timeout_s=0.05).follow(lambda: False)
+        begun(timeout_s=1.0).follow(lambda: False)
 
 
 def test_ranks_that_do_not_notice_are_not_waited_for_for_ever(
@@ -771,13 +771,6 @@ def report(*outcomes: Outcome, plan: DrillPlan | None = None) -> DrillReport:
     return DrillReport(used, "four wires", "network namespaces", outcomes, 0.1, (5.0, 4.0), 60.0)
 
 
-def shown(found: DrillReport) -> str:
-    console = Console(file=io.StringIO(), width=110)
-    present(found, console)
-    assert isinstance(console.file, io.StringIO)
-    return console.file.getvalue()
-
-
 def test_tiercheck_figures() -> None:
     found = outcome()
     assert (found.rollback_s, found.lost, found.rerun_s) == (1.75, 5, 0.5)
@@ -788,7 +781,7 @@ def test_tiercheck_figures() -> None:
 
 
 def test_the_table_says_what_it_cost_and_who_was_refused() -> None:
-    text = shown(report(outcome(), REFUSED))
+    text = shown_by(report(outcome(), REFUSED))
     row = next(line for line in text.splitlines() if line.strip().startswith("lazy "))
     assert row.split() == [
         *("lazy", "0.25", "1.50", "1.75", "5", "0.50", "2.25", "9.0"),
@@ -801,12 +794,12 @@ def test_the_table_says_what_it_cost_and_who_was_refused() -> None:
 
 
 def test_the_table_says_what_differs() -> None:
-    text = shown(report(WRONG))
+    text = shown_by(report(WRONG))
     assert "DIFFERENT: lazy, node: 1 differences" in text
     assert "rank 0: step 21: 1 != 2" in text
     assert "IDENTICAL" not in text
-    assert "NOTHING RAN" in shown(report(REFUSED))
-    assert "never" in shown(report(outcome(detect_s=None)))
+    assert "NOTHING RAN" in shown_by(report(REFUSED))
+    assert "never" in shown_by(report(outcome(detect_s=None)))
 
 
 def four(**changes: Any) -> DrillReport:
@@ -826,7 +819,7 @@ def test_ratios_to_the_best_of_the_others(asked: str, met: bool) -> None:
     found = four(check=asked)
     (ratio,) = found.ratios
     assert (ratio.best, ratio.times, found.met) == ("datastates", 2.4, met)
-    line = " ".join(shown(found).split())
+    line = " ".join(shown_by(found).split())
     assert "best other datastates 6.00 s / everstep 2.50 s = 2.40; asked" in line
     assert ("NOT MET" in line) != met
     assert four().met, "nothing is asked"
@@ -838,7 +831,7 @@ def test_a_ratio_that_there_is_none_of_is_not_met() -> None:
     plan = drill_plan(kills="node", arms="gemini", check="node=1")
     found = report(outcome(arm="gemini"), plan=plan)
     assert not found.met
-    assert "ratio node: asked 1: NOT MET, there is none" in shown(found)
+    assert "ratio node: asked 1: NOT MET, there is none" in shown_by(found)
 
 
 def test_an_arm_that_says_it_is_not_exact_may_be_near() -> None:
@@ -855,7 +848,7 @@ def test_an_arm_that_says_it_is_not_exact_may_be_near() -> None:
         ("everstep", 2.0, False),
         ("everstep_lossy", 4.0, True),
     ]
-    text = " ".join(shown(found).split())
+    text = " ".join(shown_by(found).split())
     assert "NEAR: everstep_lossy, node, as it says itself: loss at the end 2.6250, undi" in text
     assert "IDENTICAL: 2 recoveries" in text
     assert not report(replace(near, exact=True)).same
@@ -863,7 +856,7 @@ def test_an_arm_that_says_it_is_not_exact_may_be_near() -> None:
 
 def test_what_else_was_consumed_is_said() -> None:
     found = dataclasses.replace(report(outcome()), others={"int8": (0.125, 5.5, 2.75)})
-    text = " ".join(shown(found).split())
+    text = " ".join(shown_by(found).split())
     assert "undisturbed, consuming int8 gradients: 125 ms a step, loss 5.5000 -> 2.7500" in text
     data = found.as_json()["undisturbed_others"]
     assert data == {"int8": {"step_s": 0.125, "loss_first": 5.5, "loss_last": 2.75}}
@@ -874,7 +867,7 @@ def test_what_links_mean_is_said_in_steps() -> None:
     assert found.scale is not None
     store, peer = found.scale
     assert store == pytest.approx(2 * peer)
-    text = " ".join(shown(found).split())
+    text = " ".join(shown_by(found).split())
     assert f"takes {store:.2f} undisturbed steps from the store and {peer:.2f} from" in text
     assert report(outcome()).scale is None
 

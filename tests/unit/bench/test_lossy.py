@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-import io
 from pathlib import Path
 
 import pytest
-from rich.console import Console
 
 from everstep.errors import OptionError
 from everstep.workloads import GPTConfig
 from everstep_bench.lossy import (
     ARMS,
     Approximated,
-    LossyOptions,
     LossyReport,
-    present,
     run_lossy,
 )
+from everstep_bench.options import LossyOptions
 from tests.support.displays import Silent
+from tests.support.stalls import shown_by
 
 # Its fused projection and its feed-forward layers are large ones (192 x 576, 192 x 768).
 SMALL = GPTConfig(layers=1, width=192, heads=4, context=16)
@@ -65,9 +63,7 @@ def test_most_of_it_is_sparse(report: LossyReport) -> None:
 
 
 def test_a_table_and_a_document(report: LossyReport) -> None:
-    out = io.StringIO()
-    present(report, Console(file=out, width=200))
-    lines = out.getvalue().splitlines()
+    lines = shown_by(report).splitlines()
     assert sum(line.startswith(tuple(ARMS)) for line in lines) == len(ARMS)
     arms = report.as_json()["arms"]
     assert [arm["log"] for arm in arms] == list(ARMS)

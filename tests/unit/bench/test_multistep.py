@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import os
 from collections.abc import Iterator
@@ -12,12 +11,14 @@ from typing import Any
 
 import pytest
 import torch
-from rich.console import Console
 
 from everstep.errors import EverstepError, OptionError
 from everstep.plan.multistep import lower_bound_s, overlap
 from everstep.plan.multistep_cut import best_cut
-from everstep_bench.multistep import run, show
+from everstep_bench.harness.loop import seeded_single_thread
+from everstep_bench.harness.options import from_words
+from everstep_bench.harness.placement import Placement
+from everstep_bench.multistep import run
 from everstep_bench.multistep.figures import (
     AUTO,
     MeasuredSave,
@@ -25,21 +26,11 @@ from everstep_bench.multistep.figures import (
     Row,
     allowed_s,
 )
-from everstep_bench.multistep.options import (
-    WAYS,
-    MultistepOptions,
-    Ratio,
-    parse_copies,
-    parse_parts,
-    parse_ratios,
-)
 from everstep_bench.multistep.report import MultistepReport
 from everstep_bench.multistep.saves import measure_row
 from everstep_bench.multistep.training import Lengths, TimedTraining
-from everstep_bench.persist.machine import Machine
-from everstep_bench.stall.cores import Placement
-from everstep_bench.stall.loop import seeded_single_thread
-from tests.support.stalls import invoke
+from everstep_bench.options import WAYS, MultistepOptions, Ratio
+from tests.support.stalls import facts_of, invoke, shown_by
 
 LENGTHS = Lengths(0.03, 0.06, 0.01)
 STATE_BYTES, GRADIENT_BYTES = 12_000_000, 4_000_000
@@ -56,23 +47,26 @@ def cores_back() -> Iterator[None]:
 
 
 def test_words() -> None:
-    assert parse_copies("4, 8,4") == (4.0, 8.0)
-    assert parse_copies("0.5") == (0.5,)
-    assert parse_ratios("2/14, 4/12,2/14") == (Ratio(2, 14), Ratio(4, 12))
+    def parsed(name: str, text: str) -> Any:
+        return getattr(from_words(MultistepOptions, **{name: text}), name)
+
+    assert parsed("copies", "4, 8,4") == (4.0, 8.0)
+    assert parsed("copies", "0.5") == (0.5,)
+    assert parsed("ratios", "2/14, 4/12,2/14") == (Ratio(2, 14), Ratio(4, 12))
     assert str(Ratio(2, 14)) == "2/14"
-    assert parse_parts("1-24") == tuple(range(1, 25))
-    assert parse_parts("8,1, 3-4") == (1, 3, 4, 8)
-    for parse, text in (
-        (parse_copies, "four"),
-        (parse_copies, ""),
-        (parse_ratios, "1:3"),
-        (parse_ratios, "1/0"),
-        (parse_parts, "1-"),
-        (parse_parts, "all"),
-        (parse_parts, "4-1"),
+    assert parsed("parts", "1-24") == tuple(range(1, 25))
+    assert parsed("parts", "8,1, 3-4") == (1, 3, 4, 8)
+    for name, text in (
+        ("copies", "four"),
+        ("copies", ""),
+        ("ratios", "1:3"),
+        ("ratios", "1/0"),
+        ("parts", "1-"),
+        ("parts", "all"),
+        ("parts", "4-1"),
     ):
         with pytest.raises(OptionError, match="like"):
-            parse(text)
+            parsed(name, text)
 
 
 @pytest.mark.parametrize(
@@ -214,23 +208,11 @@ def measured(copy_steps: float, off: Any = lambda model_s: model_s, **rows: Any)
 
 
 def report_of(*found: Measurement) -> MultistepReport:
-    facts = Machine("cpu", 2, 1, "2", "3", "Linux", "ext4", "/dev/x", 1, 0.5, True)
-    return MultistepReport(
-        options=MultistepOptions(),
-        machine=facts,
-        size_bytes=STATE_BYTES,
-        tensors=96,
-        workload="AdamW",
-        free_core=True,
-        found=list(found),
-        load_after=0.5,
-        seconds=1.0,
-        folder=".",
-    )
+    return MultistepReport(MultistepOptions(), facts_of(STATE_BYTES), list(found))
 
 
 def verdicts_of(found: Measurement) -> dict[str, bool | None]:
-    return {v.target: v.met for v in report_of(found).verdicts(found)}
+    return {v.target: v.met for v in report_of(found).verdicts_of(found)}
 
 
 def one(verdicts: dict[str, bool | None], *words: str) -> bool | None:
@@ -419,9 +401,7 @@ def test_the_slowdown_is_by_the_clock_on_the_wall() -> None:
 
 def test_tables_and_plain_data() -> None:
     made = measured(4, off=lambda model_s: model_s + 0.05, parts=(1, 4), part_s=0.003)
-    stream = io.StringIO()
-    show.present(report_of(made), Console(file=stream, width=10_000, no_color=True))
-    text = stream.getvalue()
+    text = shown_by(report_of(made))
     assert text.count("EMULATED") >= 2
     lines = [line.split() for line in text.splitlines() if line.startswith("gockpt ")]
     assert [line[1] for line in lines] == ["1", "4", "auto"]
@@ -487,9 +467,10 @@ def test_real_saves_through_an_emulated_link(tmp_path: Path) -> None:
         training = TimedTraining(1_200_000, 1 / 3, 0.03, layers=24, seed=1)
         placement = Placement(free_core=True)
         speed = training.state_bytes / 0.2
+        once = MultistepOptions(repeats=1)
         with placement.pinned():
-            row = measure_row("gockpt", 3, training, speed, tmp_path / "run", placement, 1)
-            blocked = measure_row("async", 1, training, speed, tmp_path / "async", placement, 1)
+            row = measure_row("gockpt", 3, training, speed, tmp_path / "run", placement, once)
+            blocked = measure_row("async", 1, training, speed, tmp_path / "async", placement, once)
     (save,), (at_once,) = row.saves, blocked.saves
     assert (save.parts, at_once.parts) == (3, 1)
     assert save.steps >= 3

@@ -9,6 +9,7 @@ import os
 import signal
 import stat
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,7 +17,6 @@ from typing import Any
 import pytest
 import torch
 import typer
-from rich.console import Console
 from typer.testing import CliRunner
 
 from everstep.cli.common.errors import EverstepGroup
@@ -30,16 +30,22 @@ from everstep.errors import (
 )
 from everstep.workloads.gpt import GPT, GPTConfig
 from everstep_bench.cli.bench import app
-from everstep_bench.persist import ours, raw, report, run, show, workspace
-from everstep_bench.persist.arms import Column
-from everstep_bench.persist.machine import Machine, direct_works, drop_cache, look_at
-from everstep_bench.persist.meter import Instant, Sample
+from everstep_bench.harness import display, machine
+from everstep_bench.harness.gauges import Instant, Sample
+from everstep_bench.harness.loop import flatten
+from everstep_bench.harness.machine import direct_takes, drop_cache, look_at, workspace
+from everstep_bench.harness.turns import Turns
+from everstep_bench.options import PersistOptions
+from everstep_bench.persist import ours, raw, report, run
+from everstep_bench.persist.arms import Arm, Column
 from everstep_bench.persist.ours import OursRead, OursWrite
 from everstep_bench.persist.peers import PEERS, Peer, PeerRead, PeerWrite, installed
 from everstep_bench.persist.raw import RawArm, Setting, make_ring
 from everstep_bench.persist.report import PersistReport, Row
-from everstep_bench.persist.run import PersistOptions, run_persist
-from everstep_bench.persist.state import SIZE_BYTES_MIN, BenchState, flatten, shape_of
+from everstep_bench.persist.run import run_persist
+from everstep_bench.persist.state import SIZE_BYTES_MIN, BenchState, shape_of
+from tests.support.displays import Silent
+from tests.support.stalls import facts_of, session_of, shown_by
 
 MIB = 1 << 20
 SIZE_BYTES = SIZE_BYTES_MIN
@@ -58,20 +64,6 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(raw, "RING_BYTES", 2 * MIB)
     monkeypatch.setattr(os, "sync", lambda: None)
     monkeypatch.setattr(gc, "collect", lambda: 0)
-
-
-class Shown:
-    """A display that remembers."""
-
-    def __init__(self) -> None:
-        self.parts: list[tuple[str, int]] = []
-        self.runs = 0
-
-    def begin(self, what: str, total: int) -> None:
-        self.parts.append((what, total))
-
-    def advance(self, what: str) -> None:
-        self.runs += 1
 
 
 # --- The state --------------------------------------------------------------------------
@@ -159,7 +151,7 @@ def test_raw_transfers_every_byte_once(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    if direct and not direct_works(tmp_path):
+    if direct and not direct_takes(tmp_path):
         pytest.skip("no O_DIRECT here")
     monkeypatch.setattr(raw, "RING_BYTES", 16 * MIB)
     moved: list[tuple[int, int]] = []
@@ -268,7 +260,7 @@ def test_a_file_system_without_direct_is_noticed(
 
     with monkeypatch.context() as patched:
         patched.setattr(os, "open", refuse)
-        assert not direct_works(tmp_path)
+        assert not direct_takes(tmp_path)
     assert not list(tmp_path.iterdir())
 
 
@@ -423,15 +415,13 @@ def test_flatten_takes_the_tensors_only() -> None:
 
 def row(name: str, column: str, role: str, *seconds: float, cpu_s: float = 0.1) -> Row:
     samples = {n: Sample(s, cpu_s, 0.0) for n, s in enumerate(seconds, 1)}
-    return Row(name, column, role, "", samples)  # type: ignore[arg-type]
+    return Row(name, role, "", samples, column=column)  # type: ignore[arg-type]
 
 
 def report_of(*rows: Row) -> PersistReport:
-    facts = Machine("cpu", 2, 1, "2", "3", "Linux", "ext4", "/dev/x", 1, 0.5, True)
     empty: Any = {column: {} for column in report.COLUMNS}
-    return PersistReport(
-        facts, 10**9, "a state", 3, 1, list(rows), empty, load_after=0.5, seconds=1, folder="."
-    )
+    options = PersistOptions(10**9, 3, 1)
+    return PersistReport(options, facts_of(free_core=None), list(rows), empty)
 
 
 def test_ratios_are_taken_within_rounds() -> None:
@@ -439,7 +429,7 @@ def test_ratios_are_taken_within_rounds() -> None:
     limit = row("raw", "fresh", "limit", 1.0, 4.0, 1.0)
     mine = row("everstep", "fresh", "ours", 2.0, 8.0, 2.0)
     found = report_of(limit, mine)
-    spread = found.of_limit(mine)
+    spread = found.figures_of(mine)["of_limit"]
     assert spread is not None
     assert (spread.low, spread.median, spread.high) == (0.5, 0.5, 0.5)
     speed = found.gb_per_s(mine)
@@ -513,20 +503,14 @@ def test_report_is_plain_data_and_has_every_sample() -> None:
 
 def test_report_for_people_names_arms_targets_and_a_busy_machine() -> None:
     found = full_report(1.0, 1.0, 1.01, 0.2)
-    found.rows.append(Row("torchsnapshot", "fresh", "peer", "", error="not installed"))
-    text = _shown(found)
-    assert "torchsnapshot: not installed" in text
+    found.rows.append(Row("torchsnapshot", "peer", error="not installed"))
+    text = shown_by(found)
+    assert "torchsnapshot, fresh: not installed" in text
     assert text.count("not met") == 1
     assert "not idle" not in text
     busy = full_report(1.0, 1.0, 1.0, 0.2)
-    busy.rows[0].samples[1] = Sample(0.9, 0.1, others_cores=20.0)
-    assert "The machine was not idle" in _shown(busy)
-
-
-def _shown(found: PersistReport) -> str:
-    out = io.StringIO()
-    show.present(found, Console(file=out, width=120))
-    return out.getvalue()
+    busy.rows[0].blocks[1] = Sample(0.9, 0.1, others_cores=20.0)
+    assert "The machine was not idle" in shown_by(busy)
 
 
 def test_sample_tells_own_time_from_that_of_others() -> None:
@@ -542,9 +526,8 @@ def test_sample_tells_own_time_from_that_of_others() -> None:
 
 @pytest.mark.usefixtures("small")
 def test_whole_run_measures_all_and_leaves_nothing(tmp_path: Path) -> None:
-    shown = Shown()
     options = PersistOptions(SIZE_BYTES, repeats=2, seed=3, folder=tmp_path)
-    found = run_persist(options, shown)
+    found = run_persist(options, Silent())
     assert not list(tmp_path.iterdir())
     names = {(one.column, one.name) for one in found.rows if one.role != "limit"}
     expected = {("fresh", "everstep"), ("recycled", "everstep"), ("read", "everstep")}
@@ -559,11 +542,10 @@ def test_whole_run_measures_all_and_leaves_nothing(tmp_path: Path) -> None:
             assert one.error == "not installed"
         else:
             assert one.error is None
-            assert sorted(one.samples) == [1, 2]
+            assert sorted(one.blocks) == [1, 2]
     for column in report.COLUMNS:
         assert found.limit(column) is not None
     assert all(verdict.met is not None for verdict in found.verdicts())
-    assert shown.runs == sum(total for _, total in shown.parts[1:])
 
 
 @pytest.mark.usefixtures("small")
@@ -583,11 +565,11 @@ def test_a_peer_that_fails_is_reported_and_the_rest_goes_on(
     torch_save = next(peer for peer in PEERS if peer.name == report.BASELINE)
     peer = Peer("broken", "torch", "", "", broken, nothing)
     monkeypatch.setattr(run, "PEERS", (torch_save, peer))
-    found = run_persist(PersistOptions(SIZE_BYTES, 1, folder=tmp_path), Shown())
+    found = run_persist(PersistOptions(SIZE_BYTES, 1, folder=tmp_path), Silent())
     rows = [one for one in found.rows if one.name == "broken"]
     assert [one.error for one in rows] == ["Odd: no such kernel"] * 2
-    assert not any(one.samples for one in rows)
-    assert len([one for one in found.rows if one.name == "everstep" and one.samples]) == 3
+    assert not any(one.blocks for one in rows)
+    assert len([one for one in found.rows if one.name == "everstep" and one.blocks]) == 3
     assert not list(tmp_path.iterdir())
 
 
@@ -601,7 +583,7 @@ def test_whatever_ends_a_run_nothing_is_left(
 
     monkeypatch.setattr(OursWrite, "run", fail)
     with pytest.raises(type(error)):
-        run_persist(PersistOptions(SIZE_BYTES, 1, folder=tmp_path), Shown())
+        run_persist(PersistOptions(SIZE_BYTES, 1, folder=tmp_path), Silent())
     assert not list(tmp_path.iterdir())
 
 
@@ -619,7 +601,7 @@ def test_a_signal_that_a_library_makes_an_error_of_its_own_ends_the_run(
     monkeypatch.setattr(run, "PEERS", (peer,))
     earlier = signal.getsignal(signal.SIGTERM)
     with pytest.raises(KeyboardInterrupt):
-        run_persist(PersistOptions(SIZE_BYTES, 1, folder=tmp_path), Shown())
+        run_persist(PersistOptions(SIZE_BYTES, 1, folder=tmp_path), Silent())
     assert signal.getsignal(signal.SIGTERM) is earlier
     assert not list(tmp_path.iterdir())
 
@@ -631,11 +613,11 @@ def test_a_signal_that_a_library_makes_an_error_of_its_own_ends_the_run(
 def test_too_little_room_is_said_before_anything_is_written(
     field: str, what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    facts = {**look_at(tmp_path).as_json(), field: SIZE_BYTES}
-    monkeypatch.setattr(run, "look_at", lambda folder: Machine(**facts))
+    facts = replace(look_at(tmp_path), **{field: SIZE_BYTES})
+    monkeypatch.setattr(machine, "look_at", lambda folder: facts)
     monkeypatch.setattr(run, "BenchState", None)  # is not even made
     with pytest.raises(OutOfSpaceError, match=what):
-        run_persist(PersistOptions(SIZE_BYTES, 1, folder=tmp_path), Shown())
+        run_persist(PersistOptions(SIZE_BYTES, 1, folder=tmp_path), Silent())
     assert not list(tmp_path.iterdir())
 
 
@@ -645,34 +627,29 @@ def test_a_folder_that_cannot_be_written_is_said(
     def refuse(**_: Any) -> str:
         raise PermissionError(13, "Permission denied")
 
-    monkeypatch.setattr(workspace, "tempfile", SimpleNamespace(mkdtemp=refuse))
+    monkeypatch.setattr(machine, "tempfile", SimpleNamespace(mkdtemp=refuse))
     with pytest.raises(PermissionDeniedError, match="cannot write into"):
-        run_persist(PersistOptions(SIZE_BYTES, 1, folder=tmp_path), Shown())
+        run_persist(PersistOptions(SIZE_BYTES, 1, folder=tmp_path), Silent())
 
 
 @pytest.mark.usefixtures("small")
 def test_order_is_drawn_from_the_seed(tmp_path: Path) -> None:
-    facts = look_at(tmp_path)
+    class Noted(Arm):
+        detail = ""
+
+        def __init__(self, name: str, ran: list[str]) -> None:
+            self.name = name
+            self.ran = ran
+
+        def run(self) -> Sample:
+            self.ran.append(self.name)
+            return Sample(1.0, 0.0)
 
     def order(seed: int) -> list[str]:
         ran: list[str] = []
-
-        def arm(name: str) -> Any:
-            def nothing() -> None:
-                pass
-
-            def go() -> Sample:
-                ran.append(name)
-                return Sample(1.0, 0.0)
-
-            return SimpleNamespace(
-                name=name, column="fresh", role="peer", detail="", open=nothing,
-                prepare=nothing, run=go, clean=nothing, close=nothing,
-            )  # fmt: skip
-
         options = PersistOptions(SIZE_BYTES, repeats=3, seed=seed)
-        bench = run._Bench(options, facts, None, tmp_path, Shown())  # type: ignore[arg-type]
-        bench._rounds("saving", [arm(name) for name in "abcdef"])
+        bench = run.Bench(session_of(options, folder=tmp_path), None)  # type: ignore[arg-type]
+        bench.rounds("saving", [Noted(name, ran) for name in "abcdef"])
         return ran
 
     first = order(1)
@@ -681,6 +658,21 @@ def test_order_is_drawn_from_the_seed(tmp_path: Path) -> None:
     rounds = [first[start : start + 6] for start in range(0, 24, 6)]
     assert all(sorted(one) == list("abcdef") for one in rounds)
     assert len({tuple(one) for one in rounds}) > 1
+
+
+def test_a_row_that_fails_while_it_waits_for_its_turn_is_left_out() -> None:
+    rows = [Row("a", "peer"), Row("b", "peer")]
+    turns = Turns(Silent(), 1)
+    came = []
+    for number, turn in turns.rounds("", rows, 2, times=lambda row: 2):
+        for row in turn:
+            came.append((number, row.name))
+            with turns.may_fail(row):
+                raise OSError("no disk\n  at line 3\n  really none")
+    assert sorted(came) == [(0, "a"), (0, "b")]
+    assert rows[0].error == "OSError: no disk ... really none"
+    with pytest.raises(OSError, match="no disk"), turns.may_fail(Row("c", "ours")):
+        raise OSError("no disk")
 
 
 # --- The command ------------------------------------------------------------------------
@@ -734,9 +726,8 @@ def test_command_gives_json_and_with_check_the_verdict(command: typer.Typer) -> 
     ("words", "status", "what"),
     [
         (["--size", "much"], 2, "is not a size"),
-        (["--size", "1KiB"], 2, "too small"),
-        (["--size", "1MB"], 2, "a state of 1000000 bytes is too small"),
-        (["--repeats", "0"], 2, "at least one round"),
+        (["--size", "1KiB"], 2, "at least 4,194,304"),
+        (["--repeats", "0"], 2, "--repeats 0: at least 1"),
         (["--dir", "/nowhere/at/all"], 2, "there is no folder"),
     ],
 )
@@ -751,8 +742,8 @@ def test_command_refuses_what_cannot_work(
 def test_command_ends_with_4_when_there_is_no_room(
     command: typer.Typer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    facts = {**look_at(tmp_path).as_json(), "free_bytes": 0}
-    monkeypatch.setattr(run, "look_at", lambda folder: Machine(**facts))
+    facts = replace(look_at(tmp_path), free_bytes=0)
+    monkeypatch.setattr(machine, "look_at", lambda folder: facts)
     words = ["bench", "persist", "--json", "--dir", str(tmp_path)]
     result = CliRunner().invoke(command, words)
     assert result.exit_code == 4
@@ -767,25 +758,25 @@ def test_bar_is_drawn_between_runs_only(monkeypatch: pytest.MonkeyPatch) -> None
     terminal = Terminal()
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setattr(sys, "stderr", terminal)
-    with show.progress_display() as display:
-        display.begin("saving", 2)
-        display.advance("torch.save")
+    with display.progress_display() as shown:
+        shown.begin("saving", 2)
+        shown.advance("torch.save")
         drawn = terminal.getvalue()
         assert "saving" in drawn
         assert "torch.save" in drawn
-        assert not display._progress.live.auto_refresh  # type: ignore[attr-defined]
+        assert not shown._progress.live.auto_refresh  # type: ignore[attr-defined]
 
 
 def test_plain_lines_elsewhere(capsys: pytest.CaptureFixture[str]) -> None:
-    with show.progress_display() as display:
-        display.begin("saving, round 1 of 2", 3)
-        display.advance("torch.save")
+    with display.progress_display() as shown:
+        shown.begin("saving, round 1 of 2", 3)
+        shown.advance("torch.save")
     err = capsys.readouterr().err
     assert "saving, round 1 of 2: 3 runs" in err
     assert "\x1b" not in err
 
 
 def test_folder_is_private(tmp_path: Path) -> None:
-    with workspace.workspace(tmp_path) as folder:
+    with workspace(tmp_path) as folder:
         assert stat.S_IMODE(folder.stat().st_mode) == 0o700
     assert not folder.exists()

@@ -1,10 +1,8 @@
-"""What lanes copied when, and how busy keeper and link were: recorded, drawn, traced."""
+"""What lanes copied when, and what a picture of a save shows of it."""
 
 from __future__ import annotations
 
-import json
 import os
-import threading
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,21 +13,19 @@ import torch
 
 from everstep.capture.lanes.batches import Batch
 from everstep.capture.lanes.lane import CpuLane
-from everstep.errors import UnavailableError
 from everstep.options import Method
 from everstep.state.values.tensors import byte_view
 from everstep.testing.emulated_link import EmulatedLink
+from everstep_bench.harness.loop import Loop, Span, Step
+from everstep_bench.harness.placement import Placement
+from everstep_bench.options import StallOptions
 from everstep_bench.stall import run, timeline
 from everstep_bench.stall.arms import CAUSES, Arm, Pending
-from everstep_bench.stall.cores import Placement
 from everstep_bench.stall.figures import Block
-from everstep_bench.stall.loop import Loop, Span, Step
-from everstep_bench.stall.options import StallOptions
-from everstep_bench.stall.ours import ours_arm
-from everstep_bench.stall.recording import Copied, Copies, CpuSample, Curve, Sampler, recorded
-from everstep_bench.stall.report import StallReport
+from everstep_bench.stall.ours import Ours
+from everstep_bench.stall.recording import Copied, Copies, recorded
 from everstep_bench.stall.timeline import Event
-from tests.support.stalls import ideal_of, interval_of, invoke, report_of, row_of, saved
+from tests.support.stalls import session_of
 
 TIMEOUT_S = 60.0
 
@@ -75,10 +71,7 @@ def test_copies_are_written_down_apart_for_state_and_gradients(kind: Any) -> Non
 def test_our_arms_tell_what_they_copied(tmp_path: Path) -> None:
     before = os.sched_getaffinity(0)
     loop = Loop(StallOptions(params=200_000))
-    arm: Any = ours_arm(
-        "lazy-thread", loop, tmp_path, Placement(free_core=True), device="cpu",
-        link_bytes_per_s=None,
-    )  # fmt: skip
+    arm: Any = Ours("lazy", loop, tmp_path, Placement(free_core=True), StallOptions())
     try:
         arm.open()
         arm.prepare()
@@ -90,20 +83,15 @@ def test_our_arms_tell_what_they_copied(tmp_path: Path) -> None:
         os.sched_setaffinity(0, before)
     assert not any(copy.gradients for copy in found)
     assert sum(copy.size_bytes for copy in found) >= loop.size_bytes
-    cuda: Any = ours_arm(
-        "lazy", loop, tmp_path, Placement(free_core=True), device="cuda", link_bytes_per_s=None
-    )
-    assert cuda._seams.lane is None
-    assert cuda.copies() == ()
+    options = StallOptions(device="cuda")  # the engine's own lane does not tell
+    assert Ours("lazy", loop, tmp_path, Placement(free_core=True), options).copies() == ()
 
 
 @pytest.mark.slow
 def test_parts_and_gradients_of_a_base_over_several_steps_are_told_apart(tmp_path: Path) -> None:
     before = os.sched_getaffinity(0)
     loop = Loop(StallOptions(params=200_000))
-    arm: Any = ours_arm(
-        "gockpt_o", loop, tmp_path, Placement(free_core=True), device="cpu", link_bytes_per_s=None
-    )
+    arm: Any = Ours("gockpt_o", loop, tmp_path, Placement(free_core=True), StallOptions())
     arm._method = Method(base="multistep", parts=3, overlap_forward=True)
     try:
         arm.open()
@@ -125,45 +113,7 @@ def test_parts_and_gradients_of_a_base_over_several_steps_are_told_apart(tmp_pat
     assert gradient_bytes == pytest.approx(loop.gradient_bytes, rel=0.35)
 
 
-# --- Curves -----------------------------------------------------------------------------
-
-
-def curve_of(*copies: Copied, samples: tuple[CpuSample, ...] = (), end_s: float = 11.0) -> Curve:
-    steps = (Step(10.0, 10.5), Step(10.5, end_s))
-    return Curve("lazy", 10.0, end_s, (10.0, 10.6), steps, copies, samples)
-
-
-def test_bytes_through_the_link_are_spread_over_the_time_of_their_copy() -> None:
-    curve = curve_of(Copied(10.1, 10.3, 2000, False), Copied(10.3, 10.3, 500, True))
-    found = curve.link_bytes_per_s(0.2)
-    assert [at_s for at_s, _ in found] == pytest.approx([10.0, 10.2, 10.4, 10.6, 10.8])
-    counts = [rate * 0.2 for _, rate in found]
-    assert counts[0] == pytest.approx(1000)
-    assert counts[1] == pytest.approx(1000, abs=501)
-    assert counts[2:] == pytest.approx([0, 0, 0])
-    whole = curve_of(Copied(10.05, 10.95, 9000, False))
-    rates = [rate for _, rate in whole.link_bytes_per_s(0.1)]
-    assert sum(rates) * 0.1 == pytest.approx(9000)
-    assert max(rates) == pytest.approx(10_000)
-
-
-def test_cores_are_processor_time_by_time() -> None:
-    samples = tuple(CpuSample(10 + 0.1 * n, 5 + 0.05 * max(0, n - 5)) for n in range(11))
-    found = curve_of(samples=samples).cores(0.1 - 1e-9)
-    assert [cores for _, cores in found] == pytest.approx([0.0] * 5 + [0.5] * 5)
-    coarse = curve_of(samples=samples).cores(0.5 - 1e-9)
-    assert coarse == [(10.0, pytest.approx(0.0)), (pytest.approx(10.5), pytest.approx(0.5))]
-
-
-def test_the_sampler_counts_the_time_of_processes() -> None:
-    with Sampler([os.getpid()]) as sampler:
-        busy_until_s = time.process_time() + 0.05
-        while time.process_time() < busy_until_s:
-            pass
-    first, last = sampler.samples[0], sampler.samples[-1]
-    assert last.cpu_s - first.cpu_s >= 0.05
-    assert [s.at_s for s in sampler.samples] == sorted(s.at_s for s in sampler.samples)
-    assert not any(thread.name == "bench-sampler" for thread in threading.enumerate())
+# --- Blocks -----------------------------------------------------------------------------
 
 
 class Saving(Arm):
@@ -198,27 +148,6 @@ class Saving(Arm):
         self.told.append("clean")
 
 
-def bench_of(**options: Any) -> Any:
-    loop = SimpleNamespace(step=lambda: Step(time.monotonic(), time.monotonic()))
-    placement = SimpleNamespace(spread=lambda one_core=False: None)
-    display = SimpleNamespace(begin=lambda what, total: None, advance=lambda what: None)
-    return run._Bench(StallOptions(**options), loop, placement, None, display)  # type: ignore[arg-type]
-
-
-def test_a_recording_has_some_saves_one_behind_the_other() -> None:
-    told: list[str] = []
-    arm, peer = Saving(told), Saving(told)
-    peer.role = "peer"
-    opened = [run._Opened(arm), run._Opened(peer), run._Opened(Saving(told), error="broken")]
-    (curve,) = bench_of().curves(opened, 3)
-    assert told == ["prepare", *["save", "step", "step", "step"] * 3, "clean"]
-    assert len(curve.saves_s) == 3
-    assert len(curve.steps) == 9
-    assert curve.begin_s <= curve.saves_s[0] <= curve.saves_s[2] <= curve.end_s
-    assert curve.copies == arm.copies()
-    assert len(curve.samples) >= 2
-
-
 def test_what_is_captured_within_steps_counts_once() -> None:
     """An arm that copies in its hooks: what it counts there is no part of its calls."""
     arm = Saving([])
@@ -230,10 +159,10 @@ def test_what_is_captured_within_steps_counts_once() -> None:
         arm._stalls["gradients"] += 0.25
         return Step(begin_s, time.monotonic())
 
-    bench = bench_of()
-    bench._loop = SimpleNamespace(step=step)
+    loop: Any = SimpleNamespace(step=step)
     arm.save()
-    _, after_s, within_s = bench._steps(arm, 2, arm.pending)
+    bench = run.Bench(session_of(StallOptions()), loop)
+    _, after_s, within_s = bench.steps(arm, 2, arm.pending)
     assert within_s == pytest.approx(2 * 0.75)
     assert after_s < 0.5
     block = Block(
@@ -295,56 +224,3 @@ def test_real_steps_tell_their_phases() -> None:
     assert step.applied is not None
     times = [step.begin_s, step.forward_end_s, *step.hooks, *step.applied, step.end_s]
     assert times == sorted(times)
-
-
-def recorded_report(**options: Any) -> StallReport:
-    report = report_of(
-        interval_of([ideal_of(1.0)], row_of("lazy", "ours", saved(0.001))), **options
-    )
-    samples = tuple(CpuSample(10 + 0.1 * n, 0.05 * n) for n in range(11))
-    report.curves = [curve_of(Copied(10.1, 10.3, 2000, False), samples=samples)]
-    return report
-
-
-def test_curves_are_in_the_trace_and_in_plain_data(tmp_path: Path) -> None:
-    report = recorded_report(curves=True)
-    timeline.trace(report, tmp_path / "t.json")
-    found = json.loads((tmp_path / "t.json").read_text())["traceEvents"]
-    counters = [event for event in found if event["ph"] == "C"]
-    assert {event["name"] for event in counters} == {"link GB/s", "keeper cores"}
-    (pid,) = {
-        e["pid"] for e in found if e["name"] == "process_name" and e["args"]["name"] == "lazy"
-    }
-    assert {event["pid"] for event in counters} == {pid}
-    (curve,) = report.as_json()["curves"]
-    assert curve["copies"] == [
-        {"begin_s": 10.1, "end_s": 10.3, "size_bytes": 2000, "gradients": False}
-    ]
-    assert len(curve["keeper_cpu"]) == 11
-
-
-def test_the_picture_of_curves(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    path = tmp_path / "c.png"
-    timeline.curves(recorded_report(), path)
-    assert path.read_bytes().startswith(b"\x89PNG")
-    empty = report_of(interval_of([ideal_of(1.0)]))
-    with pytest.raises(UnavailableError, match="nothing to draw"):
-        timeline.curves(empty, tmp_path / "no.png")
-
-
-def test_curves_are_recorded_where_somebody_wants_them(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    asked: list[StallOptions] = []
-
-    def measure(options: StallOptions, display: Any) -> StallReport:
-        asked.append(options)
-        return recorded_report()
-
-    monkeypatch.setattr(run, "run_stall", measure)
-    assert invoke("stall").exit_code == 0
-    assert invoke("stall", "--json").exit_code == 0
-    assert invoke("stall", "--trace", str(tmp_path / "t.json")).exit_code == 0
-    assert [options.curves for options in asked] == [False, True, True]
-    assert invoke("stall", "--curves", str(tmp_path / "no" / "c.png")).exit_code in (2, 4)

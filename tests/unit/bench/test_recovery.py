@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from everstep_bench.options import Training
 from everstep_bench.step import recovery
 from everstep_bench.step.recovery import (
     BLOCKED,
@@ -20,6 +21,7 @@ from everstep_bench.step.recovery import (
 from tests.support.replays import assert_same_bits
 
 TINY = 200_000
+TRAINING = Training(params=TINY, seed=7)
 
 
 def test_all_ways_do_the_same_work() -> None:
@@ -78,7 +80,7 @@ def test_the_arithmetic_on_figures() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("to", ["memory", "disk"])
 def test_what_was_killed_is_back(to: str, tmp_path: Path) -> None:
-    found = measure_recovery(tmp_path, params=TINY, steps=3, to=to, seed=7)
+    found = measure_recovery(tmp_path, TRAINING, steps=3, to=to)
     assert (found.steps, found.source) == (3, to)
     assert found.exact
     assert found.identical
@@ -91,5 +93,5 @@ def test_what_was_killed_is_back(to: str, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_fused_training_is_replayed_by_its_kernel(tmp_path: Path) -> None:
-    found = measure_recovery(tmp_path, params=TINY, steps=3, seed=7, fused=True)
+    found = measure_recovery(tmp_path, TRAINING, steps=3, fused=True)
     assert (found.variant, found.exact, found.identical) == ("fused", True, True)

@@ -13,9 +13,10 @@ from everstep.cli.common.errors import ExitCode
 from everstep.plan.schedule.devices import device
 from everstep.plan.schedule.planned import every_steps
 from everstep.workloads.published import PUBLISHED
+from everstep_bench.options import ScheduleOptions
 from everstep_bench.schedule import report as reports
 from everstep_bench.schedule import solving, tables
-from everstep_bench.schedule.report import LAUNCH_S, SHORT, ScheduleOptions
+from everstep_bench.schedule.report import LAUNCH_S, SHORT, ScheduleReport
 from everstep_bench.schedule.tables import run_schedule
 
 
@@ -25,6 +26,12 @@ class Nowhere:
 
     def advance(self, what: str) -> None:
         pass
+
+
+def planned(options: ScheduleOptions) -> ScheduleReport:
+    report = run_schedule(options, Nowhere())
+    assert isinstance(report, ScheduleReport)
+    return report
 
 
 @pytest.fixture
@@ -37,7 +44,7 @@ def few(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.slow
 def test_table_1() -> None:
-    report = run_schedule(ScheduleOptions(batches=()), Nowhere())
+    report = planned(ScheduleOptions(batches=()))
     rows = [cell for cell in report.cells if cell.model != SHORT]
     assert len(rows) == 9
     assert all(cell.feasible == cell.paper for cell in rows)
@@ -48,7 +55,7 @@ def test_table_1() -> None:
 
 @pytest.mark.usefixtures("few")
 def test_figure_2() -> None:
-    report = run_schedule(ScheduleOptions(batches=(32,)), Nowhere())
+    report = planned(ScheduleOptions(batches=(32,)))
     assert [cell.feasible for cell in report.cells] == [True, False, False]
     assert len(report.columns) == 2 * 2 * 2
     for column in report.columns:
@@ -81,7 +88,7 @@ def test_figure_2() -> None:
 @pytest.mark.usefixtures("few")
 def test_what_persisting_takes() -> None:
     """By hand: a checkpoint of 244.4 MB in each step (section IV-B)."""
-    report = run_schedule(ScheduleOptions(batches=(32,), disk_bytes_per_s=2e9), Nowhere())
+    report = planned(ScheduleOptions(batches=(32,), disk_bytes_per_s=2e9))
     fast, slow = report.persisting()
     for column in (fast, slow):
         assert column.state_bytes == 4 * 61_100_840

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import json
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,20 +13,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from everstep.cli.common.pictures import check_target
-from everstep.errors import (
-    OptionError,
-)
-from everstep_bench.stall import device, run, timeline
-from everstep_bench.stall.figures import Block, Ideal, Split
-from everstep_bench.stall.loop import Span, Step
-from everstep_bench.stall.options import (
-    ABLATIONS,
-    ARMS,
-    StallOptions,
-    parse_arms,
-    parse_every,
-    parse_params,
-)
+from everstep.errors import OptionError
+from everstep_bench.harness import device
+from everstep_bench.harness.options import from_words, parse_list, parse_number, parse_params
+from everstep_bench.options import STALL_ARMS, StallOptions
+from everstep_bench.stall import run, timeline
+from everstep_bench.stall.figures import Ideal
 from everstep_bench.stall.report import StallReport
 from tests.support.stalls import (
     block_of,
@@ -54,20 +45,21 @@ def test_numbers_of_parameters() -> None:
 
 
 def test_lengths_of_blocks() -> None:
-    assert parse_every("8") == (8,)
-    assert parse_every("1, 10,50,10") == (1, 10, 50)
+    parse = parse_list(parse_number)
+    assert parse("8") == (8,)
+    assert parse("1, 10,50,10") == (1, 10, 50)
     for text in ("", "1,", "a", "1.5", "-1", "1;2"):
-        with pytest.raises(OptionError, match="no list of steps"):
-            parse_every(text)
-    with pytest.raises(OptionError, match="at least one step"):
-        parse_every("0")
+        with pytest.raises(OptionError, match="no whole number"):
+            parse(text)
+    with pytest.raises(OptionError, match="--every 0: at least 1"):
+        from_words(StallOptions, every="3,0")
 
 
 def test_arms_by_name() -> None:
-    assert parse_arms(None) is None
-    assert parse_arms("lazy, torch.save,lazy") == ("lazy", "torch.save")
+    assert from_words(StallOptions).arms is None
+    assert from_words(StallOptions, arms="lazy, torch.save,lazy").arms == ("lazy", "torch.save")
     with pytest.raises(OptionError, match="did you mean 'dcp-warm'"):
-        parse_arms("dcp-wram")
+        from_words(StallOptions, arms="dcp-wram")
 
 
 @pytest.mark.parametrize(
@@ -85,8 +77,6 @@ def test_arms_by_name() -> None:
         {"dtype": "float8"},
         {"batch": 0},
         {"layers": 0},
-        {"writers": -1},
-        {"writers": 1000},
         {"link_bytes_per_s": 0.0},
         {"link_bytes_per_s": 1e9, "device": "cuda"},
         {"arms": ("lasy",)},
@@ -99,16 +89,8 @@ def test_what_makes_no_measurement_is_refused(wrong: dict[str, Any]) -> None:
 
 
 def test_the_ideal_is_always_measured_first() -> None:
-    assert StallOptions().names() == ARMS
+    assert StallOptions().names() == STALL_ARMS
     assert StallOptions(arms=("lazy", "torch.save")).names() == ("ideal", "torch.save", "lazy")
-
-
-def test_ablations_bring_both_of_their_arms() -> None:
-    names = StallOptions(arms=("torch.save",), ablate=True).names()
-    for ablation in ABLATIONS:
-        assert {ablation.without, ablation.with_it} <= set(names)
-    alone = StallOptions(arms=("torch.save",), ablate=True, free_core=False).names()
-    assert set(names) - set(alone) == {"lazy-one-core"}
 
 
 # --- Arithmetic -------------------------------------------------------------------------
@@ -198,10 +180,11 @@ def test_blocks_are_paired_within_rounds_and_the_median_counts() -> None:
     found = interval.slowdown_s(row)
     assert found is not None
     assert (found.low, found.median, found.high) == pytest.approx((0.1, 0.2, 8.1))
-    difference = interval.difference_s(row)
+    found_all = interval.figures_of(row, 10**9)
+    difference = found_all["difference_s"]
     assert difference is not None
     assert difference.median == pytest.approx(0.0)
-    share = interval.share(row)
+    share = found_all["share_of_training"]
     assert share is not None
     assert share.median == pytest.approx(0.05)
 
@@ -226,7 +209,7 @@ def test_noise_is_told_for_a_block_of_the_interval() -> None:
 def test_processor_time_is_what_steps_alone_do_not_take() -> None:
     ideal = Ideal((block_of(0, 0, [1.0] * 4, trainer_cpu_s=2.0),))
     row = row_of("lazy", "ours", block_of(0, 0.1, [1.0] * 2, trainer_cpu_s=1.25))
-    found = interval_of([ideal], row).trainer_cpu_s(row)
+    found = interval_of([ideal], row).figures_of(row, 1)["trainer_cpu_s"]
     assert found is not None
     assert found.median == pytest.approx(0.25)
 
@@ -241,34 +224,11 @@ def test_memory_is_kept_and_passing_and_beside() -> None:
     assert row_of("lazy", "ours", block_of(0, 0, [1.0]), held_bytes=1).memory_bytes is None
 
 
-def test_time_is_split_as_far_as_it_is_known() -> None:
-    lazy = block_of(
-        10,
-        0.2,
-        [1.0],
-        window_s=5.0,
-        staged_s=11.0,
-        persist_s=4.0,
-        causes={"capture": 0.1, "gate": 0.0, "back_pressure": 0.0, "persist": 0.0},
-    )
-    assert row_of("lazy", "ours", lazy).split() == Split(0.1, pytest.approx(0.9), 4.0)
-    assert row_of("async", "ours", lazy).split() == Split(None, 0.1, 4.0)
-    assert row_of("sync", "ours", lazy).split() == Split(None, None, 4.0)
-    saved = block_of(10, 3.0, [1.0], window_s=3.0)
-    row = row_of("torch.save", "peer", saved, probe_s=1.0)
-    assert row.split() == Split(1.0, None, pytest.approx(2.0))
-    assert row_of("torch.save", "peer", saved).split() == Split(None, None, None)
-    dcp = block_of(10, 0.5, [1.0], window_s=4.0, staged_s=10.5)
-    found = row_of("dcp", "peer", dcp).split()
-    assert found == Split(None, pytest.approx(0.5), pytest.approx(3.5))
-    assert row_of("dcp", "peer").split() == Split(None, None, None)
-
-
 # --- The report -------------------------------------------------------------------------
 
 
 def verdicts_of(report: StallReport) -> list[tuple[str, bool | None]]:
-    return [(v.figure, v.met) for v in report.verdicts(report.intervals[0])]
+    return [(v.figure, v.met) for v in report.verdicts()]
 
 
 def test_targets_that_are_met() -> None:
@@ -353,90 +313,45 @@ def test_the_clock_of_a_device_tells_what_lies_between_pairs(
     assert clock.taken_s() == 0.0
 
 
-def test_the_rate_without_a_free_core_stands_beside() -> None:
-    lazy = row_of("lazy", "ours", saved(0.001))
-    beside = row_of("lazy-one-core", "ours", saved(0.001, extra_s=1.0))
-    found = verdicts_of(report_of(interval_of([ideal_of(1.0)], lazy, beside)))
-    assert found[2] == ("1.000; without: 0.750", True)
-
-
-def test_every_output_of_an_emulated_link_says_so(tmp_path: Path) -> None:
+def test_every_output_of_an_emulated_link_says_so() -> None:
     lazy = row_of("lazy", "ours", saved(0.001))
     report = report_of(interval_of([ideal_of(1.0, blocks=2)], lazy), link_bytes_per_s=2e9)
     text = shown_by(report)
-    for line in text.splitlines():
-        if line.startswith(("What ", "Targets")):
-            assert "[EMULATED]" in line
-    assert text.count("EMULATED") >= 4
+    titles = [line for line in text.splitlines() if line.startswith(("What ", "After "))]
+    assert len(titles) == 2
+    assert all("[EMULATED]" in line for line in titles)
+    assert text.count("EMULATED") == 3
     document = report.as_json()
     assert document["emulated_link_bytes_per_s"] == 2e9
     assert document["labels"][0].startswith("EMULATED: ")
-    timeline.trace(report, tmp_path / "trace.json")
-    assert "EMULATED: " in (tmp_path / "trace.json").read_text()
 
 
-def test_other_conditions_are_labelled() -> None:
-    report = report_of(interval_of([ideal_of(1.0)]), free_core=False, writers=4, python_heavy=True)
-    words = [label.split(":")[0] for label in report.labels()]
-    assert words == ["4 OTHER WRITERS", "PYTHON-HEAVY", "ONE CORE"]
+def test_a_missing_core_is_labelled() -> None:
+    report = report_of(interval_of([ideal_of(1.0)]), free_core=False)
+    assert [label.split(":")[0] for label in report.labels()] == ["ONE CORE"]
     assert report_of(interval_of([ideal_of(1.0)])).labels() == []
+
+
+def test_targets_of_several_intervals_are_told_apart() -> None:
+    lazy = row_of("lazy", "ours", saved(0.001))
+    report = report_of(
+        interval_of([ideal_of(1.0)], lazy, every=1), interval_of([ideal_of(1.0)], lazy, every=8)
+    )
+    begins = [verdict.target.split(":")[0] for verdict in report.verdicts()]
+    assert begins == ["every step"] * 3 + ["every 8 steps"] * 3
 
 
 def test_tables_show_figures_and_why_there_are_none() -> None:
     lazy = row_of("lazy", "ours", saved(0.0015), held_bytes=40_000_000)
     absent = row_of("torchsnapshot", "peer", error="not installed")
-    without = row_of("lazy-thread", "ours", saved(0.003))
-    report = report_of(interval_of([ideal_of(1.0, blocks=2)], absent, lazy, without), ablate=True)
-    text = shown_by(report)
+    text = shown_by(report_of(interval_of([ideal_of(1.0, blocks=2)], absent, lazy)))
     assert "torchsnapshot: not installed" in text
-    (line,) = (line for line in text.splitlines() if line.startswith("a keeper process"))
-    words = "lazy-thread 3.00 3.0 0.999 lazy 1.50 1.5 1.000"
-    assert line.split()[6:] == words.split()
     cost = next(line for line in text.splitlines() if line.startswith("lazy ")).split()
     assert cost[:4] == ["lazy", "1.50", "1.50", "0.00"]
     assert "Two blocks without a save of every 2 steps differ by 0.0 ms" in text
 
 
-# --- Trace and picture ------------------------------------------------------------------
-
-
-def test_the_trace_has_complete_events(tmp_path: Path) -> None:
-    gated = Step(10.1, 11.5, Span(10.6, 11.0))
-    block = Block(
-        10.0, 10.1, 12.0, (gated, Step(11.5, 12.0, Span(11.9, 11.9))), 0.1, {},
-        staged_s=11.0, done_s=11.8, persist_s=1.2,
-    )  # fmt: skip
-    report = report_of(interval_of([ideal_of(1.0, 1.0)], row_of("lazy", "ours", block)))
-    path = tmp_path / "trace.json"
-    timeline.trace(report, path)
-    found = json.loads(path.read_text())["traceEvents"]
-    names = {e["args"]["name"]: e["pid"] for e in found if e["name"] == "process_name"}
-    assert list(names) == ["ideal", "lazy"]
-    threads = {e["tid"]: e["args"]["name"] for e in found if e["name"] == "thread_name"}
-    assert tuple(threads.values()) == timeline.LANES
-    complete = [e for e in found if e["ph"] == "X"]
-    assert len(complete) + sum(e["ph"] == "M" for e in found) == len(found)
-    for event in complete:
-        assert event["ts"] >= 0
-        assert event["dur"] >= 0
-        assert event["pid"] in names.values()
-        assert threads[event["tid"]] == event["cat"]
-        assert set(event["args"]) == {"arm", "round", "every"}
-    mine = [
-        (e["cat"], e["name"], round(e["ts"] / 1e6, 6), round(e["dur"] / 1e6, 6))
-        for e in complete
-        if e["pid"] == names["lazy"]
-    ]
-    assert mine == [
-        ("compute", "step 1", 10.1, 0.5),
-        ("waits", "gate", 10.6, 0.4),
-        ("compute", "step 1, update", 11.0, 0.5),
-        ("compute", "step 2", 11.5, 0.5),
-        ("waits", "save()", 10.0, 0.1),
-        ("state", "state", 10.0, 1.0),
-        ("write", "write", 10.6, 1.2),
-    ]
-    assert sum(e["pid"] == names["ideal"] for e in complete) == 2
+# --- The picture ------------------------------------------------------------------------
 
 
 def test_writing_follows_the_copy_where_the_library_counts_nothing() -> None:
@@ -463,12 +378,13 @@ def test_a_picture_without_matplotlib_is_refused_before_anything_is_measured(
     assert "pip install matplotlib" in result.stderr
 
 
-def test_a_picture_or_trace_in_no_folder_is_refused_first(
+def test_a_picture_in_no_folder_is_refused_first(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: True)  # matplotlib is there
     monkeypatch.setattr(run, "run_stall", lambda *_: pytest.fail("it was measured"))
-    assert invoke("stall", "--trace", str(tmp_path / "no" / "t.json")).exit_code == 2
-    assert invoke("stall", "--trace", str(tmp_path)).exit_code == 2
+    assert invoke("stall", "--picture", str(tmp_path / "no" / "p.png")).exit_code == 2
+    assert invoke("stall", "--picture", str(tmp_path)).exit_code == 2
     with pytest.raises(OptionError, match="no folder"):
         check_target(tmp_path / "no" / "t.json")
 
@@ -478,7 +394,7 @@ def test_the_picture_shows_both(tmp_path: Path) -> None:
     lazy = row_of("lazy", "ours", saved(0.001))
     dcp = row_of("dcp", "peer", saved(0.5))
     path = tmp_path / "p.png"
-    timeline.picture(report_of(interval_of([ideal_of(1.0)], lazy, dcp)), path)
+    report_of(interval_of([ideal_of(1.0)], lazy, dcp), picture=path).write()
     assert path.read_bytes().startswith(b"\x89PNG")
 
 

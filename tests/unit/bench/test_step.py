@@ -2,31 +2,19 @@
 
 from __future__ import annotations
 
-import io
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from rich.console import Console
 
 from everstep.errors import OptionError
-from everstep_bench.persist.machine import Machine
-from everstep_bench.persist.report import Spread
-from everstep_bench.step import frequency, show
+from everstep_bench.harness.figures import Spread
+from everstep_bench.harness.options import parse_list, parse_share
+from everstep_bench.options import STEP_ARMS, FrequencyOptions, StepOptions
 from everstep_bench.step.arms import Recovered
-from everstep_bench.step.figures import Block, Row, Rows
 from everstep_bench.step.frequency import Found, FrequencyReport, Probe, smallest
 from everstep_bench.step.kills import Kill, Killed
-from everstep_bench.step.options import (
-    ARMS,
-    FrequencyOptions,
-    Setting,
-    StepOptions,
-    parse_ratios,
-    parse_share,
-)
-from everstep_bench.step.rate import ReplicaRate
 from everstep_bench.step.recovery import (
     BLOCKED,
     EVERSTEP,
@@ -35,8 +23,10 @@ from everstep_bench.step.recovery import (
     ReplayFigures,
 )
 from everstep_bench.step.report import StepReport
+from everstep_bench.step.rounds import Block, Row, Rows
+from everstep_bench.step.settings import Setting, settings, usual
+from tests.support.stalls import facts_of, shown_by
 
-MACHINE = Machine("cpu", 2, 1, "2", "3", "Linux", "ext4", "/dev/x", 1, 0.5, True)
 BIG = 92_000_000
 
 
@@ -44,9 +34,9 @@ BIG = 92_000_000
 
 
 def test_training_alone_is_always_measured_and_so_is_what_lowdiff_is_compared_with() -> None:
-    assert [s.arm for s in StepOptions().settings()] == list(ARMS)
-    assert [s.arm for s in StepOptions(arms=("lazy",)).settings()] == ["none", "lazy"]
-    names = [s.arm for s in StepOptions(arms=("lowdiff",)).settings()]
+    assert [s.arm for s in settings(StepOptions())] == list(STEP_ARMS)
+    assert [s.arm for s in settings(StepOptions(arms=("lazy",)))] == ["none", "lazy"]
+    names = [s.arm for s in settings(StepOptions(arms=("lowdiff",)))]
     assert names == ["none", "compressed", "lowdiff"]
 
 
@@ -54,8 +44,8 @@ def test_each_value_is_tried_with_the_usual_ones_of_the_others() -> None:
     options = StepOptions(
         arms=("lowdiff", "logged", "lazy"), every=(10, 50), ratio=(0.01, 0.1), batch_steps=(5, 1)
     )
-    found = options.settings()
-    assert [s.words(options.usual(s.arm)) for s in found] == [
+    found = settings(options)
+    assert [s.words(usual(options, s.arm)) for s in found] == [
         "none", "compressed", "compressed ratio 0.1", "lazy", "logged", "logged every 50",
         "lowdiff", "lowdiff ratio 0.1", "lowdiff batch 1", "lowdiff every 50",
     ]  # fmt: skip
@@ -67,17 +57,17 @@ def test_each_value_is_tried_with_the_usual_ones_of_the_others() -> None:
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"every": (1,)}, "between 2"),
-        ({"every": ()}, "between 2"),
-        ({"ratio": (0.0,)}, "above 0"),
-        ({"ratio": (1.5,)}, "at most at 1"),
-        ({"batch_steps": (0,)}, "between 1"),
-        ({"kills": -1}, "between 0"),
-        ({"batch": 0}, "between 1"),
-        ({"params": 5}, "between 100,000"),
-        ({"repeats": 0}, "at least one round"),
+        ({"every": (1,)}, "--every 1: at least 2"),
+        ({"every": ()}, "at least one is needed"),
+        ({"ratio": (0.0,)}, "--ratio 0.0: at least"),
+        ({"ratio": (1.5,)}, "--ratio 1.5: at most 1"),
+        ({"batch_steps": (0,)}, "--batch-steps 0: at least 1"),
+        ({"kills": -1}, "--kills -1: at least 0"),
+        ({"batch": 0}, "--batch 0: at least 1"),
+        ({"params": 5}, "--params 5: at least 100,000"),
+        ({"repeats": 0}, "--repeats 0: at least 1"),
         ({"arms": ("none", "compressed")}, "no arm that saves"),
-        ({"arms": ("lowdif",)}, "no arm 'lowdif'"),
+        ({"arms": ("lowdif",)}, "no 'lowdif'"),
     ],
 )
 def test_what_cannot_be_measured_is_refused(options: dict[str, Any], said: str) -> None:
@@ -93,11 +83,12 @@ def test_what_cannot_be_looked_for_is_refused(options: dict[str, Any]) -> None:
 
 def test_shares_are_written_both_ways() -> None:
     assert parse_share("3.5%") == pytest.approx(0.035)
+    parse = parse_list(parse_share)
     assert parse_share(" 0.035 ") == pytest.approx(0.035)
-    assert parse_ratios("0.001,1%,0.1") == (0.001, 0.01, 0.1)
+    assert parse("0.001,1%,0.1") == (0.001, 0.01, 0.1)
     for text in ("", "3.5 percent", "-1%", "1e-2,"):
         with pytest.raises(OptionError):
-            parse_ratios(text)
+            parse(text)
 
 
 # --- Arithmetic -------------------------------------------------------------------------
@@ -109,7 +100,7 @@ def setting(arm: str, ratio: float = 0.01, every: int = 10) -> Setting:
 
 def row(arm: str, *rounds: float | tuple[float, float], ratio: float = 0.01, **more: Any) -> Row:
     """Seconds for each step, by round; two numbers are two blocks."""
-    made = Row(StepOptions(ratio=(ratio,)).usual(arm), "what it does")
+    made = Row(arm, detail="what it does", setting=usual(StepOptions(ratio=(ratio,)), arm))
     for number, steps_s in enumerate(rounds, 1):
         each = steps_s if isinstance(steps_s, tuple) else (steps_s,)
         made.blocks[number] = tuple(Block(10, 10 * step_s, **more) for step_s in each)
@@ -125,7 +116,7 @@ def test_blocks_are_compared_with_those_of_their_own_round() -> None:
     found = rows.slowdown(rows.rows[1], rows.dense())
     assert found is not None
     assert found.median == pytest.approx(0.55)
-    assert rows.slowdown(rows.rows[1], None) is None
+    assert rows.slowdown(rows.rows[1], rows.first("sync")) is None
 
 
 def test_noise_is_the_difference_of_two_blocks_in_one_round() -> None:
@@ -157,20 +148,12 @@ def report_of(
 ) -> StepReport:
     return StepReport(
         options=StepOptions(params=params),
-        machine=MACHINE,
-        size_bytes=12 * params,
-        tensors=300,
+        facts=facts_of(12 * params, free_core=free_core),
         params=params,
-        workload="a GPT",
-        free_core=free_core,
         rows=Rows(list(rows)),
         kills=kills or [],
-        rate=more.pop("rate", None),
         replay=more.pop("replay", None),
         recoveries=more.pop("recoveries", []),
-        load_after=0.5,
-        seconds=1.0,
-        folder=".",
     )
 
 
@@ -246,7 +229,7 @@ def test_what_a_kill_may_cost() -> None:
     assert more.kills[0].lost == 0
     failed = Killed(setting("lowdiff"), error="failed: it hangs")
     assert found(report_of(kills=[failed]), *words) == (False, "failed: it hangs")
-    assert "failed: it hangs" in shown(report_of(kills=[failed]), show.present)
+    assert "failed: it hangs" in shown_by(report_of(kills=[failed]))
     assert not [name for name in targets(report_of(kills=[kill("lazy", step=3)])) if "lazy" in name]
 
 
@@ -301,14 +284,8 @@ def test_a_target_that_was_not_measured_is_not_met() -> None:
 # --- What people see --------------------------------------------------------------------
 
 
-def shown(report: Any, present: Any) -> str:
-    stream = io.StringIO()
-    present(report, Console(file=stream, width=10_000, no_color=True))
-    return stream.getvalue()
-
-
 def test_every_row_and_every_label_is_shown() -> None:
-    missing = Row(setting("lowdiff_plus"), error="this version has none")
+    missing = Row("lowdiff_plus", error="this version has none", setting=setting("lowdiff_plus"))
     rows = [
         row("none", (1.0, 1.1), host_bytes=10**7),
         row("lazy", 1.5, memory_bytes=20 * 10**6, written_bytes=10**7, host_bytes=5 * 10**7),
@@ -320,12 +297,11 @@ def test_every_row_and_every_label_is_shown() -> None:
         free_core=False,
         replay=replay_of(1.0, 1.0),
         recoveries=[recovery_of(0.1), recovery_of(0.05, fused=True)],
-        rate=ReplicaRate(10**7, 20, 1.0, 2.0, kept_up=False),
     )
-    text = shown(report, show.present)
+    text = shown_by(report)
     for words in (
         "42.9 %", "2.000", "1.000", "40.0", "no, 3 of 225 differ", "ONE CORE",
-        "this version has none", "differ by 9.5 %", "keeps up with 100 million", "\nmet ",
+        "this version has none", "differ by 9.5 %", "\nmet ",
         "memory  for-loop", "memory     fused",
     ):  # fmt: skip
         assert words in text, (words, text)
@@ -339,7 +315,6 @@ def test_the_outcome_as_data() -> None:
         kills=[kill("lazy")],
         replay=replay_of(1.0, 1.0),
         recoveries=[recovery_of(0.1)],
-        rate=ReplicaRate(10**7, 20, 1.0, 2.0, kept_up=True),
     )
     data = report.as_json()
     lazy = data["arms"][1]
@@ -347,7 +322,6 @@ def test_the_outcome_as_data() -> None:
     assert lazy["written_bytes_per_step"]["median"] == 10
     assert lazy["blocks"][0]["round"] == 1
     assert (data["kills"][0]["kills"][0]["lost"], data["kills"][0]["arm"]) == (0, "lazy")
-    assert data["replica"]["parameter_steps_per_s"] == pytest.approx(10**8)
     assert len(data["targets"]) == len(report.verdicts())
 
 
@@ -372,24 +346,15 @@ def test_frequencies_are_shown_with_what_they_rest_on() -> None:
     spread = Spread(0.01, 0.02, 0.03)
     report = FrequencyReport(
         options=FrequencyOptions(every_max=8),
-        machine=MACHINE,
-        size_bytes=10**9,
-        tensors=300,
-        workload="a GPT",
-        free_core=True,
+        facts=facts_of(),
         found=[
             Found("lazy", [Probe(1, Spread(0.1, 0.2, 0.3)), Probe(2, spread, 0.005)], 2),
             Found("lowdiff", [Probe(1, spread)], 1),
             Found("torch.save", [Probe(8, Spread(0.5, 0.5, 0.5))]),
             Found("lowdiff_plus", error="this version has none"),
         ],
-        load_after=0.5,
-        seconds=1.0,
-        folder=".",
     )
-    lines = {
-        line.split()[0]: line for line in shown(report, frequency.present).splitlines() if line
-    }
+    lines = {line.split()[0]: line for line in shown_by(report).splitlines() if line}
     assert "every 2" in lines["lazy"]
     assert "2.0 %" in lines["lazy"]
     assert lines["lazy"].rstrip().endswith("1, 2")

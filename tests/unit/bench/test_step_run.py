@@ -7,9 +7,9 @@ import gc
 import json
 import os
 import random
-import subprocess
 import sys
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,31 +20,26 @@ import torch
 
 from everstep.errors import EverstepError, OptionError, OutOfSpaceError
 from everstep.workloads.fingerprint import fingerprint
-from everstep_bench.persist.machine import Machine
-from everstep_bench.stall import helpers
-from everstep_bench.stall.cores import Placement
-from everstep_bench.stall.helpers import end
-from everstep_bench.stall.loop import Loop
+from everstep_bench.harness import children
+from everstep_bench.harness.loop import Loop
+from everstep_bench.harness.options import from_words
+from everstep_bench.harness.placement import Placement
+from everstep_bench.harness.session import Session
+from everstep_bench.harness.turns import Turns
+from everstep_bench.options import FrequencyOptions, StepOptions, Training
 from everstep_bench.step import ours, rounds, run
 from everstep_bench.step.arms import StepArm, TorchSave
-from everstep_bench.step.child import Order
-from everstep_bench.step.figures import Row
+from everstep_bench.step.child import ChildOrder
 from everstep_bench.step.frequency import run_frequency
 from everstep_bench.step.kills import Kills
 from everstep_bench.step.naive import NaiveDiff
-from everstep_bench.step.options import (
-    FrequencyOptions,
-    Setting,
-    StepOptions,
-    Training,
-    parse_tiers,
-)
 from everstep_bench.step.ours import Ours, missing
-from everstep_bench.step.rate import measure_rate
-from tests.support.stalls import invoke
+from everstep_bench.step.rounds import Row
+from everstep_bench.step.settings import Setting, probed, settings
+from tests.support.displays import Silent
+from tests.support.stalls import MACHINE, invoke
 
 TINY = Training(params=100_000, batch=1)
-NOWHERE = SimpleNamespace(begin=lambda what, total: None, advance=lambda what: None)
 
 
 @pytest.fixture(autouse=True)
@@ -60,7 +55,7 @@ def loop_of(seed: int = 1) -> Loop:
     random.seed(seed)
     np.random.seed(seed)
     torch.manual_seed(seed)
-    return Loop(TINY, batch=1)
+    return Loop(TINY)
 
 
 def setting(arm: str, every: int = 1, ratio: float = 0.1, block_steps: int = 4) -> Setting:
@@ -140,9 +135,10 @@ def test_naive_differences_add_up_to_what_was_stored(tmp_path: Path, steps: int,
 def test_arms_of_ours_take_memory_and_end_their_keepers(tmp_path: Path, arm: str) -> None:
     if why := missing(arm):
         pytest.skip(why)
-    bench = rounds.Bench(loop_of(), tmp_path, Placement(free_core=True), NOWHERE, seed=1)
+    turns = Turns(Silent(), 1)
+    bench = rounds.Bench(loop_of(), tmp_path, Placement(free_core=True), turns)
     every = 1 if arm == "lazy" else 4
-    row = Row(setting(arm, every))
+    row = Row(arm, setting=setting(arm, every))
     block = bench.block(row)
     assert (block.steps, block.wall_s > 0, block.storage_bytes > 0) == (4, True, True)
     assert block.memory_bytes is not None
@@ -160,19 +156,6 @@ def test_arms_of_ours_take_memory_and_end_their_keepers(tmp_path: Path, arm: str
 def test_a_preset_that_is_not_there_is_said() -> None:
     assert missing("lazy") is None
     assert missing("torch.save") is None
-
-
-@pytest.mark.slow
-def test_what_a_replica_keeps_up_with(tmp_path: Path) -> None:
-    if why := missing("lowdiff_plus"):
-        pytest.skip(why)
-    loop = loop_of()
-    found = measure_rate(loop, tmp_path / "rate", Placement(free_core=True))
-    assert found.updates == 40
-    assert found.parameter_steps_per_s > 0
-    assert found.given_s > 0
-    assert not list(tmp_path.iterdir())
-    assert all(parameter.grad is None for parameter in loop.training.model.parameters())
 
 
 # --- Rounds ---------------------------------------------------------------------------------
@@ -214,7 +197,7 @@ def told(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 def bench_of(folder: Path, seed: int = 1) -> rounds.Bench:
     loop: Any = SimpleNamespace(step=lambda: None)
-    return rounds.Bench(loop, folder, Placement(free_core=True), NOWHERE, seed=seed)
+    return rounds.Bench(loop, folder, Placement(free_core=True), Turns(Silent(), seed))
 
 
 def test_rounds_have_every_arm_once_and_references_twice(told: list[str], tmp_path: Path) -> None:
@@ -240,7 +223,7 @@ def test_the_order_is_drawn_with_the_seed(told: list[str], tmp_path: Path) -> No
 
 def test_a_block_among_saves_begins_with_one(told: list[str], tmp_path: Path) -> None:
     Arm.saves_each_step = True
-    row = Row(setting("lazy"))
+    row = Row("lazy", setting=setting("lazy"))
     block = bench_of(tmp_path).block(row)
     assert told.count("after") == 5
     assert block.steps == 4
@@ -258,17 +241,18 @@ def test_an_arm_that_fails_is_closed_and_its_folder_removed(
 
 
 def test_too_little_room_is_said_before_anything_is_written(tmp_path: Path) -> None:
-    def machine(free_bytes: int, memory_bytes: int) -> Machine:
-        return Machine("", 2, memory_bytes, "", "", "", "", "", free_bytes, 0.5, True)
+    def check(free_bytes: int, memory_bytes: int, *arms: str) -> None:
+        options = StepOptions(params=10**8, arms=arms or None)
+        machine = replace(MACHINE, free_bytes=free_bytes, memory_available_bytes=memory_bytes)
+        nothing: Any = None
+        begun = Session(options, nothing, tmp_path, machine, nothing, (), 0.0)
+        run.check_room(begun, settings(options))
 
-    options = StepOptions(params=10**8)
-    chosen = options.settings()
-    run.check_room(machine(10**12, 10**12), options.params, chosen, tmp_path)
+    check(10**12, 10**12)
     for free_bytes, memory_bytes, said in ((10**10, 10**12, "free"), (10**12, 10**9, "memory")):
         with pytest.raises(OutOfSpaceError, match=said):
-            run.check_room(machine(free_bytes, memory_bytes), options.params, chosen, tmp_path)
-    few = StepOptions(params=10**8, arms=("lowdiff",)).settings()  # no differences that pile up
-    run.check_room(machine(10**10, 10**12), options.params, few, tmp_path)
+            check(free_bytes, memory_bytes)
+    check(10**10, 10**12, "lowdiff")  # no differences that pile up
 
 
 # --- Kills ------------------------------------------------------------------------------
@@ -280,30 +264,19 @@ class Scripted(Kills):
     """Children that only say what they are told to."""
 
     def __init__(self, scripts: list[list[dict[str, Any]]], folder: Path) -> None:
-        super().__init__(StepOptions(every=(4,), arms=("lazy",)), folder, NOWHERE)
+        super().__init__(StepOptions(every=(4,), arms=("lazy",)), folder, Silent())
         self.scripts = scripts
-        self.pids: list[int] = []
 
-    @contextlib.contextmanager
-    def _child(self, setting: Setting, folder: Path) -> Iterator[subprocess.Popen[bytes]]:
+    def child(self, setting: Setting, folder: Path) -> children.Child:
         lines = "".join(json.dumps(word) + "\n" for word in self.scripts.pop(0)).encode()
         code = f"import os, sys; os.write(1, {lines!r}); sys.stdin.read()"  # whole, or not at all
-        process = subprocess.Popen(
-            [sys.executable, "-c", code],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            bufsize=0,
-        )
-        self.pids.append(process.pid)
-        try:
-            yield process
-        finally:
-            end(process)
+        return children.Child("a child", command=[sys.executable, "-c", code])
 
 
 def words(begin: int, end: int, state: Mapping[str, str] | None = None) -> list[dict[str, Any]]:
     recovered = {"step": begin, "source": "memory", "base_step": 4, "replayed": begin - 4}
-    said: list[dict[str, Any]] = [{"event": "resumed", "seconds": 0.25, "recovered": recovered}]
+    said: list[dict[str, Any]] = [{"event": "ready"}]
+    said += [{"event": "resumed", "seconds": 0.25, "recovered": recovered}]
     said += [{"event": "step", "step": n, "seconds": 0.001} for n in range(begin + 1, end + 1)]
     return said + ([{"event": "finished", "fingerprint": state}] if state is not None else [])
 
@@ -333,7 +306,7 @@ def test_a_kill_that_loses_steps_and_bits(tmp_path: Path, state: dict[str, str])
 
 def test_a_child_that_hangs_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     bench = Scripted([words(0, STEPS, {"a": "1"}), words(0, 8), words(8, STEPS)], tmp_path)
-    monkeypatch.setattr(helpers, "TIMEOUT_S", 0.2)
+    monkeypatch.setattr(children, "TIMEOUT_S", 2.0)
     (outcome,) = bench.measure()
     assert not outcome.kills
     assert "has not answered" in outcome.error
@@ -367,7 +340,7 @@ def test_a_tiny_run_from_end_to_end(tmp_path: Path, kills: int) -> None:
 
 
 def test_a_missed_target_is_an_exit_code(monkeypatch: pytest.MonkeyPatch) -> None:
-    report = SimpleNamespace(as_json=dict, all_met=lambda: False)
+    report = SimpleNamespace(as_json=dict, all_met=lambda: False, write=lambda: None)
     monkeypatch.setattr(run, "run_step", lambda options, display: report)
     assert invoke("step", "--check", "--json").exit_code == 3
     assert invoke("step", "--json").exit_code == 0
@@ -379,7 +352,7 @@ def test_frequency_from_end_to_end(tmp_path: Path) -> None:
         params=100_000, batch=1, repeats=1, every_max=2, within=0.999, arms=("torch.save",),
         folder=tmp_path,
     )  # fmt: skip
-    (found,) = run_frequency(options, NOWHERE).found
+    (found,) = run_frequency(options, Silent()).found
     assert found.probes
     assert found.every == 1 or found.probes[0].slowdown.median > options.within
     assert not list(tmp_path.iterdir())
@@ -403,7 +376,7 @@ def test_an_arm_copies_its_bases_to_tiers(tmp_path: Path, monkeypatch: pytest.Mo
         params=100_000, batch=1, repeats=1, every_max=1, within=0.999, folder=tmp_path,
         arms=("torch.save", "lazy"), tiers=tuple(map(str, places)),
     )  # fmt: skip
-    report = run_frequency(options, NOWHERE)
+    report = run_frequency(options, Silent())
     assert [found.error for found in report.found] == [None, None]
     assert len(copied) == 2
     assert all(copied)
@@ -414,14 +387,14 @@ def test_an_arm_copies_its_bases_to_tiers(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def test_which_arms_copy_and_where_to(tmp_path: Path) -> None:
-    found = parse_tiers(f"s3://bucket/run, {tmp_path},{tmp_path}")
-    assert found == ("s3://bucket/run", str(tmp_path))
-    options = FrequencyOptions(tiers=found)
-    assert options.setting("torch.save", 2, 4).tiers == ()
-    lowdiff = options.setting("lowdiff", 2, 4)
-    assert lowdiff.tiers == found
-    order = Order(lowdiff, 1, 1, 1, True, "folder", os.getpid(), 3)
-    assert Order.decode(order.encode()) == order
-    assert parse_tiers(None) == ()
+    options = from_words(FrequencyOptions, tiers=f"s3://bucket/run, {tmp_path},{tmp_path}")
+    assert options.tiers == ("s3://bucket/run", str(tmp_path))
+    assert probed(options, "torch.save", 2, 4).tiers == ()
+    lowdiff = probed(options, "lowdiff", 2, 4)
+    assert lowdiff.tiers == options.tiers
+    order = ChildOrder(os.getppid(), lowdiff, TINY, "folder", 3)
+    assert ChildOrder.decode(order.encode()) == order
+    assert not order.is_orphaned
+    assert from_words(FrequencyOptions, tiers="").tiers == ()
     with pytest.raises(OptionError, match="no folder"):
         FrequencyOptions(tiers=(str(tmp_path / "nothing"),))

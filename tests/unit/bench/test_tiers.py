@@ -2,25 +2,24 @@
 
 from __future__ import annotations
 
-import io
 import json
 import mmap
 import os
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from rich.console import Console
 from typer.testing import CliRunner
 
 from everstep.arena import PAGE_BYTES
 from everstep.arena.memory import CONTROL_BYTES, Arena
 from everstep.errors import OptionError
 from everstep_bench.cli import bench
-from everstep_bench.persist.machine import look_at
-from everstep_bench.tiers import run, show
-from everstep_bench.tiers.options import Order, TiersOptions
+from everstep_bench.options import TiersOptions
+from everstep_bench.tiers import run
+from everstep_bench.tiers.child import RankOrder
 from everstep_bench.tiers.report import Occupied, TiersReport, Trained
 from everstep_bench.tiers.sampling import (
     COPIES,
@@ -33,6 +32,7 @@ from everstep_bench.tiers.sampling import (
     memory_bytes,
 )
 from tests.support.displays import Silent
+from tests.support.stalls import facts_of, shown_by
 
 STEPS = 16
 OPTIONS = TiersOptions(steps=STEPS, every=2, keep=2, params=100_000)
@@ -47,8 +47,7 @@ def report_of(tmp_path: Path, *, peak: int = 90, added_s: float = 0.0) -> TiersR
     arms[1].saved_s = [0.001 + added_s] * STEPS
     arms[1].occupied = [Occupied(tier, 100, most) for tier in (MEMORY, PEER, DISK)]
     arms[1].occupied.append(Occupied(COPIES, 100, most | {7: peak}))
-    machine = look_at(tmp_path)
-    return TiersReport(OPTIONS, machine, 1000, arms[0], arms[1], 1.0, 1.0, 1.0, str(tmp_path))
+    return TiersReport(OPTIONS, facts_of(1000, folder=str(tmp_path)), arms[0], arms[1])
 
 
 def test_all_within_bounds(tmp_path: Path) -> None:
@@ -112,7 +111,7 @@ def test_the_most_in_a_step_is_kept(tmp_path: Path) -> None:
 def test_what_makes_no_measurement_is_refused(tmp_path: Path) -> None:
     with pytest.raises(OptionError, match="nothing is deleted before base 3"):
         TiersOptions(steps=7, every=2, keep=2)
-    with pytest.raises(OptionError, match="ranks=0"):
+    with pytest.raises(OptionError, match="--ranks 0: at least 1"):
         TiersOptions(ranks=0)
     with pytest.raises(OptionError, match="no place"):
         TiersOptions(place="there")
@@ -122,8 +121,8 @@ def test_what_makes_no_measurement_is_refused(tmp_path: Path) -> None:
 
 
 def test_an_order_is_what_the_child_reads() -> None:
-    order = Order(OPTIONS, 1, "/run", "/meet", "/place", os.getppid())
-    assert Order.decode(order.encode()) == order
+    order = RankOrder(os.getppid(), OPTIONS, 1, "/run", "/meet", "/place")
+    assert RankOrder.decode(order.encode()) == order
     assert not order.is_orphaned
 
 
@@ -149,7 +148,9 @@ def test_a_document_a_table_and_a_status(tmp_path: Path, monkeypatch: pytest.Mon
 
 def test_a_picture(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    show.picture(report_of(tmp_path), tmp_path / "tiers.png")
+    report = report_of(tmp_path)
+    report.options = replace(OPTIONS, picture=tmp_path / "tiers.png")
+    report.write()
     assert (tmp_path / "tiers.png").stat().st_size > 10_000
 
 
@@ -170,6 +171,5 @@ def test_ranks_with_disks_peers_and_copies(tmp_path: Path) -> None:
         assert done["committed"] == STEPS // 2
         assert done["copies"] or done["peered"]
     assert report.with_tiers.keeper_cpu_s > 0
-    out = io.StringIO()
-    show.present(report, Console(file=out, width=200))
-    assert out.getvalue().count("met: ") + out.getvalue().count("MISSED: ") == 6
+    text = shown_by(report)
+    assert text.count("\nmet ") + text.count("\nnot met ") == 6

@@ -37,7 +37,7 @@ NAMING: dict[str, Words] = {
     "demo": lambda _, path: ["demo", "--quick", "--run", path],
     "drill": lambda _, path: ["drill", "--dir", path],
     "bench": lambda _, path: ["bench", "persist", "--dir", path],
-    "bench --trace": lambda _, path: ["bench", "stall", "--trace", path],
+    "bench --picture": lambda _, path: ["bench", "stall", "--picture", path],
 }
 
 

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 from everstep.errors import InfeasibleError
 from everstep.plan.costs import Costs
@@ -30,10 +29,6 @@ class SaveCosts:
     durable_s: float
     replay_s: float | None = None
 
-    def as_json(self) -> dict[str, Any]:
-        """By name."""
-        return asdict(self)
-
 
 def costs_of(interval: Interval, row: Row) -> SaveCosts | None:
     """From measured rounds of an arm; None where there are none.
@@ -43,12 +38,12 @@ def costs_of(interval: Interval, row: Row) -> SaveCosts | None:
     """
     step = interval.step_s()
     slowdown = interval.slowdown_s(row)
-    stall = row.spread(lambda block: block.stall_s)
-    durable = row.spread(lambda block: block.durable_s)
-    if step is None or stall is None or durable is None:
+    stall_s = row.median(lambda block: block.stall_s)
+    durable_s = row.median(lambda block: block.durable_s)
+    if step is None or stall_s is None or durable_s is None:
         return None
-    save_s = stall.median if slowdown is None else max(stall.median, slowdown.median)
-    return SaveCosts(step.median, save_s, durable.median)
+    save_s = stall_s if slowdown is None else max(stall_s, slowdown.median)
+    return SaveCosts(step.median, save_s, durable_s)
 
 
 def interval_of(costs: SaveCosts, mtbf_s: float) -> int:

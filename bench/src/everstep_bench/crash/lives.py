@@ -2,33 +2,27 @@
 
 from __future__ import annotations
 
-import json
 import os
-import select
 import shutil
-import subprocess
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from everstep.errors import DeadlineError, EverstepError
+from everstep.errors import EverstepError
 from everstep.link.registry import kill_keeper, list_keepers
 from everstep.seams.processes.processes import process_ended
 from everstep.testing.keepers import end_keeper
-from everstep_bench.crash.child import Order
-from everstep_bench.crash.options import CrashOptions
-from everstep_bench.stall.arms import TIMEOUT_S
-from everstep_bench.stall.helpers import running
+from everstep_bench.harness.children import Child
+from everstep_bench.options import CrashOptions
 from everstep_bench.step.arms import Recovered
-from everstep_bench.step.options import Setting
+from everstep_bench.step.child import ChildOrder
+from everstep_bench.step.settings import Setting
 
 __all__ = ["Life", "Lives", "Losses", "lived"]
 
-_MODULE = "everstep_bench.crash.child"
 _GONE_S = 10.0
-_READ_BYTES = 1 << 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,22 +127,12 @@ def lived(
         name: of the arm, where it is not that of the setting.
         steps_min: steps that each process is let train, however long they take.
     """
-    order = Order(
-        setting=setting,
-        params=options.params,
-        batch=options.batch,
-        seed=options.seed,
-        free_core=options.free_core,
-        folder=str(folder),
-        link_bytes_per_s=options.link_bytes_per_s,
-        log_on_disk=not options.spare_keeper,
-        parent=os.getpid(),
-    )
+    order = ChildOrder(os.getpid(), setting, options.training(), str(folder))
     found = Lives(name or setting.arm, setting.every)
     try:
         for number, seconds in enumerate(lifetimes, start=1):
             found.lives.append(_live(order, found.arm, seconds, losses, steps_min))
-            if number < len(lifetimes) and not options.spare_keeper:
+            if number < len(lifetimes):
                 _kill_keepers(folder)
     except EverstepError as error:
         found.error = f"failed: {error}"
@@ -158,8 +142,8 @@ def lived(
     return found
 
 
-def _live(order: Order, arm: str, lifetime_s: float, losses: Losses, steps_min: int) -> Life:
-    """One process, killed so long after it was ready."""
+def _live(order: ChildOrder, arm: str, lifetime_s: float, losses: Losses, steps_min: int) -> Life:
+    """Let one process live, killed so long after it was ready."""
 
     def seen(words: Iterable[dict[str, Any]], reached: int) -> int:
         for word in words:
@@ -169,78 +153,16 @@ def _live(order: Order, arm: str, lifetime_s: float, losses: Losses, steps_min: 
             losses.see(arm, reached, word["loss"])
         return reached
 
-    with running(_MODULE, order.encode()) as process:
-        said = _Said(process)
-        begin_s = said.next("ready")["at_s"]
-        resumed = said.next("resumed")
+    with Child("step.child", order.encode()) as process:
+        begin_s = process.next("ready")["at_s"]
+        resumed = process.next("resumed")
         recovered = Recovered(**resumed["recovered"])
-        reached = seen(said.until(begin_s + lifetime_s), recovered.step)
+        reached = seen(process.until(begin_s + lifetime_s), recovered.step)
         while reached < recovered.step + steps_min:
-            reached = seen([said.next("step")], reached)
-        process.kill()
+            reached = seen([process.next("step")], reached)
         killed_s = time.monotonic()
-        process.wait()
-        reached = seen(said.rest(), reached)
+        reached = seen(process.kill(), reached)
     return Life(recovered, resumed["at_s"] - begin_s, killed_s - begin_s, reached)
-
-
-class _Said:
-    """Lines that a process has reported."""
-
-    def __init__(self, process: subprocess.Popen[bytes]) -> None:
-        assert process.stdout is not None
-        self._process = process
-        self._descriptor = process.stdout.fileno()
-        self._read = b""
-        self._ended = False
-
-    def next(self, event: str) -> dict[str, Any]:
-        """Its next word, which must be this one.
-
-        Raises:
-            EverstepError: it has ended, or says something else.
-            DeadlineError: it hangs.
-        """
-        for word in self.until(time.monotonic() + TIMEOUT_S):
-            if word["event"] != event:
-                raise EverstepError(f"a training process says {word['event']!r}, not {event!r}")
-            return word
-        raise DeadlineError(f"a training process has said nothing for {TIMEOUT_S:g} s")
-
-    def until(self, end_s: float) -> Iterator[dict[str, Any]]:
-        """Its words until a moment of the monotonic clock.
-
-        Raises:
-            EverstepError: it has ended.
-        """
-        while True:
-            yield from self._lines()
-            left_s = end_s - time.monotonic()
-            if left_s <= 0:
-                return
-            if select.select([self._descriptor], [], [], left_s)[0]:
-                self._take()
-            if self._ended:
-                raise EverstepError(
-                    f"a training process has ended: exit status {self._process.wait(_GONE_S)}",
-                    hint="what it said is above; too much for this machine?",
-                )
-
-    def rest(self) -> Iterator[dict[str, Any]]:
-        """Return the remaining lines of a dead process, without one that the kill cut short."""
-        while not self._ended:
-            self._take()
-        yield from self._lines()
-
-    def _take(self) -> None:
-        found = os.read(self._descriptor, _READ_BYTES)
-        self._read += found
-        self._ended = not found
-
-    def _lines(self) -> Iterator[dict[str, Any]]:
-        while b"\n" in self._read:
-            line, self._read = self._read.split(b"\n", 1)
-            yield json.loads(line)
 
 
 def _kill_keepers(run: Path) -> None:

@@ -17,15 +17,12 @@ Table 1: "full remote checkpoint fetch") disks and keepers go before a restart.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, Literal
 
-from everstep.config.given import one_of
-from everstep.errors import OptionError
-
-__all__ = ["ARMS", "DEFAULT_ARMS", "OTHERS", "OURS", "Arm", "Consumes", "parse_arms"]
+__all__ = ["ARMS", "OTHERS", "OURS", "Arm", "Consumes"]
 
 Consumes = Literal["whole", "int8"]
 
@@ -123,21 +120,3 @@ OURS = ("everstep", "everstep_lossy", "everstep_int8")
 
 OTHERS = ("gemini", "checkfreq", "datastates")
 """These (TierCheck, section 5.1)."""
-
-DEFAULT_ARMS = tuple(ARMS)
-
-
-def parse_arms(text: str | None) -> tuple[str, ...]:
-    """The arms of ``"lazy,async"``; all of them for None.
-
-    Raises:
-        OptionError: for a name that is none, with the nearest one.
-    """
-    if text is None:
-        return DEFAULT_ARMS
-    names: Sequence[str] = [word.strip() for word in text.split(",") if word.strip()]
-    for name in names:
-        one_of("arm", name, ARMS)
-    if not names:
-        raise OptionError(f"no arms; there are: {', '.join(ARMS)}")
-    return tuple(dict.fromkeys(names))

@@ -15,15 +15,18 @@ from typing import Any
 
 from everstep.seams.processes.processes import PidWatch
 from everstep.workloads.journal import Event, JournalReader
-from everstep_bench.drill.arms import Arm, Consumes
+from everstep_bench.drill.arms import ARMS, Arm, Consumes
 from everstep_bench.drill.hosts import Hosts
 from everstep_bench.drill.plan import DrillPlan
 from everstep_bench.drill.processes import DrillError
 
-__all__ = ["CHILD", "Start", "order_of"]
+__all__ = ["CHILD", "TEXT", "Start", "order_of"]
 
 CHILD: tuple[str, ...] = ("-m", "everstep_bench.drill.child")
 """How torchrun starts a training process."""
+
+TEXT = "text.bin"
+"""What is trained on."""
 
 _POLL_S = 0.01
 _TAIL_BYTES = 3000
@@ -36,64 +39,60 @@ def order_of(
     plan: DrillPlan,
     hosts: Hosts,
     name: str,
-    arm: Arm | None,
-    text: Path,
-    journals: Path,
+    arm: str | None,
+    place: Path,
     *,
     consumes: Consumes = "whole",
     scenario: str = "run",
-    every: int | None = None,
-    until: int | None = None,
-    describe: Sequence[int] = (),
 ) -> dict[str, Any]:
     """Return the order for the training processes; the same for all ranks.
 
     Args:
         name: of this start.
+        arm: none for the run that nobody disturbs, whose states at the ends of all arms are
+            described.
+        place: for the journals; it holds the text.
         consumes: what the optimizer consumes where there is no arm.
         scenario: what it is a start of; has a part of the durable tier for itself.
-        every: steps between two bases, if not the plan's.
-        until: last step that is taken, if not the plan's.
-        describe: steps after which the state is described, too.
     """
-    shared = arm is None or arm.folder == "shared"
-    if shared and hosts.store is None:
+    way = None if arm is None else ARMS[arm]
+    if (way is None or way.folder == "shared") and hosts.store is None:
         runs = [hosts.durable / "run"] * plan.hosts
     else:
         runs = [hosts.disk(host) / "run" for host in range(plan.hosts)]
-    told = None
-    if arm is not None:
-        durable = hosts.durable_tier(scenario)
-        # An object store is no folder: what is meant for it is written to the disk first.
-        tiers = (*arm.tiers, "{durable}") if shared and hosts.store is not None else arm.tiers
-        told = {
-            "method": arm.method,
-            "keeper": "process" if hosts.store is not None else arm.keeper,  # it makes the copies
-            "log": dict(arm.log),
-            "copied": arm.copied,
-            "copied_steps": arm.copied_steps,
-            "tiers": [tier.replace("{durable}", durable) for tier in tiers],
-            "peer_bytes_per_s": (
-                plan.link_bits_per_s / 8 if arm.at_once and hosts.store is not None else None
-            ),
-        }
     return {
         "name": name,
-        "journals": str(journals),
-        "text": str(text),
+        "journals": str(place),
+        "text": str(place / TEXT),
         "drill": os.getpid(),
-        "arm": told,
-        "consumes": consumes if arm is None else arm.consumes,
+        "arm": None if way is None else _told(plan, hosts, way, hosts.durable_tier(scenario)),
+        "consumes": consumes if way is None else way.consumes,
         "runs": [str(run) for run in runs],
         "steps": plan.steps,
-        "until": plan.steps if until is None else until,
-        "describe": list(describe),
-        "every": plan.every if every is None else every,
+        "until": plan.steps if arm is None else plan.end_step(arm),
+        "describe": [] if arm else sorted({plan.end_step(one) for one in plan.arms}),
+        "every": plan.every if arm is None else plan.every_of(arm),
         "seed": plan.seed,
         "batch": plan.batch,
         "model": asdict(plan.model),
         "parallel": plan.parallel,
         "timeout_s": plan.timeout_s,
+    }
+
+
+def _told(plan: DrillPlan, hosts: Hosts, way: Arm, durable: str) -> dict[str, Any]:
+    """Return what of an order is an arm's."""
+    behind = hosts.store is not None
+    # An object store is no folder: what is meant for it is written to the disk first.
+    tiers = (*way.tiers, "{durable}") if way.folder == "shared" and behind else way.tiers
+    return {
+        "method": way.method,
+        "keeper": "process" if behind else way.keeper,  # it makes the copies
+        "log": dict(way.log),
+        "copied": way.copied,
+        "copied_steps": way.copied_steps,
+        "tiers": [tier.replace("{durable}", durable) for tier in tiers],
+        "peer_bytes_per_s": plan.link / 8 if way.at_once and behind else None,
     }
 
 

@@ -1,4 +1,4 @@
-"""The outcome of a drill as plain data, and TierCheck's figures of it.
+"""The outcome of a drill, and TierCheck's figures of it.
 
 TierCheck's Table 3 (Exp. 4) adds T_rollback and T_rerun. Here T_rollback is the time until the
 ranks that live know of the failure, and that of ``resume()``; T_rerun is what the lost steps
@@ -8,21 +8,38 @@ neither; it is given beside them.
 
 from __future__ import annotations
 
+import statistics
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from everstep.workloads.comparison import Difference
-from everstep_bench.drill.arms import OTHERS, OURS
-from everstep_bench.drill.plan import DrillPlan, Kill
+from rich.console import Console
+from rich.text import Text
 
-__all__ = ["DrillReport", "Outcome", "Ratio"]
+from everstep.workloads.comparison import Difference
+from everstep_bench.drill.arms import ARMS, OTHERS, OURS
+from everstep_bench.drill.plan import DrillPlan, Kill
+from everstep_bench.harness.figures import plain
+from everstep_bench.harness.report import Findings, Table, number
+
+__all__ = ["DrillReport", "Outcome", "Ratio", "of_arms"]
 
 _DIFFERENCES_KEPT = 50
+_DIFFERENCES_SHOWN = 12
+_COLUMNS = ("arm", "detect s", "restore s", "rollback s", "lost steps", "re-run s", "total s",
+            "start s", "from", "claims exact", "same bits")  # fmt: skip
+_WORDS = ("arm", "from", "claims exact", "same bits")
+_KEYS = {
+    "reached_step": "reached",
+    "recovered_step": "recovered",
+    "lost_steps": "lost",
+    "replayed_steps": "replayed",
+    "claims_exact": "exact",
+}
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Outcome:
     """One arm and one kill.
 
@@ -110,39 +127,59 @@ class Outcome:
         """``"memory x 3, disk x 1"``."""
         return ", ".join(f"{name} x {n}" for name, n in Counter(self.sources).most_common())
 
-    def as_json(self) -> dict[str, Any]:
-        """As plain data."""
+    def cells(self) -> tuple[str | Text, ...]:
+        """Return its row of the table."""
         if not self.ran:
-            return {"arm": self.arm, "kill": self.kill, "refused": self.refused}
+            return (self.arm, *["-"] * 7, "refused", "-", "-")
+        return (
+            self.arm,
+            "never" if self.detect_s is None else number(self.detect_s),
+            number(self.restore_s),
+            number(self.rollback_s),
+            f"{self.lost:g}",
+            number(self.rerun_s),
+            number(self.total_s),
+            number(self.launch_s, 1),
+            self.from_words,
+            "yes" if self.exact else "no",
+            "yes" if self.same else Text("NO", "bold red") if self.exact else "near",
+        )
+
+    def as_json(self) -> dict[str, Any]:
+        """Return it as plain data."""
+        found: dict[str, Any] = {"arm": self.arm, "kill": self.kill, "refused": self.refused}
+        if not self.ran:
+            return found
+        names = ("dead_hosts detect_s launch_s restore_s step_s rollback_s rerun_s total_s sources "
+                 "size_bytes evidence skipped same").split()  # fmt: skip
         return {
-            "arm": self.arm,
-            "kill": self.kill,
-            "refused": None,
-            "dead_hosts": list(self.dead_hosts),
-            "reached_step": self.reached,
-            "recovered_step": self.recovered,
-            "lost_steps": self.lost,
-            "replayed_steps": self.replayed,
-            "detect_s": self.detect_s,
-            "launch_s": self.launch_s,
-            "restore_s": self.restore_s,
-            "step_s": self.step_s,
-            "rollback_s": self.rollback_s,
-            "rerun_s": self.rerun_s,
-            "total_s": self.total_s,
-            "sources": list(self.sources),
-            "size_bytes": self.size_bytes,
-            "claims_exact": self.exact,
-            "evidence": self.evidence,
-            "skipped": list(self.skipped),
-            "same": self.same,
+            **found,
+            **{name: plain(getattr(self, name)) for name in names},
+            **{key: getattr(self, name) for key, name in _KEYS.items()},
             "loss_undisturbed": self.losses[0],
             "loss": self.losses[1],
-            "differences": [
-                {"witness": item.witness, "name": item.name, "detail": item.detail}
-                for item in self.differences[:_DIFFERENCES_KEPT]
-            ],
+            "differences": plain(self.differences[:_DIFFERENCES_KEPT]),
         }
+
+    def verdict(self) -> Iterator[Text]:
+        """Yield lines on what differs."""
+        if not self.ran or self.same:
+            return
+        if self.as_claimed:
+            undisturbed, here = self.losses
+            yield Text.assemble(
+                ("NEAR", "bold"),
+                f": {self.arm}, {self.kill}, as it says itself: loss at the end {here:.4f}, "
+                f"undisturbed {undisturbed:.4f}",
+            )
+            return
+        count = len(self.differences)
+        yield Text.assemble(
+            ("DIFFERENT", "bold red"),
+            f": {self.arm}, {self.kill}: {count} differences (undisturbed != recovered)",
+        )
+        for item in self.differences[:_DIFFERENCES_SHOWN]:
+            yield Text(f"  {item.witness}: {item.name}: {item.detail}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,21 +210,14 @@ class Ratio:
         return self.asked is None or self.times >= self.asked
 
     def as_json(self) -> dict[str, Any]:
-        """As plain data."""
-        return {
-            "kill": self.kill,
-            "ours": self.ours,
-            "best_other": self.best,
-            "best_other_s": self.best_s,
-            "ours_s": self.ours_s,
-            "times": self.times,
-            "asked": self.asked,
-            "met": self.met,
-        }
+        """Return it as plain data."""
+        names = ("kill", "ours", "ours_s", "times", "asked", "met")
+        found = {name: getattr(self, name) for name in names}
+        return {**found, "best_other": self.best, "best_other_s": self.best_s}
 
 
-@dataclass(frozen=True, slots=True)
-class DrillReport:
+@dataclass(frozen=True)
+class DrillReport(Findings):
     """All of a drill.
 
     Attributes:
@@ -233,16 +263,8 @@ class DrillReport:
             asked = self.plan.checks.get(kill)
             for name in OURS:
                 if name in here:
-                    found.append(
-                        Ratio(
-                            kill=kill,
-                            ours=name,
-                            best=best.arm,
-                            best_s=best.total_s,
-                            ours_s=here[name].total_s,
-                            asked=asked,
-                        )
-                    )
+                    ours_s = here[name].total_s
+                    found.append(Ratio(kill, name, best.arm, best.total_s, ours_s, asked))
         return tuple(found)
 
     @property
@@ -259,45 +281,125 @@ class DrillReport:
         if plan.store == "folder" or not self.step_s:
             return None
         bits = 8 * plan.host_bytes / self.step_s
-        return bits / plan.store_bits_per_s, bits / plan.link_bits_per_s
+        return bits / plan.store_bits_per_s, bits / plan.link
 
-    def as_json(self) -> dict[str, Any]:
-        """As plain data."""
+    def tables(self) -> Iterator[Table]:
+        """Yield a table for each kill."""
         plan = self.plan
+        for kill in plan.kills:
+            dead = ", ".join(map(str, plan.dead_hosts(kill)))
+            what = f"host(s) {dead}" if dead else f"the trainer of host {plan.victim}"
+            rows = [one.cells() for one in self.outcomes if one.kill == kill]
+            yield Table(f"kill {kill}: {what}", _COLUMNS, rows, _WORDS)
+
+    def notes(self) -> Iterator[str]:
+        """Yield what ran, what the columns mean, links and intervals in steps, and ratios."""
+        for one in self.outcomes:
+            if one.refused is not None:
+                yield f"{one.arm} refused: {one.refused}"
+        yield f"hosts: {self.network}"
+        for name in self.plan.arms:
+            if any(one.arm == name and one.ran for one in self.outcomes):
+                yield f"{name}: {ARMS[name].words}"
+        yield "rollback = detect (until the last living rank knows) + restore (resume() of all)"
+        yield "re-run = lost steps x median step of that run; total = both (TierCheck, Table 3)"
+        yield "start: torchrun, Python and torch of the new start; in none of them"
+        runs = {"": (self.step_s, *self.losses), **self.others}
+        for name, (step_s, first, last) in runs.items():
+            consuming = f", consuming {name} gradients" if name else ""
+            loss = f"loss {first:.4f} -> {last:.4f}"
+            yield f"undisturbed{consuming}: {1e3 * step_s:.0f} ms a step, {loss}"
+        yield f"{self.seconds:.0f} s in all"
+        yield from self._scale()
+        yield from self._ratios()
+
+    def present(self, console: Console) -> None:
+        """Print tables, notes and verdict."""
+        super().present(console)
+        for outcome in self.outcomes:
+            for line in outcome.verdict():
+                console.print(line, soft_wrap=True)
+        if not self.ran:
+            console.print(Text("NOTHING RAN: every arm was refused", "bold"))
+        elif self.same:
+            count = sum(outcome.same for outcome in self.outcomes)
+            console.print(
+                Text.assemble(
+                    ("IDENTICAL", "bold green"),
+                    f": {count} recoveries, and every rank of each ended in the bits of the run "
+                    "that nobody disturbed",
+                ),
+                soft_wrap=True,
+            )
+
+    def figures(self) -> dict[str, Any]:
+        """Return everything as plain data."""
+        plan = self.plan
+        names = ("hosts parallel batch steps every victim seed timeout_s store host_bytes").split()
+        keys = ("step_s", "loss_first", "loss_last")
         return {
-            "same": self.same,
-            "hosts": plan.hosts,
-            "emulation": self.emulation,
-            "network": self.network,
-            "parallel": plan.parallel,
+            **{name: getattr(plan, name) for name in names},
+            **{name: getattr(self, name) for name in ("same", "emulation", "network", "met")},
             "params": plan.model.params,
-            "batch": plan.batch,
-            "steps": plan.steps,
-            "every": plan.every,
             "intervals": {arm: plan.every_of(arm) for arm in plan.arms},
             "kill_after_step": plan.at_step,
             "kill_into_step": plan.into,
             "kill_after_steps": {arm: plan.kill_step(arm) for arm in plan.arms},
             "failpoint": plan.at_point,
-            "victim": plan.victim,
             "link_cut": plan.cut,
-            "seed": plan.seed,
-            "timeout_s": plan.timeout_s,
-            "store": plan.store,
-            "link_bits_per_s": plan.link_bits_per_s,
+            "link_bits_per_s": plan.link,
             "store_bits_per_s": None if plan.store == "folder" else plan.store_bits_per_s,
-            "host_bytes": plan.host_bytes,
             "restore_steps": None if self.scale is None else self.scale[0],
-            "ratios": [ratio.as_json() for ratio in self.ratios],
-            "met": self.met,
+            "ratios": self.ratios,
             "undisturbed_step_s": self.step_s,
             "loss_first": self.losses[0],
             "loss_last": self.losses[1],
             "undisturbed_others": {
-                name: dict(zip(("step_s", "loss_first", "loss_last"), found, strict=True))
-                for name, found in self.others.items()
+                name: dict(zip(keys, found, strict=True)) for name, found in self.others.items()
             },
-            "outcomes": [outcome.as_json() for outcome in self.outcomes],
+            "outcomes": self.outcomes,
             "machine": self.machine,
             "seconds": self.seconds,
         }
+
+    def _scale(self) -> Iterator[str]:
+        """Yield links and intervals in steps, beside TierCheck's."""
+        if self.scale is None:
+            return
+        plan = self.plan
+        (store, peer) = self.scale
+        slower = [
+            f"{arm} {statistics.median(times) / self.step_s:.2f}"
+            for arm in plan.arms
+            if (times := [o.step_s for o in self.outcomes if o.arm == arm and o.ran])
+        ]
+        yield (
+            f"scale: a host's state, {plan.host_bytes / 1e6:.1f} MB, takes {store:.2f} undisturbed "
+            f"steps from the store and {peer:.2f} from another host (TierCheck, Table 3, less what "
+            "its local memory takes: 3.3 and 1.5)"
+        )
+        yield f"bases every {of_arms(plan, plan.every_of)} steps"
+        yield f"steps before the kill, in undisturbed ones: {', '.join(slower)}"
+
+    def _ratios(self) -> Iterator[str]:
+        """Yield the ratio for each kill, and its target if there is one."""
+        for ratio in self.ratios:
+            asked = ""
+            if ratio.asked is not None:
+                asked = f"; asked {ratio.asked:g}: {'met' if ratio.met else 'NOT MET'}"
+            yield (
+                f"ratio {ratio.kill}: best other {ratio.best} {ratio.best_s:.2f} s / {ratio.ours} "
+                f"{ratio.ours_s:.2f} s = {ratio.times:.2f}{asked}"
+            )
+        there = {ratio.kill for ratio in self.ratios}
+        for kill, asked_times in self.plan.checks.items():
+            if kill not in there:
+                yield f"ratio {kill}: asked {asked_times:g}: NOT MET, there is none"
+
+
+def of_arms(plan: DrillPlan, figure: Callable[[str], int]) -> str:
+    """Return ``"10"``, if it is the same for all arms; else ``"11 (gemini), 21 (checkfreq)"``."""
+    found = {arm: figure(arm) for arm in plan.arms}
+    if len(set(found.values())) == 1:
+        return str(found.popitem()[1])
+    return ", ".join(f"{value} ({arm})" for arm, value in found.items())

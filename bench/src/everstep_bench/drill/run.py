@@ -19,7 +19,7 @@ from everstep.workloads import stdlib_text
 from everstep.workloads.processes import interruptible, workspace
 from everstep_bench.drill.arms import ARMS, Consumes
 from everstep_bench.drill.hosts import Hosts
-from everstep_bench.drill.job import CHILD, Start
+from everstep_bench.drill.job import CHILD, TEXT, Start
 from everstep_bench.drill.network import Namespaces, Network, choose_network
 from everstep_bench.drill.plan import DrillPlan
 from everstep_bench.drill.report import DrillReport, Outcome
@@ -64,9 +64,7 @@ def run_drill(
     with interruptible(), workspace(folder, "drill") as place:
         store_rate = None if plan.store == "folder" else plan.store_bits_per_s
         between = (
-            choose_network(
-                plan.links, word, plan.hosts, plan.link_bits_per_s, store_bits_per_s=store_rate
-            )
+            choose_network(plan.links, word, plan.hosts, plan.link, store_bits_per_s=store_rate)
             if network is None
             else network(word)
         )
@@ -96,9 +94,8 @@ def _run(
     child: Sequence[str],
     begin_s: float,
 ) -> DrillReport:
-    text = place / "text.bin"
-    text.write_bytes(stdlib_text(_TEXT_BYTES))
-    drill = Drill(plan, hosts, place, text, display, child)
+    (place / TEXT).write_bytes(stdlib_text(_TEXT_BYTES))
+    drill = Drill(plan, hosts, place, display, child)
     consumed: list[Consumes] = ["whole", *(ARMS[arm].consumes for arm in plan.arms)]
     alone = {consumes: drill.undisturbed(consumes) for consumes in dict.fromkeys(consumed)}
     step_s = median_step_s(alone["whole"])
@@ -106,7 +103,7 @@ def _run(
     network = hosts.network
     if plan.restore_steps is not None and isinstance(network, Namespaces):
         link, to_store = plan.rates_for(step_s)
-        plan = dataclasses.replace(plan, link_bits_per_s=link, store_bits_per_s=to_store)
+        plan = dataclasses.replace(plan, link=link, store_link=to_store)
         network.limit(link, to_store)
         drill.replan(plan)
         display.event(f"links from now on: {network.describe()}")
@@ -121,16 +118,17 @@ def _run(
                 refused[arm] = outcome.refused
             outcomes.append(outcome)
     others = {name: start for name, start in alone.items() if name != "whole"}
+    store = "" if hosts.store is None else f"; {hosts.store.describe()}"
     return DrillReport(
-        plan,
-        network.describe() + ("" if hosts.store is None else f"; {hosts.store.describe()}"),
-        network.name,
-        tuple(outcomes),
-        step_s,
-        _losses(alone["whole"]),
-        time.monotonic() - begin_s,
-        {name: (median_step_s(start), *_losses(start)) for name, start in others.items()},
-        _machine(),
+        plan=plan,
+        network=network.describe() + store,
+        emulation=network.name,
+        outcomes=tuple(outcomes),
+        step_s=step_s,
+        losses=_losses(alone["whole"]),
+        seconds=time.monotonic() - begin_s,
+        others={name: (median_step_s(start), *_losses(start)) for name, start in others.items()},
+        machine=_machine(),
     )
 
 

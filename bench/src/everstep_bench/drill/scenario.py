@@ -38,14 +38,12 @@ class Drill:
         plan: DrillPlan,
         hosts: Hosts,
         place: Path,
-        text: Path,
         display: Display,
         child: Sequence[str] = CHILD,
     ) -> None:
         self._plan = plan
         self._hosts = hosts
         self._place = place
-        self._text = text
         self._display = display
         self._child = child
 
@@ -127,19 +125,14 @@ class Drill:
         scenario: str,
         consumes: Consumes = "whole",
     ) -> Start:
-        plan = self._plan
         order = order_of(
-            plan,
+            self._plan,
             self._hosts,
             name,
-            None if arm is None else ARMS[arm],
-            self._text,
+            arm,
             self._place,
             consumes=consumes,
             scenario=scenario,
-            every=None if arm is None else plan.every_of(arm),
-            until=None if arm is None else plan.end_step(arm),
-            describe=[] if arm else sorted({plan.end_step(one) for one in plan.arms}),
         )
         return Start(
             self._hosts,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -12,9 +12,9 @@ from everstep.capture.parts import Unit
 from everstep.plan.multistep import PARTS_MAX, Overlap, Pipeline, lower_bound_s
 from everstep.plan.multistep_cut import best_cut, fewest, least_wait_s
 from everstep.trainer.multistep.partition import cut_by_cost, modelled_overlap
-from everstep_bench.multistep.options import WAYS, Ratio
+from everstep_bench.harness.figures import Spread, plain
 from everstep_bench.multistep.training import Lengths
-from everstep_bench.persist.report import Spread
+from everstep_bench.options import WAYS, Ratio
 
 __all__ = ["AUTO", "MeasuredSave", "Measurement", "Row", "allowed_s", "least"]
 
@@ -108,8 +108,13 @@ class Row:
         """The number of parts of the last save."""
         return self.saves[-1].parts if self.saves else None
 
+    @property
+    def count(self) -> int:
+        """The number of parts, asked for or chosen."""
+        return self.parts or self.chosen or 1
+
     def spread(self, figure: Callable[[MeasuredSave], float]) -> Spread | None:
-        """Of one figure over all saves."""
+        """Return one figure over all saves."""
         return Spread.of([figure(save) for save in self.saves])
 
     def stall_s(self) -> Spread | None:
@@ -191,7 +196,7 @@ class Measurement:
         pipeline = self.pipeline(row)
         if row.way == "async":
             return pipeline.state_s
-        return self.overlap(pipeline, parts or _count(row), self.held(row.way)).stall_s
+        return self.overlap(pipeline, parts or row.count, self.held(row.way)).stall_s
 
     def expected(self, row: Row, parts: int | None = None) -> Overlap | None:
         """Return the modelled stall of a base, including the training thread's own work.
@@ -199,7 +204,7 @@ class Measurement:
         Forward and backward are as long as they are beside copies. None if own work was
         not measured separately.
         """
-        count = parts or _count(row)
+        count = parts or row.count
         own_s = self.own_s(row.way, count)
         forward_s = self._apart(row.way, count, lambda save: save.forward_s)
         backward_s = self._apart(row.way, count, lambda save: save.backward_s)
@@ -228,12 +233,12 @@ class Measurement:
 
     def bound_s(self, row: Row) -> float:
         """No way with so many parts holds training up less."""
-        return lower_bound_s(self.pipeline(row), _count(row))
+        return lower_bound_s(self.pipeline(row), row.count)
 
     def reach_s(self, row: Row) -> float | None:
         """The bound, or what any cut waits for if gradients are held for one step, whichever is
         more, and own work; None where that was not measured."""
-        own_s = self.own_s(row.way, _count(row))
+        own_s = self.own_s(row.way, row.count)
         if own_s is None:
             return None
         least_s = least_wait_s(self.pipeline(row)) if self.held_steps == 1 else 0.0
@@ -264,43 +269,31 @@ class Measurement:
         return least(self.of(way))
 
     def as_json(self) -> dict[str, Any]:
-        """Everything, every save included."""
+        """Return everything, every save included."""
+        names = "copy_steps state_bytes gradient_bytes link_bytes_per_s held_steps".split()
         return {
-            "copy_steps": self.copy_steps,
+            **{name: getattr(self, name) for name in names},
             "ratio": str(self.ratio),
-            "state_bytes": self.state_bytes,
-            "gradient_bytes": self.gradient_bytes,
-            "link_bytes_per_s": self.link_bytes_per_s,
-            "held_steps": self.held_steps,
             "rows": [self._row_as_json(row) for row in self.rows],
             "own": [
-                {"way": row.way, "parts": row.parts, "error": row.error, "saves": _saves(row)}
+                {"way": row.way, "parts": row.parts, "error": row.error, "saves": plain(row.saves)}
                 for row in self.own
             ],
         }
 
     def _row_as_json(self, row: Row) -> dict[str, Any]:
-        stall = row.stall_s()
-        slowdown = row.spread(lambda save: save.slowdown_s)
+        known = bool(row.saves)
         return {
             "way": row.way,
             "parts": "auto" if row.parts == AUTO else row.parts,
             "chosen": row.chosen,
             "error": row.error,
-            "modelled_stall_s": self.modelled_s(row) if row.saves else None,
-            "modelled_lost_s": self.expected_s(row) if row.saves else None,
-            "own_s": self.own_s(row.way, _count(row)) if row.saves else None,
-            "bound_s": self.bound_s(row) if row.saves else None,
-            "stall_s": stall and stall.as_json(),
-            "slowdown_s": slowdown and slowdown.as_json(),
-            "lengths": row.lengths and asdict(row.lengths),
-            "saves": _saves(row),
+            "modelled_stall_s": self.modelled_s(row) if known else None,
+            "modelled_lost_s": self.expected_s(row) if known else None,
+            "own_s": self.own_s(row.way, row.count) if known else None,
+            "bound_s": self.bound_s(row) if known else None,
+            "stall_s": plain(row.stall_s()),
+            "slowdown_s": plain(row.spread(lambda save: save.slowdown_s)),
+            "lengths": plain(row.lengths),
+            "saves": plain(row.saves),
         }
-
-
-def _count(row: Row) -> int:
-    return row.parts or row.chosen or 1
-
-
-def _saves(row: Row) -> list[dict[str, Any]]:
-    return [asdict(save) for save in row.saves]

@@ -6,17 +6,18 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from everstep_bench.harness.figures import Verdict, plain
+from everstep_bench.harness.report import Report, Table, ms, range_of
 from everstep_bench.multistep.figures import AUTO, Measurement, Row, allowed_s, least
-from everstep_bench.multistep.options import WAYS, MultistepOptions
-from everstep_bench.persist.machine import Machine
-from everstep_bench.persist.report import Verdict
-from everstep_bench.stall.report import facts_as_json
+from everstep_bench.options import WAYS, MultistepOptions
 
 __all__ = ["MultistepReport"]
 
 _BOUNDED = "gockpt_o"  # updates that wait for gradients cannot come near it
 _ZERO_OF_ASYNC = 0.05
 _OF_BEST = 1.05
+_COLUMNS = ("way", "parts", "copies", "own work", "model", "measured", "min - max", "off",
+            "waits: state", "gradients", "other", "slow-down", "bound", "")  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,39 +68,83 @@ def _own(measurement: Measurement, way: str, parts: int) -> str:
     return "" if own_s is None else f"; own work {1e3 * own_s:.1f} ms"
 
 
-@dataclass(slots=True)
-class MultistepReport:
-    """Everything that was found.
-
-    Attributes:
-        size_bytes: of the state, about.
-        tensors: number of those in it.
-        workload: the training in words.
-        free_core: whether training had a core of its own, and another was free.
-    """
+@dataclass
+class MultistepReport(Report):
+    """Everything that was found."""
 
     options: MultistepOptions
-    machine: Machine
-    size_bytes: int
-    tensors: int
-    workload: str
-    free_core: bool
     found: list[Measurement]
-    load_after: float
-    seconds: float
-    folder: str
 
     def labels(self) -> list[str]:
         """Return remarks that belong to every figure of this run."""
-        found = [
+        return [
             "EMULATED: everstep's copies go through a link that does not exist, and that takes so "
-            "many steps for the whole state"
+            "many steps for the whole state",
+            *super().labels(),
         ]
-        if not self.free_core:
-            found.append("ONE CORE: training and everything else share it")
-        return found
 
-    def verdicts(self, measurement: Measurement) -> list[Verdict]:
+    def rounds(self) -> str:
+        """Return how often each number of parts was measured."""
+        options = self.options
+        return (
+            f"{options.repeats} saves of each number of parts, order drawn with seed {options.seed}"
+        )
+
+    def verdicts(self) -> list[Verdict]:
+        """Return the targets of each way in one line."""
+        return [self.summary(found, way) for found in self.found for way in WAYS]
+
+    def all_met(self) -> bool:
+        """Return True if every target is met; one that could not be measured is not."""
+        return all(verdict.met for found in self.found for verdict in self.verdicts_of(found))
+
+    def tables(self) -> Iterator[Table]:
+        """Yield one table for each length of a copy and share of gradients, with its targets."""
+        for found in self.found:
+            held = f"; gockpt_o keeps them for {found.held_steps} steps"
+            title = (
+                "Milliseconds that a base holds training up: a copy takes "
+                f"{found.copy_steps:g} steps (link of {found.link_bytes_per_s / 1e9:.3g} GB/s), "
+                f"gradients are {found.ratio} of the state{held if found.held_steps > 1 else ''}"
+            )
+            verdicts = self.verdicts_of(found)
+            yield Table(title, _COLUMNS, _rows(found), words=("way", ""), verdicts=verdicts)
+
+    def details(self) -> Iterator[str]:
+        """Yield what failed."""
+        for found in self.found:
+            for row in (*found.rows, *found.own):
+                if row.error:
+                    yield f"{row.way}, {row.parts or 'auto'}: {row.error}"
+
+    def notes(self) -> Iterator[str]:
+        """Yield what the columns mean."""
+        yield (
+            "copies: everstep.plan.multistep as the paper has it, errors mended: waiting for "
+            "copies and nothing else, from the link's bandwidth, bytes, and the lengths of "
+            "forward, backward and update while nothing is saved. own work: of the training "
+            "thread, in as many parts, of another run through the same link: all that is no "
+            "waiting. model: both, with the link copying during that work, and gradients of "
+            "gockpt copied after their update. measured: what the training thread spends in the "
+            "library, in calls and in hooks, from the beginning of a base until it is in host "
+            "memory, and beyond what steps without a base take there; the median of the saves. "
+            "state, gradients: waiting for copies of these; other: the work of the library "
+            "itself. slow-down: the same by the clock on the wall, the steps next to as many "
+            "without a save. bound: of copies alone, no way in so many equal parts does better. "
+            "OFF: more than 15 % and more than 2 ms from the model."
+        )
+
+    def figures(self) -> dict[str, Any]:
+        """Return everything, every save included."""
+        return {
+            "step_s": self.options.step_s,
+            "measurements": [
+                {**found.as_json(), "targets": plain(self.verdicts_of(found))}
+                for found in self.found
+            ],
+        }
+
+    def verdicts_of(self, measurement: Measurement) -> list[Verdict]:
         """The targets, each with the measured figure."""
         return [
             *(self._model_verdict(measurement, way) for way in WAYS),
@@ -136,27 +181,6 @@ class MultistepReport:
         known = [verdict.met for verdict in own]
         met = None if None in known and False not in known else all(known)
         return Verdict(what, ", ".join(words), met)
-
-    def all_met(self) -> bool:
-        """Return True if every target is met; one that could not be measured is not."""
-        return all(verdict.met for found in self.found for verdict in self.verdicts(found))
-
-    def as_json(self) -> dict[str, Any]:
-        """Everything, every save included."""
-        return {
-            **facts_as_json(self),
-            "step_s": self.options.step_s,
-            "measurements": [
-                {
-                    **found.as_json(),
-                    "targets": [
-                        {"target": v.target, "figure": v.figure, "met": v.met}
-                        for v in self.verdicts(found)
-                    ],
-                }
-                for found in self.found
-            ],
-        }
 
     def _model_verdict(self, measurement: Measurement, way: str) -> Verdict:
         what = f"{way}: stall within 15 % (or 2 ms) of the model, for each number of parts"
@@ -248,3 +272,42 @@ class MultistepReport:
         reference = measurement.row("async")
         blocked = None if reference is None else reference.stall_s()
         return None if blocked is None else stall_s / blocked.median
+
+
+def _rows(found: Measurement) -> Iterator[tuple[str, ...]]:
+    rows = [found.row(name) for name in ("async", "lazy")]
+    for way in WAYS:
+        rows += [*found.of(way), found.row(way, AUTO)]
+    for row in rows:
+        if row is not None:
+            yield _cells(found, row)
+
+
+def _cells(found: Measurement, row: Row) -> tuple[str, ...]:
+    stall = row.stall_s()
+    assert stall is not None
+    model_s = found.expected_s(row)
+    has_parts = row.way in WAYS
+    notes = []
+    if has_parts and row.parts == AUTO:
+        notes.append(f"everstep's choice: {row.chosen}")
+    elif has_parts and (best := found.best_modelled(row.way)) and best[0] == row.parts:
+        notes.append("the model's best")
+    if model_s is not None and abs(stall.median - model_s) > allowed_s(model_s):
+        notes.append("OFF")
+    return (
+        row.way,
+        ("auto" if row.parts == AUTO else f"{row.parts}") if has_parts else "-",
+        ms(found.modelled_s(row)),
+        ms(found.own_s(row.way, row.count)),
+        ms(model_s),
+        ms(stall),
+        range_of(stall, 1, 1e3),
+        "-" if model_s is None else f"{1e3 * (stall.median - model_s):+.1f}",
+        ms(row.spread(lambda save: save.causes.get("gate", 0.0))),
+        ms(row.spread(lambda save: save.causes.get("gradients", 0.0))),
+        ms(row.spread(lambda save: save.other_s)),
+        ms(row.spread(lambda save: save.slowdown_s)),
+        ms(found.bound_s(row)) if has_parts else "-",
+        ", ".join(notes),
+    )

@@ -3,28 +3,22 @@
 from __future__ import annotations
 
 import itertools
-import os
 import random
 import shutil
-import time
+from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from everstep.errors import EverstepError
-from everstep.workloads.processes import interruptible
+from everstep_bench.harness.display import Display
+from everstep_bench.harness.session import Session, session
 from everstep_bench.multistep import saves
 from everstep_bench.multistep.figures import AUTO, Measurement, Row
-from everstep_bench.multistep.options import WAYS, MultistepOptions, Ratio
 from everstep_bench.multistep.report import MultistepReport
 from everstep_bench.multistep.saves import measure_row
 from everstep_bench.multistep.training import TimedTraining
-from everstep_bench.persist.machine import look_at
-from everstep_bench.persist.show import Display
-from everstep_bench.persist.workspace import refuse_without_room, workspace
-from everstep_bench.stall.cores import Placement
-from everstep_bench.stall.loop import seeded_single_thread
+from everstep_bench.options import WAYS, MultistepOptions, Ratio
 
-__all__ = ["about_s", "run_multistep"]
+__all__ = ["Bench", "about_s", "run_multistep"]
 
 _OTHERS = ("async", "lazy")
 _CALIBRATE_S = 2.0
@@ -34,72 +28,53 @@ _MEMORY_BESIDES = 1 << 30
 
 
 def about_s(options: MultistepOptions) -> float:
-    """Seconds that :func:`run_multistep` takes, roughly."""
-    return sum(
+    """Return the seconds that :func:`run_multistep` takes, roughly."""
+    rows = [*_wanted(options), *_owned(options)]
+    return len(options.ratios) * sum(
         _CALIBRATE_S
         + sum(
             saves.about_s(way, parts, copy_steps, options.step_s, options.repeats)
-            for way, parts in [*_wanted(options), *_owned(options)]
+            for way, parts in rows
         )
         for copy_steps in options.copies
-        for _ in options.ratios
     )
 
 
 def run_multistep(options: MultistepOptions, display: Display) -> MultistepReport:
-    """Measures; every process is ended and everything written is removed, whatever happens.
+    """Measure; every process is ended and everything written is removed, whatever happens.
 
     Raises:
         OutOfSpaceError: before anything is written, when disk or memory would not do.
         OptionError: steps cannot be as short as that here.
     """
-    begin_s = time.monotonic()
-    with (
-        interruptible(),
-        workspace(options.folder) as folder,
-        seeded_single_thread(options.seed),
-    ):
-        machine = look_at(folder)
-        refuse_without_room(
-            machine,
-            folder,
+    with session(options, display) as run, run.alone():
+        run.refuse_without_room(
             disk_bytes=_COPIES_ON_DISK * options.state_bytes,
             memory_bytes=_COPIES_IN_MEMORY * options.state_bytes + _MEMORY_BESIDES,
             hint="a smaller --state-bytes",
         )
-        placement = Placement(free_core=options.free_core)
         drawn = random.Random(options.seed)
         found: list[Measurement] = []
         tensors = 0
-        with placement.pinned():
-            for ratio in options.ratios:
-                display.begin("making a state", 1)
-                training = TimedTraining(
-                    options.state_bytes,
-                    ratio.value,
-                    options.step_s,
-                    layers=options.layers,
-                    seed=options.seed,
-                )
-                tensors = training.tensors
-                bench = _Bench(options, training, ratio, folder, placement, display, drawn)
-                found += [bench.measured(copy_steps) for copy_steps in options.copies]
-        return MultistepReport(
-            options=options,
-            machine=machine,
-            size_bytes=options.state_bytes,
-            tensors=tensors,
-            workload=f"AdamW, fused, float32; steps of {1e3 * options.step_s:g} ms of real compute",
-            free_core=placement.free,
-            found=found,
-            load_after=os.getloadavg()[0],
-            seconds=time.monotonic() - begin_s,
-            folder=str(folder.parent),
-        )
+        for ratio in options.ratios:
+            display.begin("making a state", 1)
+            training = TimedTraining(
+                options.state_bytes,
+                ratio.value,
+                options.step_s,
+                layers=options.layers,
+                seed=options.seed,
+            )
+            tensors = training.tensors
+            bench = Bench(run, training, ratio, drawn)
+            found += [bench.measured(copy_steps) for copy_steps in options.copies]
+        steps = f"steps of {1e3 * options.step_s:g} ms of real compute"
+        facts = run.facts(options.state_bytes, tensors, f"AdamW, fused, float32; {steps}")
+        return MultistepReport(options, facts, found)
 
 
 def _wanted(options: MultistepOptions) -> list[tuple[str, int]]:
-    """Each way, and number of parts."""
+    """Return each way, and number of parts."""
     counts = (*options.parts, AUTO)
     return [*itertools.product(WAYS, counts), *((way, 1) for way in _OTHERS)]
 
@@ -110,20 +85,19 @@ def _owned(options: MultistepOptions) -> list[tuple[str, int]]:
 
 
 @dataclass(frozen=True, slots=True)
-class _Bench:
-    """Of one share of gradients."""
+class Bench:
+    """Measures one share of gradients."""
 
-    options: MultistepOptions
+    run: Session
     training: TimedTraining
     ratio: Ratio
-    folder: Path
-    placement: Placement
-    display: Display
     drawn: random.Random
 
     def measured(self, copy_steps: float) -> Measurement:
-        """Everything that is compared, for one length of a copy; own work in runs of its own."""
-        speed = self.training.state_bytes / (copy_steps * self.options.step_s)
+        """Measure everything that is compared, for one length of a copy; own work in runs of its
+        own."""
+        options: MultistepOptions = self.run.options
+        speed = self.training.state_bytes / (copy_steps * options.step_s)
         what = f"a copy takes {copy_steps:g} steps, gradients {self.ratio} of the state"
         return Measurement(
             copy_steps=copy_steps,
@@ -131,28 +105,27 @@ class _Bench:
             state_bytes=self.training.state_bytes,
             gradient_bytes=self.training.gradient_bytes,
             link_bytes_per_s=speed,
-            own=self._rows(f"{what}: own work", _owned(self.options), speed),
-            rows=self._rows(what, _wanted(self.options), speed),
+            own=self.rows(f"{what}: own work", _owned(options), speed),
+            rows=self.rows(what, _wanted(options), speed),
             units=self.training.units,
-            held_steps=self.options.held_steps,
+            held_steps=options.held_steps,
         )
 
-    def _rows(self, what: str, wanted: list[tuple[str, int]], speed: float) -> list[Row]:
+    def rows(self, what: str, wanted: Sequence[tuple[str, int]], speed: float) -> list[Row]:
+        """Measure these, in an order that is drawn."""
         rows = {one: Row(*one) for one in wanted}
         order = list(wanted)
         self.drawn.shuffle(order)
-        self.display.begin(what, len(order))
+        self.run.display.begin(what, len(order))
+        folder = self.run.folder / "run"
         for way, parts in order:
-            self.display.advance(f"{way}, {parts or 'auto'}")
-            run = self.folder / "run"
+            self.run.display.advance(f"{way}, {parts or 'auto'}")
             try:
                 rows[way, parts] = measure_row(
-                    *(way, parts, self.training, speed, run, self.placement),
-                    repeats=self.options.repeats,
-                    held_steps=self.options.held_steps,
+                    way, parts, self.training, speed, folder, self.run.placement, self.run.options
                 )
             except EverstepError as error:
                 rows[way, parts].error = f"failed: {error}"
             finally:
-                shutil.rmtree(run, ignore_errors=True)
+                shutil.rmtree(folder, ignore_errors=True)
         return list(rows.values())

@@ -14,12 +14,12 @@ from everstep.errors import DeadlineError
 from everstep.plan.multistep import PARTS_MAX
 from everstep.seams import Seams
 from everstep.testing.emulated_link import EmulatedLink
+from everstep_bench.harness.children import TIMEOUT_S
+from everstep_bench.harness.placement import Placement
+from everstep_bench.harness.running import LINGER_S, close_run, keepers_of, quiet, take_due
 from everstep_bench.multistep.figures import AUTO, MeasuredSave, Row
-from everstep_bench.multistep.options import WAYS
 from everstep_bench.multistep.training import Lengths, TimedStep, TimedTraining
-from everstep_bench.stall.arms import TIMEOUT_S
-from everstep_bench.stall.cores import Placement
-from everstep_bench.stall.running import LINGER_S, close_run, keepers_of, quiet, take_due
+from everstep_bench.options import WAYS, MultistepOptions
 
 __all__ = ["about_s", "measure_row", "warm_ups_of"]
 
@@ -53,29 +53,27 @@ def measure_row(
     link_bytes_per_s: float,
     run: Path,
     placement: Placement,
-    repeats: int,
-    held_steps: int = 1,
+    options: MultistepOptions,
 ) -> Row:
-    """Measures one way in so many parts.
+    """Measure one way in so many parts.
 
     Args:
         way: ``"gockpt"``, ``"gockpt_o"``, or a preset that has no parts.
         parts: :data:`~everstep_bench.multistep.figures.AUTO`: everstep chooses.
         run: its folder, which is kept.
-        repeats: saves that count.
-        held_steps: for which ``gockpt_o`` keeps gradients.
+        options: saves that count, and steps for which ``gockpt_o`` keeps gradients.
 
     Raises:
         EverstepError: what a save failed with.
     """
     gc.collect()  # what the row before has left, or it is done within a save: for 0.2 s, and more
-    checkpointer = _open(way, parts, training, link_bytes_per_s, run, placement, held_steps)
+    checkpointer = _open(way, parts, training, link_bytes_per_s, run, placement, options)
     warm_ups = warm_ups_of(way, parts)
     steps: list[TimedStep] = []
     row = Row(way, parts)
     try:
         placement.spread()
-        for number in range(warm_ups + repeats):
+        for number in range(warm_ups + options.repeats):
             counts = number >= warm_ups
             idle = _idle(training, checkpointer, _IDLE_STEPS if counts else _IDLE_STEPS_WARMING_UP)
             placement.spread()
@@ -96,7 +94,7 @@ def _open(
     link_bytes_per_s: float,
     run: Path,
     placement: Placement,
-    held_steps: int,
+    options: MultistepOptions,
 ) -> Checkpointer:
     method: str | Method = way
     if way in WAYS:
@@ -105,7 +103,7 @@ def _open(
             base="multistep",
             parts="auto" if parts == AUTO else parts,
             overlap_forward=overlaps,
-            held_steps=held_steps if overlaps else 1,
+            held_steps=options.held_steps if overlaps else 1,
         )
     # Two bases, and the gradients of all steps of one.
     host_bytes = 2 * training.state_bytes + PARTS_MAX * training.gradient_bytes + _SLACK_BYTES

@@ -6,10 +6,7 @@ seam. What a save does after that (retention, which reads the base back) is time
 
 from __future__ import annotations
 
-import contextlib
-import io
 import shutil
-from collections.abc import Iterator
 from pathlib import Path, PurePath
 from typing import Any
 
@@ -17,9 +14,11 @@ from everstep.checkpointer import Checkpointer
 from everstep.errors import EverstepError
 from everstep.format.names import BASE_DIR, MANIFEST, parse_timeline
 from everstep.seams import PosixFileSystem, Seams, WriteFile
-from everstep_bench.persist.arms import Column, Role
-from everstep_bench.persist.machine import drop_cache
-from everstep_bench.persist.meter import Instant, Sample, now
+from everstep_bench.harness.figures import Role
+from everstep_bench.harness.gauges import Instant, Sample, now
+from everstep_bench.harness.machine import drop_cache
+from everstep_bench.harness.running import quiet
+from everstep_bench.persist.arms import Arm, Column
 from everstep_bench.persist.state import BenchState
 
 __all__ = ["CommitWatch", "OursRead", "OursWrite"]
@@ -61,7 +60,7 @@ class CommitWatch(PosixFileSystem):
         return file
 
 
-class OursWrite:
+class OursWrite(Arm):
     """Saves the live state with ``method="sync"``.
 
     Args:
@@ -85,7 +84,7 @@ class OursWrite:
     def open(self) -> None:
         """Begins the run; saves until files are recycled, if they are to be."""
         recycled = self.column == "recycled"
-        with _quiet():
+        with quiet():
             self._checkpointer = Checkpointer(
                 self._run,
                 self._state.parts(),
@@ -96,9 +95,6 @@ class OursWrite:
             )
         for _ in range(_UNTIL_RECYCLED if recycled else 0):
             self._checkpointer.step()
-
-    def prepare(self) -> None:
-        """Nothing is needed: :meth:`clean` has deleted what the last run has saved."""
 
     def run(self) -> Sample:
         """Saves once.
@@ -136,7 +132,7 @@ class OursWrite:
                     shutil.rmtree(base)
 
 
-class OursRead:
+class OursRead(Arm):
     """Resumes into the live tensors; every byte is verified on the way.
 
     Args:
@@ -153,12 +149,9 @@ class OursRead:
         self._run = run
         self._checkpointer: Checkpointer | None = None
 
-    def open(self) -> None:
-        """Nothing is needed."""
-
     def prepare(self) -> None:
         """A new Checkpointer, nothing in the cache, zeros in the tensors."""
-        with _quiet():
+        with quiet():
             self._checkpointer = Checkpointer(
                 self._run, self._state.parts(), method="sync", every=None, keep=1
             )
@@ -168,7 +161,7 @@ class OursRead:
     def run(self) -> Sample:
         """Resumes once."""
         assert self._checkpointer is not None
-        with _quiet():
+        with quiet():
             begin = now()
             recovery: Any = self._checkpointer.resume()
             end = now()
@@ -182,13 +175,3 @@ class OursRead:
         if self._checkpointer is not None:
             self._checkpointer.close()
             self._checkpointer = None
-
-    def close(self) -> None:
-        """Nothing is left to close."""
-
-
-@contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """No announcement and no progress bar of its own inside the benchmark's."""
-    with contextlib.redirect_stderr(io.StringIO()):
-        yield

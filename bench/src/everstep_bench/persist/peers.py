@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import json
-import os
 import shutil
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -21,10 +20,11 @@ import safetensors.torch
 import torch
 from torch.distributed.checkpoint import filesystem, state_dict_loader, state_dict_saver
 
-from everstep_bench.persist.arms import Column, Role
-from everstep_bench.persist.machine import drop_cache, sync_folder
-from everstep_bench.persist.meter import Sample, now
-from everstep_bench.persist.state import BenchState, flatten
+from everstep_bench.harness.gauges import Sample, now
+from everstep_bench.harness.loop import flatten
+from everstep_bench.harness.machine import drop_cache, sync_all, sync_file
+from everstep_bench.persist.arms import Arm, Column
+from everstep_bench.persist.state import BenchState
 
 __all__ = ["PEERS", "Peer", "PeerRead", "PeerWrite", "installed"]
 
@@ -54,11 +54,8 @@ def installed(peer: Peer) -> bool:
     return importlib.util.find_spec(peer.module) is not None
 
 
-class PeerWrite:
+class PeerWrite(Arm):
     """Saves the state with one library, each time under a new name."""
-
-    role: Role = "peer"
-    column: Column = "fresh"
 
     def __init__(self, peer: Peer, state: BenchState, path: Path) -> None:
         self.name = peer.name
@@ -66,9 +63,6 @@ class PeerWrite:
         self._peer = peer
         self._state = state
         self._path = path
-
-    def open(self) -> None:
-        """Nothing is needed."""
 
     def prepare(self) -> None:
         """Makes sure that the name is free."""
@@ -84,14 +78,10 @@ class PeerWrite:
         """Removes what was saved."""
         _remove(self._path)
 
-    def close(self) -> None:
-        """Nothing is left to close."""
 
-
-class PeerRead:
+class PeerRead(Arm):
     """Loads with one library what it has saved."""
 
-    role: Role = "peer"
     column: Column = "read"
 
     def __init__(self, peer: Peer, state: BenchState, path: Path) -> None:
@@ -119,9 +109,6 @@ class PeerRead:
         self._state.check(found, self.name)
         return Sample.between(begin, end)
 
-    def clean(self) -> None:
-        """Keeps the files for the next time."""
-
     def close(self) -> None:
         """Removes the files."""
         _remove(self._path)
@@ -129,8 +116,7 @@ class PeerRead:
 
 def _save_torch(state: BenchState, path: Path) -> None:
     torch.save(state.nested(), path)
-    _sync_file(path)
-    sync_folder(path.parent)
+    sync_all(path)
 
 
 def _load_torch(state: BenchState, path: Path) -> Mapping[str, torch.Tensor]:
@@ -141,8 +127,7 @@ def _save_safetensors(state: BenchState, path: Path) -> None:
     nested = state.nested()
     groups = json.dumps(nested["optimizer"]["param_groups"])
     safetensors.torch.save_file(flatten(nested), path, metadata={"param_groups": groups})
-    _sync_file(path)
-    sync_folder(path.parent)
+    sync_all(path)
 
 
 def _load_safetensors(state: BenchState, path: Path) -> Mapping[str, torch.Tensor]:
@@ -154,8 +139,8 @@ def _save_dcp(state: BenchState, path: Path) -> None:
     writer = filesystem.FileSystemWriter(path)
     with _without_warnings():
         state_dict_saver.save(state.nested(), storage_writer=writer, no_dist=True)
-    sync_folder(path)
-    sync_folder(path.parent)
+    sync_file(path)
+    sync_file(path.parent)
 
 
 def _load_dcp(state: BenchState, path: Path) -> Mapping[str, torch.Tensor]:
@@ -171,14 +156,7 @@ def _save_torchsnapshot(state: BenchState, path: Path) -> None:
 
     with _without_warnings():
         Snapshot.take(str(path), {"state": StateDict(**state.flat())})
-    folders = [path.parent, path]
-    for found in path.rglob("*"):
-        if found.is_dir():
-            folders.append(found)
-        else:
-            _sync_file(found)
-    for folder in folders:
-        sync_folder(folder)
+    sync_all(path)
 
 
 def _load_torchsnapshot(state: BenchState, path: Path) -> Mapping[str, torch.Tensor]:
@@ -236,14 +214,6 @@ def _without_warnings() -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield
-
-
-def _sync_file(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _remove(path: Path) -> None:

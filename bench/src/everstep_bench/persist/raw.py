@@ -18,9 +18,10 @@ from everstep.arena import Block
 from everstep.errors import StorageError
 from everstep.seams.files.filesystem import DIRECT_ALIGNMENT_BYTES
 from everstep.seams.processes.threads import IoThreads
-from everstep_bench.persist.arms import Column, Role
-from everstep_bench.persist.machine import drop_cache
-from everstep_bench.persist.meter import Sample, now
+from everstep_bench.harness.figures import Role
+from everstep_bench.harness.gauges import Sample, now
+from everstep_bench.harness.machine import drop_cache
+from everstep_bench.persist.arms import Arm, Column
 
 __all__ = ["BLOCKS_BYTES", "RING_BYTES", "THREADS", "RawArm", "Setting", "make_ring", "settings"]
 
@@ -65,7 +66,7 @@ def make_ring() -> Block:
     return ring
 
 
-class RawArm:
+class RawArm(Arm):
     """Writes or reads as many bytes as the state has.
 
     Args:

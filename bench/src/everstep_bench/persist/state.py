@@ -8,7 +8,7 @@ megabytes, norms of kilobytes, step counters of four bytes.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -16,8 +16,9 @@ import xxhash
 
 from everstep.errors import EverstepError, OptionError
 from everstep.workloads.gpt import GPT, GPTConfig
+from everstep_bench.harness.loop import flatten, untied
 
-__all__ = ["SIZE_BYTES_MIN", "BenchState", "flatten", "shape_of"]
+__all__ = ["SIZE_BYTES_MIN", "BenchState", "shape_of"]
 
 SIZE_BYTES_MIN = 4 << 20
 _BYTES_PER_PARAMETER = 12  # float32: the parameter and two moments
@@ -81,7 +82,7 @@ class BenchState:
         self.size_bytes = sum(t.numel() * t.element_size() for t in self.flat().values())
         self.description = (
             f"GPT of {config.params:,} parameters ({config.layers} layers, width {config.width}, "
-            f"vocabulary {config.vocab}) with AdamW, float32: {self.tensors} tensors"
+            f"vocabulary {config.vocab}) with AdamW, float32"
         )
 
     def parts(self) -> dict[str, Any]:
@@ -89,17 +90,8 @@ class BenchState:
         return {"model": self.model, "optimizer": self.optimizer}
 
     def nested(self) -> dict[str, Any]:
-        """State dicts of model and optimizer, live; the tied head is left out.
-
-        Formats that do not know of shared memory would have to write it twice.
-        """
-        seen: set[int] = set()
-        model = {}
-        for name, tensor in self.model.state_dict().items():
-            if tensor.data_ptr() not in seen:
-                seen.add(tensor.data_ptr())
-                model[name] = tensor
-        return {"model": model, "optimizer": self.optimizer.state_dict()}
+        """Return the state dicts of model and optimizer, live; the tied head is left out."""
+        return {"model": untied(self.model), "optimizer": self.optimizer.state_dict()}
 
     def flat(self) -> dict[str, torch.Tensor]:
         """All tensors by dotted name, live."""
@@ -131,19 +123,6 @@ def _unfilled(config: GPTConfig) -> GPT:
     model.to_empty(device="cpu")
     model.head.weight = model.tokens.weight  # to_empty() has made two of the one tensor
     return model
-
-
-def flatten(nested: Mapping[Any, Any]) -> dict[str, torch.Tensor]:
-    """The tensors in nested dictionaries, by dotted path."""
-    return dict(_leaves("", nested))
-
-
-def _leaves(path: str, value: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    if isinstance(value, torch.Tensor):
-        yield path, value
-    elif isinstance(value, Mapping):
-        for key, item in value.items():
-            yield from _leaves(f"{path}.{key}" if path else str(key), item)
 
 
 def _digest(tensor: torch.Tensor) -> str:

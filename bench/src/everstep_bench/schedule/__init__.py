@@ -1,10 +1,9 @@
-"""Checkflow's Table I and Fig. 2, from plans: no device is needed.
+"""Benchmark: plans of captures for eight networks (Checkflow Table I and Fig. 2).
 
-``report``  all of it as data, and whether it is what was aimed at
-``tables``  the cells, and in which range of the time model each holds
-``solving``  how long planning takes, and how near to the best it comes
-``show``    what people see
-``executed``, ``show_executed``   plans carried out on this machine, behind an emulated link
+``tables``    the cells, and in which range of the time model each holds
+``solving``   how long planning takes, and how near to the best it comes
+``report``    targets, tables
+``executed``  plans carried out on this machine, behind an emulated link
 """
 
 from __future__ import annotations

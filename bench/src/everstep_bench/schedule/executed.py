@@ -34,8 +34,9 @@ from everstep.testing import inspect
 from everstep.testing.emulated_link import EmulatedLink
 from everstep.trainer.schedule.stats import ScheduleStats
 from everstep.workloads.processes import interruptible
-from everstep_bench.persist.show import Display
-from everstep_bench.persist.workspace import workspace
+from everstep_bench.harness.display import Display
+from everstep_bench.harness.machine import workspace
+from everstep_bench.harness.report import Findings, Table, mb, ms, number
 
 __all__ = ["ExecutedOptions", "ExecutedReport", "ExecutedRow", "run_executed"]
 
@@ -43,6 +44,8 @@ CLOSE = 0.1
 CLOSE_S = 2e-3
 """Waiting is as predicted if it differs by no more than one of these."""
 
+_COLUMNS = ("updates", "link", "GB/s", "alone", "predicted", "waited", "", "step", "copies late",
+            "most", "duplicated", "plans", "followed", "torn")  # fmt: skip
 _FACTORS = (2.0, 1.05, 0.7, 0.4)
 _ORDERS = ("after", "inside")
 _ALONE_STEPS = 8
@@ -111,8 +114,8 @@ class ExecutedRow:
         return close and self.compared > 0 and not self.torn
 
 
-@dataclass(frozen=True, slots=True)
-class ExecutedReport:
+@dataclass(frozen=True)
+class ExecutedReport(Findings):
     """All trainings."""
 
     options: ExecutedOptions
@@ -122,15 +125,49 @@ class ExecutedReport:
         """Return True if all rows reach their targets."""
         return all(row.met for row in self.rows)
 
-    def as_json(self) -> dict[str, Any]:
-        """Everything as plain data."""
-        options = asdict(self.options)
-        options["folder"] = None if self.options.folder is None else str(self.options.folder)
-        return {
-            "options": options,
-            "link": "EMULATED",
-            "rows": [{**asdict(row), "met": row.met} for row in self.rows],
-        }
+    def figures(self) -> dict[str, Any]:
+        """Return everything as plain data."""
+        rows = [{**asdict(row), "met": row.met} for row in self.rows]
+        return {"options": self.options, "link": "EMULATED", "rows": rows}
+
+    def lines(self) -> Iterator[str]:
+        """Yield what was trained."""
+        options = self.options
+        pace = "as fast as this machine computes them"
+        if not options.compute:
+            pace = f"PACED: {options.layer_s * 1e3:g} ms forward, twice as long backward"
+        yield (
+            f"{options.layers} linear layers of {options.width}, {pace}; AdamW, "
+            f"{mb(self.rows[0].state_bytes)} MB captured at every step; the link is EMULATED"
+        )
+
+    def tables(self) -> Iterator[Table]:
+        """Yield the table."""
+        yield Table("Captures by a plan", _COLUMNS, map(_cells, self.rows), words=("updates",))
+
+    def notes(self) -> Iterator[str]:
+        """Yield what the columns mean."""
+        yield (
+            "milliseconds. link: of what moves the state within a step alone. predicted, waited: "
+            f"how long a step waits for copies; yes: within {CLOSE:.0%} or {CLOSE_S * 1e3:g} ms, "
+            "and no capture differs from the state at its mark. step: with captures, the mark "
+            "included. late: after the planned end of a tensor's copy"
+        )
+
+
+def _cells(row: ExecutedRow) -> tuple[str, ...]:
+    return (
+        f"{row.order} backward",
+        f"{row.factor:.0%}",
+        number(row.link_bytes_per_s, 3, 1e-9),
+        *map(ms, (row.alone_s, row.predicted_wait_s, row.waited_s)),
+        "yes" if row.met else "NO",
+        *map(ms, (row.step_s, *row.late_s)),
+        f"{mb(row.duplicated_bytes)} MB",
+        str(row.plans),
+        str(row.followed_steps),
+        f"{row.torn} of {row.compared}",
+    )
 
 
 def run_executed(options: ExecutedOptions, display: Display) -> ExecutedReport:
@@ -202,9 +239,9 @@ class _Training:
             self._optimizers.append(torch.optim.AdamW(self._model.parameters()))
             self.state["optimizer"] = self._optimizers[0]
             return
-        for number, parameter in enumerate(self._model.parameters()):
+        for position, parameter in enumerate(self._model.parameters()):
             one = torch.optim.AdamW([parameter])
-            self.state[f"optimizer {number}"] = one
+            self.state[f"optimizer {position}"] = one
             register: Any = parameter.register_post_accumulate_grad_hook
             register(functools.partial(_update, one))
 

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import groupby
 from typing import Any
 
 from everstep.plan.schedule.planned import every_steps
 from everstep.plan.schedule.schedule import Mode
-from everstep_bench.persist.report import Verdict
+from everstep_bench.harness.figures import Verdict, plain
+from everstep_bench.harness.report import Findings, Table, mb, number
+from everstep_bench.options import ScheduleOptions
 from everstep_bench.schedule.solving import Solved
 
 __all__ = [
@@ -16,7 +20,6 @@ __all__ = [
     "SHORT",
     "Cell",
     "Column",
-    "ScheduleOptions",
     "ScheduleReport",
 ]
 
@@ -36,35 +39,16 @@ FIGURE = {
 }
 """What section IV-B says in words of Fig. 2, whose bars carry no numbers, and of disks."""
 
+_WORDS = ("network",)
+_SLOW = f"operators of {LAUNCH_S * 1e6:.0f} us"
+_FIGURE_2 = ("network", "alone", "all at once", "paper's way", "less", "overhead less", "direct",
+             "less", f"paper's, {LAUNCH_S * 1e6:.0f} us", "less")  # fmt: skip
+_SOLVED = ("network", "batch", "way", "operators", "link, GB/s", "chunks, KiB", "trace", "greedy",
+           "gap", "exact", "its gap")  # fmt: skip
 _POINTS = 0.02
 _GAP = 0.025
 _GREEDY_S = 5.0
 _EXACT_S = 120.0
-
-
-@dataclass(frozen=True, slots=True)
-class ScheduleOptions:
-    """Options of the benchmark.
-
-    Attributes:
-        gpu: whose data sheet gives the times.
-        batches: of Fig. 2.
-        adam: Adam in place of plain SGD.
-        exact_s: solve the integer program, too, where the greedy plan is not at the bound, each for
-            at most so long.
-        disk_bytes_per_s: that checkpoints are persisted at.
-    """
-
-    gpu: str = "rtx3090"
-    batches: tuple[int, ...] = (1, 32)
-    adam: bool = False
-    exact_s: float | None = None
-    disk_bytes_per_s: float = 3e9
-
-    @property
-    def as_in_the_paper(self) -> bool:
-        """True if the paper's figures are comparable: its GPU, and plain SGD."""
-        return self.gpu == "rtx3090" and not self.adam
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,8 +117,8 @@ class Column:
         return self.state_bytes / self.step_s
 
 
-@dataclass(frozen=True, slots=True)
-class ScheduleReport:
+@dataclass(frozen=True)
+class ScheduleReport(Findings):
     """Both, and how long it took to plan."""
 
     options: ScheduleOptions
@@ -155,21 +139,21 @@ class ScheduleReport:
         ]
         return sum(found) / len(found) if found else None
 
-    def as_json(self) -> dict[str, Any]:
-        """Everything as plain data."""
+    def figures(self) -> dict[str, Any]:
+        """Return everything as plain data."""
         return {
-            "options": asdict(self.options),
+            "options": self.options,
             "source": self.source,
-            "table_1": [asdict(cell) for cell in self.cells],
+            "table_1": self.cells,
             "figure_2": [
                 {
-                    **asdict(column),
+                    **plain(column),
                     "reduction": column.reduction,
                     "overhead_reduction": column.overhead_reduction,
                 }
                 for column in self.columns
             ],
-            "solved": [asdict(row) for row in self.solved],
+            "solved": self.solved,
             "persisting": [
                 {
                     "model": column.model,
@@ -183,9 +167,97 @@ class ScheduleReport:
                 for column in self.persisting()
             ],
             "paper": FIGURE,
-            "verdicts": [asdict(verdict) for verdict in self.verdicts()],
+            "verdicts": self.verdicts(),
             "seconds": self.seconds,
         }
+
+    def lines(self) -> Iterator[str]:
+        """Yield where times come from."""
+        yield (
+            f"times: roofline of {self.options.gpu} ({self.source}); a dash: the link is too slow"
+        )
+
+    def tables(self) -> Iterator[Table]:
+        """Yield Table I, Fig. 2, what persisting takes, and how long planning does."""
+        links = dict.fromkeys(f"{cell.link_bytes_per_s / 1e9:.0f} GB/s" for cell in self.cells)
+        yield Table(
+            "Table I: does a checkpoint of every step leave within the step (yes, no: by the "
+            "roofline; paper's in brackets; from: where no operator takes less)",
+            ("network", "batch", "needs, GB/s", *links),
+            self._cells(),
+            _WORDS,
+        )
+        for batch in self.options.batches:
+            for order in ("after", "inside"):
+                yield Table(
+                    f"Fig. 2, batch {batch}, updates {order} backward: peak of memory, MB",
+                    _FIGURE_2,
+                    self._peaks(batch, order),
+                    _WORDS,
+                )
+        disk = self.options.disk_bytes_per_s / 1e9
+        yield Table(
+            f"Section IV-B: persisting every step; every k-th at {disk:g} GB/s",
+            ("network", "batch", "state, MB", "GB/s", "k", f"{_SLOW}: GB/s", "k"),
+            self._persisted(),
+            _WORDS,
+        )
+        yield Table(
+            "To trace and to plan, seconds of processor time (exact: of the clock)",
+            _SOLVED,
+            map(_solved, self.solved),
+            _WORDS,
+        )
+
+    def notes(self) -> Iterator[str]:
+        """Yield means, and what the paper says."""
+        for least_s in (0.0, LAUNCH_S):
+            for order in ("after", "inside"):
+                mean = self.mean_reduction(32, order, "paper", least_s)
+                if mean is not None:
+                    yield (
+                        f"batch 32, updates {order} backward, operators of {least_s * 1e6:.0f} us "
+                        f"at least: mean reduction {mean:.1%}"
+                    )
+        for what, value in FIGURE.items():
+            yield f"the paper says: {what}: {value:.3g}"
+        gaps = [column.gap for column in self.columns if column.gap is not None]
+        yield (
+            f"{len(self.columns)} plans, largest gap {max(gaps, default=0):.2%}; "
+            f"{self.seconds:.0f} s in all"
+        )
+
+    def _cells(self) -> Iterator[tuple[str, ...]]:
+        for (model, batch), group in groupby(self.cells, key=lambda cell: (cell.model, cell.batch)):
+            row = list(group)
+            needed = number(row[0].needed_bytes_per_s, 1, 1e-9)
+            yield model, str(batch), needed, *map(_feasible, row)
+
+    def _peaks(self, batch: int, order: str) -> Iterator[tuple[str, ...]]:
+        chosen = [c for c in self.columns if (c.batch, c.order) == (batch, order)]
+        for model, group in groupby(chosen, key=lambda column: column.model):
+            by = {(column.mode, column.least_s): column for column in group}
+            paper = by["paper", 0.0]
+            yield (
+                model,
+                mb(paper.peak_bytes),
+                mb(paper.at_once_bytes),
+                *_planned(paper),
+                _share(paper.overhead_reduction),
+                *_planned(by["direct", 0.0]),
+                *_planned(by["paper", LAUNCH_S]),
+            )
+
+    def _persisted(self) -> Iterator[tuple[str, ...]]:
+        rows = sorted(self.persisting(), key=lambda column: (column.model, column.batch))
+        for (model, batch), group in groupby(rows, key=lambda column: (column.model, column.batch)):
+            found = sorted(group, key=lambda column: column.least_s)
+            figures = []
+            for column in found:
+                needed = column.disk_bytes_per_s
+                k = every_steps(needed, self.options.disk_bytes_per_s)
+                figures += [number(needed, 1, 1e-9), str(k)]
+            yield model, str(batch), mb(found[0].state_bytes), *figures
 
     def persisting(self) -> list[Column]:
         """One column for each network, batch and time model: what a step persists hangs on nothing
@@ -263,3 +335,36 @@ def _seconds_verdict(target: str, found: list[tuple[float, Solved]], most_s: flo
     seconds, row = max(found, key=lambda pair: pair[0])
     figure = f"{seconds:.1f} s at most ({row.model}, batch {row.batch}, {row.mode})"
     return Verdict(target, figure, seconds <= most_s)
+
+
+def _feasible(cell: Cell) -> str:
+    said = {True: " (yes)", False: " (no)", None: ""}[cell.paper]
+    if cell.feasible:
+        return "yes" + said
+    if cell.holds_from_s is None:
+        return "no" + said
+    return f"no, from {cell.holds_from_s * 1e6:.0f} us{said}"
+
+
+def _planned(column: Column) -> tuple[str, str]:
+    return mb(column.planned_bytes), _share(column.reduction)
+
+
+def _share(value: float | None, digits: int = 1) -> str:
+    return "-" if value is None else f"{value:.{digits}%}"
+
+
+def _solved(row: Solved) -> tuple[str, ...]:
+    return (
+        row.model,
+        str(row.batch),
+        row.mode,
+        str(row.operators),
+        number(row.link_bytes_per_s, 1, 1e-9),
+        str(row.chunk_bytes >> 10),
+        number(row.trace_s),
+        number(row.greedy_s),
+        _share(row.gap, 2),
+        number(row.exact_s, 0),
+        _share(row.exact_gap, 2),
+    )

@@ -19,7 +19,7 @@ from everstep.plan.schedule.exact import exact
 from everstep.plan.schedule.schedule import Mode, Problem, Schedule, problem_of, schedule
 from everstep.plan.schedule.tracing import trace_of
 from everstep.workloads.published import PUBLISHED, published
-from everstep_bench.persist.show import Display
+from everstep_bench.harness.display import Display
 
 __all__ = ["Solved", "solve_all"]
 

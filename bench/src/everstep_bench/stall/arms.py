@@ -8,20 +8,18 @@ from concurrent.futures import Future
 from typing import Any, Literal
 
 from everstep.errors import DeadlineError
+from everstep_bench.harness.children import TIMEOUT_S
+from everstep_bench.harness.figures import Role
 from everstep_bench.stall.recording import Copied
 
-__all__ = ["CAUSES", "TIMEOUT_S", "Arm", "Cause", "Ideal", "Pending", "Role"]
+__all__ = ["CAUSES", "Arm", "Cause", "Ideal", "Pending"]
 
-Role = Literal["ideal", "control", "ours", "peer"]
 Cause = Literal["capture", "gate", "gradients", "back_pressure", "persist"]
 
 CAUSES: tuple[Cause, ...] = ("capture", "gate", "gradients", "back_pressure", "persist")
 """What holds the training thread up: copying the state or beginning to; an update that waits
 for a copy of the state; copies of gradients that are waited for; no memory, or the save before
 it; writing."""
-
-TIMEOUT_S = 600.0
-"""A save that takes longer has failed."""
 
 
 class Pending:
@@ -84,13 +82,11 @@ class Arm:
     Attributes:
         name: as on the command line.
         detail: what exactly it does, in a few words.
-        one_core: everything runs beside training on its core, whatever else is free.
         captures_in_steps: :meth:`stalls` also counts, besides waiting at the gate, what it does
             within steps.
     """
 
     role: Role = "peer"
-    one_core = False
     captures_in_steps = False
 
     def __init__(self, name: str, detail: str) -> None:
@@ -138,11 +134,6 @@ class Arm:
     def processes(self) -> list[int]:
         """Processes of its own that are nobody's children."""
         return []
-
-    def probe(self) -> float | None:
-        """Seconds to serialise the state without writing it, tried before the rounds; None if
-        that cannot be told apart."""
-        return None
 
     def clean(self) -> None:
         """After each block, even one that failed; not timed."""

@@ -19,10 +19,10 @@ import torch.distributed as dist
 from torch.distributed.checkpoint import _async_process_executor, state_dict_saver
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
-from everstep_bench.persist.machine import sync_folder
+from everstep_bench.harness.loop import Loop
+from everstep_bench.harness.machine import sync_file
 from everstep_bench.stall.arms import Pending
-from everstep_bench.stall.files import Saves, SavingArm
-from everstep_bench.stall.loop import Loop
+from everstep_bench.stall.peers import Saves, SavingArm
 
 __all__ = ["DETAILS", "Dcp", "single_rank_group"]
 
@@ -85,8 +85,8 @@ class Dcp(SavingArm):
 
     def sync(self, path: Path) -> None:
         """Its files are synced already."""
-        sync_folder(path)
-        sync_folder(path.parent)
+        sync_file(path)
+        sync_file(path.parent)
 
     def close(self) -> None:
         """Ends stager and process."""

@@ -8,16 +8,15 @@ as many ideal ones.
 
 from __future__ import annotations
 
-import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from everstep_bench.persist.report import Spread
-from everstep_bench.stall.arms import Arm, Role
-from everstep_bench.stall.loop import Step
+from everstep_bench.harness import figures
+from everstep_bench.harness.figures import Spread
+from everstep_bench.harness.loop import Step
 from everstep_bench.stall.recording import Copied
 
-__all__ = ["Block", "Ideal", "Interval", "Row", "Split"]
+__all__ = ["Block", "Ideal", "Interval", "Row"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +43,6 @@ class Block:
         peak_bytes: memory of this process, the most above what it had at the beginning; None
             if that is not known.
         helper_bytes: memory of processes beside it, shared memory left out.
-        writers_s: the slowest of other processes that flushed at the same time.
         others_cores: cores that other processes kept busy, helpers included.
         copies: what was copied, piece by piece; none where nobody knows.
     """
@@ -66,7 +64,6 @@ class Block:
     helper_cpu_s: float = 0.0
     peak_bytes: int | None = None
     helper_bytes: int = 0
-    writers_s: float | None = None
     others_cores: float = 0.0
     copies: tuple[Copied, ...] = ()
 
@@ -143,50 +140,15 @@ class Ideal:
         return max(0.0, 1.0 - lost_s / window_s)
 
 
-@dataclass(frozen=True, slots=True)
-class Split:
-    """Breakdown of the time of a save (DataStates-LLM, Table III); items may overlap, and each is
-    None if it cannot be separated.
-
-    Attributes:
-        serialise_s: metadata and serialisation.
-        copy_s: from the device, or from live tensors, into memory that does not change.
-        file_s: into files.
-    """
-
-    serialise_s: float | None
-    copy_s: float | None
-    file_s: float | None
-
-
 @dataclass(slots=True)
-class Row:
+class Row(figures.Row[Block]):
     """Figures of one arm.
 
     Attributes:
-        blocks: by number of the round.
-        error: why it has none, or no more.
         held_bytes: memory that it keeps between saves, about; None if that is not known.
-        probe_s: serialising without writing, where that was tried.
     """
 
-    name: str
-    role: Role
-    detail: str
-    blocks: dict[int, Block] = field(default_factory=dict)
-    error: str | None = None
     held_bytes: int | None = None
-    probe_s: float | None = None
-
-    @classmethod
-    def of(cls, arm: Arm) -> Row:
-        """An empty row for ``arm``."""
-        return cls(arm.name, arm.role, arm.detail)
-
-    def spread(self, figure: Callable[[Block], float | None]) -> Spread | None:
-        """Of one figure over the rounds; None where it is not known in any."""
-        found = [figure(block) for block in self.blocks.values()]
-        return Spread.of([value for value in found if value is not None])
 
     @property
     def memory_bytes(self) -> int | None:
@@ -196,36 +158,6 @@ class Row:
             return None
         helpers = max(block.helper_bytes for block in self.blocks.values())
         return self.held_bytes + max(peaks) + helpers
-
-    def split(self) -> Split:
-        """Medians over the rounds."""
-        call = self._median(lambda block: block.called_s - block.begin_s)
-        capture = self._median(lambda block: block.causes.get("capture"))
-        staged = self._median(
-            lambda block: None if block.staged_s is None else block.staged_s - block.begin_s
-        )
-        persist = self._median(lambda block: block.persist_s)
-        if self.role == "ours":
-            if self.name == "sync":
-                return Split(None, None, persist)
-            if self.name == "async":
-                return Split(None, capture, persist)
-            behind = None if staged is None or capture is None else max(0.0, staged - capture)
-            return Split(capture, behind, persist)
-        if self.name == "torch.save":
-            known = call is not None and self.probe_s is not None
-            return Split(self.probe_s, None, max(0.0, call - self.probe_s) if known else None)  # type: ignore[operator]
-        return Split(None, staged, self._median(_after_copy))
-
-    def _median(self, figure: Callable[[Block], float | None]) -> float | None:
-        spread = self.spread(figure)
-        return None if spread is None else spread.median
-
-
-def _after_copy(block: Block) -> float | None:
-    if block.done_s is None or block.staged_s is None:
-        return None
-    return block.done_s - block.staged_s
 
 
 @dataclass(slots=True)
@@ -243,9 +175,9 @@ class Interval:
     rows: list[Row]
     pinned_bytes_per_s: dict[int, float] = field(default_factory=dict)
 
-    def row(self, name: str) -> Row | None:
-        """The row of an arm, if it has a figure."""
-        return next((row for row in self.rows if row.name == name and row.blocks), None)
+    def row(self, name: str) -> Row:
+        """Return the row of an arm; an empty one if it has no figure."""
+        return next((row for row in self.rows if row.name == name and row.blocks), Row(name))
 
     def step_s(self) -> Spread | None:
         """An ideal step."""
@@ -253,46 +185,50 @@ class Interval:
 
     def noise_s(self) -> float | None:
         """By how much two blocks without a save differ, in the middle."""
-        found = [ideal.noise_s for ideal in self.ideals.values()]
-        known = [noise for noise in found if noise is not None]
-        return self.every * statistics.median(known) if known else None
+        found = Spread.of([ideal.noise_s for ideal in self.ideals.values()])
+        return None if found is None else self.every * found.median
 
     def slowdown_s(self, row: Row) -> Spread | None:
         """Return the cost of a save for training, in wall-clock time."""
-        return self._paired(row, lambda ideal, block: ideal.slowdown_s(block))
-
-    def difference_s(self, row: Row) -> Spread | None:
-        """Return the part of the slow-down outside the library: interference, noise."""
-        return self._paired(row, lambda ideal, block: ideal.slowdown_s(block) - block.stall_s)
-
-    def share(self, row: Row) -> Spread | None:
-        """The same, next to the time that training needs from one save to the next."""
-        return self._paired(
-            row, lambda ideal, block: ideal.slowdown_s(block) / (self.every * ideal.step_s)
-        )
+        return row.paired(self.ideals, lambda block, ideal: ideal.slowdown_s(block))
 
     def loop_rate(self, row: Row) -> Spread | None:
         """Return the speed of the loop during a save, relative to ideal."""
-        return self._paired(row, lambda ideal, block: ideal.loop_rate(block))
+        return row.paired(self.ideals, lambda block, ideal: ideal.loop_rate(block))
 
     def link_share(self, row: Row, size_bytes: int) -> Spread | None:
         """Return the speed at which a state reached host memory after the call, relative to a
         plain copy into pinned memory."""
-        found = []
-        for number in sorted(self.pinned_bytes_per_s.keys() & row.blocks.keys()):
-            block = row.blocks[number]
-            if block.staged_s is not None:
-                rate = size_bytes / (block.staged_s - block.begin_s)
-                found.append(rate / self.pinned_bytes_per_s[number])
-        return Spread.of(found)
 
-    def trainer_cpu_s(self, row: Row) -> Spread | None:
-        """Processor time of the training process for a save."""
-        return self._paired(
-            row, lambda ideal, block: block.trainer_cpu_s - len(block.steps) * ideal.cpu_s
-        )
+        def share(block: Block, pinned: float) -> float | None:
+            if block.staged_s is None:
+                return None
+            return size_bytes / (block.staged_s - block.begin_s) / pinned
 
-    def _paired(self, row: Row, figure: Callable[[Ideal, Block], float | None]) -> Spread | None:
-        both: Sequence[int] = sorted(self.ideals.keys() & row.blocks.keys())
-        found = [figure(self.ideals[number], row.blocks[number]) for number in both]
-        return Spread.of([value for value in found if value is not None])
+        return row.paired(self.pinned_bytes_per_s, share)
+
+    def figures_of(self, row: Row, size_bytes: int) -> dict[str, Spread | None]:
+        """Return the figures of an arm by name; ``size_bytes``: of the state."""
+
+        def of_stall(block: Block) -> float | None:
+            return size_bytes / 1e9 / block.stall_s if block.stall_s > 0 else None
+
+        ideals = self.ideals
+        return {
+            "stall_s": row.spread(lambda block: block.stall_s),
+            "slowdown_s": self.slowdown_s(row),
+            # The part of the slow-down outside the library: interference, noise.
+            "difference_s": row.paired(ideals, lambda b, ideal: ideal.slowdown_s(b) - b.stall_s),
+            # Next to the time that training needs from one save to the next.
+            "share_of_training": row.paired(
+                ideals, lambda b, ideal: ideal.slowdown_s(b) / (self.every * ideal.step_s)
+            ),
+            "gb_per_s_of_stall": row.spread(of_stall),
+            "durable_s": row.spread(lambda block: block.durable_s),
+            "after_s": row.spread(lambda block: block.after_s),
+            "loop_rate": self.loop_rate(row),
+            "trainer_cpu_s": row.paired(
+                ideals, lambda b, ideal: b.trainer_cpu_s - len(b.steps) * ideal.cpu_s
+            ),
+            "helper_cpu_s": row.spread(lambda block: block.helper_cpu_s),
+        }

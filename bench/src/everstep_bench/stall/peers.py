@@ -5,8 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import importlib.util
-import os
-import statistics
+import shutil
 import threading
 import time
 from pathlib import Path
@@ -14,21 +13,113 @@ from typing import Any
 
 import torch
 
-from everstep_bench.stall.arms import Cause, Pending
-from everstep_bench.stall.files import Saves, SavingArm, sync_all
-from everstep_bench.stall.loop import Loop
+from everstep_bench.harness.loop import Loop
+from everstep_bench.harness.machine import direct_takes, sync_all
+from everstep_bench.stall.arms import Arm, Cause, Pending
 
-__all__ = ["PACKAGES", "TorchCheckpointing", "TorchSave", "TorchSnapshot", "installed"]
+__all__ = [
+    "Saves",
+    "SavingArm",
+    "TorchCheckpointing",
+    "TorchSave",
+    "TorchSnapshot",
+    "installed",
+]
 
-PACKAGES = {"torchsnapshot": "torchsnapshot", "torch_checkpointing": "torch_checkpointing"}
+_PACKAGES = {"torchsnapshot": "torchsnapshot", "torch_checkpointing": "torch_checkpointing"}
 """Packages that arms need and that may be missing, by the name of the arm."""
 
-_PROBES = 3
+_PATIENCE_S = 30.0
 
 
 def installed(name: str) -> bool:
     """Return True if the libraries of the arm are installed."""
-    return name not in PACKAGES or importlib.util.find_spec(PACKAGES[name]) is not None
+    return name not in _PACKAGES or importlib.util.find_spec(_PACKAGES[name]) is not None
+
+
+class Saves:
+    """Names in a folder of its own, each used once."""
+
+    def __init__(self, folder: Path) -> None:
+        folder.mkdir()
+        self.folder = folder
+        self._count = 0
+
+    @property
+    def newest(self) -> Path:
+        """The name in use."""
+        return self.folder / f"{self._count}"
+
+    def next(self) -> Path:
+        """A new name."""
+        self._count += 1
+        return self.newest
+
+    def remove(self) -> None:
+        """Removes what was saved last."""
+        if self.newest.is_dir():
+            shutil.rmtree(self.newest, ignore_errors=True)  # the whole folder goes at the end
+        else:
+            self.newest.unlink(missing_ok=True)
+
+
+class SavingArm(Arm):
+    """A peer that writes each save under a new name.
+
+    Attributes:
+        blocks_as: what holds training up while its call runs.
+    """
+
+    blocks_as: Cause = "capture"
+
+    def __init__(self, name: str, detail: str, loop: Loop, saves: Saves) -> None:
+        super().__init__(name, detail)
+        self._loop = loop
+        self._saves = saves
+        self._path: Path | None = None
+        self._pending: Pending | None = None
+
+    def prepare(self) -> None:
+        """Chooses a name."""
+        self._path = self._saves.next()
+
+    def save(self) -> Pending:
+        """Calls the library."""
+        assert self._path is not None
+        begin_s = time.monotonic()
+        pending = self.begin(self._path)
+        self._stalls[self.blocks_as] += time.monotonic() - begin_s
+        self._pending = pending
+        self.watch(pending)
+        return pending
+
+    def begin(self, path: Path) -> Pending:
+        """The call that users make."""
+        raise NotImplementedError
+
+    def watch(self, pending: Pending) -> None:
+        """Sees to it that ``pending`` ends; not the library's time."""
+
+    def sync(self, path: Path) -> None:
+        """Makes durable what the library has left unsynced."""
+        sync_all(path)
+
+    def settle(self, pending: Pending) -> float:
+        """Waits, then syncs."""
+        assert self._path is not None
+        pending.wait()
+        begin_s = time.monotonic()
+        self.sync(self._path)
+        return time.monotonic() - begin_s
+
+    def clean(self) -> None:
+        """Removes what was saved; a save that goes on, after an interruption, is awaited."""
+        pending = self._pending
+        self._pending = None
+        if pending is not None and not pending.over:
+            with contextlib.suppress(BaseException):  # what it says no longer matters
+                pending.wait(_PATIENCE_S)
+        self._saves.remove()
 
 
 class TorchSave(SavingArm):
@@ -48,15 +139,6 @@ class TorchSave(SavingArm):
 
     def sync(self, path: Path) -> None:
         """All is synced already."""
-
-    def probe(self) -> float:
-        """``torch.save`` into a file object that throws everything away."""
-        times = []
-        for _ in range(_PROBES):
-            begin_s = time.monotonic()
-            torch.save(self._loop.nested(), _Nowhere())  # type: ignore[arg-type]
-            times.append(time.monotonic() - begin_s)
-        return statistics.median(times)
 
 
 class TorchSnapshot(SavingArm):
@@ -119,7 +201,7 @@ class TorchCheckpointing(SavingArm):
         """Starts its process, and reserves its memory."""
         module = importlib.import_module("torch_checkpointing")
         options: dict[str, Any] = {}
-        if not _any_direct_write(self._saves.folder):
+        if not direct_takes(self._saves.folder, b"some bytes"):
             # Its own stream writes pieces of any length, and fails where that is refused.
             files = importlib.import_module("torch_checkpointing.storage.filesystem")
             storage = files.LocalFileSystemStorageConfig(use_direct_io=False)
@@ -167,31 +249,6 @@ class TorchCheckpointing(SavingArm):
         self._held = None
         if held is not None:
             held.close()
-
-
-def _any_direct_write(folder: Path) -> bool:
-    """Return True if O_DIRECT accepts writes of any length here."""
-    path = folder / "direct"
-    try:
-        descriptor = os.open(path, os.O_CREAT | os.O_WRONLY | os.O_DIRECT, 0o600)
-        try:
-            return os.write(descriptor, b"some bytes") > 0
-        finally:
-            os.close(descriptor)
-    except OSError:
-        return False
-    finally:
-        path.unlink(missing_ok=True)
-
-
-class _Nowhere:
-    """A file whose bytes nobody keeps."""
-
-    def write(self, data: Any) -> int:
-        return memoryview(data).nbytes
-
-    def flush(self) -> None:
-        pass
 
 
 def _named(part: Any) -> dict[str, Any]:

@@ -1,23 +1,17 @@
-"""When a lane copied what, and how busy keeper and link were over time."""
+"""When a lane copied what."""
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
 from everstep.capture.lanes.batches import Batch
 from everstep.capture.lanes.lane import CpuLane, CpuTransfer, Progress
-from everstep_bench.stall.gauges import cpu_s
-from everstep_bench.stall.loop import Step
 
-__all__ = ["Copied", "Copies", "CpuSample", "Curve", "Sampler", "recorded"]
-
-_SAMPLE_EVERY_S = 0.01
+__all__ = ["Copied", "Copies", "recorded"]
 
 
 class Copied(NamedTuple):
@@ -125,109 +119,3 @@ def recorded(make: type[CpuLane], copies: Copies, *arguments: Any) -> Callable[[
         return lane
 
     return made
-
-
-class CpuSample(NamedTuple):
-    """Processor time of some processes so far, at a moment of the monotonic clock."""
-
-    at_s: float
-    cpu_s: float
-
-
-class Sampler:
-    """Looks at the processor time of processes, again and again, in a thread; a context manager.
-
-    Attributes:
-        samples: what it saw.
-    """
-
-    def __init__(self, pids: Iterable[int]) -> None:
-        self._pids = tuple(pids)
-        self._over = threading.Event()
-        self._thread = threading.Thread(target=self._look, name="bench-sampler", daemon=True)
-        self.samples: list[CpuSample] = []
-
-    def __enter__(self) -> Sampler:
-        self._take()
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._over.set()
-        self._thread.join()
-        self._take()
-
-    def _look(self) -> None:
-        while not self._over.wait(_SAMPLE_EVERY_S):
-            self._take()
-
-    def _take(self) -> None:
-        self.samples.append(CpuSample(time.monotonic(), sum(map(cpu_s, self._pids))))
-
-
-@dataclass(frozen=True, slots=True)
-class Curve:
-    """Consecutive saves of one arm, and the activity during them (GoCkpt Fig. 8
-    and 9); times in seconds of the monotonic clock.
-
-    Attributes:
-        begin_s, end_s: of the recording.
-        saves_s: when saves were asked for.
-        copies: through the link.
-        samples: processor time of the arm's processes.
-    """
-
-    name: str
-    begin_s: float
-    end_s: float
-    saves_s: tuple[float, ...]
-    steps: tuple[Step, ...]
-    copies: tuple[Copied, ...]
-    samples: tuple[CpuSample, ...]
-
-    def link_bytes_per_s(self, bin_s: float) -> list[tuple[float, float]]:
-        """Bytes a second through the link, by beginnings of bins; a copy counts evenly."""
-        bins = [0.0] * max(1, -int(-(self.end_s - self.begin_s) // bin_s))
-        for copy in self.copies:
-            length_s = max(copy.end_s - copy.begin_s, 1e-9)
-            for number in range(
-                max(0, int((copy.begin_s - self.begin_s) // bin_s)),
-                min(len(bins), int((copy.end_s - self.begin_s) // bin_s) + 1),
-            ):
-                at_s = self.begin_s + number * bin_s
-                within_s = min(copy.end_s, at_s + bin_s) - max(copy.begin_s, at_s)
-                bins[number] += copy.size_bytes * max(0.0, within_s) / length_s
-        return [(self.begin_s + n * bin_s, count / bin_s) for n, count in enumerate(bins)]
-
-    def cores(self, bin_s: float) -> list[tuple[float, float]]:
-        """Cores that the arm's processes kept busy, by beginnings of bins."""
-        found: list[tuple[float, float]] = []
-        before = self.samples[0]
-        for sample in self.samples[1:]:
-            length_s = sample.at_s - before.at_s
-            if length_s < bin_s and sample is not self.samples[-1]:
-                continue
-            if length_s > 0:
-                found.append((before.at_s, (sample.cpu_s - before.cpu_s) / length_s))
-            before = sample
-        return found
-
-    def as_json(self, start_s: float) -> dict[str, Any]:
-        """Everything, in seconds from ``start_s``."""
-        return {
-            "name": self.name,
-            "begin_s": self.begin_s - start_s,
-            "end_s": self.end_s - start_s,
-            "saves_s": [at_s - start_s for at_s in self.saves_s],
-            "steps": [[step.begin_s - start_s, step.end_s - start_s] for step in self.steps],
-            "copies": [
-                {
-                    "begin_s": copy.begin_s - start_s,
-                    "end_s": copy.end_s - start_s,
-                    "size_bytes": copy.size_bytes,
-                    "gradients": copy.gradients,
-                }
-                for copy in self.copies
-            ],
-            "keeper_cpu": [[sample.at_s - start_s, sample.cpu_s] for sample in self.samples],
-        }

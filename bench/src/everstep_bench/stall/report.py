@@ -1,286 +1,283 @@
-"""The outcome: targets and plain data."""
+"""The outcome: figures, targets, tables."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Any, Protocol
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
 
-from everstep_bench.persist.machine import Machine
-from everstep_bench.persist.report import Spread, Verdict
+from rich.text import Text
+
+from everstep_bench.harness.figures import Spread, Verdict, at_most
+from everstep_bench.harness.report import (
+    Report,
+    Table,
+    busy_note,
+    mb,
+    ms,
+    number,
+    per_cent,
+    range_of,
+)
+from everstep_bench.options import NEIGHBOUR, StallOptions
+from everstep_bench.stall import timeline
+from everstep_bench.stall.arms import CAUSES
 from everstep_bench.stall.figures import Block, Interval, Row
-from everstep_bench.stall.options import ABLATIONS, NEIGHBOUR, StallOptions
-from everstep_bench.stall.recording import Curve
 
-__all__ = ["StallReport", "facts_as_json"]
+__all__ = ["StallReport"]
 
 _OURS = "lazy"
 _PEER = "dcp-warm"
-_ONE_CORE = "lazy-one-core"
 _STALL_S_MAX = 0.002
 _SLOWDOWN_MAX = 0.1
 _RATE_MIN = 0.98
 _LINK_SHARE_MIN = 0.9
+_COST = ("arm", "stall", "capture", "gate", "gradients", "back-pr.", "persist", "other",
+         "slow-down", "min - max", "unexplained", "of training", "GB/s")  # fmt: skip
+_BEHIND = ("arm", "durable", "loop rate", "min - max", "CPU trainer", "CPU helper", "memory")
 
 
-@dataclass(slots=True)
-class StallReport:
-    """Everything that was found.
-
-    Attributes:
-        size_bytes: of all tensors of the state.
-        tensors: number of them.
-        workload: the model in words.
-        python_part_s: of each step; 0 where there is none.
-        free_core: whether training had a core of its own, and another was free.
-        start_s: on the monotonic clock, when the run began.
-        curves: of our arms, where they were asked for.
-    """
+@dataclass
+class StallReport(Report):
+    """Everything that was found."""
 
     options: StallOptions
-    machine: Machine
-    size_bytes: int
-    tensors: int
-    workload: str
-    python_part_s: float
-    free_core: bool
     intervals: list[Interval]
-    load_after: float
-    start_s: float
-    seconds: float
-    folder: str
-    curves: list[Curve] = field(default_factory=list)
-
-    def labels(self) -> list[str]:
-        """Return remarks that belong to every figure of this run."""
-        found = []
-        link = self.options.link_bytes_per_s
-        if link is not None:
-            found.append(
-                f"EMULATED: everstep's copies go through a link of {link / 1e9:g} GB/s that does "
-                "not exist; peers copy as fast as memory allows"
-            )
-        if self.options.writers:
-            found.append(
-                f"{self.options.writers} OTHER WRITERS: as many processes each flush a state of "
-                "the same size through a run of their own (everstep, sync) at every save, "
-                "whichever arm makes it"
-            )
-        if self.options.python_heavy:
-            found.append(
-                f"PYTHON-HEAVY: {1e3 * self.python_part_s:.0f} ms of pure Python in every step"
-            )
-        if not self.free_core:
-            found.append("ONE CORE: training and everything else share it")
-        return found
-
-    def gb_per_s(self, row: Row) -> Spread | None:
-        """Bytes of the state for each second that training was held up."""
-        return row.spread(
-            lambda block: self.size_bytes / 1e9 / block.stall_s if block.stall_s > 0 else None
-        )
-
-    def verdicts(self, interval: Interval) -> list[Verdict]:
-        """The targets, each with the measured figure."""
-        ours = interval.row(_OURS)
-        found = [
-            self._stall_verdict(ours),
-            self._slowdown_verdict(interval, ours),
-            self._rate_verdict(interval, ours),
-        ]
-        return [*found, self._link_verdict(interval, ours)] if self.on_device else found
 
     @property
     def on_device(self) -> bool:
         """True if the state is in a device's memory."""
         return self.options.device != "cpu"
 
-    def all_met(self) -> bool:
-        """Return True if every target is met in every interval."""
-        return all(v.met for interval in self.intervals for v in self.verdicts(interval))
+    def rounds(self) -> str:
+        """Return the number of rounds, and why there are fewer than requested."""
+        asked = self.options.repeats
+        made = {len(interval.ideals): None for interval in self.intervals}
+        drawn = f"order drawn with seed {self.options.seed}"
+        if self.options.within_s is None or min(made) == asked:
+            return f"{asked} rounds, {drawn}"
+        found = " and ".join(map(str, made))
+        within = f"as many as went into {self.options.within_s:g} s"
+        return f"{found} of {asked} rounds, {within}, {drawn}"
 
-    def as_json(self) -> dict[str, Any]:
-        """Everything, every block included."""
+    def verdicts(self) -> list[Verdict]:
+        """Return the targets of all intervals."""
+        return [verdict for interval in self.intervals for verdict in self.verdicts_of(interval)]
+
+    def verdicts_of(self, interval: Interval) -> list[Verdict]:
+        """Return the targets, each with the measured figure."""
+        ours = interval.row(_OURS)
+        found = [
+            self._stall_verdict(ours),
+            self._slowdown_verdict(interval, ours),
+            self._rate_verdict(interval, ours),
+        ]
+        if self.on_device:
+            found.append(self._link_verdict(interval, ours))
+        if len(self.intervals) > 1:
+            steps = _steps(interval)
+            found = [Verdict(f"{steps}: {v.target}", v.figure, v.met) for v in found]
+        return found
+
+    def tables(self) -> Iterator[Table]:
+        """Yield costs, and what comes after the call, for each interval."""
+        for interval in self.intervals:
+            step = interval.step_s()
+            ideal = "" if step is None else f"; an ideal step takes {ms(step)} ms"
+            steps = _steps(interval)
+            yield Table(
+                f"What a save costs training, ms; {steps}{ideal}",
+                (*_COST, *(("on the GPU", "link") if self.on_device else ())),
+                [self._cost(interval, row) for row in interval.rows],
+            )
+            yield Table(
+                f"After the return of the call, ms, CPU ms, MB; {steps}",
+                _BEHIND,
+                [self._behind(interval, row) for row in interval.rows if row.blocks],
+            )
+
+    def details(self) -> Iterator[str]:
+        """Yield the description of each arm, or why it did not run."""
+        for row in self.intervals[0].rows:
+            yield f"{row.name}: {row.error or row.detail}"
+
+    def notes(self) -> Iterator[str]:
+        """Yield what the columns mean."""
+        yield (
+            "Medians over the rounds. stall: what the training thread spends in the library (its "
+            "calls and its hooks), by cause; gradients: waiting for copies of them. slow-down: "
+            "what the steps of a block with a save take more than as many without in the same "
+            "round; a block goes on until its save is done. unexplained: their difference, which "
+            "is interference and noise."
+        )
+        yield (
+            "durable: until the library's future is done, and until what it leaves unsynced is "
+            "synced. loop rate: steps per second in that time, next to training alone. GB/s: of "
+            "state for each second of stall. Saves do not overlap: each waits for the one before. "
+            "memory: of host memory at most, kept and in passing, processes beside included."
+        )
+        if self.on_device:
+            yield (
+                "On the GPU: what the device spent in hooks around the update, waiting for copies "
+                "above all, by its own clock. The training thread runs ahead of it there, so of "
+                "hooks it is this that counts as stall. link: how fast the state was in host "
+                "memory, from the call on, next to a plain copy of 1 GiB into pinned memory in "
+                "the same round."
+            )
+        for interval in self.intervals:
+            noise_s = interval.noise_s()
+            if noise_s is not None:
+                yield (
+                    f"Two blocks without a save of {_steps(interval)} differ by {ms(noise_s)} ms: "
+                    "less than that means nothing."
+                )
+        alone = [b for one in self.intervals for ideal in one.ideals.values() for b in ideal.blocks]
+        total_s = sum(block.wall_s for block in alone)
+        busy_s = sum(block.others_cores * block.wall_s for block in alone)
+        yield from busy_note(self.facts, busy_s / total_s if total_s else None)
+
+    def write(self) -> None:
+        """Draw the picture."""
+        if self.options.picture is not None:
+            facts = self.facts
+            size = f"{facts.size_bytes / 1e9:.3f} GB, {facts.tensors} tensors"
+            title = "\n".join([f"One save while training goes on ({size})", *self.labels()])
+            timeline.picture(self.intervals[0], title, self.options.picture)
+
+    def figures(self) -> dict[str, Any]:
+        """Return everything, every block included."""
         options = self.options
         return {
-            **facts_as_json(self),
             "device": options.device,
             "dtype": options.dtype,
             "emulated_link_bytes_per_s": options.link_bytes_per_s,
-            "writers": options.writers,
-            "python_part_s": self.python_part_s,
-            "intervals": [self._interval_as_json(interval) for interval in self.intervals],
-            "curves": [curve.as_json(self.start_s) for curve in self.curves],
+            "intervals": [
+                {
+                    "every": interval.every,
+                    "ideal_step_s": interval.step_s(),
+                    "noise_s": interval.noise_s(),
+                    "pinned_bytes_per_s": list(interval.pinned_bytes_per_s.values()),
+                    "arms": [self._row_as_json(interval, row) for row in interval.rows],
+                    "targets": self.verdicts_of(interval),
+                }
+                for interval in self.intervals
+            ],
         }
 
-    def _stall_verdict(self, ours: Row | None) -> Verdict:
+    def _stall_verdict(self, ours: Row) -> Verdict:
         what = (
             f"training thread, for each {_OURS} save: at most {1e3 * _STALL_S_MAX:g} ms (state: "
-            f"{self.tensors} tensors, {self.size_bytes / 1e9:.3f} GB)"
+            f"{self.facts.tensors} tensors, {self.facts.size_bytes / 1e9:.3f} GB)"
         )
-        found = None if ours is None else ours.spread(lambda block: block.stall_s)
-        if ours is None or found is None:
-            return Verdict(what, "-", None)
         gate = ours.spread(lambda block: block.causes.get("gate"))
-        inside = "" if gate is None else f", of which {1e3 * gate.median:.2f} ms at the gate"
-        return Verdict(what, f"{1e3 * found.median:.2f} ms{inside}", found.median <= _STALL_S_MAX)
+        inside = "" if gate is None else f", of which {ms(gate, 2)} ms at the gate"
+        stall_s = ours.median(lambda block: block.stall_s)
+        return at_most(what, stall_s, _STALL_S_MAX, f"{ms(stall_s, 2)} ms{inside}")
 
-    def _slowdown_verdict(self, interval: Interval, ours: Row | None) -> Verdict:
+    def _slowdown_verdict(self, interval: Interval, ours: Row) -> Verdict:
         what = f"slow-down by a {_OURS} save: at most 1/{1 / _SLOWDOWN_MAX:g} of {_PEER}"
-        peer = interval.row(_PEER)
-        mine = None if ours is None else interval.slowdown_s(ours)
-        theirs = None if peer is None else interval.slowdown_s(peer)
+        mine = interval.slowdown_s(ours)
+        theirs = interval.slowdown_s(interval.row(_PEER))
         if mine is None or theirs is None:
             return Verdict(what, "-", None)
-        figure = f"{1e3 * mine.median:.1f} ms next to {1e3 * theirs.median:.1f} ms"
+        figure = f"{ms(mine)} ms next to {ms(theirs)} ms"
         noise_s = interval.noise_s()
         if noise_s is not None:
-            figure += f" (two blocks without a save differ by {1e3 * noise_s:.1f} ms)"
+            figure += f" (two blocks without a save differ by {ms(noise_s)} ms)"
         if theirs.median <= 0:  # nothing to be a tenth of
             return Verdict(what, figure, None)
         return Verdict(what, figure, mine.median <= _SLOWDOWN_MAX * theirs.median)
 
-    def _rate_verdict(self, interval: Interval, ours: Row | None) -> Verdict:
+    def _rate_verdict(self, interval: Interval, ours: Row) -> Verdict:
         what = f"loop rate during a {_OURS} save, with a free core: at least {_RATE_MIN}"
-        found = None if ours is None else interval.loop_rate(ours)
+        found = interval.loop_rate(ours)
         if found is None:
             return Verdict(what, "-", None)
-        figure = f"{found.median:.3f}"
-        control = interval.row(NEIGHBOUR)
-        machine = None if control is None else interval.loop_rate(control)
+        figure = number(found, 3)
+        machine = interval.loop_rate(interval.row(NEIGHBOUR))
         if machine is not None:
-            figure += f" ({machine.median:.3f} beside a process that only copies and digests)"
-        if not self.free_core:
+            figure += f" ({number(machine, 3)} beside a process that only copies and digests)"
+        if not self.facts.free_core:
             return Verdict(what, f"no core is free; without: {figure}", None)
-        one = interval.row(_ONE_CORE)
-        beside = None if one is None else interval.loop_rate(one)
-        if beside is not None:
-            figure += f"; without: {beside.median:.3f}"
         return Verdict(what, figure, found.median >= _RATE_MIN)
 
-    def _link_verdict(self, interval: Interval, ours: Row | None) -> Verdict:
+    def _link_verdict(self, interval: Interval, ours: Row) -> Verdict:
         what = f"from the device by a {_OURS} save: at least {_LINK_SHARE_MIN} of a pinned copy"
-        share = None if ours is None else interval.link_share(ours, self.size_bytes)
-        limit = Spread.of([rate / 1e9 for rate in interval.pinned_bytes_per_s.values()])
+        share = interval.link_share(ours, self.facts.size_bytes)
+        limit = Spread.of(list(interval.pinned_bytes_per_s.values()))
         if share is None or limit is None:
             return Verdict(what, "-", None)
-        figure = f"{share.median:.3f} of {limit.median:.1f} GB/s"
+        figure = f"{number(share, 3)} of {number(limit, 1, 1e-9)} GB/s"
         return Verdict(what, figure, share.median >= _LINK_SHARE_MIN)
 
-    def _interval_as_json(self, interval: Interval) -> dict[str, Any]:
-        step = interval.step_s()
-        return {
-            "every": interval.every,
-            "ideal_step_s": step and step.as_json(),
-            "noise_s": interval.noise_s(),
-            "pinned_bytes_per_s": list(interval.pinned_bytes_per_s.values()),
-            "arms": [self._row_as_json(interval, row) for row in interval.rows],
-            "ablations": [
-                {"mechanism": a.mechanism, "without": a.without, "with": a.with_it}
-                for a in ABLATIONS
-                if interval.row(a.without) is not None and interval.row(a.with_it) is not None
-            ],
-            "targets": [
-                {"target": v.target, "figure": v.figure, "met": v.met}
-                for v in self.verdicts(interval)
-            ],
-        }
+    def _cost(self, interval: Interval, row: Row) -> tuple[str | Text, ...]:
+        if not row.blocks:
+            return row.name, "-"
+        found = interval.figures_of(row, self.facts.size_bytes)
+        device = (
+            ms(row.spread(lambda block: block.device_s)),
+            number(interval.link_share(row, self.facts.size_bytes)),
+        )
+        return (
+            _name(row),
+            ms(found["stall_s"], 2),
+            *(ms(row.median(lambda b, c=cause: b.causes.get(c)), 2) for cause in CAUSES),  # type: ignore[misc]
+            ms(row.spread(lambda block: block.other_s), 2),
+            ms(found["slowdown_s"]),
+            range_of(found["slowdown_s"], 1, 1e3),
+            ms(found["difference_s"]),
+            per_cent(found["share_of_training"]),
+            number(found["gb_per_s_of_stall"]),
+            *(device if self.on_device else ()),
+        )
+
+    def _behind(self, interval: Interval, row: Row) -> tuple[str | Text, ...]:
+        found = interval.figures_of(row, self.facts.size_bytes)
+        return (
+            _name(row),
+            ms(found["durable_s"]),
+            number(found["loop_rate"], 3),
+            range_of(found["loop_rate"], 2),
+            ms(found["trainer_cpu_s"]),
+            ms(found["helper_cpu_s"]),
+            mb(row.memory_bytes, 0),
+        )
 
     def _row_as_json(self, interval: Interval, row: Row) -> dict[str, Any]:
-        split = row.split()
-        figures = {
-            "stall_s": row.spread(lambda block: block.stall_s),
-            "slowdown_s": interval.slowdown_s(row),
-            "difference_s": interval.difference_s(row),
-            "share_of_training": interval.share(row),
-            "gb_per_s_of_stall": self.gb_per_s(row),
-            "durable_s": row.spread(lambda block: block.durable_s),
-            "after_s": row.spread(lambda block: block.after_s),
-            "loop_rate": interval.loop_rate(row),
-            "trainer_cpu_s": interval.trainer_cpu_s(row),
-            "helper_cpu_s": row.spread(lambda block: block.helper_cpu_s),
-            "writers_s": row.spread(lambda block: block.writers_s),
-        }
         return {
             "name": row.name,
             "role": row.role,
             "detail": row.detail,
             "error": row.error,
-            **{name: spread and spread.as_json() for name, spread in figures.items()},
-            "split": {
-                "serialise_s": split.serialise_s,
-                "copy_s": split.copy_s,
-                "file_s": split.file_s,
-            },
+            **interval.figures_of(row, self.facts.size_bytes),
             "memory_bytes": row.memory_bytes,
             "blocks": [
-                self._block_as_json(interval, number, block)
+                _block_as_json(interval, number, block)
                 for number, block in sorted(row.blocks.items())
             ],
         }
 
-    def _block_as_json(self, interval: Interval, number: int, block: Block) -> dict[str, Any]:
-        ideal = interval.ideals.get(number)
-        return {
-            "round": number,
-            "steps": len(block.steps),
-            "wall_s": block.wall_s,
-            "ideal_step_s": None if ideal is None else ideal.step_s,
-            "stall_s": block.stall_s,
-            "stall_by_cause_s": {**block.causes, "other": block.other_s},
-            "device_s": block.device_s,
-            "durable_s": block.durable_s,
-            "sync_s": block.sync_s,
-            "after_s": block.after_s,
-            "persist_s": block.persist_s,
-            "trainer_cpu_s": block.trainer_cpu_s,
-            "helper_cpu_s": block.helper_cpu_s,
-            "peak_bytes": block.peak_bytes,
-            "helper_bytes": block.helper_bytes,
-            "writers_s": block.writers_s,
-            "others_cores": block.others_cores,
-            "copied_bytes": {
-                "state": sum(c.size_bytes for c in block.copies if not c.gradients),
-                "gradients": sum(c.size_bytes for c in block.copies if c.gradients),
-            },
-        }
 
-
-class _Rounds(Protocol):
-    @property
-    def repeats(self) -> int: ...
-
-    @property
-    def seed(self) -> int: ...
-
-
-class _Measured(Protocol):
-    machine: Machine
-    load_after: float
-    folder: str
-    workload: str
-    size_bytes: int
-    tensors: int
-    free_core: bool
-    seconds: float
-
-    @property
-    def options(self) -> _Rounds: ...
-
-    def labels(self) -> list[str]: ...
-
-
-def facts_as_json(report: _Measured) -> dict[str, Any]:
-    """Return the facts about the machine as plain data."""
+def _block_as_json(interval: Interval, number: int, block: Block) -> dict[str, Any]:
+    ideal = interval.ideals.get(number)
+    names = ("wall_s stall_s device_s durable_s sync_s after_s persist_s trainer_cpu_s "
+             "helper_cpu_s peak_bytes helper_bytes others_cores").split()  # fmt: skip
     return {
-        "labels": report.labels(),
-        "machine": report.machine.as_json(),
-        "load_after": report.load_after,
-        "folder": report.folder,
-        "workload": report.workload,
-        "size_bytes": report.size_bytes,
-        "tensors": report.tensors,
-        "rounds": report.options.repeats,
-        "seed": report.options.seed,
-        "free_core": report.free_core,
-        "seconds": report.seconds,
+        "round": number,
+        "steps": len(block.steps),
+        "ideal_step_s": None if ideal is None else ideal.step_s,
+        "stall_by_cause_s": {**block.causes, "other": block.other_s},
+        **{name: getattr(block, name) for name in names},
+        "copied_bytes": {
+            "state": sum(c.size_bytes for c in block.copies if not c.gradients),
+            "gradients": sum(c.size_bytes for c in block.copies if c.gradients),
+        },
     }
+
+
+def _steps(interval: Interval) -> str:
+    return f"every {interval.every} steps" if interval.every > 1 else "every step"
+
+
+def _name(row: Row) -> Text:
+    return Text(row.name, style="bold" if row.role == "ours" else "")

@@ -1,39 +1,19 @@
-"""When training computed, stood still, was copied and was written: a trace and a picture.
-
-The trace is in Chrome's trace-event format: chrome://tracing and ui.perfetto.dev show it.
-"""
+"""When training computed, stood still, was copied and was written: a picture."""
 
 from __future__ import annotations
 
 import bisect
-import contextlib
-import importlib
 import itertools
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from everstep.cli.common.pictures import check_picture
-from everstep.errors import PermissionDeniedError, UnavailableError
+from everstep.errors import UnavailableError
+from everstep_bench.harness.loop import Span, Step
+from everstep_bench.harness.pictures import drawn
 from everstep_bench.stall.figures import Block, Interval, Row
-from everstep_bench.stall.loop import Span, Step
-from everstep_bench.stall.recording import Curve
-from everstep_bench.stall.report import StallReport
 
-__all__ = [
-    "BIN_S",
-    "LANES",
-    "Event",
-    "curves",
-    "drawn",
-    "events",
-    "picture",
-    "trace",
-]
-
-BIN_S = 0.02
-"""Of curves."""
+__all__ = ["LANES", "Event", "events", "picture"]
 
 LANES = ("compute", "waits", "state", "gradients", "write")
 """What is told apart (GoCkpt Fig. 4 and 7): forward, backward and update; what holds training
@@ -56,7 +36,6 @@ _COLOURS = {
 }
 _PHASES = {"forward": "#a9c1d9", "backward": "#7f9fbf", "update": "#55789c"}
 _INCHES = (11.0, 1.0, 2.0)  # wide; high without an arm, and with each
-_DPI = 150
 _MARGIN = 0.03
 _WAIT_S_MIN = 0.0002
 _APART_S = 0.0005  # copies that follow each other sooner are one, to look at
@@ -146,136 +125,20 @@ def _copies(block: Block) -> Iterator[Event]:
             yield Event(lanes[gradients], what, begin_s, end_s)
 
 
-def trace(report: StallReport, path: Path) -> None:
-    """Writes every block of every arm: one process for each arm, one thread for each lane."""
-    found: list[dict[str, Any]] = []
-    for number, name in enumerate(_names(report), start=1):
-        found.append(_meta("process_name", number, 0, name))
-        found += [_meta("thread_name", number, at, lane) for at, lane in enumerate(LANES, 1)]
-        for interval in report.intervals:
-            for turn, block in _blocks(interval, name):
-                where = {"arm": name, "round": turn, "every": interval.every}
-                found += [
-                    {
-                        "name": event.name,
-                        "cat": event.lane,
-                        "ph": "X",
-                        "ts": 1e6 * (event.begin_s - report.start_s),
-                        "dur": 1e6 * max(0.0, event.end_s - event.begin_s),
-                        "pid": number,
-                        "tid": 1 + LANES.index(event.lane),
-                        "args": where,
-                    }
-                    for event in events(block)
-                ]
-        found += list(_counters(report, number, name))
-    document = {
-        "traceEvents": found,
-        "displayTimeUnit": "ms",
-        "otherData": {"labels": report.labels(), "workload": report.workload},
-    }
-    _write(path, json.dumps(document).encode("ascii"))
-
-
-def _counters(report: StallReport, process: int, name: str) -> Iterator[dict[str, Any]]:
-    """The curves of an arm."""
-    for curve in report.curves:
-        if curve.name != name:
-            continue
-        series = {
-            "link GB/s": [(at_s, rate / 1e9) for at_s, rate in curve.link_bytes_per_s(BIN_S)],
-            "keeper cores": curve.cores(BIN_S),
-        }
-        for what, points in series.items():
-            for at_s, value in points:
-                yield {
-                    "name": what,
-                    "ph": "C",
-                    "ts": 1e6 * (at_s - report.start_s),
-                    "pid": process,
-                    "args": {what: value},
-                }
-
-
-def picture(report: StallReport, path: Path) -> None:
-    """Draws the last block of DCP and of some arms of ours, one above the other, on one scale.
+def picture(interval: Interval, title: str, path: Path) -> None:
+    """Draw the last block of DCP and of some arms of ours, one above the other, on one scale.
 
     Raises:
         UnavailableError: matplotlib is missing, or none of these arms has a block.
     """
-    shown = [(row, block) for row, block in _pictured(report.intervals[0])]
+    shown = list(_pictured(interval))
     if not shown:
         raise UnavailableError("nothing to draw: none of the arms in pictures was measured")
-    with drawn(
-        path, panels=len(shown), title=_title(report, "One save while training goes on")
-    ) as (axes):
+    width, without, each = _INCHES
+    with drawn(path, title, (width, without + each * len(shown)), rows=len(shown)) as axes:
         for axis, (row, block) in zip(axes, shown, strict=True):
             _draw(axis, row, block)
         axes[-1].set_xlabel("milliseconds from the call (light to dark: forward, backward, update)")
-
-
-def curves(report: StallReport, path: Path) -> None:
-    """Draws how many cores the keeper of each arm keeps busy, and what goes through the link
-    (GoCkpt Fig. 8 and 9).
-
-    Raises:
-        UnavailableError: matplotlib is missing, or nothing was recorded.
-    """
-    if not report.curves:
-        raise UnavailableError("nothing to draw: no arm of everstep was measured")
-    title = _title(report, "Keeper and link over some consecutive saves")
-    with drawn(path, panels=len(report.curves), title=title) as axes:
-        for axis, curve in zip(axes, report.curves, strict=True):
-            _draw_curve(axis, curve)
-        axes[-1].set_xlabel("milliseconds")
-
-
-@contextlib.contextmanager
-def drawn(path: Path, *, panels: int, title: str) -> Iterator[Any]:
-    """A picture of panels one above the other, saved at the end of the block; yields their axes.
-
-    Raises:
-        UnavailableError: matplotlib is missing.
-        PermissionDeniedError: it cannot be written.
-    """
-    check_picture(path)
-    agg: Any = importlib.import_module("matplotlib.backends.backend_agg")
-    figures: Any = importlib.import_module("matplotlib.figure")
-    width, without, each = _INCHES
-    size = (width, without + each * panels)
-    figure = figures.Figure(figsize=size, dpi=_DPI, layout="constrained")
-    agg.FigureCanvasAgg(figure)  # no window, whatever the user has configured
-    yield figure.subplots(panels, 1, sharex=True, squeeze=False)[:, 0]
-    figure.suptitle(title, fontsize="small")
-    try:
-        figure.savefig(path)
-    except OSError as error:
-        raise _refused(path, error) from error
-
-
-def _title(report: StallReport, what: str) -> str:
-    size = f"{report.size_bytes / 1e9:.3f} GB, {report.tensors} tensors"
-    return "\n".join([f"{what} ({size})", *report.labels()])
-
-
-def _draw_curve(axis: Any, curve: Curve) -> None:
-    def points(found: list[tuple[float, float]], scale: float) -> tuple[list[float], list[float]]:
-        return (
-            [1e3 * (at_s - curve.begin_s) for at_s, _ in found],
-            [value / scale for _, value in found],
-        )
-
-    axis.step(*points(curve.cores(BIN_S), 1.0), where="post", color=_COLOURS["write"])
-    axis.set_ylabel("keeper, cores", color=_COLOURS["write"])
-    axis.set_ylim(bottom=0)
-    beside = axis.twinx()
-    beside.step(*points(curve.link_bytes_per_s(BIN_S), 1e9), where="post", color=_COLOURS["state"])
-    beside.set_ylabel("link, GB/s", color=_COLOURS["state"])
-    beside.set_ylim(bottom=0)
-    for at_s in curve.saves_s:
-        axis.axvline(1e3 * (at_s - curve.begin_s), color=_COLOURS["waits"], linewidth=0.8)
-    axis.set_title(f"{curve.name} (lines: save() was called)", fontsize="small", loc="left")
-    axis.margins(x=_MARGIN)
 
 
 def _draw(axis: Any, row: Row, block: Block) -> None:
@@ -292,36 +155,6 @@ def _draw(axis: Any, row: Row, block: Block) -> None:
 
 def _pictured(interval: Interval) -> Iterator[tuple[Row, Block]]:
     for names in _PICTURED:
-        rows = [row for row in map(interval.row, names) if row is not None]
+        rows = [row for row in map(interval.row, names) if row.blocks]
         for row in rows[:1]:
             yield row, row.blocks[max(row.blocks)]
-
-
-def _names(report: StallReport) -> list[str]:
-    return ["ideal", *(row.name for row in report.intervals[0].rows if row.blocks)]
-
-
-def _blocks(interval: Interval, name: str) -> Iterator[tuple[int, Block]]:
-    if name == "ideal":
-        for number, ideal in interval.ideals.items():
-            for block in ideal.blocks:
-                yield number, block
-        return
-    row = interval.row(name)
-    if row is not None:
-        yield from row.blocks.items()
-
-
-def _meta(what: str, process: int, thread: int, name: str) -> dict[str, Any]:
-    return {"name": what, "ph": "M", "pid": process, "tid": thread, "args": {"name": name}}
-
-
-def _write(path: Path, data: bytes) -> None:
-    try:
-        path.write_bytes(data)
-    except OSError as error:
-        raise _refused(path, error) from error
-
-
-def _refused(path: Path, error: OSError) -> PermissionDeniedError:
-    return PermissionDeniedError(f"cannot write {path}: {error.strerror}", path=path)

@@ -1,8 +1,11 @@
-"""Protocol of an arm: one way to be able to resume from any step; arms without everstep."""
+"""Arms: ways to be able to resume from any step; those without everstep."""
 
 from __future__ import annotations
 
+import contextlib
 import random
+import shutil
+import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,14 +14,16 @@ import numpy as np
 import torch
 
 from everstep.compress import Compressor
-from everstep_bench.stall.cores import Placement
-from everstep_bench.stall.files import sync_all
-from everstep_bench.stall.loop import Loop
-from everstep_bench.step.options import Setting
+from everstep_bench.harness.loop import Loop
+from everstep_bench.harness.machine import sync_all, sync_file
+from everstep_bench.harness.placement import Placement
+from everstep_bench.stall.arms import Pending
+from everstep_bench.step.settings import Setting
 
-__all__ = ["Recovered", "StepArm", "TorchSave", "generators", "set_generators", "tied"]
+__all__ = ["DcpWarm", "Recovered", "StepArm", "TorchSave"]
 
 _WARM_UP_STEPS = 4  # from then on memory is touched, and files are recycled
+_METADATA = ".metadata"  # DCP writes it last
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +77,7 @@ class StepArm:
         return f"training consumes the top {100 * self.setting.ratio:g} % of each gradient"
 
     def open(self) -> None:
-        """Begins; not timed. What it prints is for nobody.
+        """Begin; not timed. What it prints is for nobody.
 
         Error feedback is left out: what it keeps is as large as a dense gradient, belongs to
         the state, and would have to be recorded in each step (``docs/adr/011``).
@@ -83,11 +88,11 @@ class StepArm:
             )
 
     def resume(self) -> Recovered:
-        """Goes back to where the process before has come to."""
+        """Go back to where the process before has come to."""
         return Recovered(0, "fresh")
 
     def warm_up(self) -> None:
-        """Trains until nothing is done for the first time; not timed."""
+        """Train until nothing is done for the first time; not timed."""
         for _ in range(_WARM_UP_STEPS):
             self._loop.step()
             self.after_step()
@@ -97,79 +102,197 @@ class StepArm:
         """After each step; paid for by training."""
 
     def settle(self) -> None:
-        """Waits until nothing is under way."""
+        """Wait until nothing is under way."""
 
     def memory_bytes(self) -> int | None:
-        """Bytes taken into host memory so far; None if that cannot be known."""
+        """Return the bytes taken into host memory so far; None if that cannot be known."""
         return None
 
     def processes(self) -> list[int]:
-        """Processes of its own that are nobody's children."""
+        """Return processes of its own that are nobody's children."""
         return []
 
     def close(self) -> None:
-        """Lets go of the training; not timed."""
+        """Let go of the training; not timed."""
         if self._compressor is not None:
             self._compressor.close()
             self._compressor = None
 
 
-class TorchSave(StepArm):
-    """``torch.save`` and fsync in training's thread; two files are kept."""
+class _Saver(StepArm):
+    """A library that writes whole states, each under the number of its step.
+
+    Attributes:
+        kept: whole ones, after a save has been made or begun.
+    """
+
+    kept = 2
 
     def __init__(self, setting: Setting, loop: Loop, folder: Path, placement: Placement) -> None:
         super().__init__(setting, loop, folder, placement)
-        self.detail = "of all that a resume needs; + fsync of file and folder, in the call"
         self.saves_each_step = setting.every == 1
         self._step = 0
 
     def open(self) -> None:
-        """Makes its folder."""
+        """Make its folder."""
         self._folder.mkdir(exist_ok=True)
 
     def resume(self) -> Recovered:
-        """Loads the newest file that has its name, which it gets once it is durable."""
+        """Load the newest save that is whole; remove what is not."""
+        for path in self._folder.iterdir():
+            if path.name.isdecimal() and not self.is_whole(path):
+                shutil.rmtree(path)
         newest = max(self._steps(), default=0)
         self._step = newest
         if not newest:
             return Recovered(0, "fresh")
-        saved = torch.load(self._path(newest), weights_only=True)
+        saved = self.load(self._path(newest))
         training = self._loop.training
-        training.model.load_state_dict(saved["model"] | tied(saved["model"]))
+        # The head shares its weight with the tokens, and was left out.
+        head = {"head.weight": saved["model"]["tokens.weight"]}
+        training.model.load_state_dict(saved["model"] | head)
         for name in ("optimizer", "scheduler", "loader"):
             getattr(training, name).load_state_dict(saved[name])
         training.progress.update(saved["progress"])
-        set_generators(saved["generators"])
+        _set_generators(saved["generators"])
         return Recovered(newest, "disk", newest)
 
     def after_step(self) -> None:
-        """Saves if it is time to; the file before the last goes."""
+        """Save if it is time to; the save before the last goes."""
         self._step += 1
-        every = self.setting.every
-        if self._step % every:
+        if self._step % self.setting.every:
             return
-        path = self._path(self._step)
-        unfinished = path.with_suffix(".unfinished")
-        torch.save(self._loop.nested() | {"generators": generators()}, unfinished)
-        sync_all(unfinished)
-        unfinished.rename(path)
-        sync_all(path)
-        self._path(self._step - 2 * every).unlink(missing_ok=True)
+        self.settle()
+        self.save(self._path(self._step))
+        for step in sorted(self._steps())[: -self.kept]:
+            self.remove(self._path(step))
+
+    def save(self, path: Path) -> None:
+        """Save, or begin to."""
+        raise NotImplementedError
+
+    def load(self, path: Path) -> dict[str, Any]:
+        """Return what was saved."""
+        raise NotImplementedError
+
+    def is_whole(self, path: Path) -> bool:
+        """Return True if a save is complete."""
+        return True
+
+    def remove(self, path: Path) -> None:
+        """Remove a save."""
+        path.unlink()
+
+    def state(self) -> dict[str, Any]:
+        """Return all that a resume needs."""
+        return self._loop.nested() | {"generators": _generators()}
 
     def _path(self, step: int) -> Path:
         return self._folder / f"{step}"
 
     def _steps(self) -> list[int]:
-        return [int(path.name) for path in self._folder.iterdir() if path.name.isdecimal()]
+        return [
+            int(path.name)
+            for path in self._folder.iterdir()
+            if path.name.isdecimal() and self.is_whole(path)
+        ]
 
 
-def tied(model: dict[str, Any]) -> dict[str, Any]:
-    """The head, which shares its weight, as a state dict of the model has it."""
-    return {"head.weight": model["tokens.weight"]}
+class TorchSave(_Saver):
+    """``torch.save`` and fsync in training's thread."""
+
+    detail = "of all that a resume needs; + fsync of file and folder, in the call"
+
+    def save(self, path: Path) -> None:
+        """Save; the file gets its name once it is durable."""
+        unfinished = path.with_suffix(".unfinished")
+        torch.save(self.state(), unfinished)
+        sync_all(unfinished)
+        unfinished.rename(path)
+        sync_all(path)
+
+    def load(self, path: Path) -> dict[str, Any]:
+        """Load a file."""
+        found: dict[str, Any] = torch.load(path, weights_only=True)
+        return found
 
 
-def generators() -> dict[str, Any]:
-    """States of all process-wide generators, as tensors and plain data."""
+class DcpWarm(_Saver):
+    """``async_save`` with one stager for all saves."""
+
+    detail = "async_save with one stager; + fsync of directories; two are kept"
+    kept = 1  # until the one that has begun is whole
+
+    def __init__(self, setting: Setting, loop: Loop, folder: Path, placement: Placement) -> None:
+        super().__init__(setting, loop, folder, placement)
+        self._stack = contextlib.ExitStack()
+        self._stager: Any = None
+        self._pending: Pending | None = None
+
+    def open(self) -> None:
+        """Make a process group of one, and a stager."""
+        from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+
+        from everstep_bench.stall.dcp import single_rank_group
+
+        super().open()
+        group = Path(tempfile.mkdtemp(prefix="group-", dir=self._folder))  # not a killed one's
+        self._stack.enter_context(single_rank_group(group))
+        self._stager = DefaultStager(
+            StagingOptions(
+                use_pinned_memory=False,
+                use_shared_memory=False,
+                use_async_staging=False,
+                use_non_blocking_copy=False,
+            )
+        )
+        self._stack.callback(self._stager.close)
+
+    def save(self, path: Path) -> None:
+        """Begin a save."""
+        from torch.distributed.checkpoint import state_dict_saver
+
+        response: Any = state_dict_saver.async_save(
+            self.state(), checkpoint_id=path, async_stager=self._stager
+        )
+        future = getattr(response, "upload_completion", response)
+        self._pending = Pending()
+        future.add_done_callback(lambda done: sync_file(path) if not done.exception() else None)
+        future.add_done_callback(self._pending.on_done)
+
+    def load(self, path: Path) -> dict[str, Any]:
+        """Load into the live state."""
+        from torch.distributed.checkpoint import state_dict_loader
+
+        found = self.state()
+        state_dict_loader.load(found, checkpoint_id=path)
+        return found
+
+    def is_whole(self, path: Path) -> bool:
+        """Return True if DCP has come to the end."""
+        return (path / _METADATA).exists()
+
+    def remove(self, path: Path) -> None:
+        """Remove a save, from whose first moment on it is not whole."""
+        (path / _METADATA).unlink()
+        shutil.rmtree(path)
+
+    def settle(self) -> None:
+        """Wait for the save under way."""
+        pending = self._pending
+        self._pending = None
+        if pending is not None:
+            pending.wait()
+
+    def close(self) -> None:
+        """End stager and group."""
+        self.settle()
+        self._stack.close()
+        super().close()
+
+
+def _generators() -> dict[str, Any]:
+    """Return the states of all process-wide generators, as tensors and plain data."""
     name, keys, *rest = np.random.get_state(legacy=True)
     numbers = torch.from_numpy(np.asarray(keys).astype(np.int64))
     return {
@@ -179,8 +302,7 @@ def generators() -> dict[str, Any]:
     }
 
 
-def set_generators(saved: dict[str, Any]) -> None:
-    """Sets them to what :func:`generators` gave."""
+def _set_generators(saved: dict[str, Any]) -> None:
     torch.set_rng_state(saved["torch"])
     random.setstate(saved["python"])
     name, numbers, *rest = saved["numpy"]

@@ -7,32 +7,23 @@ their median counts; what lies within the noise of the bound may fall on either 
 
 from __future__ import annotations
 
-import os
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from rich.console import Console
-from rich.text import Text
-
-from everstep.workloads.processes import interruptible
-from everstep_bench.persist.machine import Machine, look_at
-from everstep_bench.persist.report import Spread
-from everstep_bench.persist.show import Display
-from everstep_bench.persist.workspace import workspace
-from everstep_bench.stall.cores import Placement
-from everstep_bench.stall.loop import Loop, seeded_single_thread
-from everstep_bench.stall.report import facts_as_json
-from everstep_bench.stall.show import machine_facts, plain_table, titled
-from everstep_bench.step.figures import Rows
-from everstep_bench.step.options import COMPRESSED, NONE, FrequencyOptions
+from everstep.errors import EverstepError
+from everstep_bench.harness.display import Display
+from everstep_bench.harness.figures import Spread
+from everstep_bench.harness.loop import Loop
+from everstep_bench.harness.report import Report, Table, per_cent, range_of
+from everstep_bench.harness.session import session
+from everstep_bench.options import COMPRESSED, NONE, FrequencyOptions
 from everstep_bench.step.ours import missing
-from everstep_bench.step.rounds import Bench
+from everstep_bench.step.rounds import Bench, Rows
 from everstep_bench.step.run import check_room
-from everstep_bench.step.show import per_cent, range_per_cent
+from everstep_bench.step.settings import probed
 
-__all__ = ["Found", "FrequencyReport", "Probe", "present", "run_frequency", "smallest"]
+__all__ = ["Found", "FrequencyReport", "Probe", "run_frequency", "smallest"]
 
 _BLOCK_STEPS_MIN = 8
 _LOGS = ("logged", "lowdiff", "lowdiff_plus", "naive-diff")
@@ -81,35 +72,46 @@ class Found:
         return next(probe for probe in self.probes if probe.every == wanted)
 
 
-@dataclass(slots=True)
-class FrequencyReport:
+@dataclass
+class FrequencyReport(Report):
     """Everything that was found."""
 
     options: FrequencyOptions
-    machine: Machine
-    size_bytes: int
-    tensors: int
-    workload: str
-    free_core: bool
     found: list[Found]
-    load_after: float
-    seconds: float
-    folder: str
 
     def labels(self) -> list[str]:
         """Return remarks that belong to every figure of this run."""
-        found = [] if self.free_core else ["ONE CORE: training and everything else share it"]
+        found = super().labels()
         if self.options.tiers:
             places = ", ".join(self.options.tiers)
             found.append(f"TIERS: everstep's arms copy each base to {places}; the others do not")
         return found
 
-    def as_json(self) -> dict[str, Any]:
-        """Everything, every probe included."""
+    def rounds(self) -> str:
+        """Return how often each interval was measured."""
+        return f"{self.options.repeats} paired rounds for each interval, seed {self.options.seed}"
+
+    def tables(self) -> Iterator[Table]:
+        """Yield the table."""
+        options = self.options
+        title = f"The smallest interval within a slow-down of {100 * options.within:g} %"
+        rows = [_cells(found, options.every_max) for found in self.found]
+        yield Table(title, _COLUMNS, rows, words=("arm", "one can go back to", "tried"))
+
+    def notes(self) -> Iterator[str]:
+        """Yield what the columns mean."""
+        yield (
+            "slow-down: next to training without saving (lowdiff: compressed training), the median "
+            "of the paired rounds at that interval. noise: by how much two blocks that save "
+            "nothing differ; a slow-down within it of the bound may fall on either side. tried: "
+            "intervals, in their order."
+        )
+
+    def figures(self) -> dict[str, Any]:
+        """Return everything, every probe included."""
         return {
-            **facts_as_json(self),
             "within": self.options.within,
-            "tiers": list(self.options.tiers),
+            "tiers": self.options.tiers,
             "arms": [
                 {
                     "name": found.arm,
@@ -143,67 +145,21 @@ def smallest(within: Callable[[int], bool], most: int) -> int | None:
 
 
 def run_frequency(options: FrequencyOptions, display: Display) -> FrequencyReport:
-    """Measures; every process is ended and everything written is removed, whatever happens.
+    """Measure; every process is ended and everything written is removed, whatever happens.
 
     Raises:
         OutOfSpaceError: before anything is written, when disk or memory would not do.
         EverstepError: when an arm fails.
     """
-    begin_s = time.monotonic()
-    with (
-        interruptible(),
-        workspace(options.folder) as folder,
-        seeded_single_thread(options.seed),
-    ):
-        machine = look_at(folder)
-        widest = [options.setting(arm, options.every_max, 1) for arm in options.names()]
-        check_room(machine, options.params, widest, folder)
-        placement = Placement(free_core=options.free_core)
-        with placement.pinned():
+    with session(options, display) as run:
+        check_room(run, [probed(options, arm, options.every_max, 1) for arm in options.names()])
+        with run.alone():
             display.begin("making a model", 1)
-            loop = Loop(options, batch=options.batch)
-            bench = Bench(loop, folder, placement, display, seed=options.seed)
+            loop = Loop(options)
+            bench = Bench(loop, run.folder, run.placement, run.turns())
             found = [_search(options, bench, arm) for arm in options.names()]
-            return FrequencyReport(
-                options=options,
-                machine=machine,
-                size_bytes=loop.size_bytes,
-                tensors=loop.tensors,
-                workload=loop.description,
-                free_core=placement.free,
-                found=found,
-                load_after=os.getloadavg()[0],
-                seconds=time.monotonic() - begin_s,
-                folder=str(folder.parent),
-            )
-
-
-def present(report: FrequencyReport, console: Console) -> None:
-    """Prints facts and the table."""
-    options = report.options
-    for line in (
-        *machine_facts(report.machine, report.folder, free_core=report.free_core),
-        f"{report.size_bytes / 1e9:.3f} GB in {report.tensors} tensors: {report.workload}",
-        f"{options.repeats} paired rounds for each interval, seed {options.seed}; "
-        f"{report.seconds:.0f} s",
-        *report.labels(),
-    ):
-        console.print(line, soft_wrap=True)
-    table = plain_table(_COLUMNS, words=("arm", "one can go back to", "tried"))
-    for found in report.found:
-        table.add_row(*_cells(found, options.every_max))
-    title = f"The smallest interval within a slow-down of {100 * options.within:g} %"
-    console.print()
-    console.print(Text(titled(title, report.labels()), style="bold"), soft_wrap=True)
-    console.print(table)
-    console.print()
-    console.print(
-        "slow-down: next to training without saving (lowdiff: compressed training), the median of "
-        "the paired rounds at that interval. noise: by how much two blocks that save nothing "
-        "differ; a slow-down within it of the bound may fall on either side. tried: intervals, in "
-        "their order.",
-        soft_wrap=True,
-    )
+            facts = run.facts(loop.size_bytes, loop.tensors, loop.description)
+            return FrequencyReport(options, facts, found)
 
 
 def _search(options: FrequencyOptions, bench: Bench, arm: str) -> Found:
@@ -214,11 +170,12 @@ def _search(options: FrequencyOptions, bench: Bench, arm: str) -> Found:
     def within(every: int) -> bool:
         # A block has a whole number of intervals.
         steps = every * -(-_BLOCK_STEPS_MIN // every)
-        setting = options.setting(arm, every, steps)
-        alone = options.setting(COMPRESSED if setting.compresses else NONE, 1, steps)
+        setting = probed(options, arm, every, steps)
+        alone = probed(options, COMPRESSED if setting.compresses else NONE, 1, steps)
         rows = bench.measure([alone, setting], options.repeats, f"{arm} every {every}")
         slowdown = Rows(rows).slowdown(rows[1], rows[0])
-        assert slowdown is not None
+        if slowdown is None:
+            raise EverstepError(f"{arm} every {every}: {rows[1].error or rows[0].error}")
         found.probes.append(Probe(every, slowdown, rows[0].noise()))
         return slowdown.median <= options.within
 
@@ -229,7 +186,7 @@ def _search(options: FrequencyOptions, bench: Bench, arm: str) -> Found:
 def _cells(found: Found, most: int) -> tuple[str, ...]:
     probe = found.probe()
     if probe is None:
-        return found.arm, found.error or "-", *[""] * (len(_COLUMNS) - 2)
+        return found.arm, found.error or "-"
     every = "none" if found.every is None else f"{found.every}"
     back = "every step" if found.each_step else f"every {every}"
     if found.every is None:
@@ -239,7 +196,7 @@ def _cells(found: Found, most: int) -> tuple[str, ...]:
         back,
         every,
         per_cent(probe.slowdown),
-        range_per_cent(probe.slowdown),
-        "-" if probe.noise is None else f"{100 * probe.noise:.1f} %",
+        range_of(probe.slowdown, 1, 100),
+        per_cent(probe.noise),
         ", ".join(str(probe.every) for probe in found.probes),
     )

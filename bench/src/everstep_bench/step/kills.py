@@ -2,31 +2,27 @@
 
 from __future__ import annotations
 
-import contextlib
-import json
 import os
 import random
-import select
 import shutil
-import subprocess
-from collections.abc import Iterator
+import time
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from everstep.errors import EverstepError
 from everstep.testing.keepers import end_keeper
-from everstep_bench.persist.report import Spread
-from everstep_bench.persist.show import Display
-from everstep_bench.stall.helpers import answer, running
+from everstep_bench.harness.children import Child
+from everstep_bench.harness.display import Display
+from everstep_bench.harness.figures import Spread
+from everstep_bench.options import COMPRESSED, NONE, StepOptions
 from everstep_bench.step.arms import Recovered
-from everstep_bench.step.child import Order
-from everstep_bench.step.options import COMPRESSED, NONE, Setting, StepOptions
+from everstep_bench.step.child import ChildOrder
 from everstep_bench.step.ours import missing
+from everstep_bench.step.settings import Setting, settings, usual
 
 __all__ = ["Kill", "Killed", "Kills"]
 
-_MODULE = "everstep_bench.step.child"
 _AFTER_STEPS = 2  # beyond the last kill: what is resumed has to train on as if nothing had been
 _BEGIN_STEPS = 2
 
@@ -78,11 +74,11 @@ class Killed:
     error: str | None = None
 
     def lost(self) -> int:
-        """The most that was lost."""
+        """Return the most that was lost."""
         return max(kill.lost for kill in self.kills)
 
     def seconds(self) -> Spread | None:
-        """From ``resume()`` to its return."""
+        """Return the seconds from ``resume()`` to its return."""
         return Spread.of([kill.seconds for kill in self.kills])
 
 
@@ -103,14 +99,14 @@ class Kills:
         self._references: dict[Setting, dict[str, str]] = {}
 
     def measure(self) -> list[Killed]:
-        """Every arm that saves, in its usual setting, so many times."""
+        """Kill every arm that saves, in its usual setting, so many times."""
         options = self._options
-        arms = dict.fromkeys(setting.arm for setting in options.settings())
+        arms = dict.fromkeys(setting.arm for setting in settings(options))
         names = [arm for arm in arms if arm not in (NONE, COMPRESSED) and missing(arm) is None]
         found = []
         self._display.begin("kills", len(names) * options.kills)
         for name in names if options.kills else ():
-            killed = Killed(options.usual(name))
+            killed = Killed(usual(options, name))
             for _ in range(options.kills):
                 self._display.advance(name)
                 try:
@@ -121,27 +117,35 @@ class Kills:
             found.append(killed)
         return found
 
+    def child(self, setting: Setting, folder: Path) -> Child:
+        """Start a training process of an arm."""
+        steps = self._most + _AFTER_STEPS
+        training = self._options.training()
+        order = ChildOrder(os.getpid(), setting, training, str(folder), steps)
+        return Child("step.child", order.encode())
+
     def _kill(self, setting: Setting) -> Kill:
         reference = self._reference(setting)
         folder = self._folder / "killed"
         at = self._random.randint(self._least, self._most)
         into = self._random.random()
         try:
-            with self._child(setting, folder) as process:
-                steps_s = [_until(process, "step", at)["seconds"] for at in range(1, at + 1)]
+            with self.child(setting, folder) as process:
+                process.next("ready")
+                process.next("resumed")
+                steps_s = [process.next("step", step)["seconds"] for step in range(1, at + 1)]
                 step_s = sorted(steps_s)[len(steps_s) // 2]
-                select.select([], [], [], into * step_s)
-                process.kill()
-                process.wait()
-                completed = at + len([e for e in _rest(process) if e["event"] == "step"])
-            with self._child(setting, folder) as process:
-                resumed = _until(process, "resumed")
-                last = _until(process, "finished")
+                # In the middle of a step: what it says meanwhile is read afterwards.
+                time.sleep(into * step_s)
+                completed = at + sum(word["event"] == "step" for word in process.kill())
+            with self.child(setting, folder) as process:
+                process.next("ready")
+                resumed = process.next("resumed")
+                described = _finished(process)
         finally:
             for run in (folder, *_runs_below(folder)):
                 end_keeper(run)
             shutil.rmtree(folder, ignore_errors=True)
-        described = last["fingerprint"]
         names = reference.keys() | described.keys()
         return Kill(
             completed=completed,
@@ -155,46 +159,22 @@ class Kills:
 
     def _reference(self, setting: Setting) -> dict[str, str]:
         """Return the final state of an uninterrupted training of the same kind."""
-        alone = replace(
-            self._options.usual(COMPRESSED if setting.compresses else NONE), ratio=setting.ratio
-        )
+        arm = COMPRESSED if setting.compresses else NONE
+        alone = replace(usual(self._options, arm), ratio=setting.ratio)
         if alone not in self._references:
-            with self._child(alone, self._folder / "alone") as process:
-                self._references[alone] = _until(process, "finished")["fingerprint"]
+            with self.child(alone, self._folder / "alone") as process:
+                process.next("ready")
+                process.next("resumed")
+                self._references[alone] = _finished(process)
         return self._references[alone]
 
-    @contextlib.contextmanager
-    def _child(self, setting: Setting, folder: Path) -> Iterator[subprocess.Popen[bytes]]:
-        options = self._options
-        order = Order(
-            setting=setting,
-            params=options.params,
-            batch=options.batch,
-            seed=options.seed,
-            free_core=options.free_core,
-            folder=str(folder),
-            steps=self._most + _AFTER_STEPS,
-            parent=os.getpid(),
-        )
-        with running(_MODULE, order.encode()) as process:
-            yield process
 
-
-def _until(process: subprocess.Popen[bytes], event: str, step: int | None = None) -> Any:
-    """Its next word of this kind, which must be of that step."""
+def _finished(process: Child) -> dict[str, str]:
+    """Return the state that a process ends with."""
     while True:
-        found = json.loads(answer(process, "training process"))
-        if found["event"] == event:
-            if step is not None and found["step"] != step:
-                raise EverstepError(f"a training process began with step {found['step']}")
-            return found
-
-
-def _rest(process: subprocess.Popen[bytes]) -> list[dict[str, Any]]:
-    """Return the remaining lines of a dead process; a line that the kill cut short is skipped."""
-    assert process.stdout is not None
-    text = process.stdout.read()
-    return [json.loads(line) for line in text[: text.rfind(b"\n") + 1].splitlines()]
+        word: Any = process.next()
+        if word["event"] == "finished":
+            return dict(word["fingerprint"])
 
 
 def _runs_below(folder: Path) -> list[Path]:

@@ -22,13 +22,13 @@ from everstep.compress.sparse import topk
 from everstep.config.options import KeeperOptions
 from everstep.errors import RecoveryError
 from everstep.format.names import shard_name
-from everstep_bench.stall.arms import TIMEOUT_S
-from everstep_bench.stall.cores import Placement
-from everstep_bench.stall.loop import Loop
-from everstep_bench.stall.running import close_run, keepers_of
+from everstep_bench.harness.children import TIMEOUT_S
+from everstep_bench.harness.loop import Loop
+from everstep_bench.harness.placement import Placement
+from everstep_bench.harness.running import close_run, keepers_of
 from everstep_bench.step.arms import Recovered, StepArm
-from everstep_bench.step.options import Setting
 from everstep_bench.step.ours import LINGER_KILLED_S
+from everstep_bench.step.settings import Setting
 
 __all__ = ["NaiveDiff"]
 

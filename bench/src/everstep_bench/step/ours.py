@@ -9,15 +9,16 @@ from typing import Any
 
 import everstep
 from everstep.checkpointer import Checkpointer
-from everstep.config.options import Budget, KeeperOptions, LogOptions
+from everstep.config.options import KeeperOptions, LogOptions
 from everstep.seams import Seams
+from everstep.testing.emulated_link import EmulatedLink
 from everstep.tiers.urls import is_url, open_tier
-from everstep_bench.stall.arms import TIMEOUT_S
-from everstep_bench.stall.cores import Placement
-from everstep_bench.stall.loop import Loop
-from everstep_bench.stall.running import close_run, keepers_of
+from everstep_bench.harness.children import TIMEOUT_S
+from everstep_bench.harness.loop import Loop
+from everstep_bench.harness.placement import Placement
+from everstep_bench.harness.running import close_run, keepers_of
 from everstep_bench.step.arms import Recovered, StepArm
-from everstep_bench.step.options import Setting
+from everstep_bench.step.settings import Setting
 
 __all__ = ["LINGER_KILLED_S", "Ours", "missing"]
 
@@ -59,7 +60,6 @@ class Ours(StepArm):
         if setting.compresses:
             self.detail += f"; {self.compression}, without error feedback"
         self._checkpointer: Checkpointer | None = None
-        self._budget: Budget | None = None
         # Of this block alone: a place holds one run, and is emptied after it.
         name = f"{folder.parent.name}-{folder.name}"
         self._places = [f"{place.rstrip('/')}/{name}" for place in setting.tiers]
@@ -79,7 +79,6 @@ class Ours(StepArm):
             method=self.setting.arm,
             every=self.setting.every,
             keep=1,
-            budget=self._budget,
             log=self.log(),
             keeper=KeeperOptions(cores=self._placement.others, linger_s=LINGER_KILLED_S),
             tiers=self._places,
@@ -87,16 +86,17 @@ class Ours(StepArm):
         )
 
     def log(self) -> LogOptions | None:
-        """Place of its log, if it has one."""
+        """Return where its log is, if it has one."""
         if everstep.presets[self.setting.arm].log == "none":
             return None
-        if self._compressor is None:
+        if self._compressor is None and not self.setting.log_on_disk:
             return LogOptions()
         return LogOptions(to="disk", batch_steps=self.setting.batch_steps)
 
     def seams(self) -> Seams:
-        """Return the seams of its Checkpointer."""
-        return Seams()
+        """Return the seams of its Checkpointer, with the emulated link if there is one."""
+        speed = self.setting.link_bytes_per_s
+        return Seams() if speed is None else Seams(lane=lambda: EmulatedLink(speed))
 
     def resume(self) -> Recovered:
         """As a training script does."""

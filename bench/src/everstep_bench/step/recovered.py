@@ -1,53 +1,66 @@
 """``python -m everstep_bench.step.recovered``: trains to be killed, or resumes what was killed.
 
-Started by :mod:`.recovery`, not by people. It says what it found in one line on standard output
-and waits for its end.
+Started by :mod:`.recovery`, not by people. It says what it found and waits for its end.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-__all__ = ["main"]
+from everstep_bench.harness.children import Order, say
+from everstep_bench.options import Training
+
+__all__ = ["RecoveryOrder", "main"]
 
 _SAVED_S = 300.0
 _SLACK_BYTES = 64 << 20
 
 
+@dataclass(frozen=True)
+class RecoveryOrder(Order):
+    """Order for a process; see :func:`.recovery.measure_recovery`."""
+
+    options: Training
+    folder: str
+    steps: int
+    to: str
+    threads: int
+    fused: bool
+
+
 def main(arguments: list[str]) -> int:
-    """Returns the exit status.
+    """Return the exit status.
 
     Args:
-        arguments: ``train`` or ``resume``, and the order of :func:`.recovery.measure_recovery`.
+        arguments: ``train`` or ``resume``, and an order, encoded.
     """
-    verb = arguments[0]
-    order = json.loads(arguments[1])
-    found = _train(order) if verb == "train" else _resume(order)
-    # One write, in the kernel's hands when it returns.
-    os.write(sys.stdout.fileno(), json.dumps(found).encode() + b"\n")
+    order = RecoveryOrder.decode(arguments[1])
+    if arguments[0] == "train":
+        say("trained", **_train(order))
+    else:
+        say("resumed", **_resume(order))
     sys.stdin.read()  # until the benchmark ends, or ends us
     os._exit(0)  # nothing more is to be saved
 
 
-def _train(order: dict[str, Any]) -> dict[str, Any]:
+def _train(order: RecoveryOrder) -> dict[str, Any]:
     from everstep.workloads.fingerprint import fingerprint
 
-    loop = _loop(order, order["seed"])
-    steps = order["steps"]
+    loop = _loop(order, order.options.seed)
     begin_s = time.monotonic()
-    for _ in range(steps):
+    for _ in range(order.steps):
         loop.step()
     training_s = time.monotonic() - begin_s
     ckpt = _checkpointer(order, loop)
     ckpt.resume()
     ckpt.save()
     ckpt.wait(_SAVED_S)
-    for _ in range(steps):
+    for _ in range(order.steps):
         loop.step()
         ckpt.step()
     ckpt.wait(_SAVED_S)
@@ -60,17 +73,16 @@ def _train(order: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _resume(order: dict[str, Any]) -> dict[str, Any]:
+def _resume(order: RecoveryOrder) -> dict[str, Any]:
     from everstep.workloads.fingerprint import fingerprint
 
-    loop = _loop(order, order["seed"] + 1)
-    steps = order["steps"]
+    loop = _loop(order, order.options.seed + 1)
     ckpt = _checkpointer(order, loop)
     begin_s = time.monotonic()
     found = ckpt.resume()
     resume_s = time.monotonic() - begin_s
     described = fingerprint(loop.training)
-    again = ckpt.resume(step=steps)
+    again = ckpt.resume(step=order.steps)
     return {
         "resume_s": resume_s,
         "load_s": again.load_s,
@@ -83,35 +95,33 @@ def _resume(order: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _loop(order: dict[str, Any], seed: int) -> Any:
+def _loop(order: RecoveryOrder, seed: int) -> Any:
     import torch
 
     from everstep.workloads import make_deterministic
-    from everstep_bench.stall.loop import Loop
-    from everstep_bench.step.options import Training
+    from everstep_bench.harness.loop import Loop
 
     make_deterministic(seed)
-    torch.set_num_threads(order["threads"])
-    options = Training(params=order["params"], batch=order["batch"], seed=order["seed"])
-    loop = Loop(options, batch=order["batch"])
+    torch.set_num_threads(order.threads)
+    loop = Loop(order.options)
     for group in loop.training.optimizer.param_groups:
-        group["fused"] = order["fused"]
+        group["fused"] = order.fused
     return loop
 
 
-def _checkpointer(order: dict[str, Any], loop: Any) -> Any:
+def _checkpointer(order: RecoveryOrder, loop: Any) -> Any:
     from everstep import Budget, Checkpointer, KeeperOptions, LogOptions, Method
 
-    gradients_bytes = 4 * loop.training.model.config.params * (order["steps"] + 2)
-    history = "all" if order["to"] == "disk" else "last"
+    gradients_bytes = 4 * loop.training.model.config.params * (order.steps + 2)
+    history = "all" if order.to == "disk" else "last"
     return Checkpointer(
-        Path(order["folder"]),
+        Path(order.folder),
         loop.training.state(),
         method=Method(base="lazy", log="dense"),
         every=None,
         # And no base is due: a half of what is left holds all gradients, and what marks have.
         budget=Budget(host_bytes=2 * loop.size_bytes + 3 * gradients_bytes + _SLACK_BYTES),
-        log=LogOptions(to=order["to"], batch_steps=1, history=history),
+        log=LogOptions(to=order.to, batch_steps=1, history=history),
         keeper=KeeperOptions(linger_s=60.0),
     )
 

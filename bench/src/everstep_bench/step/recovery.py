@@ -8,14 +8,13 @@ SIGKILL, another process calls ``resume()``, and what comes out of it is compare
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import shutil
 import statistics
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -28,17 +27,14 @@ from everstep.replay.engine import Replayer, ReplayOptions
 from everstep.replay.updates import Update
 from everstep.testing.keepers import end_keeper
 from everstep.workloads import GPT, gpt_of
-from everstep_bench.stall.helpers import answer, running
+from everstep_bench.harness.children import Child
+from everstep_bench.options import Training
+from everstep_bench.step.recovered import RecoveryOrder
 
 __all__ = [
-    "BLOCKED",
-    "EVERSTEP",
-    "WHOLE",
-    "RecoveryFigures",
-    "ReplayFigures",
-    "measure_recovery",
+    "BLOCKED", "EVERSTEP", "WHOLE", "RecoveryFigures", "ReplayFigures", "measure_recovery",
     "measure_replay",
-]
+]  # fmt: skip
 
 WHOLE = "whole tensors"
 BLOCKED = "torch, blocks"
@@ -49,7 +45,6 @@ _BLOCK_ELEMENTS = 256 * 1024
 _COPY_ELEMENTS = 64 << 20
 _STATE_BYTES = 24  # three float32 tensors, read and written; bfloat16, read
 _GRADIENT_BYTES = 2
-_CHILD = "everstep_bench.step.recovered"
 _VARIANTS: Mapping[str, dict[str, Any]] = {"fused": {"fused": True}, "for-loop": {"foreach": False}}
 
 
@@ -381,21 +376,18 @@ class RecoveryFigures:
 
 def measure_recovery(
     folder: Path,
+    options: Training,
     *,
-    params: int,
-    batch: int = 4,
     steps: int = 5,
     to: str = "memory",
-    seed: int = 0,
     threads: int = 1,
     fused: bool = False,
 ) -> RecoveryFigures:
-    """Trains with a dense log, kills, resumes in a new process. Nothing stays in ``folder``.
+    """Train with a dense log, kill, resume in a new process. Nothing stays in ``folder``.
 
     Args:
         folder: exists.
-        params: of the model, about; the state takes 12 bytes for each.
-        batch: sequences of 64 bytes in a step.
+        options: size, batch and seed of the training; the state takes 12 bytes for each parameter.
         steps: after the base.
         to: ``"memory"``: the keeper is there. ``"disk"``: it has ended, too.
         threads: of torch, in both processes.
@@ -405,27 +397,16 @@ def measure_recovery(
         EverstepError: a process ended, or hangs.
     """
     run = folder / "run"
-    order = {
-        "folder": str(run),
-        "params": params,
-        "batch": batch,
-        "steps": steps,
-        "to": to,
-        "seed": seed,
-        "threads": threads,
-        "fused": fused,
-    }
+    order = RecoveryOrder(os.getpid(), options, str(run), steps, to, threads, fused).encode()
     try:
-        with _child("train", order) as process:
-            trained = json.loads(answer(process, "training process"))
+        with Child("step.recovered", "train", order) as process:
+            trained = process.next("trained")
             process.kill()
-            process.wait()
         if to == "disk":
             end_keeper(run)
-        with _child("resume", order) as process:
-            resumed = json.loads(answer(process, "resuming process"))
+        with Child("step.recovered", "resume", order) as process:
+            resumed = process.next("resumed")
             process.kill()
-            process.wait()
     finally:
         end_keeper(run)
         shutil.rmtree(run, ignore_errors=True)
@@ -435,24 +416,12 @@ def measure_recovery(
             f"not {steps}",
             path=run,
         )
+    found = trained | resumed
+    names = "params state_bytes log_bytes training_s resume_s load_s replay_s source exact".split()
     return RecoveryFigures(
         to=to,
-        params=trained["params"],
-        state_bytes=trained["state_bytes"],
-        log_bytes=trained["log_bytes"],
         steps=steps,
-        training_s=trained["training_s"],
-        resume_s=resumed["resume_s"],
-        load_s=resumed["load_s"],
-        replay_s=resumed["replay_s"],
-        source=resumed["source"],
-        exact=resumed["exact"],
-        identical=resumed["fingerprint"] == trained["fingerprint"],
         fused=fused,
+        identical=resumed["fingerprint"] == trained["fingerprint"],
+        **{name: found[name] for name in names},
     )
-
-
-@contextlib.contextmanager
-def _child(verb: str, order: Mapping[str, Any]) -> Iterator[Any]:
-    with running(_CHILD, verb, json.dumps({**order, "parent": os.getpid()})) as process:
-        yield process

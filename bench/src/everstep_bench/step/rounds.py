@@ -1,21 +1,26 @@
-"""Blocks of all arms in turns, on one training."""
+"""Blocks of all arms in turns, on one training, and the arithmetic on them.
+
+A block of an arm is compared with the blocks of the same round in which nothing was saved, which
+met the same machine; over the rounds the median counts.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import gc
+import math
 import os
-import random
 import shutil
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from everstep.errors import EverstepError
-from everstep_bench.persist.meter import busy_s
-from everstep_bench.persist.show import Display
-from everstep_bench.stall.cores import Placement
-from everstep_bench.stall.gauges import (
+from everstep_bench.harness import figures
+from everstep_bench.harness.figures import Spread
+from everstep_bench.harness.gauges import (
+    busy_s,
     cpu_s,
     give_back_free_memory,
     own_peak_bytes,
@@ -25,28 +30,146 @@ from everstep_bench.stall.gauges import (
     shared_bytes,
     written_bytes,
 )
-from everstep_bench.stall.loop import Loop
-from everstep_bench.stall.running import quiet
-from everstep_bench.step.arms import StepArm, TorchSave
-from everstep_bench.step.figures import Block, Row
+from everstep_bench.harness.loop import Loop
+from everstep_bench.harness.placement import Placement
+from everstep_bench.harness.running import quiet
+from everstep_bench.harness.turns import Turns
+from everstep_bench.options import COMPRESSED, NONE
+from everstep_bench.step.arms import DcpWarm, StepArm, TorchSave
 from everstep_bench.step.naive import NaiveDiff
-from everstep_bench.step.options import COMPRESSED, NONE, Setting
 from everstep_bench.step.ours import Ours, missing
+from everstep_bench.step.settings import Setting
 
-__all__ = ["Bench", "make_arm"]
+__all__ = ["Bench", "Block", "Row", "Rows", "make_arm"]
 
 REFERENCE_BLOCKS = 2
 """In each round, of each training that saves nothing; how much they differ is the noise."""
 
 _FIRST_STEPS = 3
+_MEDIAN_BY_NOISE = 1.25 * 1.22 / 0.95
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """Timed steps of one arm.
+
+    Attributes:
+        steps: number of them.
+        wall_s: all of it, what the arm does between steps included.
+        memory_bytes: taken into host memory in them; None if that is not known.
+        written_bytes: sent to storage by all processes, until nothing was under way; None if
+            that is secret.
+        storage_bytes: on disk in the end.
+        host_bytes: memory at most of this process, above training alone, and of the arm's
+            processes; None if that is not known.
+        trainer_cpu_s: processor time of this process.
+        helper_cpu_s: of the arm's processes, until nothing was under way.
+        behind_s: from the last step until then.
+        others_cores: cores that other processes kept busy meanwhile, the arm's included.
+    """
+
+    steps: int
+    wall_s: float
+    memory_bytes: int | None = None
+    written_bytes: int | None = None
+    storage_bytes: int = 0
+    host_bytes: int | None = None
+    trainer_cpu_s: float = 0.0
+    helper_cpu_s: float = 0.0
+    behind_s: float = 0.0
+    others_cores: float = 0.0
+
+
+@dataclass(slots=True)
+class Row(figures.Row[tuple[Block, ...]]):
+    """Figures of one arm with one setting; several blocks in a round where nothing is saved."""
+
+    setting: Setting = field(default_factory=lambda: Setting(NONE, 1))
+
+    def step_s(self, number: int) -> float:
+        """Return the seconds for each step in a round."""
+        blocks = self.blocks[number]
+        return sum(b.wall_s for b in blocks) / sum(b.steps for b in blocks)
+
+    def steps_s(self) -> Spread | None:
+        """Return the same over the rounds."""
+        return Spread.of([self.step_s(number) for number in self.blocks])
+
+    def noise(self) -> float | None:
+        """Return by how much two blocks of one round differ, in the middle, as a share; None
+        where there is one."""
+        found = []
+        for number, blocks in self.blocks.items():
+            steps_s = [block.wall_s / block.steps for block in blocks]
+            if len(steps_s) > 1:
+                found.append((max(steps_s) - min(steps_s)) / self.step_s(number))
+        spread = Spread.of(found)
+        return None if spread is None else spread.median
+
+    def resolution(self) -> float:
+        """Return the uncertainty of the median of this many paired rounds, as a share; 0 if it is
+        not known.
+
+        If blocks scatter by ``s``, two of them differ by 0.95 s in the middle; a block differs
+        from the mean of two with a deviation of 1.22 s, and the median of n such differences has
+        one of 1.25 times that by the square root of n.
+        """
+        noise = self.noise()
+        return 0.0 if noise is None else _MEDIAN_BY_NOISE * noise / math.sqrt(len(self.blocks))
+
+    def each(self, figure: Callable[[Block], float | None]) -> Spread | None:
+        """Return one figure over all blocks; None where it is not known in any."""
+        return Spread.of([figure(block) for blocks in self.blocks.values() for block in blocks])
+
+    def per_step(self, figure: Callable[[Block], float | None]) -> Spread | None:
+        """Return one figure for each step."""
+
+        def share(block: Block) -> float | None:
+            value = figure(block)
+            return None if value is None else value / block.steps
+
+        return self.each(share)
+
+
+@dataclass(slots=True)
+class Rows:
+    """All arms, in the order in which they are shown."""
+
+    rows: list[Row]
+
+    def first(self, arm: str, ratio: float | None = None) -> Row:
+        """Return the row of an arm in its usual setting, or with this share; an empty one if it
+        has no figure."""
+        rows = (r for r in self.rows if r.name == arm and ratio in (None, r.setting.ratio))
+        row = next(rows, None)
+        return row if row is not None and row.blocks else Row(arm)
+
+    def dense(self) -> Row:
+        """Return training alone."""
+        return self.first(NONE)
+
+    def slowdown(self, row: Row, reference: Row) -> Spread | None:
+        """Return by what share steps take longer, round by round."""
+        both = sorted(row.blocks.keys() & reference.blocks.keys())
+        return Spread.of([row.step_s(n) / reference.step_s(n) - 1 for n in both])
+
+    def own(self, row: Row) -> Row:
+        """Return the same training without saving: compressed for LowDiff."""
+        setting = row.setting
+        return self.first(COMPRESSED, setting.ratio) if setting.compresses else self.dense()
+
+    def against_its_own(self, row: Row) -> Spread | None:
+        """Return the slow-down next to the same training without saving."""
+        return self.slowdown(row, self.own(row))
 
 
 def make_arm(setting: Setting, loop: Loop, folder: Path, placement: Placement) -> StepArm:
-    """The arm of this setting; nothing is begun."""
+    """Return the arm of this setting; nothing is begun."""
     kinds: dict[str, type[StepArm]] = {
         NONE: StepArm,
         COMPRESSED: StepArm,
         "torch.save": TorchSave,
+        "dcp-warm": DcpWarm,
         "naive-diff": NaiveDiff,
     }
     return kinds.get(setting.arm, Ours)(setting, loop, folder, placement)
@@ -59,44 +182,38 @@ class Bench:
         folder: where arms write; each gets a folder of its own, removed after its block.
     """
 
-    def __init__(
-        self, loop: Loop, folder: Path, placement: Placement, display: Display, *, seed: int
-    ) -> None:
+    def __init__(self, loop: Loop, folder: Path, placement: Placement, turns: Turns) -> None:
         self._loop = loop
         self._folder = folder
         self._placement = placement
-        self._display = display
-        self._random = random.Random(seed)
+        self._turns = turns
         self._count = 0
         for _ in range(_FIRST_STEPS):
             loop.step()
 
     def measure(self, settings: Sequence[Setting], repeats: int, what: str = "") -> list[Row]:
-        """So many rounds of all of them, in an order that is drawn anew for each.
+        """Let all of them take turns in so many rounds.
 
         An arm that fails has no figures, and its error.
         """
-        rows = [Row(setting, error=missing(setting.arm)) for setting in settings]
-        for number in range(1, repeats + 1):
-            order = [row for row in rows if row.error is None]
-            order += [row for row in order if row.setting.is_reference] * (REFERENCE_BLOCKS - 1)
-            self._random.shuffle(order)
-            self._display.begin(f"{what} round {number} of {repeats}".strip(), len(order))
-            for row in order:
-                self._display.advance(row.setting.arm)
-                if row.error is None:
-                    self._try(row, number)
+        rows = [Row(one.arm, error=missing(one.arm), setting=one) for one in settings]
+        for number, turn in self._turns.rounds(
+            what,
+            rows,
+            repeats,
+            warm_up=False,
+            times=lambda row: REFERENCE_BLOCKS if row.setting.is_reference else 1,
+        ):
+            for row in turn:
+                try:
+                    row.blocks[number] = (*row.blocks.get(number, ()), self.block(row))
+                except EverstepError as error:
+                    row.error = f"failed: {error}"
+                    row.blocks.clear()
         return rows
 
-    def _try(self, row: Row, number: int) -> None:
-        try:
-            row.blocks[number] = (*row.blocks.get(number, ()), self.block(row))
-        except EverstepError as error:
-            row.error = f"failed: {error}"
-            row.blocks.clear()
-
     def block(self, row: Row) -> Block:
-        """Opens an arm, warms it up, times a block, and lets nothing of it remain."""
+        """Open an arm, warm it up, time a block, and let nothing of it remain."""
         self._count += 1
         folder = self._folder / f"{self._count}"
         give_back_free_memory()
@@ -145,13 +262,12 @@ class Bench:
         arm.settle()
         after = _written_bytes(helpers)
         share = steps / (steps + leading)  # of the work after the last step, too
+        known = written is not None and after is not None
         return Block(
             steps=steps,
             wall_s=wall_s,
             memory_bytes=None if taken is None or memory is None else taken - memory,
-            written_bytes=None
-            if written is None or after is None
-            else int(share * (after - written)),
+            written_bytes=int(share * (after - written)) if known else None,  # type: ignore[operator]
             storage_bytes=_storage_bytes(folder),
             host_bytes=None if alone_bytes is None else _host_bytes(helpers) - alone_bytes,
             trainer_cpu_s=trainer_s,
@@ -168,8 +284,8 @@ def _written_bytes(helpers: Sequence[int]) -> int | None:
 
 
 def _host_bytes(helpers: Sequence[int]) -> int:
-    """Of this process at most, and of the others: shared memory counts where more of it is
-    touched."""
+    """Return memory of this process at most, and of the others: shared memory counts where more of
+    it is touched."""
     own = shared_bytes(os.getpid())
     more = sum(max(0, shared_bytes(pid) - own) for pid in helpers)
     return own_peak_bytes() + more + sum(map(private_bytes, helpers))

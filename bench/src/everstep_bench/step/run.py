@@ -1,24 +1,15 @@
-"""All of ``bench step``: rounds, kills, replay, and what a replica keeps up with."""
+"""All of ``bench step``: rounds, kills, and replay."""
 
 from __future__ import annotations
 
 import itertools
-import os
-import time
 from collections.abc import Sequence
-from pathlib import Path
 
-from everstep.errors import EverstepError
-from everstep.workloads.processes import interruptible
-from everstep_bench.persist.machine import Machine, look_at
-from everstep_bench.persist.show import Display
-from everstep_bench.persist.workspace import refuse_without_room, workspace
-from everstep_bench.stall.cores import Placement
-from everstep_bench.stall.loop import Loop, seeded_single_thread
-from everstep_bench.step.figures import Rows
+from everstep_bench.harness.display import Display
+from everstep_bench.harness.loop import Loop
+from everstep_bench.harness.session import Session, session
+from everstep_bench.options import StepOptions
 from everstep_bench.step.kills import Kills
-from everstep_bench.step.options import Setting, StepOptions
-from everstep_bench.step.rate import ReplicaRate, log_bytes_of, measure_rate
 from everstep_bench.step.recovery import (
     RecoveryFigures,
     ReplayFigures,
@@ -26,11 +17,11 @@ from everstep_bench.step.recovery import (
     measure_replay,
 )
 from everstep_bench.step.report import StepReport
-from everstep_bench.step.rounds import Bench
+from everstep_bench.step.rounds import Bench, Rows
+from everstep_bench.step.settings import Setting, settings
 
 __all__ = ["check_room", "run_step"]
 
-_LOGS_TO = ("memory", "disk")
 _REPLAY_PARAMS_MAX = 16_000_000  # each way has a state of its own; far beyond any cache
 _STATE_BYTES = 12  # for each parameter: itself and two moments, float32
 _COPIES_IN_MEMORY = 6  # training and its gradients, two bases, a log or a replica
@@ -40,92 +31,52 @@ _DIFFERENCE = 2 / 3  # of the state: moments are stored as they are
 
 
 def run_step(options: StepOptions, display: Display) -> StepReport:
-    """Measures; every process is ended and everything written is removed, whatever happens.
+    """Measure; every process is ended and everything written is removed, whatever happens.
 
     Raises:
         OutOfSpaceError: before anything is written, when disk or memory would not do.
         EverstepError: when replay fails. What happens to an arm is in its row.
     """
-    begin_s = time.monotonic()
-    with interruptible(), workspace(options.folder) as folder:
-        machine = look_at(folder)
-        check_room(machine, options.params, options.settings(), folder)
-        placement = Placement(free_core=options.free_core)
-        with seeded_single_thread(options.seed), placement.pinned():
+    with session(options, display) as run:
+        chosen = settings(options)
+        check_room(run, chosen)
+        with run.alone():
             display.begin("making a model", 1)
-            loop = Loop(options, batch=options.batch)
-            bench = Bench(loop, folder, placement, display, seed=options.seed)
-            rows = bench.measure(options.settings(), options.repeats)
-            size_bytes = loop.size_bytes
-            tensors = loop.tensors
-            workload = loop.description
+            loop = Loop(options)
+            bench = Bench(loop, run.folder, run.placement, run.turns())
+            rows = Rows(bench.measure(chosen, options.repeats))
+            size = loop.size_bytes, loop.tensors, loop.description
             params = loop.training.model.config.params
-            rate: ReplicaRate | str | None = None
-            if any(row.setting.arm == "lowdiff_plus" and row.blocks for row in rows):
-                display.begin("what a replica keeps up with", 1)
-                try:
-                    rate = measure_rate(loop, folder / "rate", placement)
-                except EverstepError as error:
-                    rate = str(error)
         del loop, bench  # children need the memory
-        kills = Kills(options, folder, display).measure()
-        replay, recoveries = _replay(options, folder, display) if options.replay else (None, [])
-        return StepReport(
-            options=options,
-            machine=machine,
-            size_bytes=size_bytes,
-            tensors=tensors,
-            params=params,
-            workload=workload,
-            free_core=placement.free,
-            rows=Rows(rows),
-            kills=kills,
-            rate=rate,
-            replay=replay,
-            recoveries=recoveries,
-            load_after=os.getloadavg()[0],
-            seconds=time.monotonic() - begin_s,
-            folder=str(folder.parent),
-        )
+        kills = Kills(options, run.folder, display).measure()
+        replay, recoveries = _replay(run) if options.replay else (None, [])
+        return StepReport(options, run.facts(*size), params, rows, kills, replay, recoveries)
 
 
-def _replay(
-    options: StepOptions, folder: Path, display: Display
-) -> tuple[ReplayFigures, list[RecoveryFigures]]:
-    display.begin("replay", 1 + 2 * len(_LOGS_TO))
-    display.advance("alone")
-    replay = measure_replay(params=min(options.params, _REPLAY_PARAMS_MAX))
+def _replay(run: Session) -> tuple[ReplayFigures, list[RecoveryFigures]]:
+    ways = list(itertools.product(("memory", "disk"), (False, True)))
+    run.display.begin("replay", 1 + len(ways))
+    run.display.advance("alone")
+    replay = measure_replay(params=min(run.options.params, _REPLAY_PARAMS_MAX))
     recoveries = []
-    for to, fused in itertools.product(_LOGS_TO, (False, True)):
-        display.advance(f"log in {to}, {'fused' if fused else 'for-loop'}")
-        recoveries.append(
-            measure_recovery(
-                folder,
-                params=options.params,
-                batch=options.batch,
-                to=to,
-                seed=options.seed,
-                fused=fused,
-            )
-        )
+    for to, fused in ways:
+        run.display.advance(f"log in {to}, {'fused' if fused else 'for-loop'}")
+        training = run.options.training()
+        recoveries.append(measure_recovery(run.folder, training, to=to, fused=fused))
     return replay, recoveries
 
 
-def check_room(machine: Machine, params: int, settings: Sequence[Setting], folder: Path) -> None:
-    """Looks before anything is written; one arm writes at a time.
+def check_room(run: Session, settings: Sequence[Setting]) -> None:
+    """Look before anything is written; one arm writes at a time.
 
     Raises:
         OutOfSpaceError: when disk or memory would not do.
     """
-    size_bytes = _STATE_BYTES * params
-    copies = float(_WHOLE_ON_DISK)
-    for setting in settings:
-        if setting.arm == "naive-diff":
-            copies = max(copies, _WHOLE_ON_DISK + _DIFFERENCE * (setting.every + 4))
-    refuse_without_room(
-        machine,
-        folder,
-        disk_bytes=int(copies * size_bytes),
-        memory_bytes=_COPIES_IN_MEMORY * size_bytes + log_bytes_of(params) + _MEMORY_BESIDES,
+    size_bytes = _STATE_BYTES * run.options.params
+    differences = [one.every + 4 for one in settings if one.arm == "naive-diff"]
+    copies = _WHOLE_ON_DISK + _DIFFERENCE * max(differences, default=0)
+    run.refuse_without_room(
+        disk_bytes=copies * size_bytes,
+        memory_bytes=_COPIES_IN_MEMORY * size_bytes + _MEMORY_BESIDES,
         hint="fewer --params, or no naive-diff among --arms",
     )

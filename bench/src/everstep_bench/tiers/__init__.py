@@ -6,12 +6,10 @@ keeper, and to a durable place. While they do, everything is looked at from outs
 and of the keepers' shared memory as the kernel counts it. It is held against what was printed at
 the start. The same training without tiers says what they add.
 
-``options``   what is measured
 ``child``     one rank
 ``sampling``  how many bytes are where
-``run``       all of it
-``report``    the outcome: targets, plain data
-``show``      a table and a picture
+``run``       both trainings
+``report``    targets, tables, a picture
 """
 
 from __future__ import annotations

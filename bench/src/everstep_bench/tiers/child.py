@@ -8,18 +8,18 @@ from __future__ import annotations
 
 import sys
 import time
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from everstep_bench.step.order import EXIT_ORPHANED, say
-from everstep_bench.tiers.options import Order
+from everstep_bench.harness.children import EXIT_ORPHANED, Order, say
+from everstep_bench.options import TiersOptions
 
 if TYPE_CHECKING:
     from everstep.workloads import Training
 
-__all__ = ["main"]
+__all__ = ["RankOrder", "main"]
 
 _TEXT_BYTES = 1 << 20
 _CONTEXT = 64
@@ -28,12 +28,29 @@ _MORE_SHARE = 64  # headers, records and control areas, beside a state
 _MORE_BYTES = 512 << 10
 
 
+@dataclass(frozen=True)
+class RankOrder(Order):
+    """Order for one rank.
+
+    Attributes:
+        run: its run folder.
+        meet: file over which the ranks find each other.
+        place: where copies go; None: no tiers.
+    """
+
+    options: TiersOptions
+    rank: int
+    run: str
+    meet: str
+    place: str | None
+
+
 def main(arguments: list[str]) -> int:
     """Trains; returns the exit status."""
-    order = Order.decode(arguments[0])
+    order = RankOrder.decode(arguments[0])
     import torch.distributed as dist
 
-    from everstep_bench.stall.running import keepers_of, quiet
+    from everstep_bench.harness.running import keepers_of, quiet
 
     together = order.options.ranks > 1
     if together:
@@ -49,8 +66,13 @@ def main(arguments: list[str]) -> int:
         with _checkpointer(order, training) as checkpointer:
             checkpointer.resume()
             bounds = asdict(checkpointer._parts.bounds)
-            keepers = keepers_of(Path(order.run))
-            say("ready", bounds=bounds, keepers=keepers, state_bytes=_state_bytes(training))
+            say(
+                "ready",
+                bounds=bounds,
+                keepers=keepers_of(Path(order.run)),
+                tensors=4 * sum(1 for _ in training.model.parameters()),
+                state_bytes=_state_bytes(training),
+            )
             cpu_s = time.process_time()
             for step in range(1, order.options.steps + 1):
                 if order.is_orphaned:
@@ -61,9 +83,13 @@ def main(arguments: list[str]) -> int:
                 trained_s = time.thread_time()
                 checkpointer.step()
                 end_s = time.thread_time()
-                said: dict[str, Any] = {"trained_s": trained_s - thread_s}
-                said |= {"saved_s": end_s - trained_s, "wall_s": time.monotonic() - begin_s}
-                say("step", step=step, **said)
+                say(
+                    "step",
+                    step=step,
+                    trained_s=trained_s - thread_s,
+                    saved_s=end_s - trained_s,
+                    wall_s=time.monotonic() - begin_s,
+                )
                 if order.rank == 0 and not sys.stdin.readline():
                     return EXIT_ORPHANED
             checkpointer.wait()
@@ -76,7 +102,7 @@ def main(arguments: list[str]) -> int:
     return 0
 
 
-def _training(order: Order) -> Training:
+def _training(order: RankOrder) -> Training:
     """The same weights and data on all ranks: what they compute does not matter."""
     import torch
 
@@ -112,7 +138,7 @@ def _state_bytes(training: Training) -> int:
     return 3 * sum(p.numel() * p.element_size() for p in training.model.parameters())
 
 
-def _checkpointer(order: Order, training: Training) -> Any:
+def _checkpointer(order: RankOrder, training: Training) -> Any:
     """With budgets that hold just what is needed: two states, and two of another rank."""
     import everstep
     from everstep.tiers.options import PeerOptions, TierOptions

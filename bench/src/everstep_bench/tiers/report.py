@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from everstep_bench.persist.machine import Machine
-from everstep_bench.persist.report import Verdict
-from everstep_bench.tiers.options import TiersOptions
+from everstep_bench.harness.figures import Verdict
+from everstep_bench.harness.pictures import drawn
+from everstep_bench.harness.report import Report, Table, number, per_cent
+from everstep_bench.options import TiersOptions
 from everstep_bench.tiers.sampling import COPIES, DISK, MEMORY, PEER, above
 
 __all__ = ["TIERS", "Occupied", "TiersReport", "Trained", "words_of"]
 
 THREAD_SHARE_MAX = 0.01
 _MB = 1e6
+_INCHES = (10.0, 6.5)
+_BYTES = ("what", "announced", "at most", "share", "at the end", "steps above")
+_COST = ("training", "thread ms per step", "of a step", "trainers, CPU s", "keepers, CPU s")
 TIERS: Mapping[str, str] = {
     MEMORY: "captured state in a keeper's memory",
     PEER: "copies of another rank in a keeper's memory",
@@ -87,24 +91,17 @@ class Trained:
         return statistics.median(self.trained_s)
 
 
-@dataclass(slots=True)
-class TiersReport:
+@dataclass
+class TiersReport(Report):
     """Everything that was found.
 
     Attributes:
         without, with_tiers: the same training, without and with tiers.
-        state_bytes: of parameters and moments.
     """
 
     options: TiersOptions
-    machine: Machine
-    state_bytes: int
     without: Trained
     with_tiers: Trained
-    load_before: float
-    load_after: float
-    seconds: float
-    folder: str
 
     @property
     def added_s(self) -> float:
@@ -136,33 +133,70 @@ class TiersReport:
     def _seen(self, step: int) -> bool:
         return all(step in one.most for one in self.with_tiers.occupied)
 
-    def all_met(self) -> bool:
-        """Return True if every target is met."""
-        return all(verdict.met for verdict in self.verdicts())
-
-    def as_json(self) -> dict[str, Any]:
-        """Everything, each step included."""
+    def rounds(self) -> str:
+        """Return what was trained."""
         options = self.options
+        return (
+            f"{options.ranks} rank(s); {options.steps} steps, a base every {options.every}, keep "
+            f"{options.keep}; copies in {options.place or 'a folder of this machine'}; seed "
+            f"{options.seed}; load {self.facts.machine.load:.1f} before and "
+            f"{self.facts.load_after:.1f} after"
+        )
+
+    def tables(self) -> Iterator[Table]:
+        """Yield bytes, and what tiers cost."""
+        yield Table(
+            f"Bytes over {self.options.steps} steps", _BYTES, map(_bytes, self.with_tiers.occupied),
+            words=("what",),
+        )  # fmt: skip
+        yield Table(
+            "What they cost", _COST, map(_cost, (self.without, self.with_tiers)), ("training",)
+        )
+
+    def notes(self) -> Iterator[str]:
+        """Yield what the columns mean."""
+        yield (
+            f"looked at {self.with_tiers.looked} times, in each step and between; files by their "
+            "sizes, memory by the pages that the kernel has given. of each step the most on any "
+            "rank. at the end: the last step, until the keepers have ended, at most. thread: "
+            "processor time of the training thread in ckpt.step(), on the rank with the most; a "
+            "step: its processor time without that."
+        )
+
+    def figures(self) -> dict[str, Any]:
+        """Return everything, each step included."""
+        names = "steps ranks every keep batch".split()
         return {
-            "labels": self.labels(),
-            "machine": self.machine.as_json(),
-            "load_before": self.load_before,
-            "load_after": self.load_after,
-            "folder": self.folder,
-            "seconds": self.seconds,
-            "steps": options.steps,
-            "ranks": options.ranks,
-            "every": options.every,
-            "keep": options.keep,
-            "batch": options.batch,
-            "seed": options.seed,
-            "state_bytes": self.state_bytes,
+            **{name: getattr(self.options, name) for name in names},
+            "load_before": self.facts.machine.load,
+            "state_bytes": self.facts.size_bytes,
             "thread_added_s": self.added_s,
-            "verdicts": [
-                {"target": v.target, "figure": v.figure, "met": v.met} for v in self.verdicts()
-            ],
+            "verdicts": self.verdicts(),
             "arms": [_as_json(arm) for arm in (self.without, self.with_tiers)],
         }
+
+    def write(self) -> None:
+        """Draw bytes in each tier over the steps, below the line that was announced."""
+        path = self.options.picture
+        if path is None:
+            return
+        found = self.with_tiers.occupied
+        labels = "".join(f" [{label.split(':', 1)[0]}]" for label in self.labels())
+        title = f"{self.options.ranks} rank(s), keep {self.options.keep}{labels}"
+        with drawn(path, title, _INCHES, rows=-(-len(found) // 2), columns=2) as panels:
+            for axes, one in zip(panels, found, strict=False):
+                steps = sorted(one.most)
+                values = [one.most[step] / _MB for step in steps]
+                bound_mb = one.bound_bytes / _MB
+                top = max(bound_mb, one.peak_bytes / _MB)
+                axes.step(steps, values, where="mid", label="measured")
+                axes.axhline(bound_mb, color="tab:red", linestyle="--", label="announced")
+                axes.set(title=f"{one.tier}: {TIERS[one.tier]}", ylabel="MB", ylim=(0, 1.1 * top))
+                axes.legend(loc="lower right", fontsize="small")
+            for axes in panels[len(found) :]:
+                axes.set_visible(False)
+            for axes in panels[-2:]:
+                axes.set_xlabel("step")
 
 
 def words_of(size_bytes: int) -> str:
@@ -192,3 +226,24 @@ def _as_json(arm: Trained) -> dict[str, Any]:
             for one in arm.occupied
         ],
     }
+
+
+def _bytes(one: Occupied) -> tuple[str, ...]:
+    return (
+        f"{one.tier}: {TIERS[one.tier]}",
+        words_of(one.bound_bytes),
+        words_of(one.peak_bytes),
+        per_cent(one.peak_bytes / one.bound_bytes),
+        words_of(one.most[max(one.most)]),
+        f"{len(one.above)} of {len(one.most)}",
+    )
+
+
+def _cost(arm: Trained) -> tuple[str, ...]:
+    return (
+        "with tiers" if arm.tiers else "without",
+        number(arm.thread_s, 3, 1e3),
+        f"{100 * arm.thread_s / arm.step_s:.2f} %",
+        number(arm.trainer_cpu_s),
+        number(arm.keeper_cpu_s),
+    )

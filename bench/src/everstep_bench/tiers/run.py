@@ -3,32 +3,26 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
-import select
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from subprocess import Popen
 from typing import Any
 
 from everstep.arena.memory import CONTROL_BYTES
 from everstep.errors import DeadlineError, EverstepError, OptionError
 from everstep.link.registry import kill_keeper, list_keepers
 from everstep.seams.processes.processes import process_ended
-from everstep.workloads.processes import interruptible
-from everstep_bench.persist.machine import look_at
-from everstep_bench.persist.show import Display
-from everstep_bench.persist.workspace import refuse_without_room, workspace
-from everstep_bench.stall.arms import TIMEOUT_S
-from everstep_bench.stall.helpers import answer, running, tell
-from everstep_bench.tiers.options import Order, TiersOptions
+from everstep_bench.harness.children import TIMEOUT_S, Child
+from everstep_bench.harness.display import Display
+from everstep_bench.harness.session import session
+from everstep_bench.options import TiersOptions
+from everstep_bench.tiers.child import RankOrder
 from everstep_bench.tiers.report import Occupied, TiersReport, Trained
 from everstep_bench.tiers.sampling import COPIES, DISK, MEMORY, PEER, Sampler, place_bytes
 
 __all__ = ["run_tiers"]
 
-_MODULE = "everstep_bench.tiers.child"
 _LOOK_EVERY_S = 0.005
 _STATE_BYTES_PER_PARAM = 12
 _PROCESS_BYTES = 400 << 20  # torch, in each of two processes of a rank
@@ -44,44 +38,30 @@ def run_tiers(options: TiersOptions, display: Display) -> TiersReport:
         OutOfSpaceError: before anything is written, when disk or memory would not do.
         EverstepError: a rank fails, or is killed.
     """
-    begin_s = time.monotonic()
-    load = os.getloadavg()[0]
     if options.place is not None and place_bytes(options.place):
         raise OptionError(f"{options.place} is not empty", hint="name a place with nothing in it")
-    with interruptible(), workspace(options.folder) as folder:
-        machine = look_at(folder)
+    with session(options, display) as run:
         state_bytes = _STATE_BYTES_PER_PARAM * options.params
-        refuse_without_room(
-            machine,
-            folder,
+        run.refuse_without_room(
             disk_bytes=3 * (options.keep + 2) * options.ranks * state_bytes,
             memory_bytes=options.ranks * (8 * state_bytes + _PROCESS_BYTES),
             hint="smaller --params, or fewer --ranks",
         )
         trained = []
         for tiers in (False, True):
-            display.begin(f"training {'with' if tiers else 'without'} tiers", options.steps)
-            trained.append(
-                _Job(options, folder / ("with" if tiers else "without"), tiers).run(display)
-            )
-        return TiersReport(
-            options=options,
-            machine=machine,
-            state_bytes=trained[1].state_bytes,
-            without=trained[0].found,
-            with_tiers=trained[1].found,
-            load_before=load,
-            load_after=os.getloadavg()[0],
-            seconds=time.monotonic() - begin_s,
-            folder=str(folder.parent),
-        )
+            name = "with" if tiers else "without"
+            display.begin(f"training {name} tiers", options.steps)
+            trained.append(_Job(options, run.folder / name, tiers).run(display))
+        size_bytes = trained[1].state_bytes
+        facts = run.facts(size_bytes, trained[1].tensors, "parameters and moments of each rank")
+        return TiersReport(options, facts, trained[0].found, trained[1].found)
 
 
 class _Job:
     """All ranks of one training.
 
     Attributes:
-        state_bytes: of a rank, as it says.
+        state_bytes, tensors: of a rank, as it says.
     """
 
     def __init__(self, options: TiersOptions, folder: Path, tiers: bool) -> None:
@@ -92,7 +72,7 @@ class _Job:
         self._place: str | None = None
         if tiers:
             self._place = options.place or str(folder / "place")
-        self.state_bytes = 0
+        self.state_bytes = self.tensors = 0
         self.found = Trained(tiers)
 
     def run(self, display: Display) -> _Job:
@@ -105,47 +85,44 @@ class _Job:
             Path(str(self._place)).mkdir()
         with self._ended(), contextlib.ExitStack() as stack:
             ranks = [
-                stack.enter_context(running(_MODULE, self._order(rank).encode()))
+                stack.enter_context(Child("tiers.child", self._order(rank).encode()))
                 for rank in range(options.ranks)
             ]
             self._follow(ranks, display)
         return self
 
-    def _order(self, rank: int) -> Order:
+    def _order(self, rank: int) -> RankOrder:
         meet = str(self._folder / "meet")
-        return Order(self._options, rank, str(self._runs[rank]), meet, self._place, os.getpid())
+        return RankOrder(os.getpid(), self._options, rank, str(self._runs[rank]), meet, self._place)
 
-    def _follow(self, ranks: Sequence[Popen[bytes]], display: Display) -> None:
+    def _follow(self, ranks: Sequence[Child], display: Display) -> None:
         options = self._options
         found = self.found
-        ready = [_next(process, "ready") for process in ranks]
+        ready = [process.next("ready") for process in ranks]
         self.state_bytes = ready[0]["state_bytes"]
+        self.tensors = ready[0]["tensors"]
         bounds = [one["bounds"] for one in ready]
         if any(len(one["keepers"]) != 1 for one in ready):
             raise EverstepError("a rank has no keeper, or several")
         keepers = [one["keepers"][0] for one in ready]
-        host_bytes = [one["host_bytes"] for one in bounds]
-        sampler = Sampler(self._runs, keepers, host_bytes, self._place)
+        sampler = Sampler(self._runs, keepers, [one["host_bytes"] for one in bounds], self._place)
         sampler.look(1)
         began_s = dict(sampler.cpu_s)
         steps: list[list[dict[str, Any]]] = [[] for _ in ranks]
         for step in range(1, options.steps + 1):
             for rank, process in enumerate(ranks):
-                while not _said(process):
-                    sampler.look(step)
-                steps[rank].append(_next(process, "step", step))
+                _look_until(process, sampler, step)
+                steps[rank].append(process.next("step", step))
             sampler.look(step)
             display.advance(f"step {step}")
-            tell(ranks[0], b"looked\n")
-        while not _said(ranks[0]):
-            sampler.look(options.steps)
-        found.done = [_next(process, "done") for process in ranks]
+            ranks[0].tell()
+        _look_until(ranks[0], sampler, options.steps)
+        found.done = [process.next("done") for process in ranks]
         self._refuse_failed()
         _await_keepers(keepers, sampler, options.steps)
         slowest = max(steps, key=lambda said: sum(one["saved_s"] for one in said))
-        found.saved_s = [one["saved_s"] for one in slowest]
-        found.trained_s = [one["trained_s"] for one in slowest]
-        found.wall_s = [one["wall_s"] for one in slowest]
+        for name in ("saved_s", "trained_s", "wall_s"):
+            setattr(found, name, [one[name] for one in slowest])
         found.trainer_cpu_s = sum(done["cpu_s"] for done in found.done)
         found.keeper_cpu_s = sum(sampler.cpu_s[keeper] - began_s[keeper] for keeper in keepers)
         found.looked = sampler.looked
@@ -184,17 +161,10 @@ def _bound(tier: str, bounds: Sequence[dict[str, Any]]) -> int:
     return int(min(bound[field] for bound in bounds)) + more
 
 
-def _said(process: Popen[bytes]) -> bool:
-    """Wait briefly; return True if it has reported something or ended."""
-    assert process.stdout is not None
-    return bool(select.select([process.stdout], [], [], _LOOK_EVERY_S)[0])
-
-
-def _next(process: Popen[bytes], event: str, step: int | None = None) -> Any:
-    found = json.loads(answer(process, "training process"))
-    if found["event"] != event or (step is not None and found["step"] != step):
-        raise EverstepError(f"a training process said {found['event']!r} in place of {event!r}")
-    return found
+def _look_until(process: Child, sampler: Sampler, step: int) -> None:
+    """Look again and again until it has said something, or has ended."""
+    while not process.wait(_LOOK_EVERY_S):
+        sampler.look(step)
 
 
 def _await_keepers(keepers: Sequence[int], sampler: Sampler, step: int) -> None:

@@ -12,7 +12,7 @@ from everstep.arena import PAGE_BYTES
 from everstep.arena.memory import CONTROL_BYTES
 from everstep.seams import Seams
 from everstep.tiers.urls import is_url, open_tier
-from everstep_bench.stall.gauges import cpu_s
+from everstep_bench.harness.gauges import cpu_s
 
 __all__ = [
     "COPIES",

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import random
-import statistics
 import time
-from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -15,40 +14,16 @@ import torch
 from everstep.errors import UnavailableError
 from everstep.workloads import GPTConfig, Training, TrainingConfig, gpt_of, stdlib_text
 from everstep.workloads.training import training_of
-from everstep_bench.persist.state import flatten
-from everstep_bench.stall.device import DeviceClock
+from everstep_bench.harness.device import DeviceClock
+from everstep_bench.options import StallOptions
+from everstep_bench.options import Training as TrainingOptions
 
-__all__ = ["Loop", "Span", "Step", "Workload", "seeded_single_thread"]
+__all__ = ["Loop", "Span", "Step", "flatten", "seeded_single_thread", "untied"]
 
 _TEXT_BYTES = 1 << 20
 _SCHEDULE_STEPS = 1_000_000
-_CALIBRATE = 3
-_CALIBRATE_ROUNDS = 20_000
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 _CONTEXT_BATCH = {"cpu": (64, 1), "cuda": (128, 64)}  # short steps, so that a save fills some
-
-
-class Workload(Protocol):
-    """Options of a benchmark that define its training."""
-
-    @property
-    def params(self) -> int:
-        """Of the model, about."""
-        ...
-
-    @property
-    def seed(self) -> int:
-        """Of weights and data."""
-        ...
-
-    @property
-    def device(self) -> str:
-        """``"cpu"`` or ``"cuda"``."""
-        ...
-
-    @property
-    def python_heavy(self) -> bool:
-        """True if each step includes pure Python work."""
-        ...
 
 
 class Span(NamedTuple):
@@ -83,37 +58,26 @@ class Loop:
     """Takes steps of a real training run.
 
     Args:
-        options: size, seed, device, whether there is a part of pure Python.
-        batch: sequences of a step; None: so few that a save fills some steps.
-        dtype: of the parameters, and so of gradients and moments.
-        layers: of the model; None: as many as its size wants.
+        options: size, seed, device, batch, dtype, layers.
 
     Attributes:
         training: the run; its optimizer has made its state.
         size_bytes: bytes of all tensors of the state, each counted once.
         tensors: number of them.
         description: the model in words.
-        python_part_s: about so long does the part of pure Python take; 0 where there is none.
         loss: before the update of the last step.
     """
 
-    def __init__(
-        self,
-        options: Workload,
-        *,
-        batch: int | None = None,
-        dtype: torch.dtype = torch.float32,
-        layers: int | None = None,
-    ) -> None:
+    def __init__(self, options: StallOptions | TrainingOptions) -> None:
         if options.device == "cuda" and not torch.cuda.is_available():
             raise UnavailableError("this torch sees no CUDA device", hint="leave out --device cuda")
         context, usual = _CONTEXT_BATCH[options.device]
-        batch = usual if batch is None else batch
-        shape: GPTConfig = gpt_of(options.params, context=context, layers=layers)
+        batch = usual if options.batch is None else options.batch
+        shape: GPTConfig = gpt_of(options.params, context=context, layers=options.layers)
         config = TrainingConfig(steps=_SCHEDULE_STEPS, batch=batch, seed=options.seed)
         text = stdlib_text(_TEXT_BYTES)
         self.training: Training = training_of(
-            shape, config, text, device=options.device, dtype=dtype
+            shape, config, text, device=options.device, dtype=_DTYPES[options.dtype]
         )
         self.loss = self.training.step()  # makes the optimizer's state
         tensors = flatten(self.nested())
@@ -121,25 +85,18 @@ class Loop:
         self.size_bytes = sum(t.numel() * t.element_size() for t in tensors.values())
         self.description = (
             f"GPT of {shape.params:,} parameters ({shape.layers} layers, width {shape.width}) "
-            f"with AdamW, {str(dtype).removeprefix('torch.')}, on {options.device}; batches of "
-            f"{batch} x {context} bytes"
+            f"with AdamW, {options.dtype}, on {options.device}; batches of {batch} x {context} "
+            "bytes"
         )
         self._clock = DeviceClock() if options.device == "cuda" else None
-        self._data = text
-        self._rounds = 0
         self._hooks: Span | None = None
         self._applied: Span | None = None
         self._forward_end_s: float | None = None
-        self.python_part_s = 0.0
-        if options.python_heavy:
-            self._calibrate()
 
     def step(self) -> Step:
         """One step; on a device, until it is over there."""
         begin_s = time.monotonic()
         self.loss = self.training.step()  # ends with it on the host, after the update
-        if self._rounds:
-            _churn(self._data, self._rounds)
         end_s = time.monotonic()
         device_s = None if self._clock is None else self._clock.taken_s()
         return Step(begin_s, end_s, self._hooks, self._forward_end_s, self._applied, device_s)
@@ -190,33 +147,38 @@ class Loop:
         return sum(p.numel() * p.element_size() for p in self.training.model.parameters())
 
     def nested(self) -> dict[str, Any]:
-        """State dicts of all parts, live, made anew; the tied head is left out.
-
-        Formats that do not know of shared memory would have to write it twice.
-        """
-        seen: set[int] = set()
-        model = {}
-        for name, tensor in self.training.model.state_dict().items():
-            if tensor.data_ptr() not in seen:
-                seen.add(tensor.data_ptr())
-                model[name] = tensor
+        """Return the state dicts of all parts, live, made anew; the tied head is left out."""
         return {
-            "model": model,
+            "model": untied(self.training.model),
             "optimizer": self.training.optimizer.state_dict(),
             "scheduler": self.training.scheduler.state_dict(),
             "loader": self.training.loader.state_dict(),
             "progress": dict(self.training.progress),
         }
 
-    def _calibrate(self) -> None:
-        """As much pure Python as the rest of a step takes."""
-        step_s = statistics.median(_length(self.step()) for _ in range(_CALIBRATE))
-        begin_s = time.monotonic()
-        for _ in range(_CALIBRATE):
-            _churn(self._data, _CALIBRATE_ROUNDS)
-        round_s = (time.monotonic() - begin_s) / (_CALIBRATE * _CALIBRATE_ROUNDS)
-        self._rounds = max(1, round(step_s / round_s))
-        self.python_part_s = self._rounds * round_s
+
+def untied(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Return the state dict of a model, live, each tensor once.
+
+    Formats that do not know of shared memory would have to write a tied head twice.
+    """
+    found = {
+        tensor.data_ptr(): (name, tensor) for name, tensor in reversed(model.state_dict().items())
+    }
+    return dict(reversed(found.values()))
+
+
+def flatten(nested: Mapping[Any, Any]) -> dict[str, torch.Tensor]:
+    """Return the tensors in nested dictionaries, by dotted path."""
+    return dict(_leaves("", nested))
+
+
+def _leaves(path: str, value: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    if isinstance(value, torch.Tensor):
+        yield path, value
+    elif isinstance(value, Mapping):
+        for key, item in value.items():
+            yield from _leaves(f"{path}.{key}" if path else str(key), item)
 
 
 @contextlib.contextmanager
@@ -231,16 +193,3 @@ def seeded_single_thread(seed: int) -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(threads)
-
-
-def _churn(data: bytes, rounds: int) -> int:
-    """Keep the interpreter busy, as a tokenizer or a metric in plain Python does."""
-    state = 0
-    size = len(data)
-    for number in range(rounds):
-        state = (state * 31 + data[number % size]) & 0xFFFFFFFF
-    return state
-
-
-def _length(span: Span | Step) -> float:
-    return span.end_s - span.begin_s

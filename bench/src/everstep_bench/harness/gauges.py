@@ -1,4 +1,4 @@
-"""Memory and processor time of processes, as the kernel counts them."""
+"""Time, memory and bytes of processes, as the kernel counts them; what others used meanwhile."""
 
 from __future__ import annotations
 
@@ -6,21 +6,20 @@ import contextlib
 import ctypes
 import gc
 import os
+import resource
 import time
+from dataclasses import dataclass
 from pathlib import Path
 
 __all__ = [
-    "cpu_s",
-    "give_back_free_memory",
-    "own_peak_bytes",
-    "own_resident_bytes",
-    "private_bytes",
-    "reset_peak",
-    "shared_bytes",
-    "written_bytes",
-]
+    "Instant", "Sample", "busy_s", "cpu_s", "give_back_free_memory", "now", "own_peak_bytes",
+    "own_resident_bytes", "private_bytes", "reset_peak", "shared_bytes", "written_bytes",
+]  # fmt: skip
 
 _PROC = Path("/proc")
+_STAT = Path("/proc/stat")
+_IDLE_COLUMNS = (3, 4)  # idle, iowait
+_GUEST_COLUMNS = 8  # guest times are counted in user time already
 _RESET_PEAK = "5"
 
 
@@ -100,3 +99,60 @@ def _field(pid: str, file: str, name: str) -> int | None:
     except (OSError, ValueError):
         pass
     return None
+
+
+def busy_s() -> float:
+    """Seconds that all cores together have worked since boot; 0 where it cannot be known."""
+    try:
+        columns = [int(text) for text in _STAT.read_text().split("\n", 1)[0].split()[1:]]
+    except (OSError, ValueError):
+        return 0.0
+    worked = [c for i, c in enumerate(columns[:_GUEST_COLUMNS]) if i not in _IDLE_COLUMNS]
+    return sum(worked) / os.sysconf("SC_CLK_TCK")
+
+
+@dataclass(frozen=True, slots=True)
+class Instant:
+    """One moment.
+
+    Attributes:
+        wall_s: seconds, from an arbitrary origin.
+        cpu_s: user and system time of this process so far, all threads.
+        busy_s: of all cores and processes together.
+    """
+
+    wall_s: float
+    cpu_s: float
+    busy_s: float
+
+
+def now() -> Instant:
+    """This moment."""
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    return Instant(time.perf_counter(), used.ru_utime + used.ru_stime, busy_s())
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One timed run of an arm.
+
+    Attributes:
+        seconds: from live tensors to durable, or from file to live tensors.
+        cpu_s: CPU time of this process in that time, all threads.
+        others_cores: cores that other processes kept busy meanwhile, on average.
+        after_s: seconds that the call went on after the state was durable.
+    """
+
+    seconds: float
+    cpu_s: float
+    others_cores: float = 0.0
+    after_s: float = 0.0
+
+    @classmethod
+    def between(cls, begin: Instant, end: Instant, returned: Instant | None = None) -> Sample:
+        """Return the costs between two moments; ``returned``: the return of the call, if later."""
+        seconds = max(end.wall_s - begin.wall_s, 1e-9)
+        cpu_s = end.cpu_s - begin.cpu_s
+        others_s = end.busy_s - begin.busy_s - cpu_s
+        after_s = 0.0 if returned is None else returned.wall_s - end.wall_s
+        return cls(seconds, cpu_s, max(0.0, others_s / seconds), after_s)

@@ -38,7 +38,7 @@ class Placement:
         self.others = tuple(cores[1:]) if self.free else (cores[0],)
         self._before = set(cores)
         self._own = threading.get_native_id()
-        self._placed: dict[int, tuple[int, ...]] = {}
+        self._placed: set[int] = set()
 
     @contextlib.contextmanager
     def pinned(self) -> Iterator[None]:
@@ -50,23 +50,16 @@ class Placement:
             for thread in _threads(os.getpid()):
                 _keep(thread, self._before)
 
-    def spread(self, *, one_core: bool = False) -> None:
-        """Puts threads of this process where they belong; quick if none is new.
+    def spread(self) -> None:
+        """Put threads of this process where they belong; quick if none is new.
 
         A thread starts on the core of the one that has made it, which is training's.
-
-        Args:
-            one_core: all of them beside training, for once.
         """
-        cores = (self.training,) if one_core else self.others
-        threads = _threads(os.getpid())
-        self._placed = {t: self._placed[t] for t in threads if t in self._placed}
-        for thread in threads:
-            if thread == self._own or self._placed.get(thread) == cores:
-                continue
+        threads = set(_threads(os.getpid()))
+        for thread in threads - self._placed - {self._own}:
             of_training = _name(thread).startswith(_TRAINING)
-            _keep(thread, (self.training,) if of_training else cores)
-            self._placed[thread] = cores
+            _keep(thread, (self.training,) if of_training else self.others)
+        self._placed = threads
 
     def place(self, pid: int) -> None:
         """Puts all threads of another process on the other cores."""

@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import platform
-from dataclasses import asdict, dataclass
+import shutil
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 
+from everstep.errors import OptionError, OutOfSpaceError, PermissionDeniedError
 from everstep.seams.machine import memory_available_bytes
 from everstep.seams.processes.processes import available_cores
 
-__all__ = ["Machine", "direct_works", "drop_cache", "look_at", "sync_folder"]
+__all__ = [
+    "Machine", "direct_takes", "drop_cache", "look_at", "refuse_without_room", "sync_all",
+    "sync_file", "workspace",
+]  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,10 +45,6 @@ class Machine:
     load: float
     direct: bool
 
-    def as_json(self) -> dict[str, Any]:
-        """The facts as plain data."""
-        return asdict(self)
-
 
 def look_at(folder: Path) -> Machine:
     """The facts about this machine, and the file system of ``folder``."""
@@ -58,22 +61,25 @@ def look_at(folder: Path) -> Machine:
         device=device,
         free_bytes=info.f_bavail * info.f_frsize,
         load=os.getloadavg()[0],
-        direct=direct_works(folder),
+        direct=direct_takes(folder),
     )
 
 
-def direct_works(folder: Path) -> bool:
-    """Return True if files in ``folder`` can be opened with O_DIRECT."""
+def direct_takes(folder: Path, data: bytes = b"") -> bool:
+    """Return True if files in ``folder`` can be opened with O_DIRECT, and take ``data``."""
     path = folder / "direct"
     try:
-        os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_DIRECT, 0o600))
+        descriptor = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_DIRECT, 0o600)
+        try:
+            return not data or os.write(descriptor, data) > 0
+        finally:
+            os.close(descriptor)
     except OSError as error:
         if error.errno not in (errno.EINVAL, errno.ENOTSUP):
             raise
         return False
     finally:
         path.unlink(missing_ok=True)
-    return True
 
 
 def drop_cache(path: Path) -> None:
@@ -90,13 +96,75 @@ def drop_cache(path: Path) -> None:
                 os.close(descriptor)
 
 
-def sync_folder(path: Path) -> None:
-    """Makes the names in a folder durable."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+def sync_file(path: Path) -> None:
+    """Make a file, or the names in a folder, durable."""
+    descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def sync_all(path: Path) -> None:
+    """Make a file, or all files and folders below a folder, and the name itself durable."""
+    for found in sorted(path.rglob("*")) if path.is_dir() else ():
+        sync_file(found)
+    sync_file(path)
+    sync_file(path.parent)
+
+
+def refuse_without_room(
+    machine: Machine, folder: Path, *, disk_bytes: int, memory_bytes: int, hint: str
+) -> None:
+    """Looks whether so much is free.
+
+    Args:
+        folder: of the benchmark, on the file system that it writes to.
+        hint: what takes less.
+
+    Raises:
+        OutOfSpaceError: when disk or memory would not do.
+    """
+    if machine.free_bytes < disk_bytes:
+        raise OutOfSpaceError(
+            f"the benchmark writes up to {disk_bytes / 2**30:.1f} GiB at a time, "
+            f"{machine.free_bytes / 2**30:.1f} GiB are free",
+            tier="disk",
+            path=folder.parent,
+            hint=f"{hint}, or --dir on another file system",
+        )
+    if machine.memory_available_bytes < memory_bytes:
+        raise OutOfSpaceError(
+            f"the benchmark takes up to {memory_bytes / 2**30:.1f} GiB of memory, "
+            f"{machine.memory_available_bytes / 2**30:.1f} GiB are available",
+            tier="memory",
+            hint=hint,
+        )
+
+
+@contextlib.contextmanager
+def workspace(where: Path | None) -> Iterator[Path]:
+    """A folder of its own, gone afterwards.
+
+    Raises:
+        OptionError: there is no such folder to make it in.
+        PermissionDeniedError: it may not be written.
+    """
+    parent = Path.cwd() if where is None else where.absolute()
+    if not parent.is_dir():
+        raise OptionError(f"there is no folder {parent}", hint="make it first, or name another")
+    try:
+        folder = Path(tempfile.mkdtemp(prefix="everstep-bench-", dir=parent))
+    except OSError as error:
+        raise PermissionDeniedError(
+            f"cannot write into {parent}: {error.strerror}",
+            path=parent,
+            hint="--dir: a folder that this user may write, on the file system to be measured",
+        ) from error
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder)
 
 
 def _mount_of(folder: Path) -> tuple[str, str]:
