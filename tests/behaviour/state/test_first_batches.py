@@ -39,13 +39,15 @@ def train(
     counts: bool = True,
     accumulate: int = 1,
     before: Any = lambda model: None,
+    undo: bool = False,
+    sampler: Any = None,
 ) -> Recovery:
     """The README's recipe: counters in plain data, a generator seeded by the epoch, a skip."""
     torch.manual_seed(0)
     model = nn.Linear(2, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
     generator = torch.Generator() if own else None
-    loader = DataLoader(data, batch_size=BATCH, shuffle=True, generator=generator)
+    loader = DataLoader(data, BATCH, shuffle=sampler is None, sampler=sampler, generator=generator)
     state: dict[str, Any] = {"model": model, "optimizer": optimizer}
     if counts:
         state |= {"epoch": 0, "batch": 0}
@@ -53,12 +55,15 @@ def train(
         recovery = ckpt.resume()
         step = recovery.step
         before(model)
+        restored = torch.get_rng_state()
         done = step * accumulate
         for epoch in range(done // EPOCH, 4):
             if generator is not None:
                 generator.manual_seed(epoch)
             skipped = done - epoch * EPOCH if skips else 0
             for batch in itertools.islice(loader, skipped, None):
+                if undo and step == recovery.step:
+                    torch.set_rng_state(restored)
                 (model(batch).square().mean() / accumulate).backward()
                 done += 1
                 if done % accumulate:
@@ -101,6 +106,23 @@ def test_a_loader_that_draws_its_order_from_the_processs_generator(
     train(run_folder, 3, Fixed(), own=False)
     train(run_folder, 4, Fixed(), own=False)
     assert MOVED in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("data", "shuffled", "exact"),
+    [(Fixed(), False, True), (Noisy(), False, False), (Fixed(), True, False)],
+    ids=["a seed for workers", "samples that draw", "an order that is drawn"],
+)
+def test_generators_that_are_put_back_after_skipping(
+    data: Any, shuffled: bool, exact: bool, run_folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As some Trainers do. It is right if nothing but the iterator itself has drawn."""
+    options: Any = {} if shuffled else {"sampler": range(COUNT)}
+    for stop in (3, 4):
+        train(run_folder, stop, data, own=False, undo=True, **options)
+    assert (MOVED not in caplog.text) == exact
+    assert train(run_folder, 5, data, own=False, undo=True, **options).exact == exact
+    assert unobserved()
 
 
 @pytest.mark.thinned(2)

@@ -262,6 +262,20 @@ def test_workers_go_on_with_the_numbers_that_they_would_have_drawn() -> None:
     assert [torch.rand(2).tolist(), random.random()] == wanted
 
 
+def test_a_worker_keeps_its_position_until_its_first_item() -> None:
+    stream = Stream()
+    state = _DatasetState(stream)
+    next(items := iter(stream)), next(items)
+    saved = state.state_dict()
+    restored = Stream()
+    later = _DatasetState(restored)
+    later.load_state_dict(saved)
+    items = iter(restored)
+    assert later.state_dict() == saved, "no item was taken yet"
+    assert next(items) == 3
+    assert later.state_dict() == {"given": 3}
+
+
 def test_a_workers_own_initialization_comes_first() -> None:
     called: list[int] = []
     WorkerGenerators(called.append)(3)

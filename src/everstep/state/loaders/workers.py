@@ -61,6 +61,7 @@ class _DatasetState:
         self._set = None if dataset is None else dataset.load_state_dict
         self._seeded = _generators()
         self._restored: dict[str, Any] = {}
+        self._pending: Any = None
 
     def state_dict(self) -> Any:
         # torchdata calls this after it has made the dataset's iterator, which may draw, and before
@@ -68,7 +69,13 @@ class _DatasetState:
         restored = self._restored
         self._restored = {}
         _put_back(restored)
-        mine = None if self._get is None else self._get()
+        # A dataset may apply a loaded state only at its first item, as those of Hugging Face do.
+        # Until then it would return the state of a fresh epoch, and training that is killed before
+        # this worker's first batch would continue there.
+        mine = self._pending
+        self._pending = None
+        if mine is None and self._get is not None:
+            mine = self._get()
         now = _generators()
         drawn = {name: state for name, state in now.items() if state != self._seeded[name]}
         return {_GENERATORS: drawn, _DATASET: mine} if drawn else mine
@@ -79,6 +86,7 @@ class _DatasetState:
             state = state[_DATASET]
         if self._set is not None and state is not None:
             self._set(state)
+            self._pending = state
 
 
 def _generators() -> dict[str, Any]:

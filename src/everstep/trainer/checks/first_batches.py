@@ -16,8 +16,10 @@ from typing import Any
 import torch
 from torch.utils.data import RandomSampler, SequentialSampler
 from torch.utils.data.dataloader import _BaseDataLoaderIter
+from torch.utils.hooks import RemovableHandle
 
 from everstep.state.loaders.positions import POSITIONS, fetches_ahead, is_followed
+from everstep.state.providers.modules import ModuleProvider
 from everstep.state.providers.plain import PlainProvider
 from everstep.state.providers.stateful import StatefulProvider, restores_data
 from everstep.state.training_state import State
@@ -51,6 +53,7 @@ class FirstBatches:
         self._first = True  # no iterator was made yet
         self._made: list[_Fetches] = []
         self._gradients = self._gradients_now()
+        self._hooks: list[RemovableHandle] = []
         self._is_over = False
         POSITIONS.resumed(self)  # a framework may load positions only after resume()
         _observers.add(self)
@@ -61,6 +64,8 @@ class FirstBatches:
         if self._is_over:
             return
         self._is_over = True
+        if self._hooks:
+            self._settle(undone=False)
         POSITIONS.resumed(None)
         _observers.discard(self)
         _observe()
@@ -113,23 +118,58 @@ class FirstBatches:
             for member in members
         )
 
-    def skipped(self, before: RngStates) -> bool:
+    def skipped(self, before: RngStates, made: RngStates) -> bool:
         """Examine a batch that is fetched after another one that was not trained on.
+
+        Args:
+            before: random generators before the iterator was made.
+            made: random generators after that.
 
         Returns:
             True to examine the next batch, too.
         """
-        if self._is_over or self._trains():
+        if self._is_over or self._hooks or self._trains():
             return False
-        if before.same(RngStates.now()):
+        now = RngStates.now()
+        if before.same(now):
             return True
-        self._state.lose(
-            "random generators have moved between resume() and the first step: batches were "
-            "skipped, and the loader, its sampler or its samples have drawn from them, which "
-            "an uninterrupted run does not do there",
-            hint=f"give a DataLoader a generator= of its own, and a dataset, too; {_INSTEAD}",
-        )
+        if made.same(now):
+            self._settle_at_first_forward()
+        else:
+            self._settle(undone=False)
         return False
+
+    def _settle_at_first_forward(self) -> None:
+        """Decide when a model is first called for training whether the draw of an iterator matters.
+
+        torch draws a seed for the workers whenever an iterator is made. The program, or the
+        framework that skips for it, may restore the generators after that. Draws of samplers and
+        samples are another matter: they show that the order or the samples are other ones.
+        """
+        this = weakref.ref(self)  # a model must not keep a dropped Checkpointer's state alive
+
+        def settle(*_: object) -> None:
+            if torch.is_grad_enabled() and (watch := this()) is not None:
+                watch._settle(undone=watch.generators.same(RngStates.now()))
+
+        for provider in self._state.providers.values():
+            if isinstance(provider, ModuleProvider):
+                self._hooks.append(provider.outer.register_forward_pre_hook(settle))
+        if not self._hooks:
+            self._settle(undone=False)
+
+    def _settle(self, *, undone: bool) -> None:
+        """Report that skipping has moved the generators, unless that was undone."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+        if not undone:
+            self._state.lose(
+                "random generators have moved between resume() and the first step: batches were "
+                "skipped, and the loader, its sampler or its samples have drawn from them, which "
+                "an uninterrupted run does not do there",
+                hint=f"give a DataLoader a generator= of its own, and a dataset, too; {_INSTEAD}",
+            )
 
     def _check_position(self, iterator: Any, loader: Any) -> None:
         """Report a loader that begins an epoch anew in the middle of one."""
@@ -185,6 +225,7 @@ class _Fetches:
         self.skips = True
         self._to = to
         self._before = before
+        self._made = RngStates.now()
         self._fetched = -ahead
         iterator._next_data = self
 
@@ -192,7 +233,7 @@ class _Fetches:
         iterator = self.iterator()
         assert iterator is not None
         if torch.is_grad_enabled():  # otherwise it is an evaluation
-            if self._fetched > 0 and self.skips and not self._to.skipped(self._before):
+            if self._fetched > 0 and self.skips and not self._to.skipped(self._before, self._made):
                 vars(iterator).pop("_next_data", None)
             self._fetched += 1
             self.gave = True
