@@ -24,6 +24,7 @@ from everstep.commit.job.messages import Envelope, MarkerNotice
 from everstep.commit.job.offers import Choice, Offer
 from everstep.commit.lineage import BaseId, Branch
 from everstep.commit.retention import RetentionPlan, Watermark
+from everstep.format.message_codec import Stored
 from everstep.keeper.persist import rank_disk as ranks
 from everstep.keeper.persist.rank_disk import RankDisk
 from everstep.restore.fetch import rank_offers as recover_ranks
@@ -82,7 +83,7 @@ def manifest_before_a_marker(patch: pytest.MonkeyPatch) -> None:
     def hasty(self: Member, flight: Any, action: Action | None, **how: bool) -> Any:
         out = real(self, flight, action, **how)
         if isinstance(action, WriteMarker) and self.rank != COORDINATOR:
-            out.append(Send(COORDINATOR, MarkerNotice(action.marker)))
+            out.append(Send(COORDINATOR, MarkerNotice(Stored(action.marker))))
         return out
 
     patch.setattr(Member, "_go_on", hasty)

@@ -213,7 +213,7 @@ class Commit(Story):
             super().send(sender, rank, data)
             return
         message = decode_message(data).message
-        new = not isinstance(message, MarkerNotice) or message.marker.step == NEW.step
+        new = not isinstance(message, MarkerNotice) or message.marker.record.step == NEW.step
         kind = type(message).__name__ if new else "an older marker"
         dies = self._acts(sender, f"{kind} to {rank}")
         if sender.alive:

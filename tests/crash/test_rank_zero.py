@@ -17,6 +17,7 @@ from everstep.commit.base_commit import Action, WriteMarker
 from everstep.commit.job.actions import Send
 from everstep.commit.job.member import Member
 from everstep.commit.job.messages import MarkerNotice
+from everstep.format.message_codec import Stored
 from tests.crash.cluster_bugs import BUGS
 from tests.crash.rank_zero import ENDINGS, LAYOUTS, NEW, OLD, Commit, Death, Ending
 from tests.crash.sim.cluster import SimViolationError
@@ -103,7 +104,9 @@ def told_too_early(patch: pytest.MonkeyPatch) -> None:
     def hasty(self: Member, flight: Any, action: Action | None, **how: bool) -> Any:
         out = real(self, flight, action, **how)
         if isinstance(action, WriteMarker) and self.rank == 0:
-            out += [Send(rank, MarkerNotice(action.marker)) for rank in self.cluster.others(0)]
+            out += [
+                Send(rank, MarkerNotice(Stored(action.marker))) for rank in self.cluster.others(0)
+            ]
         return out
 
     patch.setattr(Member, "_go_on", hasty)

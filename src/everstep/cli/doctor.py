@@ -44,7 +44,7 @@ _SHM_WARN_BYTES = 1 << 30
 _SYNC_WARN_S = 0.5
 _NETWORK = ("nfs", "nfs4", "cifs", "smb3", "9p", "lustre", "ceph", "gpfs", "beegfs", "glusterfs")
 _VOLATILE = ("tmpfs", "ramfs")
-_LIBRARIES = ("numpy", "safetensors", "xxhash", "msgpack", "rich", "typer")
+_LIBRARIES = ("numpy", "safetensors", "xxhash", "msgpack", "msgspec", "rich", "typer")
 
 Verdict = Literal["ok", "warn", "fail"]
 

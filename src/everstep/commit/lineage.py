@@ -13,7 +13,10 @@ from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import PurePath
 
+import msgspec
+
 from everstep.errors import FencedError
+from everstep.format.message_codec import Count
 from everstep.format.records import TimelineRecord
 
 __all__ = [
@@ -30,12 +33,11 @@ __all__ = [
 ]
 
 
-@dataclass(frozen=True, slots=True, order=True)
-class BaseId:
+class BaseId(msgspec.Struct, frozen=True, order=True, array_like=True, forbid_unknown_fields=True):
     """Identity of a base within a run; along one history the order is the order of creation."""
 
-    timeline: int
-    step: int
+    timeline: Count
+    step: Count
 
     def __str__(self) -> str:
         return f"step {self.step} of timeline {self.timeline}"

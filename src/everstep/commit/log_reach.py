@@ -11,10 +11,13 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
+
+from msgspec import Meta
 
 from everstep.commit.lineage import BaseId, Branch, split_by_history
 from everstep.format.log import RecordHead
+from everstep.format.message_codec import Count, Rank
 from everstep.format.records import Manifest, TimelineRecord
 
 __all__ = [
@@ -45,10 +48,10 @@ class LogRun:
         shape: digest of the state's shape, the same for all steps.
     """
 
-    timeline: int
-    first: int
-    after: int
-    lsns: tuple[int, ...]
+    timeline: Count
+    first: Count
+    after: Count
+    lsns: Annotated[tuple[Count, ...], Meta(min_length=1)]
     shape: str
 
     @property
@@ -79,11 +82,11 @@ class LogReader(NamedTuple):
         rank: rank of the job that starts.
     """
 
-    source: int
-    timeline: int
-    first: int
-    last: int
-    rank: int
+    source: Rank
+    timeline: Count
+    first: Count
+    last: Count
+    rank: Rank
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,13 +103,13 @@ class Reach:
             and no other reason was reported; else 0.
     """
 
-    timeline: int
-    step: int
-    lsn: int
-    count: int
-    furthest: int
-    shortest: int
-    beyond: int = 0
+    timeline: Count
+    step: Count
+    lsn: Count
+    count: Count
+    furthest: Count
+    shortest: Rank
+    beyond: Count = 0
 
     @property
     def end(self) -> BaseId:

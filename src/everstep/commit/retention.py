@@ -15,6 +15,9 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
+from typing import Annotated
+
+from msgspec import Meta
 
 from everstep.commit.lineage import BaseId, Branch, split_by_history
 
@@ -23,6 +26,8 @@ __all__ = [
     "TIERS",
     "VOLATILE_TIERS",
     "RetentionPlan",
+    "Tier",
+    "TierIndex",
     "Watermark",
     "plan_retention",
     "reclaimable_bases",
@@ -31,6 +36,12 @@ __all__ = [
 TIERS = ("memory", "peer", "disk", "copy", "object")
 """Tiers in the order of the cost of reading (TierCheck, section 3.3). ``copy`` is a directory other
 than the run folder."""
+
+Tier = Annotated[str, Meta(pattern=f"^({'|'.join(TIERS)})$")]
+"""Name of a tier."""
+
+TierIndex = Annotated[int, Meta(ge=0, lt=len(TIERS))]
+"""Index of a tier in :data:`TIERS`."""
 
 VOLATILE_TIERS = ("memory", "peer")
 """Tiers that lose their contents in a power loss."""

@@ -10,4 +10,6 @@ Used in both processes, and by the read-only commands. Read in this order:
 ``writer``   writing of a shard, past the page cache
 ``reader``   reading and verification of a shard
 ``log``      records of the gradient log, and the segment files that contain them
+
+``message_codec``  messages between processes, which contain some of these bytes: types and encoding
 """

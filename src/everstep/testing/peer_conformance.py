@@ -23,6 +23,7 @@ from everstep.arena.memory import Arena
 from everstep.commit.job.messages import PeerCopyAck, PeerCopyBegin, PeerCopyChunk
 from everstep.commit.lineage import BaseId
 from everstep.format.header import ShardIdentity
+from everstep.format.message_codec import Stored
 from everstep.format.plan import plan_files
 from everstep.format.records import Marker, TimelineRecord
 from everstep.format.writer import digest_shard
@@ -136,7 +137,7 @@ def _files(source: int, base: BaseId, *, size_bytes: int = _SIZE_BYTES, salt: in
     written = digest_shard(plan, identity, BodyOfBytes(data))
     marker = Marker.of(identity, (written.record,))
     record = TimelineRecord(_RUN, base.timeline, None, 0, True, 8, {}, 0.0).encode()
-    return _Files(base, source, PeerCopyBegin(marker, record), written.header + data)
+    return _Files(base, source, PeerCopyBegin(Stored(marker), record), written.header + data)
 
 
 def _opened(make: Make, bound_bytes: int = _BOUND_BYTES) -> Store:
@@ -167,7 +168,7 @@ def what_was_sent_is_held(make: Make) -> None:
     assert (at.whole, at.problem) == (True, ""), at
     assert _held(store) == _one(files)
     ((copy, _),) = store.whole()
-    assert (copy.marker, copy.record) == (files.begun.marker, files.begun.record)
+    assert (copy.marker, copy.record) == (files.begun.marker.record, files.begun.record)
     again = store.begun(1, files.begun)
     there = again.whole, again.received_bytes
     assert there == (True, len(files.data)), "it need not be sent again"

@@ -46,6 +46,7 @@ from everstep.commit.job.messages import DiskProgress, ManifestNotice, Message, 
 from everstep.commit.lineage import BaseId, Branch
 from everstep.commit.retention import Watermark, reclaimable_bases
 from everstep.format.header import ShardIdentity
+from everstep.format.message_codec import Stored
 from everstep.format.names import shard_name
 from everstep.format.records import FileRecord, Marker
 from everstep.state.layout.replica_digest import ReplicaDigest
@@ -440,7 +441,9 @@ def test_news_that_come_late_change_nothing() -> None:
     room.absorb(1, room.members[1].receive(0, WatermarkNotice(BaseId(1, 10), ())))
     assert room.said == before
     assert room.members[1].watermark.base == BaseId(1, 20)
-    room.absorb(1, room.members[1].receive(0, ManifestNotice(room.manifests["a"][BaseId(1, 20)])))
+    room.absorb(
+        1, room.members[1].receive(0, ManifestNotice(Stored(room.manifests["a"][BaseId(1, 20)])))
+    )
     assert room.said == before
 
 

@@ -25,7 +25,8 @@ from everstep.commit.job.messages import (
     encode_message,
 )
 from everstep.commit.lineage import BaseId
-from everstep.errors import DamageError, EverstepError, FormatError
+from everstep.errors import DamageError, FormatError
+from everstep.format.message_codec import Stored, encode
 from everstep.format.names import shard_name
 from everstep.format.records import FileRecord, Manifest, Marker
 
@@ -34,9 +35,9 @@ FILE = FileRecord(shard_name(0), 96, 0, "0" * 32, "a" * 32)
 MARKER = Marker("run", 2, 30, 30, 0, 1, True, (FILE,))
 
 MESSAGES: list[Message] = [
-    MarkerNotice(MARKER),
+    MarkerNotice(Stored(MARKER)),
     MarkersRequest(BASE),
-    ManifestNotice(Manifest((MARKER,))),
+    ManifestNotice(Stored(Manifest((MARKER,)))),
     ManifestAck(BASE),
     GiveUpNotice(BASE, "no space left"),
     DiskProgress(),
@@ -71,15 +72,45 @@ def test_cut_short(message: Message) -> None:
 
 
 def test_a_marker_is_checked_by_its_digest() -> None:
-    data = encode_message(Envelope("session", 0, MarkerNotice(MARKER)))
+    data = encode_message(Envelope("session", 0, MarkerNotice(Stored(MARKER))))
     with pytest.raises(DamageError):
         decode_message(data.replace(b"a" * 32, b"b" * 32))
 
 
 @pytest.mark.parametrize(
     "data",
-    [b"", b"\xc1", b"\x90", b"\x94\x01\x00\xa6Answer\x92\x03\xc4\x00", b"\x94\xa1s\x00\xa3int\x90"],
+    [
+        b"",
+        b"\xc1",
+        b"\x90",
+        encode([1, 0, MarkersRequest(BASE)]),
+        encode(["s", -1, MarkersRequest(BASE)]),
+        encode(["s", 0, 7]),
+        encode(["s", 0, DiskProgress()]) + b"\0",
+        b"\x93\xa1s\x00" + b"\x91" * 10_000,
+    ],
 )
 def test_what_is_no_message(data: bytes) -> None:
-    with pytest.raises(EverstepError):
+    with pytest.raises(FormatError, match="not a message between ranks"):
         decode_message(data)
+
+
+@pytest.mark.parametrize(
+    ("fields", "why"),
+    [
+        ({"kind": "FromTheFuture"}, r"FromTheFuture.*\$\.kind"),
+        ({"kind": "MarkersRequest", "base": [1, 2], "urgent": True}, "unknown field `urgent`"),
+        ({"kind": "MarkersRequest"}, "missing required field `base`"),
+        ({"kind": "MarkersRequest", "base": [-1, 2]}, r">= 0.*\$\.base\[0\]"),
+        ({"kind": "MarkersRequest", "base": [1, 2, 3]}, "at most length 2"),
+        ({"kind": "MarkerNotice", "marker": "text"}, "not the bytes of a record"),
+        ({"kind": "PeerRoundReply", "base": [1, 2], "state": "lost"}, r"\$\.state"),
+        ({"kind": "StartFailed", "rank": 1 << 20, "reason": ""}, r"\$\.rank"),
+    ],
+    ids=lambda value: str(value)[:40],
+)
+def test_a_message_of_another_version_is_refused_by_name(fields: object, why: str) -> None:
+    data = encode(["one", 7, fields])
+    with pytest.raises(FormatError, match=f"from rank 7: .*{why}"):
+        accept(data, "one")
+    assert accept(data, "another") is None, "another start may have other messages"

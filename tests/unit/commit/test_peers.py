@@ -26,6 +26,7 @@ from everstep.commit.job.messages import (
 from everstep.commit.lineage import BaseId
 from everstep.commit.peer_copies import CopyRounds, HeldCopies, nodes_of, peer_of
 from everstep.errors import FormatError
+from everstep.format.message_codec import Stored
 from everstep.format.records import FileRecord, Marker
 
 A, B, C = BaseId(1, 10), BaseId(1, 20), BaseId(2, 5)
@@ -288,7 +289,7 @@ MARKER = Marker(
         PeerRound(None, None),
         PeerRound(A, B),
         PeerRoundReply(A, "whole"),
-        PeerCopyBegin(MARKER, b"record"),
+        PeerCopyBegin(Stored(MARKER), b"record"),
         PeerCopyChunk(A, 3, b"bytes"),
         PeerCopyAck(A, 3, True, ""),
         ChunkRequest(A, 1, 0, 5),

@@ -6,6 +6,7 @@ import dataclasses
 import random
 
 import pytest
+from msgspec import structs
 
 from everstep.commit.job.messages import (
     Message,
@@ -206,7 +207,7 @@ def test_bytes_that_have_changed_on_the_way_are_no_steps(monkeypatch: pytest.Mon
         if isinstance(message, PeerLogChunk) and sender == 0 and len(unusable) < 3:
             unusable.append(message)
             changed = bytes([message.data[0] ^ 1, *message.data[1:]])
-            message = dataclasses.replace(message, data=changed)
+            message = structs.replace(message, data=changed)
         send(sender, to, message)
 
     monkeypatch.setattr(ring, "_send", spoil)
@@ -402,7 +403,7 @@ def test_steps_of_another_start_take_the_place_of_those_of_the_same_number() -> 
 def test_other_steps_than_were_announced_are_refused() -> None:
     store = store_of()
     message, data = begun(1, 3)
-    store.begun(1, dataclasses.replace(message, last=2))
+    store.begun(1, structs.replace(message, last=2))
     assert store.part(1, PeerLogChunk(1, 1, 0, data)).state == "refused"
     assert store.held == {}
 

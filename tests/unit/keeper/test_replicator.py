@@ -17,6 +17,7 @@ from everstep.commit.job.messages import (
 from everstep.commit.lineage import BaseId
 from everstep.commit.peer_copies import NEEDED_MAX
 from everstep.errors import DamageError
+from everstep.format.message_codec import Stored
 from everstep.keeper.held.peer_base_store import PeerBaseStore, copy_memory_bytes
 from everstep.keeper.ship import peer_exchange
 from everstep.keeper.ship.peer_exchange import Pace
@@ -107,7 +108,8 @@ def test_what_has_to_stay_stays_when_the_next_base_comes_before_the_news(failed:
     ring.take(C)
     ring.run(1.0)
     assert any(
-        isinstance(m, PeerCopyBegin) and m.marker.step == 30 and s == 1 for s, _, m in ring.said
+        isinstance(m, PeerCopyBegin) and m.marker.record.step == 30 and s == 1
+        for s, _, m in ring.said
     )
     stays = 10 if failed else 20
     assert (1, stays) in ring.held(2), "the newest that is whole with all peers"
@@ -301,7 +303,7 @@ def test_a_base_that_is_nowhere_to_be_read_ends_the_round() -> None:
 
 
 def begun(held: HeldBase, session: str = "s") -> PeerCopyBegin:
-    return PeerCopyBegin(held.marker, record_of(held.marker.timeline, session).encode())
+    return PeerCopyBegin(Stored(held.marker), record_of(held.marker.timeline, session).encode())
 
 
 def test_a_store_keeps_to_its_bound() -> None:

@@ -70,10 +70,10 @@ class _CutsOff(PeerBaseStore):
 
 class _GoesOnWithAnother(PeerBaseStore):
     def begun(self, source: int, message: PeerCopyBegin) -> PeerCopyAck:
-        base = BaseId(message.marker.timeline, message.marker.step)
+        base = BaseId(message.marker.record.timeline, message.marker.record.step)
         known = self._memories.get((source, base))
         if known is not None:
-            known.marker = message.marker
+            known.marker = message.marker.record
         return super().begun(source, message)
 
 
@@ -86,7 +86,7 @@ class _TakesFromAnybody(PeerBaseStore):
 class _LetsGoEarly(PeerBaseStore):
     def begun(self, source: int, message: PeerCopyBegin) -> PeerCopyAck:
         at = super().begun(source, message)
-        base = BaseId(message.marker.timeline, message.marker.step)
+        base = BaseId(message.marker.record.timeline, message.marker.record.step)
         self._free([Copy(source, other, 0) for _, other in list(self._memories) if other < base])
         return at
 
@@ -137,7 +137,7 @@ class _Reuses(PeerBaseStore):
     def begun(self, source: int, message: PeerCopyBegin) -> PeerCopyAck:
         old = [one for (who, _), one in self._memories.items() if who == source]
         at = super().begun(source, message)
-        base = BaseId(message.marker.timeline, message.marker.step)
+        base = BaseId(message.marker.record.timeline, message.marker.record.step)
         if old and (new := self._memories.get((source, base))) is not None:
             new.arena = old[0].arena
         return at

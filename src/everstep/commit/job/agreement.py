@@ -20,24 +20,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
-from pathlib import PurePath
 
 from everstep.commit.job.actions import Send
 from everstep.commit.job.cluster import COORDINATOR
 from everstep.commit.job.messages import Answer, Command, Message
 from everstep.commit.job.offer_codec import (
     decode_choice,
-    decode_compared,
     decode_offer,
-    decode_restored,
     encode_choice,
-    encode_compared,
     encode_offer,
-    encode_restored,
 )
 from everstep.commit.job.offers import Choice, Needs, Offer, Source, all_ranks, choose
 from everstep.commit.lineage import BaseId
 from everstep.errors import RecoveryError
+from everstep.format.message_codec import Decoder, Stored, encode
 from everstep.format.records import TimelineRecord
 from everstep.state.layout.replica_digest import ReplicaDigest, describe_mismatch
 
@@ -183,6 +179,12 @@ class Opened:
     ours: bool
 
 
+_COMPARED = Decoder[Compared](Compared, "a comparison with a base")
+_RESTORED = Decoder[Restored](Restored, "the result of a restore")
+_OPENING = Decoder[tuple[Stored[TimelineRecord], bytes]](
+    tuple[Stored[TimelineRecord], bytes], "a timeline to open"
+)
+
 AgreementOut = TakeInventory | Compare | Restore | OpenTimeline | Go | Refuse | RanksSilent | Send
 AgreementEvent = InventorySeen | Compared | Restored | Opened
 
@@ -195,7 +197,6 @@ NO_WAY_BACK_HINT = (
     "build model and optimizer again, make a Checkpointer of them, and call resume(step=0) there"
 )
 _ROUNDS_MAX = 16
-_WIRE = PurePath("message")
 _RELAID = b"relaid"
 _PARTLY = b"partly"
 
@@ -290,14 +291,8 @@ class Agreement:
         """Process the event that answers an action."""
         if isinstance(event, InventorySeen):
             return self._answer_command(encode_offer(event.offer))
-        if isinstance(event, Compared):
-            return self._answer_command(
-                encode_compared(event.damaged, event.unusable, event.common, event.why)
-            )
-        if isinstance(event, Restored):
-            return self._answer_command(
-                encode_restored(event.damaged, event.unusable, event.exact, event.relaid)
-            )
+        if isinstance(event, Compared | Restored):
+            return self._answer_command(encode(event))
         return self._answer_command(b"ours" if event.ours else b"")
 
     def tick(self, now_s: float) -> list[AgreementOut]:
@@ -451,7 +446,7 @@ class Agreement:
 
     def _on_compared(self, answers: Collection[bytes]) -> list[AgreementOut]:
         assert self._choice is not None
-        results = [Compared(*decode_compared(answer)) for answer in answers]
+        results = [_COMPARED.decode(answer) for answer in answers]
         damaged = any(one.damaged for one in results)
         if not damaged and (
             differ := describe_mismatch({r: one.common for r, one in enumerate(results)})
@@ -489,7 +484,7 @@ class Agreement:
 
     def _on_restored(self, answers: Collection[bytes]) -> list[AgreementOut]:
         assert self._choice is not None
-        results = [Restored(*decode_restored(answer)) for answer in answers]
+        results = [_RESTORED.decode(answer) for answer in answers]
         if not self._all_can(results, relaid=any(one.relaid for one in results)):
             return self._request_offers("offer")
         self._exact = all(one.exact for one in results)
@@ -533,11 +528,9 @@ def _newer(answers: Collection[bytes], timeline: int) -> set[int]:
 
 
 def _join(choice: Choice, record: TimelineRecord) -> bytes:
-    data = record.encode()
-    return len(data).to_bytes(4, "little") + data + encode_choice(choice)
+    return encode((Stored(record), encode_choice(choice)))
 
 
 def _split(payload: bytes) -> tuple[Choice, TimelineRecord]:
-    size = int.from_bytes(payload[:4], "little")
-    record = TimelineRecord.decode(payload[4 : 4 + size], _WIRE)
-    return decode_choice(payload[4 + size :]), record
+    stored, choice = _OPENING.decode(payload)
+    return decode_choice(choice), stored.record

@@ -37,6 +37,7 @@ from everstep.commit.job.messages import (
 )
 from everstep.commit.lineage import BaseId, Branch
 from everstep.commit.retention import plan_retention
+from everstep.format.message_codec import Stored
 from everstep.format.records import Manifest, Marker
 
 __all__ = ["Coordinator"]
@@ -118,7 +119,7 @@ class Coordinator(Member):
         self._repeated_s = now_s
         for base, acknowledged in self._acknowledged.items():
             missing = [rank for rank in self.cluster.leaders if rank not in acknowledged]
-            out += [Send(rank, ManifestNotice(self._sent[base])) for rank in missing]
+            out += [Send(rank, ManifestNotice(Stored(self._sent[base]))) for rank in missing]
         if self._reading is not None:
             missing = [r for r in self.cluster.others(self.rank) if r not in self._read]
             out += [Send(rank, ReadBackRequest(self._reading)) for rank in missing]
@@ -147,7 +148,7 @@ class Coordinator(Member):
         self._sent[base] = manifest
         self._acknowledged.setdefault(base, set()).add(self.rank)
         others = self.cluster.others(self.rank)
-        tell: list[Out] = [Send(rank, ManifestNotice(manifest)) for rank in others]
+        tell: list[Out] = [Send(rank, ManifestNotice(Stored(manifest))) for rank in others]
         return tell + self._moved(base)
 
     def _on_kept(self, sender: int, base: BaseId) -> list[Out]:

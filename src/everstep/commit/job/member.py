@@ -64,6 +64,7 @@ from everstep.commit.lineage import BaseId, fenced_error
 from everstep.commit.retention import Watermark
 from everstep.errors import FencedError
 from everstep.format.header import ShardIdentity
+from everstep.format.message_codec import Stored
 from everstep.format.records import Manifest, Marker, manifest_of
 from everstep.state.layout.replica_digest import describe_mismatch
 
@@ -206,11 +207,11 @@ class Member:
         if self.fenced:
             return []
         if isinstance(message, MarkerNotice):
-            return self._on_marker(sender, message.marker)
+            return self._on_marker(sender, message.marker.record)
         if isinstance(message, MarkersRequest):
             return self._on_wanted(sender, message.base)
         if isinstance(message, ManifestNotice):
-            return self._on_manifest(message.manifest)
+            return self._on_manifest(message.manifest.record)
         if isinstance(message, GiveUpNotice):
             return self._on_given_up(message)
         if isinstance(message, ReadBackRequest):
@@ -324,7 +325,8 @@ class Member:
         if new_marker and flight.own is not None:
             # Rank 0 collects the markers; its own goes to the ranks that may take over.
             to = self.cluster.leaders if self.rank == COORDINATOR else (COORDINATOR,)
-            out += [Send(rank, MarkerNotice(flight.own)) for rank in to if rank != self.rank]
+            own = MarkerNotice(Stored(flight.own))
+            out += [Send(rank, own) for rank in to if rank != self.rank]
         if new_marker:  # ranks that share this disk may already have written the manifest
             flight.waiting = False
             out.append(Perform(flight.commit.base, action))
@@ -367,7 +369,7 @@ class Member:
         base = flight.commit.base
         out = []
         if flight.own is not None and self.rank != COORDINATOR:
-            out.append(Send(COORDINATOR, MarkerNotice(flight.own)))
+            out.append(Send(COORDINATOR, MarkerNotice(Stored(flight.own))))
         if taking_over or self.rank == COORDINATOR:
             if taking_over:
                 flight.commit.take_over()
@@ -402,7 +404,7 @@ class Member:
             return self._refuse(base, why)
         flight = self._flight
         if flight is not None and flight.commit.base == base and self.rank in flight.markers:
-            return [Send(sender, MarkerNotice(flight.markers[self.rank]))]
+            return [Send(sender, MarkerNotice(Stored(flight.markers[self.rank])))]
         return []
 
     def _never(self, base: BaseId) -> str:
@@ -430,11 +432,11 @@ class Member:
 
     def _known(self, base: BaseId) -> Message | None:
         if base in self._manifests:
-            return ManifestNotice(self._manifests[base])
+            return ManifestNotice(Stored(self._manifests[base]))
         if base in self._given_up:
             return GiveUpNotice(base, self._given_up[base])
         if base in self._on_disk:
-            return MarkerNotice(self._on_disk[base])
+            return MarkerNotice(Stored(self._on_disk[base]))
         return None
 
     def _on_manifest(self, manifest: Manifest) -> list[Out]:

@@ -26,9 +26,10 @@ from everstep.commit.lineage import (
     split_by_history,
 )
 from everstep.commit.log_reach import JobLogs, LogReader, LogRun, Reach
-from everstep.commit.retention import COPY_TIERS, TIERS, VOLATILE_TIERS
+from everstep.commit.retention import COPY_TIERS, TIERS, VOLATILE_TIERS, Tier, TierIndex
 from everstep.errors import RecoveryError
 from everstep.format.digests import digest
+from everstep.format.message_codec import Rank
 from everstep.format.records import Manifest, Marker, TimelineRecord, manifest_of
 
 __all__ = [
@@ -57,7 +58,7 @@ class Piece:
     """
 
     marker: Marker
-    tiers: tuple[str, ...] = ("disk",)
+    tiers: tuple[Tier, ...] = ("disk",)
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,8 +120,8 @@ class Source:
         rank: rank of the starting job that can read it there.
     """
 
-    cost: int
-    rank: int
+    cost: TierIndex
+    rank: Rank
 
     @property
     def tier(self) -> str:

@@ -13,6 +13,7 @@ from everstep.commit.job.messages import PeerCopyAck, PeerCopyBegin, PeerCopyChu
 from everstep.commit.lineage import BaseId
 from everstep.commit.peer_copies import Copy, HeldCopies
 from everstep.errors import DamageError, EverstepError, FormatError, OutOfSpaceError
+from everstep.format.message_codec import Stored
 from everstep.format.records import Marker
 from everstep.restore.fetch.peer_copy import PeerCopy, check_files, size_of
 
@@ -115,7 +116,7 @@ class PeerBaseStore:
 
     def begun(self, source: int, message: PeerCopyBegin) -> PeerCopyAck:
         """Handle the announcement of a copy; reply with the bytes received so far."""
-        marker = message.marker
+        marker = message.marker.record
         base = BaseId(marker.timeline, marker.step)
         if marker.rank != source:
             return PeerCopyAck(base, 0, False, "its files belong to another rank")
@@ -171,7 +172,7 @@ class PeerBaseStore:
         """
         source = marker.rank
         base = BaseId(marker.timeline, marker.step)
-        at = self.begun(source, PeerCopyBegin(marker, record))
+        at = self.begun(source, PeerCopyBegin(Stored(marker), record))
         summary = f"the base of step {base.step} is not held in memory"
         if at.problem:
             raise OutOfSpaceError(

@@ -10,7 +10,7 @@ from typing import Any
 import msgpack
 
 from everstep.arena.memory import Arena
-from everstep.commit.job.offer_codec import run_from_wire, run_to_wire
+from everstep.commit.log_reach import LogRun
 from everstep.format.log import LogRecord
 from everstep.format.records import FileRecord, Marker
 from everstep.keeper.log.log_store import records_from_wire
@@ -105,7 +105,7 @@ def log_to_wire(log: PeerLog, offset: int) -> dict[str, Any]:
     return {
         "source": log.source,
         "record": log.record,
-        "run": run_to_wire(run),
+        "run": [run.timeline, run.first, run.after, run.lsns, run.shape],
         "offset": offset,
         "size_bytes": steps.memory.nbytes,
         "index_bytes": steps.index_bytes,
@@ -114,7 +114,7 @@ def log_to_wire(log: PeerLog, offset: int) -> dict[str, Any]:
 
 
 def _log_from_wire(fields: Mapping[str, Any], arena: Arena) -> PeerLog:
-    run = run_from_wire(*fields["run"])
+    run = LogRun(*fields["run"])
     memory = arena.view[fields["offset"] : fields["offset"] + fields["size_bytes"]]
     steps = PackedSteps(run, memory, fields["index_bytes"], fields["index_digest"])
     return PeerLog(fields["source"], fields["record"], steps)

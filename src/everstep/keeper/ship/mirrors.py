@@ -150,7 +150,7 @@ class Mirrors:
         if mirror is not None:
             mirror.on_message(sender, message)
         elif isinstance(message, CopyRequest) and self._link is not None:
-            first = message.manifest.markers[0]
+            first = message.manifest.record.markers[0]
             base = BaseId(first.timeline, first.step)
             # Reply at once: rank 0 would wait for this rank until a timeout.
             reason = "this rank could not open the place"

@@ -31,6 +31,7 @@ from everstep.commit.job.messages import (
 from everstep.commit.lineage import BaseId
 from everstep.commit.peer_copies import CopyRounds
 from everstep.errors import EverstepError, KeeperError
+from everstep.format.message_codec import Stored
 from everstep.keeper.held.peer_base_store import PeerBaseStore
 from everstep.keeper.held.peer_log_store import PeerLogStore
 from everstep.keeper.ship.log_sender import LogSender
@@ -318,7 +319,7 @@ class PeerExchange:
                 self._send_all(
                     self._rounds.on_reply(sender, message.base, message.state, self._now_s)
                 )
-        else:
+        elif isinstance(message, PeerRound):
             self._on_round(message)
 
     def _durable(self, base: BaseId) -> None:
@@ -351,7 +352,7 @@ class PeerExchange:
         If the store holds two complete bases of that rank, only the news of the current round tells
         which one must stay: the reply waits for it.
         """
-        base = BaseId(message.marker.timeline, message.marker.step)
+        base = BaseId(message.marker.record.timeline, message.marker.record.step)
         if base != self._round and self._store.holds_two(sender):
             self._early[sender] = message
             return
@@ -383,7 +384,7 @@ class PeerExchange:
         self._early = {}
         for sender, begun in early.items():
             # Announcements of another round are dropped: their senders repeat them.
-            if BaseId(begun.marker.timeline, begun.marker.step) == message.base:
+            if BaseId(begun.marker.record.timeline, begun.marker.record.step) == message.base:
                 self._on_begun(sender, begun)
 
     def _base_everywhere(self, everywhere: BaseId) -> None:
@@ -443,7 +444,7 @@ class PeerExchange:
         held, record = one.source
         one.answered = False
         one.queried_s = now_s
-        self._send(self.peer, PeerCopyBegin(held.marker, record))
+        self._send(self.peer, PeerCopyBegin(Stored(held.marker), record))
 
     def _send_chunks(self, one: _Sending, now_s: float) -> None:
         assert one.source is not None

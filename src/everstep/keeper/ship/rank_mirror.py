@@ -26,6 +26,7 @@ from everstep.commit.job.messages import (
 )
 from everstep.commit.lineage import BaseId
 from everstep.errors import DeadlineError, EverstepError, InfeasibleError, StorageError
+from everstep.format.message_codec import Stored
 from everstep.format.names import MANIFEST, base_dir
 from everstep.format.records import Manifest
 from everstep.keeper.ship.copy_retention import CopyRetention
@@ -240,7 +241,7 @@ class LeadingMirror(_RankMirror):
             assert self._round is not None
             ranks = self._round.tick(self._others.last_receive_s)
         for rank in ranks:
-            self._others.send(rank, CopyRequest(self._number, manifest))
+            self._others.send(rank, CopyRequest(self._number, Stored(manifest)))
 
     def _await_others(self, manifest: Manifest) -> None:
         """Wait until every rank's files are in the tier, as reported or as found there."""
@@ -359,7 +360,7 @@ class FollowingMirror(_RankMirror):
             if isinstance(message, CopySettled):
                 self._mark_settled(message.base)
             elif isinstance(message, CopyRequest):
-                self._on_request(message.manifest)
+                self._on_request(message.manifest.record)
             self._changed.notify_all()
 
     def copy_own_files(self, manifest: Manifest) -> None:

@@ -13,9 +13,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import PurePath
-from typing import Any
 
-from everstep.commit.job.offer_codec import run_from_wire, run_to_wire
 from everstep.commit.job.offers import (
     BaseOffer,
     Choice,
@@ -31,6 +29,7 @@ from everstep.commit.peer_copies import merge_runs
 from everstep.commit.retention import COPY_TIERS
 from everstep.errors import RecoveryError
 from everstep.format.digests import digest
+from everstep.format.message_codec import Count, Rank
 from everstep.format.records import Manifest, Marker, TimelineRecord, manifest_of
 from everstep.restore.fetch.copy_inventory import CopyOffer
 from everstep.restore.fetch.peer_log import PeerLog
@@ -62,12 +61,12 @@ class LogOffer:
         size_bytes, index_bytes, index_digest: see :class:`.peer_log.PackedSteps`.
     """
 
-    holder: int
-    source: int
+    holder: Rank
+    source: Rank
     record: bytes
     run: LogRun
-    size_bytes: int
-    index_bytes: int
+    size_bytes: Count
+    index_bytes: Count
     index_digest: str
 
     @property
@@ -86,30 +85,17 @@ class LogOffer:
         return self.holder, self.source, self.run.timeline, self.run.first, 1
 
     @classmethod
-    def to_wire(cls, log: PeerLog) -> list[Any]:
-        """Convert a held log to plain data."""
+    def of(cls, holder: int, log: PeerLog) -> LogOffer:
+        """Return the offer of a held log."""
         steps = log.steps
-        return [
+        return cls(
+            holder,
             log.source,
             log.record,
-            run_to_wire(steps.run),
+            steps.run,
             steps.memory.nbytes,
             steps.index_bytes,
             steps.index_digest,
-        ]
-
-    @classmethod
-    def from_wire(cls, holder: int, fields: Sequence[Any]) -> LogOffer:
-        """Inverse of :meth:`to_wire`."""
-        source, record, run, size_bytes, index_bytes, index_digest = fields
-        return cls(
-            holder,
-            int(source),
-            record,
-            run_from_wire(*run),
-            int(size_bytes),
-            int(index_bytes),
-            str(index_digest),
         )
 
 

@@ -17,6 +17,8 @@ from dataclasses import replace
 from pathlib import PurePath
 from typing import Any, Protocol
 
+import msgspec
+
 from everstep.commit.job.messages import (
     ChunkReply,
     ChunkRequest,
@@ -31,6 +33,7 @@ from everstep.commit.job.offer_codec import decode_offer, encode_offer
 from everstep.commit.job.offers import Choice, Needs, Offer, Piece
 from everstep.commit.lineage import BaseId
 from everstep.errors import DamageError, DeadlineError, FormatError
+from everstep.format.message_codec import Count, Decoder, Stored, encode
 from everstep.format.records import Marker, TimelineRecord
 from everstep.restore.fetch.copy_inventory import CopyOffer, FetchedBase, FetchResult, OfferExtras
 from everstep.restore.fetch.held import HeldBase
@@ -44,13 +47,7 @@ from everstep.restore.fetch.peer_plan import (
     prove_timelines,
     with_proven_bases,
 )
-from everstep.restore.fetch.served_files import (
-    Coverage,
-    OpenFile,
-    ServedFiles,
-    coverage_from_wire,
-    coverage_to_wire,
-)
+from everstep.restore.fetch.served_files import Coverage, OpenFile, ServedFiles
 from everstep.restore.fetch.start_channel import remote_failure
 from everstep.seams.clock import Clock
 from everstep.seams.network.mailbox import Mailbox
@@ -101,6 +98,27 @@ Must not wait."""
 FetchCopies = Callable[[Offer, OnPlanned, OfferExtras], FetchResult]
 """Fetches what a rank with this offer needs."""
 
+
+class _Inventory(msgspec.Struct, forbid_unknown_fields=True):
+    """What a rank can read by itself, and what its keeper holds for others.
+
+    Attributes:
+        offer: see :func:`.offer_codec.encode_offer`.
+        copies: marker of each copy, and the record of its timeline.
+        room_bytes: bytes that the rank may take for files from other disks.
+        unproven: see :class:`.copy_inventory.OfferExtras`.
+    """
+
+    offer: bytes
+    copies: list[tuple[Stored[Marker], bytes]]
+    logs: list[LogOffer]
+    room_bytes: Count
+    unproven: Stored[Marker] | None
+
+
+_INVENTORY = Decoder[_Inventory](_Inventory, "a list of copies")
+_REMAINS = Decoder[tuple[bytes, Coverage]](tuple[bytes, Coverage], "a list of remains")
+
 Held = dict[tuple[BaseId, int, bool], "memoryview | ServedFiles"]
 """Copies that a rank serves, by key."""
 
@@ -146,33 +164,31 @@ def fetch_from_peers(
         RecoveryError: a rank has failed.
     """
     what = "list the copies that their keepers hold"
-    mine = [[copy.marker.encode(), copy.record] for copy in copies]
-    steps = [LogOffer.to_wire(log) for log in logs]
-    unproven = None if lent is None or lent.unproven is None else lent.unproven.encode()
-    about = {"copies": mine, "logs": steps, "room": room_bytes, "unproven": unproven}
-    said = say(what, {"offer": encode_offer(offer), **about})
-    offers = [decode_offer(one["offer"]) for one in said]
+    unproven = None if lent is None else lent.unproven
+    mine = _Inventory(
+        encode_offer(offer),
+        [(Stored(copy.marker), copy.record) for copy in copies],
+        [LogOffer.of(meeting.rank, log) for log in logs],
+        room_bytes,
+        None if unproven is None else Stored(unproven),
+    )
+    said = [_INVENTORY.decode(one["held"]) for one in say(what, {"held": encode(mine)})]
+    offers = [decode_offer(one.offer) for one in said]
     markers = {
-        rank: Marker.decode(one["unproven"], _WIRE)
-        for rank, one in enumerate(said)
-        if one["unproven"] is not None
+        rank: one.unproven.record for rank, one in enumerate(said) if one.unproven is not None
     }
     proof = prove_timelines(offers, markers)
     told = [
-        CopyOffer(holder, Marker.decode(marker, _WIRE), record)
+        CopyOffer(holder, marker.record, record)
         for holder, one in enumerate(said)
-        for marker, record in one["copies"]
+        for marker, record in one.copies
     ]
-    logged = [
-        LogOffer.from_wire(holder, fields)
-        for holder, one in enumerate(said)
-        for fields in one["logs"]
-    ]
+    logged = [log for one in said for log in one.logs]
     held: Held = {(_base_of(copy.marker), copy.marker.rank, False): copy.memory for copy in copies}
     for log in logs:
         first = BaseId(log.steps.run.timeline, log.steps.run.first)
         held[first, log.source, True] = log.steps.memory
-    rooms = [int(one["room"]) for one in said]
+    rooms = [one.room_bytes for one in said]
     covers: list[Coverage] | None = None
     told += [] if opens is None else offers_on_disks(offers, told)
     attempt = 0
@@ -191,11 +207,10 @@ def fetch_from_peers(
             if choice is None and covers is None and lent is not None:
                 offer, mine_too = lent.left()
                 what = "list the remains of replicas"
-                found = say(
-                    what, {"offer": encode_offer(offer), "covers": coverage_to_wire(mine_too)}
-                )
-                offers = [decode_offer(one["offer"]) for one in found]
-                covers = [coverage_from_wire(one["covers"]) for one in found]
+                left = encode((encode_offer(offer), mine_too))
+                found = [_REMAINS.decode(one["left"]) for one in say(what, {"left": left})]
+                offers = [decode_offer(one) for one, _ in found]
+                covers = [one for _, one in found]
                 continue
             if choice is not None:
                 meanwhile(choice)

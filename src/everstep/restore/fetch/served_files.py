@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from functools import partial
 from pathlib import PurePath
-from typing import Any
 
-from everstep.commit.job.messages import plain_base, to_base
 from everstep.commit.lineage import BaseId
 from everstep.errors import EverstepError
 from everstep.format.names import base_dir
@@ -26,9 +24,7 @@ __all__ = [
     "Coverage",
     "OpenFile",
     "ServedFiles",
-    "coverage_from_wire",
     "coverage_on_disk",
-    "coverage_to_wire",
     "run_file_opener",
 ]
 
@@ -144,13 +140,3 @@ class _SharedEntries:
             for rank, sizes in self._sizes.items()
             if sizes.keys() == self._wanted[rank]
         }
-
-
-def coverage_to_wire(covers: Coverage) -> list[Any]:
-    """Convert to plain data."""
-    return [[plain_base(base), sorted(sizes.items())] for base, sizes in covers.items()]
-
-
-def coverage_from_wire(fields: Sequence[Any]) -> Coverage:
-    """Inverse of :func:`coverage_to_wire`."""
-    return {to_base(base): {int(r): int(size) for r, size in sizes} for base, sizes in fields}

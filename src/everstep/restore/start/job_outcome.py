@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import astuple, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import PurePath
 from typing import Any
 
@@ -134,6 +134,7 @@ def record_of(
         unix_s: current time.
     """
     assert choice.run is not None, "every disk has the record of the run by now"
+    base = None if choice.reach is None else choice.base
     known = merge_fingerprints(meeting.fingerprints or (fingerprint(),))
     return TimelineRecord(
         run=choice.run,
@@ -144,7 +145,7 @@ def record_of(
         world=meeting.world,
         fingerprint={**known, "session": meeting.session, "process": process_name()},
         created_unix_s=unix_s,
-        base=None if choice.base is None or choice.reach is None else astuple(choice.base),
+        base=None if base is None else (base.timeline, base.step),
     )
 
 
