@@ -104,7 +104,7 @@ def saved(
     steps = [1.0 + gate_s + extra_s, *[1.0] * 7]
     return block_of(
         10, stall_s, steps, window_s=window_s, causes=causes, staged_s=10.5, persist_s=1.0,
-        peak_bytes=5, helper_cpu_s=0.1,
+        helper_cpu_s=0.1,
     )  # fmt: skip
 
 

@@ -1,6 +1,8 @@
 """Benchmarks and drills: the commands ``everstep bench`` and ``everstep drill``.
 
 ``cli/``        both commands, plugged into everstep's by entry points
+``options``     what each verb of ``everstep bench`` takes
+``harness/``    what all benches share: options, turns, children, reports
 ``persist/``    how fast a state becomes durable
 ``stall/``      what a save costs a training loop
 ``step/``       what it costs to be able to go back to every step, and what a kill costs then

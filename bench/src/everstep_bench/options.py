@@ -217,7 +217,7 @@ class StallOptions(Options):
 
 
 STEP_ARMS = (
-    NONE, COMPRESSED, "torch.save", "checkfreq", "lazy", "naive-diff", "logged", "lowdiff",
+    NONE, COMPRESSED, "torch.save", "checkfreq", "lazy", "logged", "lowdiff",
     "lowdiff_plus",
 )  # fmt: skip
 """All arms of ``bench step``, in the order in which they are shown."""
@@ -225,7 +225,7 @@ STEP_ARMS = (
 
 @dataclass(frozen=True)
 class StepOptions(Training):
-    """Trains so that every step can be gone back to: logs, differences, a base each step.
+    """Trains so that every step can be gone back to: logs, or a base each step.
 
     All arms take turns in rounds, next to dense and to compressed training without a log. Then
     each is killed with SIGKILL and resumed: steps lost, seconds, and whether every bit is that

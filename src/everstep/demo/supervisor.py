@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from everstep.demo.evidence import final_base, survey
+from everstep.demo.evidence import Survey, final_base, survey
 from everstep.demo.plan import AFTER_CAPTURED, DemoPlan, Kill
 from everstep.demo.process import CHILD_COMMAND, Child
 from everstep.demo.report import DemoReport, KillReport
@@ -106,9 +106,8 @@ class _Run:
         self._die(alone, victim, kill)
         dead_s = time.monotonic()
         left = survey(self._killed, held_step(self._killed) if kill.keeper == "spared" else None)
-        base = left.held if kill.where == AFTER_CAPTURED else left.unfinished
-        if kill.is_failpoint and base is not None:
-            kill = dataclasses.replace(kill, step=base)  # the base that it really interrupted
+        if kill.is_failpoint:
+            kill = dataclasses.replace(kill, step=self._interrupted(victim, kill, left))
         self._display.event(f"killed {kill.died}: {kill.describe()}; left: {left.describe()}")
         following = self._kills[len(starts)]
         again = self._start_victim(len(starts))
@@ -142,6 +141,23 @@ class _Run:
         victim.poll()
         if victim.status != -signal.SIGKILL:
             raise DemoError(f"{victim.name} ended before it could be killed")
+
+    def _interrupted(self, victim: Child, kill: Kill, left: Survey) -> int:
+        """Return the step of the base that a kill inside a save has interrupted.
+
+        Raises:
+            DemoError: the process died at another step than planned, or in no such base.
+        """
+        base = left.held if kill.where == AFTER_CAPTURED else left.unfinished
+        # Armed at the planned step, the failpoint may be reached by a base that is still being
+        # written then: the one before.
+        first = kill.step - self._plan.every
+        if victim.step < kill.step or base is None or not first <= base <= kill.step:
+            raise DemoError(
+                f"{victim.name} died at step {victim.step}, against the plan ({kill.describe()}); "
+                f"left: {left.describe()}"
+            )
+        return base
 
     def _follow(
         self, alone: Child, victim: Child, *, until: Callable[[], bool], kill: Kill | None = None

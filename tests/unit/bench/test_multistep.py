@@ -277,23 +277,6 @@ def test_own_work_is_part_of_the_model_and_hides_nothing(part_s: float) -> None:
         assert one(verdicts_of(made), "gockpt_o: stall within") is False
 
 
-@pytest.mark.parametrize("part_s", [0.0, 0.004])
-def test_what_can_be_reached_is_more_than_the_bound(part_s: float) -> None:
-    """T = 4, r = 4/12: in 12 parts the bound is 0, and any cut waits for a step."""
-    made = measured(4, part_s=part_s, parts=(1, 12))
-    row = made.row("gockpt_o", 12)
-    assert row is not None
-    assert made.bound_s(row) == 0.0
-    assert made.reach_s(row) == pytest.approx(0.1 + 12 * part_s, abs=1e-3)
-    found = verdicts_of(made)
-    assert one(found, "gockpt_o", "above the lower bound") is False
-    assert one(found, "gockpt_o", "above what any cut waits for") is True
-    row.saves = [save_of(0.1 + 12 * part_s + 0.025, 12)]
-    assert one(verdicts_of(made), "gockpt_o", "above what any cut waits for") is False
-    made.own = []
-    assert one(verdicts_of(made), "gockpt_o", "above what any cut waits for") is None
-
-
 def test_own_work_that_was_not_measured_is_no_target_met() -> None:
     made = measured(4)
     made.own = []
@@ -327,28 +310,6 @@ def test_a_choice_that_was_lucky_is_seen() -> None:
     assert one(verdicts_of(made), "gockpt_o: parts=") is True
     auto.saves = [save_of(1.06 * best[1] + 0.002, best[0])]
     assert one(verdicts_of(made), "gockpt_o: parts=") is False
-
-
-def test_where_the_model_says_nothing_next_to_nothing_may_be_measured() -> None:
-    made = measured(0.5, parts=(1,))
-    assert made.best_modelled("gockpt_o") == (1, pytest.approx(0.0))
-    assert one(verdicts_of(made), "gockpt_o in 1 parts", "at most 0.05 of async") is True
-    (row,) = [row for row in made.rows if (row.way, row.parts) == ("gockpt_o", 1)]
-    row.saves = [save_of(0.06 * 0.05, 1)]
-    assert one(verdicts_of(made), "gockpt_o in 1 parts", "at most 0.05 of async") is False
-    assert not any("of async" in what for what in verdicts_of(measured(8)))
-
-
-def test_of_parts_that_should_hold_nothing_up_the_best_counts() -> None:
-    made = measured(4, parts=(1, 2, 8, 12))
-    made.gradient_bytes = made.state_bytes // 7
-    assert made.best_modelled("gockpt_o") == (6, pytest.approx(0.0, abs=1e-4))
-    free = made.free("gockpt_o")
-    assert [row.parts for row in free] == [8, 12]
-    free[0].saves, free[1].saves = [save_of(0.03, 8)], [save_of(0.019, 12)]
-    assert one(verdicts_of(made), "gockpt_o in 12 parts", "at most 0.05 of async") is True
-    free[1].saves = [save_of(0.021, 12)]
-    assert one(verdicts_of(made), "gockpt_o in 12 parts", "at most 0.05 of async") is False
 
 
 def test_one_line_for_each_way() -> None:
@@ -522,10 +483,9 @@ def test_gradients_that_are_kept_longer_are_modelled_so() -> None:
         4, Ratio(4, 12), STATE_BYTES, GRADIENT_BYTES, STATE_BYTES / 0.4, own=own_rows(0.0)
     )
     row = Row("gockpt_o", 12, [save_of(0.1, 12)], LENGTHS)
-    one_step_s, reach_s = made.modelled_s(row), made.reach_s(row)
+    one_step_s = made.modelled_s(row)
     made.held_steps = 4
     pipeline = LENGTHS.pipeline(0.4, 0.4 / 3)
     assert made.modelled_s(row) == pytest.approx(best_cut(pipeline, 12, 4).overlap.stall_s)
     assert made.modelled_s(row) < one_step_s
-    assert made.reach_s(row) == pytest.approx(made.bound_s(row)) != reach_s
     assert made.held("gockpt") is None

@@ -12,7 +12,6 @@ from everstep_bench.step import recovery
 from everstep_bench.step.recovery import (
     BLOCKED,
     EVERSTEP,
-    WHOLE,
     RecoveryFigures,
     ReplayFigures,
     measure_recovery,
@@ -27,8 +26,8 @@ TRAINING = Training(params=TINY, seed=7)
 def test_all_ways_do_the_same_work() -> None:
     shapes = recovery._shapes(TINY)
     found = []
-    for way, threads in ((WHOLE, 1), (BLOCKED, 1), (BLOCKED, 2), (EVERSTEP, 1), (EVERSTEP, 2)):
-        measured = recovery._Way(way, "fused", shapes, 3, seed=4)
+    for way, threads in ((BLOCKED, 1), (BLOCKED, 2), (EVERSTEP, 1), (EVERSTEP, 2)):
+        measured = recovery._Way(way, shapes, 3, seed=4)
         assert measured.run(threads) > 0
         found.append((way, measured))
     _, first = found[0]
@@ -43,19 +42,17 @@ def test_replay_is_measured_in_every_way() -> None:
     before = torch.get_num_threads()
     found = measure_replay(params=TINY, steps=2, repeats=2)
     assert torch.get_num_threads() == before
-    ways = {(WHOLE, "fused"), (BLOCKED, "fused"), (EVERSTEP, "fused")}
-    ways |= {(WHOLE, "for-loop"), (EVERSTEP, "for-loop")}
-    assert set(found.seconds) == {(*way, threads) for way in ways for threads in (1, 2)}
+    assert set(found.seconds) == {(w, n) for w in (BLOCKED, EVERSTEP) for n in (1, 2)}
     assert all(len(rounds) == 2 for rounds in found.seconds.values())
     plain = found.as_json()
-    assert len(plain["rows"]) == 10
+    assert len(plain["rows"]) == 4
     assert plain["copy_bytes_per_s"]["1"] > 0
 
 
 def test_the_arithmetic_on_figures() -> None:
-    seconds = {(EVERSTEP, "fused", 1): (2.0, 4.0, 1.0), (BLOCKED, "fused", 1): (1.0, 4.0, 3.0)}
+    seconds = {(EVERSTEP, 1): (2.0, 4.0, 1.0), (BLOCKED, 1): (1.0, 4.0, 3.0)}
     found = ReplayFigures(100, 6, seconds, {1: 12_000.0})
-    assert found.speed(EVERSTEP, "fused", 1) == 600.0
+    assert found.speed(EVERSTEP, 1) == 600.0
     assert found.ratio(1) == 1.0  # of 0.5, 1 and 3
     assert found.of_bandwidth(1) == pytest.approx(600 * (24 / 6 + 2) / 12_000)
     back = RecoveryFigures(

@@ -214,16 +214,6 @@ def test_processor_time_is_what_steps_alone_do_not_take() -> None:
     assert found.median == pytest.approx(0.25)
 
 
-def test_memory_is_kept_and_passing_and_beside() -> None:
-    blocks = [
-        block_of(0, 0.1, [1.0], peak_bytes=peak, helper_bytes=helper)
-        for peak, helper in ((10, 5), (30, 7), (20, 6))
-    ]
-    assert row_of("lazy", "ours", *blocks, held_bytes=100).memory_bytes == 137
-    assert row_of("lazy", "ours", *blocks).memory_bytes is None
-    assert row_of("lazy", "ours", block_of(0, 0, [1.0]), held_bytes=1).memory_bytes is None
-
-
 # --- The report -------------------------------------------------------------------------
 
 
@@ -342,7 +332,7 @@ def test_targets_of_several_intervals_are_told_apart() -> None:
 
 
 def test_tables_show_figures_and_why_there_are_none() -> None:
-    lazy = row_of("lazy", "ours", saved(0.0015), held_bytes=40_000_000)
+    lazy = row_of("lazy", "ours", saved(0.0015))
     absent = row_of("torchsnapshot", "peer", error="not installed")
     text = shown_by(report_of(interval_of([ideal_of(1.0, blocks=2)], absent, lazy)))
     assert "torchsnapshot: not installed" in text

@@ -121,25 +121,11 @@ def test_descendants_and_their_processor_time() -> None:
         child.stdout.readline()
         assert child.pid in descendants() - before
         assert 0.001 < gauges.cpu_s(child.pid) < 60
-        assert gauges.private_bytes(child.pid) > MIB
     finally:
         child.communicate(timeout=TIMEOUT_S)
     assert child.pid not in descendants()
     assert gauges.cpu_s(child.pid) == 0.0
-    assert gauges.private_bytes(child.pid) == 0
     assert gauges.cpu_s(os.getpid()) == pytest.approx(time.process_time(), abs=1.0)
-
-
-def test_the_peak_is_that_since_it_was_reset() -> None:
-    if not gauges.reset_peak():
-        pytest.skip("this process may not reset its peak")
-    before = gauges.own_resident_bytes()
-    block = torch.ones(64 * MIB, dtype=torch.uint8)
-    assert gauges.own_peak_bytes() - before >= block.numel() // 2
-    del block
-    gauges.give_back_free_memory()
-    assert gauges.reset_peak()
-    assert gauges.own_peak_bytes() - before < 48 * MIB
 
 
 # --- Saves under way --------------------------------------------------------------------
@@ -567,8 +553,6 @@ def test_a_tiny_run_from_end_to_end(whole: Any) -> None:
     torch_save, lazy = interval["arms"]
     assert torch_save["loop_rate"]["max"] == 0.0
     assert lazy["helper_cpu_s"]["median"] > 0
-    if lazy["memory_bytes"] is not None:
-        assert lazy["memory_bytes"] > 12 * TINY  # the arena and the keeper
     assert [target["met"] for target in interval["targets"]][1] is None  # DCP was not measured
 
 

@@ -18,7 +18,6 @@ from everstep_bench.step.kills import Kill, Killed
 from everstep_bench.step.recovery import (
     BLOCKED,
     EVERSTEP,
-    WHOLE,
     RecoveryFigures,
     ReplayFigures,
 )
@@ -243,10 +242,7 @@ def test_a_gigabyte_is_back_within_two_seconds() -> None:
 
 
 def replay_of(mine_s: float, theirs_s: float) -> ReplayFigures:
-    seconds = {
-        (way, "fused", 1): (at,)
-        for way, at in ((WHOLE, 2.0), (BLOCKED, theirs_s), (EVERSTEP, mine_s))
-    }
+    seconds = {(BLOCKED, 1): (theirs_s,), (EVERSTEP, 1): (mine_s,)}
     return ReplayFigures(1_000_000, 5, seconds, {1: 1e9})
 
 
@@ -287,8 +283,8 @@ def test_a_target_that_was_not_measured_is_not_met() -> None:
 def test_every_row_and_every_label_is_shown() -> None:
     missing = Row("lowdiff_plus", error="this version has none", setting=setting("lowdiff_plus"))
     rows = [
-        row("none", (1.0, 1.1), host_bytes=10**7),
-        row("lazy", 1.5, memory_bytes=20 * 10**6, written_bytes=10**7, host_bytes=5 * 10**7),
+        row("none", (1.0, 1.1)),
+        row("lazy", 1.5, memory_bytes=20 * 10**6, written_bytes=10**7),
         missing,
     ]
     report = report_of(
@@ -300,7 +296,7 @@ def test_every_row_and_every_label_is_shown() -> None:
     )
     text = shown_by(report)
     for words in (
-        "42.9 %", "2.000", "1.000", "40.0", "no, 3 of 225 differ", "ONE CORE",
+        "42.9 %", "2.000", "1.000", "no, 3 of 225 differ", "ONE CORE",
         "this version has none", "differ by 9.5 %", "\nmet ",
         "memory  for-loop", "memory     fused",
     ):  # fmt: skip

@@ -522,6 +522,8 @@ if what == "hangs":
 name, fails_at = order["failpoint"], order["fails_at"]
 if what == "outruns":
     fails_at = 0
+if what == "early" and fails_at:
+    fails_at = every
 done = [int(p.parent.name) for p in run.glob("timeline-*/base/*/rank-00000.done")]
 disk, memory = max(done, default=0), int(held.read_text()) if killed and held.exists() else 0
 start, source = (memory, "memory") if memory >= disk > 0 else (disk, "disk")
@@ -546,13 +548,15 @@ for step in range(start + 1, steps + 1):
         os.kill(os.getpid(), signal.SIGKILL)
     temporary = base / "rank-00000.safetensors.tmp"
     temporary.touch()
-    if name == "save.before_rename" and step == fails_at:
+    if name == "save.before_rename" and step == fails_at and what != "whole":
         os.kill(os.getpid(), signal.SIGKILL)
     temporary.rename(base / "rank-00000.safetensors")
     (base / "rank-00000.done").touch()
     if name == "save.before_manifest" and step == fails_at:
         os.kill(os.getpid(), signal.SIGKILL)
     (base / "manifest.json").touch()
+    if what == "whole" and step == fails_at:
+        os.kill(os.getpid(), signal.SIGKILL)
 if what == "waits":
     signal.pause()
 say("finished", step=steps, fingerprint={})
@@ -676,6 +680,8 @@ class TestSupervisor:
         [
             ("dies", r"killed-1 ended with status 1, against the plan.*the reactor has melted"),
             ("outruns", r"killed-1 ended with status 0, against the plan"),
+            ("early", r"killed-1 died at step 5, against the plan \(save\.before_rename, base"),
+            ("whole", r"killed-1 died at step \d+, against the plan .*left: base \d+ on disk$"),
             ("quick", r"killed-4 ended before it could be killed"),
         ],
     )

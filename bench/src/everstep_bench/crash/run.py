@@ -37,7 +37,7 @@ def run_crash(options: CrashOptions, display: Display) -> CrashReport:
     """
     with session(options, display) as run:
         names = [name for name in options.names() if missing(name) is None]
-        check_room(run, [_setting(options, name, 1) for name in names])
+        check_room(run)
         wanted = {_stand_in(name) for name in names} - {NONE}
         stalls = run_stall(
             StallOptions(

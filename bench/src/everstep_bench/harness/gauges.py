@@ -1,69 +1,20 @@
-"""Time, memory and bytes of processes, as the kernel counts them; what others used meanwhile."""
+"""Processor time and written bytes of processes, as the kernel counts them."""
 
 from __future__ import annotations
 
 import contextlib
-import ctypes
-import gc
 import os
 import resource
 import time
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = [
-    "Instant", "Sample", "busy_s", "cpu_s", "give_back_free_memory", "now", "own_peak_bytes",
-    "own_resident_bytes", "private_bytes", "reset_peak", "shared_bytes", "written_bytes",
-]  # fmt: skip
+__all__ = ["Instant", "Sample", "busy_s", "cpu_s", "now", "written_bytes"]  # fmt: skip
 
 _PROC = Path("/proc")
 _STAT = Path("/proc/stat")
 _IDLE_COLUMNS = (3, 4)  # idle, iowait
 _GUEST_COLUMNS = 8  # guest times are counted in user time already
-_RESET_PEAK = "5"
-
-
-def give_back_free_memory() -> None:
-    """Return freed memory to the system, so that resident memory is memory in use, if the C library
-    can."""
-    gc.collect()
-    with contextlib.suppress(OSError, AttributeError):
-        ctypes.CDLL(None).malloc_trim(0)
-
-
-def reset_peak() -> bool:
-    """Makes this process's peak memory what it has now; False where that is not allowed."""
-    try:
-        (_PROC / "self" / "clear_refs").write_text(_RESET_PEAK)
-    except OSError:
-        return False
-    return True
-
-
-def own_resident_bytes() -> int:
-    """Memory that this process has now, shared memory that it has touched included."""
-    return _field("self", "status", "VmRSS") or 0
-
-
-def own_peak_bytes() -> int:
-    """The most that this process has had since :func:`reset_peak`."""
-    return _field("self", "status", "VmHWM") or 0
-
-
-def private_bytes(pid: int) -> int:
-    """Memory of another process without shared memory: that is counted where it was made.
-
-    Pages of files that several processes map (libraries) are counted in part.
-    """
-    parts = [_field(str(pid), "smaps_rollup", name) for name in ("Pss_Anon", "Pss_File")]
-    if None in parts:
-        parts = [_field(str(pid), "status", name) for name in ("RssAnon", "RssFile")]
-    return sum(part or 0 for part in parts)
-
-
-def shared_bytes(pid: int) -> int:
-    """Shared memory that a process has touched; 0 if it is gone."""
-    return _field(str(pid), "status", "RssShmem") or 0
 
 
 def written_bytes(pid: int) -> int | None:
@@ -88,17 +39,6 @@ def cpu_s(pid: int) -> float:
     with contextlib.suppress(OSError):
         return time.clock_gettime((~pid << 3) | 2)  # what clock_getcpuclockid(3) makes of it
     return 0.0
-
-
-def _field(pid: str, file: str, name: str) -> int | None:
-    """A field in KiB, in bytes."""
-    try:
-        for line in (_PROC / pid / file).read_text().splitlines():
-            if line.startswith(name + ":"):
-                return int(line.split()[1]) << 10
-    except (OSError, ValueError):
-        pass
-    return None
 
 
 def busy_s() -> float:

@@ -10,29 +10,19 @@ import numpy as np
 
 from everstep.capture.parts import Unit
 from everstep.plan.multistep import PARTS_MAX, Overlap, Pipeline, lower_bound_s
-from everstep.plan.multistep_cut import best_cut, fewest, least_wait_s
+from everstep.plan.multistep_cut import best_cut, fewest
 from everstep.trainer.multistep.partition import cut_by_cost, modelled_overlap
 from everstep_bench.harness.figures import Spread, plain
 from everstep_bench.multistep.training import Lengths
 from everstep_bench.options import WAYS, Ratio
 
-__all__ = ["AUTO", "MeasuredSave", "Measurement", "Row", "allowed_s", "least"]
+__all__ = ["AUTO", "MeasuredSave", "Measurement", "Row", "allowed_s"]
 
 AUTO = 0
 """As a number of parts: everstep chooses it."""
 
 _OFF_MAX = 0.15
 _OFF_S_MAX = 0.002
-_NOTHING = 0.01  # of a step: parameters are not cut, and windows not filled to the last byte
-
-
-def least(rows: Sequence[Row]) -> tuple[int, float] | None:
-    """Of measured rows the number of parts that held training up least, and for how long."""
-    found = [(stall.median, row.parts) for row in rows if (stall := row.stall_s())]
-    if not found:
-        return None
-    stall_s, parts = min(found)
-    return parts, stall_s
 
 
 def allowed_s(model_s: float) -> float:
@@ -235,15 +225,6 @@ class Measurement:
         """No way with so many parts holds training up less."""
         return lower_bound_s(self.pipeline(row), row.count)
 
-    def reach_s(self, row: Row) -> float | None:
-        """The bound, or what any cut waits for if gradients are held for one step, whichever is
-        more, and own work; None where that was not measured."""
-        own_s = self.own_s(row.way, row.count)
-        if own_s is None:
-            return None
-        least_s = least_wait_s(self.pipeline(row)) if self.held_steps == 1 else 0.0
-        return max(self.bound_s(row), least_s) + own_s
-
     def best_modelled(self, way: str) -> tuple[int, float] | None:
         """The best number of parts as the model says, own work included, and what it holds training
         up; None where that work was not measured."""
@@ -257,16 +238,10 @@ class Measurement:
         parts = fewest(lost_s)
         return parts, lost_s[parts - 1]
 
-    def free(self, way: str) -> list[Row]:
-        """The rows of a way in which, as the model of copies says, nothing is waited for."""
-        return [row for row in self.of(way) if self.modelled_s(row) <= _NOTHING * self._step_s(row)]
-
-    def _step_s(self, row: Row) -> float:
-        return self.pipeline(row).step_s
-
     def best_measured(self, way: str) -> tuple[int, float] | None:
         """The best number of parts that was measured, and what it held training up."""
-        return least(self.of(way))
+        found = [(stall.median, row.parts) for row in self.of(way) if (stall := row.stall_s())]
+        return min(found)[::-1] if found else None
 
     def as_json(self) -> dict[str, Any]:
         """Return everything, every save included."""

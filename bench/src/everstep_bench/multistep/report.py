@@ -8,54 +8,15 @@ from typing import Any
 
 from everstep_bench.harness.figures import Verdict, plain
 from everstep_bench.harness.report import Report, Table, ms, range_of
-from everstep_bench.multistep.figures import AUTO, Measurement, Row, allowed_s, least
+from everstep_bench.multistep.figures import AUTO, Measurement, Row, allowed_s
 from everstep_bench.options import WAYS, MultistepOptions
 
 __all__ = ["MultistepReport"]
 
 _BOUNDED = "gockpt_o"  # updates that wait for gradients cannot come near it
-_ZERO_OF_ASYNC = 0.05
 _OF_BEST = 1.05
 _COLUMNS = ("way", "parts", "copies", "own work", "model", "measured", "min - max", "off",
             "waits: state", "gradients", "other", "slow-down", "bound", "")  # fmt: skip
-
-
-@dataclass(frozen=True, slots=True)
-class _Compared:
-    """A measured row next to what is modelled.
-
-    Attributes:
-        stall_s: measured; ``model_s``: modelled, own work included.
-        beyond: by how many times what may be they differ.
-        as_copies: whether it is as the model says that knows copies only.
-        waits: whether waiting for copies alone is as modelled.
-    """
-
-    parts: int
-    stall_s: float
-    model_s: float
-    beyond: float
-    as_copies: bool
-    waits: bool
-
-    @classmethod
-    def of(cls, measurement: Measurement, row: Row) -> _Compared | None:
-        """None where own work was not measured."""
-        expected = measurement.expected(row)
-        stall = row.stall_s()
-        waits = row.spread(lambda save: save.stall_s - save.other_s)
-        if expected is None or stall is None or waits is None:
-            return None
-        model_s = expected.lost_s
-        copies_s = measurement.modelled_s(row)
-        return cls(
-            row.parts,
-            stall.median,
-            model_s,
-            abs(stall.median - model_s) / allowed_s(model_s),
-            abs(stall.median - copies_s) <= allowed_s(copies_s),
-            abs(waits.median - expected.stall_s) <= allowed_s(expected.stall_s),
-        )
 
 
 def _near(found_s: float, best_s: float) -> bool:
@@ -149,9 +110,7 @@ class MultistepReport(Report):
         return [
             *(self._model_verdict(measurement, way) for way in WAYS),
             self._bound_verdict(measurement, _BOUNDED),
-            self._reach_verdict(measurement, _BOUNDED),
             *(self._auto_verdict(measurement, way) for way in WAYS),
-            *self._zero_verdicts(measurement),
         ]
 
     def summary(self, measurement: Measurement, way: str) -> Verdict:
@@ -161,7 +120,6 @@ class MultistepReport(Report):
             self._model_verdict(measurement, way),
             *([self._bound_verdict(measurement, way)] if way == _BOUNDED else ()),
             self._auto_verdict(measurement, way),
-            *(v for v in self._zero_verdicts(measurement) if v.target.startswith(f"{way} in")),
         ]
         what = f"{way}, a copy of {measurement.copy_steps:g} steps, gradients {measurement.ratio}"
         best = measurement.best_measured(way)
@@ -187,17 +145,19 @@ class MultistepReport(Report):
         rows = measurement.of(way)
         failed = [row for row in (*measurement.rows, *measurement.own) if row.way == way]
         failed = [row for row in failed if row.error]
-        compared = [_Compared.of(measurement, row) for row in rows]
-        known = [one for one in compared if one is not None]
-        if not known:
+        compared = [
+            (stall.median, model_s, row.parts)
+            for row in rows
+            if (stall := row.stall_s()) and (model_s := measurement.expected_s(row)) is not None
+        ]
+        if not compared:
             return Verdict(what, failed[0].error or "-" if failed else "-", None)
-        worst = max(known, key=lambda one: one.beyond)
-        met = sum(one.beyond <= 1 for one in known)
+        beyond = [abs(stall_s - model_s) / allowed_s(model_s) for stall_s, model_s, _ in compared]
+        stall_s, model_s, parts = compared[beyond.index(max(beyond))]
+        met = sum(one <= 1 for one in beyond)
         figure = (
-            f"{met} of {len(rows)}; at worst {1e3 * worst.stall_s:.1f} ms in {worst.parts} "
-            f"part(s), and the model says {1e3 * worst.model_s:.1f} ms (without own work "
-            f"{sum(one.as_copies for one in known)} of {len(rows)}; waiting alone "
-            f"{sum(one.waits for one in known)})"
+            f"{met} of {len(rows)}; at worst {ms(stall_s)} ms in {parts} part(s), and the model "
+            f"says {ms(model_s)} ms"
         )
         if failed:
             figure += f"; {len(failed)} could not be measured ({failed[0].error})"
@@ -221,17 +181,6 @@ class MultistepReport(Report):
             figure += f"; waiting alone {1e3 * waits.median:.1f} ms"
         return Verdict(what, figure, stall_s <= bound_s + allowed_s(bound_s))
 
-    def _reach_verdict(self, measurement: Measurement, way: str) -> Verdict:
-        """With what the bound leaves out: that gradients are held for one step, and own work."""
-        what = f"{way}: at its best number of parts no more than that above what any cut waits for"
-        best = measurement.best_measured(way)
-        row = None if best is None else measurement.row(way, best[0])
-        reach_s = None if row is None else measurement.reach_s(row)
-        if best is None or reach_s is None:
-            return Verdict(what, "-", None)
-        figure = f"{1e3 * best[1]:.1f} ms next to {1e3 * reach_s:.1f} ms, in {best[0]} part(s)"
-        return Verdict(what, figure, best[1] <= reach_s + allowed_s(reach_s))
-
     def _auto_verdict(self, measurement: Measurement, way: str) -> Verdict:
         what = f'{way}: parts="auto" within 5 % (or 2 ms) of the best, measured and modelled'
         row = measurement.row(way, AUTO)
@@ -249,24 +198,6 @@ class MultistepReport(Report):
         )
         met = _near(stall.median, best[1]) and _near(chosen_s, modelled[1])
         return Verdict(what, figure, met)
-
-    def _zero_verdicts(self, measurement: Measurement) -> Iterator[Verdict]:
-        """Return verdicts for the rows in which the model of copies predicts no wait."""
-        for way in WAYS:
-            found = least(measurement.free(way))
-            if found is None:
-                continue
-            parts, stall_s = found
-            what = (
-                f"{way} in {parts} parts, in which no copy is waited for: at most "
-                f"{_ZERO_OF_ASYNC} of async"
-            )
-            share = self._of_async(measurement, stall_s)
-            if share is None:
-                yield Verdict(what, "-", None)
-                continue
-            figure = f"{share:.3f} ({1e3 * stall_s:.1f} ms){_own(measurement, way, parts)}"
-            yield Verdict(what, figure, share <= _ZERO_OF_ASYNC)
 
     def _of_async(self, measurement: Measurement, stall_s: float) -> float | None:
         reference = measurement.row("async")

@@ -40,9 +40,6 @@ class Block:
         persist_s: writing, in whichever thread; None if that is not known.
         trainer_cpu_s: processor time of this process, all threads, until ``end_s``.
         helper_cpu_s: of processes beside it.
-        peak_bytes: memory of this process, the most above what it had at the beginning; None
-            if that is not known.
-        helper_bytes: memory of processes beside it, shared memory left out.
         others_cores: cores that other processes kept busy, helpers included.
         copies: what was copied, piece by piece; none where nobody knows.
     """
@@ -62,8 +59,6 @@ class Block:
     persist_s: float | None = None
     trainer_cpu_s: float = 0.0
     helper_cpu_s: float = 0.0
-    peak_bytes: int | None = None
-    helper_bytes: int = 0
     others_cores: float = 0.0
     copies: tuple[Copied, ...] = ()
 
@@ -140,24 +135,8 @@ class Ideal:
         return max(0.0, 1.0 - lost_s / window_s)
 
 
-@dataclass(slots=True)
-class Row(figures.Row[Block]):
-    """Figures of one arm.
-
-    Attributes:
-        held_bytes: memory that it keeps between saves, about; None if that is not known.
-    """
-
-    held_bytes: int | None = None
-
-    @property
-    def memory_bytes(self) -> int | None:
-        """Host memory at most: kept between saves, taken during one, and that of helpers."""
-        peaks = [block.peak_bytes for block in self.blocks.values() if block.peak_bytes is not None]
-        if self.held_bytes is None or not peaks:
-            return None
-        helpers = max(block.helper_bytes for block in self.blocks.values())
-        return self.held_bytes + max(peaks) + helpers
+Row = figures.Row[Block]
+"""Figures of one arm."""
 
 
 @dataclass(slots=True)

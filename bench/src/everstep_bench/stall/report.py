@@ -13,7 +13,6 @@ from everstep_bench.harness.report import (
     Report,
     Table,
     busy_note,
-    mb,
     ms,
     number,
     per_cent,
@@ -34,7 +33,7 @@ _RATE_MIN = 0.98
 _LINK_SHARE_MIN = 0.9
 _COST = ("arm", "stall", "capture", "gate", "gradients", "back-pr.", "persist", "other",
          "slow-down", "min - max", "unexplained", "of training", "GB/s")  # fmt: skip
-_BEHIND = ("arm", "durable", "loop rate", "min - max", "CPU trainer", "CPU helper", "memory")
+_BEHIND = ("arm", "durable", "loop rate", "min - max", "CPU trainer", "CPU helper")
 
 
 @dataclass
@@ -91,7 +90,7 @@ class StallReport(Report):
                 [self._cost(interval, row) for row in interval.rows],
             )
             yield Table(
-                f"After the return of the call, ms, CPU ms, MB; {steps}",
+                f"After the return of the call, ms, CPU ms; {steps}",
                 _BEHIND,
                 [self._behind(interval, row) for row in interval.rows if row.blocks],
             )
@@ -113,8 +112,7 @@ class StallReport(Report):
         yield (
             "durable: until the library's future is done, and until what it leaves unsynced is "
             "synced. loop rate: steps per second in that time, next to training alone. GB/s: of "
-            "state for each second of stall. Saves do not overlap: each waits for the one before. "
-            "memory: of host memory at most, kept and in passing, processes beside included."
+            "state for each second of stall. Saves do not overlap: each waits for the one before."
         )
         if self.on_device:
             yield (
@@ -240,7 +238,6 @@ class StallReport(Report):
             range_of(found["loop_rate"], 2),
             ms(found["trainer_cpu_s"]),
             ms(found["helper_cpu_s"]),
-            mb(row.memory_bytes, 0),
         )
 
     def _row_as_json(self, interval: Interval, row: Row) -> dict[str, Any]:
@@ -250,7 +247,6 @@ class StallReport(Report):
             "detail": row.detail,
             "error": row.error,
             **interval.figures_of(row, self.facts.size_bytes),
-            "memory_bytes": row.memory_bytes,
             "blocks": [
                 _block_as_json(interval, number, block)
                 for number, block in sorted(row.blocks.items())
@@ -261,7 +257,7 @@ class StallReport(Report):
 def _block_as_json(interval: Interval, number: int, block: Block) -> dict[str, Any]:
     ideal = interval.ideals.get(number)
     names = ("wall_s stall_s device_s durable_s sync_s after_s persist_s trainer_cpu_s "
-             "helper_cpu_s peak_bytes helper_bytes others_cores").split()  # fmt: skip
+             "helper_cpu_s others_cores").split()  # fmt: skip
     return {
         "round": number,
         "steps": len(block.steps),

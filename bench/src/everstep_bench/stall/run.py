@@ -15,15 +15,7 @@ from everstep.errors import DeadlineError
 from everstep_bench.harness.children import TIMEOUT_S
 from everstep_bench.harness.device import PinnedLink
 from everstep_bench.harness.display import Display
-from everstep_bench.harness.gauges import (
-    busy_s,
-    cpu_s,
-    give_back_free_memory,
-    own_peak_bytes,
-    own_resident_bytes,
-    private_bytes,
-    reset_peak,
-)
+from everstep_bench.harness.gauges import busy_s, cpu_s
 from everstep_bench.harness.loop import Loop, Step
 from everstep_bench.harness.placement import Placement, descendants
 from everstep_bench.harness.session import Session, session
@@ -126,7 +118,7 @@ class Bench:
         for."""
         for opened in arms:
             row = opened.row
-            opened.row = Row(row.name, row.role, row.detail, {}, row.error, row.held_bytes)
+            opened.row = Row(row.name, row.role, row.detail, {}, row.error)
         ideal = Opened.of(IdealArm())
         opened_of = {id(opened.row): opened for opened in (*arms, ideal)}
         rows = [opened.row for opened in arms]
@@ -166,8 +158,6 @@ class Bench:
         self._run.display.advance(name)
         if not installed(name):
             return Opened.of(Arm(name, ""), "not installed")
-        give_back_free_memory()
-        before_bytes = own_resident_bytes()
         before = descendants()
         arm = _make(name, self._options, self._loop, self._run.folder, self._placement)
         opened = Opened.of(arm)
@@ -177,8 +167,6 @@ class Bench:
             opened.row.detail = arm.detail
             for _ in range(_WARM_UPS):
                 self._block(opened, 1)
-        give_back_free_memory()  # here only: between blocks, buffers stay as warm as they are
-        opened.row.held_bytes = max(0, own_resident_bytes() - before_bytes)
         opened.children = descendants() - before
         for child in opened.children:  # a process starts on the core of the one that made it
             self._placement.place(child)
@@ -202,7 +190,6 @@ class Bench:
         persist_s = arm.persist_s() if saves else None
         helpers = opened.helpers() if saves else set()
         helpers_s = sum(map(cpu_s, helpers))
-        resident_bytes = own_resident_bytes() if reset_peak() else None
         others_s = busy_s()
         cpu_begin_s = time.process_time()
         begin_s = time.monotonic()
@@ -213,14 +200,12 @@ class Bench:
         end_s = time.monotonic()
         trainer_s = time.process_time() - cpu_begin_s
         others_s = busy_s() - others_s - trainer_s
-        peak_bytes = None if resident_bytes is None else own_peak_bytes() - resident_bytes
         block = Block(
             begin_s=begin_s,
             called_s=called_s,
             end_s=end_s,
             steps=tuple(steps),
             trainer_cpu_s=trainer_s,
-            peak_bytes=None if peak_bytes is None else max(0, peak_bytes),
             others_cores=max(0.0, others_s / (end_s - begin_s)),
         )
         if not saves:
@@ -243,7 +228,6 @@ class Bench:
             after_s=after_s,
             persist_s=None if written_s is None or persist_s is None else written_s - persist_s,
             helper_cpu_s=sum(map(cpu_s, helpers)) - helpers_s,
-            helper_bytes=sum(map(private_bytes, helpers)),
             copies=arm.copies(),
         )
 

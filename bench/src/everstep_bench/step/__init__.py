@@ -1,7 +1,7 @@
 """Benchmark: what it costs to be able to go back to every step, and what a kill costs then.
 
 ``settings``   an arm, and what it is told: a row of a table
-``arms``       training alone, torch.save, DCP; ``ours``: everstep; ``naive``: differences
+``arms``       training alone, torch.save, DCP; ``ours``: everstep
 ``rounds``     blocks of all arms in turns, and the arithmetic on them
 ``frequency``  the smallest interval within a slow-down
 ``kills``      training processes (``child``) that are killed, and what the next one gets back

@@ -34,7 +34,7 @@ class Recovered:
         step: that it goes on from; 0 if there was nothing.
         source: where it came from.
         base_step: of the whole state that was read.
-        replayed: steps, or differences, that were applied to it.
+        replayed: steps that were applied to it.
         exact: what the library claims; None if it claims nothing.
     """
 

@@ -26,7 +26,7 @@ from everstep_bench.step.settings import probed
 __all__ = ["Found", "FrequencyReport", "Probe", "run_frequency", "smallest"]
 
 _BLOCK_STEPS_MIN = 8
-_LOGS = ("logged", "lowdiff", "lowdiff_plus", "naive-diff")
+_LOGS = ("logged", "lowdiff", "lowdiff_plus")
 _COLUMNS = ("arm", "one can go back to", "whole state every", "slow-down", "min - max", "noise",
             "tried")  # fmt: skip
 
@@ -152,7 +152,7 @@ def run_frequency(options: FrequencyOptions, display: Display) -> FrequencyRepor
         EverstepError: when an arm fails.
     """
     with session(options, display) as run:
-        check_room(run, [probed(options, arm, options.every_max, 1) for arm in options.names()])
+        check_room(run)
         with run.alone():
             display.begin("making a model", 1)
             loop = Loop(options)

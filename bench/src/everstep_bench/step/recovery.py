@@ -1,7 +1,7 @@
 """Speed of replay, and the time until a killed training is back.
 
-Replay alone: million parameters times steps in a second, beside torch's own operator over whole
-tensors and over blocks of them, and beside what memory gives. Recovery: a training is killed with
+Replay alone: million parameters times steps in a second, beside torch's own operator over blocks
+of tensors, and beside what memory gives. Recovery: a training is killed with
 SIGKILL, another process calls ``resume()``, and what comes out of it is compared bit for bit.
 """
 
@@ -32,65 +32,62 @@ from everstep_bench.options import Training
 from everstep_bench.step.recovered import RecoveryOrder
 
 __all__ = [
-    "BLOCKED", "EVERSTEP", "WHOLE", "RecoveryFigures", "ReplayFigures", "measure_recovery",
+    "BLOCKED", "EVERSTEP", "RecoveryFigures", "ReplayFigures", "measure_recovery",
     "measure_replay",
 ]  # fmt: skip
 
-WHOLE = "whole tensors"
 BLOCKED = "torch, blocks"
 EVERSTEP = "everstep"
-"""The ways: an operator's call for each step; 256k elements and all steps at a time; ours."""
+"""The ways: torch's fused operator over 256k elements and all steps at a time; ours."""
 
 _BLOCK_ELEMENTS = 256 * 1024
 _COPY_ELEMENTS = 64 << 20
 _STATE_BYTES = 24  # three float32 tensors, read and written; bfloat16, read
 _GRADIENT_BYTES = 2
-_VARIANTS: Mapping[str, dict[str, Any]] = {"fused": {"fused": True}, "for-loop": {"foreach": False}}
 
 
 @dataclass(frozen=True, slots=True)
 class ReplayFigures:
-    """Replay of AdamW on the CPU, float32 with bfloat16 gradients.
+    """Replay of fused AdamW on the CPU, float32 with bfloat16 gradients.
 
     Attributes:
         params: of the model.
         steps: of the log, replayed at once.
-        seconds: of each round, by way, variant of AdamW, and threads.
+        seconds: of each round, by way and threads.
         copy_bytes_per_s: what a copy reads and writes, by threads; the best round.
     """
 
     params: int
     steps: int
-    seconds: Mapping[tuple[str, str, int], tuple[float, ...]]
+    seconds: Mapping[tuple[str, int], tuple[float, ...]]
     copy_bytes_per_s: Mapping[int, float]
 
-    def speed(self, way: str, variant: str, threads: int) -> float:
-        """Parameters times steps in a second; the best round, since the machine has neighbours."""
-        return self.params * self.steps / min(self.seconds[way, variant, threads])
+    def speed(self, way: str, threads: int) -> float:
+        """Return parameters times steps in a second; the best round, since the machine has
+        neighbours."""
+        return self.params * self.steps / min(self.seconds[way, threads])
 
-    def ratio(self, threads: int, *, to: str = BLOCKED, variant: str = "fused") -> float:
-        """Our speed by another way's: the median of the rounds, each compared with itself."""
-        mine, other = (self.seconds[way, variant, threads] for way in (EVERSTEP, to))
+    def ratio(self, threads: int) -> float:
+        """Return our speed by torch's: the median of the rounds, each compared with itself."""
+        mine, other = (self.seconds[way, threads] for way in (EVERSTEP, BLOCKED))
         return statistics.median(b / a for a, b in zip(mine, other, strict=True))
 
-    def of_bandwidth(self, threads: int, variant: str = "fused") -> float:
-        """The share of a copy's bandwidth that replay takes at least: the state is read and
+    def of_bandwidth(self, threads: int) -> float:
+        """Return the share of a copy's bandwidth that replay takes at least: the state is read and
         written once for all steps, and each gradient read."""
         moved_bytes = _STATE_BYTES / self.steps + _GRADIENT_BYTES
-        speed = self.speed(EVERSTEP, variant, threads)
-        return speed * moved_bytes / self.copy_bytes_per_s[threads]
+        return self.speed(EVERSTEP, threads) * moved_bytes / self.copy_bytes_per_s[threads]
 
     def as_json(self) -> dict[str, Any]:
-        """All figures as plain data."""
+        """Return all figures as plain data."""
         rows = [
             {
                 "way": way,
-                "variant": variant,
                 "threads": threads,
-                "parameter_steps_per_s": self.speed(way, variant, threads),
-                "seconds": list(seconds),
+                "parameter_steps_per_s": self.speed(way, threads),
+                "seconds": seconds,
             }
-            for (way, variant, threads), seconds in self.seconds.items()
+            for (way, threads), seconds in self.seconds.items()
         ]
         return {
             "params": self.params,
@@ -110,35 +107,30 @@ def measure_replay(
     threads: Sequence[int] = (1, 2),
     seed: int = 0,
 ) -> ReplayFigures:
-    """Times all ways in turns, on the tensors of a GPT; none is checked for what it computes.
+    """Time both ways in turns, on the tensors of a GPT; none is checked for what it computes.
 
     Args:
         params: of the model, about.
         steps: at least 1.
         repeats: rounds.
-        threads: Python's, each with one of torch's; whole tensors have as many of torch's.
+        threads: Python's, each with one of torch's.
     """
     shapes = _shapes(params)
-    ways = {
-        (way, variant): _Way(way, variant, shapes, steps, seed)
-        for variant in _VARIANTS
-        for way in ((WHOLE, BLOCKED, EVERSTEP) if variant == "fused" else (WHOLE, EVERSTEP))
-    }
-    seconds: dict[tuple[str, str, int], list[float]] = {}
+    ways = {way: _Way(way, shapes, steps, seed) for way in (BLOCKED, EVERSTEP)}
+    seconds: dict[tuple[str, int], list[float]] = {}
     copies: dict[int, list[float]] = {}
     before = torch.get_num_threads()
     try:
         for _ in range(repeats):
             for count in threads:
                 copies.setdefault(count, []).append(_copy_s(count))
-                for (way, variant), measured in ways.items():
-                    found = seconds.setdefault((way, variant, count), [])
-                    found.append(measured.run(count))
+                for way, measured in ways.items():
+                    seconds.setdefault((way, count), []).append(measured.run(count))
     finally:
         torch.set_num_threads(before)
     copied_bytes = 2 * 4 * _COPY_ELEMENTS
     return ReplayFigures(
-        sum(map(_numel, shapes.values())),
+        sum(shape.numel() for shape in shapes.values()),
         steps,
         {key: tuple(rounds) for key, rounds in seconds.items()},
         {count: copied_bytes / min(rounds) for count, rounds in copies.items()},
@@ -148,12 +140,9 @@ def measure_replay(
 class _Way:
     """State and gradients of its own, and one way to bring them together."""
 
-    def __init__(
-        self, way: str, variant: str, shapes: Mapping[str, torch.Size], steps: int, seed: int
-    ) -> None:
+    def __init__(self, way: str, shapes: Mapping[str, torch.Size], steps: int, seed: int) -> None:
         drawn = torch.Generator().manual_seed(seed)
         self._way = way
-        self._options = _VARIANTS[variant]
         self._tensors = {n: torch.randn(shape, generator=drawn) for n, shape in shapes.items()}
         self._state = {
             name: {
@@ -170,18 +159,18 @@ class _Way:
         self._lsn = 0
 
     def run(self, threads: int) -> float:
-        """Replays all steps once; seconds."""
+        """Replay all steps once; return the seconds."""
+        torch.set_num_threads(1)
         if self._way == EVERSTEP:
             return self._everstep(threads)
-        torch.set_num_threads(threads if self._way == WHOLE else 1)
-        run = self._whole() if self._way == WHOLE else self._blocks(threads)
+        run = self._blocks(threads)
         begin_s = time.perf_counter()
         run()
         return time.perf_counter() - begin_s
 
     def _everstep(self, threads: int) -> float:
-        torch.set_num_threads(1)
-        group = {k: v for k, v in self._optimizer().param_groups[0].items() if k != "params"}
+        optimizer = AdamW(list(self._tensors.values()), lr=1e-3, fused=True)
+        group = {k: v for k, v in optimizer.param_groups[0].items() if k != "params"}
         replayer = Replayer(
             AdamW,
             [list(self._tensors)],
@@ -198,27 +187,6 @@ class _Way:
         begin_s = time.perf_counter()
         replayer.apply(updates)
         return time.perf_counter() - begin_s
-
-    def _optimizer(self) -> AdamW:
-        return AdamW(list(self._tensors.values()), lr=1e-3, **self._options)
-
-    def _whole(self) -> Callable[[], None]:
-        """The optimizer's own ``step()``, over gradients made float32 in memory that is there."""
-        optimizer = self._optimizer()
-        parameters = list(self._tensors.values())
-        for name, tensor in self._tensors.items():
-            optimizer.state[tensor] = self._state[name]
-            tensor.grad = torch.zeros_like(tensor)
-
-        def run() -> None:
-            for gradients in self._gradients:
-                wide = [parameter.grad for parameter in parameters]
-                for target, name in zip(wide, self._tensors, strict=True):
-                    assert target is not None
-                    target.copy_(gradients[name])
-                optimizer.step()
-
-        return run
 
     def _blocks(self, threads: int) -> Callable[[], None]:
         """As the limit of this machine was measured: no checks, no hyperparameters, no names."""
@@ -300,10 +268,6 @@ def _shapes(params: int) -> dict[str, torch.Size]:
     with torch.device("meta"):
         model = GPT(gpt_of(params))
     return {name: parameter.shape for name, parameter in model.named_parameters()}
-
-
-def _numel(shape: torch.Size) -> int:
-    return shape.numel()
 
 
 # --- After a kill -----------------------------------------------------------------------

@@ -37,10 +37,10 @@ _REPLAY_MIN = 0.9
 _FASTER_MIN = 10.0
 _COST = ("arm", "step ms", "to dense", "min - max", "to compressed", "min - max", "CPU trainer",
          "CPU helper", "behind ms")  # fmt: skip
-_BYTES = ("arm", "in memory", "to disk", "storage MB", "host memory MB")
+_BYTES = ("arm", "in memory", "to disk")
 _KILLED = ("arm", "killed in step", "goes on from", "steps lost", "seconds", "from", "base",
            "replayed", "claims", "every bit")  # fmt: skip
-_REPLAYED = ("way", "AdamW", "threads", "M parameter-steps/s")
+_REPLAYED = ("way", "threads", "M parameter-steps/s")
 _BACK = ("log in", "AdamW", "steps", "log MB", "resume()", "base alone", "replay", "training",
          "M p-s/s", "claims", "every bit")  # fmt: skip
 _WORDS = ("arm", "from", "claims", "every bit", "way", "log in")
@@ -92,7 +92,7 @@ class StepReport(Report):
             rates = sorted(replay.copy_bytes_per_s.items())
             copies = ", ".join(f"{rate / 1e9:.1f} ({threads})" for threads, rate in rates)
             title += (
-                f": AdamW, {replay.params / 1e6:.1f} M parameters, {replay.steps} steps of "
+                f": fused AdamW, {replay.params / 1e6:.1f} M parameters, {replay.steps} steps of "
                 f"bfloat16 gradients; a copy moves {copies} GB/s (threads)"
             )
         for name, columns, rows in (
@@ -134,8 +134,7 @@ class StepReport(Report):
         )
         yield (
             "in memory, to disk: what is taken into host memory, and what all processes send to "
-            "storage, for each step. storage: files at the end of a block. host memory: at most, "
-            "of this process beyond training alone, and of those beside it."
+            "storage, for each step."
         )
         if self.kills:
             yield (
@@ -157,12 +156,6 @@ class StepReport(Report):
     def words(self, row: Row) -> str:
         """Return the name of a row: the arm, and what it was told otherwise than usual."""
         return row.setting.words(usual(self.options, row.name))
-
-    def host_bytes(self, row: Row) -> int | None:
-        """Return memory at most, beyond what training alone takes."""
-        own = row.each(lambda block: block.host_bytes)
-        bare = self.rows.dense().each(lambda block: block.host_bytes)
-        return None if own is None or bare is None else max(0, int(own.high - bare.median))
 
     def figures(self) -> dict[str, Any]:
         """Return everything, every block included."""
@@ -266,7 +259,7 @@ class StepReport(Report):
             )
             ratio = replay.ratio(threads)
             figure = (
-                f"{ratio:.2f}; {replay.speed(EVERSTEP, 'fused', threads) / 1e6:.0f} M "
+                f"{ratio:.2f}; {replay.speed(EVERSTEP, threads) / 1e6:.0f} M "
                 f"parameter-steps/s, {replay.of_bandwidth(threads):.0%} of a copy's bandwidth"
             )
             yield Verdict(what, figure, ratio >= _REPLAY_MIN)
@@ -294,7 +287,6 @@ class StepReport(Report):
             "slowdown_against_compressed": rows.slowdown(row, compressed),
             "memory_bytes_per_step": row.per_step(lambda block: block.memory_bytes),
             "written_bytes_per_step": row.per_step(lambda block: block.written_bytes),
-            "storage_bytes": row.each(lambda block: block.storage_bytes),
             "trainer_cpu_s_per_step": row.per_step(lambda block: block.trainer_cpu_s),
             "helper_cpu_s_per_step": row.per_step(lambda block: block.helper_cpu_s),
             "behind_s": row.each(lambda block: block.behind_s),
@@ -323,16 +315,13 @@ class StepReport(Report):
             self.words(row),
             mb(found["memory_bytes_per_step"], 3),
             mb(found["written_bytes_per_step"], 3),
-            mb(found["storage_bytes"]),
-            mb(self.host_bytes(row)),
         )
 
     def _replayed(self) -> Iterator[tuple[str, ...]]:
         replay = self.replay
-        for way, variant, threads in () if replay is None else replay.seconds:
+        for way, threads in () if replay is None else replay.seconds:
             assert replay is not None
-            speed = replay.speed(way, variant, threads)
-            yield way, variant, f"{threads}", number(speed, 0, 1e-6)
+            yield way, f"{threads}", number(replay.speed(way, threads), 0, 1e-6)
 
     def _kills(self) -> Iterator[tuple[str, ...]]:
         for killed in self.kills:
@@ -361,7 +350,6 @@ class StepReport(Report):
             "detail": row.detail,
             "error": row.error,
             **self._figures_of(row),
-            "host_bytes": self.host_bytes(row),
             "noise": row.noise(),
             "blocks": [
                 {"round": number, **asdict(block)}

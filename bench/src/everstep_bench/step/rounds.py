@@ -19,24 +19,13 @@ from pathlib import Path
 from everstep.errors import EverstepError
 from everstep_bench.harness import figures
 from everstep_bench.harness.figures import Spread
-from everstep_bench.harness.gauges import (
-    busy_s,
-    cpu_s,
-    give_back_free_memory,
-    own_peak_bytes,
-    own_resident_bytes,
-    private_bytes,
-    reset_peak,
-    shared_bytes,
-    written_bytes,
-)
+from everstep_bench.harness.gauges import busy_s, cpu_s, written_bytes
 from everstep_bench.harness.loop import Loop
 from everstep_bench.harness.placement import Placement
 from everstep_bench.harness.running import quiet
 from everstep_bench.harness.turns import Turns
 from everstep_bench.options import COMPRESSED, NONE
 from everstep_bench.step.arms import DcpWarm, StepArm, TorchSave
-from everstep_bench.step.naive import NaiveDiff
 from everstep_bench.step.ours import Ours, missing
 from everstep_bench.step.settings import Setting
 
@@ -59,9 +48,6 @@ class Block:
         memory_bytes: taken into host memory in them; None if that is not known.
         written_bytes: sent to storage by all processes, until nothing was under way; None if
             that is secret.
-        storage_bytes: on disk in the end.
-        host_bytes: memory at most of this process, above training alone, and of the arm's
-            processes; None if that is not known.
         trainer_cpu_s: processor time of this process.
         helper_cpu_s: of the arm's processes, until nothing was under way.
         behind_s: from the last step until then.
@@ -72,8 +58,6 @@ class Block:
     wall_s: float
     memory_bytes: int | None = None
     written_bytes: int | None = None
-    storage_bytes: int = 0
-    host_bytes: int | None = None
     trainer_cpu_s: float = 0.0
     helper_cpu_s: float = 0.0
     behind_s: float = 0.0
@@ -170,7 +154,6 @@ def make_arm(setting: Setting, loop: Loop, folder: Path, placement: Placement) -
         COMPRESSED: StepArm,
         "torch.save": TorchSave,
         "dcp-warm": DcpWarm,
-        "naive-diff": NaiveDiff,
     }
     return kinds.get(setting.arm, Ours)(setting, loop, folder, placement)
 
@@ -216,8 +199,6 @@ class Bench:
         """Open an arm, warm it up, time a block, and let nothing of it remain."""
         self._count += 1
         folder = self._folder / f"{self._count}"
-        give_back_free_memory()
-        alone_bytes = own_resident_bytes() if reset_peak() else None
         arm = make_arm(row.setting, self._loop, folder, self._placement)
         row.detail = arm.detail
         with quiet(), self._opened(arm, folder):
@@ -225,7 +206,7 @@ class Bench:
             gc.collect()
             os.sync()  # nothing is on its way to the disk
             self._placement.spread()
-            return self._timed(arm, row.setting.block_steps, folder, alone_bytes)
+            return self._timed(arm, row.setting.block_steps)
 
     @contextlib.contextmanager
     def _opened(self, arm: StepArm, folder: Path) -> Iterator[None]:
@@ -240,7 +221,7 @@ class Bench:
                 if folder.exists():
                     shutil.rmtree(folder)
 
-    def _timed(self, arm: StepArm, steps: int, folder: Path, alone_bytes: int | None) -> Block:
+    def _timed(self, arm: StepArm, steps: int) -> Block:
         helpers = arm.processes()
         helpers_s = sum(map(cpu_s, helpers))
         written = _written_bytes(helpers)
@@ -268,8 +249,6 @@ class Bench:
             wall_s=wall_s,
             memory_bytes=None if taken is None or memory is None else taken - memory,
             written_bytes=int(share * (after - written)) if known else None,  # type: ignore[operator]
-            storage_bytes=_storage_bytes(folder),
-            host_bytes=None if alone_bytes is None else _host_bytes(helpers) - alone_bytes,
             trainer_cpu_s=trainer_s,
             helper_cpu_s=share * (sum(map(cpu_s, helpers)) - helpers_s),
             behind_s=time.monotonic() - begin_s - wall_s,
@@ -281,18 +260,3 @@ def _written_bytes(helpers: Sequence[int]) -> int | None:
     found = [written_bytes(pid) for pid in (os.getpid(), *helpers)]
     known = [count for count in found if count is not None]
     return sum(known) if len(known) == len(found) else None
-
-
-def _host_bytes(helpers: Sequence[int]) -> int:
-    """Return memory of this process at most, and of the others: shared memory counts where more of
-    it is touched."""
-    own = shared_bytes(os.getpid())
-    more = sum(max(0, shared_bytes(pid) - own) for pid in helpers)
-    return own_peak_bytes() + more + sum(map(private_bytes, helpers))
-
-
-def _storage_bytes(folder: Path) -> int:
-    """Return the disk space of files."""
-    if not folder.exists():
-        return 0
-    return sum(path.stat().st_blocks * 512 for path in folder.rglob("*") if path.is_file())

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
 
 from everstep_bench.harness.display import Display
 from everstep_bench.harness.loop import Loop
@@ -18,7 +17,7 @@ from everstep_bench.step.recovery import (
 )
 from everstep_bench.step.report import StepReport
 from everstep_bench.step.rounds import Bench, Rows
-from everstep_bench.step.settings import Setting, settings
+from everstep_bench.step.settings import settings
 
 __all__ = ["check_room", "run_step"]
 
@@ -26,8 +25,7 @@ _REPLAY_PARAMS_MAX = 16_000_000  # each way has a state of its own; far beyond a
 _STATE_BYTES = 12  # for each parameter: itself and two moments, float32
 _COPIES_IN_MEMORY = 6  # training and its gradients, two bases, a log or a replica
 _MEMORY_BESIDES = 1 << 30
-_WHOLE_ON_DISK = 4
-_DIFFERENCE = 2 / 3  # of the state: moments are stored as they are
+_COPIES_ON_DISK = 4
 
 
 def run_step(options: StepOptions, display: Display) -> StepReport:
@@ -38,13 +36,12 @@ def run_step(options: StepOptions, display: Display) -> StepReport:
         EverstepError: when replay fails. What happens to an arm is in its row.
     """
     with session(options, display) as run:
-        chosen = settings(options)
-        check_room(run, chosen)
+        check_room(run)
         with run.alone():
             display.begin("making a model", 1)
             loop = Loop(options)
             bench = Bench(loop, run.folder, run.placement, run.turns())
-            rows = Rows(bench.measure(chosen, options.repeats))
+            rows = Rows(bench.measure(settings(options), options.repeats))
             size = loop.size_bytes, loop.tensors, loop.description
             params = loop.training.model.config.params
         del loop, bench  # children need the memory
@@ -66,17 +63,15 @@ def _replay(run: Session) -> tuple[ReplayFigures, list[RecoveryFigures]]:
     return replay, recoveries
 
 
-def check_room(run: Session, settings: Sequence[Setting]) -> None:
+def check_room(run: Session) -> None:
     """Look before anything is written; one arm writes at a time.
 
     Raises:
         OutOfSpaceError: when disk or memory would not do.
     """
     size_bytes = _STATE_BYTES * run.options.params
-    differences = [one.every + 4 for one in settings if one.arm == "naive-diff"]
-    copies = _WHOLE_ON_DISK + _DIFFERENCE * max(differences, default=0)
     run.refuse_without_room(
-        disk_bytes=copies * size_bytes,
+        disk_bytes=_COPIES_ON_DISK * size_bytes,
         memory_bytes=_COPIES_IN_MEMORY * size_bytes + _MEMORY_BESIDES,
-        hint="fewer --params, or no naive-diff among --arms",
+        hint="fewer --params",
     )

@@ -10,12 +10,11 @@ __all__ = ["Setting", "probed", "settings", "usual"]
 
 _USES = {
     COMPRESSED: {"ratio"},
-    "naive-diff": {"ratio", "every"},
     "logged": {"every"},
     "lowdiff": {"ratio", "batch_steps", "every"},
     "lowdiff_plus": {"every"},
 }
-_OTHERS = (NONE, COMPRESSED, "torch.save", "naive-diff")
+_OTHERS = (NONE, COMPRESSED, "torch.save")
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +23,7 @@ class Setting:
 
     Attributes:
         every: steps from one whole state that is saved to the next.
-        ratio: the share of a gradient's, or a difference's, elements that is kept.
+        ratio: the share of a gradient's elements that is kept.
         batch_steps: steps that are written to disk at a time.
         block_steps: steps of a timed block.
         tiers: places in which bases are copied, too; everstep's arms alone can.
