@@ -201,25 +201,27 @@ class DrillPlan(Options):
             raise OptionError(
                 f"--victim must be one of the hosts 0 to {self.hosts - 1}, not {self.victim}"
             )
-        point = self.at_point
-        if point is not None and point.split(".")[0] == "retain" and self.at_step < 4 * every:
-            raise OptionError(f"{point} is not reached before more than three bases are kept")
         if self.links == "groups" and (self.cut or self.store != "folder"):
             raise OptionError(
                 "--cut and --store are for network namespaces: process groups have no links"
             )
         if self.restore_steps is not None and self.store == "folder":
-            raise OptionError(
-                "--restore-steps is of a store behind links", hint="--store seaweedfs"
-            )
+            raise OptionError("--restore-steps is of a store", hint="--store seaweedfs")
+        if not set(self.checks) <= set(self.kills):
+            raise OptionError("--check: a kill that is not drilled has no ratio")
+        self._check_kill()
+
+    def _check_kill(self) -> None:
+        """Refuse a kill that cannot fall when it is to."""
+        point = self.at_point
+        if point is not None and point.split(".")[0] == "retain" and self.at_step < 4 * self.every:
+            raise OptionError(f"{point} is not reached before more than three bases are kept")
         if self.into and point is not None:
             raise OptionError("--into is for kills after a step")
         if self.at is not None and self.intervals.own:
             raise OptionError(
                 "arms with intervals of their own are killed after bases of their own"
             )
-        if not set(self.checks) <= set(self.kills):
-            raise OptionError("--check: a kill that is not drilled has no ratio")
         for arm in self.arms:
             if self.kill_step(arm) + 1 > self.steps:
                 raise OptionError(

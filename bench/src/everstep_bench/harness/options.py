@@ -10,7 +10,7 @@ Its default is text where the field has a parser, as on the command line.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field, fields
 from typing import Any, TypeVar
 
@@ -59,24 +59,23 @@ class Declared:
         """
         name = self.flags[0] if self.flags else "--" + name.replace("_", "-")
         several = isinstance(value, tuple)
-        values: Sequence[Any] = value if several else (value,)
         bounded = self.choices or self.hint or self.least is not None
-        if several and not values and bounded:
+        if several and not value and bounded:
             raise OptionError(f"{name}: at least one is needed", hint=self.hint)
-        for one in values if value is not None else ():
-            if self.choices and one not in self.choices:
-                guess = nearest(str(one), self.choices)
-                raise OptionError(
-                    f"{name}: no {one!r}; there are: {', '.join(self.choices)}",
-                    hint=f"did you mean {guess!r}?" if guess else None,
-                )
-            if self.least is not None and not one >= self.least:
-                bound = f"at least {self.least:,}"
-            elif self.most is not None and not one <= self.most:
-                bound = f"at most {self.most:,}"
-            else:
-                continue
-            raise OptionError(f"{name} {one}: {bound}", hint=self.hint)
+        for one in value if several else () if value is None else (value,):
+            self._check_one(name, one)
+
+    def _check_one(self, name: str, value: Any) -> None:
+        if self.choices and value not in self.choices:
+            guess = nearest(str(value), self.choices)
+            raise OptionError(
+                f"{name}: no {value!r}; there are: {', '.join(self.choices)}",
+                hint=f"did you mean {guess!r}?" if guess else None,
+            )
+        if self.least is not None and not value >= self.least:
+            raise OptionError(f"{name} {value}: at least {self.least:,}", hint=self.hint)
+        if self.most is not None and not value <= self.most:
+            raise OptionError(f"{name} {value}: at most {self.most:,}", hint=self.hint)
 
 
 def option(

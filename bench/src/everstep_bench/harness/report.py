@@ -76,7 +76,7 @@ class Table:
 
 
 class Findings:
-    """What a bench found; a bench overrides what it has."""
+    """Outcome of a bench; a bench overrides what it has."""
 
     def labels(self) -> list[str]:
         """Return remarks that belong to every figure of this run."""
@@ -131,7 +131,7 @@ class Findings:
 
 @dataclass
 class Report(Findings):
-    """What a bench found that has measured on this machine."""
+    """Outcome of a bench that has measured on this machine."""
 
     options: Any
     facts: Facts

@@ -42,12 +42,15 @@ def run_step(options: StepOptions, display: Display) -> StepReport:
             loop = Loop(options)
             bench = Bench(loop, run.folder, run.placement, run.turns())
             rows = Rows(bench.measure(settings(options), options.repeats))
-            size = loop.size_bytes, loop.tensors, loop.description
+            size_bytes = loop.size_bytes
+            tensors = loop.tensors
+            workload = loop.description
             params = loop.training.model.config.params
         del loop, bench  # children need the memory
         kills = Kills(options, run.folder, display).measure()
         replay, recoveries = _replay(run) if options.replay else (None, [])
-        return StepReport(options, run.facts(*size), params, rows, kills, replay, recoveries)
+        facts = run.facts(size_bytes, tensors, workload)
+        return StepReport(options, facts, params, rows, kills, replay, recoveries)
 
 
 def _replay(run: Session) -> tuple[ReplayFigures, list[RecoveryFigures]]:

@@ -96,7 +96,6 @@ class _Job:
         return RankOrder(os.getpid(), self._options, rank, str(self._runs[rank]), meet, self._place)
 
     def _follow(self, ranks: Sequence[Child], display: Display) -> None:
-        options = self._options
         found = self.found
         ready = [process.next("ready") for process in ranks]
         self.state_bytes = ready[0]["state_bytes"]
@@ -108,18 +107,10 @@ class _Job:
         sampler = Sampler(self._runs, keepers, [one["host_bytes"] for one in bounds], self._place)
         sampler.look(1)
         began_s = dict(sampler.cpu_s)
-        steps: list[list[dict[str, Any]]] = [[] for _ in ranks]
-        for step in range(1, options.steps + 1):
-            for rank, process in enumerate(ranks):
-                _look_until(process, sampler, step)
-                steps[rank].append(process.next("step", step))
-            sampler.look(step)
-            display.advance(f"step {step}")
-            ranks[0].tell()
-        _look_until(ranks[0], sampler, options.steps)
+        steps = self._steps(ranks, sampler, display)
         found.done = [process.next("done") for process in ranks]
         self._refuse_failed()
-        _await_keepers(keepers, sampler, options.steps)
+        _await_keepers(keepers, sampler, self._options.steps)
         slowest = max(steps, key=lambda said: sum(one["saved_s"] for one in said))
         for name in ("saved_s", "trained_s", "wall_s"):
             setattr(found, name, [one[name] for one in slowest])
@@ -129,6 +120,21 @@ class _Job:
         found.occupied = [
             Occupied(tier, _bound(tier, bounds), most) for tier, most in sampler.most.items()
         ]
+
+    def _steps(
+        self, ranks: Sequence[Child], sampler: Sampler, display: Display
+    ) -> list[list[dict[str, Any]]]:
+        """Return what each rank says of each step; look at everything meanwhile."""
+        steps: list[list[dict[str, Any]]] = [[] for _ in ranks]
+        for step in range(1, self._options.steps + 1):
+            for rank, process in enumerate(ranks):
+                _look_until(process, sampler, step)
+                steps[rank].append(process.next("step", step))
+            sampler.look(step)
+            display.advance(f"step {step}")
+            ranks[0].tell()
+        _look_until(ranks[0], sampler, self._options.steps)
+        return steps
 
     def _refuse_failed(self) -> None:
         for rank, done in enumerate(self.found.done):
