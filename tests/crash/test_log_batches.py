@@ -15,7 +15,7 @@ import pytest
 
 from everstep.checkpointer import Checkpointer
 from everstep.format.names import marker_name
-from everstep.keeper.log.batch import AutoBatch
+from everstep.keeper.log.segment_queue import AutoBatch
 from everstep.keeper.persist.local_keeper import LocalKeeper
 from everstep.options import KeeperOptions, LogOptions
 from everstep.seams import FileSystem, ManualClock, Seams

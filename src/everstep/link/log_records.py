@@ -18,11 +18,15 @@ from everstep.state.layout.lru import LayoutCache
 from everstep.state.layout.shards import ShardLayout
 
 __all__ = [
+    "ENDED",
     "RECORD_BYTES",
     "LogLayouts",
     "receive_layout",
     "record_memory_bytes",
 ]
+
+ENDED = 1 << 62
+"""Sent instead of the number of the last record on disk: a segment failed, none will follow."""
 
 
 class LogLayouts:

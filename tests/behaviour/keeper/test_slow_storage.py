@@ -19,6 +19,7 @@ import everstep
 from everstep.arena import PAGE_BYTES
 from everstep.arena.memory import Arena
 from everstep.errors import DeadlineError, EverstepError
+from everstep.format.header import ShardIdentity
 from everstep.format.writer import ChunkRing
 from everstep.keeper.log.attached import AttachedTrainer
 from everstep.keeper.log.log_store import LogStore
@@ -27,7 +28,7 @@ from everstep.keeper.persist import job_committer as commits_module
 from everstep.keeper.persist.job_committer import JobCommitter
 from everstep.keeper.persist.local_keeper import LocalKeeper
 from everstep.keeper.retain.history import HistoryFlush
-from everstep.keeper.ship.mirrors import Mirrors
+from everstep.keeper.ship.couriers import Couriers
 from everstep.link.job_session import JobSession
 from everstep.link.pool import CapturePool
 from everstep.link.save import Save, complete
@@ -340,24 +341,24 @@ def test_ranks_hear_of_a_copy_to_a_slow_directory(rank: int, tmp_path: Path) -> 
     )
     told = [{"where": str(tmp_path / "copies"), "keep": 1}]
     files = Slow(clock)
-    mirrors = Mirrors(
+    couriers = Couriers(
         Seams(filesystem=files, clock=clock),
         PurePath(tmp_path / "run"),
-        1,
-        told,
+        ShardIdentity("0" * 32, 1, 0, 0, rank, 2, True),
         pytest.fail,
         timeout_s=LIMIT_S,
         link=link,
     )
+    couriers.start(told, Log().store)
     (tmp_path / "part").write_bytes(b"x" * 100)
     source = PosixFileSystem().open(tmp_path / "part")
     begun_s = clock.monotonic_s()
-    mirrors._rank_mirrors[0]._put("base/part", source)
+    couriers.bases[0].copier.put("base/part", source)
     source.close()
     ends_s = [begun_s, *heard_s, clock.monotonic_s()]
     assert ends_s[-1] - begun_s > 2 * LIMIT_S
     assert max(b - a for a, b in itertools.pairwise(ends_s)) < 1.5 * EACH_S
-    mirrors.close()
+    couriers.close()
 
 
 # A keeper process
@@ -466,7 +467,7 @@ def test_the_log_of_a_promise_keeps_its_base_alive(
     log, gate = store
     moving, seen = Moving(6, gate.open), list[int]()
     monkeypatch.setattr(LogStore, "moves", property(lambda self: moving()))
-    log.after = 0
+    log.segments.after = 0
     HistoryFlush("all", 1).before_base(9, log, SHORT_S, lambda: seen.append(moving.at))
     assert seen
 

@@ -14,8 +14,8 @@ import pytest
 import everstep
 from everstep.errors import OptionError
 from everstep.format.names import marker_name, parse_segment
-from everstep.keeper.log import log_store as log
-from everstep.keeper.log.batch import AutoBatch, Batch
+from everstep.keeper.log import segment_queue
+from everstep.keeper.log.segment_queue import AutoBatch, Batch
 from everstep.keeper.persist.local_keeper import LocalKeeper
 from everstep.options import Budget, LogOptions
 from everstep.seams import ManualClock, Seams, WriteFile
@@ -224,12 +224,12 @@ def test_each_rank_may_have_a_batch_of_its_own(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "run"
-    monkeypatch.setattr(log, "batch_from_wire", lambda told: Batch(told["steps"]))
+    monkeypatch.setattr(segment_queue, "batch_from_wire", lambda told: Batch(told["steps"]))
     with trainings(path, path, **ON_DISK | {"every": 1000}) as ranks:
         resume(ranks)
         for rank, one in enumerate(ranks):
             records = inspect(one.ckpt).keeper.records
-            records._batch.steps = (3, 2)[rank]
+            records.segments.batch.steps = (3, 2)[rank]
         train(ranks, 8)
         die_together(ranks)
     found = [
@@ -264,7 +264,7 @@ def test_who_chooses(
     options = LogOptions(to="disk", batch_steps=batch_steps)
     with Training(run_folder, log=options, every=every).opened() as run:
         assert inspect(run.ckpt).options.batch_auto is auto
-        assert isinstance(run.records._batch, AutoBatch) is auto
+        assert isinstance(run.records.segments.batch, AutoBatch) is auto
         run.train(3)
         assert run.batch == first
 
@@ -304,6 +304,6 @@ def test_a_keeper_process_says_what_it_chose(run_folder: Path) -> None:
             stats = ckpt.stats()
             current = served.server._duties.logs.current
             assert current is not None
-            assert isinstance(current._batch, AutoBatch)
+            assert isinstance(current.segments.batch, AutoBatch)
             assert (stats.log_batch_steps or 0) >= 1
             assert stats.log_written_bytes > 0

@@ -19,8 +19,9 @@ from everstep.errors import (
     OutOfSpaceError,
     RecoveryError,
 )
-from everstep.keeper.log.batch import ENDED
+from everstep.keeper.log.segment_queue import SegmentQueue
 from everstep.keeper.persist.local_keeper import LocalKeeper
+from everstep.link.log_records import ENDED
 from everstep.options import Budget, LogOptions
 from everstep.testing import inspect
 from everstep.trainer.session.cadence import FIRST_STEPS
@@ -297,24 +298,16 @@ def test_a_disk_that_stays_full_is_said_with_each_base(run_folder: Path) -> None
     assert spans(run_folder) == []
 
 
-def test_who_is_fenced_off_writes_no_more_of_it(run_folder: Path) -> None:
+def test_who_is_fenced_off_writes_no_more_of_it() -> None:
     """Whoever goes on with the run has a log of its own."""
     told: list[EverstepError] = []
     reached: list[int] = []
-    with Trained(run_folder, log=TO_DISK, every=8) as run:
-        run.train(2)
-        keeper = inspect(run.ckpt).keeper
-        assert isinstance(keeper, LocalKeeper)
-        store = keeper.records
-        assert store is not None
-        store.settle(TIMEOUT_S)
-        store._post, store._on_disk = told.append, reached.append
-        for error in (FencedError("a newer timeline has begun"), OutOfSpaceError("full")):
-            store._thread.submit(store._fail, error).result(TIMEOUT_S)
-            store.to_disk(True)
-            store.settle(TIMEOUT_S)
+    segments = SegmentQueue(None, told.append, reached.append)
+    for error in (FencedError("a newer timeline has begun"), OutOfSpaceError("full")):
+        segments.fail(error)
+        segments.set_to_disk(True)
     assert [error.hint for error in told] == [None, None]
-    assert reached[:4] == [ENDED] * 4
+    assert reached == [ENDED] * 4
 
 
 def test_a_new_keeper_does_not_begin_to_write_it(served: Bench) -> None:

@@ -22,7 +22,8 @@ from everstep.errors import OptionError
 from everstep.format.names import LOG_DIR
 from everstep.keeper.log.log_store import LogStore
 from everstep.keeper.process.duties import Duties
-from everstep.keeper.ship.log_mirror import LogMirror
+from everstep.keeper.ship.courier import Courier
+from everstep.keeper.ship.log_copies import LogCopies
 from everstep.keeper.ship.place import CopyPlace
 from everstep.restore.fetch import files_ahead, rank_copies
 from everstep.restore.fetch.peers import FetchResult, fetch_plan
@@ -64,8 +65,8 @@ def trained_with_copies(
     options, more = TierOptions(str(copies), **place), ON_DISK if disk else {}
 
     def took(step: int) -> bool:
-        return duties.mirrors is not None and all(
-            (one._last or 0) >= step for one in duties.mirrors._logs
+        return duties.couriers is not None and all(
+            (one.taken_step or 0) >= step for one in duties.couriers.logs
         )
 
     def hook(op: str, path: PurePath) -> None:
@@ -84,15 +85,15 @@ def trained_with_copies(
             states |= run_steps(ckpt, world, 1)
             inspect(ckpt).saver.finish_captures()
             assert wait_for(lambda at=step: took(at))  # type: ignore[misc]
-        mirrors = duties.mirrors
-        assert mirrors is not None
+        couriers = duties.couriers
+        assert couriers is not None
         assert duties.keeper is not None
         assert wait_for(lambda: not duties.keeper.waiting)  # type: ignore[union-attr]
-        assert wait_for(lambda: not any(one.busy for one in mirrors._mirrors))
+        assert wait_for(lambda: not any(one.busy for one in couriers.bases.values()))
         die(ckpt)
-        assert wait_for(lambda: all(one.stats.step == STEPS for one in mirrors._logs))
+        assert wait_for(lambda: all(one.courier.stats.step == STEPS for one in couriers.logs))
         stats = bench.server._duties.keeper.stats  # type: ignore[union-attr]
-        mirrors.add_to(stats)
+        couriers.add_to(stats)
     if not disk:
         shutil.rmtree(run)
     return states, stats  # type: ignore[return-value]
@@ -254,7 +255,7 @@ def test_whoever_goes_back_itself_is_not_told_that_another_has_taken_over(
     gate, shut_out, entered = threading.Event(), threading.Event(), threading.Event()
     paused = threading.Event()
 
-    def pause(self: LogMirror) -> None:
+    def pause(self: LogCopies) -> None:
         pauses(self)
         paused.set()
 
@@ -270,7 +271,7 @@ def test_whoever_goes_back_itself_is_not_told_that_another_has_taken_over(
             assert gate.wait(TIMEOUT_S)
         checked(self)
 
-    def fail(self: LogMirror, *about: Any, **more: Any) -> None:
+    def fail(self: Courier, *about: Any, **more: Any) -> None:
         failed(self, *about, **more)
         shut_out.set()
 
@@ -290,19 +291,19 @@ def test_whoever_goes_back_itself_is_not_told_that_another_has_taken_over(
             assert turns.acquire(timeout=TIMEOUT_S)
         return number
 
-    failed, passed_on, opens = LogMirror._fail, Duties.pass_on, resume_module.open_timeline
-    checked, pauses, arrives = CopyPlace.check_fence, LogMirror.pause, LogStore._digest_record
+    failed, passed_on, opens = Courier.fail, Duties.pass_on, resume_module.open_timeline
+    checked, pauses, arrives = CopyPlace.check_fence, LogCopies.pause, LogStore._digest_record
     with serving(run_folder):
         world = World()
         monkeypatch.setattr(CopyPlace, "check_fence", check_late)
-        monkeypatch.setattr(LogMirror, "pause", pause)
+        monkeypatch.setattr(LogCopies, "pause", pause)
         monkeypatch.setattr(LogStore, "_digest_record", arrive)
         place = TierOptions(str(tmp_path / "copies"), log="whole", log_steps=1)
         ckpt = opened(run_folder, world, every=100, tiers=[place])
         ckpt.resume()
         states = run_steps(ckpt, world, 3)
         assert entered.wait(TIMEOUT_S)
-        monkeypatch.setattr(LogMirror, "_fail", fail)
+        monkeypatch.setattr(Courier, "fail", fail)
         monkeypatch.setattr(Duties, "pass_on", pass_on)
         monkeypatch.setattr(resume_module, "open_timeline", open_slowly)
         assert ckpt.rewind(2).step == 2

@@ -16,10 +16,11 @@ from everstep.errors import EverstepError, OptionError, OutOfSpaceError
 from everstep.format.header import ShardIdentity
 from everstep.format.names import base_dir, segment_dir, timeline_dir
 from everstep.format.writer import ChunkRing
-from everstep.keeper.log.batch import ENDED, Batch
 from everstep.keeper.log.disk_space import LogSpace, folder_bytes
 from everstep.keeper.log.log_store import LogStore
+from everstep.keeper.log.segment_queue import Batch, SegmentQueue
 from everstep.keeper.log.segment_writer import SegmentWriter
+from everstep.link.log_records import ENDED
 from everstep.options import Budget, KeeperOptions, LogOptions
 from everstep.seams import PosixFileSystem, Seams
 from everstep.trainer.budget.log_limits import LogLimits
@@ -149,7 +150,8 @@ class Store:
         writer = SegmentWriter(
             Seams(), PurePath(run), identity, self.ring, timeout_s=TIMEOUT_S, space=room
         )
-        self.log = LogStore(self.arena, writer, self.told.append, self.reached.append, Batch(1))
+        segments = SegmentQueue(writer, self.told.append, self.reached.append, Batch(1))
+        self.log = LogStore(self.arena, segments)
         self._number = self._offset = self._step = 0
 
     def train(self, steps: int) -> None:
@@ -229,7 +231,7 @@ def test_a_base_that_makes_no_room_leaves_a_hole_that_is_told(store: Store) -> N
 
 def test_a_replica_that_is_asked_for_a_base_is_waited_for(store: Store) -> None:
     asked = {1}
-    store.log.bases_expected.append(lambda: bool(asked))
+    store.log.segments.bases_expected.append(lambda: bool(asked))
     store.train(20)
     assert store.told == []
     asked.clear()

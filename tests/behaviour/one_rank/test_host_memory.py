@@ -18,14 +18,14 @@ from everstep.arena import PAGE_BYTES
 from everstep.arena.memory import Arena
 from everstep.errors import DeadlineError, EverstepError, OutOfSpaceError
 from everstep.format.log import RecordHead
-from everstep.keeper.log.batch import Batch
+from everstep.keeper.log.segment_queue import Batch
 from everstep.keeper.persist.local_keeper import LocalKeeper
 from everstep.link.log_records import RECORD_BYTES, record_memory_bytes
 from everstep.link.pool import CapturePool
 from everstep.options import Budget, KeeperOptions
 from everstep.testing import inspect
 from everstep.trainer.log.log_memory import LogMemory, LogTarget
-from tests.support.world import Gate, HookedFileSystem, acquiring, opened, raising
+from tests.support.world import TIMEOUT_S, Gate, HookedFileSystem, acquiring, opened, raising
 
 MB = 1 << 20
 
@@ -226,7 +226,8 @@ def held_by(ckpt: everstep.Checkpointer) -> int:
     keeper = inspect(ckpt).keeper
     assert isinstance(keeper, LocalKeeper)
     assert keeper.records is not None
-    return sum(_size(item.objects) for item in keeper.records._stored)
+    keeper.records.settle(TIMEOUT_S)
+    return sum(_size(record.objects) for record in keeper.records.records())
 
 
 def _size(objects: Mapping[str, bytes]) -> int:

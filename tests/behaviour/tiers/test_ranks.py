@@ -21,10 +21,11 @@ from everstep.errors import (
     RecoveryError,
     StorageError,
 )
+from everstep.format.header import ShardIdentity
 from everstep.format.names import CONDEMNED
 from everstep.format.records import TimelineRecord
 from everstep.keeper.persist import job_committer as commits_module
-from everstep.keeper.ship.mirrors import Mirrors
+from everstep.keeper.ship.couriers import Couriers
 from everstep.keeper.ship.place import ROOT, newest_timeline_in
 from everstep.link.job_session import JobSession
 from everstep.link.keeper_stats import KeeperStats
@@ -42,6 +43,7 @@ from everstep.trainer.job import copies as copies_module
 from tests.support.copying import FOREVER, Interloper, contents, put, wait_for
 from tests.support.ranks import tiers
 from tests.support.ranks.copying import FILES, Job, names_in, store, usable
+from tests.support.ranks.peer_logs import Log
 from tests.support.ranks.tiers import fill, saved, sources, started, up_to
 from tests.support.ranks.together import resume, save, train, trained, trainings
 from tests.support.world import flip
@@ -74,7 +76,7 @@ def test_the_copy_is_what_all_ranks_have(tmp_path: Path, shared: bool) -> None:
     last = [line for line in tier.log if " create " in line][-1]
     assert last.endswith("manifest.json")
     assert "timeline.json" in tier.log[-2], "the fence is looked at just before the manifest"
-    assert [mirror.stats.copied for mirror in (job.leader, *job.followers.values())] == [1, 1]
+    assert [one.courier.stats.copied for one in (job.leader, *job.followers.values())] == [1, 1]
     assert not job.posted
 
 
@@ -150,7 +152,7 @@ def test_a_base_that_retention_deletes_meanwhile_is_not_copied(
     newer.leader.retain()
     assert usable(tier) == [3]
     assert BASE.format(2) + "rank-00000.done" in names_in(tier), "nothing was read back so far"
-    newer.leader._retention._read_back.verified.add(BaseId(1, 3))
+    newer.leader.retention.verified.add(BaseId(1, 3))
     newer.leader.retain()
     assert not [name for name in names_in(tier) if name.startswith(BASE.format(2))]
     assert usable(tier) == [3]
@@ -178,8 +180,8 @@ def test_what_another_rank_is_at_is_not_swept_away(apart: list[Path], tmp_path: 
     assert manifest is not None
     job.followers[1].copy_own_files(manifest)
     before = names_in(tier)
-    job.leader._retention._read_back.verified.add(BaseId(1, 2))
-    job.leader._retention.all_ranks_past(BaseId(1, 2))
+    job.leader.retention.verified.add(BaseId(1, 2))
+    job.leader.retention.all_ranks_past(BaseId(1, 2))
     job.leader.retain()
     assert names_in(tier) == before
     job.copy()
@@ -358,7 +360,7 @@ def test_a_follower_waits_for_rank_0_as_long_as_it_may_be_asked(apart: list[Path
     assert not follower.busy, "it was copied before this rank's own keeper heard of it"
     follower.base_durable(BaseId(1, 4))
     assert follower.busy
-    job.leader._send_settled(BaseId(1, 4))
+    job.leader.send_settled(BaseId(1, 4))
     assert not follower.busy
     follower.base_durable(BaseId(1, 5))
     job.dead.add(0)
@@ -366,7 +368,7 @@ def test_a_follower_waits_for_rank_0_as_long_as_it_may_be_asked(apart: list[Path
 
 
 class Keeper:
-    """What the mirrors of one rank know of its keeper."""
+    """What the couriers of one rank know of its keeper."""
 
     def __init__(self, keepers: list[Keeper], session: JobSession) -> None:
         self.rank, self._keepers = session.rank, keepers
@@ -388,24 +390,25 @@ class Keeper:
         return False
 
 
-def test_mirrors_of_two_keepers(apart: list[Path], tmp_path: Path) -> None:
-    """In their own threads, as keepers drive them: all of them end behind the copy."""
+def test_couriers_of_two_keepers(apart: list[Path], tmp_path: Path) -> None:
+    """In their own threads, as keepers drive them: all of them end after the copy."""
     keepers: list[Keeper] = []
     posted: list[EverstepError] = []
     told = [{"where": str(tmp_path / "store"), "keep": 2}]
-    disks = ("0", "1")
-    mirrors = []
+    couriers = []
     for rank in range(2):
-        about: Any = Seams(), apart[rank], 1, told, posted.append
-        link: Any = Keeper(keepers, JobSession("session", rank, disks, ()))
-        mirrors.append(Mirrors(*about, timeout_s=20.0, link=link))
-    for one in mirrors:
+        identity = ShardIdentity("0" * 32, 1, 0, 0, rank, 2, True)
+        link: Any = Keeper(keepers, JobSession("session", rank, ("0", "1"), ()))
+        one = Couriers(Seams(), apart[rank], identity, posted.append, timeout_s=20.0, link=link)
+        one.start(told, Log().store)
+        couriers.append(one)
+    for one in couriers:
         one.base_durable(BaseId(1, 3))
-    assert wait_for(lambda: not sum(one.finish() for one in mirrors))
-    for one in mirrors:
+    assert wait_for(lambda: not sum(one.finish() for one in couriers))
+    for one in couriers:
         one.close()
     assert usable(DiskTier(FILES, tmp_path / "store")) == [3]
-    for one in mirrors:
+    for one in couriers:
         stats = KeeperStats()
         one.add_to(stats)
         assert (stats.copied, stats.copied_steps) == (1, 0)

@@ -7,7 +7,8 @@ from typing import Any
 
 from everstep import LogOptions
 from everstep.format.header import ShardIdentity
-from everstep.keeper.ship.log_mirror import LogMirror
+from everstep.keeper.ship.courier import Courier
+from everstep.keeper.ship.log_copies import LogCopies
 from everstep.keeper.ship.lossy_log import shrinking
 from everstep.keeper.ship.place import CopyPlace
 from everstep.seams import SystemClock
@@ -28,10 +29,13 @@ def copy_log(one: RankTraining, tier: MemoryTier, ratio: float | None = None) ->
     assert keeper is not None
     place = CopyPlace(tier, 1, ObjectRate(None, SystemClock()))
     identity = ShardIdentity(inspect(one.ckpt).run_id, 1, 0, 0, one.rank, 2, True)
-    about = place, keeper.records, identity, SystemClock()  # type: ignore[attr-defined]
     posted: list[Any] = []
     form = TierOptions("/place", log="adaptive", log_ratio=ratio) if ratio else PeerOptions()
-    LogMirror(*about, posted.append, batch_steps=1, lossy=shrinking(form)).turn(flush=True)
+    courier = Courier(place, SystemClock(), posted.append)
+    records: Any = keeper.records  # type: ignore[attr-defined]
+    copies = LogCopies(courier, records, identity, batch_steps=1, lossy=shrinking(form))
+    copies.flush()
+    copies.turn()
     assert not posted
 
 

@@ -1,4 +1,4 @@
-"""Mirrors of several ranks in one thread: what one says, the other hears at once."""
+"""Copies of several ranks in one thread: what one says, the other hears at once."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ from everstep.commit.job.messages import CopyMessage, CopyReply, CopyRequest
 from everstep.commit.lineage import BaseId
 from everstep.errors import EverstepError
 from everstep.format.writer import ChunkRing
-from everstep.keeper.ship.mirror import MirrorOptions
+from everstep.keeper.ship.base_copies import CopyGroup
+from everstep.keeper.ship.courier import Courier
 from everstep.keeper.ship.place import ROOT, CopyPlace
-from everstep.keeper.ship.rank_mirror import CopyMember, FollowingMirror, LeadingMirror
+from everstep.keeper.ship.rank_copies import FollowingCopies, LeadingCopies
 from everstep.restore.load.load import check_contents
 from everstep.run.scan import scan_run
 from everstep.run.verify import verify_base
@@ -41,14 +42,6 @@ def store(monkeypatch: pytest.MonkeyPatch) -> MemoryTier:
     return tier
 
 
-class _Leader(LeadingMirror):
-    def _wake(self) -> None: ...  # no thread
-
-
-class _Follower(FollowingMirror):
-    def _wake(self) -> None: ...
-
-
 class _Others:
     """What one rank knows of the others."""
 
@@ -68,7 +61,7 @@ class _Others:
 
 
 class Job:
-    """The mirrors of all ranks of one start.
+    """The copies that all ranks of one start make.
 
     Args:
         runs: by rank: its run folder.
@@ -101,23 +94,19 @@ class Job:
         self.said: list[tuple[int, CopyMessage]] = []
         clock = more.pop("clock", ManualClock())
 
-        def made(kind: Any, rank: int) -> Any:
-            settings = dict(more)
-            rate = settings.pop("rate", None) or ObjectRate(None, clock)
-            return kind(
-                FILES,
-                PurePath(runs[rank]),
-                CopyPlace((tiers or {}).get(rank, tier), timeline, rate),
-                clock,
-                lambda error: self.posted.append((rank, error)),
-                MirrorOptions(keep, timeout_s=5.0, **settings),
-                CopyMember(_Others(self, rank), 0, rank, self.world),
-            )
+        def group(rank: int) -> tuple[Courier, CopyGroup]:
+            rate = more.get("rate") or ObjectRate(None, clock)
+            place = CopyPlace((tiers or {}).get(rank, tier), timeline, rate)
+            courier = Courier(place, clock, lambda error: self.posted.append((rank, error)))
+            others = _Others(self, rank)
+            return courier, CopyGroup(others, clock, 0, rank, self.world, timeout_s=5.0)
 
-        self.leader: _Leader = made(_Leader, 0)
-        self.followers: dict[int, _Follower] = {
-            rank: made(_Follower, rank) for rank in range(1, self.world)
-        }
+        courier, ranks = group(0)
+        self.leader = LeadingCopies(courier, FILES, PurePath(runs[0]), ranks, keep=keep)
+        self.followers: dict[int, FollowingCopies] = {}
+        for rank in range(1, self.world):
+            courier, ranks = group(rank)
+            self.followers[rank] = FollowingCopies(courier, FILES, PurePath(runs[rank]), ranks)
 
     def deliver(self, sender: int, rank: int, message: CopyMessage) -> None:
         if isinstance(message, CopyReply):
@@ -134,13 +123,9 @@ class Job:
             return
         follower = self.followers[rank]
         follower.on_message(sender, message)
-        if isinstance(message, CopyRequest) and follower._due:
-            follower._due = False
+        if isinstance(message, CopyRequest) and follower.courier.due:
             self._before(rank)
-            try:
-                follower._run_once()
-            except EverstepError as error:
-                self.posted.append((rank, error))
+            follower.courier.take_turn(follower)
 
     def copy(self) -> BaseId | None:
         """Rank 0 copies the newest base, with the others."""

@@ -12,7 +12,9 @@ from everstep.format.header import ShardIdentity
 from everstep.format.log import LogRecord, RecordHead, record_digest
 from everstep.format.writer import ChunkRing
 from everstep.keeper.log.log_store import LogStore
-from everstep.keeper.ship.log_mirror import LogMirror
+from everstep.keeper.log.segment_queue import SegmentQueue
+from everstep.keeper.ship.courier import CopyStats, Courier
+from everstep.keeper.ship.log_copies import LogCopies
 from everstep.keeper.ship.log_sender import LogSender
 from everstep.keeper.ship.place import CopyPlace
 from everstep.restore.fetch.peer_log import PeerLog, pack_steps
@@ -23,7 +25,7 @@ from everstep.state.layout.shards import ShardLayout, plan_shards
 from everstep.tiers.contract import Tier
 from everstep.tiers.files import TierFileSystem
 from everstep.tiers.memory import MemoryTier
-from everstep.tiers.rate import ObjectRate
+from everstep.tiers.rate import ObjectRate, pace_s
 from tests.support.ranks.peering import Ring, record_of
 
 __all__ = ["LOG_BYTES", "Log", "LogRing", "heads_of_step", "log_of", "records_of_steps"]
@@ -74,7 +76,7 @@ class Log:
     def __init__(self, size_bytes: int = 300) -> None:
         self._arena = Arena.anonymous(4 << 20)
         self._size_bytes = size_bytes
-        self.store = LogStore(self._arena, None, lambda error: None)
+        self.store = LogStore(self._arena, SegmentQueue(None, lambda error: None))
         self._number = self._offset = 0
 
     def step(self, step: int, *, timeline: int = 1) -> None:
@@ -121,16 +123,12 @@ class LogRing(Ring):
         one = self.ranks[rank]
         one.logs.new_start(self._log_bytes, [(rank - 1) % self.world])
         one.log = LogSender(
-            rank,
-            one.peer,
-            self._log_rate,
-            self.clock,
+            one.link,
+            self.mine[rank].store,
+            1,
             lambda timeline: record_of(timeline).encode(),
-            lambda message: self._send(rank, one.peer, message),
-            one.report_failure,
-            timeout_s=self._timeout_s,
+            bytes_per_s=self._log_rate,
         )
-        one.log.follow(self.mine[rank].store, 1)
 
     def train(self, *steps: int) -> None:
         for step in steps:
@@ -160,7 +158,7 @@ RUN = PurePath("/run")
 
 
 class Copying:
-    """The mirror of rank 1 of two, in no thread of its own."""
+    """Copies of the log of rank 1 of two, in no thread of their own."""
 
     def __init__(self, tier: Tier | None = None, *, cap: int | None = None, **more: Any) -> None:
         self.tier = tier or MemoryTier()
@@ -168,15 +166,31 @@ class Copying:
         self.posted: list[EverstepError] = []
         self.log = Log()
         self.rate = ObjectRate(cap, self.clock)
-        more = {"batch_steps": 2, "leads": False, "objects_per_hour": cap, **more}
-        place, identity = CopyPlace(self.tier, 1, self.rate), more.pop("identity", IDENTITY)
-        about = place, self.log.store, identity, self.clock, self.posted.append
-        self.mirror = LogMirror(*about, **more)
+        self.pace_s = pace_s(cap)
+        self.copies = self.again(self.tier, **{"batch_steps": 2, **more})
+
+    def again(
+        self, tier: Tier, *, identity: ShardIdentity = IDENTITY, log: Log | None = None, **more: Any
+    ) -> LogCopies:
+        """Another keeper copies this log, or another one, to a place."""
+        place = CopyPlace(tier, identity.timeline, self.rate)
+        courier = Courier(place, self.clock, self.posted.append, retry_s=max(5.0, self.pace_s))
+        store = (log or self.log).store
+        return LogCopies(courier, store, identity, pace_s=self.pace_s, **more)
+
+    @property
+    def stats(self) -> CopyStats:
+        return self.copies.courier.stats
+
+    def turn(self, *, flush: bool = False) -> None:
+        if flush:
+            self.copies.flush()
+        self.copies.turn()
 
     def train(self, *steps: int, flush: bool = False) -> None:
         for step in steps:
             self.log.step(step)
-            self.mirror.turn(flush=flush)
+            self.turn(flush=flush)
 
     def there(self, rank: int = 1) -> list[tuple[int, int]]:
         """Steps of the segments that can be read, each compared with what was logged."""

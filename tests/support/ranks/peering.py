@@ -23,7 +23,10 @@ from everstep.format.plan import plan_files
 from everstep.format.records import Marker, TimelineRecord
 from everstep.format.writer import digest_shard
 from everstep.keeper.held.peer_base_store import PeerBaseStore
-from everstep.keeper.ship.peer_exchange import Pace, PeerExchange
+from everstep.keeper.held.peer_log_store import PeerLogStore
+from everstep.keeper.ship.base_sender import Pace
+from everstep.keeper.ship.peer_exchange import PeerExchange
+from everstep.keeper.ship.transfer import PeerLink
 from everstep.link.job_session import JobSession
 from everstep.restore.fetch.held import HeldBase
 from everstep.restore.fetch.peer_copy import PeerCopy, files_over
@@ -95,15 +98,20 @@ class Ring:
         disks = tuple(map(str, range(self.world)))
         job_session = JobSession("s", rank, disks, (), recovered, nodes=self._nodes)
         self.stores[rank].new_start(BOUND_BYTES, job_session.sources, recovered)
-        return PeerExchange(
+        link = PeerLink(
             job_session,
-            self.stores[rank],
-            Pace(self._rate),
             self.clock,
-            lambda base: self._find(rank, base),
             lambda to, message: self._send(rank, to, message),
             self.notices[rank].append,
             timeout_s=self._timeout_s,
+        )
+        return PeerExchange(
+            link,
+            self.stores[rank],
+            PeerLogStore(),
+            Pace(self._rate),
+            lambda base: self._find(rank, base),
+            lambda base: None,
         )
 
     def replace(self, rank: int) -> None:

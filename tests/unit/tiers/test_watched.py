@@ -10,13 +10,15 @@ import torch
 
 from everstep import Checkpointer
 from everstep.errors import DeadlineError, EverstepError
-from everstep.keeper.ship.mirrors import Mirrors
+from everstep.format.header import ShardIdentity
+from everstep.keeper.ship.couriers import Couriers
 from everstep.seams import ManualClock, Seams
 from everstep.testing.conformance import CHECKS, Check, Place
 from everstep.tiers.memory import MemoryFile, MemoryTier
 from everstep.tiers.options import TierOptions
 from everstep.tiers.watched import WatchedTier
 from tests.support.following import until
+from tests.support.ranks.peer_logs import Log
 from tests.support.world import Gate, HookedFileSystem
 
 
@@ -60,25 +62,26 @@ def test_a_place_that_hangs_is_told_of_once_and_not_waited_for(
     filesystem = HookedFileSystem(hang)
     told = [dataclasses.asdict(TierOptions(str(place)))]
     seams = Seams(filesystem=filesystem, clock=clock)
-    mirrors = Mirrors(seams, PurePath(run_folder), 1, told, posted.append, timeout_s=30.0)
+    identity = ShardIdentity("0" * 32, 1, 0, 0, 0, 1, True)
+    couriers = Couriers(seams, PurePath(run_folder), identity, posted.append, timeout_s=30.0)
+    couriers.start(told, Log().store)
     try:
-        mirrors.base_durable()
+        couriers.base_durable()
         assert gate.reached.wait(30)
         clock.advance(599.0)
-        assert mirrors.finish(), "it may take as long as that"
+        assert couriers.finish(), "it may take as long as that"
         assert not posted
         clock.advance(1.0)
-        assert not mirrors.finish()
-        assert not mirrors.finish()
+        assert not couriers.finish()
+        assert not couriers.finish()
         (error,) = posted
         assert isinstance(error, DeadlineError)
         assert f"copying to {place} hangs" in str(error)
         assert "for 600 s" in str(error)
         gate.open()
-        until(lambda: mirrors._mirrors[0].stats.copied == 1, "the copy")
-        until(lambda: not mirrors.finish(), "the end of it")
+        until(lambda: couriers.bases[0].courier.stats.copied == 1, "the copy")
+        until(lambda: not couriers.finish(), "the end of it")
         assert len(posted) == 1
-        assert mirrors._hanging == set()
     finally:
         gate.open()
-        mirrors.close()
+        couriers.close()

@@ -88,14 +88,14 @@ class NewestCapture:
 
     def drop_overwritten(self, capture: Capture, arena: Arena) -> None:
         """Drop the capture if a new one uses its memory, even if ``forget`` was not received."""
-        with self._lock:
-            if self._held is None or self._held[1] is not arena:
-                return
-            begin, end = _block(self._held[0])
-            new_begin, new_end = _block(capture)
+        begin, end = _block(capture)
+
+        def is_overwritten(held: Capture, memory: Arena) -> bool:
             # Any overlap destroys it: after ``begin`` the trainer fills the block at any moment.
-            if new_begin < end and begin < new_end:
-                self._held = None
+            held_begin, held_end = _block(held)
+            return memory is arena and begin < held_end and held_begin < end
+
+        self._drop_if(is_overwritten)
 
     def forget(self, number: int | None, arena: Arena) -> None:
         """Drop a capture that a training process no longer needs.
@@ -104,18 +104,11 @@ class NewestCapture:
             number: number of its own capture; None for the capture of an earlier process.
             arena: arena of the process that sends the request.
         """
-        with self._lock:
-            if self._held is None:
-                return
-            capture = self._held[0]
-            mine = self._held[1] is arena
-            if number is None:
-                # Another process's capture that is not durable stays: it is the only copy.
-                forgets = not mine and capture.durable
-            else:
-                forgets = mine and capture.number == number
-            if forgets:
-                self._held = None
+        if number is None:
+            # Another process's capture that is not durable stays: it is the only copy.
+            self._drop_if(lambda held, memory: memory is not arena and held.durable)
+        else:
+            self._drop_if(lambda held, memory: memory is arena and held.number == number)
 
     def parked(self, arena: Arena, timeline: int) -> Capture | None:
         """Return a parked capture of this timeline, which is on no disk as nobody has asked for
@@ -143,26 +136,21 @@ class NewestCapture:
 
     def drop(self, capture: Capture) -> None:
         """Drop a capture whose memory is about to change."""
-        with self._lock:
-            if self._held is not None and self._held[0] is capture:
-                self._held = None
+        # Compared by identity: a newer capture may have taken its place meanwhile.
+        self._drop_if(lambda held, memory: held is capture)
 
     def drop_not_durable(self) -> None:
         """Drop a capture that is not durable: the run was resumed from a base on disk instead.
 
         It belongs to a history that no process will resume.
         """
-        with self._lock:
-            if self._held is not None and not self._held[0].durable:
-                self._held = None
+        self._drop_if(lambda held, memory: not held.durable)
 
     def drop_from_timeline(self, timeline: int) -> None:
         """Drop a capture of this timeline or a later one: it belongs to another history."""
         # The folder was put back to an older state: timelines from this number on never happened
         # there.
-        with self._lock:
-            if self._held is not None and self._held[0].timeline >= timeline:
-                self._held = None
+        self._drop_if(lambda held, memory: held.timeline >= timeline)
 
     def failed(self, capture: Capture, error: BaseException, *, reused: bool) -> None:
         """Handle a capture that has not become durable.
@@ -171,10 +159,12 @@ class NewestCapture:
             reused: True if its training process is alive and will reuse the memory.
         """
         # A capture that failed the audit is not the state of its step: never restore from it.
-        wrong = reused or isinstance(error, AuditError)
-        # Compared by identity: a newer capture may have taken its place meanwhile.
+        if reused or isinstance(error, AuditError):
+            self.drop(capture)
+
+    def _drop_if(self, is_over: Callable[[Capture, Arena], bool]) -> None:
         with self._lock:
-            if wrong and self._held is not None and self._held[0] is capture:
+            if self._held is not None and is_over(*self._held):
                 self._held = None
 
     def recall(
@@ -190,8 +180,7 @@ class NewestCapture:
         Args:
             arena: arena of the process that asks.
             audit: raises AuditError for a capture that must not be restored; called for one that
-                the disk
-                has refused before it was audited.
+                the disk has refused before it was audited.
             own: also return a capture of the process that asks.
         """
         held = self._held
@@ -207,8 +196,7 @@ class NewestCapture:
 
         Args:
             audit: as for :meth:`recall`; None leaves out a capture without digests, as nothing
-                would
-                reveal that its process has overwritten it.
+                would reveal that its process has overwritten it.
         """
         held = self._held
         if held is None or (audit is None and not held[0].written):
@@ -242,8 +230,7 @@ class LookReply:
     """Reply to ``look``: the contents of memory, for a process that only reads them.
 
     It is one small message, however large the index: the index is in shared memory of its own,
-    whose
-    descriptor is sent along. So a reader that is stopped never blocks the keeper.
+    whose descriptor is sent along. So a reader that is stopped never blocks the keeper.
 
     Attributes:
         recalled, blobs, arenas: as in the reply to ``recall``.

@@ -91,8 +91,7 @@ class PeerLogStore:
         Args:
             bound_bytes: new limit; an arena that holds steps is not enlarged.
             sources: ranks that send here from now on. Steps of other ranks stay until a newer base
-                is
-                complete on all peers.
+                is complete on all peers.
         """
         with self._lock:
             self._sources = tuple(sources)

@@ -11,19 +11,11 @@ import threading
 from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import PurePath
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from everstep.arena.memory import Arena
 from everstep.commit.peer_copies import run_of
-from everstep.errors import (
-    DeadlineError,
-    EverstepError,
-    FencedError,
-    FormatError,
-    OutOfSpaceError,
-)
-from everstep.format.header import ShardIdentity
+from everstep.errors import DeadlineError, EverstepError, FormatError
 from everstep.format.log import (
     LogRecord,
     RecordHead,
@@ -31,49 +23,16 @@ from everstep.format.log import (
     layout_to_index,
     record_digest,
 )
-from everstep.format.writer import ChunkRing
-from everstep.keeper.log.batch import ENDED, Batch, batch_from_wire
-from everstep.keeper.log.disk_space import LogSpace, NoLogSpaceError
-from everstep.keeper.log.segment_writer import SegmentWriter
-from everstep.link.log_records import record_memory_bytes
-from everstep.seams import Seams
+from everstep.keeper.log.segment_queue import SegmentQueue, StoredRecord
 from everstep.seams.failpoints import failpoint
 from everstep.seams.files.stalls import wait_while_active
 from everstep.seams.processes.threads import IoThreads
 from everstep.state.layout.shards import ShardLayout
 
-if TYPE_CHECKING:
-    from everstep.link.keeper_stats import KeeperStats
-
-__all__ = ["LogStore", "LoggedStep", "open_log", "records_from_wire"]
+__all__ = ["LogStore", "LoggedStep", "records_from_wire"]
 
 _STEPS_MAX = 64
 """Most steps that :meth:`LogStore.steps_from` returns at once."""
-
-
-@dataclass(slots=True, eq=False)
-class _StoredRecord:
-    """A record in memory; ``record`` is None until its digest is computed.
-
-    Attributes:
-        number: number that the training process gave it; increases.
-        offset: offset of its data in the arena, in bytes.
-        received_s: time of arrival, in seconds of the writer's clock.
-        failed: True if there will be no record: digesting it failed.
-    """
-
-    number: int
-    head: RecordHead
-    layout: ShardLayout
-    objects: Mapping[str, bytes]
-    offset: int
-    received_s: float
-    record: LogRecord | None = None
-    failed: bool = False
-
-    @property
-    def memory_bytes(self) -> int:
-        return record_memory_bytes(self.layout.size_bytes, self.objects)
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,46 +53,24 @@ class LogStore:
 
     Args:
         arena: memory that holds the records.
-        writer: writes segments to disk; None: the log stays in memory.
-        post: called with errors of the background thread.
-        on_disk: called with the number of the last record on disk.
-        batch: number of steps per segment.
+        segments: writes the records to disk, if they go there. In the thread of this log.
 
     Attributes:
         listeners: called in the log's thread when a step is complete.
-        bases_expected: callables; each returns True while a base is expected after which retention
-            may free disk space.
-        after: the step after which the next segment begins; None before the first record.
         forgotten: number of the last record whose memory was released.
     """
 
-    def __init__(
-        self,
-        arena: Arena,
-        writer: SegmentWriter | None,
-        post: Callable[[EverstepError], None],
-        on_disk: Callable[[int], None] = lambda number: None,
-        batch: Batch | None = None,
-    ) -> None:
+    def __init__(self, arena: Arena, segments: SegmentQueue) -> None:
         self.listeners: list[Callable[[], None]] = []
-        self.bases_expected: list[Callable[[], bool]] = []
         self.arena = arena
-        self._writer = writer
-        self._post = post
-        self._on_disk = on_disk
-        self._lock = threading.Lock()
-        self._stored: list[_StoredRecord] = []
+        self.segments = segments
         self.forgotten = 0
+        # The serving thread adds and drops records; replica, peers and copies read them.
+        self._lock = threading.Lock()
+        self._stored: list[StoredRecord] = []
         self._digested_count = 0
-        self._batch = batch or Batch(1)
-        self._start_segment()
-        self.after: int | None = None
+        # One thread: records are digested and written in the order in which they were made.
         self._thread = IoThreads(1, "everstep-log")
-        self._failed = False
-        self._fenced = False
-        self._disabled = False
-        self._waits_for_space = False
-        self._base_pending = False
 
     @property
     def steps(self) -> tuple[int, int] | None:
@@ -142,17 +79,6 @@ class LogStore:
             first = next((i.head.step for i in self._stored if i.head.kind == "mark"), None)
             last = (i.head.step for i in reversed(self._stored) if i.head.kind == "mark")
             return None if first is None else (first, next(last))
-
-    @property
-    def in_memory_only(self) -> bool:
-        """True if new records do not go to disk."""
-        return self._writer is None or self._disabled or self._failed or self._fenced
-
-    def add_to(self, stats: KeeperStats) -> None:
-        """Add bytes on disk and steps per segment to ``stats``."""
-        if self._writer is not None:
-            stats.log_bytes = self._writer.written_bytes
-            stats.log_batch_steps = self._batch.steps
 
     def add(
         self,
@@ -163,7 +89,7 @@ class LogStore:
         offset: int,
     ) -> None:
         """Add a record that has arrived completely, at ``offset`` of the arena."""
-        item = _StoredRecord(number, head, layout, objects, offset, self._now_s())
+        item = StoredRecord(number, head, layout, objects, offset, self.segments.now_s)
         failpoint("keeper.log_arrived")
         with self._lock:
             self._stored.append(item)
@@ -224,7 +150,7 @@ class LogStore:
             items = self._stored
             begin = bisect_right(items, number, key=lambda item: item.number)
         found: list[LogRecord] = []
-        step: list[_StoredRecord] = []
+        step: list[StoredRecord] = []
         for place in range(begin, len(items)):
             item = items[place]
             if item.head.step <= beyond:
@@ -267,7 +193,7 @@ class LogStore:
 
     def flush(self) -> None:
         """Write an unfinished segment up to its last step mark, in the background."""
-        self._thread.submit(self._flush)
+        self._thread.submit(self.segments.flush)
 
     def expect_base(self, coming: bool) -> None:
         """Note whether a base is in progress, after which retention may free disk space for the
@@ -275,13 +201,9 @@ class LogStore:
 
         Segments that do not fit stay in memory as long as a base is expected.
         """
-        self._base_pending = coming
-        if self._waits_for_space:
-            self._thread.submit(self._guarded, self._catch_up)
-
-    @property
-    def _base_expected(self) -> bool:
-        return self._base_pending or any(coming() for coming in self.bases_expected)
+        self.segments.base_pending = coming
+        if self.segments.waits_for_space:
+            self._thread.submit(self.segments.catch_up)
 
     def forget(self, upto: int) -> None:
         """Drop records up to this number: their memory is about to be reused."""
@@ -297,12 +219,12 @@ class LogStore:
         Starting also works after an earlier failure. Records that have already arrived are still
         written.
         """
-        self._thread.submit(self._set_to_disk, on)
+        self._thread.submit(self.segments.set_to_disk, on)
 
     @property
     def moves(self) -> int:
         """Counter that increases with each digested record and each completed disk operation."""
-        return self._digested_count + (0 if self._writer is None else self._writer.moves)
+        return self._digested_count + self.segments.moves
 
     def settle(self, timeout_s: float, alive: Callable[[], None] = lambda: None) -> None:
         """Wait until all records that have arrived are digested and, if the log goes to disk,
@@ -354,179 +276,28 @@ class LogStore:
         """End the thread. Records of an unfinished segment stay in memory only."""
         self._thread.close()
 
-    def _now_s(self) -> float:
-        return 0.0 if self._writer is None else self._writer.now_s()
-
-    def _digest_record(self, item: _StoredRecord) -> None:
-        began_s = self._now_s()
+    def _digest_record(self, item: StoredRecord) -> None:
+        began_s = self.segments.now_s
         try:
             data = self.arena.view[item.offset : item.offset + item.layout.size_bytes]
             # In the log's thread: digesting a large record must not delay messages of the trainer.
             found = record_digest(data, item.objects)
             item.record = LogRecord(item.head, item.layout, item.objects, data, found)
-            digest_s = self._now_s() - began_s
+            digest_s = self.segments.now_s - began_s
             if item.head.kind == "mark":
                 # A copy: a listener may be removed while this runs.
                 for listener in tuple(self.listeners):
                     listener()
-            if self._writer is not None and not self._failed and not self._disabled:
-                self._add_to_segment(item, digest_s)
+            self.segments.add(item, digest_s)
         except EverstepError as error:
-            self._fail(error)
+            self.segments.fail(error)
         except Exception as error:
             step = item.head.step
-            self._fail(EverstepError(f"internal error in the log: {error!r}", step=step))
+            self.segments.fail(EverstepError(f"internal error in the log: {error!r}", step=step))
         finally:
             # Also on errors: settle() and steps_from() must not wait for this record.
             item.failed = item.record is None
             self._digested_count += 1
-
-    def _fail(self, error: EverstepError) -> None:
-        """Stop writing: segments after a gap are useless until the next base. Recording goes on in
-        memory.
-        """
-        self._failed = True
-        self._fenced = self._fenced or isinstance(error, FencedError)
-        self._waits_for_space = False
-        self._pending.clear()
-        if not self._fenced:
-            effect = "the log on disk ends here and continues after the next base"
-            error.hint = effect if error.hint is None else f"{error.hint}; {effect}"
-        self._post(error)
-        self._on_disk(ENDED)
-
-    def _start_segment(self, items: Sequence[_StoredRecord] = ()) -> None:
-        """Begin the next segment with ``items``, which belong to an unfinished step."""
-        self._pending = list(items)
-        self._segment_steps = 0
-        self._segment_bytes = sum(item.layout.size_bytes for item in items)
-        self._segment_memory_bytes = sum(item.memory_bytes for item in items)
-        self._segment_digest_s = 0.0
-
-    def _add_to_segment(self, item: _StoredRecord, digest_s: float) -> None:
-        if self.after is None:
-            self.after = item.head.step - 1
-        self._pending.append(item)
-        self._segment_bytes += item.layout.size_bytes
-        self._segment_memory_bytes += item.memory_bytes
-        self._segment_digest_s += digest_s
-        if item.head.kind != "mark":
-            return
-        self._segment_steps += 1
-        self._batch.step_ended(item.head.step, item.received_s)
-        if self._waits_for_space and not self._base_expected:
-            self._catch_up()
-        elif not self._waits_for_space and self._batch.is_full(
-            self._segment_steps, self._segment_bytes, self._segment_memory_bytes
-        ):
-            self._write_segment()
-
-    def _write_segment(self) -> None:
-        """Write the pending records, the last of which is a step mark."""
-        assert self._writer is not None
-        assert self.after is not None
-        records = [pending.record for pending in self._pending if pending.record is not None]
-        try:
-            times = self._writer.write(records, self.after)
-        except NoLogSpaceError:
-            if not self._base_expected:
-                raise
-            # The records stay pending: retention after that base may free space for them.
-            self._waits_for_space = True
-            return
-        # The segment is durable: only now may the trainer be told.
-        self._batch.segment_written(
-            self._segment_steps, self._segment_bytes, self._segment_digest_s, times
-        )
-        last = self._pending[-1]
-        self.after = last.head.step
-        self._start_segment()
-        self._on_disk(last.number)
-
-    def _catch_up(self) -> None:
-        """Write records that waited for disk space, in segments of the usual size."""
-        items = self._pending
-        self._waits_for_space = False
-        self._start_segment()
-        for item in items:
-            self._pending.append(item)
-            self._segment_bytes += item.layout.size_bytes
-            self._segment_memory_bytes += item.memory_bytes
-            if item.head.kind == "mark":
-                self._segment_steps += 1
-                if not self._waits_for_space and self._batch.is_full(
-                    self._segment_steps, self._segment_bytes, self._segment_memory_bytes
-                ):
-                    self._write_segment()
-
-    def _set_to_disk(self, on: bool) -> None:
-        last = self._pending[-1].number if self._pending else 0
-        self._flush()
-        if self._waits_for_space:
-            error = "the disk has no space for pending log records"
-            self._fail(OutOfSpaceError(error, step=self.after))
-        self._start_segment()
-        # A restarted log begins a new run of segments: nothing connects it to the old ones.
-        self.after = None
-        self._disabled = not on
-        self._failed = self._failed and (self._fenced or not on)
-        self._on_disk(ENDED if self._failed else last)
-
-    def _flush(self) -> None:
-        if self._waits_for_space:
-            self._guarded(self._catch_up)
-        if self._waits_for_space:
-            return
-        complete = len(self._pending)
-        while complete and self._pending[complete - 1].head.kind != "mark":
-            complete -= 1
-        if self._writer is None or self._failed or not complete:
-            return
-        # A segment ends with a mark; updates of the unfinished step go to the next one.
-        rest = self._pending[complete:]
-        self._pending = self._pending[:complete]
-
-        def write() -> None:
-            self._write_segment()
-            if self._waits_for_space:
-                self._pending += rest
-            else:
-                self._start_segment(rest)
-
-        self._guarded(write)
-
-    def _guarded(self, write: Callable[[], None]) -> None:
-        try:
-            write()
-        except EverstepError as error:
-            self._fail(error)
-        except Exception as error:
-            self._fail(EverstepError(f"internal error in the log: {error!r}"))
-
-
-def open_log(
-    seams: Seams,
-    run: PurePath,
-    ring: ChunkRing,
-    arena: Arena,
-    to_disk: Mapping[str, Any] | None,
-    identity: ShardIdentity | None,
-    post: Callable[[EverstepError], None],
-    on_disk: Callable[[int], None],
-    *,
-    timeout_s: float,
-) -> LogStore:
-    """Open the log of a timeline.
-
-    Args:
-        to_disk: limits of the log on disk, as in :func:`.batch.batch_from_wire`; None: memory only.
-        identity: identity of this rank; needed if the log goes to disk.
-    """
-    if to_disk is None or identity is None:
-        return LogStore(arena, None, post, on_disk)
-    space = LogSpace.from_wire(seams.filesystem, run, identity.rank, identity.world, to_disk)
-    writer = SegmentWriter(seams, run, identity, ring, timeout_s=timeout_s, space=space)
-    return LogStore(arena, writer, post, on_disk, batch_from_wire(to_disk))
 
 
 def _is_run(records: Sequence[LogRecord]) -> bool:

@@ -15,7 +15,8 @@ from everstep.errors import DeadlineError, KeeperError
 from everstep.format.log import RecordHead
 from everstep.format.writer import ChunkRing
 from everstep.keeper.log.attached import AttachedTrainer
-from everstep.keeper.log.log_store import LogStore, open_log
+from everstep.keeper.log.log_store import LogStore
+from everstep.keeper.log.segment_queue import open_segments
 from everstep.link.channel import BackgroundChannel
 from everstep.link.log_records import receive_layout
 from everstep.link.messages import identity_from_wire
@@ -84,7 +85,9 @@ class Logs:
         self._timeline = 0
         self.served_timelines = ServedTimelines(seams.filesystem, run)
         self._current: LogStore | None = None
-        self._older: list[tuple[int, LogStore]] = []  # with their timelines
+        # With their timelines.
+        self._older: list[tuple[int, LogStore]] = []
+        # The writing thread drops older logs while the serving thread reads or adds some.
         self._lock = threading.Lock()
 
     def serve(
@@ -113,17 +116,17 @@ class Logs:
                     self._older.append((self._timeline, self._current))
         to_disk = message.get("log")
         self._timeline = message["timeline"]
-        self._current = open_log(
+        segments = open_segments(
             self._seams,
             self._run,
             self._ring,
-            trainer.arena,
             to_disk,
             None if to_disk is None else identity_from_wire(message["identity"]),
             channel.post,
             lambda number: trainer.send({"kind": "logged", "upto": number}),
             timeout_s=timeout_s,
         )
+        self._current = LogStore(trainer.arena, segments)
         served = self._timeline
         if not self.served_timelines.start_timeline(served):
             return False
@@ -152,7 +155,7 @@ class Logs:
     def add_to(self, stats: KeeperStats) -> None:
         """Add the figures of the current log to ``stats``."""
         if self._current is not None:
-            self._current.add_to(stats)
+            self._current.segments.add_to(stats)
 
     @property
     def current(self) -> LogStore | None:
@@ -167,7 +170,7 @@ class Logs:
     @property
     def memory_step(self) -> int | None:
         """Newest step of the logs that are in memory only; None: there is none."""
-        steps = [log.steps for log in self._all() if log.in_memory_only]
+        steps = [log.steps for log in self._all() if log.segments.in_memory_only]
         return max((one[1] for one in steps if one is not None), default=None)
 
     def drop_older(self, timeline: int) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import PurePath
 from typing import Any
 
@@ -15,7 +16,6 @@ from everstep.format.names import LOG_DIR, marker_name, segment_dir, timeline_di
 from everstep.format.plan import ShardPlan
 from everstep.format.records import Marker
 from everstep.format.writer import ChunkRing, write_shard
-from everstep.keeper.log.batch import SegmentTimes
 from everstep.keeper.log.disk_space import LogSpace
 from everstep.run.fence import Fence
 from everstep.seams import Seams
@@ -32,10 +32,23 @@ from everstep.tiers.durable_files import (
     write_durably,
 )
 
-__all__ = ["SegmentWriter"]
+__all__ = ["SegmentTimes", "SegmentWriter"]
 
 _MARKER_BYTES = 1024
 """Reserved for a marker; about 450 bytes are used."""
+
+
+@dataclass(frozen=True, slots=True)
+class SegmentTimes:
+    """Durations of one segment write.
+
+    Attributes:
+        price_s: seconds for everything but the body: names, header, marker, syncs of directories.
+        work_s: seconds until the body was durable.
+    """
+
+    price_s: float
+    work_s: float
 
 
 class SegmentWriter:

@@ -50,7 +50,7 @@ class LocalKeeper(BaseWriter):
         """Accept a log record that is complete in the arena."""
         assert self.records is not None
         self.records.add(number, head, layout, objects, offset)
-        self.records.add_to(self.stats)
+        self.records.segments.add_to(self.stats)
 
     def forget_log(self, upto: int) -> None:
         """Drop records up to ``upto``: their memory is about to be reused."""

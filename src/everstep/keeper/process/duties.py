@@ -48,7 +48,7 @@ from everstep.seams.network.mailbox import TcpMailbox
 # Loaded at first use, as most runs do not need them: training waits for a keeper to start.
 if TYPE_CHECKING:
     from everstep.keeper.process.auditor import AuditedElsewhere, Auditor
-    from everstep.keeper.ship.mirrors import Mirrors
+    from everstep.keeper.ship.couriers import Couriers
 
 __all__ = ["HANDLERS", "Duties"]
 
@@ -70,7 +70,7 @@ class Duties:
         replicas: copy of the state that follows the log, if there is one.
         rebuilds: multi-step captures that are brought to one step.
         auditor: audits bases, if the training process asked for it.
-        mirrors: copy bases to other tiers, if there are any.
+        couriers: copy bases to other tiers, if there are any.
         peers: copies exchanged with other nodes.
         mailbox: open for the next timeline, if there are several ranks.
         timeline: number of the timeline that is served.
@@ -91,8 +91,8 @@ class Duties:
         self.replicas = ServedReplica(seams.filesystem, run, self.newest_capture)
         self.rebuilds = Rebuilds(seams.filesystem, run, self.newest_capture)
         self.auditor: Auditor | AuditedElsewhere | None = None
-        self.mirrors: Mirrors | None = None
-        self.peers = PeerCopies(seams.filesystem, run, self.newest_capture)
+        self.couriers: Couriers | None = None
+        self.peers = PeerCopies(seams, run, self.newest_capture, timeout_s=timeout_s)
         self.mailbox: TcpMailbox | None = None
         self.timeline = self._bases_durable = 0
         self._arena: Arena | None = None
@@ -131,16 +131,13 @@ class Duties:
         log = self.logs.current
         assert log is not None
         self.peers.serve(
+            trainer,
             message.get("peers"),
             link,
-            self._seams.clock,
-            lambda notice: _report(trainer, notice, "notice"),
-            timeout_s=self.timeout_s,
+            log,
             timeline=self.timeline,
-            log=log,
-            on_everywhere=lambda base: self._on_everywhere(trainer, base),
-            on_step=lambda step: trainer.send({"kind": "peered", "base": None, "step": step}),
             verified=verified,
+            on_everywhere=lambda base: self._on_everywhere(trainer, base),
         )
         self.keeper = BaseWriter(
             Timeline(
@@ -165,7 +162,7 @@ class Duties:
         self.keeper.sweep_in_background()
         self.replicas.serve(trainer, message, log, self.keeper, self.timeout_s)
         self.rebuilds.serve(message)
-        self._start_mirrors(message, link, channel)
+        self._start_couriers(message, link, channel)
         self.auditor = None
         if (message.get("log") or {}).get("audit"):
             from everstep.keeper.process.auditor import auditor_of
@@ -188,8 +185,8 @@ class Duties:
         """
         if self.auditor is not None:
             self.auditor.close()
-        if self.mirrors is not None:
-            self.mirrors.close()
+        if self.couriers is not None:
+            self.couriers.close()
         self.peers.close()
         if self.keeper is None:
             return
@@ -200,34 +197,33 @@ class Duties:
         self.replicas.close()
         self.keeper.close()
 
-    def _start_mirrors(
+    def _start_couriers(
         self,
         message: Mapping[str, Any],
         link: JobLink | None,
         channel: BackgroundChannel,
     ) -> None:
-        """Start to copy bases to the tiers that the message names."""
+        """Start to copy bases and log to the tiers that the message names."""
         assert self.keeper is not None
-        before = self.mirrors
-        self.mirrors = None
+        before = self.couriers
+        self.couriers = None
         if not message.get("tiers"):
             return
-        from everstep.keeper.ship.mirrors import Mirrors
+        from everstep.keeper.ship.couriers import Couriers
 
-        self.mirrors = Mirrors(
+        self.couriers = Couriers(
             self._seams,
             self._run,
-            self.timeline,
-            message["tiers"],
+            identity_from_wire(message["identity"]),
             channel.post,
             timeout_s=self.timeout_s,
             link=link,
-            log=self.logs.current,
-            identity=identity_from_wire(message["identity"]),
             before=before,
         )
+        assert self.logs.current is not None
+        self.couriers.start(message["tiers"], self.logs.current)
         # An earlier keeper may have ended before it copied the newest base.
-        self.mirrors.base_durable()
+        self.couriers.base_durable()
 
     def listen(self, trainer: AttachedTrainer, message: dict[str, Any]) -> None:
         """Open a mailbox for the keepers of the other ranks, and reply with its port."""
@@ -385,8 +381,8 @@ class Duties:
         logs = self.logs.recall(trainer, own=own, timeout_s=self.timeout_s)
         recalled, blobs, arenas = self._in_memory(found, logs)
         # After the last step that has arrived: steps after the resume may replace them.
-        if own and self.mirrors is not None:
-            self.mirrors.pause()
+        if own and self.couriers is not None:
+            self.couriers.pause()
         # Blobs before the reply that refers to them; in chunks, as one message is limited in size.
         for number, blob in enumerate(blobs):
             for part in parts_of(blob):
@@ -470,8 +466,8 @@ class Duties:
     def lose(self, trainer: AttachedTrainer) -> None:
         """Drop captures that are incomplete: the training process has ended."""
         self.replicas.lose()
-        if self.mirrors is not None and not trainer.detaching:
-            self.mirrors.trainer_lost()
+        if self.couriers is not None and not trainer.detaching:
+            self.couriers.trainer_lost()
         for capture in list(trainer.captures.values()):
             # A capture that is being rebuilt has arrived completely, so it is not dropped.
             there = capture.incoming.complete or capture.assembling
@@ -488,8 +484,8 @@ class Duties:
         stats = self.keeper.stats
         stats.cpu_s = time.process_time()
         self.logs.add_to(stats)
-        if self.mirrors is not None:
-            self.mirrors.add_to(stats)
+        if self.couriers is not None:
+            self.couriers.add_to(stats)
         self.peers.add_to(stats)
         return {
             "stats": dataclasses.asdict(stats),
@@ -540,7 +536,7 @@ class Duties:
         # Checked after the replica: it may have handed over a base since the caller's check.
         if self.keeper.waiting:
             return True
-        return self.mirrors is not None and self.mirrors.finish()
+        return self.couriers is not None and self.couriers.finish()
 
     def _persist(self, capture: Capture | None) -> None:
         """Write a parked capture like any other; harmless when repeated."""
@@ -552,13 +548,13 @@ class Duties:
     def close(self) -> None:
         """End all threads after they have finished their work."""
         # Producers before consumers: replica and rebuilds hand bases to the keeper, and the
-        # keeper's bases are what auditor, mirrors and peers use.
+        # keeper's bases are what auditor, couriers and peers use.
         self.replicas.close(timeout_s=self.timeout_s)
         self.rebuilds.close(timeout_s=self.timeout_s)
         if self.auditor is not None:
             self.auditor.close()
-        if self.mirrors is not None:
-            self.mirrors.close()
+        if self.couriers is not None:
+            self.couriers.close()
         self.peers.close()
         if self.keeper is not None:
             self.keeper.close()
@@ -579,8 +575,8 @@ class Duties:
             # A base in the replica's own memory: no trainer waits for the block.
             self.replicas.done(capture)
         if capture.save.durable.exception() is None and not capture.save.in_memory:
-            if self.mirrors is not None:
-                self.mirrors.base_durable(BaseId(capture.timeline, capture.step))
+            if self.couriers is not None:
+                self.couriers.base_durable(BaseId(capture.timeline, capture.step))
             if self.auditor is not None:
                 self.auditor.base_durable()
             self.peers.base_durable(BaseId(capture.timeline, capture.step))
@@ -592,8 +588,8 @@ class Duties:
         fields = {"number": capture.number}
         if error is None:
             self._drop_older(capture.save.timeline)
-            if self.mirrors is not None:
-                self.mirrors.base_known(BaseId(capture.timeline, capture.step))
+            if self.couriers is not None:
+                self.couriers.base_known(BaseId(capture.timeline, capture.step))
             fields["size_bytes"] = capture.plan.size_bytes
             try:
                 self.replicas.base_durable(capture, trainer.arena)

@@ -93,7 +93,7 @@ class ServedReplica:
         if limits is None:
             return
         # A requested base will be followed by retention, which may free space for the log.
-        log.bases_expected.append(lambda: bool(requested))
+        log.segments.bases_expected.append(lambda: bool(requested))
         self._replica = Replica(
             log,
             keeper,

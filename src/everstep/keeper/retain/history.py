@@ -305,6 +305,6 @@ class HistoryFlush:
         self._kept.append(step)
         # Only when retention could delete the base that unflushed steps need: a flush ends a batch
         # early.
-        if len(self._kept) == self._kept.maxlen and (log.after or 0) + 1 < self._kept[0]:
+        if len(self._kept) == self._kept.maxlen and (log.segments.after or 0) + 1 < self._kept[0]:
             log.flush()
             log.settle(timeout_s, alive)

@@ -2,11 +2,12 @@
 
 Runs in the keeper process, after the commit; training never waits for it. Read in this order:
 
-``mirrors``         all copies of one keeper to the places in ``tiers=``
-``mirror``          copy committed bases to one place
-``rank_mirror``     the same with several ranks: rank 0 chooses the base and commits
+``couriers``        all copies of one keeper to the places in ``tiers=``
+``courier``         copy to one place: thread, turns, failures
+``base_copies``     copy committed bases
+``rank_copies``     the same with several ranks: rank 0 chooses the base and commits
 ``copy_retention``  delete old copies
-``log_mirror``      copy log segments to one place
+``log_copies``      copy log segments
 ``place``           one place: its fence, its records, its inventory
 ``peer_copies``     copies in the memory of another node: start and stop, find bases to send
 ``peer_exchange``   send bases to the peer, receive those of others

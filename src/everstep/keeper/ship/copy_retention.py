@@ -28,10 +28,15 @@ _READERS = 1
 class CopyRetention:
     """Retention of copies in one place.
 
+    With several ranks, rank 0 alone runs it. It then also commits copies that lack only their
+    manifest, and removes copies that can never be complete: incomplete ones older than a copy that
+    was read back, when no rank copies them any more.
+
     Args:
         keep: number of copies to keep.
         post: called with the error of a damaged copy.
         timeout_s: timeout of a single transfer, in seconds.
+        several: True if several ranks make the copies.
     """
 
     def __init__(
@@ -41,19 +46,30 @@ class CopyRetention:
         post: Callable[[DamageError], None],
         *,
         timeout_s: float,
+        several: bool = False,
     ) -> None:
         self._place = place
         self._post = post
+        self._several = several
+        self._all_past: BaseId | None = None
         self._read_back = ReadBack(
             place.files,
             lambda: contextlib.closing(ChunkRing(_CHUNKS, _READERS)),
             keep=keep,
             timeout_s=timeout_s,
-            tier=place.tier.traits.kind,
-            url=place.tier.url,
+            tier=place.kind,
+            url=place.url,
         )
         self._swept: set[BaseId] = set()
-        self.deleted = 0
+
+    @property
+    def verified(self) -> set[BaseId]:
+        """Copies that were read back and found intact."""
+        return self._read_back.verified
+
+    def all_ranks_past(self, base: BaseId) -> None:
+        """Note that every rank has copied ``base``: none of them is copying an older one."""
+        self._all_past = base
 
     def run(self) -> None:
         """Delete copies that are no longer needed.
@@ -63,6 +79,8 @@ class CopyRetention:
             StorageError: the tier failed.
             DeadlineError: the tier hangs.
         """
+        if self._several:
+            self._roll_forward()
         inventory = self._place.inventory()
         bases = {base.id: base for base in inventory.bases if self._is_candidate(base)}
         victims = self._read_back.plan(bases, inventory.branches, self._post)
@@ -80,6 +98,8 @@ class CopyRetention:
                 self._place.check_fence()
                 self._delete_files(base)
         self._clean_older_timelines(inventory)
+        if self._several:
+            self._sweep()
 
     def _clean_older_timelines(self, inventory: Inventory) -> None:
         """Remove files left by crashed processes of older timelines.
@@ -125,7 +145,6 @@ class CopyRetention:
             raise
         self._delete_files(base)
         self._read_back.forget(base.id)
-        self.deleted += 1
 
     def _delete_files(self, base: BaseFound) -> None:
         """Delete the files of a copy: records first, the condemned record last.
@@ -138,6 +157,30 @@ class CopyRetention:
         rest = [name for name in names if name not in records and name != CONDEMNED]
         for name in [*records, *rest, CONDEMNED]:
             self._place.tier.delete(_name(base, name))
+
+    def _roll_forward(self) -> None:
+        """Commit copies whose files are all there."""
+        for base in self._place.inventory().bases:
+            if base.status == "complete" and base.id.timeline <= self._place.timeline:
+                assert base.manifest is not None
+                folder = _name(base)
+                if all(self._place.has_rank_files(folder, one) for one in base.manifest.markers):
+                    # Before every commit: a process of an older timeline must not commit (I11).
+                    self._place.check_fence()
+                    self._place.create(_name(base, MANIFEST), base.manifest.encode())
+
+    def _sweep(self) -> None:
+        """Delete incomplete copies that no rank copies any more."""
+        newest = max(self.verified, default=None)
+        if newest is None or self._all_past is None:
+            return
+        for base in self._place.inventory().bases:
+            # Younger incomplete copies may be in progress.
+            unfinished = base.status == "incomplete" and base.id < min(newest, self._all_past)
+            # The listing may be outdated: the manifest may exist by now.
+            if unfinished and self._place.size_of(_name(base, MANIFEST)) is None:
+                self._place.check_fence()
+                self._delete_files(base)
 
 
 def _name(base: BaseFound, name: str = "") -> str:

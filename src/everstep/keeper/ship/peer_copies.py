@@ -17,21 +17,24 @@ from everstep.format.records import FileRecord, Marker
 from everstep.keeper.held.newest_capture import NewestCapture
 from everstep.keeper.held.peer_base_store import PeerBaseStore
 from everstep.keeper.held.peer_log_store import PeerLogStore
+from everstep.keeper.log.attached import AttachedTrainer
 from everstep.keeper.log.log_store import LogStore
 from everstep.keeper.log.recall_wire import base_from_wire, base_to_wire, log_to_wire
+from everstep.link.job_session import JobSession
 from everstep.link.keeper_stats import KeeperStats
+from everstep.link.wire import error_to_wire
 from everstep.restore.fetch.held import HeldBase
 from everstep.restore.fetch.peer_copy import files_over
 from everstep.run.scan import scan_base
-from everstep.seams import Clock, FileSystem, ReadFile
+from everstep.seams import ReadFile, Seams
 from everstep.tiers.options import PeerOptions
 
 # Loaded at first use: only jobs of several ranks, or with bases in memory, need them.
 if TYPE_CHECKING:
     from everstep.keeper.held.memory_bases import IsPast, MemoryBases
     from everstep.keeper.persist.job_link import JobLink
-    from everstep.keeper.ship.log_sender import LogSenderStats
-    from everstep.keeper.ship.peer_exchange import PeerExchange, PeerExchangeStats, Source
+    from everstep.keeper.ship.base_sender import Source
+    from everstep.keeper.ship.peer_exchange import PeerExchange
 
 __all__ = ["PeerCopies"]
 
@@ -41,6 +44,7 @@ class PeerCopies:
 
     Args:
         newest_capture: the newest capture of this rank; bases are read from it while it is held.
+        timeout_s: seconds without progress after which a peer is reported.
 
     Attributes:
         store: bases of other ranks (and, with bases in memory, of this one).
@@ -51,9 +55,11 @@ class PeerCopies:
     """
 
     def __init__(
-        self, filesystem: FileSystem, run: PurePath, newest_capture: NewestCapture
+        self, seams: Seams, run: PurePath, newest_capture: NewestCapture, *, timeout_s: float
     ) -> None:
-        self._filesystem = filesystem
+        self._clock = seams.clock
+        self._filesystem = seams.filesystem
+        self._timeout_s = timeout_s
         self._run = run
         self._newest_capture = newest_capture
         self._rank = 0
@@ -65,83 +71,90 @@ class PeerCopies:
 
     def serve(
         self,
+        trainer: AttachedTrainer,
         settings: Mapping[str, Any] | None,
         link: JobLink | None,
-        clock: Clock,
-        notify: Callable[[EverstepError], None],
-        *,
-        timeout_s: float,
-        timeline: int,
         log: LogStore,
+        *,
+        timeline: int,
+        verified: BaseId | None,
         on_everywhere: Callable[[BaseId], None],
-        on_step: Callable[[int], None],
-        verified: BaseId | None = None,
     ) -> None:
         """Start a timeline.
 
         Args:
+            trainer: receives notices, and the newest step of the log that the peer holds.
             settings: ``bound_bytes`` and ``log_bytes``: memory for other ranks' bases and logs;
                 ``bytes_per_s``: maximum rate; ``sends_log``: True if this rank's log is sent, as
                 the ``log`` options say; ``holds``: True if bases of this rank live in memory. None:
                 no rank sends or holds anything.
             link: link to the keepers of the other ranks; None: there is one rank.
-            notify: called with errors; training goes on.
             log: log of this rank.
-            on_everywhere: called with each base that all peers hold completely, in a thread.
-            on_step: called with the newest step of the log that the peer holds, in a thread.
             verified: with one rank: the durable base from which the process continues.
+            on_everywhere: called with each base that all peers hold completely, in a thread.
         """
         self.close()
         self.spared = tuple
-        job_session = None if link is None else link.session
         holds = settings is not None and bool(settings.get("holds"))
-        if settings is not None and holds and job_session is None:
-            self._rank = 0
-            self.store.new_start(settings["bound_bytes"], (), verified)
-            self.bases = self._bases(clock, timeout_s)
-            return
-        sends = job_session is not None and job_session.peer is not None
-        if settings is None or link is None or job_session is None or not (sends or holds):
+        sends = link is not None and link.session.peer is not None
+        if settings is None or not (holds or sends):
+            # Nothing is held any more: return the memory.
             self.store = PeerBaseStore()
             self.logs = PeerLogStore()
-            return
-        from everstep.keeper.ship.log_sender import LogSender
-        from everstep.keeper.ship.lossy_log import shrinking
-        from everstep.keeper.ship.peer_exchange import Pace, PeerExchange
+        elif link is None:
+            self._rank = 0
+            self.store.new_start(settings["bound_bytes"], (), verified)
+            self.bases = self._memory_bases(None)
+        else:
+            self._rank = link.session.rank
+            self._prepare_stores(settings, link.session)
+            self._start_exchange(trainer, settings, link, log, timeline, on_everywhere)
 
-        self._rank = job_session.rank
+    def _prepare_stores(self, settings: Mapping[str, Any], job_session: JobSession) -> None:
+        holds = settings.get("holds")
         recovered = job_session.recovered
         own = (job_session.rank,) if holds and recovered is None else ()
         sources = (*job_session.sources, *own)
         spare = job_session.spare if holds else None
         self.store.new_start(settings["bound_bytes"], sources, recovered, spare)
         self.logs.new_start(settings["log_bytes"], job_session.sources)
-        self.exchange = exchange = PeerExchange(
-            job_session,
-            self.store,
-            Pace(settings["bytes_per_s"], at_once=holds),
-            clock,
-            self._find,
+
+    def _start_exchange(
+        self,
+        trainer: AttachedTrainer,
+        settings: Mapping[str, Any],
+        link: JobLink,
+        log: LogStore,
+        timeline: int,
+        on_everywhere: Callable[[BaseId], None],
+    ) -> None:
+        from everstep.keeper.ship.base_sender import Pace
+        from everstep.keeper.ship.log_sender import LogSender
+        from everstep.keeper.ship.lossy_log import shrinking
+        from everstep.keeper.ship.peer_exchange import PeerExchange
+        from everstep.keeper.ship.transfer import PeerLink
+
+        holds = bool(settings.get("holds"))
+        to_peer = PeerLink(
+            link.session,
+            self._clock,
             link.send,
-            notify,
-            timeout_s=timeout_s,
-            logs=self.logs,
-            on_everywhere=on_everywhere,
+            lambda error: trainer.send({"kind": "notice", "error": error_to_wire(error)}),
+            timeout_s=self._timeout_s,
         )
+        pace = Pace(settings["bytes_per_s"], at_once=holds)
+        exchange = PeerExchange(to_peer, self.store, self.logs, pace, self._find, on_everywhere)
+        self.exchange = exchange
         if settings["sends_log"]:
-            exchange.log = sender = LogSender(
-                job_session.rank,
-                exchange.peer,
-                settings["bytes_per_s"],
-                clock,
+            exchange.log = LogSender(
+                to_peer,
+                log,
+                timeline,
                 self._record_of,
-                lambda message: link.send(exchange.peer, message),
-                exchange.report_failure,
+                bytes_per_s=settings["bytes_per_s"],
                 shrink=shrinking(PeerOptions(**settings.get("log", {}))),
-                timeout_s=timeout_s,
-                on_step=on_step,
+                on_step=lambda step: trainer.send({"kind": "peered", "base": None, "step": step}),
             )
-            sender.follow(log, timeline)
             log.listeners.append(exchange.logged)
         link.on_peer_copies(exchange.receive)
         # Also valid after the end of the exchange: retention runs until the last base is written.
@@ -150,22 +163,22 @@ class PeerCopies:
         # Only now: the thread must not handle messages before everything is in place.
         exchange.start()
         if holds:
-            self.bases = self._bases(clock, timeout_s, exchange.is_past)
-        if recovered is not None:
+            self.bases = self._memory_bases(exchange.is_past)
+        if link.session.recovered is not None:
             # A replaced node has lost its copies: send the recovered base again.
-            exchange.durable(recovered)
+            exchange.durable(link.session.recovered)
 
-    def _bases(self, clock: Clock, timeout_s: float, is_past: IsPast | None = None) -> MemoryBases:
+    def _memory_bases(self, is_past: IsPast | None) -> MemoryBases:
         from everstep.keeper.held.memory_bases import MemoryBases
 
         return MemoryBases(
             self._filesystem,
             self._run,
             self.store,
-            clock,
+            self._clock,
             is_past,
             self.base_durable,
-            timeout_s=timeout_s,
+            timeout_s=self._timeout_s,
         )
 
     def base_durable(self, base: BaseId) -> None:
@@ -177,6 +190,7 @@ class PeerCopies:
         """Return the copies held for other ranks, encoded for a message, and the arenas they lie
         in.
         """
+        # Nothing is copied: the trainer maps the arenas, whose memory lives as long as a reference.
         found = []
         arenas = []
         for copy, arena in self.store.whole():
@@ -194,30 +208,17 @@ class PeerCopies:
         """True if this rank's log is sent to its peer."""
         return self.exchange is not None and self.exchange.log is not None
 
-    @property
-    def log_stats(self) -> LogSenderStats:
-        """Figures about the log since the start of the timeline."""
-        from everstep.keeper.ship.log_sender import LogSenderStats
-
-        sender = None if self.exchange is None else self.exchange.log
-        return LogSenderStats() if sender is None else sender.stats
-
-    @property
-    def stats(self) -> PeerExchangeStats:
-        """Figures about bases since the start of the timeline."""
-        from everstep.keeper.ship.peer_exchange import PeerExchangeStats
-
-        return PeerExchangeStats() if self.exchange is None else self.exchange.stats
-
     def add_to(self, stats: KeeperStats) -> None:
         """Add the figures since the start of the timeline to ``stats``."""
-        sent = self.stats
-        logged = self.log_stats
+        if self.exchange is None:
+            return
+        sent = self.exchange.bases.stats
         stats.peered = sent.sent
         stats.peered_bytes = sent.sent_bytes
-        stats.peers_passed_over = sent.passed_over
-        stats.peered_steps = logged.steps
-        stats.peer_missed = logged.missed
+        stats.peers_passed_over = sent.missed
+        if self.exchange.log is not None:
+            stats.peered_steps = self.exchange.log.stats.sent
+            stats.peer_missed = self.exchange.log.stats.missed
 
     def close(self) -> None:
         """Stop sending. Copies that are held stay."""
@@ -242,8 +243,10 @@ class PeerCopies:
         try:
             path = timeline_dir(self._run, base.timeline) / TIMELINE_RECORD
             record = read_record_bytes(self._filesystem, path)
+            # Memory first: reading it costs the disk nothing.
             found = self._in_peer_store(base) or self._in_memory(base) or self._on_disk(base)
         except (OSError, EverstepError):
+            # Not there yet, or deleted by retention: the sender tries again until its timeout.
             return None
         return None if found is None else (found, record)
 

@@ -39,19 +39,30 @@ class CopyPlace:
         self.files = TierFileSystem(tier, ROOT)
         self._timelines = TimelineCache()
 
+    @property
+    def kind(self) -> str:
+        """Kind of the tier, for errors."""
+        return self.tier.traits.kind
+
+    @property
+    def url(self) -> str:
+        """URL or directory of the tier."""
+        return self.tier.url
+
     def check_fence(self) -> None:
         """Raise if a newer timeline was opened in this place (I11).
 
         Raises:
             FencedError: a newer timeline has taken the run over.
         """
+        # Read anew each time: the other process may have opened its timeline a moment ago.
         newest = newest_timeline_in(self.tier)
         if newest > self.timeline:
             raise FencedError(
                 f"this process writes timeline {self.timeline}, but timeline {newest} has taken "
-                f"the run over in {self.tier.url}: nothing more is written there",
-                tier=self.tier.traits.kind,
-                path=self.tier.url,
+                f"the run over in {self.url}: nothing more is written there",
+                tier=self.kind,
+                path=self.url,
                 hint="another process has resumed this run: stop this one, or use another place",
             )
 
@@ -63,17 +74,19 @@ class CopyPlace:
         """
         # Counted before the attempt: a request that fails costs as much.
         self.rate.wrote(1)
+        # Exclusive: of two processes that write a record, one learns that it differs.
         if not self.tier.create(name, data):
             raise StorageError(
-                f"{self.tier.url}/{name} already has other content",
-                tier=self.tier.traits.kind,
-                path=f"{self.tier.url}/{name}",
+                f"{self.url}/{name} already has other content",
+                tier=self.kind,
+                path=f"{self.url}/{name}",
                 hint="another process has written there: use a separate place for each run",
             )
 
     def size_of(self, name: str) -> int | None:
         """Return the size of an object in bytes; None: it does not exist."""
         try:
+            # Opened, not listed: a listing of a store may be outdated.
             file = self.tier.open(name)
         except FileNotFoundError:
             return None

@@ -24,7 +24,8 @@ from everstep.config.options import Options
 from everstep.errors import EverstepError, KeeperError, OptionError
 from everstep.format.header import ShardIdentity
 from everstep.format.writer import ChunkRing
-from everstep.keeper.log.log_store import open_log
+from everstep.keeper.log.log_store import LogStore
+from everstep.keeper.log.segment_queue import open_segments
 from everstep.keeper.persist.committer import Timeline
 from everstep.keeper.persist.job_link import JobLink
 from everstep.link.channel import BackgroundChannel
@@ -452,17 +453,17 @@ class Keepers:
             link = JobLink(job_session, mailbox, self._seams.clock, timeout_s=timeout_s)
         records = None
         if self._options.logs and self.pool is not None:
-            records = open_log(
+            segments = open_segments(
                 self._seams,
                 self._run,
                 self._ring,
-                self.pool.arena,
                 self._log_message(),
                 self._identity(timeline),
                 self._channel.post,
                 lambda number: self.on_disk(number),
                 timeout_s=timeout_s,
             )
+            records = LogStore(self.pool.arena, segments)
         keeper = ThreadKeeper(
             Timeline(
                 self._seams,

@@ -7,8 +7,8 @@ from collections import deque
 
 from everstep.config.options import Options
 from everstep.errors import DeadlineError
-from everstep.keeper.log.batch import ENDED
 from everstep.link.channel import BackgroundChannel
+from everstep.link.log_records import ENDED
 from everstep.link.recordable import LogKeeper
 from everstep.link.save import Save
 from everstep.seams.files.stalls import StallTimer

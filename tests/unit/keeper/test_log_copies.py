@@ -26,10 +26,11 @@ from everstep.format.log import LogRecord
 from everstep.format.names import TIMELINE_RECORD, base_dir, timeline_dir
 from everstep.format.records import FileRecord, Manifest, Marker, RunRecord, TimelineRecord
 from everstep.format.writer import ChunkRing
-from everstep.keeper.ship import log_mirror
-from everstep.keeper.ship import mirrors as mirrors_module
-from everstep.keeper.ship.log_mirror import LogMirror
-from everstep.keeper.ship.mirrors import Mirrors
+from everstep.keeper.ship import couriers as couriers_module
+from everstep.keeper.ship import log_copies
+from everstep.keeper.ship.courier import Courier
+from everstep.keeper.ship.couriers import Couriers
+from everstep.keeper.ship.log_copies import LogCopies
 from everstep.keeper.ship.place import ROOT, CopyPlace
 from everstep.restore.log.log_found import LogFound
 from everstep.run.scan import Inventory
@@ -53,9 +54,9 @@ def test_steps_are_copied_batch_by_batch() -> None:
     assert copying.there() == []
     copying.train(2, 3, 4, 5)
     assert copying.there() == [(0, 2), (2, 4)]
-    copying.mirror.turn(flush=True)
+    copying.turn(flush=True)
     assert copying.there() == [(0, 2), (2, 4), (4, 5)]
-    assert (copying.mirror.stats.steps, copying.mirror.stats.step) == (5, 5)
+    assert (copying.stats.copied, copying.stats.step) == (5, 5)
     assert copying.there(rank=0) == [], "each rank's are its own"
 
 
@@ -63,7 +64,7 @@ def test_many_steps_that_have_waited_make_one_segment() -> None:
     copying = Copying()
     for step in range(1, 8):
         copying.log.step(step)
-    copying.mirror.turn()
+    copying.turn()
     assert copying.there() == [(0, 7)]
     assert copying.rate.total == 2
 
@@ -76,16 +77,15 @@ FAULTS = ["unavailable", "timeout", "lost_answer"]
 def test_at_any_failure_what_is_there_is_whole_and_the_rest_follows(kind: Any, at: int) -> None:
     copying, failed = Copying(place := MemoryTier()), 0
     tier = FaultyTier(place, [TierFault(kind, at)])
-    about = CopyPlace(tier, 1, copying.rate), copying.log.store, IDENTITY, copying.clock
-    copying.mirror = LogMirror(*about, copying.posted.append, batch_steps=2)
+    copying.copies = copying.again(tier, batch_steps=2)
     for step in range(1, 7):
         copying.log.step(step)
         try:
-            copying.mirror.turn()
+            copying.turn()
         except UnreachableError:
             failed += 1
         copying.there()  # compares
-    copying.mirror.turn(flush=True)
+    copying.turn(flush=True)
     steps = [step for after, last in copying.there() for step in range(after + 1, last + 1)]
     assert steps == list(range(1, 7))
     assert failed <= 1
@@ -101,9 +101,7 @@ def test_whoever_dies_before_a_marker_leaves_nothing_that_is_read() -> None:
     finally:
         failpoints.disarm_all()
     assert copying.there() == [(0, 2)]
-    place = CopyPlace(copying.tier, 1, copying.rate)
-    about = place, copying.log.store, IDENTITY, copying.clock, copying.posted.append
-    LogMirror(*about, batch_steps=1).turn()
+    copying.again(copying.tier, batch_steps=1).turn()
     assert copying.there() == [(0, 2), (0, 4)], "a keeper begins with what is in memory"
 
 
@@ -113,9 +111,8 @@ def test_behind_retries_nobody_notices_faults(part: int) -> None:
         print("seed", seed)
         faulty = FaultyTier.seeded(MemoryTier(), seed)
         copying = Copying()
-        place = CopyPlace(RetryingTier(faulty, clock=copying.clock), 1, copying.rate)
-        about = place, copying.log.store, IDENTITY, copying.clock, copying.posted.append
-        copying.mirror, copying.tier = LogMirror(*about, batch_steps=2), place.tier
+        copying.tier = RetryingTier(faulty, clock=copying.clock)
+        copying.copies = copying.again(copying.tier, batch_steps=2)
         copying.train(*range(1, 9))
         assert copying.there() == [(0, 2), (2, 4), (4, 6), (6, 8)]
 
@@ -137,16 +134,16 @@ def test_memory_that_is_used_again_is_not_copied() -> None:
     copying.log.step(3)
     copying.log.step(4)
     copying.log.overwrite()
-    copying.mirror.turn()
+    copying.turn()
     assert copying.there() == [(0, 2)]
-    assert (copying.mirror.stats.missed, len(copying.posted)) == (2, 1)
+    assert (copying.stats.missed, len(copying.posted)) == (2, 1)
     assert "steps 3 to 4" in str(copying.posted[0])
     copying.train(5, 6)
     assert copying.there() == [(0, 2), (4, 6)]
     copying.log.step(7)
     copying.log.overwrite()
-    copying.mirror.turn()
-    assert copying.mirror.stats.missed == 3
+    copying.turn()
+    assert copying.stats.missed == 3
     assert len(copying.posted) == 1, "once is enough"
 
 
@@ -154,9 +151,9 @@ def test_steps_before_a_durable_base_are_not_worth_a_word() -> None:
     copying = Copying()
     copying.log.step(1)
     copying.log.overwrite()
-    copying.mirror.base_durable(BaseId(1, 1))
-    copying.mirror.turn()
-    assert (copying.mirror.stats.missed, copying.posted) == (1, [])
+    copying.copies.base_durable(BaseId(1, 1))
+    copying.turn()
+    assert (copying.stats.missed, copying.posted) == (1, [])
 
 
 def test_steps_that_were_never_recorded_are_not_missed() -> None:
@@ -164,7 +161,7 @@ def test_steps_that_were_never_recorded_are_not_missed() -> None:
     copying = Copying()
     copying.train(1, 2, 5, 6)
     assert copying.there() == [(0, 2), (4, 6)]
-    assert (copying.mirror.stats.missed, copying.posted) == (0, [])
+    assert (copying.stats.missed, copying.posted) == (0, [])
 
 
 def test_steps_before_a_base_that_is_being_told_of_are_not_worth_a_word() -> None:
@@ -172,10 +169,10 @@ def test_steps_before_a_base_that_is_being_told_of_are_not_worth_a_word() -> Non
     copying = Copying()
     copying.train(1, 2)
     copying.log.step(3)
-    copying.mirror.base_known(BaseId(1, 3))
+    copying.copies.base_known(BaseId(1, 3))
     copying.log.forget_all()
     copying.train(4, 5)
-    assert (copying.mirror.stats.missed, copying.posted) == (1, [])
+    assert (copying.stats.missed, copying.posted) == (1, [])
 
 
 def test_what_was_let_go_is_missed_and_leaves_a_hole_between_segments() -> None:
@@ -185,7 +182,7 @@ def test_what_was_let_go_is_missed_and_leaves_a_hole_between_segments() -> None:
     copying.log.forget_all()
     copying.train(4, 5)
     assert copying.there() == [(0, 2), (3, 5)]
-    assert copying.mirror.stats.missed == 1
+    assert copying.stats.missed == 1
 
 
 def test_a_segment_ends_before_a_hole() -> None:
@@ -194,7 +191,7 @@ def test_a_segment_ends_before_a_hole() -> None:
     copying.log.step(3)
     copying.log.forget_all()
     copying.train(4, 5)
-    copying.mirror.turn(flush=True)
+    copying.turn(flush=True)
     assert copying.there() == [(0, 2), (3, 5)]
 
 
@@ -203,7 +200,7 @@ def test_a_cap_makes_segments_longer_and_leaves_objects_for_bases() -> None:
     for step in range(1, 1201):  # two hours
         copying.clock.advance(6.0)
         copying.log.step(step)
-        copying.mirror.turn()
+        copying.turn()
     segments = copying.there()
     assert [after for after, _ in segments[1:]] == [last for _, last in segments[:-1]]
     assert 11 <= len(segments) <= 12
@@ -216,7 +213,7 @@ def test_the_last_steps_do_not_wait_for_the_cap_and_say_so() -> None:
     copying.rate.wrote(2)
     copying.log.step(3)
     with pytest.raises(StorageError, match="limit of objects per hour"):
-        copying.mirror.turn(flush=True)
+        copying.turn(flush=True)
     assert copying.there() == [(0, 2)]
 
 
@@ -224,7 +221,7 @@ def test_the_last_steps_wait_for_no_pace_where_the_cap_has_room() -> None:
     copying = Copying(cap=8)
     copying.train(1, 2, 3)
     assert copying.there() == [(0, 2)], "the next segment has its time"
-    copying.mirror.turn(flush=True)
+    copying.turn(flush=True)
     assert copying.there() == [(0, 2), (2, 3)]
 
 
@@ -280,18 +277,18 @@ class _Counting(MemoryTier):
 def counting(monkeypatch: pytest.MonkeyPatch) -> _Counting:
     """What keepers find under any place; their logs are copied by hand."""
     tier = _Counting(ManualClock())
-    monkeypatch.setattr(mirrors_module, "open_tier", lambda where, files, clock: tier)
-    monkeypatch.setattr(LogMirror, "start", lambda self: None)
+    monkeypatch.setattr(couriers_module, "open_tier", lambda where, files, clock: tier)
+    monkeypatch.setattr(LogCopies, "start", lambda self: None)
     return tier
 
 
 class Keeper:
-    """The mirrors of a rank's keeper, as its trainer has asked for them."""
+    """The couriers of a rank's keeper, as its trainer has asked for them."""
 
     def __init__(self, tier: _Counting, options: TierOptions, rank: int, world: int) -> None:
         self.log, self._tier, self._rank, self._world = Log(), tier, rank, world
         self._options = options
-        self.mirrors: Mirrors | None = None
+        self.couriers: Couriers | None = None
         self.serve()
 
     def serve(self) -> None:
@@ -299,22 +296,20 @@ class Keeper:
         trainer: Any = object.__new__(Keepers)
         trainer.in_process, trainer._info = True, RankInfo(self._rank, self._world)
         trainer.copy_to([self._options])
-        self.mirrors = Mirrors(
+        self.couriers = Couriers(
             Seams(clock=self._tier._clock),
             RUN,
-            1,
-            trainer._tiers,
+            replace(IDENTITY, rank=self._rank, world=self._world),
             fail,
             timeout_s=20.0,
-            log=self.log.store,
-            identity=replace(IDENTITY, rank=self._rank, world=self._world),
-            before=self.mirrors,
+            before=self.couriers,
         )
+        self.couriers.start(trainer._tiers, self.log.store)
 
     def train(self, step: int) -> None:
-        assert self.mirrors is not None
+        assert self.couriers is not None
         self.log.step(step)
-        for one in self.mirrors._logs:
+        for one in self.couriers.logs:
             one.turn()
 
 
@@ -364,20 +359,19 @@ def test_a_keeper_that_is_about_to_end_begins_no_other_segment(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """But if training has died, it copies all that there is."""
-    monkeypatch.setattr(log_mirror, "_SEGMENT_BYTES", 1)
-    copying = Copying(_Calling(lambda: copying.mirror.pause()), batch_steps=1)
+    monkeypatch.setattr(log_copies, "_SEGMENT_BYTES", 1)
+    copying = Copying(_Calling(lambda: copying.copies.pause()), batch_steps=1)
     for step in (1, 2, 3):
         copying.log.step(step)
-    copying.mirror.turn()
+    copying.turn()
     assert copying.there() == [(0, 1)]
-    copying.mirror.turn()
+    copying.turn()
     assert copying.there() == [(0, 1)]
-    copying.mirror._wake()
-    copying.mirror.turn()
+    copying.copies.courier.wake()
+    copying.turn()
     assert copying.there() == [(0, 1), (1, 2)], "it has not ended"
     copying.log.step(4)
-    copying.mirror.flush()
-    copying.mirror.turn(flush=True)
+    copying.turn(flush=True)
     assert copying.there() == [(0, 1), (1, 2), (2, 3), (3, 4)]
 
 
@@ -387,11 +381,11 @@ def test_whoever_is_shut_out_by_its_own_process_says_so_only_if_it_goes_on() -> 
     name = (timeline_dir(ROOT, 2) / TIMELINE_RECORD).relative_to(ROOT).as_posix()
     copying.tier.create(name, record_of(2).encode())
     error = FencedError("shut out")
-    copying.mirror.pause()
-    copying.mirror._fail(error, for_good=True)
+    copying.copies.pause()
+    copying.copies.courier.fail(error, for_good=True)
     assert copying.posted == []
-    copying.mirror._wake()
-    copying.mirror._fail(error, for_good=True)
+    copying.copies.courier.wake()
+    copying.copies.courier.fail(error, for_good=True)
     assert copying.posted == [error]
 
 
@@ -400,15 +394,15 @@ def test_each_outage_is_told_of_once() -> None:
     copying, first, second = Copying(batch_steps=1), StorageError("one"), StorageError("another")
     copying.train(1)
     for error in (first, first):
-        copying.mirror._fail(error)
+        copying.copies.courier.fail(error)
     assert copying.posted == [first]
     copying.clock.advance(HOUR_S)
     copying.train(2)
     assert copying.there() == [(0, 1), (1, 2)]
     for error in (second, second):
-        copying.mirror._fail(error)
+        copying.copies.courier.fail(error)
     assert copying.posted == [first, second]
-    assert copying.mirror.stats.failed == 4
+    assert copying.stats.failed == 4
 
 
 def test_what_cannot_be_made_lossy_is_missed_and_said_and_not_tried_for_ever() -> None:
@@ -421,7 +415,7 @@ def test_what_cannot_be_made_lossy_is_missed_and_said_and_not_tried_for_ever() -
     copying.train(1, 2, 3, 4)
     there = scan_log(TierFileSystem(copying.tier, RUN), RUN, [1], rank=1)
     assert [(one.after, one.last) for one in there] == [(0, 1), (2, 3), (3, 4)]
-    assert copying.mirror.stats.missed == 1
+    assert copying.stats.missed == 1
     assert "is no record" in str(copying.posted)
     assert 'TierOptions(log="whole"), which copies records unchanged' in str(copying.posted[0])
 
@@ -446,7 +440,7 @@ def test_the_way_out_of_missed_steps_is_one_that_is_left(
     copying = Copying(cap=cap, lossy=replace if lossy else None)
     copying.log.step(1)
     copying.log.overwrite()
-    copying.mirror.turn()
+    copying.turn()
     (error,) = copying.posted
     assert error.hint is not None
     assert all(one in error.hint for one in said), error.hint
@@ -464,10 +458,8 @@ def _base(copying: Copying, step: int, *, whole: bool = True) -> None:
 def test_segments_go_when_no_base_needs_them(monkeypatch: pytest.MonkeyPatch) -> None:
     copying, other = Copying(), Copying()
     other.tier = copying.tier
-    place = CopyPlace(copying.tier, 1, copying.rate)
     identity = replace(IDENTITY, rank=0)
-    about = place, other.log.store, identity, other.clock, other.posted.append
-    other.mirror = LogMirror(*about, batch_steps=2)
+    other.copies = other.again(copying.tier, identity=identity, batch_steps=2)
     bases: list[tuple[int, str]] = []
 
     def inventory(self: CopyPlace) -> Any:
@@ -477,19 +469,19 @@ def test_segments_go_when_no_base_needs_them(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(CopyPlace, "inventory", inventory)
     copying.train(*range(1, 7))
     other.train(*range(1, 7))
-    copying.mirror.base_durable()
-    copying.mirror.turn()
+    copying.copies.base_durable()
+    copying.turn()
     assert copying.there() == [(0, 2), (2, 4), (4, 6)], "no base is seen: nothing goes"
     bases[:] = [(3, "committed"), (4, "incomplete")]
-    copying.mirror.base_durable()
-    copying.mirror.turn()
+    copying.copies.base_durable()
+    copying.turn()
     assert copying.there() == [(2, 4), (4, 6)], "step 4 is behind the base of step 3"
     assert copying.there(rank=0) == [(0, 2), (2, 4), (4, 6)], "another rank's are its own"
     bases[:] = [(6, "committed")]
-    copying.mirror.turn()
+    copying.turn()
     assert copying.there() == [(2, 4), (4, 6)], "only behind a new base"
-    copying.mirror.base_durable()
-    copying.mirror.turn()
+    copying.copies.base_durable()
+    copying.turn()
     assert copying.there() == []
     assert not [item for item in copying.tier.walk() if "rank-00001" in item.name]
 
@@ -605,8 +597,8 @@ def test_the_log_of_a_new_timeline_waits_for_the_base_that_it_leads_on_from() ->
     tier.create("run.json", RunRecord(_RUN_ID).encode())
     commit(1, 100)
     identity = ShardIdentity(_RUN_ID, 2, 0, 0, 0, 1, True)
-    mirror = LogMirror(place, log.store, identity, clock, posted.append, batch_steps=5)
-    mirror.base_durable()  # as at the start of a timeline
+    copies = LogCopies(Courier(place, clock, posted.append), log.store, identity, batch_steps=5)
+    copies.base_durable()  # as at the start of a timeline
 
     def there() -> list[str]:
         names = [item.name for item in tier.walk() if item.name.endswith("/rank-00000.done")]
@@ -614,12 +606,12 @@ def test_the_log_of_a_new_timeline_waits_for_the_base_that_it_leads_on_from() ->
 
     for step in range(51, 71):
         log.step(step, timeline=2)
-        mirror.turn()
+        copies.turn()
     assert there() == ["00050", "00055", "00060", "00065"]
     commit(2, 65)
-    mirror.base_durable()
+    copies.base_durable()
     for step in range(71, 76):
         log.step(step, timeline=2)
-        mirror.turn()
+        copies.turn()
     assert there() == ["00065", "00070"]
     assert not posted

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import shutil
+from collections.abc import Iterator
 from pathlib import Path, PurePath
 from typing import Any
 
@@ -25,8 +27,9 @@ from everstep.format.names import CONDEMNED, RUN_RECORD
 from everstep.format.records import RunRecord
 from everstep.format.writer import ChunkRing
 from everstep.keeper.persist.local_keeper import LocalKeeper
-from everstep.keeper.ship import mirror as mirror_module
-from everstep.keeper.ship.mirror import Mirror, MirrorOptions
+from everstep.keeper.ship import base_copies as copies_module
+from everstep.keeper.ship.base_copies import BaseCopies, CopyGroup
+from everstep.keeper.ship.courier import Courier
 from everstep.keeper.ship.place import ROOT, CopyPlace, newest_timeline_in
 from everstep.restore.fetch.copies import RunWithCopies
 from everstep.restore.start.resume import open_timeline
@@ -64,13 +67,27 @@ def trained(run: Path, steps: int, *, keep: int = 9) -> dict[str, Any]:
     return state
 
 
-def mirror_of(run: Path, tier: Any, timeline: int = 1, **more: Any) -> Mirror:
+def copies_of(
+    run: Path, tier: Any, timeline: int = 1, *, files: Any = FILES, keep: int = 2, **more: Any
+) -> BaseCopies:
+    """Copies of a run, made by hand: in no thread."""
     posted: list[EverstepError] = more.pop("posted", [])
     clock = more.pop("clock", ManualClock())
     rate = more.pop("rate", None) or ObjectRate(None, clock)
-    place = CopyPlace(tier, timeline, rate)
-    options = MirrorOptions(**{"keep": 2, **more})
-    return Mirror(FILES, PurePath(run), place, clock, posted.append, options)
+    courier = Courier(CopyPlace(tier, timeline, rate), clock, posted.append)
+    group = CopyGroup(None, clock, 0, 0, 1, timeout_s=120.0)
+    return BaseCopies(courier, files, PurePath(run), group, keep=keep, **more)
+
+
+@contextlib.contextmanager
+def copying(run: Path, tier: Any, **more: Any) -> Iterator[BaseCopies]:
+    """Copies that are made in a thread, as in a keeper."""
+    copies = copies_of(run, tier, **more)
+    copies.courier.start(copies, "copies")
+    try:
+        yield copies
+    finally:
+        copies.courier.close()
 
 
 def usable(tier: Any) -> list[int]:
@@ -99,7 +116,7 @@ def damages(tier: Any, base: Any) -> tuple[Any, ...]:
 def test_a_copy_has_the_same_names_and_bytes(run_folder: Path) -> None:
     trained(run_folder, 1)
     tier = MemoryTier()
-    assert mirror_of(run_folder, tier).copy_newest() is not None
+    assert copies_of(run_folder, tier).copy_newest() is not None
     local = {
         str(path.relative_to(run_folder)): path.read_bytes()
         for path in run_folder.rglob("*")
@@ -111,7 +128,7 @@ def test_a_copy_has_the_same_names_and_bytes(run_folder: Path) -> None:
 def test_the_order_is_shards_markers_manifest(run_folder: Path) -> None:
     trained(run_folder, 1)
     tier = FaultyTier(MemoryTier())
-    mirror_of(run_folder, tier).copy_newest()
+    copies_of(run_folder, tier).copy_newest()
     written = [
         line.split()[2].rpartition("/")[2]
         for line in tier.log
@@ -138,12 +155,12 @@ def test_a_store_that_fails_at_any_operation(run_folder: Path) -> None:
         inner = MemoryTier()
         dead = FaultyTier(inner, [TierFault("unavailable", at=count, count=FOREVER)])
         try:
-            mirror_of(run_folder, dead).copy_newest()
+            copies_of(run_folder, dead).copy_newest()
         except UnreachableError:
             assert usable(inner) in ([], [1])
             names = set(contents(inner))
             again = FaultyTier(inner)
-            mirror_of(run_folder, again).copy_newest()
+            copies_of(run_folder, again).copy_newest()
             assert usable(inner) == [1]
             sent = [line.split()[2] for line in again.log if " put " in line]
             assert not names & set(sent)
@@ -161,7 +178,7 @@ def test_a_damaged_base_is_not_copied(run_folder: Path) -> None:
         shard.write_bytes(good[:at] + bytes([good[at] ^ 4]) + good[at + 1 :])
         tier = MemoryTier()
         with pytest.raises(StorageError):
-            mirror_of(run_folder, tier).copy_newest()
+            copies_of(run_folder, tier).copy_newest()
         assert not [name for name in contents(tier) if "base" in name], f"byte {at}"
 
 
@@ -192,13 +209,8 @@ def test_damage_that_comes_while_it_is_read_again(run_folder: Path) -> None:
             return Flipped()
 
     tier = MemoryTier()
-    clock = ManualClock()
-    place = CopyPlace(tier, 1, ObjectRate(None, clock))
-    mirror = Mirror(
-        Flips(), PurePath(run_folder), place, clock, lambda error: None, MirrorOptions(keep=2)
-    )
     with pytest.raises(DamageError, match="header"):
-        mirror.copy_newest()
+        copies_of(run_folder, tier, files=Flips()).copy_newest()
     assert not usable(tier)
 
 
@@ -213,13 +225,13 @@ def test_a_record_of_the_run_that_is_damaged_is_not_copied(
     trained(run_folder, 1)
     wanted = record.read_bytes()
     if not first:
-        assert mirror_of(run_folder, tier).copy_newest() is not None
+        assert copies_of(run_folder, tier).copy_newest() is not None
         trained(run_folder, 2)
     flip(record, len(wanted) // 4)
     if damaged == "missing":
         record.unlink()
     timeline = 1 if first else 2
-    assert mirror_of(run_folder, tier, timeline).copy_newest() is not None
+    assert copies_of(run_folder, tier, timeline).copy_newest() is not None
     assert contents(tier)[RUN_RECORD] == wanted
     assert usable(tier) == [*range(1, timeline + 1)]
 
@@ -228,10 +240,10 @@ def test_the_run_of_somebody_else(run_folder: Path, tmp_path: Path) -> None:
     trained(run_folder, 1)
     trained(tmp_path / "other", 1)
     tier = MemoryTier()
-    mirror_of(tmp_path / "other", tier).copy_newest()
+    copies_of(tmp_path / "other", tier).copy_newest()
     before = contents(tier)
     with pytest.raises(ForeignDirectoryError, match="another run"):
-        mirror_of(run_folder, tier).copy_newest()
+        copies_of(run_folder, tier).copy_newest()
     assert contents(tier) == before
     files = RunWithCopies(FILES, PurePath(run_folder), [tier])
     with pytest.raises(ForeignDirectoryError, match="another run"):
@@ -250,7 +262,7 @@ def test_whoever_is_fenced_off_commits_nothing(run_folder: Path) -> None:
         tier.at = at
         names: list[str] = []
         try:
-            mirror_of(run_folder, tier).copy_newest()
+            copies_of(run_folder, tier).copy_newest()
         except FencedError:
             names = list(contents(inner))
             outcomes.add("fenced")
@@ -287,7 +299,7 @@ def test_two_that_never_saw_each_other_are_told(run_folder: Path) -> None:
     tier.create("run.json", (run_folder / "run.json").read_bytes())
     tier.create("timeline-00001/timeline.json", b"opened by another process")
     with pytest.raises(FencedError, match="opened by another process"):
-        mirror_of(run_folder, tier).copy_newest()
+        copies_of(run_folder, tier).copy_newest()
     assert not usable(tier)
 
 
@@ -299,7 +311,7 @@ def copied_steps(run: Path, tier: Any, steps: int, **more: Any) -> list[Any]:
     found = []
     for step in range(1, steps + 1):
         trained(run, step)
-        found.append(mirror_of(run, tier, step, **more))
+        found.append(copies_of(run, tier, step, **more))
         found[-1].copy_newest()
         found[-1].retain()
     return found
@@ -333,12 +345,12 @@ def test_what_a_keeper_that_was_killed_has_left_of_copies_goes(
         return [path.name for path in place.rglob("*.tmp")]
 
     trained(run_folder, 3)
-    mirror = mirror_of(run_folder, tier, 3, keep=9)
-    mirror.retain()
+    copies = copies_of(run_folder, tier, 3, keep=9)
+    copies.retain()
     assert len(left()) == 3
     assert second.exists()
-    mirror.copy_newest()
-    mirror.retain()
+    copies.copy_newest()
+    copies.retain()
     assert left() == ["rank-00000.safetensors.77-0b0b0b0b.tmp"], "the log's are for who copies it"
     assert not second.exists()
     assert usable(tier) == [1, 3]
@@ -366,7 +378,7 @@ def test_a_damaged_copy_does_not_count(run_folder: Path) -> None:
         data[-1] ^= 1
         put(tier, name, bytes(data))
     posted: list[EverstepError] = []
-    mirror_of(run_folder, tier, 3, keep=1, posted=posted).retain()
+    copies_of(run_folder, tier, 3, keep=1, posted=posted).retain()
     there = [base.id.step for base in scan_run(TierFileSystem(tier, ROOT), ROOT).bases]
     assert 1 in there
     assert any(isinstance(error, DamageError) for error in posted)
@@ -381,17 +393,17 @@ def test_retention_that_dies_anywhere_leaves_the_newest(run_folder: Path) -> Non
         if at == 1:
             copied_steps(run_folder, inner, 2)
             trained(run_folder, 3)
-            mirror_of(run_folder, inner, 3).copy_newest()
+            copies_of(run_folder, inner, 3).copy_newest()
             start = contents(inner)
         else:
             for name, data in start.items():
                 put(inner, name, data)
         dead = FaultyTier(inner, [TierFault("unavailable", at=at, count=FOREVER)])
         try:
-            mirror_of(run_folder, dead, 3).retain()
+            copies_of(run_folder, dead, 3).retain()
         except StorageError:
             assert set(usable(inner)) >= {2, 3}
-            mirror_of(run_folder, inner, 3).retain()
+            copies_of(run_folder, inner, 3).retain()
             assert usable(inner) == [2, 3]
             assert not [name for name in contents(inner) if "000000000001/" in name]
         else:
@@ -405,7 +417,7 @@ def test_whoever_is_fenced_off_deletes_nothing(run_folder: Path) -> None:
     inner = MemoryTier()
     copied_steps(run_folder, inner, 2)
     trained(run_folder, 3)
-    mirror_of(run_folder, inner, 3).copy_newest()
+    copies_of(run_folder, inner, 3).copy_newest()
     start = contents(inner)
     mark = f"timeline-00001/base/000000000001/{CONDEMNED}"
     spared = deleted = 0
@@ -426,7 +438,7 @@ def test_whoever_is_fenced_off_deletes_nothing(run_folder: Path) -> None:
 
         tier = Later(inner)
         try:
-            mirror_of(run_folder, tier, 3).retain()
+            copies_of(run_folder, tier, 3).retain()
         except FencedError:
             assert mark not in contents(inner)
             assert usable(inner) == [1, 2, 3]
@@ -444,22 +456,22 @@ def test_whoever_is_fenced_off_deletes_nothing(run_folder: Path) -> None:
 
 
 def test_copies_are_so_far_apart(run_folder: Path) -> None:
-    """In its own thread, by the clock; the newest base counts, and the last one does not wait."""
+    """In their own thread, by the clock; the last one does not wait."""
     trained(run_folder, 1)
     tier, clock = MemoryTier(), ManualClock()
-    mirror = mirror_of(run_folder, tier, clock=clock, every_s=100.0)
-    mirror.base_durable()
-    assert wait_for(lambda: mirror.stats.copied == 1 and not mirror.busy)
-    for _ in range(3):
-        mirror.base_durable()
-    assert mirror.busy
-    assert mirror.stats.passed_over == 2
-    clock.advance(99.0)
-    mirror.base_durable()
-    assert mirror.busy
-    mirror.expedite()
-    assert wait_for(lambda: not mirror.busy)
-    mirror.close()
+    with copying(run_folder, tier, clock=clock, every_s=100.0) as copies:
+        copies.base_durable()
+        assert wait_for(lambda: copies.courier.stats.copied == 1 and not copies.busy)
+        trained(run_folder, 3)
+        for _ in range(3):
+            copies.base_durable()
+        assert copies.busy
+        clock.advance(99.0)
+        copies.base_durable()
+        assert copies.busy
+        assert usable(tier) == [1]
+        copies.expedite()
+        assert wait_for(lambda: not copies.busy)
 
 
 def test_the_cap_of_objects_delays_a_copy(run_folder: Path) -> None:
@@ -468,14 +480,13 @@ def test_the_cap_of_objects_delays_a_copy(run_folder: Path) -> None:
     tier, rate = MemoryTier(), ObjectRate(6, clock)
     rate.wrote(2)
     posted: list[EverstepError] = []
-    mirror = mirror_of(run_folder, tier, clock=clock, rate=rate, posted=posted)
-    mirror.base_durable()
-    assert wait_for(lambda: mirror.waits_for_the_cap)
-    assert not [name for name in contents(tier) if "base" in name]
-    clock.advance(HOUR_S + 1)
-    mirror.base_durable()  # wakes it
-    assert wait_for(lambda: mirror.stats.copied == 1)
-    mirror.close()
+    with copying(run_folder, tier, clock=clock, rate=rate, posted=posted) as copies:
+        copies.base_durable()
+        assert wait_for(lambda: copies.copier.waits_for_the_cap)
+        assert not [name for name in contents(tier) if "base" in name]
+        clock.advance(HOUR_S + 1)
+        copies.base_durable()  # wakes it
+        assert wait_for(lambda: copies.courier.stats.copied == 1)
     assert not posted
 
 
@@ -485,27 +496,24 @@ def test_a_keeper_that_ends_says_what_the_cap_kept_back(run_folder: Path) -> Non
     rate = ObjectRate(6, clock)
     rate.wrote(5)
     posted: list[EverstepError] = []
-    mirror = mirror_of(run_folder, MemoryTier(), clock=clock, rate=rate, posted=posted)
-    mirror.base_durable()
-    mirror.expedite()
-    assert wait_for(lambda: not mirror.busy)
+    with copying(run_folder, MemoryTier(), clock=clock, rate=rate, posted=posted) as copies:
+        copies.base_durable()
+        copies.expedite()
+        assert wait_for(lambda: not copies.busy)
     assert "limit of objects per hour" in str(posted[0])
-    mirror.close()
 
 
 def test_a_cap_below_one_base_is_refused_for_good(run_folder: Path) -> None:
     trained(run_folder, 1)
     clock = ManualClock()
     posted: list[EverstepError] = []
-    mirror = mirror_of(
-        run_folder, MemoryTier(), clock=clock, rate=ObjectRate(2, clock), posted=posted
-    )
-    mirror.base_durable()
-    assert wait_for(lambda: bool(posted) and not mirror.busy)
-    assert isinstance(posted[0], InfeasibleError)
-    mirror.base_durable()
-    assert not mirror.busy
-    mirror.close()
+    rate = ObjectRate(2, clock)
+    with copying(run_folder, MemoryTier(), clock=clock, rate=rate, posted=posted) as copies:
+        copies.base_durable()
+        assert wait_for(lambda: bool(posted) and not copies.busy)
+        assert isinstance(posted[0], InfeasibleError)
+        copies.base_durable()
+        assert not copies.busy
 
 
 def test_what_fails_is_told_and_the_next_base_is_copied(run_folder: Path) -> None:
@@ -513,22 +521,20 @@ def test_what_fails_is_told_and_the_next_base_is_copied(run_folder: Path) -> Non
     inner = MemoryTier()
     tier = FaultyTier(inner, [TierFault("unavailable", count=2)])
     posted: list[EverstepError] = []
-    mirror = mirror_of(run_folder, tier, posted=posted)
-    for count in (1, 2):
-        mirror.base_durable()
-        assert wait_for(lambda n=count: len(posted) == n and not mirror.busy)  # type: ignore[misc]
-        assert isinstance(posted[-1], UnreachableError)
-    mirror.base_durable()
-    assert wait_for(lambda: mirror.stats.copied == 1)
-    mirror.close()
-    assert (mirror.stats.failed, usable(inner)) == (2, [1])
+    with copying(run_folder, tier, posted=posted) as copies:
+        for count in (1, 2):
+            copies.base_durable()
+            assert wait_for(lambda n=count: len(posted) == n and not copies.busy)  # type: ignore[misc]
+            assert isinstance(posted[-1], UnreachableError)
+        copies.base_durable()
+        assert wait_for(lambda: copies.courier.stats.copied == 1)
+    assert (copies.courier.stats.failed, usable(inner)) == (2, [1])
 
 
 def test_a_bug_ends_no_thread(run_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     trained(run_folder, 1)
     posted: list[EverstepError] = []
-    mirror = mirror_of(run_folder, MemoryTier(), posted=posted)
-    real = mirror_module.scan_run
+    real = copies_module.scan_run
     calls = []
 
     def scan(*arguments: Any) -> Any:
@@ -537,13 +543,13 @@ def test_a_bug_ends_no_thread(run_folder: Path, monkeypatch: pytest.MonkeyPatch)
             raise ValueError("a bug")
         return real(*arguments)
 
-    monkeypatch.setattr(mirror_module, "scan_run", scan)
-    mirror.base_durable()
-    assert wait_for(lambda: bool(posted) and not mirror.busy)
-    assert "internal error" in str(posted[0])
-    mirror.base_durable()
-    assert wait_for(lambda: mirror.stats.copied == 1)
-    mirror.close()
+    monkeypatch.setattr(copies_module, "scan_run", scan)
+    with copying(run_folder, MemoryTier(), posted=posted) as copies:
+        copies.base_durable()
+        assert wait_for(lambda: bool(posted) and not copies.busy)
+        assert "internal error" in str(posted[0])
+        copies.base_durable()
+        assert wait_for(lambda: copies.courier.stats.copied == 1)
 
 
 # --- Resuming from copies ---------------------------------------------------------------
@@ -556,7 +562,7 @@ def both(run: Path, tier: Any) -> Seams:
 def test_a_folder_becomes_that_of_the_copies(run_folder: Path, tmp_path: Path) -> None:
     trained(run_folder, 2)
     tier = MemoryTier()
-    mirror_of(run_folder, tier).copy_newest()
+    copies_of(run_folder, tier).copy_newest()
     run_id = scan_run(FILES, PurePath(run_folder)).run
     elsewhere = tmp_path / "elsewhere"
     inventory = open_run_folder(both(elsewhere, tier).filesystem, PurePath(elsewhere))
@@ -571,7 +577,7 @@ def test_two_machines_that_resume_at_once_open_different_timelines(
     """They have nothing in common but the store."""
     trained(run_folder, 1)
     tier = MemoryTier()
-    mirror_of(run_folder, tier).copy_newest()
+    copies_of(run_folder, tier).copy_newest()
     opened = []
     for name in ("one", "two"):
         run = PurePath(tmp_path / name)
@@ -590,7 +596,7 @@ def test_two_machines_that_resume_at_once_open_different_timelines(
 def test_a_store_that_is_down_lets_no_timeline_begin(run_folder: Path, tmp_path: Path) -> None:
     trained(run_folder, 1)
     inner = MemoryTier()
-    mirror_of(run_folder, inner).copy_newest()
+    copies_of(run_folder, inner).copy_newest()
     tier = FaultyTier(inner)
     run = tmp_path / "fresh"
     seams = both(run, tier)
@@ -607,7 +613,7 @@ def test_a_copy_without_a_manifest_is_rolled_forward_where_it_is(
     """The keeper died between the last marker and the manifest."""
     state = trained(run_folder, 1)
     tier = MemoryTier()
-    mirror_of(run_folder, tier).copy_newest()
+    copies_of(run_folder, tier).copy_newest()
     manifest = "timeline-00001/base/000000000001/manifest.json"
     data = contents(tier)[manifest]
     tier.delete(manifest)
@@ -625,7 +631,7 @@ def test_a_copy_without_a_manifest_is_rolled_forward_where_it_is(
 def test_what_is_on_the_disk_is_read_there(run_folder: Path) -> None:
     trained(run_folder, 2)
     tier = FaultyTier(MemoryTier())
-    mirror_of(run_folder, tier).copy_newest()
+    copies_of(run_folder, tier).copy_newest()
     tier.log.clear()
     files = both(run_folder, tier).filesystem
     base = scan_run(files, PurePath(run_folder)).bases[-1]
@@ -643,7 +649,7 @@ def test_what_is_damaged_on_the_disk_is_read_from_the_copy(run_folder: Path, dam
     """The same base, not an older one; and it is said what was wrong."""
     state = trained(run_folder, 2)
     tier = FaultyTier(MemoryTier())
-    mirror_of(run_folder, tier).copy_newest()
+    copies_of(run_folder, tier).copy_newest()
     shard = run_folder / "timeline-00001/base/000000000002/rank-00000.safetensors"
     data = shard.read_bytes()
     if damage == "remove":
@@ -666,7 +672,7 @@ def test_a_base_that_is_damaged_everywhere_is_passed_over(run_folder: Path) -> N
     """Each place is tried once, then the next older base."""
     trained(run_folder, 2)
     tier = MemoryTier()
-    mirror_of(run_folder, tier).copy_newest()
+    copies_of(run_folder, tier).copy_newest()
     name = "timeline-00001/base/000000000002/rank-00000.safetensors"
     for data in [bytearray((run_folder / name).read_bytes())]:
         data[-1] ^= 1
@@ -750,18 +756,18 @@ def test_a_place_that_is_another_one_now_gets_no_copies(run_folder: Path, tmp_pa
     run, away = run_folder, tmp_path / "away"
     tier = DiskTier(PosixFileSystem(), PurePath(where))
     trained(run, 1)
-    mirror = mirror_of(run, tier)
-    assert mirror.copy_newest() is not None
+    copies = copies_of(run, tier)
+    assert copies.copy_newest() is not None
     where.rename(away)  # its mount point is left
     with pytest.raises(StorageError, match=r"run\.json has disappeared.*unmounted"):
-        mirror.copy_newest()
+        copies.copy_newest()
     assert not [path for path in where.rglob("*") if path.is_file()]
     tier.create(RUN_RECORD, RunRecord("f" * 32).encode())
     with pytest.raises(ForeignDirectoryError, match="contains another run"):
-        mirror.copy_newest()
+        copies.copy_newest()
     shutil.rmtree(where)
     away.rename(where)
-    assert mirror.copy_newest() is not None
+    assert copies.copy_newest() is not None
 
 
 def test_without_a_cap_nothing_is_counted() -> None:
