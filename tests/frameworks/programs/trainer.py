@@ -2,7 +2,9 @@
 
 The step mark is set where the next step begins: what the Trainer logs and evaluates at the end of
 a step belongs to that step. The Trainer skips to the batch itself; what that draws from torch's
-generator is undone, as an uninterrupted training does not skip.
+generator is undone, as an uninterrupted training does not skip. The losses that the Trainer logs
+are averages since its last log, and it begins that average anew at a resume: recorded is the loss
+of each batch.
 """
 
 from __future__ import annotations
@@ -31,7 +33,7 @@ tokens = torch.randint(0, 64, (96, 16), generator=torch.Generator().manual_seed(
 data = Dataset.from_dict({"input_ids": tokens, "labels": tokens, "number": list(range(96))})
 config = GPT2Config(vocab_size=64, n_positions=16, n_embd=32, n_layer=2, n_head=2)
 model = GPT2LMHeadModel(config)
-seen: list[int] = []
+seen: list[int | float] = []
 
 
 class Marks(TrainerCallback):
@@ -75,8 +77,10 @@ class Progress:
 class EverstepTrainer(Trainer):
     def compute_loss(self, model, inputs, *args, **kwargs):
         numbers = inputs.pop("number").tolist()
-        seen.extend(numbers if model.training else [])
-        return super().compute_loss(model, inputs, *args, **kwargs)
+        loss = super().compute_loss(model, inputs, *args, **kwargs)
+        if model.training:
+            seen.extend([*numbers, loss.item()])
+        return loss
 
     def train_with(self, run, **options):
         loader = self.get_train_dataloader()
@@ -131,5 +135,4 @@ trainer = EverstepTrainer(
     model=model, args=arguments, train_dataset=data, eval_dataset=data.select(range(16))
 )
 trainer.train_with(os.environ["RUN"], every=4, method=os.environ["METHOD"])
-losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
-record.final(model=model.state_dict(), optimizer=trainer.optimizer.state_dict(), losses=losses)
+record.final(model=model.state_dict(), optimizer=trainer.optimizer.state_dict())
