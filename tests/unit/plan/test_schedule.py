@@ -17,7 +17,6 @@ from hypothesis import strategies as st
 from everstep.errors import InfeasibleError, OptionError, UnavailableError
 from everstep.plan.schedule.devices import device, seconds_of
 from everstep.plan.schedule.exact import exact
-from everstep.plan.schedule.literal import literal
 from everstep.plan.schedule.schedule import (
     Chunk,
     Item,
@@ -34,6 +33,7 @@ from everstep.plan.schedule.schedule import (
 )
 from everstep.plan.schedule.trace import trace_training
 from everstep.workloads.published import published
+from tests.support.checkflow_program import literal
 
 
 @st.composite

@@ -12,7 +12,7 @@ Read in this order:
 ``devices``      durations of operators
 ``problem``      the plan as an optimization problem; violations of a plan
 ``schedule``     plans found by a heuristic, and a lower bound
-``exact``        optimal plans by integer programming (``literal``: the paper's own program)
+``exact``        optimal plans by integer programming
 ``planned``      a plan for a traced step, with its figures
 ``timeline``     plans from the events of a real step
 """

@@ -1,10 +1,11 @@
-"""Checkflow's integer program as it is printed, equation by equation (section III-A): an oracle.
+"""Checkflow's integer program as it is printed, equation by equation (section III-A): an oracle for
+:mod:`everstep.plan.schedule.exact`.
 
 A binary for every item, operator and action: for small problems only (BERT has 562 000 of them).
 Two things are put right, else it admits plans that save nothing: nothing is offloaded at the first
 operator, for which Eq. 7 asks no snapshot; and Eq. 8, which begins at the second, holds at the
-first, too. :mod:`.exact` solves the same with an integer for many of these binaries, and must come
-to the same peaks.
+first, too. The package solves the same with an integer for many of these binaries, and must come to
+the same peaks.
 
 Needs PySCIPOpt (``pip install "everstep[plan]"``).
 """
