@@ -67,7 +67,7 @@ def test_a_base_is_the_state_at_its_mark(method: str, run_folder: Path) -> None:
                 wanted[step] = world.live()
                 ckpt.save()
         assert isinstance(inspect(ckpt).lane, DeviceLane)
-        assert isinstance(inspect(ckpt).lane._lane, CudaLane) or method == "sync"
+        assert isinstance(inspect(ckpt).lane.current, CudaLane) or method == "sync"
         ckpt.wait()
         assert ckpt.stats().committed == 4
     for step, expected in wanted.items():
@@ -119,7 +119,7 @@ def test_a_change_past_the_optimizer_is_refused(run_folder: Path) -> None:
         ckpt.step()
         ckpt.save()
         ckpt.wait()
-        (side,) = inspect(ckpt).lane._lane._streams.values()
+        (side,) = inspect(ckpt).lane.current._streams.values()
         world.train()
         ckpt.step()
         with torch.cuda.stream(side):
@@ -159,7 +159,7 @@ def test_a_model_that_is_moved_after_construction(run_folder: Path) -> None:
             ckpt.save()
         wanted = world.live()
         assert isinstance(inspect(ckpt).lane, DeviceLane)
-        assert isinstance(inspect(ckpt).lane._lane, CudaLane)
+        assert isinstance(inspect(ckpt).lane.current, CudaLane)
     assert same(restored(run_folder, 3), wanted)
 
 

@@ -114,6 +114,11 @@ class Dispatch:
         self.arrived_s: list[list[float]] = [[] for _ in units]
         self.duplicated_bytes = 0
 
+    @property
+    def all_issued(self) -> bool:
+        """Return True if nothing is left to issue."""
+        return self._next == len(self.units)
+
     def reach(self, event: int) -> None:
         """Issue all units planned for this event of the step, or for an earlier one."""
         with self._lock:
@@ -210,7 +215,7 @@ class Dispatch:
     def _advance(self) -> None:
         while self._next < len(self.units) and self.issued_s[self._next] is not None:
             self._next += 1
-        if self._next == len(self.units) and not self._issuing:
+        if self.all_issued and not self._issuing:
             self._end()
 
     def _duplicate(self, number: int, timeout_s: float) -> None:

@@ -16,7 +16,7 @@ import itertools
 import time
 import weakref
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import torch
@@ -55,6 +55,29 @@ class Observed:
         return sum(self.waits_s.values())
 
 
+@dataclass(slots=True)
+class _Step:
+    """Step in progress.
+
+    Attributes:
+        expected: sequence of events that a plan was made for; empty without one.
+        requested: events of it at which the plan issues copies.
+        follows: True as long as the step follows that sequence.
+        keys: events so far.
+        times_s: their times.
+        waits_s: time that updates waited for copies, by event.
+        updates: event of each optimizer's first update, by key.
+    """
+
+    expected: Sequence[int]
+    requested: Collection[int]
+    follows: bool
+    keys: list[int]
+    times_s: list[float]
+    waits_s: dict[int, float] = field(default_factory=dict)
+    updates: dict[str, int] = field(default_factory=dict)
+
+
 class StepEvents:
     """Observer of the steps of a training.
 
@@ -79,14 +102,7 @@ class StepEvents:
         self._next = itertools.count()
         self._roots: tuple[nn.Module, ...] = ()
         self._optimizers: Mapping[str, Optimizer] = {}
-        self._on = False
-        self._keys: list[int] = []
-        self._times_s: list[float] = []
-        self._waits_s: dict[int, float] = {}
-        self._updates: dict[str, int] = {}
-        self._expected: Sequence[int] = ()
-        self._requested: Collection[int] = ()
-        self._follows = False
+        self._step: _Step | None = None  # None while no step is watched
 
     def watch(self, roots: Iterable[nn.Module], optimizers: Mapping[str, Optimizer]) -> None:
         """Watch these modules and optimizers from now on, and no others."""
@@ -121,27 +137,20 @@ class StepEvents:
             expected: sequence of events that a plan was made for, if there is one.
             requested: events of it at which ``reached`` is called.
         """
-        self._expected = expected
-        self._requested = requested
-        self._follows = bool(expected)
-        self._keys = [self._number("mark")]
-        self._times_s = [self._now_s()]
-        self._waits_s = {}
-        self._updates = {}
-        self._on = True
+        mark = self._number("mark")
+        self._step = _Step(expected, requested, bool(expected), [mark], [self._now_s()])
 
     def end(self) -> Observed | None:
         """End the step at the next mark; None if no step has begun, or it has no events."""
-        if not self._on:
+        step = self._step
+        self._step = None
+        if step is None or len(step.keys) < 2:
             return None
-        self._on = False
-        if len(self._keys) < 2:
-            return None
-        times_s = [*self._times_s, self._now_s()]
+        times_s = [*step.times_s, self._now_s()]
         seconds = [after - before for before, after in itertools.pairwise(times_s)]
-        for event, wait_s in self._waits_s.items():
+        for event, wait_s in step.waits_s.items():
             seconds[event] = max(0.0, seconds[event] - wait_s)
-        return Observed(tuple(self._keys), tuple(seconds), dict(self._waits_s), dict(self._updates))
+        return Observed(tuple(step.keys), tuple(seconds), step.waits_s, step.updates)
 
     def update(self, key: str) -> int | None:
         """Record that an optimizer is about to update; return the number of the event, if steps are
@@ -150,7 +159,8 @@ class StepEvents:
         The set of parameters without gradients, and the training mode, are part of the event's
         identity.
         """
-        if not self._on:
+        step = self._step
+        if step is None:
             return None
         parameters = _parameters(self._optimizers[key])
         lacking = tuple(n for n, parameter in enumerate(parameters) if parameter.grad is None)
@@ -160,26 +170,23 @@ class StepEvents:
         if number is None:  # a new number, never a reused one: plans may still refer to that
             number = next(self._next)
             self._patterns.add(pattern, number, 1 + len(lacking))
-        event = len(self._keys)
-        self._updates.setdefault(key, event)
-        self._note(number)
+        event = self._note(step, number)
+        step.updates.setdefault(key, event)
         return event
 
     def waited(self, event: int | None, wait_s: float) -> None:
         """Record that an update waited for copies, and call ``reached`` for it."""
-        if event is None or not self._on:
+        step = self._step
+        if event is None or step is None:
             return
-        self._waits_s[event] = self._waits_s.get(event, 0.0) + wait_s
-        if self._follows and event in self._requested:
-            self._reached(event)
+        step.waits_s[event] = step.waits_s.get(event, 0.0) + wait_s
+        self._reach(step, event)
 
     def notify(self, number: int) -> None:
         """Record an event; called by hooks."""
-        if self._on:
-            event = len(self._keys)
-            self._note(number)
-            if self._follows and event in self._requested:
-                self._reached(event)
+        step = self._step
+        if step is not None:
+            self._reach(step, self._note(step, number))
 
     def close(self) -> None:
         """Remove all hooks."""
@@ -188,15 +195,21 @@ class StepEvents:
         self._handles.clear()
         self._numbers.clear()
         self._patterns = LRUCache()
-        self._on = self._follows = False
+        self._step = None
 
-    def _note(self, number: int) -> None:
-        event = len(self._keys)
-        self._keys.append(number)
-        self._times_s.append(self._now_s())
-        if self._follows and (event >= len(self._expected) or self._expected[event] != number):
-            self._follows = False
+    def _note(self, step: _Step, number: int) -> int:
+        """Add an event, and return its index."""
+        event = len(step.keys)
+        step.keys.append(number)
+        step.times_s.append(self._now_s())
+        if step.follows and (event >= len(step.expected) or step.expected[event] != number):
+            step.follows = False
             self._strayed()
+        return event
+
+    def _reach(self, step: _Step, event: int) -> None:
+        if step.follows and event in step.requested:
+            self._reached(event)
 
     def _number(self, source: Hashable) -> int:
         number = self._numbers.get(source)

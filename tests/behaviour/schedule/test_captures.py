@@ -222,7 +222,7 @@ def test_a_capture_that_never_began_copies_nothing(run_folder: Path) -> None:
                 with pytest.warns(RuntimeWarning, match="internal error"):
                     ckpt.wait()
                 failpoints.disarm_all()
-                failed = inspect(ckpt).saver.scheduler._open[-1]
+                failed = inspect(ckpt).saver.scheduler.open[-1]
                 failed.flush()
                 assert failed.issued_s == [None] * len(failed.units)
                 assert failed.complete
@@ -594,13 +594,13 @@ def test_a_base_of_a_step_that_is_in_memory_begins_behind_what_is_copied(run_fol
             loop.train(step)
             ckpt.step()
             saver: Any = inspect(ckpt).saver
-            left = [one for one in saver.scheduler._open if one._next < len(one.units)]
+            left = [one for one in saver.scheduler.open if not one.all_issued]
             if left:
                 break
         assert left, "a plan was made, and leaves something for later events"
         saved = loop.snapshot()
         save = ckpt.save()
-        assert all(one._next == len(one.units) for one in left)
+        assert all(one.all_issued for one in left)
         ckpt.wait()
         assert not save.in_memory
     assert restored(run_folder, "inside", step) == saved
@@ -634,7 +634,7 @@ def test_who_waits_for_a_save_of_what_was_parked_needs_no_next_step(
     keeper: Bench, run_folder: Path
 ) -> None:
     ckpt, snapshots = trained(run_folder, Loop(), 1, every=None)
-    assert None in inspect(ckpt).saver.scheduler._open[-1].issued_s
+    assert None in inspect(ckpt).saver.scheduler.open[-1].issued_s
     assert ckpt.save().durable.result(TIMEOUT_S) > 0
     assert stats_of(ckpt).captures == 1
     ckpt.close()

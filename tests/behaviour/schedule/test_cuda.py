@@ -45,7 +45,7 @@ def test_every_capture_is_the_state_at_its_mark(
                 played.clear()
             world.train()
         assert isinstance(inspect(ckpt).lane, DeviceLane)
-        assert isinstance(inspect(ckpt).lane._lane, CudaLane)
+        assert isinstance(inspect(ckpt).lane.current, CudaLane)
         played.set()
         ckpt.wait()
     found = {step: restored(run_folder, step) for step in snapshots if step > 5}

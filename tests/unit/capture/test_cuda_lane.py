@@ -1050,9 +1050,9 @@ def test_a_model_may_be_moved_after_construction(cuda: FakeCuda) -> None:
     lane, block = DeviceLane(FakeHost(cuda)), block_of()
     here = torch.ones(100, dtype=torch.uint8)
     first = lane.submit(batches_of(here), block[:PAGE], lambda end: None)
-    assert isinstance(lane._lane, CpuLane)
+    assert isinstance(lane.current, CpuLane)
     lane.copy_now(batches_of(on_device(cuda, 2)), block[PAGE:])
-    assert isinstance(lane._lane, CudaLane)
+    assert isinstance(lane.current, CudaLane)
     second = lane.submit(batches_of(here), block[2 * PAGE :], lambda end: None)
     order: list[str] = []
     lane.run(lambda: order.extend(["first"] * first.wait(0.0) + ["second"] * second.wait(0.0)))
@@ -1166,7 +1166,7 @@ def test_a_base_is_the_state_at_its_mark(
             ckpt.save()
             world.train()
         assert isinstance(inspect(ckpt).lane, DeviceLane)
-        assert isinstance(inspect(ckpt).lane._lane, CudaLane)
+        assert isinstance(inspect(ckpt).lane.current, CudaLane)
         played.set()
         ckpt.wait()
     found = {step: restored(run_folder, step) for step in snapshots}
@@ -1194,7 +1194,7 @@ def test_a_log_has_what_updates_consumed(
             world.optimizer.zero_grad(set_to_none=False)
             played.set()
         assert isinstance(inspect(ckpt).lane, DeviceLane)
-        assert isinstance(inspect(ckpt).lane._lane, CudaLane)
+        assert isinstance(inspect(ckpt).lane.current, CudaLane)
     other = World(seed=99)
     with opened(run_folder, other.state, **options) as ckpt:
         if not gate:

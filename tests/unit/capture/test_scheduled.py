@@ -410,7 +410,7 @@ def test_an_update_waits_for_a_capture_before_the_last_one_too() -> None:
     older.dispatch.reach(0)
     state: Any = None
     scheduler = Scheduler(PurePath("run"), state, older.lane)
-    scheduler._open = [older.dispatch, newer.dispatch]
+    scheduler.open = [older.dispatch, newer.dispatch]
     wait_s, late = scheduler.gate("a", 1.0)
     assert older.dispatch.arrived_s[0], "the older capture was not waited for"
     assert not late

@@ -27,11 +27,14 @@ class DeviceLane:
 
     Args:
         host: lane of host memory; closed with this lane.
+
+    Attributes:
+        current: lane in use.
     """
 
     def __init__(self, host: CpuLane) -> None:
         self._host = host
-        self._lane: Lane = host
+        self.current: Lane = host
         self._in_host_memory: list[Sequence[Batch]] = []  # seen last
 
     def warm(
@@ -45,7 +48,7 @@ class DeviceLane:
         return self._for(found).ready_bytes(found, block)
 
     def leave(self) -> None:
-        self._lane.leave()
+        self.current.leave()
 
     def copy_now(self, batches: Sequence[Batch], block: torch.Tensor) -> None:
         self._for_batches(batches).copy_now(batches, block)
@@ -59,28 +62,28 @@ class DeviceLane:
         return self._for_batches(batches).submit_yielding(batches, block, progress)
 
     def in_host_memory(self, tensor: torch.Tensor) -> torch.Tensor:
-        return self._lane.in_host_memory(tensor)
+        return self.current.in_host_memory(tensor)
 
     def run(self, job: Callable[[], None]) -> Future[None]:
-        return self._lane.run(job)
+        return self.current.run(job)
 
     def close(self) -> None:
-        self._lane.close()
+        self.current.close()
 
     def _for_batches(self, batches: Sequence[Batch]) -> Lane:
         if isinstance(batches, Chunks):  # iterating over it would cut it
             batches = batches.whole
         if any(seen is batches for seen in self._in_host_memory):
-            return self._lane
+            return self.current
         lane = self._for(_one_of_each(batches))
         if lane is self._host and isinstance(batches, tuple):  # immutable: the result stays valid
             self._in_host_memory = [*self._in_host_memory[-1:], batches]
         return lane
 
     def _for(self, tensors: Iterable[torch.Tensor]) -> Lane:
-        if self._lane is self._host and any(map(on_cuda, tensors)):
-            self._lane = CudaLane(self._host)
-        return self._lane
+        if self.current is self._host and any(map(on_cuda, tensors)):
+            self.current = CudaLane(self._host)
+        return self.current
 
 
 def _one_of_each(batches: Sequence[Batch]) -> Iterable[torch.Tensor]:

@@ -60,9 +60,9 @@ class ScheduledSaver(Saver):
         channel: BackgroundChannel,
         clock: Clock,
     ) -> None:
-        self._planned = _PlannedLane(lane)
-        super().__init__(options, run, state, self._planned, channel, clock)
         self.scheduler = Scheduler(run, state, lane)
+        self._planned = _PlannedLane(lane, self.scheduler)
+        super().__init__(options, run, state, self._planned, channel, clock)
         self.extend(_ScheduleGate(self))
         self._can_park = state.ranks.world == 1 and not options.method.in_memory
         self._parking = threading.Lock()
@@ -203,7 +203,7 @@ class ScheduledSaver(Saver):
         block = pool.block(room)
         tensors = survey.tensors
         dispatch = self.scheduler.dispatch(prepared, tensors, block, self._planned.release)
-        self._planned.next = functools.partial(self._begin, dispatch)
+        self._planned.next = dispatch
         prepared.gated_batches(tensors)  # the spot check needs them planned
         # The scheduler's gate knows what each update changes, so the base class gets no gate.
         copies = PlannedCopies((), {}, prepared.spot_check(tensors) if prepared.gated else None)
@@ -215,10 +215,6 @@ class ScheduledSaver(Saver):
             if self._planned.next is not None:
                 self._planned.next = None
                 dispatch.fail(StateError("the capture failed before it began", step=save.step))
-
-    def _begin(self, dispatch: Dispatch) -> Dispatch:
-        self.scheduler.begin(dispatch)
-        return dispatch
 
     def gate_planned(self, optimizer: str | None) -> None:
         """Block an update until it cannot tear a planned capture (I1)."""
@@ -286,15 +282,16 @@ class _PlannedLane:
     wait until all are issued.
 
     Attributes:
-        next: begins the capture that :meth:`submit` is called for next.
+        next: capture that :meth:`submit` is called for next.
     """
 
-    def __init__(self, lane: Lane) -> None:
+    def __init__(self, lane: Lane, scheduler: Scheduler) -> None:
         self._lane = lane
+        self._scheduler = scheduler
         self._lock = threading.Lock()
         self._open = False
         self._jobs: list[tuple[Callable[[], None], Future[None]]] = []
-        self.next: Callable[[], Transfer] | None = None
+        self.next: Dispatch | None = None
 
     def warm(
         self, tensors: Iterable[torch.Tensor], block: torch.Tensor, take: Take | None = None
@@ -316,12 +313,13 @@ class _PlannedLane:
 
     def submit(self, batches: Sequence[Batch], block: torch.Tensor, progress: Progress) -> Transfer:
         """Begin the capture that is ``next``."""
-        begin = self.next
+        dispatch = self.next
         self.next = None
-        assert begin is not None
+        assert dispatch is not None
         with self._lock:
             self._open = True
-        return begin()
+        self._scheduler.begin(dispatch)
+        return dispatch
 
     def submit_yielding(
         self, batches: Sequence[Batch], block: torch.Tensor, progress: Progress

@@ -17,6 +17,7 @@ import statistics
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import PurePath
 
 import torch
@@ -51,8 +52,76 @@ _PROGRAMS_MAX = 4  # sequences of events with a plan
 _HISTORY = 16  # steps used to predict the next one's events
 _TOLERANCE = 0.1  # of the predicted wait
 _TOLERANCE_S = 2e-3
+_WAITS = 64  # waits remembered
 _LINK_SAMPLES = 5  # captures whose median bandwidth counts
 _ANNOUNCED_MAX = 8  # plans that are announced
+
+
+@dataclass(slots=True)
+class _Programs:
+    """Sequences of events that steps have had, and the plans made for them.
+
+    Attributes:
+        plans: plans by sequence of events.
+        seen_once: steps without a plan, by sequence of events, newest last.
+        recent: sequences of the latest steps, with which the next one's is predicted.
+    """
+
+    plans: dict[tuple[int, ...], BoundPlan] = field(default_factory=dict)
+    seen_once: dict[tuple[int, ...], Observed] = field(default_factory=dict)
+    recent: deque[tuple[int, ...]] = field(default_factory=lambda: deque(maxlen=_HISTORY))
+
+    def add(self, plan: BoundPlan) -> None:
+        """Add a plan, in place of the oldest one if there are too many."""
+        if len(self.plans) >= _PROGRAMS_MAX and plan.keys not in self.plans:
+            del self.plans[next(iter(self.plans))]
+        self.plans[plan.keys] = plan
+
+    def note(self, observed: Observed) -> None:
+        """Remember a step that has no plan."""
+        self.seen_once[observed.keys] = observed
+        if len(self.seen_once) > _PROGRAMS_MAX:
+            del self.seen_once[next(iter(self.seen_once))]
+
+    def predicted(self) -> BoundPlan | None:
+        """Return the plan of the most likely sequence of events of the next step."""
+        last = self.recent[-1]
+        then = Counter(
+            after
+            for before, after in itertools.pairwise(list(self.recent))
+            if before == last and after in self.plans
+        )
+        return self.plans.get(then.most_common(1)[0][0] if then else last)
+
+
+@dataclass(slots=True)
+class _Measured:
+    """Measurements and counters of captures.
+
+    Attributes:
+        captures: number of captures.
+        held_step: step of the newest complete capture; None before the first.
+        plans: number of plans made.
+        strayed_steps: number of steps that did not follow their plan's sequence of events.
+        followed_steps: number of steps that did.
+        links: bandwidths of the latest captures, in bytes per second.
+        waited_s: waits of the latest steps under the same plan.
+        executed: newest complete capture.
+    """
+
+    captures: int = 0
+    held_step: int | None = None
+    plans: int = 0
+    strayed_steps: int = 0
+    followed_steps: int = 0
+    links: deque[float] = field(default_factory=lambda: deque(maxlen=_LINK_SAMPLES))
+    waited_s: deque[float] = field(default_factory=lambda: deque(maxlen=_WAITS))
+    executed: ExecutedCapture | None = None
+
+    @property
+    def link_bytes_per_s(self) -> float | None:
+        """Return the bandwidth; None before the first complete capture."""
+        return statistics.median(self.links) if self.links else None
 
 
 class _PlannedDispatch(Dispatch):
@@ -71,8 +140,7 @@ class Scheduler:
         lane: makes the copies.
 
     Attributes:
-        captures: number of captures.
-        held_step: step of the newest complete capture; None before the first.
+        open: captures with copies that may be in progress.
     """
 
     def __init__(self, run: PurePath, state: State, lane: Lane) -> None:
@@ -85,17 +153,10 @@ class Scheduler:
         self._tensors: Mapping[str, torch.Tensor] | None = None
         self._sources: tuple[CopySource, ...] = ()
         self._bound_plan = BoundPlan(())
-        self._plans_by_events: dict[tuple[int, ...], BoundPlan] = {}  # by sequence of events
-        self._seen_once: dict[tuple[int, ...], Observed] = {}  # by sequence of events, newest last
-        self._recent_events: deque[tuple[int, ...]] = deque(maxlen=_HISTORY)
-        self._link_samples: deque[float] = deque(maxlen=_LINK_SAMPLES)
-        self._waited_s: deque[float] = deque(maxlen=64)
+        self._programs = _Programs()
+        self._measured = _Measured()
         self._dispatch: Dispatch | None = None  # of the step in progress
-        self._open: list[Dispatch] = []  # with copies that may be in progress
-        self._last_executed: ExecutedCapture | None = None
-        self._plan_count = self._strayed_steps = self._followed_steps = 0
-        self.captures = 0
-        self.held_step: int | None = None
+        self.open: list[Dispatch] = []
 
     def end_step(self) -> None:
         """Issue the remaining copies of the last capture, and learn from the step that has
@@ -108,7 +169,7 @@ class Scheduler:
 
     def flush(self) -> None:
         """Issue all remaining copies."""
-        for dispatch in self._open:
+        for dispatch in self.open:
             dispatch.flush()
 
     def dispatch(
@@ -134,8 +195,8 @@ class Scheduler:
         dispatch.bound_plan = bound_plan
         dispatch.prepared = prepared
         self._dispatch = dispatch
-        self._open = [*(older for older in self._open if not older.complete), dispatch]
-        self.captures += 1
+        self.open = [*(older for older in self.open if not older.complete), dispatch]
+        self._measured.captures += 1
         return dispatch
 
     def begin(self, dispatch: Dispatch) -> None:
@@ -155,7 +216,7 @@ class Scheduler:
         """
         event = None if optimizer is None else self._events.update(optimizer)
         start_s = time.perf_counter()
-        late = [one for one in self._open if not one.admit(optimizer, timeout_s)]
+        late = [one for one in self.open if not one.admit(optimizer, timeout_s)]
         wait_s = time.perf_counter() - start_s
         self._events.waited(event, wait_s)
         return wait_s, late
@@ -163,36 +224,39 @@ class Scheduler:
     def complete(self, dispatch: Dispatch, step: int) -> None:
         """Note that a capture is complete and the keeper was notified; in the lane's thread."""
         assert isinstance(dispatch, _PlannedDispatch)
-        self._last_executed = executed = ExecutedCapture.of(
+        measured = self._measured
+        measured.executed = executed = ExecutedCapture.of(
             dispatch, dispatch.bound_plan, dispatch.prepared
         )
         if (link := link_bandwidth(executed)) is not None:
-            self._link_samples.append(link)
-        self.held_step = step
+            measured.links.append(link)
+        measured.held_step = step
 
     def close(self) -> None:
         """Remove all hooks."""
         self._events.close()
         self._dispatch = None
-        self._open = []
+        self.open = []
 
     def stats(self) -> ScheduleStats:
         """Return the current statistics."""
         plan = self._bound_plan.plan
-        duplicates = sum(p.duplicates.size_bytes for p in self._plans_by_events.values())
+        measured = self._measured
+        executed = measured.executed
+        duplicates = sum(p.duplicates.size_bytes for p in self._programs.plans.values())
         return ScheduleStats(
-            captures=self.captures,
-            held_step=self.held_step,
-            plans=self._plan_count,
-            strayed_steps=self._strayed_steps,
-            followed_steps=self._followed_steps,
-            link_bytes_per_s=self._link_bytes_per_s,
+            captures=measured.captures,
+            held_step=measured.held_step,
+            plans=measured.plans,
+            strayed_steps=measured.strayed_steps,
+            followed_steps=measured.followed_steps,
+            link_bytes_per_s=measured.link_bytes_per_s,
             needed_bytes_per_s=None if plan is None else plan.needed_bytes_per_s,
             step_s=None if plan is None else plan.step_s,
             predicted_wait_s=None if plan is None else plan.wait_s,
-            waited_s=tuple(self._waited_s),
+            waited_s=tuple(measured.waited_s),
             duplicated_bytes=duplicates,
-            tensors={} if self._last_executed is None else tensor_times(self._last_executed),
+            tensors={} if executed is None else tensor_times(executed),
         )
 
     # --- What the events bring ----------------------------------------------------------
@@ -211,41 +275,28 @@ class Scheduler:
 
     def _learn(self, observed: Observed) -> None:
         bound_plan = self._bound_plan
+        programs = self._programs
         keys = observed.keys
-        self._recent_events.append(keys)
+        programs.recent.append(keys)
         if bound_plan.plan is not None and keys == bound_plan.keys:
             self._compare(bound_plan, bound_plan.plan, observed)
         else:
-            self._strayed_steps += bound_plan.plan is not None
-            before = self._seen_once.pop(keys, None)
-            if keys in self._plans_by_events:
+            self._measured.strayed_steps += bound_plan.plan is not None
+            before = programs.seen_once.pop(keys, None)
+            if keys in programs.plans:
                 pass  # it has a plan, but another one was predicted
-            elif before is not None and self._link_bytes_per_s is not None:
-                why = "steps also have another sequence of events" if self._plans_by_events else ""
+            elif before is not None and self._measured.links:
+                why = "steps also have another sequence of events" if programs.plans else ""
                 self._make_plan([before, observed], why)
             else:
-                self._seen_once[keys] = observed
-                if len(self._seen_once) > _PROGRAMS_MAX:
-                    del self._seen_once[next(iter(self._seen_once))]
-        self._bound_plan = self._plans_by_events.get(self._predicted_events(), self._bound_plan)
-
-    def _predicted_events(self) -> tuple[int, ...]:
-        """Return the most likely sequence of events of the next step, among those that have
-        a plan."""
-        last = self._recent_events[-1]
-        recent = list(self._recent_events)
-        then = Counter(
-            after
-            for before, after in itertools.pairwise(recent)
-            if before == last and after in self._plans_by_events
-        )
-        return then.most_common(1)[0][0] if then else last
+                programs.note(observed)
+        self._bound_plan = programs.predicted() or self._bound_plan
 
     def _compare(self, bound_plan: BoundPlan, plan: StepPlan, observed: Observed) -> None:
         """Compare the waits of a step with the prediction; make the plan again after several
         misses."""
-        self._followed_steps += 1
-        self._waited_s.append(observed.wait_s)
+        self._measured.followed_steps += 1
+        self._measured.waited_s.append(observed.wait_s)
         off_s = abs(observed.wait_s - plan.wait_s)
         if off_s <= max(_TOLERANCE * plan.wait_s, _TOLERANCE_S):
             bound_plan.misses = []
@@ -255,14 +306,10 @@ class Scheduler:
             waited_s = statistics.median(step.wait_s for step in bound_plan.misses)
             self._make_plan(bound_plan.misses, f"steps wait {waited_s * 1e3:.1f} ms for copies")
             # Waits that cannot be predicted must not cause a new plan again and again.
-            self._plans_by_events[bound_plan.keys].misses_max = 2 * bound_plan.misses_max
-
-    @property
-    def _link_bytes_per_s(self) -> float | None:
-        return statistics.median(self._link_samples) if self._link_samples else None
+            self._programs.plans[bound_plan.keys].misses_max = 2 * bound_plan.misses_max
 
     def _make_plan(self, steps: Sequence[Observed], why: str) -> None:
-        link = self._link_bytes_per_s
+        link = self._measured.link_bytes_per_s
         assert link is not None
         last = steps[-1]
         seconds = _typical([step.seconds for step in steps])
@@ -275,7 +322,7 @@ class Scheduler:
             )
             for source in self._sources
         ]
-        self._waited_s.clear()
+        self._measured.waited_s.clear()
         plan = plan_departures(seconds, leaving, link)
         duplicates = Duplicates({})
         speed = float("inf")
@@ -289,17 +336,15 @@ class Scheduler:
                 duplicates, speed = found
                 plan = plan_departures(seconds, leaving, link, duplicate_bytes_per_s=speed)
         units, planned_s, _ = plan_units(plan, self._sources)
-        self._plan_count += 1
+        self._measured.plans += 1
         issuing_events = frozenset(unit.event for unit in units if unit.event)
-        if len(self._plans_by_events) >= _PROGRAMS_MAX and last.keys not in self._plans_by_events:
-            del self._plans_by_events[next(iter(self._plans_by_events))]
-        self._plans_by_events[last.keys] = BoundPlan(
-            units, plan, last.keys, last.updates, planned_s, duplicates, issuing_events
+        self._programs.add(
+            BoundPlan(units, plan, last.keys, last.updates, planned_s, duplicates, issuing_events)
         )
         self._announce(plan, why)
 
     def _announce(self, plan: StepPlan, why: str) -> None:
-        if self._plan_count > _ANNOUNCED_MAX:
+        if self._measured.plans > _ANNOUNCED_MAX:
             return
         because = f" ({why})" if why else ""
         waits = "no step waits for them"
@@ -309,7 +354,7 @@ class Scheduler:
                 f"{decimal(round(min(plan.needed_bytes_per_s, 1e18)))}/s would do"
             )
         print_line(
-            f"everstep: {self._run}: plan {self._plan_count} of captures{because}: a step of "
+            f"everstep: {self._run}: plan {self._measured.plans} of captures{because}: a step of "
             f"{plan.step_s * 1e3:.1f} ms, copies at {decimal(round(plan.link_bytes_per_s))}/s, "
             f"{decimal(plan.duplicated_bytes)} duplicated; as predicted {waits}"
         )
@@ -330,14 +375,12 @@ class Scheduler:
         ]
         self._prepared = prepared
         self._tensors = tensors
-        for bound_plan in self._plans_by_events.values() if same else ():
+        for bound_plan in self._programs.plans.values() if same else ():
             assert bound_plan.plan is not None
             bound_plan.units, bound_plan.planned_s, _ = plan_units(bound_plan.plan, self._sources)
         if not same or self._bound_plan.plan is None:
             updates = self._bound_plan.updates
-            self._plans_by_events = {}
-            self._seen_once = {}
-            self._recent_events.clear()
+            self._programs = _Programs()
             self._bound_plan = BoundPlan(all_at_mark(self._sources, updates), updates=updates)
 
 
