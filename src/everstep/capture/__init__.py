@@ -7,7 +7,6 @@ Read in this order:
 ``live_body``         bytes of a base straight from live tensors (``sync``)
 ``dispatch``          copies issued at planned events of a step (``schedule``)
 ``step_events``       events of a training step, as seen by hooks
-``parts``             parts of a base that is captured over several steps (GoCkpt)
 ``spot_check``        comparison of samples of a capture with the live state
 ``mark_samples``      samples in step marks of the log, compared during replay
 ``version_counters``  detection of writes by torch's version counters

@@ -106,5 +106,5 @@ def take_one(ckpt: everstep.Checkpointer, world: World) -> dict[int, Any]:
     until(lambda: not remote._rebuilding, "that it is whole")
     states |= run_steps(ckpt, world, 1)
     begin(ckpt)
-    assert inspect(ckpt).multistep.open
+    assert inspect(ckpt).multistep.window
     return states

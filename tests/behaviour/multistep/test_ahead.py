@@ -89,12 +89,12 @@ def test_what_changes_after_it_was_planned_is_planned_anew(
         ckpt.resume()
         run_steps(ckpt, world, 2)
         multistep: Any = inspect(ckpt).multistep
-        assert multistep._planner.is_ahead
+        assert multistep.planner.is_ahead
         if planned == "for the base before":
             begin(ckpt)
             run_steps(ckpt, world, 3)
             ckpt.wait(TIMEOUT_S)
-            multistep._planner.is_ahead = True  # and nothing is planned behind it
+            multistep.planner.is_ahead = True  # and nothing is planned behind it
         if change is not None:
             ckpt.before_update()
             change(world)
@@ -184,9 +184,10 @@ def test_memory_of_gradients_is_made_ready_behind_a_step_and_no_base_waits_for_i
         ckpt.resume()
         run_steps(ckpt, world, 2)
         multistep: Any = inspect(ckpt).multistep
-        prepared = multistep._planner._plan.prepared
-        whole = multistep._pool.arena.size_bytes - prepared.objects_bytes
-        base_bytes = multistep._pool.rounded_bytes(prepared.size_bytes)
+        prepared = multistep.planner.plan.prepared
+        pool: Any = inspect(ckpt).keepers.pool
+        whole = pool.arena.size_bytes - prepared.objects_bytes
+        base_bytes = pool.rounded_bytes(prepared.size_bytes)
         assert [memory for memory, _ in asked] == [whole, 0]
         wanted = asked[0][1]
         assert len(wanted) > 3
@@ -196,8 +197,8 @@ def test_memory_of_gradients_is_made_ready_behind_a_step_and_no_base_waits_for_i
         def parts() -> Any:
             asked.clear()
             begin(ckpt)
-            if multistep._timed is not None:
-                multistep._timed.result(TIMEOUT_S)
+            if multistep.planner.timed is not None:
+                multistep.planner.timed.result(TIMEOUT_S)
             found = ckpt.stats().multistep.parts  # type: ignore[union-attr]
             run_steps(ckpt, world, len(wanted) + 1)
             ckpt.wait(TIMEOUT_S)
@@ -229,8 +230,10 @@ def test_parts_that_were_asked_for_do_not_wait_for_memory(
         ckpt.resume()
         run_steps(ckpt, world, 2)
         multistep: Any = inspect(ckpt).multistep
-        base_bytes = multistep._pool.rounded_bytes(multistep._planner._plan.prepared.size_bytes)
-        assert max(warmed) == 2 * base_bytes + redo_bytes(multistep._planner._plan.cut)
+        base_bytes = inspect(ckpt).keepers.pool.rounded_bytes(
+            multistep.planner.plan.prepared.size_bytes
+        )
+        assert max(warmed) == 2 * base_bytes + redo_bytes(multistep.planner.plan.cut)
         begin(ckpt)
         run_steps(ckpt, world, 2)
         ckpt.wait(TIMEOUT_S)
@@ -248,18 +251,18 @@ def test_nothing_is_planned_while_the_first_base_says_how_fast_the_link_is(
         run_steps(ckpt, world, 2)
         begin(ckpt)
         multistep: Any = inspect(ckpt).multistep
-        multistep._timed.result(TIMEOUT_S)
+        multistep.planner.timed.result(TIMEOUT_S)
         multistep.stats.link_bytes_per_s = None
-        multistep._timed = under_way = Future[None]()
+        multistep.planner.timed = under_way = Future[None]()
         run_steps(ckpt, world, 2)
-        assert not multistep._planner.is_ahead
+        assert not multistep.planner.is_ahead
         under_way.set_result(None)
         run_steps(ckpt, world, 1)
-        assert multistep._planner.is_ahead
-        multistep.stats.link_bytes_per_s, multistep._timed = 1e9, Future[None]()
-        multistep._planner.is_ahead = False
+        assert multistep.planner.is_ahead
+        multistep.stats.link_bytes_per_s, multistep.planner.timed = 1e9, Future[None]()
+        multistep.planner.is_ahead = False
         run_steps(ckpt, world, 1)
-        assert multistep._planner.is_ahead, "it knows the link already"
+        assert multistep.planner.is_ahead, "it knows the link already"
 
 
 def test_a_base_whose_memory_is_not_ready_says_nothing_about_the_link(
@@ -273,11 +276,11 @@ def test_a_base_whose_memory_is_not_ready_says_nothing_about_the_link(
         run_steps(ckpt, world, 2)
         multistep: Any = inspect(ckpt).multistep
         begin(ckpt)
-        assert multistep._timed is None
+        assert multistep.planner.timed is None
         run_steps(ckpt, world, 2)
         ready[0] = 1 << 30
         begin(ckpt)
-        multistep._timed.result(TIMEOUT_S)
+        multistep.planner.timed.result(TIMEOUT_S)
 
 
 def test_an_idle_step_plans_nothing_twice(served: Bench, monkeypatch: pytest.MonkeyPatch) -> None:

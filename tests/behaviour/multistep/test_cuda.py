@@ -52,10 +52,10 @@ def test_zeroing_behind_the_gate_is_not_taken_for_a_torn_gradient(
         states[step] = world.snapshot()
     states |= run_steps(ckpt, world, 1)
     assert isinstance(inspect(ckpt).lane, DeviceLane)
-    assert isinstance(inspect(ckpt).lane._lane, CudaLane)
+    assert isinstance(inspect(ckpt).lane.current, CudaLane)
     ckpt.close()
     assert not reported
     assert report_of(ckpt).abandoned == 0
-    assert not inspect(ckpt).multistep._updates.waits
+    assert not inspect(ckpt).multistep.copies.waits
     assert restored(served.run, World(seed=9), 4) == states[4]
     assert 4 in steps_on_disk(served.run)

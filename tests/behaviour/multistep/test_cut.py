@@ -20,12 +20,18 @@ from typer.testing import CliRunner
 import everstep
 from everstep.capture.lanes.batches import Batch
 from everstep.capture.lanes.lane import CpuLane, Progress, Transfer
-from everstep.capture.parts import Unit, cut_by_shares, cut_parts
 from everstep.cli import app
 from everstep.plan.multistep import Pipeline
 from everstep.plan.multistep_cut import best_cut
 from everstep.seams import Seams
-from everstep.trainer.multistep.partition import cut_by_cost, modelled_overlap, shares_of
+from everstep.trainer.multistep.partition import (
+    Unit,
+    cut_by_cost,
+    cut_by_shares,
+    cut_parts,
+    modelled_overlap,
+    shares_of,
+)
 from tests.support.following import opened, run_steps, steps_on_disk
 from tests.support.multistep.measured import Bench as Steps
 from tests.support.multistep.rows import restored

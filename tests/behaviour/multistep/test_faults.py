@@ -24,13 +24,17 @@ from everstep.errors import (
     UnsupportedStateError,
 )
 from everstep.keeper.replica import replica_state
+from everstep.link.pool import CapturePool
 from everstep.seams.failpoints import arm
 from everstep.testing import inspect
 from everstep.trainer.log.update_inputs import InputReader
 from everstep.trainer.multistep import held_gradients as multistep_gradients
-from everstep.trainer.multistep.copies import UpdateCopies
-from everstep.trainer.multistep.driver import MultistepDriver
-from everstep.trainer.multistep.held_gradients import GradientCheck, GraphMemory, HeldGradients
+from everstep.trainer.multistep.held_gradients import (
+    CopyGate,
+    GradientCheck,
+    GraphMemory,
+    HeldGradients,
+)
 from tests.support.following import opened, run_steps, steps_on_disk
 from tests.support.lanes import HeldLane, held
 from tests.support.multistep.rows import over, restored
@@ -128,10 +132,10 @@ def test_close_takes_a_base_of_one_step_where_that_of_the_window_is_void(
         planted.setattr(SpotCheck, "differing", lambda *_: "model/0.weight")
         states = run_steps(ckpt, world, 1)
         inspect(ckpt).lane.run(lambda: None).result(TIMEOUT_S)
-    if not inspect(ckpt).multistep.open:  # the first part was looked at by then
-        inspect(ckpt).multistep.again = None
+    if not inspect(ckpt).multistep.window:  # the first part was looked at by then
+        inspect(ckpt).multistep.end.again = None
         begin(ckpt)
-        inspect(ckpt).multistep._window.failed = AuditError("planted")
+        inspect(ckpt).multistep.window.failed = AuditError("planted")
     ckpt.close()
     assert {type(error) for error in reported} == {AuditError}
     assert steps_on_disk(served.run) == [3]
@@ -211,7 +215,7 @@ def test_save_within_a_void_window_takes_a_base_of_its_step(policy: str, served:
     ckpt = start(served, world, over(6), on_failure=on_failure)
     states = run_steps(ckpt, world, 2)
     inspect(ckpt).lane.run(lambda: None).result(TIMEOUT_S)
-    inspect(ckpt).multistep._window.failed = AuditError("planted")
+    inspect(ckpt).multistep.window.failed = AuditError("planted")
     try:
         ckpt.save()
     except AuditError as error:
@@ -528,7 +532,7 @@ def test_a_closure_that_is_called_twice_begins_it_anew(served: Bench) -> None:
     assert steps_on_disk(served.run) == [4]
 
 
-@pytest.mark.parametrize("place", ["UpdateCopies._copy", "encode"])
+@pytest.mark.parametrize("place", ["log.update_inputs.InputReader.look", "multistep.copies.encode"])
 def test_an_error_of_ours_is_no_reason_for_training_to_fail(
     place: str, served: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -541,7 +545,7 @@ def test_an_error_of_ours_is_no_reason_for_training_to_fail(
         raise RuntimeError("planted")
 
     with monkeypatch.context() as planted:
-        planted.setattr(f"everstep.trainer.multistep.copies.{place}", fails)
+        planted.setattr(f"everstep.trainer.{place}", fails)
         states = run_steps(ckpt, world, 1)
         inspect(ckpt).lane.run(lambda: None).result(TIMEOUT_S)
     states |= run_steps(ckpt, world, 6)
@@ -568,13 +572,14 @@ def test_without_memory_for_gradients_the_base_is_given_up_and_taken_in_fewer_pa
 ) -> None:
     world = World()
     ckpt = start(served, world, over(6))
-    room, calls = UpdateCopies._room, [0]
+    acquire, calls = CapturePool.acquire_now, [0]
 
-    def scarce(self: UpdateCopies, window: Any, size_bytes: int) -> Any:
+    def scarce(pool: CapturePool, size_bytes: int) -> Any:
+        """Nothing for the third update, not even after other memory was given back."""
         calls[0] += 1
-        return None if calls[0] == 3 else room(self, window, size_bytes)
+        return None if calls[0] in (3, 4) else acquire(pool, size_bytes)
 
-    monkeypatch.setattr(UpdateCopies, "_room", scarce)
+    monkeypatch.setattr(CapturePool, "acquire_now", scarce)
     states = run_steps(ckpt, world, 8)
     ckpt.close()
     report = report_of(ckpt)
@@ -678,7 +683,7 @@ def torn_or_noticed(
         states[ckpt.stats().step] = world.snapshot()
     save.durable.exception(TIMEOUT_S)
     failed = save.durable.exception(TIMEOUT_S)
-    inspect(ckpt).multistep.again = None
+    inspect(ckpt).multistep.end.again = None
     try:
         ckpt.close()
     except EverstepError as error:
@@ -691,13 +696,16 @@ def torn_or_noticed(
 def test_without_the_gate_a_part_is_torn(
     noticing: bool, held: Gate, served: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(MultistepDriver, "gate_update", lambda self, optimizer: None)
-    monkeypatch.setattr(UpdateCopies, "_wait", lambda *_: None)
+    monkeypatch.setattr(CopyGate, "wait", nobody_waits)
     if not noticing:
         nobody_looks(monkeypatch)
     reported, wrong = torn_or_noticed(served, held, over(3))
     assert wrong is not noticing
     assert any(isinstance(error, AuditError) for error in reported) is noticing
+
+
+def nobody_waits(*_: Any) -> None:
+    """In the place of a wait."""
 
 
 def nobody_looks(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -719,11 +727,11 @@ def test_a_gradient_that_a_parameter_had_seen_already_is_not_applied_again(
     reported: list[EverstepError] = []
     world = World()
     ckpt = start(served, world, over(3), on_failure=reported.append)
-    save = inspect(ckpt).multistep._last
+    save = inspect(ckpt).multistep.last
     assert save is not None
     states = run_steps(ckpt, world, 2)
     error = save.durable.exception(TIMEOUT_S)
-    inspect(ckpt).multistep.again = None
+    inspect(ckpt).multistep.end.again = None
     ckpt.close()
     if noticing:
         assert isinstance(error, AuditError)
@@ -739,7 +747,7 @@ def test_without_the_wait_gradients_are_torn(
 ) -> None:
     """GoCkpt: the update waits, because gradients are zeroed in place behind it."""
     late = _LateGradients(monkeypatch)
-    monkeypatch.setattr(UpdateCopies, "_wait", late.nobody_waits)
+    monkeypatch.setattr(CopyGate, "wait", nobody_waits)
     if not noticing:
         nobody_looks(monkeypatch)
     reported, wrong = late.train(served, over(3))
@@ -766,25 +774,22 @@ class _LateGradients:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         HeldLane.gate.open()
-        copied, late_ones = UpdateCopies._copy, [True]
+        look, late_ones = InputReader.look, [True]
 
-        def late(copies: UpdateCopies, *about: Any) -> Any:
-            copies._lane.run(lambda: None).result(TIMEOUT_S)
+        def late(reader: InputReader, *about: Any) -> Any:
+            inspect(self.ckpt).lane.run(lambda: None).result(TIMEOUT_S)
             if late_ones:
                 late_ones.clear()
                 HeldLane.gate = Gate()
-            return copied(copies, *about)
+            return look(reader, *about)
 
-        monkeypatch.setattr(UpdateCopies, "_copy", late)
-
-    def nobody_waits(self, *_: Any) -> None:
-        """In the place of a wait."""
+        monkeypatch.setattr(InputReader, "look", late)
 
     def train(self, served: Bench, method: Method) -> tuple[list[EverstepError], bool]:
         """Zeroes gradients in place."""
         reported: list[EverstepError] = []
         world = World(to_none=False)
-        ckpt = opened(served.run, world, method=method, on_failure=reported.append)
+        self.ckpt = ckpt = opened(served.run, world, method=method, on_failure=reported.append)
         ckpt.resume()
         run_steps(ckpt, world, 2)
         save = begin(ckpt)
@@ -797,7 +802,7 @@ class _LateGradients:
             states[step] = world.snapshot()
         failed = save.durable.exception(TIMEOUT_S)
         HeldLane.gate.open()
-        inspect(ckpt).multistep.again = None
+        inspect(ckpt).multistep.end.again = None
         ckpt.close()
         wrong = failed is None and restored(served.run, World(seed=9), 4) != states[4]
         return reported, wrong
@@ -1011,7 +1016,7 @@ def test_a_gradient_that_somebody_else_writes_to_is_noticed_and_waited_for_from_
     assert [type(error) for error in reported] == [AuditError]
     assert "was written to while it was being copied" in reported[0].message
     assert report_of(ckpt).abandoned == 1
-    assert inspect(ckpt).multistep._updates.waits
+    assert inspect(ckpt).multistep.copies.waits
     (step,) = steps_on_disk(served.run)
     assert restored(served.run, World(seed=9), step) == states[step]
 
@@ -1038,7 +1043,7 @@ def test_a_loop_that_zeroes_gradients_in_its_own_way_is_a_good_loop(
     held.open()
     world = World()
     ckpt = start(served, world, over(2 if last else 3, overlap=True))
-    save = inspect(ckpt).multistep._last
+    save = inspect(ckpt).multistep.last
     assert save is not None
     world.backward()
     inspect(ckpt).lane.run(lambda: None).result(TIMEOUT_S)
@@ -1068,7 +1073,7 @@ def test_a_gradient_that_is_torn_in_the_last_step_begins_the_base_anew(
     reported: list[EverstepError] = []
     world = World()
     ckpt = start(served, world, over(2, overlap=True), on_failure=reported.append)
-    save = inspect(ckpt).multistep._last
+    save = inspect(ckpt).multistep.last
     assert save is not None
     world.backward()
     inspect(ckpt).lane.run(lambda: None).result(TIMEOUT_S)
@@ -1095,7 +1100,7 @@ def test_a_change_behind_everybodys_back_is_found(served: Bench) -> None:
     ckpt = start(served, world, over(3), on_failure=reported.append)
     run_steps(ckpt, world, 1)
     world.model[0].weight.detach().numpy()[...] *= 0.5
-    save = inspect(ckpt).multistep._last
+    save = inspect(ckpt).multistep.last
     assert save is not None
     states = run_steps(ckpt, world, 1)
     assert isinstance(save.durable.exception(TIMEOUT_S), AuditError)
@@ -1154,11 +1159,11 @@ def test_a_change_of_one_element_behind_the_last_mark(
     world.train()
     inspect(ckpt).lane.run(lambda: None).result(TIMEOUT_S)
     HeldLane.gate = gate = Gate()
-    save = inspect(ckpt).multistep._last
+    save = inspect(ckpt).multistep.last
     assert save is not None
     ckpt.step()
     states[4] = world.snapshot()
-    captured = inspect(ckpt).multistep._ended
+    captured = inspect(ckpt).multistep.ended
     assert captured is not None
     first = "model/0.weight" in captured.plan.captured(captured.next + 1)
     last = "model/4.weight" not in captured.plan.captured(captured.next + 1)
@@ -1172,7 +1177,7 @@ def test_a_change_of_one_element_behind_the_last_mark(
         error = save.durable.exception(TIMEOUT_S)
         assert isinstance(error, AuditError)
         assert "was changed while it was being copied" in error.message
-    inspect(ckpt).multistep.again = None
+    inspect(ckpt).multistep.end.again = None
     ckpt.close()
     assert len(reported) == (which == "the last part")
     assert all(restored(served.run, World(seed=9), s) == states[s] for s in [4] if not reported)
@@ -1255,7 +1260,7 @@ def test_a_keeper_that_fails_to_make_it_whole_says_so_and_another_is_taken(
     world = World()
     ckpt = start(served, world, over(3), on_failure=reported.append)
     arm(place, "raise")
-    save = inspect(ckpt).multistep._last
+    save = inspect(ckpt).multistep.last
     assert save is not None
     states = run_steps(ckpt, world, 2)
     assert save.durable.exception(TIMEOUT_S) is not None

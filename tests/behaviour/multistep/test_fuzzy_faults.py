@@ -258,7 +258,7 @@ def test_a_change_behind_the_optimizers_back_is_found(
 ) -> None:
     """In a window, which no update repeats: what replay gives is not what training had. Here
     training has not noticed."""
-    monkeypatch.setattr(CapturedParts, "written", lambda self, key=None: None)
+    monkeypatch.setattr(CapturedParts, "check", lambda self, key=None: None)
     world = World()
     ckpt = opened(served.run, world, method=left(3))
     states = run_steps(ckpt, world, 2)
@@ -371,7 +371,7 @@ def test_memory_of_gradients_is_given_back_with_that_of_their_base(served: Bench
         save.durable.result(TIMEOUT_S)
         ckpt.wait()
         used.append(pool.used_bytes)
-    plan = inspect(ckpt).multistep._planner._plan
+    plan = inspect(ckpt).multistep.planner.plan
     assert plan is not None
     assert used[0] == used[1] == used[2]
     assert used[0] >= plan.prepared.size_bytes + redo_bytes(plan.cut), "it is held with them"

@@ -121,10 +121,10 @@ def test_behind_the_last_part_nobody_waits_until_another_base_has_as_many(
     """A base is durable when its gradients are there, and not before."""
     world = World()
     ckpt = start(served, world, over(3, overlap=3))
-    save = inspect(ckpt).multistep._last
+    save = inspect(ckpt).multistep.last
     assert save is not None
     states = run_steps(ckpt, world, 6)
-    assert not inspect(ckpt).multistep.open
+    assert not inspect(ckpt).multistep.window
     assert not save.durable.done()
     assert world.model[0].weight._backward_hooks, "they are still held"
     begin(ckpt)  # of step 8; gradients of two updates are held
@@ -164,7 +164,9 @@ def test_without_being_held_they_are_torn(
     monkeypatch.setattr(
         everstep.trainer.multistep.held_gradients.HeldGradients,
         "hold",
-        lambda self, key, transfer, end, held, check: hold(self, key, transfer, end, [], check),
+        lambda self, window, key, transfer, end, held, check: hold(
+            self, window, key, transfer, end, [], check
+        ),
     )
     world = World(to_none=False)
     reported: list[everstep.EverstepError] = []
@@ -230,16 +232,28 @@ class _Copies:
     complete = False
 
 
+class _Waits:
+    """In the place of the gate: which copies were waited for."""
+
+    def __init__(self) -> None:
+        self.waited: list[tuple[Any, int]] = []
+
+    def wait(self, window: Any, transfer: Any, end: int, cause: str) -> None:
+        self.waited.append((transfer, end))
+
+
 def test_each_stream_waits_for_copies_off_a_device() -> None:
     """A backward in one stream, zeroing in another: each asks for itself, until they are made."""
     parameter = nn.Parameter(torch.empty(2, device="meta"))
     parameter.grad = torch.empty(2, device="meta")
     optimizer = torch.optim.SGD([parameter], lr=0.1)
     state: Any = SimpleNamespace(values={}, optimizers={"optimizer": optimizer})
-    waited: list[Any] = []
-    held = HeldGradients(state, lambda transfer, end: waited.append((transfer, end)))
+    gate: Any = _Waits()
+    waited = gate.waited
+    held = HeldGradients(state, gate)
     copies: Any = _Copies()
-    held.hold("optimizer", copies, 8, [(parameter, parameter.grad)], None)
+    window: Any = None
+    held.hold(window, "optimizer", copies, 8, [(parameter, parameter.grad)], None)
     for times in (1, 2):
         held.gate("optimizer")
         assert waited == [(copies, 8)] * times
@@ -277,9 +291,11 @@ def test_a_write_is_seen_wherever_it_is_until_somebody_may_write(
     block = gradient.cpu().clone().view(torch.uint8)
     state: Any = SimpleNamespace(values={}, optimizers={})
     copies: Any = _Copies()
-    held = HeldGradients(state, lambda transfer, end: None)
+    gate: Any = _Waits()
+    held = HeldGradients(state, gate)
     check = GradientCheck(named, layout, 0, SamplePlaces())
-    held.hold("optimizer", copies, block.numel(), [(parameter, gradient)], check)
+    window: Any = None
+    held.hold(window, "optimizer", copies, block.numel(), [(parameter, gradient)], check)
     events = {
         "write": lambda: gradient[1:2].zero_(),
         "gate": lambda: held.gate("optimizer"),

@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 import everstep
-from everstep.capture.parts import Unit, cut_parts
 from everstep.replay.fused.blocked import Blocked
+from everstep.trainer.multistep.partition import Unit, cut_parts
 from tests.support.following import Odd, opened, run_steps
 from tests.support.matrix import CASES, LOOPS, snapshot_of
 from tests.support.matrix import World as MatrixWorld

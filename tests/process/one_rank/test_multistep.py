@@ -19,6 +19,7 @@ STEPS = 10
 TRAIN = """
 import hashlib, os, signal, sys
 import everstep
+from everstep.testing.inspection import inspect
 from tests.support.log.every_step import World
 
 run, steps = sys.argv[1], int(sys.argv[2])
@@ -37,15 +38,15 @@ for step in range(found.step, steps):
     ckpt.step()
     print("step", step + 1, digest(), flush=True)
     if step + 1 == 5 and found.step < 5:  # its first base is with the keeper, whatever comes now
-        ckpt._multistep._last.staged.exception(60)
+        inspect(ckpt).multistep.last.staged.exception(60)
     if step + 1 == 5 and sys.argv[6]:  # a base has ended here, and its keeper dies of it
-        error = ckpt._multistep._last.durable.exception(60)
+        error = inspect(ckpt).multistep.last.durable.exception(60)
         print("lost", type(error).__name__, flush=True)
     elif step + 1 == 6 and sys.argv[6] == "window":
-        assert ckpt._multistep.open
-        os.kill(ckpt._keeper.pid, signal.SIGKILL)
-        ckpt._keeper._reader.join(60)
-        print("lost", type(ckpt._keeper.lost).__name__, flush=True)
+        assert inspect(ckpt).multistep.window
+        os.kill(inspect(ckpt).keeper.pid, signal.SIGKILL)
+        inspect(ckpt).keeper._reader.join(60)
+        print("lost", type(inspect(ckpt).keeper.lost).__name__, flush=True)
 ckpt.close()
 print("restarts", ckpt.stats().keeper_restarts, flush=True)
 """

@@ -14,7 +14,7 @@ import pytest
 import everstep
 from everstep.errors import KeeperError
 from everstep.testing import inspect
-from everstep.trainer.multistep.rank_driver import RankMultistepDriver
+from everstep.trainer.multistep.ending import EndTogether
 from tests.support.keepers import end_keepers
 from tests.support.ranks.multistep import STEPS, Does, Job, check_resumed, over, report, wanted
 from tests.support.ranks.parallel import LAYOUTS
@@ -252,7 +252,8 @@ def test_a_rank_whose_step_fails_where_a_base_begins_has_agreed_all_the_same(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And a caller that goes on ends it with the others."""
-    monkeypatch.setattr(RankMultistepDriver, "_wanted_parts", lambda _: 3)
+    agree = EndTogether.agree  # the model is too small for 3 parts on a rank
+    monkeypatch.setattr(EndTogether, "agree", lambda end, step, _: agree(end, step, 3))
     path, method = tmp_path / "run", everstep.Method(base="multistep")
     options = {"method": method, "every": 2, "keeper": everstep.KeeperOptions()}
     try:
@@ -269,6 +270,21 @@ def test_a_rank_whose_step_fails_where_a_base_begins_has_agreed_all_the_same(
             train(ranks, 2)
             on_all(*(lambda one=one: one.ckpt.wait(60) for one in ranks))  # type: ignore[misc]
             assert set(bases(path)) == {4}
+            on_all(*(one.ckpt.close for one in ranks))
+    finally:
+        end_keepers(tmp_path)
+
+
+def test_the_first_base_of_several_ranks_measures_the_link(tmp_path: Path) -> None:
+    """It has one part; without its measurement so would have all bases after it."""
+    path, method = tmp_path / "run", everstep.Method(base="multistep", parts="auto")
+    options = {"method": method, "every": 2, "keeper": everstep.KeeperOptions()}
+    try:
+        with trainings(path, path, **options) as ranks:
+            resume(ranks)
+            train(ranks, 2)
+            for rank in ranks:
+                assert inspect(rank.ckpt).multistep.planner.timed is not None
             on_all(*(one.ckpt.close for one in ranks))
     finally:
         end_keepers(tmp_path)

@@ -6,11 +6,10 @@ from collections.abc import Sequence
 from typing import Any
 
 import everstep
-from everstep.capture.parts import Unit
 from everstep.options import Options, validate_options
 from everstep.seams import ManualClock
 from everstep.trainer.multistep.measurements import MultistepStats
-from everstep.trainer.multistep.partition import Partitioner
+from everstep.trainer.multistep.partition import Partitioner, Unit
 
 ARENA_BYTES = 1 << 40
 
@@ -33,7 +32,8 @@ class Bench:
     """Steps of 1 s, of which updates take some; and a link."""
 
     def __init__(self, *, update_s: float = 0.0, link: float | None = None, **about: Any) -> None:
-        self.clock, self.stats = ManualClock(), MultistepStats()
+        self.clock = ManualClock()
+        self.stats = MultistepStats(self.clock, {})
         self.choice = Partitioner(options(**about), self.clock, self.stats)
         for _ in range(8):
             self.choice.steps.marked(0.0)

@@ -465,7 +465,7 @@ def _do_at(step: int, ckpt: Any) -> None:
     if found in ("wait", "save", "rewind"):
         getattr(ckpt, found)(*map(int, number.split()))
     elif found == "spoil":  # what was captured of a base over several steps
-        inspect(ckpt).multistep._window.failed = AuditError("planted")
+        inspect(ckpt).multistep.window.failed = AuditError("planted")
     elif found == "tear":  # a gradient of the next update, which the lane finds out in its own time
         torn, late = GradientCheck.torn, threading.Event()
 
@@ -482,7 +482,7 @@ def _do_at(step: int, ckpt: Any) -> None:
         inspect(ckpt).keeper._reader.join(_HANGS_S)
     elif found == "lose":  # a base, and training hears of it
         if (
-            last := inspect(ckpt).multistep._last
+            last := inspect(ckpt).multistep.last
         ) is not None:  # else it has heard, and a new keeper is there
             last.durable.exception(_HANGS_S)
     elif found == "draw":

@@ -9,12 +9,11 @@ import pytest
 import torch
 
 import everstep
-from everstep.capture.parts import Unit
 from everstep.plan.multistep import Pipeline
 from everstep.plan.multistep_cut import best_cut, best_parts, fewest
 from everstep.seams import ManualClock
 from everstep.trainer.multistep.measurements import MultistepBase, MultistepStats, StepTimes
-from everstep.trainer.multistep.partition import cut_by_cost, modelled_overlap
+from everstep.trainer.multistep.partition import Unit, cut_by_cost, modelled_overlap
 from tests.support.multistep.measured import Bench
 
 STATE_BYTES = 48 * 42 * 10_000
@@ -155,7 +154,7 @@ def test_what_each_part_costs_training_counts_too() -> None:
 
 
 def test_one_base_on_a_busy_machine_says_little() -> None:
-    stats = MultistepStats()
+    stats = MultistepStats(ManualClock(), {})
     for begin_s in (9.0, 0.10, 0.12, 5.0, 0.11, 0.10):
         stats.bases.append(MultistepBase(0, 10, begin_s, 0.0, 0.0, 1, 1, 10.0))
     assert stats.part_s == pytest.approx(0.011)

@@ -173,6 +173,11 @@ class Saver:
         return None if self._service is None else self._service.keeper
 
     @property
+    def copying(self) -> bool:
+        """Return True if copies of a capture may be in progress."""
+        return bool(self._pending)
+
+    @property
     def last_is_in_memory(self) -> bool:
         """Return True if the last base exists in memory only and is not being written to disk;
         before the first base, the answer is that of the restored one."""
@@ -229,12 +234,15 @@ class Saver:
 
     @contextlib.contextmanager
     def stalled(self, cause: str) -> Iterator[None]:
-        """Add the time spent inside the context to ``stall_s[cause]``."""
+        """Add the time spent inside the context to ``stall_s[cause]``, except time that is added to
+        any cause meanwhile."""
         start_s = self._clock.monotonic_s()
+        before_s = sum(self.stall_s.values())
         try:
             yield
         finally:
-            self.stall_s[cause] += self._clock.monotonic_s() - start_s
+            added_s = sum(self.stall_s.values()) - before_s
+            self.stall_s[cause] += max(0.0, self._clock.monotonic_s() - start_s - added_s)
 
     def post(self, error: EverstepError) -> None:
         """Report an error of a base through the background channel.
@@ -290,6 +298,15 @@ class Saver:
                 self._fail_capture(pending, DeadlineError(late, step=pending.capture.step))
         self.stall_s["gate"] += self._clock.monotonic_s() - start_s
 
+    def check_disk(self, plan: BasePlan, more_bytes: int = 0) -> None:
+        """Check that a base, and so many bytes beside it, fit into the disk budget.
+
+        Raises:
+            OutOfSpaceError: they do not.
+        """
+        if self._options.budget.disk_bytes is not None:
+            check_disk_budget(self._options, self._run, plan.size_bytes + more_bytes)
+
     def copy_everything_at_mark(self) -> None:
         """Copy everything at the step mark from now on: some code writes to the state without
         passing the gate (I1)."""
@@ -321,8 +338,7 @@ class Saver:
         identity = replace(identity, exact=exact, inexact=why)
         prepared = self.prepare_base(survey, identity)
         plan = prepared.plan(identity, behind_mark=behind_mark)
-        if self._options.budget.disk_bytes is not None:
-            check_disk_budget(self._options, self._run, plan.size_bytes)
+        self.check_disk(plan)
         # An interrupted save must not be returned as the base of this step.
         self._last = None
         if self._options.method.base == "sync":

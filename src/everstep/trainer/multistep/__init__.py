@@ -1,13 +1,23 @@
 """Capture a base over several steps (GoCkpt, section 4); runs in the training process.
 
-A *window* spans the steps of one base. Each step copies one *part* of the state, and the gradients
-that bring earlier parts to the step of the last one. Read in this order:
+If copying the state takes longer than a forward and backward, each step copies one *part* of it,
+and the gradients that bring earlier parts to the step of the last one. The steps of one base are
+its *window*. With them the keeper, or whoever restores the base, brings all parts to one version.
 
-- ``driver``: begins, continues and ends windows, at step marks and updates.
-- ``rank_driver``: the same for several ranks, which end all windows at one agreed step.
-- ``window``: a base in progress, and its handover to the keeper.
-- ``plan``: the parts of a window, planned before the base is due.
-- ``partition``: into how many parts, and which, by the measured link and steps.
-- ``copies``: copies of parts, and of the gradients that updates consume.
-- ``held_gradients``: gradients whose copies continue after their update (GoCkpt-O).
-- ``measurements``: durations of steps, and costs of windows."""
+The paper's ideas, in the order in which to read the modules:
+
+- ``driver``: takes one window after the other, at step marks and updates (4.1, figure 2b).
+- ``ending``: the step at which a window ends, alone or agreed among ranks (4.5); what follows a
+  window that is void.
+- ``window``: a base in progress: its parts, the updates since, the handover to the keeper (4.2.1).
+- ``copies``: copies of parts, and of the gradients that updates consume; gradients go first
+  (4.2.2).
+- ``held_gradients``: gradients whose copies continue during the next forward: GoCkpt-O (4.2.4).
+- ``partition``: into how many parts, and which; the size of chunks (4.2.3, 4.4.2).
+- ``plan``: parts, copies and memory of a window, planned before the base is due.
+- ``measurements``: durations of steps, and costs of windows, for the model of 4.2.3.
+
+Elsewhere: the model itself is :mod:`everstep.plan.multistep`; the copies run on lanes with streams
+and pinned memory (:mod:`everstep.capture.lanes`, 4.4); the reconstruction (4.3) is
+:mod:`everstep.keeper.replica`, or :mod:`everstep.restore.redo` with ``rebuild="recovery"``.
+Design and limits: ``docs/design/multistep.md``."""

@@ -1,5 +1,5 @@
 """Copies of a window: parts of the state, and the gradients that updates consume (GoCkpt, sections
-4.2.1 and 4.2.4).
+4.2.1, 4.2.2 and 4.2.4).
 
 Each part is copied during the forward and backward of one step, and updates wait for it (I1).
 Gradients are copied for parameters captured in an earlier step: the keeper brings these to the last
@@ -8,148 +8,100 @@ after it, as long as nothing writes to the gradients (GoCkpt-O; :mod:`.held_grad
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
 
 import torch
 
-from everstep.capture.lanes.batches import Chunks, plan_batches
+from everstep.capture.lanes.batches import Batch, Chunks, plan_batches
 from everstep.capture.lanes.lane import Lane, Transfer
 from everstep.config.options import Options
-from everstep.errors import AuditError, DeadlineError, EverstepError
+from everstep.errors import AuditError, DeadlineError
+from everstep.link.channel import BackgroundChannel
 from everstep.link.pool import Block
 from everstep.link.save import as_everstep_error, changed_during_copy_error
-from everstep.seams import Clock
+from everstep.seams.processes.conditions import wait_done
 from everstep.state.layout.names import GRADIENT, UPDATE_OBJECT
 from everstep.state.training_state import State
 from everstep.state.values.objects import encode
 from everstep.state.values.tensors import is_dtensor
 from everstep.trainer.base.prepared_base import PlannedCopies
-from everstep.trainer.log.update_inputs import InputReader
+from everstep.trainer.base.saver import Saver
+from everstep.trainer.log.update_inputs import InputReader, UpdateInputs
 from everstep.trainer.multistep.held_gradients import (
+    CopyGate,
     GradientCheck,
     GraphMemory,
     HeldGradients,
     SamplePlaces,
     own_their_memory,
 )
-from everstep.trainer.multistep.partition import Partitioner
-from everstep.trainer.multistep.window import CopiedUpdate, PartCopy, Window
+from everstep.trainer.multistep.partition import Partitioner, TimedCopy
+from everstep.trainer.multistep.window import CopiedUpdate, Window, WindowVoid
 
-__all__ = [
-    "AbandonWindow",
-    "PartCopies",
-    "UpdateCopies",
-]
+__all__ = ["WindowCopies"]
 
 
-class PartCopies:
-    """Copies of parts.
+@dataclass(eq=False, slots=True)
+class _PartCopy:
+    """Copy of a part in progress.
 
-    Args:
-        options: options of the Checkpointer.
-        lane: makes the copies.
-        clock: measures time.
-        partitioner: measures copies.
-        stall_s: stall times by cause, in seconds; updated here.
-        on_late: called with a window whose copy took too long: the update goes on.
+    Attributes:
+        window: window of the part.
+        transfer: the copy.
+        ends: bytes of the block that must be copied before an optimizer may update, by its key.
+        end: offset of the end of the part, in bytes.
+        done: True when it was copied and checked.
     """
 
-    def __init__(
-        self,
-        options: Options,
-        lane: Lane,
-        clock: Clock,
-        partitioner: Partitioner,
-        stall_s: dict[str, float],
-        on_late: Callable[[Window, EverstepError], None],
-    ) -> None:
-        self._timeout_s = options.progress_timeout_s
-        self._lane = lane
-        self._clock = clock
-        self._partitioner = partitioner
-        self._stall_s = stall_s
-        self._on_late = on_late
-        self._copying: list[PartCopy] = []
-
-    def submit(self, window: Window, copies: PlannedCopies, size_bytes: int) -> None:
-        """Begin to copy a part; it is checked in the lane's thread afterwards."""
-        sample = None if copies.check is None else copies.check.take()
-        step = window.identity.step
-        timed = self._partitioner.timed("part", size_bytes)
-        transfer = self._lane.submit(copies.batches, window.block, lambda end: None)
-        end = copies.end
-        copying = PartCopy(window, transfer, copies.ends, end)
-        self._copying.append(copying)
-
-        def look() -> None:
-            try:
-                if not transfer.wait(self._timeout_s):
-                    raise DeadlineError("copying the state to host memory has hung", step=step)
-                timed.ended(transfer.copied_s)
-                if copies.check is not None and sample is not None:
-                    torn = copies.check.differing(sample, window.block)
-                    if torn is not None:
-                        raise changed_during_copy_error(torn, step)
-            except Exception as error:
-                window.failed = window.failed or as_everstep_error(error, step)
-            finally:
-                copying.done = True
-
-        self._lane.run(look)
-
-    def gate(self, optimizer: str | None) -> None:
-        """Block an update until the parts it will change have been copied.
-
-        Args:
-            optimizer: key of the optimizer about to update; None if anything may be updated.
-        """
-        if not self._copying:
-            return
-        start_s = self._clock.monotonic_s()
-        for one in self._copying:
-            end = one.end if optimizer is None else one.ends.get(optimizer, 0)
-            if not one.done and not one.transfer.gate(end, self._timeout_s):
-                # Do not block training for ever: the update goes on, the window is void.
-                late = f"copying the state to host memory took longer than {self._timeout_s:g} s"
-                error = DeadlineError(late, step=one.window.identity.step)
-                one.done = True
-                one.window.failed = one.window.failed or error
-                self._on_late(one.window, error)
-        self._stall_s["gate"] += self._clock.monotonic_s() - start_s
-
-    @property
-    def open(self) -> bool:
-        """Return True if copies may be in progress."""
-        return bool(self._copying)
-
-    def prune(self) -> None:
-        """Forget completed copies."""
-        if self._copying:
-            self._copying = [one for one in self._copying if not one.done]
-
-    def forget(self, window: Window) -> None:
-        """Forget the copies of an abandoned window: nothing waits for them."""
-        self._copying = [one for one in self._copying if one.window is not window]
+    window: Window
+    transfer: Transfer
+    ends: Mapping[str, int]
+    end: int
+    done: bool = False
 
 
-AbandonWindow = Callable[[str, EverstepError | None], None]
-"""Abandon the open window: reason, and error to report."""
+@dataclass(eq=False, slots=True)
+class _PendingUpdate:
+    """Update whose gradients are being copied.
+
+    Attributes:
+        window: window that needs them.
+        key: key of the optimizer.
+        update: the update, as the window keeps it.
+        transfer: the copies.
+        timed: measurement of the copies.
+        inputs: inputs of the update; None after the copy, so that gradients are not kept longer.
+        held: parameters and gradients, if the copies may continue after the update.
+        check: check of these gradients.
+        calls: number of calls of the optimizer's closure.
+    """
+
+    window: Window
+    key: str
+    update: CopiedUpdate
+    transfer: Transfer
+    timed: TimedCopy
+    inputs: UpdateInputs | None
+    held: Sequence[tuple[torch.Tensor, torch.Tensor]] | None
+    check: GradientCheck | None
+    calls: int = 1
 
 
-class UpdateCopies:
-    """Copies of the gradients that updates consume.
+class WindowCopies:
+    """Copies of the windows of one process: parts of the state, and gradients.
 
     Args:
         options: options of the Checkpointer.
         state: state with the optimizers.
         lane: makes the copies.
-        clock: measures time.
+        saver: counts the time that training waits.
         partitioner: measures copies.
-        stall_s: stall times by cause, in seconds; updated here.
-        abandon: abandons the open window.
-        warn: warns the user, though nothing has failed.
+        channel: warns the user of a torn gradient.
 
     Attributes:
+        partitioner: measures copies.
         consumption: collects the inputs of updates.
         held: gradients whose copies continue after their update.
         waits: updates wait for the copies of their gradients.
@@ -161,38 +113,109 @@ class UpdateCopies:
         options: Options,
         state: State,
         lane: Lane,
-        clock: Clock,
+        saver: Saver,
         partitioner: Partitioner,
-        stall_s: dict[str, float],
-        abandon: AbandonWindow,
-        warn: Callable[[EverstepError], None],
+        channel: BackgroundChannel,
     ) -> None:
-        self._timeout_s = options.progress_timeout_s
-        self._copies_yield = options.method.held_steps > 1
+        self._held_steps = options.method.held_steps
         self._lane = lane
-        self._clock = clock
-        self._partitioner = partitioner
-        self._stall_s = stall_s
-        self._abandon = abandon
-        self._warn = warn
-        self._pending: CopiedUpdate | None = None
+        self._gate = CopyGate(saver, options.progress_timeout_s)
+        self._channel = channel
+        self._copying: list[_PartCopy] = []
+        self._pending: _PendingUpdate | None = None
         self._seen_lsn = -1  # of the last update whose inputs were collected
         self._places = SamplePlaces()
         self._graphs = GraphMemory()
+        self.partitioner = partitioner
         self.consumption = InputReader(state)
-        self.held = HeldGradients(state, self._wait)
+        self.held = HeldGradients(state, self._gate)
         self.waits = not options.method.overlap_forward
         self.reported: AuditError | None = None
 
     @property
-    def under_way(self) -> bool:
+    def open(self) -> bool:
+        """Return True if an update may have to wait for copies of parts or gradients."""
+        return bool(self._copying) or self.held.open
+
+    def gate(self, optimizer: str | None) -> None:
+        """Block an update until the parts it will change, and all gradients but those of the last
+        ``held_steps`` updates, are copied.
+
+        Args:
+            optimizer: key of the optimizer about to update; None if anything may be updated.
+        """
+        for one in self._copying:
+            # A window that has failed is void: no update waits for the rest of its copies.
+            if not one.done and one.window.failed is None:
+                end = one.end if optimizer is None else one.ends.get(optimizer, 0)
+                self._gate.wait(one.window, one.transfer, end, "gate")
+        self.held.gate(optimizer, keep=0 if optimizer is None else self._held_steps - 1)
+
+    def prune(self) -> None:
+        """Forget completed copies of parts."""
+        if self._copying:
+            self._copying = [one for one in self._copying if not one.done]
+
+    def run(self, job: Callable[[], None]) -> Future[None]:
+        """Run a function in the lane's thread, after all copies and checks queued so far."""
+        return self._lane.run(job)
+
+    def await_checks(self, window: Window) -> None:
+        """Wait for all copies of a window, and their checks."""
+        # A check runs on the lane after its copies, so an empty job after them all is enough.
+        self.held.gate()
+        if not wait_done(self.run(lambda: None), self._gate.timeout_s):
+            late = "copying the state to host memory has hung"
+            window.fail(DeadlineError(late, step=window.identity.step))
+
+    def abandon(self, window: Window) -> None:
+        """Let nothing wait for the copies of an abandoned window; release its memory."""
+        self._copying = [one for one in self._copying if one.window is not window]
+        # On the lane, after copies that were begun: until then they write into this memory.
+        self.run(window.release)
+
+    # --- Parts of the state -------------------------------------------------------------
+
+    def submit_part(self, window: Window, copies: PlannedCopies, size_bytes: int) -> None:
+        """Begin to copy a part; it is checked in the lane's thread afterwards."""
+        # Before the copies begin: whatever is written from now on must differ from the sample.
+        sample = None if copies.check is None else copies.check.take()
+        # Not read later: the window has moved to another mark when the check runs.
+        step = window.identity.step
+        timed = self.partitioner.timed("part", size_bytes)
+        transfer = self._lane.submit(copies.batches, window.block, lambda end: None)
+        one = _PartCopy(window, transfer, copies.ends, copies.end)
+        self._copying.append(one)
+
+        def check() -> None:
+            try:
+                if not transfer.wait(self._gate.timeout_s):
+                    raise DeadlineError("copying the state to host memory has hung", step=step)
+                timed.ended(transfer.copied_s)
+                if copies.check is not None and sample is not None:
+                    torn = copies.check.differing(sample, window.block)
+                    if torn is not None:
+                        raise changed_during_copy_error(torn, step)
+            except Exception as error:
+                # The training thread abandons the window at its next update or mark: only there is
+                # no copy of it being submitted.
+                window.fail(as_everstep_error(error, step))
+            finally:
+                one.done = True
+
+        self.run(check)
+
+    # --- Gradients ----------------------------------------------------------------------
+
+    @property
+    def update_under_way(self) -> bool:
         """Return True if an update has begun and not ended."""
         return self._pending is not None
 
-    def forget(self) -> None:
+    def forget_update(self) -> None:
         """Forget the update in progress."""
         if self._pending is not None:
-            self._partitioner.over(self._pending.timed)
+            self.partitioner.over(self._pending.timed)
         self._pending = None
         self._seen_lsn = -1
 
@@ -205,6 +228,9 @@ class UpdateCopies:
             lsn: number of the update.
             step: step in progress.
             over: the update has already run: a hook registered later was called last.
+
+        Raises:
+            WindowVoid: the update cannot be replayed, or there is no memory for its gradients.
         """
         if lsn == self._seen_lsn:
             if self._pending is not None:
@@ -215,107 +241,102 @@ class UpdateCopies:
         names = window.captured.get(key)
         if not names:
             return
-        try:
-            self._pending = self._copy(window, key, names, lsn, step, over)
-        except Exception as error:  # must not make training fail
-            ours = as_everstep_error(error, step)
-            self._abandon(ours.message, ours)
+        if not self.consumption.grouped_as_before(key):
+            raise WindowVoid(f"the parameters of {key} moved to other parameter groups")
+        inputs = self.consumption.look(key, names)
+        gradients = {n: t for n, t in inputs.tensors.items() if n.startswith(GRADIENT)}
+        if not gradients and "compressed" not in inputs.about:
+            return
+        if inputs.written and over:
+            raise WindowVoid(
+                f"optimizer {key} writes to its gradients, which were seen only after that"
+            )
+        room = self._reserve(window, inputs)
+        update = CopiedUpdate(window.head(step, lsn), inputs.layout, room)
+        held = None
+        if gradients and not self.waits and not inputs.written:
+            held = self._holdable(key, names)
+        self._pending = pending = self._submit(window, key, update, inputs, gradients, held)
+        window.costs.gradient_bytes += inputs.layout.size_bytes
+        if inputs.written:  # the update must not begin before the copy ends
+            self._gate.wait(window, pending.transfer, inputs.layout.size_bytes, "gradients")
 
-    def applied(self, window: Window, key: str) -> bool:
+    def applied(self, window: Window) -> None:
         """End an update: gradients may change now, unless their copies continue.
 
-        Returns:
-            True if the update can be replayed; otherwise the window was abandoned.
+        Raises:
+            WindowVoid: it cannot be replayed.
         """
         pending = self._pending
         self._pending = None
         lsn = self._seen_lsn  # cleared: after a rewind another update has the same number
         self._seen_lsn = -1
-        if pending is not None:
-            if pending.calls > 1:
-                self._partitioner.over(pending.timed)
-                self._abandon(f"optimizer {key} called its closure more than once", None)
-                return False
-            if pending.held is not None:
-                size_bytes = pending.layout.size_bytes
-                self.held.hold(key, pending.transfer, size_bytes, pending.held, pending.check)
-            else:
-                self._wait(pending.transfer, pending.layout.size_bytes)
-            window.updates.append(pending)
-            self._lane.run(lambda: self._encode(window, pending))
-        return window.account(lsn, copied=pending is not None)
+        if pending is None:
+            window.account(lsn)
+            return
+        if pending.calls > 1:
+            self.partitioner.over(pending.timed)
+            raise WindowVoid(f"optimizer {pending.key} called its closure more than once")
+        transfer = pending.transfer
+        size_bytes = pending.update.layout.size_bytes
+        if pending.held is not None:
+            self.held.hold(window, pending.key, transfer, size_bytes, pending.held, pending.check)
+        else:
+            self._gate.wait(window, transfer, size_bytes, "gradients")
+        # Before it is accounted for: the window may be found void there, and the measurement of the
+        # copies must end all the same.
+        self._lane.run(lambda: self._encode(pending))
+        window.account(lsn, pending.update)
 
-    def _copy(
+    def _reserve(self, window: Window, inputs: UpdateInputs) -> Block:
+        """Reserve memory for gradients.
+
+        Raises:
+            WindowVoid: there is none, even after kept bases were dropped.
+        """
+        size_bytes = max(1, inputs.layout.size_bytes)
+        room = window.pool.acquire_now(size_bytes)
+        if room is None:
+            window.pool.drop_kept()  # bases kept in the arena are durable
+            room = window.pool.acquire_now(size_bytes)
+        if room is None:
+            if window.keeper.lost is None:
+                self.partitioner.too_large()
+            raise WindowVoid("there is no host memory left for gradients")
+        window.rooms.append(room)
+        # For device copies, pinning has touched the pages.
+        end = room.offset + room.size_bytes
+        if inputs.in_host_memory and end > window.pool.touched_bytes:
+            self._lane.run(lambda: window.pool.populate(room))
+        return room
+
+    def _submit(
         self,
         window: Window,
         key: str,
-        names: frozenset[str],
-        lsn: int,
-        step: int,
-        over: bool,
-    ) -> CopiedUpdate | None:
-        """Begin to copy the inputs of an update for captured parameters.
-
-        Returns:
-            None if the window was abandoned, or if there is nothing to copy.
-        """
-        if not self.consumption.grouped_as_before(key):
-            self._abandon(f"the parameters of {key} moved to other parameter groups", None)
-            return None
-        consumed = self.consumption.look(key, names)
-        gradients = {n: t for n, t in consumed.tensors.items() if n.startswith(GRADIENT)}
-        if not gradients and "compressed" not in consumed.about:
-            return None
-        if consumed.written and over:
-            self._abandon(
-                f"optimizer {key} writes to its gradients, which were seen only after that", None
-            )
-            return None
-        layout = consumed.layout
-        room = self._room(window, layout.size_bytes)
-        if room is None:
-            if window.keeper.lost is None:
-                self._partitioner.too_large()
-            self._abandon("there is no host memory left for gradients", None)
-            return None
-        window.rooms.append(room)
-        into = window.memory[room.offset : room.offset + room.size_bytes]
-        end = room.offset + room.size_bytes
-        # For device copies, pinning has touched the pages.
-        if consumed.in_host_memory and end > window.pool.touched_bytes:
-            self._lane.run(lambda: window.pool.populate(room))
-        held = None
+        update: CopiedUpdate,
+        inputs: UpdateInputs,
+        gradients: Mapping[str, torch.Tensor],
+        held: Sequence[tuple[torch.Tensor, torch.Tensor]] | None,
+    ) -> _PendingUpdate:
+        """Begin to copy the inputs of an update."""
+        layout = inputs.layout
+        into = window.memory_of(update.room)
+        batches: Sequence[Batch] = inputs.batches
         check = None
-        batches = consumed.batches
-        if gradients and not self.waits and not consumed.written:
-            held = self._holdable(key, names)
         if held is not None:
-            check = GradientCheck(gradients, layout, lsn, self._places)
+            check = GradientCheck(gradients, layout, update.head.lsn, self._places)
             # Other tensors (learning rates) are written by schedulers: copied now, not held.
-            if others := consumed.tensors.keys() - gradients.keys():
-                self._lane.copy_now(plan_batches(layout, consumed.tensors, others), into)
-                batches = plan_batches(layout, consumed.tensors, gradients.keys())
+            if others := inputs.tensors.keys() - gradients.keys():
+                self._lane.copy_now(plan_batches(layout, inputs.tensors, others), into)
+                batches = plan_batches(layout, inputs.tensors, gradients.keys())
         # Gradients held for several steps are less urgent than the part of the next step.
-        yielding = held is not None and self._copies_yield
-        progress = check.copied if check is not None else lambda end: None
-        chunks = Chunks(batches, self._partitioner.chunk_bytes)
+        yielding = held is not None and self._held_steps > 1
         submit = self._lane.submit_yielding if yielding else self._lane.submit
-        transfer = submit(chunks, into, progress)
-        timed = self._partitioner.timed("gradients", layout.size_bytes, yielding=yielding)
-        window.watch.gradient_bytes += layout.size_bytes
-        if consumed.written:  # the update must not begin before the copy ends
-            self._wait(transfer, layout.size_bytes)
-        head = window.head(step, lsn)
-        return CopiedUpdate(head, layout, transfer, room, timed, consumed, held, check)
-
-    def _room(self, window: Window, size_bytes: int) -> Block | None:
-        """Reserve memory for gradients; None if there is none, even after kept bases were
-        dropped."""
-        room = window.pool.acquire_now(max(1, size_bytes))
-        if room is None:
-            window.pool.drop_kept()  # bases kept in the arena are durable
-            room = window.pool.acquire_now(max(1, size_bytes))
-        return room
+        progress = check.copied if check is not None else lambda end: None
+        transfer = submit(Chunks(batches, self.partitioner.chunk_bytes), into, progress)
+        timed = self.partitioner.timed("gradients", layout.size_bytes, yielding=yielding)
+        return _PendingUpdate(window, key, update, transfer, timed, inputs, held, check)
 
     def _holdable(
         self, key: str, names: frozenset[str]
@@ -332,25 +353,25 @@ class UpdateCopies:
         alone = guarded and own_their_memory(gradients) and not self._graphs.has(gradients)
         return found if alone else None
 
-    def _encode(self, window: Window, update: CopiedUpdate) -> None:
+    def _encode(self, pending: _PendingUpdate) -> None:
         """Encode an update and check its gradients; in the lane's thread, after its copies."""
+        update = pending.update
         step = update.head.step
         try:
-            if not update.transfer.wait(self._timeout_s):
+            if not pending.transfer.wait(self._gate.timeout_s):
                 raise DeadlineError("copying gradients to host memory has hung", step=step)
-            update.timed.ended(update.transfer.copied_s)
-            assert update.consumed is not None
-            update.objects = {UPDATE_OBJECT: encode(update.consumed.about, checked=True)}
-            room = update.room
-            check = update.check
-            into = window.memory[room.offset : room.offset + room.size_bytes]
+            pending.timed.ended(pending.transfer.copied_s)
+            assert pending.inputs is not None
+            update.objects = {UPDATE_OBJECT: encode(pending.inputs.about, checked=True)}
+            check = pending.check
+            into = pending.window.memory_of(update.room)
             if check is not None and (torn := check.torn(into)) is not None:
                 raise self._torn(torn, step)
         except Exception as error:
-            window.failed = window.failed or as_everstep_error(error, step)
+            pending.window.fail(as_everstep_error(error, step))
         finally:
-            self._partitioner.over(update.timed)
-            update.consumed = update.held = update.check = None
+            self.partitioner.over(pending.timed)
+            pending.inputs = pending.held = pending.check = None
 
     def _torn(self, name: str, step: int) -> AuditError:
         """Return the error of a torn gradient, and warn the first time.
@@ -367,12 +388,5 @@ class UpdateCopies:
         if self.reported is None:
             self.waits = True
             self.reported = error
-            self._warn(error)
+            self._channel.post_notice(error)
         return self.reported
-
-    def _wait(self, transfer: Transfer, end: int) -> None:
-        start_s = self._clock.monotonic_s()
-        if not transfer.gate(end, self._timeout_s):
-            error = DeadlineError("copying gradients to host memory has hung")
-            self._abandon(error.message, error)
-        self._stall_s["gradients"] += self._clock.monotonic_s() - start_s

@@ -1,4 +1,4 @@
-"""Drive the windows of multi-step bases (GoCkpt, section 4) in the training process.
+"""Take bases over several steps, one window after the other; runs in the training process.
 
 A window begins at a step mark, when a base is due. In each of its steps one part of the state is
 copied during forward and backward, and the update waits for it (I1). From then on the gradients
@@ -7,9 +7,7 @@ everything is copied that no optimizer replays. From there on the base is a capt
 except that the keeper brings all parts to that step before it writes them (I3).
 
 Copies are made in the order in which they are due: the gradients of a step before the part of the
-next. A window whose parts cannot be brought to the last step is void, and a new one begins.
-
-Several ranks end their windows at one step: see :mod:`.rank_driver`."""
+next. Where a window ends, and what follows one that is void, is decided by :mod:`.ending`."""
 
 from __future__ import annotations
 
@@ -17,39 +15,33 @@ import contextlib
 import logging
 import os
 from collections.abc import Iterator
-from concurrent.futures import Future
 from functools import partial
-from pathlib import PurePath
 
 from everstep.capture.lanes.lane import Lane
 from everstep.config.options import Options
 from everstep.errors import AuditError, EverstepError, StateError
 from everstep.format.header import ShardIdentity
 from everstep.link.channel import BackgroundChannel
-from everstep.link.pool import Block, CapturePool
-from everstep.link.recordable import state_digest
+from everstep.link.pool import CapturePool
 from everstep.link.save import Save, as_everstep_error, fail, failing_save
 from everstep.seams import Clock
 from everstep.seams.failpoints import failpoint
 from everstep.seams.fingerprint import FingerprintWatch
-from everstep.state.survey.survey import Shape, Survey
+from everstep.state.survey.survey import Survey
 from everstep.state.training_state import State
 from everstep.trainer.attach.keeper import Service
-from everstep.trainer.attach.remote import RemoteKeeper
 from everstep.trainer.base.mark_state import MarkSnapshot
 from everstep.trainer.base.saver import Saver, SaverExtension
-from everstep.trainer.budget.disk import check_disk_budget
-from everstep.trainer.multistep.copies import PartCopies, UpdateCopies
-from everstep.trainer.multistep.measurements import MultistepStats, WindowCosts, device_event
+from everstep.trainer.multistep.copies import WindowCopies
+from everstep.trainer.multistep.ending import VOID_MAX, BaseInProgress, EndAlone, StepMark
+from everstep.trainer.multistep.measurements import MultistepStats, device_event
 from everstep.trainer.multistep.partition import Partitioner
 from everstep.trainer.multistep.plan import WindowPlan, WindowPlanner, redo_bytes
-from everstep.trainer.multistep.window import Handover, Window, written
+from everstep.trainer.multistep.window import Handover, Window, WindowVoid
 
-__all__ = ["VOID_MAX", "MultistepDriver"]
+__all__ = ["MultistepDriver"]
 
 _log = logging.getLogger("everstep")
-VOID_MAX = 2
-"""Number of consecutive void windows after which a base is captured in one step."""
 
 
 class MultistepDriver(SaverExtension):
@@ -57,90 +49,81 @@ class MultistepDriver(SaverExtension):
 
     Args:
         options: options of the Checkpointer.
-        run: run folder.
         state: state to capture.
         saver: takes bases of one step, and captures the remaining entries at the last mark of a
             window.
         lane: makes the copies.
         channel: reports errors to the training thread.
         clock: measures time.
+        end: decides where windows end, and what follows a void one.
 
     Attributes:
-        again: reason why another base is due after one became void; None if none is.
+        end: decides where windows end.
+        window: window in progress; None if there is none.
+        ended: window that ended at the last step mark; None after an update.
+        last: save of the last window that was begun with the current keeper.
         stats: statistics of all windows.
+        copies: copies of parts and gradients.
+        planner: plans windows.
     """
 
     def __init__(
         self,
         options: Options,
-        run: PurePath,
         state: State,
         saver: Saver,
         lane: Lane,
         channel: BackgroundChannel,
         clock: Clock,
+        end: EndAlone,
     ) -> None:
         self._options = options
-        self._run = run
         self._state = state
         self._saver = saver
-        self._lane = lane
         self._channel = channel
-        self._clock = clock
         self._pid = os.getpid()
-        self._keeper: RemoteKeeper | None = None
-        self._pool: CapturePool | None = None
-        self._window: Window | None = None
-        self._ended: Window | None = None  # ended at the last mark; None after an update
-        self._last: Save | None = None
-        self._single_step: Save | None = None  # the last base of one step
-        self._timed: Future[None] | None = None  # done when the first base has measured the link
-        self._digest: tuple[object, str] = (None, "")
-        self._voids_in_row = 0  # consecutive void windows
+        self._service: Service | None = None
+        self._identity: ShardIdentity | None = None  # of the last step mark
         self._opened = FingerprintWatch(state.optimizers)
-        self.stats = MultistepStats()
-        self._partitioner = Partitioner(options, clock, self.stats, partial(device_event, state))
-        self._parts = PartCopies(
-            options,
-            lane,
-            clock,
-            partitioner=self._partitioner,
-            stall_s=saver.stall_s,
-            on_late=self._abandon_late,
-        )
-        self._updates = UpdateCopies(
-            options,
-            state,
-            lane,
-            clock,
-            partitioner=self._partitioner,
-            stall_s=saver.stall_s,
-            abandon=self._abandon,
-            warn=channel.post_notice,
-        )
+        self.end = end
+        self.window: Window | None = None
+        self.ended: Window | None = None
+        self.last: Save | None = None
+        self.stats = MultistepStats(clock, saver.stall_s)
+        partitioner = Partitioner(options, clock, self.stats, partial(device_event, state))
+        self.copies = WindowCopies(options, state, lane, saver, partitioner, channel)
         explicit = isinstance(options.method.parts, int)
-        consumption = self._updates.consumption
-        self._planner = WindowPlanner(
-            state, lane, self._partitioner, consumption, explicit=explicit
-        )
-        self.again: str | None = None
+        consumption = self.copies.consumption
+        self.planner = WindowPlanner(state, lane, partitioner, consumption, explicit=explicit)
         saver.extend(self)
 
     @property
-    def open(self) -> bool:
-        """Return True while a window is open."""
-        return self._window is not None
+    def again(self) -> str | None:
+        """Return the reason why another base is due after one became void; None if none is."""
+        return self.end.again
 
     def start(self, service: Service) -> None:
         """Send bases to the keeper in service from now on."""
         self._opened.began(service.timeline)
-        MultistepDriver.drop(self, "its keeper is no longer in service")  # other ranks go on
-        self._keeper = service.process
-        self._pool = service.pool
-        self._last = None
-        self._planner.start()
+        self._drop_window("its keeper is no longer in service")  # other ranks go on
+        self._service = service
+        self.last = None
+        if self.end.base is not None:
+            self.end.base.plan = None  # its layout is unknown to this keeper
+        self.planner.start()
 
     # --- At step marks ------------------------------------------------------------------
+
+    def ask(self, step: int) -> None:
+        """Agree with all ranks where a base that is due at the end of ``step`` ends.
+
+        Every rank calls this at each such step, whatever has failed there.
+
+        Raises:
+            DeadlineError: another rank does not take this step.
+        """
+        if self.end.can_begin(step):
+            self.end.begin(step, self._plan(self._identity))
 
     def take(self, identity: ShardIdentity, survey: Survey | None, *, single_step: bool) -> Save:
         """Take a base: over the next steps, or (``single_step``) of the step that has just ended.
@@ -148,131 +131,124 @@ class MultistepDriver(SaverExtension):
         Args:
             identity: step, timeline and rank.
             survey: survey of the current state, if one was taken.
-            single_step: capture the base of this very step.
+            single_step: capture the base of this very step, on all ranks.
 
         Raises:
             EverstepError: this save, or an earlier one in the background, has failed and the
                 failure policy raises.
         """
-        window = self._window
-        self.again = None
-        if window is not None:
-            if not single_step:
-                return window.save
-            with self._counted():
-                self._end_at(window, identity)
-            self.again = None  # if that one became void, the base taken now replaces it
-        last = self._last
-        base = (identity.timeline, identity.step)
-        if last is not None and (last.timeline, last.step) == base and not last.is_lost:
-            return last
-        self._ended = None
-        begins = not single_step and self._voids_in_row < VOID_MAX and self._opened.holds
-        with contextlib.suppress(EverstepError):  # the base of one step reports the same error
-            survey = self._state.survey() if begins and survey is None else survey
-        if begins and survey is not None:
-            return self._begin(identity, survey)
-        self._voids_in_row = 0
-        self._single_step = taken = self._saver.take(identity, show=single_step, survey=survey)
-        return taken
+        end = self.end
+        end.again = None
+        if not single_step:
+            # Several ranks have agreed in ask(): not here, which some of them may not reach.
+            if not end.shared and end.can_begin(identity.step) and not self._is_taken(identity):
+                with contextlib.suppress(EverstepError):  # the base of one step reports it
+                    survey = survey or self._state.survey()
+                end.begin(identity.step, self._plan(identity, survey))
+            base = end.in_progress
+            if base is not None and base.end > identity.step:
+                if self.window is None:
+                    self._await_window(base, identity, survey)
+                    self._channel.check()
+                return base.save(identity.timeline)
+        if self.window is not None:
+            self._end_window(self.window, identity)
+            end.again = None  # if that one became void, the base taken now replaces it
+        base = end.in_progress
+        times_link = not single_step and base is not None and base.plan is not None
+        end.finish(identity.step)
+        if self.last is not None and self._is_taken(identity):
+            return self.last
+        self.ended = None
+        end.voids_in_row = 0
+        return self._take_single_step(identity, survey, times_link=times_link)
 
     def marked(self, identity: ShardIdentity) -> bool:
-        """Continue the open window at a step mark.
+        """Continue the base in progress at a step mark.
 
         Returns:
-            True if a window is still open: no other base can begin.
+            True if, among all ranks, a base is in progress that was due before: no other can begin.
         """
+        end = self.end
+        self._identity = identity
         self._invalidate_mark()
-        self._partitioner.steps.marked(sum(self._saver.stall_s.values()))
-        closing = self.stats.closing is not None
-        self.stats.close(self._saver.stall_s)
-        self._parts.prune()
-        if self._window is None:
-            self._updates.held.settle()
-        self._advance(identity, closing=closing)
-        return self.open
-
-    def _advance(self, identity: ShardIdentity, *, closing: bool) -> None:
-        """Continue the open window, or plan the next one.
-
-        Args:
-            identity: identity of the step mark.
-            closing: the previous step mark was the last one of a window.
-        """
-        with self._counted():
-            if self._window is not None:
-                self._continue_window(self._window, identity)
-            elif not (self._planner.is_ahead or closing or self._is_timing):
-                self._plan_ahead(identity)
-
-    def _continue_window(self, window: Window, identity: ShardIdentity) -> None:
-        try:
-            survey = self._state.survey()
-            if (why := self._why_invalid(window, identity, survey)) is not None:
-                self._abandon(why, window.failed)
-            elif window.next + 2 >= len(window.plan.parts):
-                self._close_window(window, identity, survey)
+        self.copies.partitioner.steps.marked(self.stats.stalled_s)
+        closing = self.stats.closing is not None  # the previous mark was the last one of a window
+        self.stats.close()
+        self.copies.prune()
+        if self.window is None:
+            self.copies.held.settle()
+        base = end.in_progress
+        if base is not None and base.end < identity.step and end.shared:
+            self._abandon_base("the step at which all ranks end it has passed")
+            base = None
+        with self._saver.stalled("capture"):
+            if base is None:
+                if not (self.planner.is_ahead or closing or self.planner.is_timing):
+                    self._plan_ahead(identity)
+            elif base.end <= identity.step:
+                self._end_base(identity)
+            elif self.window is None:
+                self._await_window(base, identity)
             else:
-                window.identity = identity
-                window.tensors = survey.tensors
-                self._take_part(window, survey)
-        except Exception as error:
-            ours = as_everstep_error(error, identity.step)
-            self._abandon(ours.message, ours)
-        except BaseException:  # an interrupt may have left a part half submitted
-            self._abandon("a window was interrupted")
-            raise
+                self._continue_window(self.window, identity)
+        base = end.in_progress
+        return base is not None and base.due < identity.step
 
     def finish_copies(self) -> None:
-        """End the open window at the last step mark, if the state is still that of the mark: no
-        step will follow. Remove everything that holds training up."""
+        """End the base in progress at the last step mark, on all ranks or on none: no step will
+        follow. Remove everything that holds training up.
+
+        Every rank calls this after the same step, unless it leaves the job.
+
+        Raises:
+            DeadlineError: another rank does not call it.
+        """
         if os.getpid() != self._pid:
             return
-        if self._window is not None:
-            self._end_at_last_mark(self._window)
-        self._updates.held.release()
+        try:
+            if self.end.in_progress is not None:
+                self._end_at_last_mark()
+        finally:
+            if self.end.shared:
+                self._abandon_base("not all ranks can end it at the last step mark")
+            self.copies.held.release()
 
-    def _end_at_last_mark(self, window: Window) -> None:
-        if window.lsn != window.identity.lsn or self._updates.under_way:
-            self._abandon("training ended in the middle of a step", window.failed)
-        elif window.at_mark is None or not window.at_mark.holds(self._state.survey()):
-            self._abandon("the state has changed since the last step mark", window.failed)
-        else:
-            self._end_at(window, window.identity)
-            self._ended = window  # it may be void
+    def leave(self) -> None:
+        """Abandon this rank's shard of a shared base: training has ended out of order."""
+        if self.end.shared and os.getpid() == self._pid:
+            self._abandon_base("training ended before it was complete")
 
     def retake_lost_base(self) -> bool:
         """Take a base of one step in place of a lost final window, if the state still is that of
         its mark.
 
         A window may turn out to be torn, or not to replay to its last step, only when the keeper
-        rebuilds it, after training has ended.
+        rebuilds it, after training has ended. Other ranks may have lost nothing, so with several
+        ranks none takes its shard again by itself.
 
         Returns:
             True if a base was taken.
         """
-        window = self._ended
-        self._ended = None
-        if window is None or not window.is_void or window.at_mark is None:
+        window = self.ended
+        mark = self.end.mark
+        self.ended = None
+        if self.end.shared or window is None or not window.is_void:
             return False
-        if not window.at_mark.holds(self._state.survey()):
+        if mark is None or not mark.holds(self._state):
             return False
-        self.again = None
-        self._saver.take(window.identity, show=False)
+        self.end.again = None
+        self._saver.take(mark.identity, show=False)
         return True
 
     def handles_torn_base(self, error: AuditError) -> bool:
         """Return True for a torn gradient: the user was warned of it already."""
-        return error is self._updates.reported
+        return error is self.copies.reported
 
     def drop(self, why: str) -> None:
-        """Abandon the open window, which is of no use any more; no other base becomes due
-        because of it."""
-        self._invalidate_mark()
-        if self._window is not None:
-            self._abandon(why)
-            self._voids_in_row = 0
-            self.again = None
+        """Abandon the base in progress: training goes back to an earlier step, on all ranks."""
+        self.end.restart()
+        self._drop_window(why)
 
     # --- At updates ---------------------------------------------------------------------
 
@@ -284,176 +260,259 @@ class MultistepDriver(SaverExtension):
         """
         if optimizer is not None:
             self._invalidate_mark()
-        single_step = self._single_step is not None and not self._single_step.staged.done()
-        copies = (
-            single_step or self._window is not None or self._parts.open or self._updates.held.open
-        )
-        self._partitioner.steps.gated(sum(self._saver.stall_s.values()), quiet=not copies)
-        self._parts.gate(optimizer)
-        kept = 0 if optimizer is None else self._options.method.held_steps - 1
-        self._updates.held.gate(optimizer, keep=kept)
+        quiet = not (self._saver.copying or self.window is not None or self.copies.open)
+        self.copies.partitioner.steps.gated(self.stats.stalled_s, quiet=quiet)
+        self.copies.gate(optimizer)
 
     def consumed(self, key: str, lsn: int, step: int, *, over: bool = False) -> None:
         """Begin to copy the gradients an optimizer is about to consume; see
-        :meth:`.copies.UpdateCopies.consumed`."""
-        window = self._window
+        :meth:`.copies.WindowCopies.consumed`."""
+        window = self.window
         if window is None:
             return
-        with self._counted():
-            # After the update its own writes would be found: only compare before it.
-            if not over and (name := window.parts.written(key)) is not None:
-                self._abandon(written(name))
-            elif not self._opened.holds:  # the keeper rebuilds with the settings of the timeline
-                self._abandon(
+        with self._saver.stalled("capture"), self._voiding(step):
+            # Checked again here: the gate may just have given up waiting for a copy.
+            if window.failed is not None:
+                raise window.failed
+            if not over:  # after the update its own writes would be found
+                window.parts.check(key)
+            if not self._opened.holds:  # the keeper rebuilds with the settings of the timeline
+                raise WindowVoid(
                     "the settings of update arithmetic changed after the timeline was opened"
                 )
-            else:
-                self._updates.consumed(window, key, lsn, step, over=over)
+            self.copies.consumed(window, key, lsn, step, over=over)
 
     def applied(self, key: str) -> None:
         """Account for an update, which has ended."""
-        window = self._window
+        window = self.window
         if window is None or os.getpid() != self._pid:
             return
-        with self._counted():
-            try:
-                if not self._updates.applied(window, key):
-                    self._abandon("an update was missed by the hooks")
-                window.parts.applied(key, window.identity.step)
-            except Exception as error:  # must not make training fail
-                ours = as_everstep_error(error, window.identity.step + 1)
-                self._abandon(ours.message, ours)
+        with self._saver.stalled("capture"), self._voiding(window.identity.step + 1):
+            self.copies.applied(window)
+            window.parts.applied(key, window.identity.step)
 
     def declared(self, pattern: str, lsn: int, step: int) -> None:
         """Account for a registered function, which has run; its entries are captured at the
         last mark only."""
         self._invalidate_mark()
-        if self._window is not None and not self._window.account(lsn):
-            self._abandon("an update was missed by the hooks")
+        if self.window is not None:
+            with self._voiding(step):
+                self.window.account(lsn)
 
     def skipped(self, why: str) -> None:
         """Abandon the window: something changed optimizer-owned tensors in a way replay
         cannot repeat."""
         self._invalidate_mark()
-        if self._window is not None and os.getpid() == self._pid:
+        if self.window is not None and os.getpid() == self._pid:
             self._abandon(why)
+
+    def _invalidate_mark(self) -> None:
+        """Note that the state is no longer that of the last step mark."""
+        self.ended = self.end.mark = None
+
+    # --- Before a window ----------------------------------------------------------------
+
+    def _plan(
+        self, identity: ShardIdentity | None, survey: Survey | None = None
+    ) -> WindowPlan | None:
+        """Plan the base that is due; return None to capture it in one step."""
+        end = self.end
+        pool = self._pool
+        too_many = end.voids_in_row >= VOID_MAX
+        # A keeper that rebuilds does so with the settings recorded when the timeline was opened.
+        if identity is None or pool is None or too_many or not self._opened.holds:
+            end.voids_in_row = 0
+            return None
+        try:
+            with self._saver.stalled("capture"):
+                survey = survey or self._state.survey()
+                prepared = self._saver.prepare_base(survey, identity)
+                waits = self.copies.waits
+                return self.planner.next(prepared, survey.tensors, pool, waits=waits)
+        except Exception as error:
+            # Not raised: other ranks wait for this one's proposal. The base of one step, which is
+            # taken instead, reports the same error.
+            _log.debug("the base that is due was not planned: %s", error)
+            return None
 
     def _plan_ahead(self, identity: ShardIdentity) -> None:
         """Plan the next base after a step in which nothing was captured."""
         pool = self._pool
         if pool is None:
             return
-        self._planner.is_ahead = True  # even if it fails: it is tried once
+        self.planner.is_ahead = True  # even if it fails: it is tried once
         try:
             survey = self._state.survey()
             prepared = self._saver.prepare_base(survey, identity)
-            self._digest_of(survey.shape)
-            self._planner.ahead(prepared, survey.tensors, pool, waits=self._updates.waits)
+            self.planner.ahead(prepared, survey.tensors, pool, waits=self.copies.waits)
         except EverstepError as error:  # the base will report it
             _log.debug("the next base was not planned ahead: %s", error)
 
     @property
-    def _is_timing(self) -> bool:
-        """Return True until the first base has measured the link; plans made before would
-        not be used."""
-        waits = self._timed is not None and not self._timed.done()
-        return waits and self.stats.link_bytes_per_s is None
+    def _pool(self) -> CapturePool | None:
+        return None if self._service is None else self._service.pool
 
-    def _invalidate_mark(self) -> None:
-        """Note that the state is no longer that of the last step mark."""
-        self._ended = None
+    def _is_taken(self, identity: ShardIdentity) -> bool:
+        """Return True if the last window is of this step, and not lost."""
+        last = self.last
+        base = (identity.timeline, identity.step)
+        return last is not None and (last.timeline, last.step) == base and not last.is_lost
+
+    def _take_single_step(
+        self, identity: ShardIdentity, survey: Survey | None = None, *, times_link: bool = False
+    ) -> Save:
+        """Take a base of the step that has just ended.
+
+        Args:
+            identity: identity of the step mark.
+            survey: survey of the state, if one was taken.
+            times_link: the base was planned in one part; measure its copy.
+        """
+        pool = self._pool
+        if not times_link or pool is None:
+            return self._saver.take(identity, show=False, survey=survey)
+        survey = survey or self._state.survey()
+        size_bytes = self._saver.prepare_base(survey, identity).size_bytes
+        self.stats.parts = 1
+        with self.planner.timing_link(size_bytes, survey.tensors, pool):
+            return self._saver.take(identity, show=False, survey=survey)
 
     # --- A window -----------------------------------------------------------------------
 
-    def _begin(
-        self,
-        identity: ShardIdentity,
-        survey: Survey,
-        plan: WindowPlan | None = None,
-        save: Save | None = None,
-    ) -> Save:
-        """Begin a window at this step mark.
+    def _await_window(
+        self, base: BaseInProgress, identity: ShardIdentity, survey: Survey | None = None
+    ) -> None:
+        """Begin this rank's window if it is its turn; else note the mark, at which training may
+        end.
 
-        Args:
-            identity: identity of the mark.
-            survey: survey of the state.
-            plan: plan of the parts; None to plan them now.
-            save: save to fulfil; None to make one.
-
-        Returns:
-            The save; of one step if the plan has a single part.
+        A rank whose window has become void also waits here; it captures its shard in one step at
+        the end.
         """
-        keeper = self._keeper
-        pool = self._pool
+        service = self._service
+        keeper = None if service is None else service.process
+        with self._saver.stalled("capture"):
+            survey = survey or self._state.survey()
+            prepared = self._saver.prepare_base(survey, identity)
+            plan = base.plan if identity.step == base.begin else None
+            # One rank of several takes its shard with the next keeper; one alone fails at once.
+            serves = keeper is not None and (keeper.lost is None or not self.end.shared)
+            if plan is not None and plan.prepared is prepared and serves:
+                self._begin_window(base, plan, identity, survey)
+            if self.window is None:
+                snapshot = MarkSnapshot.of(survey, prepared.marked)
+                self.end.mark = StepMark(identity, snapshot)
+
+    def _begin_window(
+        self, base: BaseInProgress, plan: WindowPlan, identity: ShardIdentity, survey: Survey
+    ) -> None:
+        assert self._service is not None
+        keeper = self._service.process
+        pool = self._service.pool
         assert keeper is not None
         assert pool is not None
         prepared = self._saver.request_base(survey, identity)
-        plan = plan or self._planner.next(prepared, survey.tensors, pool, waits=self._updates.waits)
-        if len(plan.parts) <= 1:
-            self._saver.saves -= 1
-            ready_bytes = self._lane.ready_bytes(survey.tensors.values(), pool.whole)
-            timed = self._partitioner.timed("base", prepared.size_bytes)
-            save = self._single_step = self._saver.take(identity, show=False, survey=survey)
-            # Otherwise the copy would measure how fast memory is touched, not the link.
-            if ready_bytes >= prepared.size_bytes:
-                self._timed = self._lane.run(timed.ended)
-            self.stats.parts = 1
-            return save
-        save = save or Save(identity.step + len(plan.parts) - 1, identity.timeline)
-        self._last = save
-        watch = WindowCosts(len(plan.parts), dict(self._saver.stall_s), self._clock.monotonic_s())
-        room: Block | None = None
+        self.last = save = base.save(identity.timeline)
+        base.begun = True
+        costs = self.stats.begin(len(plan.parts))
+        room = None
         with failing_save(save, self._saver.post):
-            size_bytes = prepared.plan(identity).size_bytes
-            if self._options.leaves_bases_fuzzy:
-                size_bytes += redo_bytes(plan.cut)
-            check_disk_budget(self._options, self._run, size_bytes)
+            gradient_bytes = redo_bytes(plan.cut) if self._options.leaves_bases_fuzzy else 0
+            self._saver.check_disk(prepared.plan(identity), gradient_bytes)
             room = self._saver.acquire(prepared, survey)
         if room is None:
-            self._channel.check()
-            return save
-        self._window = window = Window(
+            if not self.end.shared:
+                self.end.finish()
+            return
+        digest = self.planner.digest_of(survey.shape)
+        self.window = window = Window(
             save,
             identity,
             plan,
             survey.shape,
-            self._digest_of(survey.shape),
+            digest,
             survey.tensors,
             keeper,
             pool,
             room,
             identity.lsn,
-            watch,
-            next=-1,
+            costs,
         )
         self.stats.windows += 1
         self.stats.parts = len(plan.parts)
-        with self._counted():
-            try:
-                self._take_part(window, survey)
-            except Exception as error:
-                ours = as_everstep_error(error, identity.step)
-                self._abandon(ours.message, ours)
-            except BaseException:
-                self._abandon("a window was interrupted")
-                raise
-        self._channel.check()
-        return save
+        with self._voiding(identity.step):
+            self._take_part(window, survey)
+
+    def _continue_window(self, window: Window, identity: ShardIdentity) -> None:
+        with self._voiding(identity.step):
+            survey = self._state.survey()
+            self._check(window, identity, survey)
+            window.identity = identity
+            window.tensors = survey.tensors
+            self._take_part(window, survey)
 
     def _take_part(self, window: Window, survey: Survey) -> None:
         """Begin to copy the next part."""
         window.next += 1
         part = window.plan.parts[window.next]
         copies = window.plan.copies(part.entries, survey.tensors)
-        self._parts.submit(window, copies, part.size_bytes)
+        self.copies.submit_part(window, copies, part.size_bytes)
         window.seen.append((window.identity.lsn, part.entries))
         for key, names in part.parameters.items():
             window.captured[key] = window.captured.get(key, frozenset()) | names
         owned = window.plan.owned(part.entries, survey.tensors)
         looks = self._options.leaves_bases_fuzzy
         window.parts.add(owned, window.identity.step, looks=looks)
-        window.at_mark = MarkSnapshot.of(survey, window.plan.prepared.marked)
+        self._note_mark(window, survey)
         failpoint("window.after_part")
+
+    def _note_mark(self, window: Window, survey: Survey) -> None:
+        """Note this step mark of the window, at which training may end."""
+        snapshot = MarkSnapshot.of(survey, window.plan.prepared.marked)
+        self.end.mark = StepMark(window.identity, snapshot)
+
+    # --- The end of a window ------------------------------------------------------------
+
+    def _end_base(self, identity: ShardIdentity) -> None:
+        """End the base in progress at this step mark; of a shared one, capture now what this rank
+        lacks."""
+        window = self.window
+        closed = window is not None and self._end_window(window, identity)
+        taken = None
+        try:
+            if not closed and self.end.shared:
+                taken = self._take_single_step(identity)
+        finally:
+            self.end.finish(identity.step, taken)
+
+    def _end_at_last_mark(self) -> None:
+        """End the base in progress at the last step mark if the state, on all ranks, still is that
+        of the mark."""
+        mark = self.end.mark
+        try:
+            if mark is not None and (self.copies.update_under_way or not mark.holds(self._state)):
+                mark = None
+        except EverstepError as error:  # not raised: the other ranks wait for a reply
+            _log.warning("%s", error)
+            mark = None
+        step = None if mark is None else mark.identity.step
+        if self.end.can_end(step):
+            assert mark is not None
+            self._end_base(mark.identity)
+        elif self.window is not None and not self.end.shared:
+            why = "the state has changed since the last step mark"
+            self._abandon(why, self.window.failed)
+
+    def _end_window(self, window: Window, identity: ShardIdentity) -> bool:
+        """End the window at this step mark; return False if it is void."""
+        if self.end.shared:
+            self.copies.await_checks(window)  # other ranks must not rely on a torn part
+        with self._saver.stalled("capture"), self._voiding(identity.step):
+            self.ended = window
+            survey = self._state.survey()
+            self._check(window, identity, survey)
+            self._close_window(window, identity, survey)
+            return True
+        return False
 
     def _close_window(self, window: Window, identity: ShardIdentity, survey: Survey) -> None:
         """Capture the remaining entries at this step mark, whose step becomes that of the base."""
@@ -461,33 +520,55 @@ class MultistepDriver(SaverExtension):
         prepared = window.plan.prepared
         window.identity = identity
         save.step = identity.step
-        self._last = save
+        self.last = save
         begin = window.next + 1
         last = window.plan.last(begin)
         copies = window.plan.copies(last.entries, survey.tensors)
-        self.stats.finishing(window.watch, identity.step, self._clock.monotonic_s())
+        self.stats.finishing(window.costs, identity.step)
         handover = Handover(window, begin, survey, fuzzy=self._options.leaves_bases_fuzzy)
 
         def ended(_: object) -> None:
             handover.ended()
             if not save.is_lost:
-                self._voids_in_row = 0
+                self.end.voids_in_row = 0
             else:  # torn, not rebuilt, or not durable
-                self._voids_in_row += 1
-                self._request_retake("the last base over several steps has failed")
+                self.end.voided("the last base over several steps has failed")
 
+        # Before fill(), which may complete the save in another thread.
         save.durable.add_done_callback(ended)
-        window.watch.state_bytes = prepared.size_bytes
-        window.at_mark = MarkSnapshot.of(survey, prepared.marked)
+        window.costs.state_bytes = prepared.size_bytes
+        self._note_mark(window, survey)
         plan = prepared.plan(identity)
-        notify = partial(handover.notify, self._partitioner.timed("part", last.size_bytes))
-        self._window = None
-        self._ended = window
+        timed = self.copies.partitioner.timed("part", last.size_bytes)
+        notify = partial(handover.notify, timed)
+        # Cleared first: an interrupt within fill() must not leave a window that is filled twice.
+        self.window = None
         try:
             with failing_save(save, self._saver.post):
                 self._saver.fill(prepared, plan, survey, save, window.room, copies, notify)
         finally:
-            self._lane.run(handover.copies_ended)
+            # Also after a failure, but on the lane: until its copies end they write into the memory
+            # that this releases.
+            self.copies.run(handover.copies_ended)
+
+    @contextlib.contextmanager
+    def _voiding(self, step: int) -> Iterator[None]:
+        """Abandon the window if the block finds it void, or has failed: that must not make
+        training fail.
+
+        An interrupt may have left a part half submitted; it abandons the window, too, and is
+        raised.
+        """
+        try:
+            yield
+        except WindowVoid as void:
+            self._abandon(str(void))
+        except Exception as error:
+            ours = as_everstep_error(error, step)
+            self._abandon(ours.message, ours)
+        except BaseException:
+            self._abandon("a window was interrupted")
+            raise
 
     def _abandon(self, why: str, error: EverstepError | None = None) -> None:
         """Abandon the open window, and release its memory.
@@ -496,78 +577,47 @@ class MultistepDriver(SaverExtension):
             why: reason, in words.
             error: error to report; None to log a warning only.
         """
-        window = self._window
-        self._window = None
-        self._updates.forget()
+        window = self.window
+        self.window = None
+        self.copies.forget_update()
         if window is None:
             if error is not None:
                 self._channel.post(error)
             return
         self.stats.abandoned += 1
-        self._voids_in_row += 1
-        self._request_retake(why)
+        self.end.voided(why)
+        if not self.end.shared:
+            self.end.finish()
         ours = error or StateError(f"a base over several steps was abandoned: {why}")
         fail(window.save.staged, ours)
         fail(window.save.durable, ours)
-        if error is not None and error is not self._updates.reported:
+        if error is not None and error is not self.copies.reported:
             self._channel.post(error)
         else:
             _log.warning("%s", ours)
+        self.copies.abandon(window)
 
-        self._parts.forget(window)
+    def _abandon_base(self, why: str) -> None:
+        """Abandon the base in progress, which other ranks do not rely on."""
+        self.end.finish()
+        self._drop_window(why)
 
-        # On the lane, after copies that were begun: until then they write into this memory.
-        def release() -> None:
-            window.release_updates()
-            window.pool.release(window.room)
+    def _drop_window(self, why: str) -> None:
+        """Abandon the open window, which is of no use any more; no other base becomes due
+        because of it."""
+        self._invalidate_mark()
+        if self.window is not None:
+            self._abandon(why)
+            self.end.voids_in_row = 0
+            self.end.again = None
 
-        self._lane.run(release)
+    def _check(self, window: Window, identity: ShardIdentity, survey: Survey) -> None:
+        """Check that the window can end at this step mark.
 
-    def _request_retake(self, why: str) -> None:
-        """Make another base due."""
-        self.again = why
-
-    def _end_at(self, window: Window, identity: ShardIdentity) -> None:
-        """End the window at this step mark, because no step follows."""
-        try:
-            survey = self._state.survey()
-            why = self._why_invalid(window, identity, survey)
-            if why is None:
-                self._close_window(window, identity, survey)
-            else:
-                self._abandon(why, window.failed)
-        except Exception as error:
-            ours = as_everstep_error(error, identity.step)
-            self._abandon(ours.message, ours)
-
-    def _abandon_late(self, window: Window, error: EverstepError) -> None:
-        """Abandon the window: a copy took too long, and an update must not wait any longer."""
-        if window is self._window:
-            self._abandon(error.message, error)
-
-    @contextlib.contextmanager
-    def _counted(self) -> Iterator[None]:
-        """Count the time inside as "capture", except time counted as another cause meanwhile."""
-        stall_s = self._saver.stall_s
-        start_s = self._clock.monotonic_s()
-        before_s = sum(stall_s.values())
-        try:
-            yield
-        finally:
-            counted_s = sum(stall_s.values()) - before_s
-            stall_s["capture"] += max(0.0, self._clock.monotonic_s() - start_s - counted_s)
-
-    def _why_invalid(self, window: Window, identity: ShardIdentity, survey: Survey) -> str | None:
-        """Return why the window cannot end at this step mark, or None."""
-        if (why := window.why_void(identity, survey)) is not None:
-            return why
-        if not self._updates.consumption.grouped_as_before():
-            return "parameters moved to other parameter groups"
-        return None
-
-    def _digest_of(self, shape: Shape) -> str:
-        """Return the digest of the state's shape and of its current parameter groups."""
-        consumption = self._updates.consumption
-        if self._digest[0] is not shape.entries or not consumption.grouped_as_before():
-            self._digest = (shape.entries, state_digest(shape, consumption.regroup()))
-        return self._digest[1]
+        Raises:
+            WindowVoid: it cannot.
+            EverstepError: a copy has failed.
+        """
+        window.check(identity, survey)
+        if not self.copies.consumption.grouped_as_before():
+            raise WindowVoid("parameters moved to other parameter groups")

@@ -32,21 +32,28 @@ from torch.optim import Optimizer
 
 from everstep.capture.lanes.cuda import on_cuda
 from everstep.capture.lanes.lane import Transfer
+from everstep.errors import DeadlineError
 from everstep.seams.gather import Gather
 from everstep.state.layout.lru import LayoutCache
 from everstep.state.layout.names import GRADIENT
 from everstep.state.layout.shards import ShardLayout
 from everstep.state.providers.modules import unwrap
 from everstep.state.training_state import State
+from everstep.trainer.base.saver import Saver
+from everstep.trainer.multistep.window import Window
 
-__all__ = ["GradientCheck", "GraphMemory", "HeldGradients", "SamplePlaces", "own_their_memory"]
+__all__ = [
+    "CopyGate",
+    "GradientCheck",
+    "GraphMemory",
+    "HeldGradients",
+    "SamplePlaces",
+    "own_their_memory",
+]
 
 _SAMPLES = 4  # elements compared of a gradient
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _SAMPLED_GRADIENTS = 32  # gradients compared per update: views of all would take milliseconds
-
-Wait = Callable[[Transfer, int], None]
-"""Block until a transfer has copied so many bytes."""
 
 
 def own_their_memory(gradients: Sequence[torch.Tensor]) -> bool:
@@ -297,11 +304,38 @@ def _sample_of(
     )
 
 
+@dataclass(frozen=True, slots=True)
+class CopyGate:
+    """Hold training back until copies of a window are made, but not for ever.
+
+    Attributes:
+        saver: counts the time that training waits.
+        timeout_s: longest wait for one copy, in seconds.
+    """
+
+    saver: Saver
+    timeout_s: float
+
+    def wait(self, window: Window, transfer: Transfer, end: int, cause: str) -> None:
+        """Block until ``end`` bytes are copied; after the timeout training goes on, and the window
+        is void.
+
+        Args:
+            cause: cause of the wait in ``stall_s``.
+        """
+        with self.saver.stalled(cause):
+            if not transfer.gate(end, self.timeout_s):
+                what = "gradients" if cause == "gradients" else "the state"
+                late = f"copying {what} to host memory took longer than {self.timeout_s:g} s"
+                window.fail(DeadlineError(late, step=window.identity.step))
+
+
 @dataclass(eq=False, slots=True)
 class _Copying:
     """Gradients of one update that are being copied.
 
     Attributes:
+        window: window that needs them.
         key: key of the optimizer.
         transfer: the copy.
         end: size of the gradients, in bytes.
@@ -310,6 +344,7 @@ class _Copying:
         check: check of the gradients.
     """
 
+    window: Window
     key: str
     transfer: Transfer
     end: int
@@ -323,12 +358,12 @@ class HeldGradients:
 
     Args:
         state: state whose optimizers and modules are guarded.
-        wait: blocks until copied.
+        gate: blocks until copied.
     """
 
-    def __init__(self, state: State, wait: Wait) -> None:
+    def __init__(self, state: State, gate: CopyGate) -> None:
         self._state = state
-        self._wait = wait
+        self._gate = gate
         self._pid = os.getpid()
         self._copying: list[_Copying] = []
         self._hooks: dict[int, Any] = {}
@@ -336,6 +371,7 @@ class HeldGradients:
 
     def hold(
         self,
+        window: Window,
         key: str,
         transfer: Transfer,
         end: int,
@@ -345,6 +381,7 @@ class HeldGradients:
         """Block writers of these gradients until their copies are made.
 
         Args:
+            window: window that needs them.
             key: key of the optimizer that has consumed them.
             transfer: the copies.
             end: size of the gradients, in bytes.
@@ -353,7 +390,7 @@ class HeldGradients:
         """
         gradients = {id(parameter): gradient for parameter, gradient in held}
         on_device = not all(gradient.is_cpu for _, gradient in held)
-        self._copying.append(_Copying(key, transfer, end, gradients, on_device, check))
+        self._copying.append(_Copying(window, key, transfer, end, gradients, on_device, check))
         for parameter, _ in held:
             if id(parameter) not in self._hooks:
                 # Runs before backward adds to the gradient.
@@ -375,7 +412,7 @@ class HeldGradients:
         due = [one for one in self._copying if key in (None, one.key)]
         for one in due[: max(0, len(due) - keep)]:
             if not (one.on_device and one.transfer.complete):
-                self._wait(one.transfer, one.end)
+                self._gate.wait(one.window, one.transfer, one.end, "gradients")
             if one.check is not None:
                 one.check.see()
             # On a device only the current stream has waited: a writer in another must wait, too.

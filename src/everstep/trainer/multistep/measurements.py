@@ -11,7 +11,7 @@ from __future__ import annotations
 import statistics
 from collections import deque
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from everstep.capture.lanes.cuda import moment_on
@@ -107,22 +107,33 @@ class WindowCosts:
     whole_s: float = 0.0
 
 
-@dataclass(slots=True, eq=False)
 class MultistepStats:
     """Counters of multi-step bases.
+
+    Args:
+        clock: measures time.
+        stall_s: stall times by cause, in seconds; counted elsewhere.
 
     Attributes:
         closing: base whose last copies may still hold the next update up.
         bases: the latest bases; other attributes as of :class:`MultistepReport`.
     """
 
-    windows: int = 0
-    abandoned: int = 0
-    deferred: int = 0
-    parts: int | None = None
-    link_bytes_per_s: float | None = None
-    bases: deque[MultistepBase] = field(default_factory=lambda: deque(maxlen=_BASES_MAX))
-    closing: WindowCosts | None = None
+    def __init__(self, clock: Clock, stall_s: Mapping[str, float]) -> None:
+        self._clock = clock
+        self._stall_s = stall_s
+        self.windows = 0
+        self.abandoned = 0
+        self.deferred = 0
+        self.parts: int | None = None
+        self.link_bytes_per_s: float | None = None
+        self.bases: deque[MultistepBase] = deque(maxlen=_BASES_MAX)
+        self.closing: WindowCosts | None = None
+
+    @property
+    def stalled_s(self) -> float:
+        """Return the time training has lost so far, in seconds."""
+        return sum(self._stall_s.values())
 
     @property
     def part_s(self) -> float | None:
@@ -139,30 +150,34 @@ class MultistepStats:
             seen.add(base.parts)
         return statistics.median_low(costs[-_COSTS:]) if costs else None
 
-    def finishing(self, watch: WindowCosts, step: int, now_s: float) -> None:
-        """Note that the last part of a base of ``step`` is being copied."""
-        watch.step = step
-        watch.whole_s = now_s - watch.begin_s
-        self.closing = watch
+    def begin(self, parts: int) -> WindowCosts:
+        """Begin to measure the costs of a base."""
+        return WindowCosts(parts, dict(self._stall_s), self._clock.monotonic_s())
 
-    def close(self, stall_s: Mapping[str, float]) -> None:
+    def finishing(self, costs: WindowCosts, step: int) -> None:
+        """Note that the last part of a base of ``step`` is being copied."""
+        costs.step = step
+        costs.whole_s = self._clock.monotonic_s() - costs.begin_s
+        self.closing = costs
+
+    def close(self) -> None:
         """Record the costs of the last base: the step after it has ended, so nothing waits
         for it any more."""
-        watch = self.closing
+        costs = self.closing
         self.closing = None
-        if watch is None:
+        if costs is None:
             return
-        lost = {cause: stall_s[cause] - watch.stall_s[cause] for cause in stall_s}
+        lost = {cause: lost_s - costs.stall_s[cause] for cause, lost_s in self._stall_s.items()}
         self.bases.append(
             MultistepBase(
-                watch.step,
-                watch.parts,
+                costs.step,
+                costs.parts,
                 lost["capture"],
                 lost["gate"],
                 lost["gradients"],
-                watch.state_bytes,
-                watch.gradient_bytes,
-                watch.whole_s,
+                costs.state_bytes,
+                costs.gradient_bytes,
+                costs.whole_s,
             )
         )
 

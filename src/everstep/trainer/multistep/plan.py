@@ -14,8 +14,10 @@ long as it does, bases are planned for the memory that is ready."""
 
 from __future__ import annotations
 
+import contextlib
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from itertools import groupby
 from operator import itemgetter
@@ -25,9 +27,9 @@ import torch
 
 from everstep.capture.lanes.batches import Batch, Chunks, plan_batches
 from everstep.capture.lanes.lane import Lane
-from everstep.capture.parts import Unit
 from everstep.capture.version_counters import Versions
 from everstep.link.pool import CapturePool
+from everstep.link.recordable import state_digest
 from everstep.link.samples import Samples
 from everstep.restore.redo.owned import parameter_names
 from everstep.state.layout.shards import ShardLayout
@@ -42,7 +44,7 @@ from everstep.state.values.tree import references, split
 from everstep.trainer.base.prepared_base import PlannedCopies, PreparedBase
 from everstep.trainer.log.untracked_writes import WatchedTensors
 from everstep.trainer.log.update_inputs import InputReader
-from everstep.trainer.multistep.partition import Partitioner
+from everstep.trainer.multistep.partition import Partitioner, Unit
 
 __all__ = [
     "Part",
@@ -325,6 +327,8 @@ class WindowPlanner:
         explicit: the user set the number of parts, which then does not depend on pinned memory.
 
     Attributes:
+        plan: last plan made for the current keeper.
+        timed: done when a base of one step has measured the link; None before it.
         is_ahead: True if everything is planned and nothing has happened since.
     """
 
@@ -342,12 +346,41 @@ class WindowPlanner:
         self._partitioner = partitioner
         self._consumption = consumption
         self._explicit = explicit
-        self._plan: WindowPlan | None = None
+        self._digest: tuple[object, str] = (None, "")
+        self.plan: WindowPlan | None = None
+        self.timed: Future[None] | None = None
         self.is_ahead = False
+
+    def digest_of(self, shape: Shape) -> str:
+        """Return the digest of the state's shape and of its current parameter groups."""
+        consumption = self._consumption
+        if self._digest[0] is not shape.entries or not consumption.grouped_as_before():
+            self._digest = (shape.entries, state_digest(shape, consumption.regroup()))
+        return self._digest[1]
+
+    @property
+    def is_timing(self) -> bool:
+        """Return True until the first base has measured the link; plans made before would
+        not be used."""
+        waits = self.timed is not None and not self.timed.done()
+        return waits and not self._partitioner.knows_link
+
+    @contextlib.contextmanager
+    def timing_link(
+        self, size_bytes: int, tensors: Mapping[str, torch.Tensor], pool: CapturePool
+    ) -> Iterator[None]:
+        """Measure the link by a base of one step, whose copies the block submits."""
+        timed = None
+        # Otherwise the copy would measure how fast memory is touched, not the link.
+        if self._lane.ready_bytes(tensors.values(), pool.whole) >= size_bytes:
+            timed = self._partitioner.timed("base", size_bytes)
+        yield
+        if timed is not None:
+            self.timed = self._lane.run(timed.ended)
 
     def start(self) -> None:
         """Forget all plans: another keeper is in service, which has received no layout."""
-        self._plan = None
+        self.plan = None
         self.is_ahead = False
 
     def next(
@@ -357,61 +390,31 @@ class WindowPlanner:
         pool: CapturePool,
         *,
         waits: bool,
+        ahead: bool = False,
     ) -> WindowPlan:
         """Return the plan of the base that begins now.
+
+        It is for all memory if that is ready or the user set the number of parts, else for the
+        memory that is ready beside the previous base.
 
         Args:
             prepared: layout of the base.
             tensors: live tensors, by entry name.
             pool: host memory for the base and for gradients.
             waits: updates wait for the copies of their gradients.
+            ahead: no base is due yet; prepare the memory that the plan wants.
         """
-        return self._planned(prepared, tensors, pool, waits=waits, ahead=False)
-
-    def ahead(
-        self,
-        prepared: PreparedBase,
-        tensors: Mapping[str, torch.Tensor],
-        pool: CapturePool,
-        *,
-        waits: bool,
-    ) -> None:
-        """Plan a base that would begin now, completely; arguments as for :meth:`next`."""
-        plan = self._planned(prepared, tensors, pool, waits=waits, ahead=True)
-        self.is_ahead = True
-        prepared.marked_batches(tensors)
-        if len(plan.parts) <= 1:
-            prepared.copies(tensors)
-            return
-        plan.plan_all(tensors)
-        captured: dict[str, frozenset[str]] = {}
-        for part in plan.parts[:-1]:
-            for key, names in part.parameters.items():
-                captured[key] = captured.get(key, frozenset()) | names
-                self._consumption.expect(key, captured[key])
-
-    def _planned(
-        self,
-        prepared: PreparedBase,
-        tensors: Mapping[str, torch.Tensor],
-        pool: CapturePool,
-        *,
-        waits: bool,
-        ahead: bool,
-    ) -> WindowPlan:
-        """Plan for all memory if that is ready or the user set the number of parts, else for the
-        memory that is ready beside the previous base."""
         self.is_ahead = False
-        plan = self._plan
+        plan = self.plan
         if plan is not None and plan.prepared is not prepared:
             plan = None
         units = capturable_units(self._state, prepared.shape) if plan is None else plan.units
         now = None if plan is None else plan.cut
 
         def cut_for(memory_bytes: int) -> Sequence[Sequence[Unit]]:
-            size_bytes = prepared.size_bytes
-            about = {"waits": waits, "warn": not ahead}  # where memory does not suffice
-            return self._partitioner.cut(units, size_bytes, memory_bytes, now=now, **about)
+            return self._partitioner.cut(
+                units, prepared.size_bytes, memory_bytes, waits=waits, now=now, warn=not ahead
+            )
 
         plain_bytes = prepared.objects_bytes
         cut = cut_for(pool.arena.size_bytes - plain_bytes)
@@ -426,6 +429,29 @@ class WindowPlanner:
                 if not self._explicit:
                     cut = cut_for(max(0, ready_bytes - base_bytes))
         if plan is None or plan.cut is not cut:
-            plan = self._plan = WindowPlan(prepared, cut, self._partitioner.chunk_bytes)
+            plan = self.plan = WindowPlan(prepared, cut, self._partitioner.chunk_bytes)
         plan.copy_in(self._partitioner.chunk_bytes)
         return plan
+
+    def ahead(
+        self,
+        prepared: PreparedBase,
+        tensors: Mapping[str, torch.Tensor],
+        pool: CapturePool,
+        *,
+        waits: bool,
+    ) -> None:
+        """Plan a base that would begin now, completely; arguments as for :meth:`next`."""
+        self.digest_of(prepared.shape)
+        plan = self.next(prepared, tensors, pool, waits=waits, ahead=True)
+        self.is_ahead = True
+        prepared.marked_batches(tensors)
+        if len(plan.parts) <= 1:
+            prepared.copies(tensors)
+            return
+        plan.plan_all(tensors)
+        captured: dict[str, frozenset[str]] = {}
+        for part in plan.parts[:-1]:
+            for key, names in part.parameters.items():
+                captured[key] = captured.get(key, frozenset()) | names
+                self._consumption.expect(key, captured[key])

@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 
 import torch
 
-from everstep.capture.lanes.lane import Transfer
 from everstep.capture.mark_samples import MarkSampler, mark_entries, sampled_bits
 from everstep.errors import EverstepError
 from everstep.format.header import ShardIdentity
@@ -29,10 +28,7 @@ from everstep.state.layout.shards import ShardLayout
 from everstep.state.survey.survey import Shape, Survey
 from everstep.state.values.tensors import host_bytes, tensor_entry
 from everstep.trainer.attach.remote import RemoteKeeper
-from everstep.trainer.base.mark_state import MarkSnapshot
 from everstep.trainer.log.untracked_writes import WatchedTensors
-from everstep.trainer.log.update_inputs import UpdateInputs
-from everstep.trainer.multistep.held_gradients import GradientCheck
 from everstep.trainer.multistep.measurements import WindowCosts
 from everstep.trainer.multistep.partition import TimedCopy
 from everstep.trainer.multistep.plan import WindowPlan
@@ -41,61 +37,33 @@ __all__ = [
     "CapturedParts",
     "CopiedUpdate",
     "Handover",
-    "PartCopy",
     "Window",
+    "WindowVoid",
     "fuzzy_parts",
     "samples_at_mark",
-    "written",
 ]
 
 _NOTHING = ShardLayout(())
 
 
-@dataclass(eq=False, slots=True)
-class PartCopy:
-    """Copy of a part in progress.
-
-    Attributes:
-        window: window of the part.
-        transfer: the copy.
-        ends: bytes of the block that must be copied before an optimizer may update, by its key.
-        end: offset of the end of the part, in bytes.
-        done: True when it was copied and checked.
-    """
-
-    window: Window
-    transfer: Transfer
-    ends: Mapping[str, int]
-    end: int
-    done: bool = False
+class WindowVoid(Exception):  # noqa: N818 - a state of the window, no error of the program
+    """Reason why the parts of a window cannot be brought to one step."""
 
 
 @dataclass(eq=False, slots=True)
 class CopiedUpdate:
-    """Update whose gradients are being copied.
+    """Update whose gradients are copied.
 
     Attributes:
         head: header of its record.
         layout: layout of the gradients in ``room``.
-        transfer: the copies.
         room: their memory.
-        timed: measurement of the copy.
-        consumed: inputs of the update; None after the copy, so that gradients are not kept longer.
-        held: parameters and gradients, if the copies may continue after the update.
-        check: check of these gradients.
-        calls: number of calls of the optimizer's closure.
         objects: encoded objects, set in the lane's thread.
     """
 
     head: RecordHead
     layout: ShardLayout
-    transfer: Transfer
     room: Block
-    timed: TimedCopy
-    consumed: UpdateInputs | None
-    held: list[tuple[torch.Tensor, torch.Tensor]] | None
-    check: GradientCheck | None
-    calls: int = 1
     objects: Mapping[str, bytes] = field(default_factory=dict)
 
 
@@ -129,14 +97,19 @@ class CapturedParts:
         for owned in self._owned.get(key, ()):
             owned.settle(step if self._looks else None)
 
-    def written(self, key: str | None = None) -> str | None:
-        """Return the name of a tensor written to since its last update, or None.
+    def check(self, key: str | None = None) -> None:
+        """Check that no tensor was written to since its last update.
 
         Args:
             key: key of an optimizer, to consider only its tensors.
+
+        Raises:
+            WindowVoid: one was.
         """
         watched = self._owned.values() if key is None else [self._owned.get(key, [])]
-        return next((name for many in watched for one in many if (name := one.written())), None)
+        for owned in (one for many in watched for one in many):
+            if name := owned.written():
+                raise WindowVoid(f"{name!r} was changed outside its optimizer")
 
 
 @dataclass(eq=False, slots=True)
@@ -154,14 +127,13 @@ class Window:
         pool: memory shared with the keeper.
         room: block of the base.
         lsn: number of the newest update accounted for.
-        watch: costs so far.
-        next: number of the part that was begun last.
+        costs: costs so far.
+        next: number of the part that was begun last; -1 before the first.
         captured: names of captured parameters, by the key of their optimizer.
-        updates: updates whose gradients were copied.
+        updates: updates whose gradients are copied.
         others: updates that consumed no captured parameter's gradient.
         seen: of each captured part, the last update it has seen, and its entries.
         rooms: memory of the gradients.
-        at_mark: state at the last mark, without optimizer-owned tensors.
         failed: first error in the lane's thread.
         notified: True when the keeper was notified that the window is complete.
         whole: True when the keeper has rebuilt the base.
@@ -178,14 +150,13 @@ class Window:
     pool: CapturePool
     room: Block
     lsn: int
-    watch: WindowCosts
-    next: int = 0
+    costs: WindowCosts
+    next: int = -1
     captured: dict[str, frozenset[str]] = field(default_factory=dict)
     updates: list[CopiedUpdate] = field(default_factory=list)
     others: list[RecordHead] = field(default_factory=list)
     seen: list[tuple[int, frozenset[str]]] = field(default_factory=list)
     rooms: list[Block] = field(default_factory=list)
-    at_mark: MarkSnapshot | None = None
     failed: EverstepError | None = None
     notified: bool = False
     whole: bool = False
@@ -196,55 +167,64 @@ class Window:
         """Return the memory of the base (flat ``uint8``)."""
         return self.pool.block(self.room)
 
-    @property
-    def memory(self) -> torch.Tensor:
-        """Return all memory shared with the keeper (flat ``uint8``)."""
-        return self.pool.whole
+    def memory_of(self, room: Block) -> torch.Tensor:
+        """Return the memory of an update's gradients (flat ``uint8``)."""
+        return self.pool.whole[room.offset : room.offset + room.size_bytes]
 
     @property
     def is_void(self) -> bool:
         """Return True if it was lost before it was rebuilt, and not with its keeper."""
         return self.save.is_lost and not self.whole and self.keeper.lost is None
 
-    def account(self, lsn: int, *, copied: bool = False) -> bool:
-        """Account for an update; return False if one before it is missing.
+    def account(self, lsn: int, update: CopiedUpdate | None = None) -> None:
+        """Account for an update.
 
         Args:
             lsn: number of the update.
-            copied: it is one of :attr:`updates`.
-        """
-        follows = lsn == self.lsn + 1
-        if follows:
-            self.lsn = lsn
-            if not copied:
-                self.others.append(self.head(self.identity.step + 1, lsn))
-        return follows
+            update: the update, if captured parameters have consumed gradients.
 
-    def why_void(self, identity: ShardIdentity, survey: Survey) -> str | None:
-        """Return why the captured parts cannot be brought to a step mark; None if nothing speaks
-        against it.
+        Raises:
+            WindowVoid: one before it is missing.
+        """
+        if lsn != self.lsn + 1:
+            raise WindowVoid("an update was missed by the hooks")
+        self.lsn = lsn
+        if update is None:
+            self.others.append(self.head(self.identity.step + 1, lsn))
+        else:
+            self.updates.append(update)
+
+    def fail(self, error: EverstepError) -> None:
+        """Note an error of a copy, in any thread; the first one counts."""
+        self.failed = self.failed or error
+
+    def check(self, identity: ShardIdentity, survey: Survey) -> None:
+        """Check that the captured parts can be brought to a step mark.
 
         Args:
             identity: identity of the mark.
             survey: survey of the state at the mark.
+
+        Raises:
+            WindowVoid: they cannot.
+            EverstepError: a copy has failed.
         """
+        if self.failed is not None:
+            raise self.failed
+        if self.lsn != identity.lsn:
+            raise WindowVoid("an update was missed by the hooks")
         shape = survey.shape
         before = self.shape
         same = (shape.entries, shape.aliases, shape.owners)
-        if self.failed is not None:
-            return self.failed.message
-        if self.lsn != identity.lsn:
-            return "an update was missed by the hooks"
         if same != (before.entries, before.aliases, before.owners):
-            return "the set of entries has changed"
+            raise WindowVoid("the set of entries has changed")
         now = survey.tensors
         then = self.tensors
         if now is not then:
             for name in self.plan.captured(self.next + 1):
                 if now[name] is not then[name]:
-                    return f"{name!r} was replaced by another tensor"
-        found = self.parts.written()
-        return None if found is None else written(found)
+                    raise WindowVoid(f"{name!r} was replaced by another tensor")
+        self.parts.check()
 
     def head(self, step: int, lsn: int) -> RecordHead:
         """Return the header of an update's record."""
@@ -257,6 +237,11 @@ class Window:
         with contextlib.suppress(IndexError):
             while True:  # pop() is atomic: two threads never release the same memory
                 self.pool.release(self.rooms.pop())
+
+    def release(self) -> None:
+        """Release all memory of an abandoned window."""
+        self.release_updates()
+        self.pool.release(self.room)
 
     def tie_updates(self) -> None:
         """Release the memory of the gradients together with the base, which needs them until
@@ -277,11 +262,6 @@ class Window:
         if all_of_them:
             found += [PartialUpdate(head, _NOTHING, {}, 0) for head in self.others]
         return sorted(found, key=lambda update: update.head.lsn)
-
-
-def written(name: str) -> str:
-    """Return the reason for a window that is void because ``name`` was written to."""
-    return f"{name!r} was changed outside its optimizer"
 
 
 def samples_at_mark(

@@ -63,8 +63,8 @@ from everstep.trainer.job.peer_nodes import memory_notice, peer_notice, refuse_s
 from everstep.trainer.log.recorder import Recorder
 from everstep.trainer.log.residuals import residual_bytes, warn_of_unsaved_residuals
 from everstep.trainer.multistep.driver import MultistepDriver
+from everstep.trainer.multistep.ending import window_end
 from everstep.trainer.multistep.plan import replayable_gradient_bytes
-from everstep.trainer.multistep.rank_driver import RankMultistepDriver
 from everstep.trainer.schedule.saver import ScheduledSaver
 from everstep.trainer.session.cadence import Cadence
 from everstep.trainer.session.replica_bases import ReplicaBases
@@ -324,11 +324,7 @@ def build_components(
         if job is not None:  # gradients of entries that other ranks write are not copied
             gradients = gradients[0], replayable_gradient_bytes(state, plan.sizes.shape)
         check_multistep_budget(options, memory.host_bytes, plan.sizes.state_bytes, gradients[1])
-        multistep = (
-            MultistepDriver(options, run, state, saver, lane, channel, clock)
-            if job is None
-            else RankMultistepDriver(job, options, run, state, saver, lane, channel, clock)
-        )
+        multistep = MultistepDriver(options, state, saver, lane, channel, clock, window_end(job))
     cadence = Cadence(
         options,
         run,

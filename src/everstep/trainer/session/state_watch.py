@@ -34,7 +34,6 @@ from everstep.trainer.checks.step_order import PendingGradients, PendingScalers
 from everstep.trainer.checks.untracked import UntrackedOptimizers, UntrackedSchedulers
 from everstep.trainer.log.recorder import Recorder
 from everstep.trainer.log.untracked_writes import WatchedTensors
-from everstep.trainer.multistep.rank_driver import RankMultistepDriver
 from everstep.trainer.session.components import Components
 
 __all__ = [
@@ -92,7 +91,7 @@ class StateWatch:
     def abandon(self) -> None:
         """Note that training ended without ``close()``. Other ranks are not waited for."""
         self.abandoned = True
-        if isinstance(self._multistep, RankMultistepDriver):
+        if self._multistep is not None:
             self._multistep.leave()
 
     @property

@@ -35,7 +35,6 @@ from everstep.state.survey.survey import Survey
 from everstep.state.training_state import State
 from everstep.trainer.job.job import Job
 from everstep.trainer.log.nonfinite import nonfinite_error
-from everstep.trainer.multistep.rank_driver import RankMultistepDriver
 from everstep.trainer.session.cadence import ASK_EVERY
 from everstep.trainer.session.components import Components
 
@@ -60,8 +59,7 @@ class StepConsensus:
         self._channel = components.channel
         self._recorder = components.recorder
         self._replica_bases = components.replica_bases
-        multistep = components.multistep
-        self._multistep = multistep if isinstance(multistep, RankMultistepDriver) else None
+        self._multistep = components.multistep
         self._timed = options.every.auto or options.every.seconds is not None
         # With watch= all ranks raise at the same step. With lag_steps= no rank may be further ahead
         # of the durable log than the others.
