@@ -50,6 +50,7 @@ def main(arguments: list[str]) -> int:
     order = RankOrder.decode(arguments[0])
     import torch.distributed as dist
 
+    from everstep.testing import inspect
     from everstep_bench.harness.running import keepers_of, quiet
 
     together = order.options.ranks > 1
@@ -65,7 +66,7 @@ def main(arguments: list[str]) -> int:
         training = _training(order)
         with _checkpointer(order, training) as checkpointer:
             checkpointer.resume()
-            bounds = asdict(checkpointer._parts.bounds)
+            bounds = asdict(inspect(checkpointer).bounds)
             say(
                 "ready",
                 bounds=bounds,
