@@ -14,11 +14,11 @@ from torch import nn
 import everstep
 from everstep.commit.lineage import BaseId
 from everstep.format.writer import ChunkRing
+from everstep.restore.offline.complete import Reads
 from everstep.restore.offline.load import load_job
 from everstep.restore.offline.state import OfflineState
 from everstep.run.scan import scan_run
 from everstep.seams import PosixFileSystem
-from everstep.seams.progress import silent
 from everstep.testing import inspect
 from tests.support.serving import Bench
 from tests.support.world import TIMEOUT_S, forget
@@ -63,7 +63,7 @@ def _ticks() -> Iterator[None]:
 
 def until_at(bench: Bench, step: int) -> None:
     """Waits until the replica has a step."""
-    until(lambda: bench.server._duties.replicas.step == step, f"step {step}")
+    until(lambda: bench.replicas.step == step, f"step {step}")
 
 
 def taken_here(ckpt: everstep.Checkpointer) -> int:
@@ -86,7 +86,7 @@ def base_of(run: Path, step: int, timeline: int = 1) -> Iterator[OfflineState]:
     (base,) = [one for one in inventory.bases if one.id == BaseId(timeline, step)]
     ring = ChunkRing(4, 2)
     try:
-        yield load_job(filesystem, base, ring, timeout_s=TIMEOUT_S, progress=silent).whole()[0]
+        yield load_job(filesystem, base, Reads(ring, TIMEOUT_S)).whole()[0]
     finally:
         ring.close()
 

@@ -28,6 +28,7 @@ from everstep.keeper.log.segment_writer import SegmentWriter
 from everstep.keeper.persist.committer import commit_base
 from everstep.keeper.persist.shard_writer import ShardWriter
 from everstep.options import LogOptions
+from everstep.restore.offline.complete import Reads
 from everstep.restore.offline.load import load_job
 from everstep.restore.offline.rebuild import Rebuilder
 from everstep.restore.offline.run_log import RunLog
@@ -165,7 +166,7 @@ def edit_base(
     (base,) = [one for one in inventory.bases if one.id == BaseId(timeline, step)]
     ring, lane = ChunkRing(4, 2), CpuLane()
     try:
-        state, _ = load_job(filesystem, base, ring, timeout_s=TIMEOUT_S, progress=silent).whole()
+        state, _ = load_job(filesystem, base, Reads(ring, TIMEOUT_S)).whole()
         change(state)
         shutil.rmtree(base_dir(PurePath(run), timeline, step))
         marker = state.marker

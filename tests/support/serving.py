@@ -18,8 +18,10 @@ from everstep.errors import DamageError, KeeperError, KeeperTimeoutError
 from everstep.format.digests import digest
 from everstep.format.header import ShardIdentity
 from everstep.format.plan import BasePlan, plan_files
+from everstep.keeper.log.log_store import LogStore
 from everstep.keeper.log.recall_wire import base_from_wire
 from everstep.keeper.process.server import Server
+from everstep.keeper.replica.served_replica import ServedReplica
 from everstep.link.capture import shard_offsets
 from everstep.link.messages import PROTOCOL, identity_to_wire, layout_to_wire
 from everstep.link.registry import keeper_files, keeper_key
@@ -91,6 +93,18 @@ class Bench:
             self.listener, run, version="test", linger_s=linger_s, seams=seams, **options
         )
         self.connections: list[Connection] = []
+
+    @property
+    def replicas(self) -> ServedReplica:
+        """The replica of the attached process, if any."""
+        return self.server._duties.replicas
+
+    @property
+    def log(self) -> LogStore:
+        """The log of the attached process."""
+        log = self.server._duties.logs.current
+        assert log is not None
+        return log
 
     def turn(self, times: int = 1) -> None:
         """Lets the server deal with what has come."""

@@ -20,6 +20,7 @@ from everstep.format.writer import ChunkRing
 from everstep.restore.fetch.held import HeldBase
 from everstep.restore.fetch.rank_offers import verify_rank
 from everstep.restore.load.load import LoadedBase, check_contents, load_ranks
+from everstep.restore.offline.complete import Reads
 from everstep.restore.offline.load import load_job
 from everstep.run.scan import BaseFound, scan_base
 from everstep.seams import PosixFileSystem
@@ -297,7 +298,7 @@ def test_other_conditions_are_not_called_exact(
 
 def offline(base: BaseFound, ring: ChunkRing, run: Path, **given: Any) -> Any:
     found = replace(scan_base(FS, run, base.id), manifest=base.manifest)
-    return load_job(FS, found, ring, timeout_s=TIMEOUT_S, progress=silent, **given)
+    return load_job(FS, found, Reads(ring, TIMEOUT_S), **given)
 
 
 @pytest.mark.parametrize(("layout", "world"), [("ddp", 2), ("fsdp", 3), ("hsdp", 4)])

@@ -140,12 +140,12 @@ def test_a_step_whose_mark_never_came_is_not_applied(served: Bench) -> None:
     ckpt = start(served, world)
     states = run_steps(ckpt, world, 1)
     world.train()
-    log = served.server._duties.logs.current
+    log = served.log
     assert log is not None
     until(lambda: [r.head.lsn for r in log.records()][-1:] == [3], "the update of step 3")
     until_at(served, 2)
     assert not log.steps_after(2, 2, 4)
-    frozen = served.server._duties.replicas._replica.freeze()  # type: ignore[union-attr]
+    frozen = served.replicas.replica.freeze()  # type: ignore[union-attr]
     assert frozen is not None
     assert frozen.plan.identity.lsn == 2
     die(ckpt)
@@ -177,7 +177,7 @@ def test_what_has_arrived_is_applied_before_it_ends(
     until_at(served, 3)
     monkeypatch.setattr(LogStore, "steps_after", lambda *_: [])  # it falls behind
     states = run_steps(ckpt, world, 4)
-    until(lambda: served.server._duties.logs.current.steps[1] == 7)  # type: ignore[index,union-attr]
+    until(lambda: served.log.steps[1] == 7)  # type: ignore[index]
     die(ckpt)
     monkeypatch.undo()
     served.server.end()
@@ -195,7 +195,7 @@ def test_where_the_log_does_not_lead_it_ends_with_what_it_has(
     until_at(served, 3)
     monkeypatch.setattr(LogStore, "steps_after", lambda *_: [])  # as if there were a hole
     run_steps(ckpt, world, 2)
-    until(lambda: served.server._duties.logs.current.steps[1] == 5)  # type: ignore[index,union-attr]
+    until(lambda: served.log.steps[1] == 5)  # type: ignore[index]
     die(ckpt)
     served.server.end()
     until(lambda: steps_on_disk(served.run) == [1, 3], "the last base")
@@ -209,11 +209,11 @@ def test_a_keeper_that_is_told_to_end_before_its_trainer_is_gone_loses_no_step(
     ckpt = start(served, world)
     states = run_steps(ckpt, world, 2)
     until_at(served, 3)
-    replica = served.server._duties.replicas._replica
+    replica = served.replicas.replica
     assert replica is not None
-    with replica._exclusive():  # it writes nothing meanwhile
+    with replica.access.exclusive():  # it writes nothing meanwhile
         served.server.end()
-        until(lambda: replica._pending.target == 3, "the beginning of the end")
+        until(lambda: replica.target == 3, "the beginning of the end")
         die(ckpt)
         until(lambda: served.server._trainer is None, "the death of the trainer")
     until(lambda: steps_on_disk(served.run) == [1, 3], "the last base")
@@ -232,8 +232,8 @@ def test_steps_wait_while_a_base_is_written(run_folder: Path) -> None:
         save = ckpt.save()
         assert gate.reached.wait(20)
         states |= run_steps(ckpt, world, 4)
-        until(lambda: bench.server._duties.logs.current.steps[1] == 7)  # type: ignore[index,union-attr]
-        assert bench.server._duties.replicas.step == 3
+        until(lambda: bench.log.steps[1] == 7)  # type: ignore[index]
+        assert bench.replicas.step == 3
         assert not save.durable.done()
         gate.open()
         until_at(bench, 7)
@@ -253,9 +253,9 @@ def test_what_is_due_meanwhile_is_taken_once_behind_it(run_folder: Path) -> None
         assert gate.reached.wait(20)
         until(lambda: inspect(ckpt).keeper.replica_applied > 0, "word that it follows")
         run_steps(ckpt, world, 5)
-        replica = bench.server._duties.replicas._replica
+        replica = bench.replicas.replica
         assert replica is not None
-        until(lambda: any(ask.step == 7 for ask in replica._pending.requests), "the last of them")
+        until(lambda: 7 in replica.requested_steps, "the last of them")
         gate.open()
         ckpt.wait()
         assert steps_on_disk(run_folder) == [1, 2, 7]
@@ -315,14 +315,14 @@ def test_a_damaged_record_is_not_applied_and_a_new_base_is_taken(run_folder: Pat
         ckpt.save()
         assert gate.reached.wait(20)
         states = run_steps(ckpt, world, 3)
-        log = bench.server._duties.logs.current
+        log = bench.log
         assert log is not None
         until(lambda: log.steps == (2, 6) and not log.arriving, "all steps")
         (update,) = [r for r in log.records() if r.head.kind == "update" and r.head.step == 5]
         update.data[100] ^= 1
         gate.open()
         until(lambda: inspect(ckpt).replica.lost is not None, "the damage")
-        assert bench.server._duties.replicas.step == 4, "what it has is good"
+        assert bench.replicas.step == 4, "what it has is good"
         states |= run_steps(ckpt, world, 1)
         ckpt.wait()
         assert taken_here(ckpt) == 2
@@ -347,7 +347,7 @@ def test_a_hole_in_the_log_takes_a_new_base(run_folder: Path) -> None:
             world.model[0].weight.mul_(0.5)
         ckpt.after_update()
         states = run_steps(ckpt, world, 1)
-        log = bench.server._duties.logs.current
+        log = bench.log
         assert log is not None
         assert gate.reached.wait(20)
         log.settle(20)
@@ -474,7 +474,7 @@ def test_a_replica_that_cannot_keep_up_is_given_up_and_said_once(run_folder: Pat
         ckpt.wait()
         assert inspect(ckpt).replica is not None
         assert not inspect(ckpt).replica.follows
-        assert bench.server._duties.replicas.step is None
+        assert bench.replicas.step is None
         last = ckpt.stats().step
         states |= run_steps(ckpt, world, 3)
         ckpt.wait()
@@ -564,7 +564,7 @@ def test_an_error_in_a_replica_is_told_and_recovery_goes_on_without(served: Benc
     ckpt.wait()
     assert ["internal error in the replica" in error.message for error in reported] == [True]
     assert taken_here(ckpt) == 2
-    assert served.server._duties.replicas.step is None
+    assert served.replicas.step is None
     states |= run_steps(ckpt, world, 2)
     die(ckpt)
     other = World(seed=9)
@@ -686,9 +686,9 @@ def test_closing_takes_what_no_replica_can_make(why: str, steps: int, run_folder
             ckpt.wait()
             until_at(served, 1)
             server: Any = served.server
-            replica = server._duties.replicas._replica
-            with replica._exclusive():
-                replica._reset()  # as where a state differs
+            replica = server._duties.replicas.replica
+            with replica.access.exclusive():
+                replica.reset()  # as where a state differs
         states |= run_steps(ckpt, world, steps - 1)
         assert not told
         gate.open()

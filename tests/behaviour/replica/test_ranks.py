@@ -156,7 +156,7 @@ def test_killed_ranks_come_back_to_the_last_step_by_base_and_log(
             resume(ranks)
             train(ranks, 7)
             wait(ranks)
-            until(lambda: all(b.server._duties.replicas.step == 7 for b in benches), "step 7")
+            until(lambda: all(b.replicas.step == 7 for b in benches), "step 7")
             die(ranks)
         for _ in range(2):  # the second time without a base of the new start
             with job(paths) as ranks:
@@ -181,10 +181,10 @@ def test_a_rank_whose_replica_has_stopped_captures_its_part(
         resume(ranks)
         train(ranks, 3)
         wait(ranks)
-        stopped = benches[1].server._duties.replicas._replica
+        stopped = benches[1].replicas.replica
         assert stopped is not None
-        with stopped._exclusive():
-            stopped._stop(EverstepError("as asked"))
+        with stopped.access.exclusive():
+            stopped.stop(EverstepError("as asked"))
         replica_bases = inspect(ranks[1].ckpt).replica
         assert replica_bases is not None
         until(lambda: replica_bases.lost is not None, "the word of it")
@@ -204,12 +204,12 @@ def test_what_one_rank_does_not_give_nobody_waits_for(tmp_path: Path) -> None:
         resume(ranks)
         train(ranks, 3)
         wait(ranks)
-        stopped = benches[1].server._duties.replicas._replica
+        stopped = benches[1].replicas.replica
         assert stopped is not None
-        with stopped._exclusive():  # it does not get there
+        with stopped.access.exclusive():  # it does not get there
             train(ranks, 1)
-            until(lambda: bool(stopped._pending.requests), "the ask")
-            stopped._stop(EverstepError("as asked"))
+            until(lambda: bool(stopped.requested_steps), "the ask")
+            stopped.stop(EverstepError("as asked"))
         with contextlib.suppress(EverstepError):
             wait(ranks)
         assert any("rank 1" in str(e) or "this rank's replica" in str(e) for e in told), told
@@ -248,10 +248,10 @@ def test_what_is_asked_of_a_replica_that_has_stopped_is_refused(tmp_path: Path) 
         train(ranks, 3)
         wait(ranks)
         for bench in benches:
-            replica = bench.server._duties.replicas._replica
+            replica = bench.replicas.replica
             assert replica is not None
-            with replica._exclusive():
-                replica._reset()  # as where a state differs
+            with replica.access.exclusive():
+                replica.reset()  # as where a state differs
         train(ranks, 1)
         wait(ranks)
         train(ranks, 3)
@@ -365,8 +365,8 @@ def test_a_base_behind_one_that_training_has_captured_is_written(tmp_path: Path)
             assert inspect(one.ckpt).replica is not None
             inspect(one.ckpt).replica._expected = False
         train(ranks, 3)
-        replicas_of = [bench.server._duties.replicas._replica for bench in benches]
-        until(lambda: all(r is not None and r._frozen for r in replicas_of), "step 6")
+        replicas_of = [bench.replicas.replica for bench in benches]
+        until(lambda: all(r is not None and r.is_frozen for r in replicas_of), "step 6")
         gate.open()
         wait(ranks)
         assert captured(ranks) == [2] * WORLD
@@ -405,10 +405,10 @@ def test_a_base_is_exact_if_all_of_it_is(tmp_path: Path) -> None:
         resume(ranks)
         train(ranks, 3)
         wait(ranks)
-        replica = benches[1].server._duties.replicas._replica
+        replica = benches[1].replicas.replica
         assert replica is not None
-        with replica._exclusive():
-            replica._state.why = "as asked"
+        with replica.access.exclusive():
+            replica._now.state.why = "as asked"
         train(ranks, 1)
         wait(ranks)
         die(ranks)

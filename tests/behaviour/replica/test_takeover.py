@@ -51,7 +51,7 @@ def held_at_a_base(
 def written_over(bench: Bench, ckpt: everstep.Checkpointer, gate: Gate) -> None:
     """The base becomes durable, and the memory of the records up to its step is used again, as
     the training process does it for the next ones."""
-    log = bench.server._duties.logs.current
+    log = bench.log
     assert log is not None
     log.settle(TIMEOUT_S)
     records = log.records()
@@ -116,7 +116,7 @@ def test_nothing_is_begun_behind_the_back_of_who_takes_over(
 def test_steps_behind_a_base_that_nobody_wants_any_more_are_applied(served: Bench) -> None:
     """They had come before the replica was at its step: nothing else will stir it."""
     world = World()
-    ckpt, log = following(served, world), served.server._duties.logs.current
+    ckpt, log = following(served, world), served.log
     assert log is not None
     gates = {name: Gate() for name in ("replica.before_apply", "replica.before_persist")}
     for name in gates:

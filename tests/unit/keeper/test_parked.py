@@ -197,7 +197,7 @@ def test_what_is_handed_over_while_it_looks_around_is_waited_for(
     one = b.trainer()
     one.serve()
     b.turn(2)
-    keeper, replicas = b.server._keeper, b.server._duties.replicas
+    keeper, replicas = b.server._keeper, b.replicas
     assert keeper is not None
 
     def hands_over() -> bool:

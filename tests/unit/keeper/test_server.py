@@ -916,7 +916,7 @@ def test_a_base_that_is_there_already_ends_when_its_capture_is_whole(
     one.serve()
     one.take(1, 5)
     one.await_("done")
-    replicas = b.server._duties.replicas
+    replicas = b.replicas
     monkeypatch.setattr(
         replicas, "base_durable", lambda base, arena: whole.append(base.incoming.complete)
     )
@@ -941,7 +941,7 @@ def test_a_bug_behind_a_save_does_not_end_the_writer(
     one = b.trainer()
     one.serve()
     with monkeypatch.context() as patched:
-        patched.setattr(b.server._duties.replicas, "base_durable", fails)
+        patched.setattr(b.replicas, "base_durable", fails)
         one.take(1, 5)
         one.await_("done")
     assert len(one.hear("durable")) == 1

@@ -15,12 +15,12 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from everstep.errors import FormatError, ReplayError, UnsupportedStateError
 from everstep.format.log import record_digest
 from everstep.format.writer import ChunkRing
+from everstep.restore.offline.complete import Reads
 from everstep.restore.offline.job_state import JobState, rank_entry_name
 from everstep.restore.offline.load import load_job
 from everstep.restore.offline.state import OfflineState
 from everstep.run.scan import BaseFound, scan_base
 from everstep.seams import PosixFileSystem
-from everstep.seams.progress import silent
 from everstep.state.layout.names import OBJECT_PREFIX
 from everstep.state.providers.zero import PARTITIONED
 from everstep.state.ranks.rank_info import RankInfo
@@ -78,7 +78,7 @@ def ring() -> Iterator[ChunkRing]:
 def loaded(base: BaseFound, ring: ChunkRing) -> JobState:
     """A base in memory, by its files alone."""
     there = replace(scan_base(FS, base.path.parents[2], base.id), manifest=base.manifest)
-    return load_job(FS, there, ring, timeout_s=TIMEOUT_S, progress=silent)
+    return load_job(FS, there, Reads(ring, TIMEOUT_S))
 
 
 def replayed(base: BaseFound, logs: Logs, ring: ChunkRing, *, drop: int = 0) -> JobState:

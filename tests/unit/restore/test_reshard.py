@@ -25,9 +25,9 @@ from everstep.errors import (
 from everstep.format.writer import ChunkRing
 from everstep.restore.load.load import check_contents
 from everstep.restore.load.saved_ranks import needs_of
+from everstep.restore.offline.complete import Reads
 from everstep.restore.offline.load import load_job
 from everstep.seams import PosixFileSystem
-from everstep.seams.progress import silent
 from everstep.state.layout.names import OBJECT_PREFIX
 from everstep.state.layout.replica_digest import describe_mismatch
 from everstep.state.providers.provider import RestorePlan
@@ -138,7 +138,7 @@ def test_the_log_of_what_is_tied_is_replayed_without_the_program(
     base, logs = logged(tmp_path, *job, ring, 2, seed=SEED)
     filesystem = PosixFileSystem()
     base = replace(base, files=tuple(filesystem.scan(base.path)))
-    whole = load_job(filesystem, base, ring, timeout_s=TIMEOUT_S, progress=silent)
+    whole = load_job(filesystem, base, Reads(ring, TIMEOUT_S))
     for step in (STEP + 1, STEP + 2):
         of_ranks = {rank: logs[rank, step] for rank in range(job[1])}
         whole.take({rank: (records[:-1], records[-1]) for rank, records in of_ranks.items()})

@@ -85,10 +85,17 @@ class ReplicaEvents(Protocol):
 
 @dataclass(slots=True)
 class _PendingRequests:
-    """Open requests, and the step at which the next base is due."""
+    """Open requests, and the step at which the next base is due.
+
+    Attributes:
+        requests: requests without a base.
+        target: step at which the next base is due; None: none is.
+        unchecked: requests whose samples have not been compared.
+    """
 
     requests: list[BaseRequest] = field(default_factory=list)
     target: int | None = None
+    unchecked: list[BaseRequest] = field(default_factory=list)
 
     def take(self, step: int) -> list[BaseRequest]:
         """Remove and return the requests that a base of ``step`` answers."""
@@ -107,6 +114,96 @@ class _PendingRequests:
         self.target = min(exact) if exact else due
 
 
+@dataclass(slots=True)
+class _Followed:
+    """State that follows the log; a new one from each base that the replica starts from.
+
+    Attributes:
+        base: base that it started from; None: there is no state.
+        state: a ReplicaState; made by the thread, as it needs torch.
+        objects: encoded objects of the base, or of the state once a base was made of it.
+        frozen: the state as a base whose memory is being read, by a writer or for a restarted
+            process.
+        stalled: the log cannot be applied to the state.
+        base_failed: a base of the training process failed; the log after it starts from that base.
+    """
+
+    base: Capture | None = None
+    state: Any = None
+    objects: Mapping[str, bytes] = field(default_factory=dict)
+    frozen: Capture | None = None
+    stalled: bool = False
+    base_failed: bool = False
+
+
+class _Access:
+    """Access to the state for one at a time: the replica's thread, which yields to callers between
+    two passes, or a caller.
+
+    Attributes:
+        changed: lock of everything that both touch, notified of changes.
+        closed: the thread must end.
+    """
+
+    def __init__(self) -> None:
+        self.changed = Condition()
+        self.closed = False
+        self._in_use = False
+        self._waiting_callers = 0
+        self._wake_pending = False
+
+    @property
+    def busy(self) -> bool:
+        """True while somebody works on the state, or the thread is about to."""
+        return self._in_use or self._wake_pending
+
+    @contextlib.contextmanager
+    def exclusive(self) -> Iterator[None]:
+        """Keep the thread away from the state."""
+        with self.changed:
+            self._waiting_callers += 1
+            self.changed.wait_for(lambda: not self._in_use)
+            self._waiting_callers -= 1
+            self._in_use = True
+        try:
+            yield
+        finally:
+            self.release(more=True)
+
+    def wake(self) -> None:
+        """Let the thread look for work."""
+        with self.changed:
+            self._wake_pending = True
+            self.changed.notify_all()
+
+    def acquire(self) -> bool:
+        """Wait for work and for the state to be free; return False if the thread must end."""
+        with self.changed:
+            # Callers first: they wait for a pass to end, and a busy thread would never let them in.
+            self.changed.wait_for(
+                lambda: (
+                    self.closed
+                    or (self._wake_pending and not self._in_use and not self._waiting_callers)
+                )
+            )
+            if self.closed:
+                return False
+            self._wake_pending = False
+            self._in_use = True
+        return True
+
+    def release(self, *, more: bool) -> None:
+        """Give the state back.
+
+        Args:
+            more: there may be more work.
+        """
+        with self.changed:
+            self._in_use = False
+            self._wake_pending = self._wake_pending or more
+            self.changed.notify_all()
+
+
 class Replica:
     """Replica of one timeline, from its first base on.
 
@@ -118,6 +215,7 @@ class Replica:
         timeout_s: timeout for captures, in seconds.
 
     Attributes:
+        access: lets one at a time work on the state.
         applied: number of the last record that is not needed any more.
     """
 
@@ -137,43 +235,40 @@ class Replica:
         self._limits = limits
         self._events = events
         self._timeout_s = timeout_s
-        self._changed = Condition()
-        # True while the thread or a caller works on the state.
-        self._in_use = False
-        # Callers that wait for the state; the thread yields to them.
-        self._waiting_callers = 0
-        self._wake_pending = False
-        self._closed = False
+        self.access = _Access()
         self._disabled = False
         self._finishing = False
         self._arena: Arena | None = None
-        # The base that the replica started from.
-        self._base: Capture | None = None
-        # A ReplicaState; made by the thread, as it needs torch.
-        self._state: Any = None
-        # True: the log cannot be applied to the state.
-        self._stalled = False
-        # True: a base of the training process failed; the log after it starts from that base.
-        self._base_failed = False
-        # The state as a base whose memory is being read, by a writer or for a restarted process.
-        self._frozen: Capture | None = None
-        self._objects: Mapping[str, bytes] = {}
+        self._now = _Followed()
         self._pending = _PendingRequests()
-        self._unchecked: list[BaseRequest] = []
         self._durable_step = -1
         self.applied = 0
-        log.listeners.append(self._wake)
+        log.listeners.append(self.access.wake)
         self._thread = threading.Thread(target=self._run, name="everstep-replica", daemon=True)
         self._thread.start()
 
     @property
     def step(self) -> int | None:
         """Step of the state; None: there is no state."""
-        state = self._state
-        base = self._base
-        if state is not None:
-            return int(state.step)
-        return None if base is None else base.step
+        now = self._now
+        if now.state is not None:
+            return int(now.state.step)
+        return None if now.base is None else now.base.step
+
+    @property
+    def is_frozen(self) -> bool:
+        """True while the memory of the state is being read as a base."""
+        return self._now.frozen is not None
+
+    @property
+    def requested_steps(self) -> list[int]:
+        """Steps of which a base was requested that is neither being written nor refused."""
+        return [request.step for request in self._pending.requests]
+
+    @property
+    def target(self) -> int | None:
+        """Step at which the next base is due; None: none is."""
+        return self._pending.target
 
     @property
     def arena(self) -> Arena | None:
@@ -185,32 +280,34 @@ class Replica:
 
         The base must not change until this returns.
         """
-        with self._exclusive():
-            if self._disabled or self._closed:
+        with self.access.exclusive():
+            if self._disabled or self.access.closed:
                 return
             # Already past that step: starting again from the older base would lose progress.
-            if self._frozen is not None and self._frozen.step > base.step:
-                self._base_failed = False
+            if self._now.frozen is not None and self._now.frozen.step > base.step:
+                self._now.base_failed = False
                 return
             # An older state that is not written yet: its memory is overwritten below.
-            if self._frozen is not None:
-                self._frozen.withdrawn = True
-            self._reset()
+            if self._now.frozen is not None:
+                self._now.frozen.withdrawn = True
+            self.reset()
             _, size_bytes = shard_offsets(base.plan)
             try:
                 memory = self._memory(max(1, size_bytes))
             except EverstepError as error:
-                self._stop(error, for_good=True)
+                self.stop(error, for_good=True)
                 return
             source = arena.view[base.offset : base.offset + size_bytes]
             # A copy: the arena's block is reused as soon as the base is durable.
             for piece, copy in zip(pieces(source), pieces(memory[:size_bytes]), strict=True):
                 copy_view(copy, piece)
-            self._base = base
-            self._objects = dict(base.incoming.objects())
+            self._now.base = base
+            self._now.objects = dict(base.incoming.objects())
             self._durable_step = base.step
-            self._unchecked = [request for request in self._unchecked if request.step > base.step]
-            with self._changed:
+            self._pending.unchecked = [
+                request for request in self._pending.unchecked if request.step > base.step
+            ]
+            with self.access.changed:
                 answered = self._pending.take(base.step)
                 self._pending.aim(0)
         # Outside the lock: receivers send messages.
@@ -218,18 +315,18 @@ class Replica:
 
     def request_base(self, request: BaseRequest) -> None:
         """Queue a request for a base; the step has arrived in the log."""
-        with self._changed:
-            refused = self._disabled or self._stalled or self._is_unanswerable(request)
+        with self.access.changed:
+            refused = self._disabled or self._now.stalled or self._is_unanswerable(request)
             if not refused:
                 self._pending.requests.append(request)
-                self._unchecked.append(request)
-                if self._frozen is None and self._pending.target is None:
+                self._pending.unchecked.append(request)
+                if self._now.frozen is None and self._pending.target is None:
                     self._pending.aim(0)
         if refused:
             self._events.refused(
                 [request], StateError("no replica follows the log", step=request.step)
             )
-        self._wake()
+        self.access.wake()
 
     def freeze(self) -> Capture | None:
         """Return the state as a base in memory that stays unchanged until :meth:`thaw`; None: no
@@ -237,31 +334,31 @@ class Replica:
 
         Steps that have arrived but are not applied stay in the log.
         """
-        with self._exclusive():
-            if self._frozen is not None or self._base is None:
-                return self._frozen
+        with self.access.exclusive():
+            if self._now.frozen is not None or self._now.base is None:
+                return self._now.frozen
             try:
                 frozen = self._base_of_state()
             except EverstepError as error:
-                self._stop(error, for_good=True)
+                self.stop(error, for_good=True)
                 return None
-            frozen.incoming.arrived(self._objects)
+            frozen.incoming.arrived(self._now.objects)
             if frozen.step == self._durable_step:
                 complete(frozen.save.durable, frozen.plan.size_bytes)
-            self._frozen = frozen
+            self._now.frozen = frozen
             return frozen
 
     def thaw(self) -> None:
         """Let the state change again."""
-        with self._exclusive():
-            self._frozen = None
+        with self.access.exclusive():
+            self._now.frozen = None
 
     def _is_unanswerable(self, request: BaseRequest) -> bool:
         """Return True if there is no state to make a base from, and none is coming.
 
         A process that closes takes no further base and would wait for ever.
         """
-        leads = self._base is not None and not self._base_failed
+        leads = self._now.base is not None and not self._now.base_failed
         captures = (c for c in self._keeper.waiting if c.arena is None and c.step < request.step)
         ends = (capture.save.durable for capture in captures)
         return not leads and all(end.done() and end.exception() is not None for end in ends)
@@ -271,8 +368,8 @@ class Replica:
 
         With several ranks, all requests after it: the other ranks would wait for this one.
         """
-        with self._changed:
-            self._base_failed = True
+        with self.access.changed:
+            self._now.base_failed = True
             # With one rank a base of a later step answers a request as well.
             several = self._keeper.is_one_of_several
             later = [request for request in self._pending.requests if request.step > base.step]
@@ -281,7 +378,7 @@ class Replica:
             self._pending.requests = [
                 request for request in self._pending.requests if request.number not in refused
             ]
-            if self._frozen is None:
+            if self._now.frozen is None:
                 self._pending.aim(0)
         self._events.refused(requests, error)
 
@@ -290,9 +387,8 @@ class Replica:
 
         :meth:`finish` computes its goal again: it may have begun before the process was gone.
         """
-        with self._changed:
+        with self.access.changed:
             self._pending = _PendingRequests()
-            self._unchecked = []
             self._finishing = False
 
     def finish(self) -> bool:
@@ -301,94 +397,51 @@ class Replica:
         Returns:
             True while its base is still coming.
         """
-        with self._changed:
+        with self.access.changed:
             step = self.step
             newest = self._log.steps
             if self._disabled or step is None:
                 return False
-            if self._frozen is not None:
+            if self._now.frozen is not None:
                 return True
             # Only once: if that base fails, its steps are still in the log.
             if not self._finishing:
                 self._finishing = True
                 goal = step if newest is None else max(step, newest[1])
                 if goal > self._durable_step:
-                    self._pending = _PendingRequests(target=goal)
-                    self._wake()
+                    self._pending.requests = []
+                    self._pending.target = goal
+                    self.access.wake()
             elif self._pending.target is not None and not self._is_under_way():
                 # The log cannot be applied up to the goal (a gap, or another shape): settle for
                 # the step that was reached.
                 self._pending.target = step if step > self._durable_step else None
-                self._wake()
+                self.access.wake()
             return self._pending.target is not None
 
     def _is_under_way(self) -> bool:
         """Return True if the thread has work, or is about to get some."""
-        if self._in_use or self._wake_pending or self._log.arriving:
+        if self.access.busy or self._log.arriving:
             return True
-        return self._state is not None and not self._stalled and bool(self._next_steps())
+        return self._now.state is not None and not self._now.stalled and bool(self._next_steps())
 
     def close(self, *, timeout_s: float = 0.0) -> None:
         """End the thread after its current steps; wait at most ``timeout_s`` for it."""
-        if self._wake in self._log.listeners:
-            self._log.listeners.remove(self._wake)
-        self._closed = True
-        self._wake()
+        if self.access.wake in self._log.listeners:
+            self._log.listeners.remove(self.access.wake)
+        self.access.closed = True
+        self.access.wake()
         self._thread.join(timeout_s)
-
-    # --- Access to the state --------------------------------------------------------------
-
-    @contextlib.contextmanager
-    def _exclusive(self) -> Iterator[None]:
-        """Keep the thread away from the state. The thread yields to callers between two passes."""
-        with self._changed:
-            self._waiting_callers += 1
-            self._changed.wait_for(lambda: not self._in_use)
-            self._waiting_callers -= 1
-            self._in_use = True
-        try:
-            yield
-        finally:
-            with self._changed:
-                self._in_use = False
-                self._wake_pending = True
-                self._changed.notify_all()
-
-    def _wake(self) -> None:
-        with self._changed:
-            self._wake_pending = True
-            self._changed.notify_all()
-
-    def _acquire(self) -> bool:
-        """Wait for work and for the state to be free; return False if the thread must end."""
-        with self._changed:
-            self._changed.wait_for(
-                lambda: (
-                    self._closed
-                    or (self._wake_pending and not self._in_use and not self._waiting_callers)
-                )
-            )
-            if self._closed:
-                return False
-            self._wake_pending = False
-            self._in_use = True
-        return True
-
-    def _release(self, *, more: bool) -> None:
-        with self._changed:
-            self._in_use = False
-            self._wake_pending = self._wake_pending or more
-            self._changed.notify_all()
 
     # --- The thread -----------------------------------------------------------------------
 
     def _run(self) -> None:
         loaded = False
-        while self._acquire():
-            if self._base is not None and not loaded:
+        while self.access.acquire():
+            if self._now.base is not None and not loaded:
                 # The import takes seconds. The state is released meanwhile: a newer base may
                 # replace it, or a restarted process may freeze it.
-                self._release(more=True)
+                self.access.release(more=True)
                 _import_torch()
                 loaded = True
                 continue
@@ -397,33 +450,38 @@ class Replica:
                 more = self._run_once()
             except DamageError as error:
                 # The state is good: the damaged record was not applied.
-                self._stop(error, stalled=True)
+                self.stop(error, stalled=True)
             except AuditError as error:
-                self._stop(error)
+                self.stop(error)
             except EverstepError as error:
-                self._stop(error, for_good=True)
+                self.stop(error, for_good=True)
             except Exception as error:
                 internal = EverstepError(
                     f"internal error in the replica: {error!r}", step=self.step
                 )
-                self._stop(internal, for_good=True)
+                self.stop(internal, for_good=True)
             finally:
-                self._release(more=more)
+                self.access.release(more=more)
 
     def _run_once(self) -> bool:
         """Do one pass; return True if there may be more work."""
-        if self._base is None or self._frozen is not None or self._disabled or self._closed:
+        if (
+            self._now.base is None
+            or self._now.frozen is not None
+            or self._disabled
+            or self.access.closed
+        ):
             return False
-        if self._state is None:
-            self._state = self._load_state(self._base)
+        if self._now.state is None:
+            self._now.state = self._load_state(self._now.base)
         self._check()
         if self._is_due() and self._persist():
             return False
-        steps = [] if self._stalled else self._next_steps()
+        steps = [] if self._now.stalled else self._next_steps()
         if not steps:
             return False
         failpoint("replica.before_apply")
-        self._state.advance(steps)
+        self._now.state.advance(steps)
         failpoint("replica.after_apply")
         # The newest step stays: settle() reads its mark again.
         self.applied = steps[-1].first - 1
@@ -436,22 +494,24 @@ class Replica:
         return ReplicaState(
             base.plan,
             self._arena.view,
-            self._objects,
+            self._now.objects,
             self._read_record(),
             threads=self._limits.threads,
         )
 
     def _is_due(self) -> bool:
         target = self._pending.target
-        return target is not None and int(self._state.step) >= target
+        return target is not None and int(self._now.state.step) >= target
 
     def _next_steps(self) -> list[LoggedStep]:
         """Return the steps to apply now: none after a step with a due base, or with samples."""
-        state = self._state
+        state = self._now.state
         steps = self._log.steps_after(state.step, state.lsn, _STEPS_AT_ONCE)
         # After reading the steps: a request arrives before the steps that follow it.
-        with self._changed:
-            ends = [request.step for request in self._unchecked if request.step > state.step]
+        with self.access.changed:
+            ends = [
+                request.step for request in self._pending.unchecked if request.step > state.step
+            ]
             ends += [self._pending.target] if self._pending.target is not None else []
         found = []
         for step in steps:
@@ -467,15 +527,17 @@ class Replica:
         """Compare the state with samples of the same step, where replay yields the bits of
         training.
         """
-        step = int(self._state.step)
-        base = self._base
+        step = int(self._now.state.step)
+        base = self._now.base
         arena = self._arena
         assert base is not None
         assert arena is not None
-        with self._changed:
-            requests = [request for request in self._unchecked if request.step == step]
-            self._unchecked = [request for request in self._unchecked if request.step > step]
-        if not self._state.why:
+        with self.access.changed:
+            requests = [request for request in self._pending.unchecked if request.step == step]
+            self._pending.unchecked = [
+                request for request in self._pending.unchecked if request.step > step
+            ]
+        if not self._now.state.why:
             for request in requests:
                 check_samples(request.samples, base.plan, arena.view, step)
 
@@ -487,22 +549,22 @@ class Replica:
         failpoint("replica.before_persist")
         # In one step under the lock: a process that takes the run over waits for bases that have
         # begun; none may begin after that.
-        with self._changed:
+        with self.access.changed:
             if not self._is_due():
                 return False
             self._pending.target = None
-            self._frozen = frozen
+            self._now.frozen = frozen
             self._keeper.begin(frozen)
-        self._keeper.captured(frozen, self._objects)
+        self._keeper.captured(frozen, self._now.objects)
         return True
 
     def _base_of_state(self) -> Capture:
         """Return the current state as a base over the replica's memory."""
-        base = self._base
+        base = self._now.base
         assert base is not None
         identity = base.plan.identity
-        if self._state is not None:
-            identity, self._objects = self._state.settle()
+        if self._now.state is not None:
+            identity, self._now.objects = self._now.state.settle()
         plan = BasePlan(identity, base.plan.shards, base.plan.kinds)
         _, size_bytes = shard_offsets(plan)
         return Capture(
@@ -521,15 +583,15 @@ class Replica:
     def _on_end(self, base: Capture) -> None:
         """Handle the end of a base made from the replica. In the writing thread."""
         newest = self._log.steps
-        with self._changed:
+        with self.access.changed:
             answered = self._pending.take(base.step)
             if base.durable:
                 self._durable_step = max(self._durable_step, base.step)
-            if self._frozen is base:
-                self._frozen = None
+            if self._now.frozen is base:
+                self._now.frozen = None
                 self._pending.aim(0 if newest is None else newest[1])
         self._events.persisted(answered, base)
-        self._wake()
+        self.access.wake()
 
     # --- Memory and errors ----------------------------------------------------------------
 
@@ -548,29 +610,25 @@ class Replica:
         self._arena.populate(0, size_bytes)
         return self._arena.view
 
-    def _reset(self) -> None:
-        self._base = None
-        self._state = None
-        self._frozen = None
-        self._stalled = False
-        self._base_failed = False
+    def reset(self) -> None:
+        """Forget the state, until the next base of the training process."""
+        self._now = _Followed()
 
-    def _stop(self, error: EverstepError, *, for_good: bool = False, stalled: bool = False) -> None:
+    def stop(self, error: EverstepError, *, for_good: bool = False, stalled: bool = False) -> None:
         """Stop following the log, and refuse all requests.
 
         Args:
             for_good: True: release the memory; the replica never starts again.
             stalled: True: the state is good, but the log cannot be applied to it.
         """
-        with self._changed:
+        with self.access.changed:
             requests = self._pending.requests
             self._pending = _PendingRequests()
-            self._unchecked = []
             self._disabled = self._disabled or for_good
             if stalled:
-                self._stalled = True
+                self._now.stalled = True
             else:
-                self._reset()
+                self.reset()
             if for_good:
                 self._arena = None
         self._events.stopped(error, for_good=for_good)

@@ -33,6 +33,9 @@ class ServedReplica:
 
     Args:
         newest_capture: the capture that is kept for a restarted process.
+
+    Attributes:
+        replica: the replica; None: the process has none.
     """
 
     def __init__(
@@ -41,7 +44,7 @@ class ServedReplica:
         self._filesystem = filesystem
         self._run = run
         self._newest_capture = newest_capture
-        self._replica: Replica | None = None
+        self.replica: Replica | None = None
         self._keeper: BaseWriter | None = None
         self._timeline = 0
         self._trainer: AttachedTrainer | None = None
@@ -54,23 +57,23 @@ class ServedReplica:
     @property
     def step(self) -> int | None:
         """Step of the replica's state; None: there is no replica."""
-        return None if self._replica is None else self._replica.step
+        return None if self.replica is None else self.replica.step
 
     @property
     def progress(self) -> list[int | None]:
         """Step of the replica, number of the last record that is not needed any more, bytes of
         memory.
         """
-        if self._replica is None:
+        if self.replica is None:
             return [None, 0, 0]
-        arena = self._replica.arena
+        arena = self.replica.arena
         size_bytes = 0 if arena is None else arena.size_bytes
-        return [self._replica.step, self._replica.applied, size_bytes]
+        return [self.replica.step, self.replica.applied, size_bytes]
 
     @property
     def arena(self) -> Arena | None:
         """Memory of the replica; None: it has none."""
-        return None if self._replica is None else self._replica.arena
+        return None if self.replica is None else self.replica.arena
 
     def serve(
         self,
@@ -94,7 +97,7 @@ class ServedReplica:
             return
         # A requested base will be followed by retention, which may free space for the log.
         log.segments.bases_expected.append(lambda: bool(requested))
-        self._replica = Replica(
+        self.replica = Replica(
             log,
             keeper,
             lambda: self._record(timeline),
@@ -105,9 +108,9 @@ class ServedReplica:
 
     def close(self, *, timeout_s: float = 0.0) -> None:
         """End the replica. A frozen state that is held for another process stays."""
-        if self._replica is not None:
-            self._replica.close(timeout_s=timeout_s)
-        self._replica = None
+        if self.replica is not None:
+            self.replica.close(timeout_s=timeout_s)
+        self.replica = None
         self._frozen = None
         self._frozen_for = None
         self._trainer = None
@@ -119,26 +122,26 @@ class ServedReplica:
             self.arrived()
         samples = tuple(Samples(*some) for some in message["samples"])
         request = BaseRequest(message["number"], message["step"], message["exact"], samples)
-        if self._replica is None:
+        if self.replica is None:
             error = EverstepError("this keeper has no replica", step=request.step)
             assert self._keeper is not None
             reports = _Reports(trainer, self._keeper, self._timeline, self._requested)
             reports.refused([request], error)
             return
         self._requested.add(request.number)
-        self._replica.request_base(request)
+        self.replica.request_base(request)
 
     def base_durable(self, base: Capture, arena: Arena) -> None:
         """Start the replica from a base of the training process. In the writing thread, before the
         trainer is notified.
         """
-        if self._replica is not None:
-            self._replica.begin(base, arena)
+        if self.replica is not None:
+            self.replica.begin(base, arena)
 
     def base_failed(self, base: Capture, error: EverstepError) -> None:
         """Fail the requests that waited for this base. In the writing thread."""
-        if self._replica is not None:
-            self._replica.failed(base, error)
+        if self.replica is not None:
+            self.replica.failed(base, error)
 
     def freeze(self, trainer: AttachedTrainer | None, *, own: bool) -> None:
         """Freeze the replica's state as the capture that is held for ``trainer``.
@@ -149,11 +152,11 @@ class ServedReplica:
             trainer: process that may resume from it; None: one that only reads it.
             own: True: freeze it even if it is the replica of ``trainer`` itself.
         """
-        if self._replica is None or (self._trainer is trainer and not own):
+        if self.replica is None or (self._trainer is trainer and not own):
             return
         if self._is_one_of_several:
             return
-        frozen = self._replica.freeze()
+        frozen = self.replica.freeze()
         if frozen is None or frozen.arena is None:
             return
         self._frozen_for = trainer
@@ -168,15 +171,15 @@ class ServedReplica:
         frozen = self._frozen
         self._frozen = None
         self._frozen_for = None
-        if frozen is not None and self._replica is not None:
+        if frozen is not None and self.replica is not None:
             self._newest_capture.drop(frozen)
-            self._replica.thaw()
+            self.replica.thaw()
 
     def lose(self) -> None:
         """Drop all requests: the training process died, and its successor does not need them."""
         self._requested.clear()
-        if self._replica is not None:
-            self._replica.drop_requests()
+        if self.replica is not None:
+            self.replica.drop_requests()
 
     def finish(self) -> bool:
         """Return True while the keeper must not end because the replica's last base is being
@@ -184,9 +187,9 @@ class ServedReplica:
         """
         self.arrived()
         # With several ranks there is no last base: their keepers end at different steps.
-        if self._is_one_of_several or self._replica is None:
+        if self._is_one_of_several or self.replica is None:
             return False
-        return self._replica.finish()
+        return self.replica.finish()
 
     def done(self, base: Capture) -> None:
         """Notify the trainer that retention after a base of the replica is over. In the writing

@@ -1,17 +1,17 @@
 """Rebuild the state of a step in host memory from files, without the user's objects.
 
 Runs in commands (``everstep verify``, ``restore``, ``replay``), in ``load()`` and ``peek()``, in
-the
-audit process, and in the keeper's replica.
-
-Read in this order:
+the audit process, and in the keeper's replica. Read in this order:
 
 ``run_log``        ``RunLog``: which steps the log of a run leads to, from which base, by which
-segments
-``load``           read a base of one or several ranks into host memory
-``state``          ``OfflineState``: tensors and objects of one rank, and replay over them
-``job_state``      ``JobState``: the states of all ranks of a job, replayed together
+                   segments
+``state``          ``OfflineState``: tensors and objects of one rank
+``memory``         ``HostMemory``: replay over them, by :class:`.ReplayDriver`
+``job_state``      ``JobState``: the states of all ranks of a job, replayed together; one rank is a
+                   job of one
 ``complete``       bring the parts of a multi-step base to the step of the base
+``rank_files``     read one rank's files of a base
+``load``           read a base of one or several ranks
 ``rebuild``        ``Rebuilder``: the state of any logged step, also with some updates left out
 ``audit``          compare a base with the replay of the log from the base before it
 ``audit_process``  the same in a process of its own, started by the keeper

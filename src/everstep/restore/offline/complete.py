@@ -8,7 +8,7 @@ devices; without the program it is done on the CPU.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from everstep.errors import AuditError, FormatError, ReplayError
 from everstep.format.log import LogRecord
@@ -17,17 +17,32 @@ from everstep.format.writer import ChunkRing
 from everstep.restore.load.load import LoadedBase, rank_contents
 from everstep.restore.offline.memory import HostMemory
 from everstep.restore.redo.conditions import fingerprint_difference
-from everstep.restore.redo.driver import ReplayDriver, Step
+from everstep.restore.redo.driver import Memory, ReplayDriver, Step
 from everstep.restore.redo.live import LiveMemory
 from everstep.restore.redo.owned import parameter_names
 from everstep.run.open_base import OpenBase, RedoRecords, read_redo_file
-from everstep.seams.progress import ProgressSink
+from everstep.seams.progress import ProgressSink, silent
 from everstep.state.layout.names import GRADIENT
 from everstep.state.providers.optimizers import OptimizerProvider
 from everstep.state.training_state import State
 from everstep.state.values.tree import references
 
-__all__ = ["complete_live_base", "complete_offline_base"]
+__all__ = ["Reads", "complete_live_base", "complete_offline_base"]
+
+
+@dataclass(frozen=True, slots=True)
+class Reads:
+    """How files are read.
+
+    Attributes:
+        ring: buffers for reading.
+        timeout_s: a read that takes longer counts as hung.
+        progress: notified of bytes read.
+    """
+
+    ring: ChunkRing
+    timeout_s: float
+    progress: ProgressSink = silent
 
 
 def complete_live_base(
@@ -73,28 +88,16 @@ def complete_live_base(
             step=step,
             hint="build the model with the same tied weights as when it was saved",
         )
-    records = _records(opened, loaded.shape, ring, timeout_s=timeout_s, progress=progress)
-    difference = fingerprint_difference([trained]) if records.updates else ""
     memory = LiveMemory(state, loaded.restrided, loaded.aliases, loaded.names)
-    driver = ReplayDriver(memory, compares=not difference)
-    try:
-        driver.step(Step.of(records.updates, records.mark))
-        notes = driver.finish()
-    except AuditError as error:
-        raise _divergence(error) from error
-    why = difference or driver.exactness.why
+    records = _records(opened, loaded.shape, Reads(ring, timeout_s, progress))
+    inexact = fingerprint_difference([trained]) if records.updates else ""
+    notes, why = _complete(memory, records, inexact)
     notes = [*loaded.notes, *notes]
     return replace(loaded, notes=tuple(notes), redone=len(records.updates), finite=frozenset()), why
 
 
 def complete_offline_base(
-    opened: OpenBase,
-    memory: HostMemory,
-    ring: ChunkRing,
-    inexact: str,
-    *,
-    timeout_s: float,
-    progress: ProgressSink,
+    opened: OpenBase, memory: HostMemory, reads: Reads, inexact: str
 ) -> tuple[int, str]:
     """Bring a state in host memory to the step of the multi-step base that was read into it; of a
     base of several ranks the share of one of them.
@@ -102,10 +105,8 @@ def complete_offline_base(
     Args:
         opened: files of the rank.
         memory: state that was read from them.
-        ring: buffers for reading.
+        reads: how to read.
         inexact: why replay here need not give the bits of training; "" if it must.
-        timeout_s: a read that takes longer counts as hung.
-        progress: notified of bytes read.
 
     Returns:
         The number of updates that some part had not seen; and the reason why the state is inexact,
@@ -116,35 +117,46 @@ def complete_offline_base(
         ReplayError, UnsupportedStateError: they do not fit the state, or give other values than
             training had.
     """
-    records = _records(opened, memory.state.shape, ring, timeout_s=timeout_s, progress=progress)
-    for record in (*records.updates, records.mark):
-        record.verify()
+    records = _records(opened, memory.state.shape, reads)
+    _, why = _complete(memory, records, inexact, own=opened.marker.world > 1)
+    if not records.updates:
+        return 0, ""
+    return len(records.updates), why or next(iter(memory.surprises), "")
+
+
+def _complete(
+    memory: Memory, records: RedoRecords, inexact: str, *, own: bool = False
+) -> tuple[list[str], str]:
+    """Replay the records of a redo file; return notes, and the reason why the state is inexact."""
     driver = ReplayDriver(memory)
-    own = opened.marker.world > 1
     driver.step(Step.of(records.updates, records.mark, own=own))
-    driver.finish()
+    notes = driver.finish()
     if not inexact:
         try:
             driver.compare()
         except AuditError as error:
-            raise _divergence(error) from error
-    if not records.updates:
-        return 0, ""
-    doubt = inexact or memory.exactness.why or next(iter(memory.surprises), "")
-    return len(records.updates), doubt
+            raise ReplayError(
+                f"its parts cannot be brought to one step: {error.message}", step=error.step
+            ) from error
+    return notes, inexact or driver.exactness.why
 
 
-def _records(
-    opened: OpenBase, shape: str, ring: ChunkRing, *, timeout_s: float, progress: ProgressSink
-) -> RedoRecords:
+def _records(opened: OpenBase, shape: str, reads: Reads) -> RedoRecords:
     assert opened.redo is not None
+    file, record, header, path = opened.redo
     records = read_redo_file(
-        *opened.redo, opened.marker, ring, timeout_s=timeout_s, progress=progress
+        file,
+        record,
+        header,
+        path,
+        opened.marker,
+        reads.ring,
+        timeout_s=reads.timeout_s,
+        progress=reads.progress,
     )
     if records.mark.head.shape != shape:
         raise FormatError(
-            f"{opened.redo[3]}: its updates belong to a state of another composition",
-            path=opened.redo[3],
+            f"{path}: its updates belong to a state of another composition", path=path
         )
     _check_seen(opened, records.updates)
     return records
@@ -192,7 +204,3 @@ def _check_together(
                 "were captured at different updates",
                 path=opened.shards[0][3],
             )
-
-
-def _divergence(error: AuditError) -> ReplayError:
-    return ReplayError(f"its parts cannot be brought to one step: {error.message}", step=error.step)

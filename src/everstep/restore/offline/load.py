@@ -14,10 +14,10 @@ import torch
 from everstep.errors import FormatError
 from everstep.format.reader import read_body
 from everstep.format.records import TimelineRecord
-from everstep.format.writer import ChunkRing
 from everstep.replay.engine import ONE_THREAD, ReplayOptions
 from everstep.restore.load.pieces import Fill, PieceReads, fills_by_file
 from everstep.restore.load.saved_ranks import Piece, SavedRanks, View
+from everstep.restore.offline.complete import Reads
 from everstep.restore.offline.job_state import JobState, RankReplay, Sharing, TensorKey, tensor_key
 from everstep.restore.offline.memory import HostMemory
 from everstep.restore.offline.rank_files import (
@@ -32,7 +32,6 @@ from everstep.run.open_base import OpenBase, open_ranks
 from everstep.run.scan import BaseFound
 from everstep.run.shape import shape_of_base
 from everstep.seams.files.filesystem import FileSystem
-from everstep.seams.progress import ProgressSink
 from everstep.state.layout.entries import Entry
 from everstep.state.layout.names import OBJECT_PREFIX
 from everstep.state.layout.placement import Box, Placement, box_on_mesh
@@ -47,12 +46,9 @@ __all__ = ["load_job"]
 def load_job(
     filesystem: FileSystem,
     base: BaseFound,
-    ring: ChunkRing,
+    reads: Reads,
     trained: TimelineRecord | None = None,
     options: ReplayOptions = ONE_THREAD,
-    *,
-    timeout_s: float,
-    progress: ProgressSink,
     wanted: Callable[[str], bool] | None = None,
 ) -> JobState:
     """Read a base into host memory, every byte verified; complete a multi-step base.
@@ -60,11 +56,9 @@ def load_job(
     Args:
         filesystem: file system of the run.
         base: base to read.
-        ring: buffers for reading.
+        reads: how to read.
         trained: record of the base's timeline, which names the conditions of training.
         options: options of the replay.
-        timeout_s: a read that takes longer counts as hung.
-        progress: notified of bytes read.
         wanted: predicate on names that selects tensors of a base of one rank; nothing can be
             replayed on the others. None: all tensors.
 
@@ -86,18 +80,8 @@ def load_job(
         )
     with open_ranks(filesystem, base) as opened:
         if len(opened) > 1:
-            return _load_ranks(
-                opened, ring, trained, options, timeout_s=timeout_s, progress=progress
-            )
-        found = read_rank_files(
-            opened[0],
-            ring,
-            trained,
-            options,
-            timeout_s=timeout_s,
-            progress=progress,
-            wanted=wanted,
-        )
+            return _load_ranks(opened, reads, trained, options)
+        found = read_rank_files(opened[0], reads, trained, options, wanted)
         state = found.memory.state
         return JobState(
             state.marker, {0: RankReplay(found.memory, state.entries)}, doubt=found.doubt
@@ -135,12 +119,9 @@ class _Plan:
 
 def _load_ranks(
     opened: Sequence[OpenBase],
-    ring: ChunkRing,
+    reads: Reads,
     trained: TimelineRecord | None,
     options: ReplayOptions,
-    *,
-    timeout_s: float,
-    progress: ProgressSink,
 ) -> JobState:
     saved = SavedRanks(opened)
     owners: dict[TensorKey, int] = {}
@@ -158,12 +139,14 @@ def _load_ranks(
     done: set[int] = set()
     for one in opened:
         if one.redo is not None:  # a multi-step base
-            made = complete_rank_files(one, ring, trained, timeout_s=timeout_s, progress=progress)
+            made = complete_rank_files(
+                one, reads.ring, trained, timeout_s=reads.timeout_s, progress=reads.progress
+            )
             mine = saved.files_of(one.marker.rank)
             made.fill(fill for number in mine for fill in fills.get(number, ()))
             doubt = doubt or made.doubt
             done.update(mine)
-    _read_files(saved, fills, done, ring, timeout_s, progress)
+    _read_files(saved, fills, done, reads)
     ranks: dict[int, RankReplay] = {}
     diverged: list[str] = []
     for one, plan in zip(opened, plans, strict=True):
@@ -244,25 +227,23 @@ def _read_files(
     saved: SavedRanks,
     wanted: Mapping[int, Sequence[Fill]],
     done: Collection[int],
-    ring: ChunkRing,
-    timeout_s: float,
-    progress: ProgressSink,
+    reads: Reads,
 ) -> None:
     """Read all files completely, except those already read."""
     for number, (file, record, header, path) in enumerate(saved.files):
         if number in done:
             continue
-        reads = PieceReads(header, wanted.get(number, ()))
+        pieces = PieceReads(header, wanted.get(number, ()))
         read_body(
             file,
             header,
             record,
             path,
-            ring,
-            timeout_s=timeout_s,
-            progress=progress,
-            sink=reads.sink,
-            on_entry=reads.entry_done,
+            reads.ring,
+            timeout_s=reads.timeout_s,
+            progress=reads.progress,
+            sink=pieces.sink,
+            on_entry=pieces.entry_done,
         )
 
 

@@ -22,7 +22,7 @@ from everstep.format.writer import ChunkRing
 from everstep.replay.engine import ReplayOptions
 from everstep.restore.load.load import contents, rank_contents
 from everstep.restore.load.pieces import Fill
-from everstep.restore.offline.complete import complete_offline_base
+from everstep.restore.offline.complete import Reads, complete_offline_base
 from everstep.restore.offline.memory import HostMemory
 from everstep.restore.offline.state import OfflineState
 from everstep.restore.redo.conditions import replay_conditions
@@ -97,13 +97,7 @@ def complete_rank_files(
     options = ReplayOptions(min(2, len(available_cores())))
     with ThreadPoolExecutor(1, "everstep-complete") as thread:
         found = thread.submit(
-            read_rank_files,
-            opened,
-            ring,
-            trained,
-            options,
-            timeout_s=timeout_s,
-            progress=progress,
+            read_rank_files, opened, Reads(ring, timeout_s, progress), trained, options
         )
         # The thread reads and replays; this one reports that the rank is alive.
         while wait([found], _ALIVE_S).not_done:
@@ -121,23 +115,18 @@ def complete_rank_files(
 
 def read_rank_files(
     opened: OpenBase,
-    ring: ChunkRing,
+    reads: Reads,
     trained: TimelineRecord | None,
     options: ReplayOptions,
-    *,
-    timeout_s: float,
-    progress: ProgressSink,
     wanted: Callable[[str], bool] | None = None,
 ) -> CompletedFiles:
     """Read one rank's files, and bring the parts of a multi-step base to the step of the base.
 
     Args:
         opened: files of the rank.
-        ring: buffers for reading.
+        reads: how to read.
         trained: record of the base's timeline, which names the conditions of training.
         options: options of the replay.
-        timeout_s: a read that takes longer counts as hung.
-        progress: notified of bytes read.
         wanted: predicate on names that selects tensors; nothing can be replayed on the others.
             None: all tensors, as for multi-step bases in any case.
 
@@ -180,9 +169,9 @@ def read_rank_files(
             header,
             record,
             path,
-            ring,
-            timeout_s=timeout_s,
-            progress=progress,
+            reads.ring,
+            timeout_s=reads.timeout_s,
+            progress=reads.progress,
             sink=_into(places, targets),
             wanted=None if wanted is None else some,
         )
@@ -193,10 +182,7 @@ def read_rank_files(
         return CompletedFiles(HostMemory(state, trees, options))
     training_threads, inexact = replay_conditions([trained])
     memory = HostMemory(state, trees, replace(options, training_threads=training_threads))
-    updates, doubt = complete_offline_base(
-        opened, memory, ring, inexact, timeout_s=timeout_s, progress=progress
-    )
-    return CompletedFiles(memory, updates, doubt)
+    return CompletedFiles(memory, *complete_offline_base(opened, memory, reads, inexact))
 
 
 def require_memory(opened: OpenBase, need_bytes: int) -> None:

@@ -31,6 +31,7 @@ from everstep.format.log import NOT_EXACT
 from everstep.format.records import AuditRecord
 from everstep.format.writer import ChunkRing
 from everstep.replay.engine import ReplayOptions
+from everstep.restore.offline.complete import Reads
 from everstep.restore.offline.job_state import JobState
 from everstep.restore.offline.load import load_job
 from everstep.restore.offline.run_log import RunLog, spans
@@ -249,11 +250,9 @@ class Rebuilder:
             return load_job(
                 self.filesystem,
                 base,
-                self.ring,
+                Reads(self.ring, self.timeout_s, bar),
                 inventory.timelines.get(base.id.timeline),
                 ReplayOptions(self.threads, replay_conditions(records)[0]),
-                timeout_s=self.timeout_s,
-                progress=bar,
                 wanted=None if chain.steps else wanted,
             )
 
