@@ -168,7 +168,7 @@ class Rebuilds:
 
         made, objects = rebuild(
             capture,
-            trainer.arena,
+            trainer.arena.view,
             objects,
             assembly,
             self._record(capture.plan.identity.timeline),

@@ -12,7 +12,6 @@ from dataclasses import replace
 
 import torch
 
-from everstep.arena.memory import Arena
 from everstep.errors import DamageError
 from everstep.format.header import ShardIdentity
 from everstep.format.log import NOT_EXACT, LogRecord, RecordHead, record_digest
@@ -30,7 +29,6 @@ from everstep.restore.redo.conditions import replay_conditions
 from everstep.restore.redo.driver import ReplayDriver, Step
 from everstep.run.shape import shape_of_base
 from everstep.run.tensors import as_complex
-from everstep.state.layout.entries import Entry
 from everstep.state.layout.names import OBJECT_PREFIX
 from everstep.state.values.objects import decode
 from everstep.state.values.tensors import torch_dtype
@@ -65,7 +63,8 @@ class ReplicaState:
         threads: int,
     ) -> None:
         identity = plan.identity
-        entries: dict[str, Entry] = {}
+        placed = [place for shard in plan.shards for place in shard.layout.placed]
+        entries = {place.entry.name: place.entry for place in placed}
         tensors: dict[str, torch.Tensor] = {}
         aliases: dict[str, str] = {}
         self._views: dict[str, torch.Tensor] = {}
@@ -74,16 +73,14 @@ class ReplicaState:
         for shard, offset in zip(plan.shards, shard_offsets(plan)[0], strict=True):
             aliases.update(shard.aliases)
             for place in shard.layout.placed:
-                entries[place.entry.name] = place.entry
                 name = place.entry.name
                 data = memory[offset + place.begin : offset + place.end]
-                plain = _tensor_over(data, place.entry)
+                plain = _tensor_over(data, place.entry.shape, torch_dtype(place.entry.dtype))
                 twice = place.entry.logical_dtype is not None
                 tensors[name] = self._views[name] = as_complex(plain) if twice else plain
                 if tensors[name].data_ptr() != plain.data_ptr():
                     self._pairs[name] = plain
         trees = {name.removeprefix(OBJECT_PREFIX): decode(data) for name, data in objects.items()}
-        placed = [place for shard in plan.shards for place in shard.layout.placed]
         marker = Marker.of(identity, ())
         training_threads, elsewhere = replay_conditions([trained])
         self.why = "" if identity.exact else "the base is not exact"
@@ -182,16 +179,16 @@ class ReplicaState:
             pairs.copy_(torch.view_as_real(self._state.tensors[name].resolve_conj()))
 
 
-def _tensor_over(data: memoryview, entry: Entry) -> torch.Tensor:
+def _tensor_over(data: memoryview, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     """Return an entry as a tensor over its stored bytes."""
     if not data.nbytes:
-        return torch.empty(entry.shape, dtype=torch_dtype(entry.dtype), device="cpu")
-    return torch.frombuffer(data, dtype=torch_dtype(entry.dtype)).view(entry.shape)
+        return torch.empty(shape, dtype=dtype, device="cpu")
+    return torch.frombuffer(data, dtype=dtype).view(shape)
 
 
 def rebuild(
     capture: Capture,
-    arena: Arena,
+    arena: memoryview,
     objects: Mapping[str, bytes],
     assembly: Assembly,
     trained: TimelineRecord | None,
@@ -220,7 +217,7 @@ def rebuild(
     plan = capture.plan
     identity = capture.plan.identity
     _, size_bytes = shard_offsets(plan)
-    memory = arena.view[capture.offset : capture.offset + size_bytes]
+    memory = arena[capture.offset : capture.offset + size_bytes]
     state = ReplicaState(plan, memory, objects, trained, threads=threads)
     layout, options = pack_tensors(tensor_hyperparameters(plan, memory, objects))
     data = memoryview(options)
@@ -230,7 +227,7 @@ def rebuild(
     mark = LogRecord(head, layout, objects, data, record_digest(data, objects))
     updates = []
     for update in assembly.updates:
-        body = arena.view[update.offset : update.offset + update.layout.size_bytes]
+        body = arena[update.offset : update.offset + update.layout.size_bytes]
         found = record_digest(body, update.objects)
         updates.append(LogRecord(update.head, update.layout, update.objects, body, found))
     state.advance([LoggedStep(tuple(updates), mark, 0)])

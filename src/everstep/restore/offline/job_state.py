@@ -27,12 +27,12 @@ from everstep.restore.load.saved_ranks import Piece, SavedRanks
 from everstep.restore.offline.memory import HostMemory
 from everstep.restore.offline.state import OfflineState
 from everstep.restore.redo.driver import (
+    MarkEntries,
     ReplayDriver,
     Step,
     divergence_error,
     sampled_difference,
 )
-from everstep.restore.redo.marks import MarkEntries
 from everstep.restore.redo.owned import owned_entries
 from everstep.restore.redo.zero_objects import RankObjects, merge_zero_objects
 from everstep.state.layout.entries import Entry

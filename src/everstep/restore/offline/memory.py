@@ -24,8 +24,7 @@ from everstep.replay.optimizer_step import makes_state_when_built
 from everstep.replay.updates import Update
 from everstep.restore.offline.state import OfflineState
 from everstep.restore.redo.declared import DeclaredRedo
-from everstep.restore.redo.driver import Step, sampled_difference
-from everstep.restore.redo.marks import MarkEntries, dropped_from_marks
+from everstep.restore.redo.driver import MarkEntries, Step, sampled_difference
 from everstep.restore.redo.owned import owned_entries, parameter_names
 from everstep.restore.redo.updates import own_share
 from everstep.run.tensors import tensor_of, with_strides
@@ -145,9 +144,12 @@ class HostMemory:
         """Put what only the marks of the step before hold; return the entries of the marks that an
         optimizer updates as well."""
         held = step.entries
-        self.put(dropped_from_marks(self._held, held))
+        marked = {place.entry.name for _, place in held}
+        # Another program may log less (I8): an entry that only the marks before hold keeps its
+        # value from the last of them.
+        self.put([one for one in self._held if one[1].entry.name not in marked])
         self._held = held
-        self._marked = {place.entry.name for _, place in held}
+        self._marked = marked
         return [(mark, place) for mark, place in held if place.entry.name in self._owned]
 
     def apply(self, key: str, updates: Sequence[Update]) -> None:

@@ -15,7 +15,6 @@ from dataclasses import dataclass, replace
 import torch
 
 from everstep.errors import FormatError, ReplayError, UnavailableError, UnsupportedStateError
-from everstep.format.header import ShardHeader
 from everstep.format.reader import read_body
 from everstep.format.records import TimelineRecord
 from everstep.format.writer import ChunkRing
@@ -140,7 +139,7 @@ def read_rank_files(
     trees, _ = contents(opened) if opened.marker.world == 1 else rank_contents(opened)
     if opened.redo is not None:
         wanted = None
-    chosen = [_chosen(header, wanted) for _, _, header, _ in opened.shards]
+    chosen = [_chosen(h.placed, h.aliases, wanted) for _, _, h, _ in opened.shards]
     placed = [
         [header.placed[index] for index in some]
         for (_, _, header, _), some in zip(opened.shards, chosen, strict=True)
@@ -201,17 +200,21 @@ def require_memory(opened: OpenBase, need_bytes: int) -> None:
         )
 
 
-def _chosen(header: ShardHeader, wanted: Callable[[str], bool] | None) -> Sequence[int]:
+def _chosen(
+    placed: Sequence[Placed],
+    aliases: Mapping[str, str],
+    wanted: Callable[[str], bool] | None,
+) -> Sequence[int]:
     """Return the indices of the entries to read: all objects, and the tensors that are wanted under
     any of their names."""
     if wanted is None:
-        return range(len(header.placed))
+        return range(len(placed))
     names: dict[str, list[str]] = {}
-    for other, name in header.aliases.items():
+    for other, name in aliases.items():
         names.setdefault(name, []).append(other)
     return [
         index
-        for index, name in enumerate(place.entry.name for place in header.placed)
+        for index, name in enumerate(place.entry.name for place in placed)
         if name.startswith(OBJECT_PREFIX) or any(map(wanted, (name, *names.get(name, ()))))
     ]
 

@@ -22,14 +22,15 @@ from everstep.replay.exactness import Exactness
 from everstep.replay.optimizer_step import default_dtype
 from everstep.replay.updates import Update
 from everstep.restore.redo.declared import DeclaredRedo
-from everstep.restore.redo.marks import MarkEntries
 from everstep.restore.redo.updates import update_from_record
 from everstep.run.tensors import tensor_of
 from everstep.seams.machine import memory_available_bytes
 from everstep.state.layout.names import SAMPLE, SPOT
+from everstep.state.layout.shards import Placed
 
 __all__ = [
     "STEPS_AT_ONCE",
+    "MarkEntries",
     "Memory",
     "ReplayDriver",
     "Step",
@@ -46,6 +47,10 @@ _READ_BYTES_MAX = 256 << 20
 """Upper limit of the same. Reading further ahead than the next step gains nothing: replay and
 reading are about as fast. Fresh memory is slow to get, above all on virtual machines: reading five
 steps of 370 MB each into fresh memory took longer than everything else together."""
+
+
+MarkEntries = Sequence[tuple[LogRecord, Placed]]
+"""Entries of a state, each with the mark that holds it, all marks of one step."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -27,13 +27,12 @@ from everstep.replay.engine import Replayer, ReplayOptions
 from everstep.replay.exactness import Exactness
 from everstep.replay.updates import Update
 from everstep.restore.redo.declared import DeclaredRedo
-from everstep.restore.redo.driver import Step, sampled_difference
-from everstep.restore.redo.marks import MarkEntries, mark_holds_less
+from everstep.restore.redo.driver import MarkEntries, Step, sampled_difference
 from everstep.restore.redo.updates import UnknownClassError, replay_class
 from everstep.run.tensors import copy_into, tensor_of
 from everstep.seams.processes.processes import available_cores
 from everstep.state.layout.entries import Entry
-from everstep.state.layout.names import OBJECT_PREFIX
+from everstep.state.layout.names import OBJECT_PREFIX, SAMPLE
 from everstep.state.providers.optimizers import OptimizerProvider
 from everstep.state.providers.provider import RestorePlan
 from everstep.state.providers.zero import local_optimizer
@@ -43,7 +42,14 @@ from everstep.state.values.objects import decode
 from everstep.state.values.tensors import dtensor_like, is_dtensor, local_tensor, tensor_entry
 from everstep.state.values.tree import join, references, split
 
-__all__ = ["LiveMemory", "live_tensors", "make_replayer", "require_fit", "restore_from_mark"]
+__all__ = [
+    "LiveMemory",
+    "live_tensors",
+    "make_replayer",
+    "mark_holds_less",
+    "require_fit",
+    "restore_from_mark",
+]
 
 _Surveyed = tuple[Sequence[torch.Tensor], Sequence[int], Mapping[str, torch.Tensor]]
 """Tensors of the optimizers, their addresses, and all tensors of the state by entry name."""
@@ -309,6 +315,20 @@ class LiveMemory:
                 if (entry := lie.get(local_tensor(tensor).data_ptr())) is not None:
                     found.setdefault(names[id(parameter)], entry)
         return found
+
+
+def mark_holds_less(mark: LogRecord, *, than: LogRecord) -> bool:
+    """Return True if a mark lacks an entry that the earlier mark ``than`` holds.
+
+    Each program declares for itself which entries nothing changes (I8). When a program continues
+    the log of another one, its marks may hold fewer entries: an entry that only the earlier marks
+    hold keeps its value from the last of them.
+    """
+    before, now = (
+        {p.entry.name for p in one.layout.placed if not p.entry.name.startswith(SAMPLE)}
+        for one in (than, mark)
+    )
+    return not before <= now
 
 
 def live_tensors(state: State) -> dict[str, torch.Tensor]:

@@ -6,6 +6,7 @@ With several ranks each gradient is recorded once, by one of the ranks that cons
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import PurePath
@@ -14,14 +15,25 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
+from everstep.compress.lossy import restored_values
+from everstep.compress.quantized import Int8
+from everstep.compress.sparse import Sparse
 from everstep.errors import FormatError, MismatchError, ReplayError
 from everstep.format.log import LogRecord
 from everstep.replay.exactness import kind_name, replay_kind
-from everstep.replay.packed import Gradient
+from everstep.replay.packed import Gradient, Packed
 from everstep.replay.updates import Update
-from everstep.restore.redo.gradients import gradient_of, gradients_of
-from everstep.run.tensors import tensor_of
-from everstep.state.layout.names import HYPER, PART_OBJECT, UPDATE_OBJECT
+from everstep.run.tensors import tensor_of, with_strides
+from everstep.state.layout.names import (
+    GRADIENT,
+    HYPER,
+    INDICES,
+    INT8,
+    PART_OBJECT,
+    SCALES,
+    UPDATE_OBJECT,
+    VALUES,
+)
 from everstep.state.ranks.log_shares import names_digest
 from everstep.state.values.objects import decode
 from everstep.state.values.tensors import torch_dtype
@@ -31,6 +43,7 @@ __all__ = [
     "SharedGradients",
     "UnknownClassError",
     "gradients_from_other_ranks",
+    "gradients_of",
     "own_share",
     "replay_class",
     "update_from_record",
@@ -122,6 +135,58 @@ def _mapping(value: Any) -> dict[str, Any]:
     return value
 
 
+def gradients_of(
+    about: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]
+) -> dict[str, Gradient]:
+    """Return all gradients of a record, by parameter name.
+
+    Args:
+        about: decoded fields of the update.
+        tensors: tensors of the record, by name.
+
+    Raises:
+        FormatError: the compressed form is invalid.
+        AttributeError, LookupError, TypeError, ValueError: fields are missing or of another type.
+    """
+    dense = [name.removeprefix(GRADIENT) for name in tensors if name.startswith(GRADIENT)]
+    names = (*dense, *about.get("compressed", {}))
+    return {name: _gradient_of(name, about, tensors) for name in names}
+
+
+def _gradient_of(
+    name: str, about: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]
+) -> Gradient:
+    """Return the gradient of one parameter; arguments and errors as for :func:`gradients_of`."""
+    fields = about.get("compressed", {}).get(name)
+    return tensors[GRADIENT + name] if fields is None else _compressed(name, fields, tensors)
+
+
+def _compressed(
+    name: str, fields: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]
+) -> Gradient:
+    """Return a compressed gradient: the form that training consumed, or a lossy copy of it."""
+    form: Sparse | Int8
+    shape = tuple(fields["shape"])
+    stride = fields["stride"]
+    if "counts" in fields:
+        numel = math.prod(shape)
+        values = tensors[VALUES + name]
+        if "lossy" in fields:
+            values = restored_values(values, fields["dtype"], fields["exponent"])
+        form = Sparse(numel, tensors[INDICES + name], values, fields["counts"])
+    else:
+        form = Int8(tensors[INT8 + name], tensors[SCALES + name], fields["dtype"])
+    # The form comes from a file: indices and counts must be checked before any kernel uses them.
+    form.check()
+    packed = Packed(form, shape)
+    if form.numel != packed.numel():
+        raise FormatError(f"the gradient of {name!r} has {form.numel} elements, not {list(shape)}")
+    if stride is None:
+        return packed
+    # A gradient with strides of its own cannot stay packed: kernels round by memory layout.
+    return with_strides(packed.dense(), stride)
+
+
 @dataclass(slots=True)
 class SharedGradients:
     """Gradients of an update that other ranks recorded.
@@ -207,7 +272,7 @@ def _from_rank(
     if len(shares) != 1 or shares[0][0] != wanted:
         raise ValueError(f"rank {rank} consumed the gradients of other parameters")
     tensors = {place.entry.name: tensor_of(part, place) for place in part.layout.placed}
-    gradients = {name: gradient_of(name, about, tensors) for name in shares[0][1]}
+    gradients = {name: _gradient_of(name, about, tensors) for name in shares[0][1]}
     return SharedGradients(gradients, bool(about.get("lossy", False)))
 
 

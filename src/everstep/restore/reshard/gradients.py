@@ -20,8 +20,7 @@ from everstep.replay.exactness import is_elementwise, kind_name, variant_of
 from everstep.replay.packed import Gradient, dense
 from everstep.replay.updates import Update
 from everstep.restore.load.saved_ranks import SavedLayout
-from everstep.restore.redo.gradients import gradients_of
-from everstep.restore.redo.updates import replay_class, update_from_record
+from everstep.restore.redo.updates import gradients_of, replay_class, update_from_record
 from everstep.run.tensors import tensor_of
 from everstep.state.layout.names import PART_OBJECT, UPDATE_OBJECT
 from everstep.state.layout.placement import Box, Placement, box_on_mesh

@@ -19,9 +19,8 @@ from everstep.replay.updates import Update
 from everstep.restore.load.restored import Restored
 from everstep.restore.load.saved_ranks import SavedLayout
 from everstep.restore.redo.conditions import fingerprint_difference
-from everstep.restore.redo.driver import ReplayDriver, Step
-from everstep.restore.redo.live import LiveMemory, live_tensors
-from everstep.restore.redo.marks import MarkEntries, mark_holds_less
+from everstep.restore.redo.driver import MarkEntries, ReplayDriver, Step
+from everstep.restore.redo.live import LiveMemory, live_tensors, mark_holds_less
 from everstep.restore.reshard.gradients import ReshardedGradients
 from everstep.restore.reshard.marks import ReshardedSamples, restore_marks
 from everstep.run.candidates import Skipped
