@@ -223,7 +223,7 @@ class RunView:
                     cause = error.cause
                     self.damaged |= isinstance(cause, DamageError)
                     refused = cause if isinstance(cause, UnsupportedStateError) else refused
-                    reason = f"log: cannot be replayed: {cause.message}"
+                    reason = f"the log cannot be replayed: {cause.message}"
                     self._skip(BaseId(*error.at), reason)
                     if step is not None:
                         break

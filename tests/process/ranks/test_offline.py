@@ -332,7 +332,7 @@ def test_a_flipped_bit_in_any_ranks_log_is_found(run: Path, tmp_path: Path, rank
     found = document("verify", run, "--replay", status=1)
     assert verdicts(found) == [(1, 3, "equal"), (3, 6, "unchecked")]
     refused = document("restore", run, "--step", 5, "--out", tmp_path / "new", status=1)
-    assert "no base and log that lead to it are whole" in refused["message"]
+    assert "no intact base and log lead to it" in refused["message"]
     assert not (tmp_path / "new").exists()
 
 

@@ -279,7 +279,7 @@ def test_where_an_update_fails_the_step_before_is_restored(
             (lost,) = recovery.skipped
             assert (lost.step, "does not fit" in lost.reason) == (abs(at), True)
     assert failing.times == 2
-    said = f"step {abs(at)}: log: cannot be replayed: it does not fit"
+    said = f"step {abs(at)}: the log cannot be replayed: it does not fit"
     assert said in capfd.readouterr().err
     assert not any(thread.name == "everstep-ahead" for thread in threading.enumerate())
 

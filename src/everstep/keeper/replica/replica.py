@@ -161,6 +161,7 @@ class _Access:
     def exclusive(self) -> Iterator[None]:
         """Keep the thread away from the state."""
         with self.changed:
+            # Counted before the wait: the thread starts no further pass while a caller waits.
             self._waiting_callers += 1
             self.changed.wait_for(lambda: not self._in_use)
             self._waiting_callers -= 1
@@ -244,6 +245,7 @@ class Replica:
         self._durable_step = -1
         self.applied = 0
         log.listeners.append(self.access.wake)
+        # A daemon: a pass that hangs in torch must not keep the keeper from ending.
         self._thread = threading.Thread(target=self._run, name="everstep-replica", daemon=True)
         self._thread.start()
 
@@ -315,6 +317,7 @@ class Replica:
 
     def request_base(self, request: BaseRequest) -> None:
         """Queue a request for a base; the step has arrived in the log."""
+        # Under the lock that stop() takes: a request is either refused here or by stop().
         with self.access.changed:
             refused = self._disabled or self._now.stalled or self._is_unanswerable(request)
             if not refused:
@@ -585,6 +588,7 @@ class Replica:
         newest = self._log.steps
         with self.access.changed:
             answered = self._pending.take(base.step)
+            # Requests are answered by a failed base, too: its error is their answer.
             if base.durable:
                 self._durable_step = max(self._durable_step, base.step)
             if self._now.frozen is base:
@@ -629,6 +633,7 @@ class Replica:
                 self._now.stalled = True
             else:
                 self.reset()
+            # For good: nobody reads this memory any more, and training may need it.
             if for_good:
                 self._arena = None
         self._events.stopped(error, for_good=for_good)

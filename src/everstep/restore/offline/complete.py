@@ -131,6 +131,7 @@ def _complete(
     driver = ReplayDriver(memory)
     driver.step(Step.of(records.updates, records.mark, own=own))
     notes = driver.finish()
+    # The samples show a write that bypassed the optimizers between the capture of two parts.
     if not inexact:
         try:
             driver.compare()
@@ -177,6 +178,7 @@ def _check_seen(opened: OpenBase, updates: Iterable[LogRecord]) -> None:
     for tree in trees.values():
         if OptimizerProvider.groups_of(tree) is not None:
             _check_together(tree["state"], named, lsns, opened)
+    # An update applied twice gives a wrong state that no digest reveals.
     for record in updates:
         for place in record.layout.placed:
             if not place.entry.name.startswith(GRADIENT):

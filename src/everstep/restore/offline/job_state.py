@@ -206,6 +206,7 @@ class JobState:
                 self._ranks[rank].unmerged = objects
         for rank, mark in marks.items():
             one = self._ranks[rank]
+            # Not driver.finish(): the objects of a mark may have to be merged with other ranks'.
             one.driver.idle()
             one.memory.restore(mark, counterfactual=counterfactual, merged=merged.get(rank))
 
@@ -223,6 +224,7 @@ class JobState:
             if one.mark is None:
                 continue
             tensors = {n: self._holder(e, rank).tensors[e.name] for n, e in one.written.items()}
+            # A rank's samples are of all tensors in its files, which other ranks may compute.
             name = sampled_difference(MarkComparison(), one.mark, tensors)
             if name is not None:
                 raise divergence_error(name, one.mark.head.step)
@@ -266,6 +268,7 @@ class JobState:
         for rank, one in self._ranks.items():
             for name, entry in one.written.items():
                 found[self._name(name, rank)] = self._holder(entry, rank).digest_of(entry.name)
+            # A rank's file has its own share of a distributed object, not the merged one.
             for name, data in {**one.state.objects, **one.unmerged}.items():
                 found[self._name(name, rank)] = digest(data)
         return found
@@ -323,7 +326,7 @@ class JobState:
                 f"hold:\n{listed}",
                 leaves=leaves,
                 step=self.step,
-                hint="resume(step=...) in a job of as many ranks goes back to it",
+                hint="resume(step=...) in a job of as many ranks restores it",
             )
         marker = replace(self.marker, rank=0, world=1, step=self.step, lsn=self.lsn)
         state = OfflineState(marker, entries, tensors, aliases, objects, shape="")
@@ -439,7 +442,10 @@ class JobState:
                     continue
                 entry = one.written.get(place.entry.name)
                 if entry is None or _form(entry) != _form(place.entry):
-                    raise FormatError(f"rank {rank}, {mark.head}: another {place.entry.name!r}")
+                    raise FormatError(
+                        f"rank {rank}, {mark.head}: shape or dtype of {place.entry.name!r} differs "
+                        "from the base"
+                    )
                 owner = sharing.owners[tensor_key(entry)]
                 # A rank that replays has all of its state, whichever rank owns it.
                 for holder in {owner, rank} if one.memory.replays else {owner}:
@@ -457,7 +463,7 @@ def _check_same_updates(step: JobStep) -> None:
     heads = [_place(one.head) for one in (*first[0], first[1])]
     for rank, (updates, mark) in step.items():
         if [_place(one.head) for one in (*updates, mark)] != heads:
-            raise FormatError(f"rank {rank} has {mark.head} and other updates before it")
+            raise FormatError(f"rank {rank} made other updates before {mark.head} than other ranks")
 
 
 def _place(head: Any) -> tuple[Any, ...]:
@@ -482,6 +488,7 @@ def _with_parts(record: LogRecord, number: int, rank: int, step: JobStep) -> Log
         return record
     found = replace(record, parts={r: step[r][0][number] for r in step if r != rank})
     about: Any = decode(record.objects[PART_OBJECT])
+    # Each rank updated its own parameters: one replay does it for all, with one set of options.
     if isinstance(about, dict) and about.get("spread"):
         mine = _beside_gradients(record)
         for other in {r for ranks, *_ in about["shared"] for r in ranks} & found.parts.keys():

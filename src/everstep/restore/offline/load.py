@@ -71,6 +71,7 @@ def load_job(
         raise FormatError(f"{base.id} is {base.status}: {base.problem}", path=base.path)
     there = {file.name for file in base.files}
     markers = base.manifest.markers
+    # Ranks may have written to disks of their own, of which this folder has one.
     missing = [m.rank for m in markers if not there.issuperset(one.name for one in m.files)]
     if missing and len(markers) > 1:
         ranks = ", ".join(map(str, missing))
@@ -96,6 +97,7 @@ def _load_ranks(
     saved = SavedRanks(opened)
     owners: dict[TensorKey, int] = {}
     plans = [plan_rank(saved, rank, owners) for rank in saved.ranks]
+    # Before anything is allocated: an overcommitted machine would kill a process instead.
     require_memory(opened[0], sum(plan.size_bytes for plan in plans))
     tensors = {plan.rank: _empty(plan) for plan in plans}
     wanted: list[tuple[str, Sequence[Piece], Box, memoryview]] = []
@@ -108,7 +110,9 @@ def _load_ranks(
     doubt = ""
     done: set[int] = set()
     for one in opened:
-        if one.redo is not None:  # a multi-step base
+        # Parts of a multi-step base are of several updates: its pieces are taken from the
+        # completed files, one rank's at a time.
+        if one.redo is not None:
             made = complete_rank_files(
                 one, reads.ring, trained, timeout_s=reads.timeout_s, progress=reads.progress
             )

@@ -117,6 +117,7 @@ class HostMemory:
         Raises:
             FormatError, ReplayError, UnsupportedStateError: a record does not fit the state.
         """
+        # Everything is checked before the driver queues the first update (I3).
         for record, _ in step.updates:
             _refuse_declared(record)
         if step.mark.head.shape != self.state.shape:
@@ -201,6 +202,7 @@ class HostMemory:
             FormatError, ReplayError: the mark does not fit the state.
         """
         state = self.state
+        # After the last update: replay reads no entry that only marks restore.
         self.put(self._held)
         self._held = ()  # the memory of the marks may be reused from here on
         state.step = mark.head.step
@@ -211,6 +213,7 @@ class HostMemory:
         trees = {n.removeprefix(OBJECT_PREFIX): decode(data) for n, data in state.objects.items()}
         for section, tree in trees.items():
             for name in references(tree):
+                # Trees of one of several ranks also refer to entries in other ranks' files.
                 if state.canonical(name) not in state.tensors and state.marker.world == 1:
                     raise FormatError(f"{mark.head} refers to {name!r}, which is not in the base")
             optimizer = self._optimizers.get(section)
@@ -220,6 +223,7 @@ class HostMemory:
                 self._take_options(tree, None if optimizer is None else optimizer.last)
         self._trees = trees
         if counterfactual:
+            # Their step counts were taken from replay.
             for section in self._optimizers:
                 state.objects[OBJECT_PREFIX + section] = encode(trees[section], section)
         return []
@@ -272,6 +276,7 @@ class HostMemory:
             {k: join(v, lookup) for k, v in group.items() if k != "params"}
             for group in tree["param_groups"]
         ]
+        # A rank's files hold only some parameters of an optimizer.
         if self.state.marker.world > 1:
             names, values = self._own_parameters(key, names, values)
         if PARTITIONED in tree and makes_state_when_built(kind, groups_at_base):
@@ -279,6 +284,7 @@ class HostMemory:
         self._check_parameters(update, tree, names, elementwise=is_elementwise(kind))
         states = {self.state.canonical(name) for name in references(values)}
         mine = {*names.values(), *states}
+        # Once: a second optimizer that shares a tensor must update the same memory.
         for name in mine - self.replayed:
             self._restore_strides(name)
         self.replayed |= mine
@@ -376,6 +382,7 @@ class HostMemory:
                 found = mine[key]
                 if isinstance(value, TensorRef):
                     entry = self.state.canonical(value.name)
+                    # A logged entry already has the value of the mark.
                     if entry not in self._marked:
                         self._take(entry, found, f"{key} of {name!r}")
                 elif any(references(value)):

@@ -137,6 +137,7 @@ def read_rank_files(
     """
     # Trees of one of several ranks also refer to entries in other ranks' files.
     trees, _ = contents(opened) if opened.marker.world == 1 else rank_contents(opened)
+    # Completing a multi-step base replays updates of all its parameters.
     if opened.redo is not None:
         wanted = None
     chosen = [_chosen(h.placed, h.aliases, wanted) for _, _, h, _ in opened.shards]
@@ -144,6 +145,7 @@ def read_rank_files(
         [header.placed[index] for index in some]
         for (_, _, header, _), some in zip(opened.shards, chosen, strict=True)
     ]
+    # Before anything is allocated: an overcommitted machine would kill a process instead.
     require_memory(opened, sum(place.end - place.begin for places in placed for place in places))
     tensors: dict[str, torch.Tensor] = {}
     entries: dict[str, Entry] = {}

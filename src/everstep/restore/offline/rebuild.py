@@ -290,6 +290,7 @@ class Rebuilder:
             for step in steps:
                 if isinstance(step, EverstepError):
                     raise step
+                # Both states take a step from the same records, which are read once.
                 logged.take(step)
                 if other is not None:
                     other.take(step, drop=logged.step in drop)
@@ -305,6 +306,8 @@ class Rebuilder:
         if updates_seen:
             records = [self.log.inventory.timelines.get(timeline) for timeline, _ in chain.steps]
             replay = replay_conditions(records)[1] or replay
+        # Where replay must give the bits of training, a difference is a write that the log does
+        # not hold, or damage.
         if not replay:
             logged.compare()
         return ReplayResult(lineage, replay, logged.surprises[0] if logged.surprises else "")
@@ -358,6 +361,7 @@ class Rebuilder:
                 other = self.load(base, chain) if twice else None
                 why = self.play(chain, logged, other, drop).why
             except NewerFormatError:
+                # An older base would hide the data of a newer everstep.
                 raise
             except (AuditError, DamageError, FormatError, ReplayError) as error:
                 skipped.append(Skipped(base.id.timeline, base.id.step, error.message))
@@ -379,7 +383,7 @@ class Rebuilder:
             return found, replace(found, state=other.whole()[0], exact=False, why=left)
         reasons = "\n".join(f"  {BaseId(s.timeline, s.step)}: {s.reason}" for s in skipped)
         raise RecoveryError(
-            f"step {step} is there, but no base and log that lead to it are whole:\n{reasons}",
+            f"step {step} exists, but no intact base and log lead to it:\n{reasons}",
             step=step,
             path=self.log.inventory.path,
             hint="everstep verify lists the damage",

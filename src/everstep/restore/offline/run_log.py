@@ -188,7 +188,8 @@ class RunLog:
             ring: buffers for reading.
             timeout_s: a read that takes longer counts as hung.
         """
-        if not chain.steps:  # there may be no log at all
+        # There may be no log at all.
+        if not chain.steps:
             return
         files = self._filesystem
         if world == 1:
@@ -199,6 +200,7 @@ class RunLog:
                     return
             return
         logs = [self._logs[rank] for rank in range(world)]
+        # Step by step: an update needs the records of all ranks at the same time.
         try:
             for at in chain.steps:
                 try:

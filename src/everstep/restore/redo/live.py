@@ -192,6 +192,7 @@ class LiveMemory:
         }
         live = live_tensors(self._state)
         entries = self._entries(mark, trees, live, logged)
+        # All sections are planned before the first is restored.
         plans = self._state.plan_restore(trees, entries)
         require_fit(f"{mark.head} does", plans)
         for plan in plans.values():
@@ -263,6 +264,7 @@ class LiveMemory:
     def _doubtful_entries(self, mark: LogRecord) -> MarkEntries:
         program = self._program
         if program.doubtful is None:
+            # Compared by address: views of one memory have names that say nothing of it.
             program.live = live_tensors(self._state)
             spans = sorted(
                 (tensor.data_ptr(), tensor.data_ptr() + tensor.untyped_storage().nbytes())
@@ -429,6 +431,7 @@ def make_replayer(
     members = [list(group["params"]) for group in optimizer.param_groups]
     parameters = [parameter for group in members for parameter in group]
     kind = kind or type(optimizer)
+    # The live optimizer itself, where it can be: state that it makes during replay is its own.
     if kind is type(optimizer) and not any(map(is_dtensor, parameters)):
         return Replayer.of(optimizer, names, options)
     state: dict[str, dict[str, Any]] = {}

@@ -267,7 +267,7 @@ class RankLog:
         step = base.step + 1 + min(restored.replayed, reach.count - 1)
         timeline = timeline_of(step, path) or reach.timeline
         if failed is not None:
-            why = f"log: cannot be replayed: {failed.message}"
+            why = f"the log cannot be replayed: {failed.message}"
             skipped.append(Skipped(timeline, step, why))
         sure = failed is None or not together or reach.count == 1
         return Redone(

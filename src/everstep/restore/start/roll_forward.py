@@ -204,7 +204,7 @@ def roll_forward(
             ):  # samples do not show at which earlier step it went wrong
                 doubt = f"step {error.step} differs from training, and perhaps steps before it"
             timeline, at = chain.steps[min(restored.replayed, len(chain.steps) - 1)]
-            why = f"log: cannot be replayed: {error.message}"
+            why = f"the log cannot be replayed: {error.message}"
             skipped.append(Skipped(timeline, at, why))
             print_line(f"everstep: {inventory.path}: step {at}: {why}")
             steps = () if together else chain.steps[: restored.replayed]
